@@ -281,6 +281,36 @@ def host(
     )
 
 
+@app.command("transfer")
+def transfer(
+    target: Target = "specpool/tiny",
+    draft: Annotated[
+        str, typer.Option(help="EAGLE head, whose KV goes along; none = the target's alone.")
+    ] = "specpool/tiny-eagle",
+    tokens: Annotated[int, typer.Option(help="Tokens of the session.")] = 4096,
+    page_size: Annotated[int, typer.Option(help="Slots per page.")] = 16,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 15,
+    device: DeviceName = "cpu",
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Speed at which a session moves to another engine, beside a copy of its bytes."""
+    from benches.transfer import transfer as run
+
+    run(
+        target=target,
+        draft=draft,
+        num_tokens=tokens,
+        page_size=page_size,
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
 @app.command("session")
 def session(
     target: Target = "specpool/tiny",

@@ -28,6 +28,7 @@ from specpool.errors import (
     ShapeError,
     SpecpoolError,
     StalePlan,
+    TransferError,
 )
 from specpool.sampling_params import SamplingParams
 from specpool.text.structured.grammar import Grammar
@@ -81,6 +82,7 @@ __all__ = [
     "Snapshot",
     "SpecpoolError",
     "StalePlan",
+    "TransferError",
     "Turn",
     "__version__",
 ]

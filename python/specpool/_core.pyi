@@ -1135,6 +1135,55 @@ class Ledger:
             ShapeError: there is no such group or page, or a page is named twice.
             PageStateError: a page is not lent.
         """
+    def export(self, row: int) -> int:
+        """Give the row back and keep its tokens as a prefix, for another ledger; return its id.
+
+        The prefix has exactly the row's `resolved_len` tokens, and every page that a row needs to
+        go on from there, also a partly filled one. The pages are read-only until `release_prefix`;
+        `prefix_pages` names them. `admit(prefix=...)` makes a row of them again, if they do not
+        arrive.
+
+        Cost: O(pages).
+
+        Raises:
+            ShapeError: the row is not admitted, or has no tokens.
+            NotReady: a step of the row is not complete, or a page copy into it is not finished.
+        """
+    def import_row(self, length: int, drafted_len: int, tag: str | None = None) -> int:
+        """Take a free row of `length` tokens whose KV comes from elsewhere; return it.
+
+        The row has pages of its own in every group, and none below the windows. The caller writes
+        them before the next launch, and behind every launched forward. If the KV does not arrive,
+        `abort` takes the row back. The row has no root until an extend of it has launched.
+
+        Cost: O(pages).
+
+        Args:
+            length: tokens.
+            drafted_len: draft KV comes for the tokens below it.
+            tag: the embedder's name for the request.
+
+        Raises:
+            ShapeError: `length` is not in 1..=max_context_len, or `drafted_len` not in 0..=length.
+            OutOfRows: no row is free.
+            OutOfPages: a group has too few pages.
+        """
+    def prefix_pages(self, prefix: int, group: int) -> tuple[int, NDArray[np.int32]]:
+        """Return the column of a prefix's first page in the group, and its pages, int32 [n].
+
+        Cost: O(pages).
+
+        Raises:
+            ShapeError: there is no such prefix or group.
+        """
+    def prefix_drafted_len(self, prefix: int) -> int:
+        """Return the length below which a prefix has draft KV.
+
+        Cost: O(log prefixes).
+
+        Raises:
+            ShapeError: there is no such prefix.
+        """
     def index(self, row: int, tokens: _IntArray, salt: bytes = b"") -> int:
         """Let later requests find the row's KV of `tokens`; return how many the index knows now.
 
@@ -1873,6 +1922,12 @@ def scatter_slots(
         buffers: see `move_slots`; each with one field.
         slots: [n], each once.
         values: one per buffer: bytes [lead, n, width].
+    """
+
+def checksum(data: _U8) -> int:
+    """Return a 64-bit checksum of bytes [n], the same on every machine.
+
+    It finds damage, at the speed of memory; it does not resist attackers.
     """
 
 def attention_mask(

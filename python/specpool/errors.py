@@ -135,6 +135,10 @@ class RecordError(SpecpoolError):
     """An event log that cannot be written, read or replayed; the message says at which byte."""
 
 
+class TransferError(SpecpoolError):
+    """A row that cannot move: a damaged or foreign image, a wrong key, a peer that is gone."""
+
+
 def one_line(error: BaseException, most: int = 400) -> str:
     """Return an error's message as one line of at most `most` characters.
 

@@ -58,6 +58,10 @@ VERBS: dict[str, tuple[Callable[[Busy], tuple], tuple[str, ...]]] = {
     "fork": (lambda b: (b.ready,), ("row",)),
     "pin_prefix": (lambda b: (b.ready, 4), ("row", "length")),
     "release_prefix": (lambda b: (b.prefix,), ("prefix",)),
+    "export": (lambda b: (b.ready,), ("row",)),
+    "import_row": (lambda b: (9, 4), ("length", "length")),
+    "prefix_pages": (lambda b: (b.prefix, 0), ("prefix", "group")),
+    "prefix_drafted_len": (lambda b: (b.prefix,), ("prefix",)),
     "lend": (lambda b: (b.ready, 0, 8), ("row", "length", "length")),
     "rebind": (lambda b: (b.ready, 0, 4, b.lent), ("row", "length", "length", "lent")),
     "admit_lent": (lambda b: (b.lent, 4), ("lent", "length")),
@@ -365,6 +369,7 @@ def test_a_closed_ledger_refuses_every_verb_and_stays_readable():
     queries = {verb for verb in VERBS if "group" in VERBS[verb][1] or "any row" in VERBS[verb][1]}
     queries -= {"release_lent"}
     queries |= {"match_prefix", "tokens_required", "pages_needed", "prefix_len", "check_quiet"}
+    queries |= {"prefix_drafted_len"}
     assert refused == set(calls) - queries
     assert (ledger.state_hash(), lengths.tolist()) == (before, resolved)
     assert table[busy.ready, 0] != 0

@@ -34,7 +34,9 @@ def library():
     return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "debug/libspecpool.a"
 
 
-@pytest.fixture(params=["examples/engine.c", "examples/engine.cpp", "tests/bad_input.c"])
+@pytest.fixture(
+    params=["examples/engine.c", "examples/engine.cpp", "tests/bad_input.c", "tests/lend.cpp"]
+)
 def program(request, library, tmp_path):
     source = CAPI / request.param
     compiler, standard = COMPILERS[source.suffix]
@@ -60,6 +62,7 @@ LAST_LINE = {
     "engine.c": "36 of 36 pages free",
     "engine.cpp": "last tag",
     "bad_input.c": "every bad input was refused",
+    "lend.cpp": "every lent page came back",
 }
 
 

@@ -39,6 +39,8 @@ KINDS: dict[int, tuple[str, tuple[str, ...]]] = {
     28: ("rebind", ("row", "start", "end", "pages[]")),
     29: ("admit", ("length", "pages[]")),
     30: ("release_lent", ("group", "pages[]")),
+    31: ("export", ROW),
+    32: ("import_row", ("length", "drafted_len")),
     126: ("closed", ()),
     127: ("limit", ()),
 }

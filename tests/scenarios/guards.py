@@ -712,4 +712,25 @@ GUARDS = [
         "group.pool.release(own, row, fence.step, fence.completed, Verb::Rebind)?;",
         "group.pool.release(own, row, 0, fence.completed, Verb::Rebind)?;",
     ),
+    guard(
+        79,
+        "an export holds its pages",
+        "ledger/transfer.rs::export",
+        "self.share(group, &prefix.held, Verb::Export)?;",
+        "let _ = (group, &prefix.held);",
+    ),
+    guard(
+        79,
+        "a row that leaves is still",
+        "ledger/transfer.rs::export",
+        "self.check_still(row, Verb::Export.name())?;",
+        "",
+    ),
+    guard(
+        79,
+        "an import has pages for all of its tokens",
+        "ledger/transfer.rs::import_row",
+        "let end = ceil_align(len.into(), group.page_size);",
+        "let end = i64::from(len) / group.page_size * group.page_size;",
+    ),
 ]

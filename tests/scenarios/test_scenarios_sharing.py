@@ -223,3 +223,54 @@ def test_scenario_78_duplicates_wait_for_the_round_that_reads_them():
     assert ledger.fenced_pages(0) == 2
     end(ledger, step, 1)
     assert ledger.fenced_pages(0) == 0
+
+
+def test_scenario_79_what_leaves_stays_until_it_has_arrived():
+    """A sender still reads a row's pages while others take what is free.
+
+    Law: An export holds every page of its row, the last one too, and a row comes back on them.
+    """
+    ledger, device, row = running(10)
+    export = ledger.export(row)
+    assert not ledger.is_live(row) and ledger.prefix_len(export) == 10
+    assert len(ledger.prefix_pages(export, 0)[1]) == 3
+    other = ledger.admit()
+    device.extend(other, 16, mark=2)
+    device.run()
+    back = ledger.admit(prefix=export)
+    device.extend(back, 12, mark=3)
+    device.run()
+    assert device.read(back) == tokens((1, 0, 10), (3, 10, 12))
+    ledger.release_prefix(export)
+    ledger.finish(other)
+    ledger.finish(back)
+    assert_all_back(ledger)
+
+
+def test_scenario_79_no_row_leaves_with_a_round_in_flight():
+    """The round would write the page that is being sent.
+
+    Law: An export is refused while a step of the row is in flight.
+    """
+    ledger, _, row = running(7)
+    step = start(ledger, row)
+    refuses(ledger, NotReady, ledger.export, row, match="in flight")
+    ledger.resolve(step, [1])
+    refuses(ledger, NotReady, ledger.export, row, match="is not complete")
+    ledger.complete(step)
+    ledger.export(row)
+
+
+def test_scenario_79_what_comes_has_pages_of_its_own():
+    """A row that arrives is written while the pages of others are read.
+
+    Law: An import takes free pages for all of its tokens, or nothing.
+    """
+    ledger, _, row = running(10)
+    export = ledger.export(row)
+    came = ledger.import_row(10, 10)
+    held = set(ledger.page_table(0)[came].tolist()) - {0}
+    assert len(held) == 3 and held.isdisjoint(ledger.prefix_pages(export, 0)[1].tolist())
+    ledger.abort(came)
+    ledger.release_prefix(export)
+    assert_all_back(ledger)

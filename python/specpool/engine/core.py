@@ -154,6 +154,16 @@ class EngineCore:
                 self._submitted.pop(sample.request_id, None)
                 self._mailbox.pop(sample.request_id, None)
 
+    def submitted(self, number: object) -> Request:
+        """Return a submitted request by its number.
+
+        Raises:
+            ConfigError: no submitted request has this number, or its output has been delivered.
+        """
+        if not isinstance(number, int) or number not in self._submitted:
+            raise ConfigError(f"no request {number!r:.80} is running or waiting")
+        return self._submitted[number].request
+
     def abort(self, number: int) -> None:
         """Abort a submitted request; see `Engine.abort`.
 
@@ -161,10 +171,9 @@ class EngineCore:
             ConfigError: no submitted request has this number, or its output has been delivered.
         """
         with self.lock:
-            if not isinstance(number, int) or number not in self._submitted:
-                raise ConfigError(f"no request {number!r:.80} is running or waiting")
+            request = self.submitted(number)
             with self.loop.recovering():
-                self.scheduler.abort(self._submitted[number].request)
+                self.scheduler.abort(request)
 
     def turn(self) -> bool:
         """Run one turn for all requests; return False when nothing is left to do."""

@@ -20,6 +20,7 @@ from specpool.config import EngineConfig
 from specpool.draft import Drafter
 from specpool.engine.comparison import Comparison, compare
 from specpool.engine.core import EngineCore
+from specpool.engine.movable import Movable
 from specpool.engine.output import Chunk, RequestOutput, output_of
 from specpool.engine.progress import ProgressBar
 from specpool.engine.session import Session
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-class Engine:
+class Engine(Movable):
     """A text generator: a Hugging Face decoder on paged KV, with an optional drafter.
 
     Use it as a context manager, or call `close`. Either restores the attention of a model that was

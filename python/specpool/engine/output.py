@@ -141,7 +141,7 @@ class RequestOutput:
         prompt_ids: the prompt's tokens.
         token_ids: the generated tokens; an end-of-sequence token is the last of them.
         text: the decoded output without special tokens; "" without a tokenizer.
-        finish_reason: `stop`, `length`, `error` or `abort`.
+        finish_reason: `stop`, `length`, `error`, `abort`, or `moved` to another engine.
         error: what went wrong, if finish_reason is `error`; else None.
         seed: the seed that reproduces a sampled text.
         accept_lens: the accept length of each verify round, bonus included.

@@ -16,7 +16,7 @@ from specpool.models import TargetModel
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Message
 from specpool.scheduler.requests.latency import Times
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.requests.request import Request, TokenLogprob
 from specpool.scheduler.scheduler import Scheduler
 from specpool.text.stream import TextStream
 from specpool.text.structured.compiler import Compiler
@@ -138,6 +138,50 @@ class Prompts:
         request.messages = next_turn.messages
         return request
 
+    def moved(
+        self,
+        tokens: list[int],
+        prompt_len: int,
+        params: SamplingParams,
+        shape: Shape | None,
+        priority: int,
+        forwards: list[int],
+        logprobs: list[TokenLogprob],
+    ) -> Request:
+        """Make the request that goes on where another engine's has stopped; nothing is queued yet.
+
+        Raises:
+            ConfigError: this engine could not run it.
+        """
+        self.check_open()
+        name = "the moved request"
+        self.check_tokens(name, tokens)
+        if len(tokens) - prompt_len >= params.max_new_tokens:
+            raise ConfigError(
+                f"{name} has {len(tokens) - prompt_len} tokens of output, at most "
+                f"{params.max_new_tokens}: it should have ended"
+            )
+        request = self._request(name, 0, tokens[:prompt_len], params, shape, priority)
+        if len(tokens) >= request.max_len:
+            raise ConfigError(
+                f"{name} has {len(tokens)} tokens, this engine ends it at {request.max_len}"
+            )
+        request.tokens = list(tokens)
+        request.forwards, request.logprobs = list(forwards), logprobs
+        if request.watch is not None:
+            request.watch.push(request.output_ids)
+        return request
+
+    def check_tokens(self, name: str, tokens: list[int]) -> None:
+        """Raise `ConfigError` for a token that the vocabulary does not have."""
+        vocab_size = self._target.vocab_size
+        for position, token in enumerate(tokens):
+            if not 0 <= token < vocab_size:
+                raise ConfigError(
+                    f"{name} has token id {token} at position {position}; "
+                    f"the vocabulary is [0, {vocab_size})"
+                )
+
     def check_open(self) -> None:
         """Raise `ConfigError` if the engine or its target model has been closed."""
         if self._target.closed:
@@ -188,13 +232,8 @@ class Prompts:
         priority: int,
         max_tokens: int | None = None,
     ) -> Request:
-        vocab_size, longest = self._target.vocab_size, self._max_context_len
-        for position, token in enumerate(ids):
-            if not 0 <= token < vocab_size:
-                raise ConfigError(
-                    f"{name} has token id {token} at position {position}; "
-                    f"the vocabulary is [0, {vocab_size})"
-                )
+        longest = self._max_context_len
+        self.check_tokens(name, ids)
         if len(ids) >= longest:
             raise ConfigError(
                 f"{name} has {len(ids)} tokens; with one new token at least, "

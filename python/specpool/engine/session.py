@@ -224,6 +224,15 @@ class Session:
                     core.scheduler.conversations.close(copy)
             raise
 
+    def leaving(self) -> Conversation:
+        """Return the conversation for an export.
+
+        Raises:
+            ConfigError: the session is closed or busy.
+        """
+        self._check_idle("export")
+        return self._conversation
+
     def abort(self) -> None:
         """Abort the turn that waits or runs, if any; the session is as it was before the turn."""
         turn = self._turn()
@@ -256,6 +265,8 @@ class Session:
         """Raise `ConfigError` unless the session is open, and between turns."""
         if self.closed:
             raise ConfigError(f"cannot {verb} session {self.number}: it has been closed")
+        if self._conversation.leaves:
+            raise ConfigError(f"cannot {verb} session {self.number}: it is being exported")
         turn = self._turn()
         if turn is not None:
             raise ConfigError(

@@ -175,8 +175,12 @@ class BusyCheck:
         """
         ledger, out_of_use, lost = self._ledger, self.rows, self.num_pages
         pins = {pin.prefix for pin in self._scheduler.pins}
-        if pins != set(ledger.prefixes):
-            yield _Fault(f"the prefixes {ledger.prefixes} are held, {sorted(pins)} are pinned")
+        leaving = self._scheduler.exports.prefixes
+        if pins | leaving != set(ledger.prefixes):
+            exported = f", {sorted(leaving)} exported" if leaving else ""
+            yield _Fault(
+                f"the prefixes {ledger.prefixes} are held, {sorted(pins)} are pinned{exported}"
+            )
         for g, group in enumerate(self._groups):
             protected = ledger.protected_len(g)
             own = ledger.allocated_len(g).astype(np.int64)

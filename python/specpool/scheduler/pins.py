@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from specpool._core import Ledger
@@ -79,7 +79,8 @@ class Pins:
                 found.append((pin, shared))
         return sorted(found, key=lambda each: -each[1])
 
-    def recover(self) -> None:
-        """Release every prefix that no pin has, after Ctrl-C at any point."""
-        for prefix in set(self._ledger.prefixes).difference(pin.prefix for pin in self._pins):
+    def recover(self, others: Collection[int]) -> None:
+        """Release every prefix that no pin has and that is not in `others`, after Ctrl-C."""
+        known = {*others, *(pin.prefix for pin in self._pins)}
+        for prefix in set(self._ledger.prefixes).difference(known):
             self._ledger.release_prefix(prefix)

@@ -41,6 +41,7 @@ from specpool.scheduler.requests.waiting import Waiting
 from specpool.scheduler.room import Room
 from specpool.scheduler.round_shapes import RoundShapes
 from specpool.scheduler.rows.conversations import Conversations
+from specpool.scheduler.rows.exports import Exports
 from specpool.scheduler.rows.host_handles import HostHandles
 from specpool.scheduler.rows.rows import Rows
 from specpool.scheduler.rows.running import Running
@@ -102,6 +103,7 @@ class Scheduler:
         self.rows = Rows(ledger, self.handles, leave)
         self.conversations = Conversations(ledger, config, self.rows, self.handles)
         queues = (running, self._waiting, self.conversations)
+        self.exports = Exports(ledger, *queues, self.rows)
         self._ends = Ends(ledger, *queues, self.rows, self.handles, self.counts)
         self._room = Room(ledger, *queues, self.pins, self.rows, self._needs, self._ends)
         self._admission = Admission(
@@ -391,7 +393,7 @@ class Scheduler:
             if state == "launched":
                 self._ledger.abandon(number)
             self._ledger.complete(number)
-        self.pins.recover()
+        self.pins.recover(self.exports.prefixes)
         self.conversations.forget_lost()
         self._room.in_flight, self._is_starved = 0, False
         self._running.clear_rows()

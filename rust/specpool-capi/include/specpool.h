@@ -360,6 +360,23 @@ specpool_status specpool_pool_put(specpool_pool pool,
                                   size_t salt_len,
                                   int32_t *known);
 
+// Notes that the caller's own index knows what the blocks hold: when nobody holds them any more they are cached, not
+// free. specpool_pool_match does not find them. A block that is kept already stays as it is. O(blocks).
+// The array has the length that is said.
+specpool_status specpool_pool_keep(specpool_pool pool, const int32_t *blocks, size_t num_blocks);
+
+// Undoes specpool_pool_keep: a block that nobody holds is free. A block that is not kept stays as it is. O(blocks).
+// The array has the length that is said.
+specpool_status specpool_pool_unkeep(specpool_pool pool, const int32_t *blocks, size_t num_blocks);
+
+// Writes the blocks that specpool_pool_take would give, in order, and their number: `capacity` of them, or all that can
+// be taken if these are fewer. It changes nothing: caches outside can give up what they know of these blocks. O(blocks).
+// `blocks` has room for `capacity` entries; `num_found` points to a number.
+specpool_status specpool_pool_preview(specpool_pool pool,
+                                      int32_t *blocks,
+                                      size_t capacity,
+                                      size_t *num_found);
+
 // Gives up everything that the index knows under the salt. Blocks that are held stay held.
 // The array has the length that is said.
 specpool_status specpool_pool_forget(specpool_pool pool, const uint8_t *salt, size_t salt_len);
@@ -508,6 +525,48 @@ specpool_status specpool_ledger_check(specpool_ledger ledger);
 
 // Ends the event log and writes it out. Verbs are refused from then on.
 specpool_status specpool_ledger_close(specpool_ledger ledger);
+
+// Makes a prefix cache outside the ledger a holder of the row's pages of the tokens start..end, in every group.
+// specpool_ledger_row_pages says which they are. They are read-only from now on, and outlive the row until
+// specpool_ledger_release_lent. Both bounds are multiples of every group's page size. O(pages).
+specpool_status specpool_ledger_lend(specpool_ledger ledger, int32_t row, int32_t start, int32_t end);
+
+// Puts lent pages in place of the row's own pages of the tokens start..end, which hold the same: the row becomes a
+// holder of them and gives its own back. One page for each column, group after group; 0 where a window has passed.
+// O(pages of the row).
+// The array has the length that is said.
+specpool_status specpool_ledger_rebind(specpool_ledger ledger,
+                                       int32_t row,
+                                       int32_t start,
+                                       int32_t end,
+                                       const int32_t *pages,
+                                       size_t num_pages);
+
+// Takes a free row on `len` tokens whose KV is in lent pages, and shares them. One page for each column, group after
+// group; 0 for those below the group's window. O(pages).
+// The array has the length that is said; `tag` is a text or NULL, `row` points to a number.
+specpool_status specpool_ledger_admit_lent(specpool_ledger ledger,
+                                           const int32_t *pages,
+                                           size_t num_pages,
+                                           int32_t len,
+                                           const char *tag,
+                                           int32_t *row);
+
+// Notes that the cache outside holds these pages of the group no longer. Rows that share them keep them. All or none.
+// O(pages).
+// The array has the length that is said.
+specpool_status specpool_ledger_release_lent(specpool_ledger ledger,
+                                             size_t group,
+                                             const int32_t *pages,
+                                             size_t num_pages);
+
+// Writes the pages of the group that are lent, ascending, and their number. O(pages).
+// `pages` has room for `capacity` entries; `count` points to a number.
+specpool_status specpool_ledger_lent_pages(specpool_ledger ledger,
+                                           size_t group,
+                                           int32_t *pages,
+                                           size_t capacity,
+                                           size_t *count);
 
 // Claims pages for a prefill or a chunk of every row: its tokens up to `new_lens[i]`. All rows or none.
 // The arrays have `num_rows` entries; `plan` points to its structure.

@@ -93,6 +93,16 @@ class Pool : public Owner<specpool_pool, specpool_pool_destroy> {
     must(specpool_pool_put(handle_, tokens.data(), tokens.size(), blocks.data(), blocks.size(), start, bytes(salt),
                            salt.size(), nullptr));
   }
+  // The caller's own index knows what these blocks hold.
+  void keep(const Ints &blocks) { must(specpool_pool_keep(handle_, blocks.data(), blocks.size())); }
+  void unkeep(const Ints &blocks) { must(specpool_pool_unkeep(handle_, blocks.data(), blocks.size())); }
+  // What take(count) would give, in order, or all that can be taken.
+  Ints preview(size_t count) const {
+    Ints blocks(std::min(count, info().num_blocks));
+    must(specpool_pool_preview(handle_, blocks.data(), blocks.size(), &count));
+    blocks.resize(count);
+    return blocks;
+  }
   void forget() { must(specpool_pool_forget_all(handle_)); }
   void forget(const std::string &salt) { must(specpool_pool_forget(handle_, bytes(salt), salt.size())); }
   void complete(uint64_t step) { must(specpool_pool_complete(handle_, step)); }
@@ -131,6 +141,33 @@ class Ledger : public Owner<specpool_ledger, specpool_ledger_destroy> {
     int32_t row;
     must(specpool_ledger_fork(handle_, parent, tag, &row));
     return row;
+  }
+  // For a prefix cache outside the ledger. Pages are one for each column, group after group.
+  void lend(int32_t row, int32_t start, int32_t end) { must(specpool_ledger_lend(handle_, row, start, end)); }
+  void rebind(int32_t row, int32_t start, int32_t end, const Ints &pages) {
+    must(specpool_ledger_rebind(handle_, row, start, end, pages.data(), pages.size()));
+  }
+  int32_t admit_lent(const Ints &pages, int32_t len, const char *tag = nullptr) {
+    int32_t row;
+    must(specpool_ledger_admit_lent(handle_, pages.data(), pages.size(), len, tag, &row));
+    return row;
+  }
+  void release_lent(size_t group, const Ints &pages) {
+    must(specpool_ledger_release_lent(handle_, group, pages.data(), pages.size()));
+  }
+  Ints lent_pages(size_t group_at) const {
+    Ints pages(static_cast<size_t>(group(group_at).num_pages));
+    size_t count;
+    must(specpool_ledger_lent_pages(handle_, group_at, pages.data(), pages.size(), &count));
+    pages.resize(count);
+    return pages;
+  }
+  // The row's line of the page table.
+  Ints pages_of(int32_t row, size_t group_at) const {
+    Ints pages(static_cast<size_t>(group(group_at).pages_per_row));
+    size_t count;
+    must(specpool_ledger_row_pages(handle_, group_at, row, pages.data(), pages.size(), &count));
+    return pages;
   }
   specpool_plan prepare_extend(const Ints &rows, const Ints &new_lens, bool writes_draft = true) {
     same_size(rows, new_lens, "new_lens");

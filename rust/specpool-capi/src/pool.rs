@@ -226,6 +226,52 @@ pub unsafe extern "C" fn specpool_pool_put(
     })
 }
 
+/// Notes that the caller's own index knows what the blocks hold: when nobody holds them any more they are cached, not
+/// free. specpool_pool_match does not find them. A block that is kept already stays as it is. O(blocks).
+///
+/// # Safety
+/// The array has the length that is said.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn specpool_pool_keep(pool: Pool, blocks: *const i32, num_blocks: usize) -> Status {
+    guard(|| {
+        let blocks = unsafe { read("blocks", blocks, num_blocks)? };
+        POOLS.with(pool.id, |pool| Ok(pool.keep(blocks)?))
+    })
+}
+
+/// Undoes specpool_pool_keep: a block that nobody holds is free. A block that is not kept stays as it is. O(blocks).
+///
+/// # Safety
+/// The array has the length that is said.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn specpool_pool_unkeep(pool: Pool, blocks: *const i32, num_blocks: usize) -> Status {
+    guard(|| {
+        let blocks = unsafe { read("blocks", blocks, num_blocks)? };
+        POOLS.with(pool.id, |pool| Ok(pool.unkeep(blocks)?))
+    })
+}
+
+/// Writes the blocks that specpool_pool_take would give, in order, and their number: `capacity` of them, or all that can
+/// be taken if these are fewer. It changes nothing: caches outside can give up what they know of these blocks. O(blocks).
+///
+/// # Safety
+/// `blocks` has room for `capacity` entries; `num_found` points to a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn specpool_pool_preview(
+    pool: Pool,
+    blocks: *mut i32,
+    capacity: usize,
+    num_found: *mut usize,
+) -> Status {
+    guard(|| unsafe {
+        has_room("num_found", num_found, 1, 1)?;
+        has_room("blocks", blocks, capacity, capacity)?;
+        let next = POOLS.with(pool.id, |pool| Ok(pool.preview(capacity)?))?;
+        write("blocks", &next, blocks, capacity)?;
+        put("num_found", next.len(), num_found)
+    })
+}
+
 /// Gives up everything that the index knows under the salt. Blocks that are held stay held.
 ///
 /// # Safety

@@ -169,6 +169,30 @@ fn lending() -> Vec<Case> {
     cases
 }
 
+/// Rows that leave for another ledger, and rows that come from one.
+fn moving() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (sizes, len, window) in [(&[1][..], 2, None), (&[2], 3, None), (&[1, 2], 2, None), (&[2], 4, Some(2))] {
+        for (trims, failures, page_fencing) in
+            [(false, false, true), (true, false, true), (false, true, true), (false, false, false)]
+        {
+            let groups = sizes.iter().enumerate();
+            let groups = groups.map(|(at, &size)| group(["draft", "target"][at], size, at == 0, Layout::Dense, window));
+            let mut config = LedgerConfig::new(groups.collect(), vec![], 2, len);
+            config.page_fencing = page_fencing;
+            config.max_chunk = window.map(|_| 2);
+            let plain = Alphabet { cancels: false, trims, failures, ..Alphabet::plain(&[1, 2], 2) };
+            let name = format!(
+                "moving P={sizes:?} L={len} w={window:?} trims={trims} failures={failures} fencing={page_fencing}"
+            );
+            let limit = (len > 2 || sizes.len() > 1 || trims).then_some(CUT / 2);
+            let is_quick = sizes == [1] && !trims;
+            cases.push(Case { is_quick, ..case(name, config, 1, Alphabet { max_exports: 1, ..plain }, limit) });
+        }
+    }
+    cases
+}
+
 /// Failed forwards, rounds without draft KV, pending deltas as part of the state, and the upstream policy.
 fn others() -> Vec<Case> {
     let one = |page_size| vec![group("kv", page_size, true, Layout::Holey, None)];
@@ -201,5 +225,5 @@ fn others() -> Vec<Case> {
 /// Every case of the proof.
 #[must_use]
 pub fn all() -> Vec<Case> {
-    [others(), windows(), sharing(), lending(), pools(), rounds()].concat()
+    [others(), windows(), sharing(), lending(), moving(), pools(), rounds()].concat()
 }

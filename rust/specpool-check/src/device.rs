@@ -16,7 +16,7 @@ mod lane;
 
 use std::sync::Arc;
 
-use specpool_core::{DeltaEntries, Group, Ledger, Page, PageState, Plan, Shape, StepKind};
+use specpool_core::{DeltaEntries, Group, Ledger, Page, PageState, Plan, PrefixRun, Row, Shape, StepKind};
 
 use lane::Lane;
 
@@ -98,11 +98,12 @@ pub enum Plant {
     WiderWindow,
     ResolveMore,
     SkipAbandon,
+    HalfImport,
 }
 
 impl Plant {
     /// Every plant: its name and what it does.
-    pub const ALL: [(Self, &'static str, &'static str); 14] = [
+    pub const ALL: [(Self, &'static str, &'static str); 15] = [
         (Self::CompleteEarly, "complete-early", "the driver completes launched steps before they ran: no fence holds"),
         (Self::SkipCopies, "skip-copies", "the device ignores page copies"),
         (Self::LateCopies, "late-copies", "the device copies pages after the forward they ride on"),
@@ -117,6 +118,7 @@ impl Plant {
         (Self::WiderWindow, "wider-window", "windows reach one position further back"),
         (Self::ResolveMore, "resolve-more", "the driver reports one accepted token more than the device kept"),
         (Self::SkipAbandon, "skip-abandon", "the driver resolves a failed forward as if it had run"),
+        (Self::HalfImport, "half-import", "the driver goes on with a row whose last page has not arrived"),
     ];
 
     /// The plant of that name.
@@ -162,6 +164,60 @@ impl Device {
     /// Starts a new request in the row, on an existing sequence (empty for a plain request).
     pub fn admit(&mut self, row: i32, sequence: Vec<Tag>) {
         self.rows[row as usize] = DeviceRow { sequence, is_lost: false };
+    }
+
+    /// Writes the pages of an imported row, as a sender would have filled them: new tags for its `len` tokens, draft KV
+    /// below `drafted`. Returns its sequence.
+    ///
+    /// # Errors
+    /// The ledger's.
+    pub(crate) fn import(&mut self, ledger: &Ledger, row: Row, len: i32, drafted: i32) -> Result<Vec<Tag>, Fault> {
+        let sequence: Vec<Tag> = (self.next_tag..).take(len as usize).collect();
+        self.next_tag += len as Tag;
+        for group in 0..self.facts.groups.len() {
+            let page_size = self.page_size(group) as usize;
+            let table = ledger.page_table(group).map_err(|error| error.to_string())?;
+            let columns = table.row(row).iter().enumerate().filter(|&(_, &page)| page != 0);
+            let columns: Vec<(usize, usize)> = columns.map(|(column, &page)| (column, page as usize)).collect();
+            let arrived = columns.len() - usize::from(self.has(Plant::HalfImport));
+            for &(column, page) in &columns[..arrived] {
+                for offset in 0..page_size {
+                    let position = column * page_size + offset;
+                    let tag = sequence.get(position).copied().unwrap_or(0);
+                    self.target[group][page * page_size + offset] = tag;
+                    self.draft[group][page * page_size + offset] = if position < drafted as usize { tag } else { 0 };
+                }
+            }
+        }
+        Ok(sequence)
+    }
+
+    /// Checks that pages hold these tokens, and draft KV of the first `drafted`.
+    ///
+    /// # Errors
+    /// The first slot that does not.
+    pub(crate) fn check_kept(
+        &self,
+        group: usize,
+        run: PrefixRun<'_>,
+        sequence: &[Tag],
+        drafted: i32,
+    ) -> Result<(), Fault> {
+        let (page_size, spec) = (self.page_size(group) as usize, &self.facts.groups[group]);
+        let num_drafted = if spec.hosts_drafts && self.facts.draft_kv { drafted as usize } else { 0 };
+        let num_written = if self.facts.has_target[group] { sequence.len() } else { 0 };
+        for (layer, end) in [(&self.target[group], num_written), (&self.draft[group], num_drafted)] {
+            for (position, &tag) in sequence.iter().enumerate().take(end).skip(run.first_column * page_size) {
+                let page = run.pages[position / page_size - run.first_column];
+                let found = layer[page.at() * page_size + position % page_size];
+                if found != tag {
+                    return Err(format!(
+                        "position {position} of a prefix in group {group}, page {page:?}: token {found}, not {tag}"
+                    ));
+                }
+            }
+        }
+        Ok(())
     }
 
     /// The first `len` tokens of the row, all written.

@@ -17,6 +17,8 @@ pub struct Alphabet {
     pub max_prefixes: usize,
     /// The most pages of a group that are lent at any time; 0 leaves the cache outside out.
     pub max_lent: usize,
+    /// Whether `export` and `import_row` are used, with at most so many prefixes at any time; 0 leaves them out.
+    pub max_exports: usize,
     /// Whether `fork` is used.
     pub forks: bool,
     /// Whether `trim` is used.
@@ -44,6 +46,7 @@ impl Alphabet {
             max_flights,
             max_prefixes: 0,
             max_lent: 0,
+            max_exports: 0,
             forks: false,
             trims: true,
             turns: false,
@@ -64,6 +67,13 @@ impl Alphabet {
         let has_row = rows.len() < ledger.num_rows();
         if has_row {
             ops.push(Op::Admit);
+        }
+        // Without fences, an import has to wait for what was launched: its pages may be those of a row before it.
+        let is_clear = ledger.page_fencing() || world.flights.iter().all(|flight| flight.ran.is_some());
+        if has_row && self.max_exports > 0 && is_clear {
+            for len in 1..=ledger.max_context_len() {
+                ops.extend([0, len - 1, len].map(|drafted| Op::ImportRow { len, drafted }));
+            }
         }
         for prefix in ledger.prefixes() {
             let most = ledger.prefix_len(prefix).unwrap_or(0);
@@ -99,6 +109,9 @@ impl Alphabet {
         }
         if self.forks && ledger.num_free_rows() > 0 {
             ops.push(Op::Fork { row });
+        }
+        if ledger.prefixes().count() < self.max_exports {
+            ops.push(Op::Export { row });
         }
         if ledger.prefixes().count() < self.max_prefixes {
             ops.extend((1..=resolved).map(|len| Op::PinPrefix { row, len }));

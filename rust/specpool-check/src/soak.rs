@@ -171,7 +171,9 @@ impl Run {
             None => Some(Ledger::new(config.clone()).map_err(|error| error.to_string())?),
         };
         // The model knows nothing of the index; `tests/prefix_cache.rs` of the core has a device beside it.
-        let scene = Scene { has_index: ledger.is_some(), has_loans: true, ..Scene::default() };
+        // Without fences, an import has to wait for launched forwards, which the decoder does not know.
+        let has_moves = world.is_none() || config.page_fencing;
+        let scene = Scene { has_index: ledger.is_some(), has_loans: true, has_moves, ..Scene::default() };
         Ok(Self { world, ledger, scene, tally: Tally::default(), is_thorough })
     }
 

@@ -61,6 +61,8 @@ struct Prefix {
     sequence: Vec<Tag>,
     /// Per group.
     pages: Vec<Vec<i32>>,
+    /// Whether a forward of its row failed: its contents then mean nothing.
+    is_lost: bool,
 }
 
 /// Lent pages from a sequence's start on, as a cache outside would find them.
@@ -181,6 +183,9 @@ impl World {
             }),
             op => ask(&mut self.model, op),
         };
+        if let Op::ReleasePrefix { prefix } = op {
+            self.check_kept(*prefix)?;
+        }
         let found = apply(&mut self.ledger, op);
         let said = outcome(&found);
         if said != expected {
@@ -208,7 +213,11 @@ impl World {
                 let sequence = self.device.sequence(*parent, len);
                 self.seat(row.0, sequence);
             }
-            (Op::PinPrefix { row, .. }, Given::Prefix(prefix)) => self.pin(*row, prefix)?,
+            (Op::PinPrefix { row, .. } | Op::Export { row }, Given::Prefix(prefix)) => self.pin(*row, prefix)?,
+            (Op::ImportRow { len, drafted }, Given::Row(row)) => {
+                let sequence = self.device.import(&self.ledger, row, *len, *drafted)?;
+                self.seat(row.0, sequence);
+            }
             (Op::ReleasePrefix { prefix }, _) => {
                 self.prefixes.remove(prefix);
                 self.collect_pinned();
@@ -298,18 +307,28 @@ impl World {
         let len = self.ledger.prefix_len(prefix).map_err(text)?;
         let mut pages = Vec::new();
         for group in 0..self.ledger.num_groups() {
-            let page_size = self.ledger.group_spec(group).map_err(text)?.page_size;
-            let columns = ((i64::from(len) + page_size - 1) / page_size) as usize;
-            let table = self.ledger.page_table(group).map_err(text)?;
-            let cells = &table.row(specpool_core::Row(row))[..columns];
-            pages.push(cells.iter().copied().filter(|&page| page != 0).collect());
+            let run = self.ledger.prefix_pages(prefix, group).map_err(text)?;
+            pages.push(run.pages.iter().map(|page| page.0).collect());
         }
         let sequence = self.device.sequence(row, len);
         if sequence.len() < len as usize {
             return Err(format!("a prefix of {len} tokens of row {row}, which has {} written", sequence.len()));
         }
-        self.prefixes.insert(prefix, Prefix { sequence, pages });
+        let is_lost = self.device.rows[row as usize].is_lost;
+        self.prefixes.insert(prefix, Prefix { sequence, pages, is_lost });
         self.collect_pinned();
+        Ok(())
+    }
+
+    /// Checks that the pages of a prefix still hold its tokens: who reads them, as a sender does, may take its time.
+    fn check_kept(&self, prefix: u64) -> Result<(), Fault> {
+        let Some(kept) = self.prefixes.get(&prefix).filter(|kept| !kept.is_lost) else { return Ok(()) };
+        let text = |error: specpool_core::Error| error.to_string();
+        let drafted = self.ledger.prefix_drafted_len(prefix).map_err(text)?;
+        for group in 0..self.ledger.num_groups() {
+            let run = self.ledger.prefix_pages(prefix, group).map_err(text)?;
+            self.device.check_kept(group, run, &kept.sequence, drafted)?;
+        }
         Ok(())
     }
 
@@ -578,6 +597,7 @@ impl World {
             }
         }
         for prefix in self.prefixes.values() {
+            word(u64::from(prefix.is_lost));
             sequence(&prefix.sequence, word);
         }
         for loan in &self.loans {

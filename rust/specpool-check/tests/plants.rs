@@ -16,6 +16,7 @@ fn finder(plant: Plant) -> Case {
         Plant::AcceptMore => "sharing P=[2] L=2 prefixes fencing=true",
         Plant::NoClamp => "failures behind a prefix P=2",
         Plant::OneMoreDraft => "rounds P=3 2/2/3+1/1/2 D=0 Holey shared L=7",
+        Plant::HalfImport => "moving P=[1] L=2 w=None trims=false failures=false fencing=true",
         Plant::SkipAbandon => "sharing P=[2] L=2 prefixes+failures fencing=true",
     };
     cases::all()

@@ -2,9 +2,9 @@
 //!
 //! Files: this one builds a ledger. `query` answers questions. `prepare` claims pages for a step. `life` launches,
 //! resolves, completes, cancels and abandons steps. `release` cuts rows and gives them back. `share` puts rows on
-//! common pages. `cache` finds them by their tokens. `lend` is for a cache outside. `snapshot` saves and restores the whole state. `kv_events` tells a connector
-//! which KV is verified. `record` keeps the digest and the event log.
-//! `normal_form` is for enumerations.
+//! common pages. `cache` finds them by their tokens. `lend` is for a cache outside. `transfer` is for rows that move to another
+//! ledger. `snapshot` saves and restores the whole state. `kv_events` tells a connector which KV is verified. `record`
+//! keeps the digest and the event log. `normal_form` is for enumerations.
 //!
 //! A refused call changes nothing: every verb checks all that it can refuse before its first change.
 //!
@@ -26,6 +26,7 @@ mod record;
 mod release;
 mod share;
 mod snapshot;
+mod transfer;
 
 use crate::check::in_range;
 use crate::error::{Error, Result};
@@ -47,6 +48,7 @@ pub use cache::{Indexed, PrefixMatch, check_salt};
 pub use kv_events::KvEvent;
 pub use normal_form::PageNames;
 pub use snapshot::Snapshot;
+pub use transfer::PrefixRun;
 
 /// Pages, rows and lengths, and the rules between them.
 ///

@@ -35,7 +35,7 @@ pub use error::{Error, Result};
 pub use ids::{Page, Row};
 pub use layout::Layout;
 pub use ledger::audit::Finding;
-pub use ledger::{Indexed, KvEvent, Ledger, PageNames, PrefixMatch, Snapshot, check_salt};
+pub use ledger::{Indexed, KvEvent, Ledger, PageNames, PrefixMatch, PrefixRun, Snapshot, check_salt};
 pub use log::call::Call;
 pub use log::event::Event;
 pub use log::event_log::EventLog;

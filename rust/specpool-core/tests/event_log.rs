@@ -163,6 +163,8 @@ fn call() -> impl Strategy<Value = Call<'static>> {
         }),
         (len(), ints()).prop_map(|(len, pages)| Call::AdmitLent { pages: pages.into(), len }),
         (0_i32..4, ints()).prop_map(|(group, pages)| Call::ReleaseLent { group, pages: pages.into() }),
+        row().prop_map(|row| Call::Export { row }),
+        (len(), len()).prop_map(|(len, drafted)| Call::ImportRow { len, drafted }),
         prop::option::of(salt()).prop_map(|salt| Call::Forget { salt: salt.map(Into::into) }),
     ]
 }
@@ -381,7 +383,7 @@ fn a_full_disk_refuses_a_new_log() {
 #[test]
 fn a_call_is_shown_as_it_would_be_written() {
     let lanes: Vec<i32> = (1..=17).collect();
-    let shown: [(Call<'_>, &str, &[i32], Option<u64>); 19] = [
+    let shown: [(Call<'_>, &str, &[i32], Option<u64>); 21] = [
         (Call::Admit { prefix: None }, "admit()", &[], None),
         (Call::Admit { prefix: Some((3, 7)) }, "admit(prefix=3, length=7)", &[], None),
         (Call::ReleasePrefix { prefix: 3 }, "release_prefix(3)", &[], None),
@@ -417,6 +419,8 @@ fn a_call_is_shown_as_it_would_be_written() {
         (Call::Rebind { row: 5, start: 4, end: 8, pages: vec![7].into() }, "rebind(5, 4, 8, [7])", &[5], None),
         (Call::AdmitLent { pages: vec![7, 9].into(), len: 8 }, "admit_lent([7, 9], 8)", &[], None),
         (Call::ReleaseLent { group: 0, pages: vec![7].into() }, "release_lent(0, [7])", &[], None),
+        (Call::Export { row: 5 }, "export(5)", &[5], None),
+        (Call::ImportRow { len: 8, drafted: 4 }, "import_row(8, 4)", &[], None),
     ];
     for (call, text, rows, step) in shown {
         assert_eq!((call.to_string().as_str(), call.rows(), call.step()), (text, rows, step));

@@ -75,6 +75,7 @@ fn scene_of(config: &LedgerConfig, model: &Model) -> Scene {
         has_index: false,
         // The model runs ahead of the ledger here, and a loan names the ledger's pages: `specpool-check` has them.
         has_loans: false,
+        has_moves: true,
         has_sessions: config.sessions || config.groups.iter().all(|group| group.window.is_none()),
         max_accept_lens: model.shapes.iter().map(|&(most, _)| most).collect(),
         rows: model.rows.iter().map(row).collect(),
@@ -186,7 +187,8 @@ impl Followed {
 
     /// Runs one operation, and checks everything that must hold after it.
     fn step(&mut self, model: &Model, op: &Op, expected: &Outcome, bytes: &Bytes) {
-        assert_eq!(decode(&bytes.0, &Scene::of(&self.ledger)), *op, "the model and the ledger look alike before");
+        let scene = Scene { has_moves: true, ..Scene::of(&self.ledger) };
+        assert_eq!(decode(&bytes.0, &scene), *op, "the model and the ledger look alike before");
         let (before, hash, digest) = (tables(&self.ledger), self.ledger.state_hash(), self.ledger.digest());
         let evicted = evicted_lens(&self.ledger);
         let estimate = match op {

@@ -225,6 +225,10 @@ fn live(world: &mut World, checks: usize) {
     for (group, pages) in pages.iter().enumerate() {
         world.taking("release_lent", |ledger| ledger.release_lent(group, pages));
     }
+    // A row that comes from another ledger and leaves again.
+    let moved = world.taking("import_row", |ledger| ledger.import_row(2_000, 1_000, Some("moved")));
+    let export = world.taking("export", |ledger| ledger.export(moved));
+    world.giving(|ledger| ledger.release_prefix(export));
     let snapshot = world.taking("snapshot", Ledger::snapshot);
     world.giving(|ledger| ledger.release_prefix(prefix));
     world.giving(|ledger| ledger.abort(on));
@@ -266,8 +270,8 @@ fn a_verb_without_memory_changes_nothing_and_what_gives_back_needs_none() {
     let mut world = World::new(Ledger::new(config()).unwrap());
     live(&mut world, 1);
     // The memory of the prepare is enough for the resolve, unless what it wrote has gone to a log. So is that of
-    // `admit_lent` for the next calls with as many pages.
-    let reuse = ["resolve", "rebind", "release_lent"];
+    // `admit_lent` for the next calls with as many pages, and that of earlier rows for one that comes.
+    let reuse = ["resolve", "rebind", "release_lent", "import_row"];
     let is_idle = |(verb, refusals): &(&&str, &usize)| **refusals == 0 && !reuse.contains(verb);
     let idle: Vec<_> = world.refusals.iter().filter(is_idle).collect();
     assert_eq!(idle, [], "verbs that took no memory show nothing");

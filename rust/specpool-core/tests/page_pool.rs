@@ -125,6 +125,8 @@ fn the_map_says_who_touched_a_page_last_in_the_ledgers_words() {
         (Verb::AckDelta, "ack_delta"),
         (Verb::Snapshot, "snapshot"),
         (Verb::Restore, "restore"),
+        (Verb::Export, "export"),
+        (Verb::ImportRow, "import_row"),
     ];
     for (verb, name) in verbs {
         assert_eq!((verb.name(), verb.to_string().as_str()), (name, name));

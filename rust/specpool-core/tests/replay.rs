@@ -46,7 +46,7 @@ fn operate(ledger: &mut Ledger, snapshots: &mut Vec<Snapshot>, op: [u8; 3]) -> R
     let step = steps.get(usize::from(a) % steps.len().max(1)).copied().unwrap_or(0);
     let tag = (b % 2 == 1).then(|| format!("request-{b}"));
     let prefix = ledger.prefixes().nth(usize::from(a) % 3).unwrap_or(0);
-    match verb % 28 {
+    match verb % 30 {
         0 | 1 => drop(ledger.admit(tag.as_deref())?),
         2 => drop(ledger.admit_on(prefix, (b % 3 > 0).then_some(len), tag.as_deref())?),
         3 => drop(ledger.fork(row, tag.as_deref())?),
@@ -70,6 +70,8 @@ fn operate(ledger: &mut Ledger, snapshots: &mut Vec<Snapshot>, op: [u8; 3]) -> R
             1 => ledger.finish(row)?,
             _ => ledger.abort(row)?,
         },
+        28 => drop(ledger.export(row)?),
+        29 => drop(ledger.import_row(len, i32::from(b % 7).min(len), tag.as_deref())?),
         23 => ledger.lend(row, 0, len / 12 * 12)?,
         24 => {
             let pages: Vec<i32> = (0..3).flat_map(|group| ledger.lent_pages(group).unwrap_or_default()).collect();
@@ -137,6 +139,20 @@ proptest! {
 }
 
 /// Makes a call of every verb, so that none is forgotten, and compares the log's texts in order.
+/// A row is given back, and the ledger goes back to before that.
+fn go_back(ledger: &mut Ledger, row: Row) {
+    let snapshot = ledger.snapshot().unwrap();
+    ledger.retract(row).unwrap();
+    ledger.restore(&snapshot).unwrap();
+}
+
+/// A row comes from another ledger and leaves again.
+fn move_a_row(ledger: &mut Ledger) {
+    let moved = ledger.import_row(14, 9, Some("moved")).unwrap();
+    let export = ledger.export(moved).unwrap();
+    ledger.release_prefix(export).unwrap();
+}
+
 #[test]
 fn every_verb_is_recorded_and_replayed() {
     let path = place("verbs");
@@ -185,9 +201,8 @@ fn every_verb_is_recorded_and_replayed() {
         let pages = ledger.lent_pages(group).unwrap();
         ledger.release_lent(group, &pages).unwrap();
     }
-    let snapshot = ledger.snapshot().unwrap();
-    ledger.retract(c).unwrap();
-    ledger.restore(&snapshot).unwrap();
+    move_a_row(&mut ledger);
+    go_back(&mut ledger, c);
     ledger.abort(c).unwrap();
     ledger.finish(a).unwrap();
     ledger.close().unwrap();
@@ -208,6 +223,7 @@ fn every_verb_is_recorded_and_replayed() {
     has("fork(1) -> row 3", None, &[1, 3]);
     has("prepare_extend([2, 3], [15, 16]) -> step 2", Some(2), &[2, 3]);
     has("launch(2)", Some(2), &[]);
+    has("export(2) -> prefix 2", None, &[2]);
     has("end_turn(1, 12) -> 12", None, &[1]);
     assert_eq!(state(&again), state(&ledger));
     let all = [
@@ -232,6 +248,8 @@ fn every_verb_is_recorded_and_replayed() {
         "lend",
         "rebind",
         "release_lent",
+        "export",
+        "import_row",
     ];
     for verb in all {
         assert!(verbs.contains(&verb), "{verb} is not in {verbs:?}");

@@ -68,12 +68,14 @@ enum Choice {
     Rebind,
     AdmitLent,
     ReleaseLent,
+    Export,
+    ImportRow,
     Index,
     AdmitCached,
     Forget,
 }
 
-const CHOICES: [Choice; 24] = [
+const CHOICES: [Choice; 26] = [
     Choice::Admit,
     Choice::AdmitOn,
     Choice::Fork,
@@ -98,6 +100,8 @@ const CHOICES: [Choice; 24] = [
     Choice::Rebind,
     Choice::AdmitLent,
     Choice::ReleaseLent,
+    Choice::Export,
+    Choice::ImportRow,
 ];
 
 /// The operation that `bytes` mean in this scene.
@@ -128,6 +132,7 @@ fn is_of(choice: Choice, scene: &Scene) -> bool {
     match choice {
         Choice::Index | Choice::AdmitCached | Choice::Forget => scene.has_index,
         Choice::Lend | Choice::Rebind | Choice::AdmitLent | Choice::ReleaseLent => scene.has_loans,
+        Choice::Export | Choice::ImportRow => scene.has_moves,
         _ => true,
     }
 }
@@ -195,6 +200,8 @@ impl<'a> Able<'a> {
             Choice::EndTurn => given(2, scene.has_sessions && !self.live.is_empty()),
             Choice::GiveBack => given(if has_row { 2 } else { 4 }, !self.live.is_empty()),
             Choice::TakeDelta | Choice::AckDelta => given(3, !scene.steps.is_empty()),
+            Choice::Export => given(3, !self.can_extend.is_empty()),
+            Choice::ImportRow => given(4, has_row),
             Choice::Lend => given(10, !self.can_lend.is_empty()),
             Choice::Rebind => given(16, has_lent && !self.can_lend.is_empty()),
             Choice::AdmitLent => given(10, has_row && scene.lent.iter().all(|pages| !pages.is_empty())),
@@ -292,6 +299,11 @@ impl<'a> Able<'a> {
                 Op::AdmitLent { pages: some_lent(len, bytes, scene), len }
             }
             Choice::ReleaseLent => release_lent(bytes, scene),
+            Choice::Export => Op::Export { row: bytes.pick(&self.can_extend).unwrap_or(0) },
+            Choice::ImportRow => {
+                let len = 1 + bytes.below(scene.max_context_len as usize) as i32;
+                Op::ImportRow { len, drafted: len - if bytes.is_rare(4) { bytes.below(9) as i32 % len } else { 0 } }
+            }
             Choice::Index => {
                 let row = row(bytes);
                 let len = scene.resolved(row) - if bytes.is_rare(5) { bytes.below(9) as i32 } else { 0 };
@@ -421,6 +433,8 @@ fn anything(choice: Choice, bytes: &mut Bytes, scene: &Scene) -> Op {
         Choice::GiveBack => give_back(row(bytes), bytes),
         Choice::TakeDelta => Op::TakeDelta { step: step(bytes) },
         Choice::AckDelta => Op::AckDelta { step: step(bytes) },
+        Choice::Export => Op::Export { row: row(bytes) },
+        Choice::ImportRow => Op::ImportRow { len: len(bytes), drafted: len(bytes) },
         Choice::Lend => Op::Lend { row: row(bytes), start: len(bytes), end: len(bytes) },
         Choice::Rebind | Choice::AdmitLent | Choice::ReleaseLent => {
             let any_page = |bytes: &mut Bytes| match bytes.below(8) {

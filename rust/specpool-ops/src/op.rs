@@ -107,6 +107,13 @@ pub enum Op {
         group: usize,
         pages: Vec<i32>,
     },
+    Export {
+        row: i32,
+    },
+    ImportRow {
+        len: i32,
+        drafted: i32,
+    },
 }
 
 /// What a verb gave.
@@ -165,5 +172,7 @@ pub fn apply(ledger: &mut Ledger, op: &Op) -> Result<Given> {
         Op::Rebind { row, start, end, pages } => ledger.rebind(Row(*row), *start, *end, pages).map(done),
         Op::AdmitLent { pages, len } => ledger.admit_lent(pages, *len, None).map(Given::Row),
         Op::ReleaseLent { group, pages } => ledger.release_lent(*group, pages).map(done),
+        Op::Export { row } => ledger.export(Row(*row)).map(Given::Prefix),
+        Op::ImportRow { len, drafted } => ledger.import_row(*len, *drafted, None).map(Given::Row),
     }
 }

@@ -51,6 +51,8 @@ pub struct Scene {
     pub has_index: bool,
     /// Whether the verbs for a prefix cache outside are.
     pub has_loans: bool,
+    /// Whether those for rows that move to another ledger are.
+    pub has_moves: bool,
     /// Per shape: A.
     pub max_accept_lens: Vec<i32>,
     /// `[num_rows + 1]`; row 0 is never live.

@@ -96,6 +96,12 @@ pub fn decode_op<'py>(
             arguments.set_item("pages", pages)?;
             Verb::ReleaseLent
         }
+        Op::Export { row } => of_row(&arguments, Verb::Export, row)?,
+        Op::ImportRow { len, drafted } => {
+            arguments.set_item("length", len)?;
+            arguments.set_item("drafted_len", drafted)?;
+            Verb::ImportRow
+        }
         Op::Forget { salt } => {
             arguments.set_item("salt", salt.map(|salt| PyBytes::new(py, &salt)))?;
             Verb::Forget

@@ -440,6 +440,40 @@ impl Ledger {
         self.change(|ledger| ledger.release_lent(group, &pages))
     }
 
+    #[doc = doc!("Ledger.export")]
+    fn export(&mut self, row: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let row = self::row(row)?;
+        self.change(|ledger| ledger.export(row))
+    }
+
+    #[doc = doc!("Ledger.import_row")]
+    #[pyo3(signature = (length, drafted_len, tag=None))]
+    fn import_row(
+        &mut self,
+        length: &Bound<'_, PyAny>,
+        drafted_len: &Bound<'_, PyAny>,
+        tag: Option<&str>,
+    ) -> PyResult<i32> {
+        let (length, drafted_len) = (int32("length", length)?, int32("drafted_len", drafted_len)?);
+        Ok(self.change(|ledger| ledger.import_row(length, drafted_len, tag))?.0)
+    }
+
+    #[doc = doc!("Ledger.prefix_pages")]
+    fn prefix_pages<'py>(
+        &self,
+        py: Python<'py>,
+        prefix: &Bound<'_, PyAny>,
+        group: &Bound<'_, PyAny>,
+    ) -> PyResult<(usize, Bound<'py, PyArray1<i32>>)> {
+        let run = self.0.prefix_pages(self::prefix(prefix)?, self::group(group)?).map_err(to_py)?;
+        Ok((run.first_column, PyArray1::from_iter(py, run.pages.iter().map(|page| page.0))))
+    }
+
+    #[doc = doc!("Ledger.prefix_drafted_len")]
+    fn prefix_drafted_len(&self, prefix: &Bound<'_, PyAny>) -> PyResult<i32> {
+        self.0.prefix_drafted_len(self::prefix(prefix)?).map_err(to_py)
+    }
+
     #[doc = doc!("Ledger.lent_pages")]
     fn lent_pages<'py>(&self, py: Python<'py>, group: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyArray1<i32>>> {
         Ok(PyArray1::from_vec(py, self.0.lent_pages(self::group(group)?).map_err(to_py)?))

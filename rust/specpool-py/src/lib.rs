@@ -47,7 +47,7 @@ mod _core {
     #[pymodule_export]
     use super::mask::{attention_bias, attention_mask};
     #[pymodule_export]
-    use super::moves::{move_slots, scatter_slots};
+    use super::moves::{checksum, move_slots, scatter_slots};
     #[pymodule_export]
     use super::plan::Plan;
     #[pymodule_export]

@@ -83,3 +83,9 @@ pub fn scatter_slots<'py>(
     let bytes = memory::collected(values.iter().map(Input::slice), "values").map_err(to_py)?;
     moves.scatter(&mut parts(&mut buffers)?, &bytes).map_err(to_py)
 }
+
+#[doc = doc!("checksum")]
+#[pyfunction]
+pub fn checksum(data: &Bound<'_, PyAny>) -> PyResult<u64> {
+    Ok(specpool_core::digest::checksum(Input::<u8, 1>::new("data", data)?.slice()))
+}

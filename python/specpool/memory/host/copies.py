@@ -64,7 +64,7 @@ class HostMemory:
         """
         self._device = cache.device
         pages = [
-            [b.view(len(b) // group.page_size, -1) for b in _buffers(cache, g)]
+            [b.view(len(b) // group.page_size, -1) for b in group_buffers(cache, g)]
             for g, group in enumerate(ledger.groups)
         ]
         self.page_bytes = [sum(b[0].numel() * b.itemsize for b in of) for of in pages]
@@ -212,7 +212,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _buffers(cache: KVCache, group: int) -> list[torch.Tensor]:
+def group_buffers(cache: KVCache, group: int) -> list[torch.Tensor]:
     """Return the keys and values of a group's layers, without empty buffers."""
     layers = [i for i, g in enumerate(cache.layer_groups) if g == group]
     return [buffer for buffer in cache.buffers(layers) if buffer.numel()]

@@ -45,6 +45,7 @@ class Conversation:
         reused_token_ct: tokens whose KV a turn found in place.
         retraction_ct: retractions of its turns.
         drop_ct: how often its KV was dropped between turns, to make room.
+        leaves: whether it is on its way to another engine.
     """
 
     number: int
@@ -58,6 +59,7 @@ class Conversation:
     reused_token_ct: int = 0
     retraction_ct: int = 0
     drop_ct: int = 0
+    leaves: bool = False
 
     def cut(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, and the turns that end within them.

@@ -7,7 +7,7 @@ impl Model {
         if self.free_rows.is_empty() { Err(Refusal::OutOfRows { fenced: self.fenced_rows.len() }) } else { Ok(()) }
     }
 
-    fn take_row(&mut self) -> usize {
+    pub(super) fn take_row(&mut self) -> usize {
         let row = self.free_rows.pop().unwrap();
         let (epoch, life) = (self.rows[row].epoch, self.rows[row].life + 1);
         let groups = vec![Holding::default(); self.groups.len()];
@@ -99,13 +99,17 @@ impl Model {
         self.rows[copy.row].groups[copy.group].pages().any(|page| page == copy.dst)
     }
 
+    /// Refuses a row of which anything is in flight.
+    pub(super) fn check_still(&self, row: usize) -> Result<(), Refusal> {
+        let state = &self.rows[row];
+        let busy = !state.rounds.is_empty() || state.extend_from.is_some() || state.last_launched > self.completed;
+        if busy || self.has_unfinished_copy(row) { Err(Refusal::NotReady) } else { Ok(()) }
+    }
+
     pub(crate) fn fork(&mut self, row: i32) -> Outcome {
         let row = self.live(row)?;
         let state = self.rows[row].clone();
-        let busy = !state.rounds.is_empty() || state.extend_from.is_some() || state.last_launched > self.completed;
-        if busy || self.has_unfinished_copy(row) {
-            return Err(Refusal::NotReady);
-        }
+        self.check_still(row)?;
         self.check_free_row()?;
         self.check_pages(&self.tails(state.resolved), &vec![0; self.groups.len()])?;
         let child = self.take_row_on(&state.groups, state.resolved, state.drafted);

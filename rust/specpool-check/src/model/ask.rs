@@ -29,6 +29,8 @@ pub(crate) fn ask(model: &mut Model, op: &Op) -> Outcome {
         Op::Rebind { row, start, end, pages } => model.rebind(*row, *start, *end, pages),
         Op::AdmitLent { pages, len } => model.admit_lent(pages, *len),
         Op::ReleaseLent { group, pages } => model.release_lent(*group, pages),
+        Op::Export { row } => model.export(*row),
+        Op::ImportRow { len, drafted } => model.import_row(*len, *drafted),
         Op::Index { .. } | Op::AdmitCached { .. } | Op::Forget { .. } => {
             Err(Refusal::Never("the model has no index".into()))
         }

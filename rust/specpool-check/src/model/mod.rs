@@ -12,6 +12,7 @@ mod life;
 mod pages;
 mod prepare;
 pub(crate) mod same;
+mod transfer;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

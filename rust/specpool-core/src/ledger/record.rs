@@ -84,6 +84,7 @@ impl Ledger {
                 Event::Admit { tag: Some(tag), .. }
                 | Event::AdmitCached { tag: Some(tag), .. }
                 | Event::AdmitLent { tag: Some(tag), .. }
+                | Event::ImportRow { tag: Some(tag), .. }
                 | Event::Fork { tag: Some(tag), .. } => put_text(aside, tag),
                 Event::Snapshot { number } | Event::Restore { number } => put_varint(aside, number),
                 _ => {}
@@ -103,14 +104,17 @@ impl Ledger {
         digest.bytes(call);
         match *event {
             Event::Admit { prefix: 0, row, .. } | Event::AdmitLent { row, .. } => digest.word(row.0 as u64),
-            Event::Admit { row, .. } | Event::AdmitCached { row, .. } | Event::Fork { row, .. } => {
+            Event::Admit { row, .. }
+            | Event::AdmitCached { row, .. }
+            | Event::Fork { row, .. }
+            | Event::ImportRow { row, .. } => {
                 digest.word(row.0 as u64);
                 for group in &self.groups {
                     let columns = i64::from(group.allocated[row.at()]) / group.page_size;
                     digest.ints(&group.table.row(row)[..columns as usize]);
                 }
             }
-            Event::PinPrefix { prefix, .. } => digest.word(prefix),
+            Event::PinPrefix { prefix, .. } | Event::Export { prefix, .. } => digest.word(prefix),
             Event::Prepare { plan } => self.hash_claim(&mut digest, plan),
             Event::Cut { resolved, .. } => digest.word(resolved as u64),
             Event::Index { len, .. } => digest.word(len as u64),
@@ -231,6 +235,8 @@ mod tests {
         given(Event::Admit { prefix: 0, len: 0, row, tag: None })(&[2]);
         given(Event::Fork { parent: Row(1), row, tag: None })(&[2, 0]);
         given(Event::PinPrefix { row, len: 9, prefix: 5 })(&[5]);
+        given(Event::Export { row, prefix: 6 })(&[6]);
+        given(Event::ImportRow { len: 9, drafted: 4, row, tag: None })(&[2, 0]);
         given(Event::Cut { verb: Verb::Trim, row, len: 9, resolved: 8 })(&[8]);
         given(Event::GiveBack { verb: Verb::Finish, row })(&[]);
     }

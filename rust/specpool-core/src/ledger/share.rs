@@ -29,7 +29,7 @@ pub(crate) struct Prefix {
 #[derive(Debug, Clone)]
 pub(crate) struct PrefixPages {
     /// e: slots below it are not held.
-    evicted: i32,
+    pub(super) evicted: i32,
     /// The pages of the columns from e on.
     pub(crate) held: Vec<Page>,
 }
@@ -358,7 +358,7 @@ impl Ledger {
     }
 
     /// Adds one holder to each of the pages, which were checked before.
-    fn share(&mut self, group: usize, pages: &[Page], verb: Verb) -> Result<()> {
+    pub(super) fn share(&mut self, group: usize, pages: &[Page], verb: Verb) -> Result<()> {
         let pool = &mut self.groups[group].pool;
         let shared = pages.iter().try_for_each(|&page| pool.share(page, verb));
         shared.map_err(|record| self.page_error(group, record))

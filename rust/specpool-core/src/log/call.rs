@@ -126,6 +126,13 @@ pub enum Call<'a> {
         group: i32,
         pages: Ints<'a>,
     },
+    Export {
+        row: i32,
+    },
+    ImportRow {
+        len: i32,
+        drafted: i32,
+    },
 }
 
 impl<'a> From<Event<'a>> for Call<'a> {
@@ -172,6 +179,8 @@ impl<'a> From<Event<'a>> for Call<'a> {
             Event::ReleaseLent { group, pages } => {
                 Self::ReleaseLent { group: group as i32, pages: Cow::Borrowed(pages) }
             }
+            Event::Export { row, .. } => Self::Export { row: row.0 },
+            Event::ImportRow { len, drafted, .. } => Self::ImportRow { len, drafted },
         }
     }
 }
@@ -204,6 +213,8 @@ impl Call<'_> {
             Self::Lend { .. } => Verb::Lend,
             Self::Rebind { .. } => Verb::Rebind,
             Self::ReleaseLent { .. } => Verb::ReleaseLent,
+            Self::Export { .. } => Verb::Export,
+            Self::ImportRow { .. } => Verb::ImportRow,
         }
     }
 
@@ -232,6 +243,7 @@ impl Call<'_> {
             | Self::Rebind { row, .. }
             | Self::Trim { row, .. }
             | Self::EndTurn { row, .. }
+            | Self::Export { row }
             | Self::Retract { row }
             | Self::Finish { row }
             | Self::Abort { row } => std::slice::from_ref(row),
@@ -326,6 +338,11 @@ impl Call<'_> {
                 row_event(out, 30, *group);
                 put_ints(out, pages);
             }
+            &Self::Export { row } => row_event(out, 31, row),
+            &Self::ImportRow { len, drafted } => {
+                row_event(out, 32, len);
+                put_int(out, drafted);
+            }
         }
     }
 
@@ -385,6 +402,8 @@ impl Call<'_> {
             },
             29 => Call::AdmitLent { len: input.int()?, pages: input.ints(max_pages)? },
             30 => Call::ReleaseLent { group: input.int()?, pages: input.ints(max_pages)? },
+            31 => Call::Export { row: input.int()? },
+            32 => Call::ImportRow { len: input.int()?, drafted: input.int()? },
             _ => return Err(format!("there is no call of kind {kind}")),
         };
         Ok((call, input.at))
@@ -442,7 +461,12 @@ impl std::fmt::Display for Call<'_> {
             Self::AdmitLent { pages, len } => write!(formatter, "admit_lent({}, {len})", list(pages, "pages")),
             Self::ReleaseLent { group, pages } => write!(formatter, "{verb}({group}, {})", list(pages, "pages")),
             Self::Forget { salt: Some(salt) } => write!(formatter, "{verb}(b\"{}\")", salt.escape_ascii()),
-            Self::Fork { row } | Self::Retract { row } | Self::Finish { row } | Self::Abort { row } => {
+            Self::ImportRow { len, drafted } => write!(formatter, "{verb}({len}, {drafted})"),
+            Self::Fork { row }
+            | Self::Export { row }
+            | Self::Retract { row }
+            | Self::Finish { row }
+            | Self::Abort { row } => {
                 write!(formatter, "{verb}({row})")
             }
         }

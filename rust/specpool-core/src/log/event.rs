@@ -163,6 +163,24 @@ pub enum Event<'a> {
         /// Its pages.
         pages: &'a [i32],
     },
+    /// `export`: `prefix` is the id given.
+    Export {
+        /// The row, which is given back.
+        row: Row,
+        /// The id given.
+        prefix: u64,
+    },
+    /// `import_row`: `row` is the row given.
+    ImportRow {
+        /// `resolved_len` of the new row.
+        len: i32,
+        /// Its `drafted_len`.
+        drafted: i32,
+        /// The row given.
+        row: Row,
+        /// The embedder's name for the request.
+        tag: Option<&'a str>,
+    },
     /// `forget`.
     Forget {
         /// The salt, or nothing for all.

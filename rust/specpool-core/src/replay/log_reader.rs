@@ -144,7 +144,11 @@ fn decode(
     let mut aside = Bytes::new(&body[len..]);
     let (mut tag, mut snapshot) = (None, 0);
     match call {
-        Call::Admit { .. } | Call::AdmitCached { .. } | Call::AdmitLent { .. } | Call::Fork { .. }
+        Call::Admit { .. }
+        | Call::AdmitCached { .. }
+        | Call::AdmitLent { .. }
+        | Call::Fork { .. }
+        | Call::ImportRow { .. }
             if !aside.rest().is_empty() =>
         {
             tag = Some(aside.text()?);

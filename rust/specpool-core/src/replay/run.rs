@@ -49,7 +49,7 @@ pub struct Run {
     pub record: Record,
     /// The plan that a prepare gave.
     pub plan: Option<Arc<Plan>>,
-    /// What another verb gave: a row (admit, `admit_cached`, fork), a prefix (`pin_prefix`), a length (trim, `end_turn`, index).
+    /// What another verb gave: a row (admit, `admit_cached`, fork, `import_row`), a prefix (`pin_prefix`, export), a length (trim, `end_turn`, index).
     pub given: Option<u64>,
 }
 
@@ -64,8 +64,14 @@ impl Run {
     #[must_use]
     pub fn rows(&self) -> Vec<i32> {
         let mut rows = self.record.call.rows().to_vec();
-        if let (Call::Admit { .. } | Call::AdmitCached { .. } | Call::AdmitLent { .. } | Call::Fork { .. }, Some(row)) =
-            (&self.record.call, self.given)
+        if let (
+            Call::Admit { .. }
+            | Call::AdmitCached { .. }
+            | Call::AdmitLent { .. }
+            | Call::Fork { .. }
+            | Call::ImportRow { .. },
+            Some(row),
+        ) = (&self.record.call, self.given)
         {
             rows.push(row as i32);
         }
@@ -77,8 +83,12 @@ impl std::fmt::Display for Run {
     /// The call and what it gave: `prepare_decode([1, 2], [1, 1]) -> step 9`.
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let what = match self.record.call {
-            Call::Admit { .. } | Call::AdmitCached { .. } | Call::AdmitLent { .. } | Call::Fork { .. } => "row ",
-            Call::PinPrefix { .. } => "prefix ",
+            Call::Admit { .. }
+            | Call::AdmitCached { .. }
+            | Call::AdmitLent { .. }
+            | Call::Fork { .. }
+            | Call::ImportRow { .. } => "row ",
+            Call::PinPrefix { .. } | Call::Export { .. } => "prefix ",
             _ => "",
         };
         write!(formatter, "{}", self.record.call)?;
@@ -188,6 +198,8 @@ impl Replay {
             Call::Rebind { row, start, end, pages } => ledger.rebind(Row(*row), *start, *end, pages)?,
             Call::AdmitLent { pages, len } => given = Some(id(ledger.admit_lent(pages, *len, tag)?)),
             Call::ReleaseLent { group, pages } => ledger.release_lent(*group as usize, pages)?,
+            &Call::Export { row } => given = Some(ledger.export(Row(row))?),
+            &Call::ImportRow { len, drafted } => given = Some(id(ledger.import_row(len, drafted, tag)?)),
         }
         Ok((plan, given))
     }

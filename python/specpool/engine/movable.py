@@ -1,0 +1,126 @@
+"""`Movable`: an engine whose sessions and requests can leave for another, and come from one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+from specpool._core import Ledger
+from specpool.draft import Drafter
+from specpool.engine.core import EngineCore
+from specpool.engine.identity import model_key
+from specpool.engine.moves import Export, Moves
+from specpool.engine.output import Chunk, RequestOutput
+from specpool.engine.session import Session
+from specpool.errors import ConfigError
+from specpool.memory.kv_cache import KVCache
+from specpool.memory.page_bytes import PageBytes
+from specpool.models import TargetModel
+from specpool.transfer.image import Bytes, Image
+from specpool.transfer.layout import Layout
+from specpool.transfer.parcel import TakeIn
+
+
+class Movable:
+    """The part of `Engine` that moves rows (docs/transfer.md)."""
+
+    core: EngineCore
+    target: TargetModel
+    drafter: Drafter | None
+    ledger: Ledger
+    cache: KVCache
+
+    def export(self, what: Session | int) -> Export:
+        """Take an idle session, or a submitted request by its number, out of this engine.
+
+        Other requests go on. End the export by `Export.arrived` or `Export.give_back`.
+
+        Raises:
+            ConfigError: the session is closed or busy; the request has ended, is a turn of a
+                session, or has a form or further samples; or the target has recurrent layers.
+        """
+        self.core.prompts.check_open()
+        with self.core.lock:
+            if isinstance(what, Session):
+                if not what.is_of(self.core):
+                    raise ConfigError(f"session must be one of this engine's, got {what!r:.80}")
+                return self._moves.export_session(what)
+            return self._moves.export_request(self.core.submitted(what))
+
+    def import_row(
+        self,
+        image: Bytes,
+        *,
+        decode: bool = True,
+        on_item: Callable[[int, Chunk | RequestOutput], None] | None = None,
+    ) -> Session | int:
+        """Take in what `Export.write` of an engine with the same models has written.
+
+        A session goes on with its next turn, a request with the next `turn`. Its text is the text
+        that it would have had there. If there is no room for the KV, it is computed again.
+
+        Args:
+            image: uint8 [n], read during the call only.
+            decode: as in `submit`, for a request.
+            on_item: as in `submit`; the first chunk has the output so far.
+
+        Returns:
+            The session, or the request's number.
+
+        Raises:
+            TransferError: the image is damaged, or of other models. Nothing has changed.
+            ConfigError: this engine cannot run the request.
+        """
+        self.core.prompts.check_open()
+        checked = Image(image, self._moves.layout)
+        with self.core.lock:
+            return self._moves.take_in(checked, on_item, decode)
+
+    def take_in(
+        self,
+        on_arrival: Callable[[Session | int], None],
+        *,
+        decode: bool = True,
+        on_item: Callable[[int, Chunk | RequestOutput], None] | None = None,
+    ) -> TakeIn:
+        """Return what a receiver of `specpool.transfer` calls with each image.
+
+        Args:
+            on_arrival: called with the session or the request's number, while the engine is locked.
+            decode: as in `import_row`.
+            on_item: as in `import_row`.
+        """
+
+        def take(image: Bytes) -> Callable[[], None]:
+            with self.core.lock:
+                found = self.import_row(image, decode=decode, on_item=on_item)
+                on_arrival(found)
+            return functools.partial(self._undo, found)
+
+        return take
+
+    def _undo(self, found: Session | int) -> None:
+        """End what has come in, because its sender has not heard of it and goes on with it."""
+        if isinstance(found, Session):
+            found.close()
+        else:
+            with contextlib.suppress(ConfigError):  # it has ended meanwhile
+                self.core.abort(found)
+
+    @property
+    def layout(self) -> Layout:
+        """What rows are made of here: they move between engines with the same `Layout.key`."""
+        return self._moves.layout
+
+    @functools.cached_property
+    def _moves(self) -> Moves:
+        if self.target.keeps_state:
+            raise ConfigError(
+                f"{self.target.config.model_type!r} has recurrent layers: a row's pages are not "
+                "all that it needs to go on, so it cannot move"
+            )
+        pages = PageBytes(self.ledger, self.cache)
+        key = model_key(self.target, self.drafter)
+        layout = Layout.of(self.ledger, pages.page_bytes, key)
+        return Moves(self.core, self.ledger, pages, layout)

@@ -1,0 +1,358 @@
+"""`Moves`: sessions and requests that leave for another engine, or come from one.
+
+What leaves is an image: the text, its state, and the pages of target and draft KV. A transfer is
+a copy of these bytes by any means (docs/transfer.md). If it fails on the way, the sender takes the
+row back. If a peer is lost, the text is prefilled. Half a row is nothing on either side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from specpool._core import Ledger, Shape
+from specpool.engine.core import EngineCore, OnItem
+from specpool.engine.session import Session
+from specpool.errors import ConfigError, OutOfMemory, OutOfPages, OutOfRows, TransferError
+from specpool.memory.page_bytes import PageBytes
+from specpool.sampling_params import SamplingParams
+from specpool.scheduler.requests.conversation import Conversation, Said
+from specpool.scheduler.requests.request import Request, TokenLogprob
+from specpool.scheduler.rows.exports import RowExport
+from specpool.transfer.image import Bytes, Image, Run, Writer
+from specpool.transfer.layout import Layout
+
+# The parameters of a request that are plain values; `structured` does not move.
+_PARAMS = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "structured"]
+
+
+class Export:
+    """A session or request on its way out. End it by `arrived` or `give_back`.
+
+    As a context manager it gives back what has not arrived. Until the end the session takes no
+    turns, and the request does not run; other requests go on, also while `write` runs.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        pages: PageBytes,
+        row: RowExport,
+        writer: Writer,
+        owner: Conversation | Request,
+    ) -> None:
+        """Hold the pages of `row`; most callers want `Engine.export`."""
+        self._core, self._pages, self._row = core, pages, row
+        self._writer, self._owner = writer, owner
+        self._is_over = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the image."""
+        return self._writer.num_bytes
+
+    @property
+    def length(self) -> int:
+        """Tokens whose KV goes along; the receiver prefills the others."""
+        return self._row.length
+
+    def write(self, image: Bytes) -> None:
+        """Write the image, uint8 [num_bytes]; its first bytes come last.
+
+        Raises:
+            ConfigError: the export is over, or `image` has another size.
+        """
+        if self._is_over:
+            raise ConfigError("the export is over: its pages belong to others")
+        if image.shape != (self.num_bytes,) or image.dtype != np.uint8:
+            raise ConfigError(
+                f"image must be uint8 [{self.num_bytes}], got {image.dtype} {list(image.shape)}"
+            )
+        self._writer.write(image, self._read)
+
+    def image(self) -> Bytes:
+        """Return the image in memory of its own."""
+        image = np.empty(self.num_bytes, np.uint8)
+        self.write(image)
+        return image
+
+    def arrived(self) -> None:
+        """End the session or request here, because another engine has it. Again: nothing."""
+        if self._is_over:
+            return
+        self._is_over, scheduler = True, self._core.scheduler
+        with self._core.lock, self._core.loop.recovering():
+            scheduler.exports.arrived(self._row)
+            if isinstance(self._owner, Conversation):
+                self._owner.leaves = False
+                scheduler.conversations.close(self._owner)
+            else:
+                scheduler.abort(self._owner, "moved")
+
+    def give_back(self) -> None:
+        """Let the session or request go on here. After the end it does nothing."""
+        if self._is_over:
+            return
+        self._is_over, exports = True, self._core.scheduler.exports
+        with self._core.lock, self._core.loop.recovering():
+            if isinstance(self._owner, Conversation):
+                exports.return_conversation(self._row, self._owner)
+            else:
+                exports.return_request(self._row, self._owner)
+
+    def _read(self, run: Run, out: Bytes) -> None:
+        pages = self._row.pages[run.group][run.start : run.start + run.num_pages]
+        with self._core.lock:  # one forward or copy at a time; others run between the runs
+            self._pages.read(run.group, pages, out)
+
+    def __enter__(self) -> Export:
+        """Return the export itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give back what has not arrived."""
+        self.give_back()
+
+
+class Moves:
+    """The exports and imports of an engine."""
+
+    def __init__(self, core: EngineCore, ledger: Ledger, pages: PageBytes, layout: Layout) -> None:
+        """Move rows of `ledger`, whose pages `pages` reads and writes."""
+        self._core, self._ledger, self._pages, self.layout = core, ledger, pages, layout
+
+    def export_session(self, session: Session) -> Export:
+        """Take an idle session out; see `Engine.export`."""
+        core = self._core
+        conversation = session.leaving()
+        core.loop.drain()  # a round of the last turn may be under way
+        state = {"kind": "session", "max_tokens": session.max_tokens}
+        state["said"] = [_said_state(said) for said in conversation.said]
+        with core.loop.recovering():
+            try:
+                row = core.scheduler.exports.of_conversation(conversation)
+                return self._export(row, conversation.tokens, state, conversation)
+            except BaseException:
+                conversation.leaves = False
+                raise
+
+    def export_request(self, request: Request) -> Export:
+        """Take a submitted request out; see `Engine.export`."""
+        core = self._core
+        core.loop.drain()
+        _check_moves(request)
+        with core.loop.recovering():
+            row = core.scheduler.exports.of_request(request)
+            return self._export(row, request.tokens, _request_state(request), request)
+
+    def _export(
+        self,
+        row: RowExport,
+        tokens: list[int],
+        state: Mapping[str, Any],
+        owner: Conversation | Request,
+    ) -> Export:
+        writer = Writer(
+            self.layout,
+            length=row.length,
+            drafted_len=row.drafted_len,
+            tokens=tokens,
+            state=state,
+        )
+        return Export(self._core, self._pages, row, writer, owner)
+
+    def take_in(self, image: Image, on_item: OnItem | None, decode: bool) -> Session | int:
+        """Take a session or request in; see `Engine.import_row`."""
+        kind = image.state.get("kind")
+        if kind == "session":
+            return self._take_session(image)
+        if kind == "request":
+            return self._take_request(image, on_item, decode)
+        raise TransferError(f"the state is of kind {kind!r:.80}: a session or a request moves")
+
+    def _take_session(self, image: Image) -> Session:
+        core, longest = self._core, self.layout.max_context_len
+        max_tokens = min(_number(image.state, "max_tokens", 2), longest)
+        said = _said_of(image)
+        core.prompts.check_tokens("the session", image.tokens)
+        with core.loop.recovering():
+            conversation = core.scheduler.conversations.new(image.tokens)
+            try:
+                conversation.said = said
+                row = self._take_row(image, f"session {conversation.number}")
+                if row:
+                    core.scheduler.conversations.keep(conversation, row, image.header.length)
+                return Session(core, conversation, max_tokens)
+            except BaseException:
+                core.scheduler.conversations.close(conversation)
+                raise
+
+    def _take_request(self, image: Image, on_item: OnItem | None, decode: bool) -> int:
+        core = self._core
+        request = self._request_of(image)
+        with core.loop.recovering():
+            # The KV waits in the prefix cache, where running requests may displace it.
+            row = self._take_row(image, "a request") if core.scheduler.prefix_cache.is_on else 0
+            if row:
+                try:
+                    tokens = np.array(image.tokens[: image.header.length], np.int32)
+                    self._ledger.index(row, tokens, request.salt)
+                finally:
+                    core.scheduler.rows.finish(row)
+            return core.submit(request, on_item, decode)
+
+    def _take_row(self, image: Image, tag: str) -> int:
+        """Take a row with the image's KV; return 0 if there is none, or no room."""
+        header = image.header
+        if not header.length:
+            return 0
+        while True:
+            try:
+                row = self._ledger.import_row(header.length, header.drafted_len, tag)
+                break
+            except OutOfPages as shortage:
+                if not self._core.scheduler.conversations.reclaim(shortage):
+                    return 0
+            except (OutOfRows, OutOfMemory):
+                return 0
+        try:
+            tables = [self._ledger.page_table(g)[row] for g in range(len(self.layout.groups))]
+            held = [table[table > 0] for table in tables]
+            for run, data in image.runs():
+                pages = held[run.group][run.start : run.start + run.num_pages]
+                self._pages.write(run.group, pages.astype(np.int32), data)
+            return row
+        except BaseException:
+            self._core.scheduler.rows.abort(row)
+            raise
+
+    def _request_of(self, image: Image) -> Request:
+        state = image.state
+        params = _params_of(state.get("params"))
+        prompt_len = _number(state, "prompt_len", 1)
+        if prompt_len > len(image.tokens):
+            raise TransferError(f"prompt_len is {prompt_len} of {len(image.tokens)} tokens")
+        forwards, flags = state.get("forwards"), state.get("shape")
+        if not isinstance(forwards, list) or not all(type(n) is int and n for n in forwards):
+            raise TransferError(f"forwards must be a list of lengths, got {forwards!r:.80}")
+        num_output = len(image.tokens) - prompt_len
+        if sum(map(abs, forwards)) != num_output:
+            raise TransferError(
+                f"{len(forwards)} forwards gave {sum(map(abs, forwards))} tokens, the output has "
+                f"{num_output}"
+            )
+        logprobs = _logprobs_of(state.get("logprobs"), params, num_output)
+        priority = _number(state, "priority", -(1 << 31))
+        seed = _number(state, "seed", 0)
+        return self._core.prompts.moved(
+            image.tokens,
+            prompt_len,
+            dataclasses.replace(params, seed=seed, n=1),
+            _shape_of(flags, self._ledger),
+            priority,
+            forwards,
+            logprobs,
+        )
+
+
+def _check_moves(request: Request) -> None:
+    """Raise `ConfigError` for a request that cannot move now."""
+    number = request.request_id
+    if request.finish_reason is not None:
+        raise ConfigError(f"request {number} has ended: {request.finish_reason}")
+    reasons = {
+        "it is a turn of a session: export the session between turns": request.conversation,
+        "its text has a form, whose state does not move": request.matcher,
+        "it has samples that share its prompt": request.siblings,
+        "it pins its prompt": request.wants_pin,
+        "its KV is on its way from the host": request.handle,
+        "its KV may be wrong": request.tainted,
+    }
+    for why, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"request {number} cannot be exported: {why}")
+
+
+def _request_state(request: Request) -> dict[str, Any]:
+    params = {name: getattr(request.params, name) for name in _PARAMS}
+    params["logit_bias"] = list(request.params.logit_bias.items())
+    shape = request.shape
+    named = [shape.num_steps, shape.topk, shape.num_draft_tokens]
+    return {
+        "kind": "request",
+        "params": params,
+        "prompt_len": request.prompt_len,
+        "seed": request.seed,
+        "priority": request.priority,
+        "shape": None if request.choices is not None else named,
+        "forwards": request.forwards,
+        "logprobs": [[e.token_id, e.logprob, list(e.top.items())] for e in request.logprobs],
+    }
+
+
+def _params_of(state: object) -> SamplingParams:
+    if not isinstance(state, dict) or set(state) - set(_PARAMS):
+        raise TransferError(f"params must be sampling parameters, got {state!r:.200}")
+    try:
+        bias = dict(state.get("logit_bias", []))
+        return SamplingParams(**{**state, "logit_bias": bias})
+    except (ConfigError, TypeError, ValueError) as error:
+        raise TransferError(f"params of the request: {error!s:.200}") from None
+
+
+def _logprobs_of(state: object, params: SamplingParams, num_output: int) -> list[TokenLogprob]:
+    try:
+        found = [
+            TokenLogprob(int(token), float(logprob), {int(t): float(p) for t, p in top})
+            for token, logprob, top in state  # type: ignore[attr-defined]
+        ]
+    except (TypeError, ValueError) as error:
+        raise TransferError(f"logprobs of the request: {error!s:.200}") from None
+    if len(found) != (0 if params.logprobs is None else num_output):
+        raise TransferError(f"{len(found)} logprobs for {num_output} tokens")
+    return found
+
+
+def _shape_of(state: object, ledger: Ledger) -> Shape | None:
+    """Return the shape that the request named, if this engine has it; else None."""
+    for shape in ledger.shapes:
+        if state == [shape.num_steps, shape.topk, shape.num_draft_tokens]:
+            return shape
+    return None
+
+
+def _said_state(said: Said) -> dict[str, Any]:
+    messages = None if said.messages is None else [dict(message) for message in said.messages]
+    answer = {"answer_ids": said.answer_ids, "stop": list(said.stop)}
+    return {"end": said.end, "messages": messages, **answer}
+
+
+def _said_of(image: Image) -> list[Said]:
+    turns, least, found = image.state.get("said"), 0, []
+    if not isinstance(turns, list):
+        raise TransferError(f"said must be a list of turns, got {turns!r:.80}")
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise TransferError(f"a turn must be an object, got {turn!r:.80}")
+        end, ids, stop = _number(turn, "end", least), turn.get("answer_ids"), turn.get("stop")
+        messages = turn.get("messages")
+        is_chat = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
+        if end > len(image.tokens) or not (messages is None or is_chat):
+            raise TransferError(f"a turn of the session is wrong: {turn!r:.200}")
+        if not (isinstance(ids, list) and all(type(n) is int for n in ids)):
+            raise TransferError(f"answer_ids must be token ids, got {ids!r:.80}")
+        if not (isinstance(stop, list) and all(isinstance(s, str) for s in stop)):
+            raise TransferError(f"stop must be strings, got {stop!r:.80}")
+        found.append(Said(end, None if messages is None else tuple(messages), ids, tuple(stop)))
+        least = end
+    return found
+
+
+def _number(state: Mapping[str, Any], name: str, least: int) -> int:
+    value = state.get(name)
+    if type(value) is not int or not least <= value < 1 << 64:
+        raise TransferError(f"{name} must be a whole number from {least} on, got {value!r:.80}")
+    return value

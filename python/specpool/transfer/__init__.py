@@ -1,0 +1,1 @@
+"""Rows as bytes, and the ways that carry them to another process (docs/transfer.md)."""

@@ -1,0 +1,67 @@
+"""`Layout`: what an engine's rows are made of; a row moves only between equal layouts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specpool._core import Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLayout:
+    """The pages of one group.
+
+    Attributes:
+        name: the group's name.
+        page_size: slots per page.
+        page_bytes: bytes of one page in all layers of the group.
+        window: keys that a query sees; None = all.
+    """
+
+    name: str
+    page_size: int
+    page_bytes: int
+    window: int | None
+
+    def columns(self, length: int) -> range:
+        """Return the columns that a row of `length` tokens needs to go on."""
+        start = 0 if self.window is None else max(length - self.window + 1, 0)
+        return range(start // self.page_size, -(-length // self.page_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The groups of an engine, and what computed their KV.
+
+    Attributes:
+        model: identifies the models, their weights and dtype: see `Engine.layout`.
+        max_context_len: the most tokens of a row.
+        groups: in the ledger's order.
+    """
+
+    model: str
+    max_context_len: int
+    groups: tuple[GroupLayout, ...]
+
+    @classmethod
+    def of(cls, ledger: Ledger, page_bytes: Sequence[int], model: str) -> Layout:
+        """Describe a ledger's rows; `page_bytes` has the bytes of a page of each group."""
+        groups = zip(ledger.groups, page_bytes, strict=True)
+        return cls(
+            model,
+            ledger.max_context_len,
+            tuple(GroupLayout(g.name, g.page_size, n, g.window) for g, n in groups),
+        )
+
+    @property
+    def key(self) -> str:
+        """A hash of all but `max_context_len`, 32 hexadecimal digits."""
+        parts = [self.model, *([g.name, g.page_size, g.page_bytes, g.window] for g in self.groups)]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+    def num_pages(self, length: int) -> list[int]:
+        """Return the pages of each group that a row of `length` tokens takes along."""
+        return [len(group.columns(length)) for group in self.groups]

@@ -1,0 +1,48 @@
+//! Rows that move to another ledger: `export` and `import_row`.
+
+use super::{Holding, Model, ModelPrefix, Outcome, Refusal};
+
+impl Model {
+    pub(crate) fn export(&mut self, row: i32) -> Outcome {
+        let at = self.live(row)?;
+        let state = self.rows[at].clone();
+        if state.resolved == 0 {
+            return Err(Refusal::Shape);
+        }
+        self.check_still(at)?;
+        let mut groups = Vec::new();
+        for (group, held) in state.groups.iter().enumerate() {
+            let (columns, page_size) = (self.window_columns(group, state.resolved), self.groups[group].page_size);
+            let end = columns.end * page_size;
+            let table = held.table.range(columns).map(|(&column, &page)| (column, page)).collect();
+            let evicted = self.evict_to(group, state.resolved);
+            let kept = Holding { allocated: end, protected: end, evicted, table, ..Holding::default() };
+            self.shared.extend(kept.pages().map(|page| (group, page)));
+            groups.push(kept);
+        }
+        let drafted = state.drafted.min(state.resolved);
+        self.prefixes.insert(self.next_prefix, ModelPrefix { len: state.resolved, drafted, groups });
+        self.next_prefix += 1;
+        self.give_back(row)?;
+        Ok(self.next_prefix as i64 - 1)
+    }
+
+    pub(crate) fn import_row(&mut self, len: i32, drafted: i32) -> Outcome {
+        if len < 1 || len > self.max_context_len || drafted < 0 || drafted > len {
+            return Err(Refusal::Shape);
+        }
+        self.check_free_row()?;
+        let columns: Vec<_> = (0..self.groups.len()).map(|group| self.window_columns(group, len)).collect();
+        let need: Vec<usize> = columns.iter().map(|range| (range.end - range.start) as usize).collect();
+        self.check_pages(&need, &vec![0; self.groups.len()])?;
+        let row = self.take_row();
+        for (group, columns) in columns.into_iter().enumerate() {
+            let page_size = self.groups[group].page_size;
+            let (allocated, evicted) = (columns.end * page_size, columns.start * page_size);
+            let table = columns.map(|column| (column, self.new_page())).collect();
+            self.rows[row].groups[group] = Holding { allocated, evicted, table, ..Holding::default() };
+        }
+        (self.rows[row].resolved, self.rows[row].drafted) = (len, drafted);
+        Ok(row as i64)
+    }
+}

@@ -1,0 +1,154 @@
+//! Rows that move to another ledger: `export` and `import_row`.
+//!
+//! An export is a prefix that takes its row's place: it holds every page that the row's tokens need, also a partly
+//! filled last one. So a reader of these pages may take its time, and a transfer that fails gives the row back with
+//! [`Ledger::admit_on`]. An import is a row on pages of its own, whose contents the caller brings.
+
+use super::Ledger;
+use super::share::{Prefix, PrefixPages};
+use crate::error::{Error, Result};
+use crate::ids::{Page, Row, ceil_align};
+use crate::log::event::Event;
+use crate::memory::{collected, room, with_room};
+use crate::verb::Verb;
+
+/// The pages of a prefix in one group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PrefixRun<'a> {
+    /// The column of the first page. What lies before it is below the window.
+    pub first_column: usize,
+    /// One page for each column.
+    pub pages: &'a [Page],
+}
+
+impl Ledger {
+    /// Gives the row back, and keeps the pages of its tokens as a prefix of exactly `resolved_len` tokens, whose id it
+    /// returns. They are read-only until [`Ledger::release_prefix`]; [`Ledger::prefix_pages`] names them.
+    /// [`Ledger::admit_on`] makes a row of them again. O(pages).
+    ///
+    /// # Errors
+    /// In this order, changing nothing: [`Error::Shape`] (unknown row; it has no tokens), [`Error::NotReady`] (a round
+    /// or an extend of it is in flight; its last launched step is not complete; a page copy into it is not finished),
+    /// [`Error::OutOfMemory`].
+    ///
+    /// # Examples
+    /// ```
+    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
+    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let chain = Shape::eagle(3, 1, 4)?;
+    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
+    /// # let mut ledger = Ledger::new(config.clone())?;
+    /// # let row = ledger.admit(None)?;
+    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
+    /// # ledger.launch(prefill.step)?;
+    /// # ledger.complete(prefill.step)?;
+    /// let export = ledger.export(row)?; // the row is free; its three pages are not
+    /// assert_eq!((ledger.prefix_len(export)?, ledger.free_pages(0)?), (10, 61));
+    /// let sent = ledger.prefix_pages(export, 0)?.pages.len(); // read them, and send them with the lengths
+    ///
+    /// let mut other = Ledger::new(config)?; // in another process
+    /// let row = other.import_row(10, 10, Some("request-1"))?;
+    /// assert_eq!(other.page_table(0)?.row(row)[..sent].len(), 3); // write what was sent to these pages
+    /// let plan = other.prepare_extend(&[row.0], &[11], true)?; // and go on
+    /// assert_eq!(plan.start[0], 10);
+    ///
+    /// ledger.release_prefix(export)?; // it has arrived
+    /// assert_eq!(ledger.free_pages(0)?, 64);
+    /// # Ok::<(), specpool_core::Error>(())
+    /// ```
+    pub fn export(&mut self, row: Row) -> Result<u64> {
+        self.gate()?;
+        let row = self.rows.check_live(row.0)?;
+        let (at, len) = (row.at(), self.rows.resolved[row.at()]);
+        if len == 0 {
+            return Err(Error::Shape(format!("export of {}: it has no tokens", self.rows.describe(row))));
+        }
+        self.check_still(row, Verb::Export.name())?;
+        self.check_no_copy_into(row, Verb::Export.name())?;
+        self.check_give_back(row)?;
+        let mut pages = with_room(self.groups.len(), "an export")?;
+        for (group_at, group) in self.groups.iter().enumerate() {
+            let cells = &group.table.row(row)[group.window_columns(len)];
+            let held = collected(cells.iter().map(|&page| Page(page)), "the pages of an export")?;
+            self.check_pages_of(group_at, row, &held)?;
+            pages.push(PrefixPages { evicted: group.evict_to(len) as i32, held });
+        }
+        room(&mut self.prefixes, 1, "prefixes")?;
+        self.recorder.make_room(0, None)?;
+        for (group, prefix) in pages.iter().enumerate() {
+            self.share(group, &prefix.held, Verb::Export)?;
+        }
+        let prefix = self.next_prefix;
+        self.next_prefix += 1;
+        self.prefixes.push((prefix, Prefix { len, drafted: self.rows.drafted[at].min(len), pages }));
+        self.drop_row(row, Verb::Export)?;
+        self.note(&Event::Export { row, prefix });
+        Ok(prefix)
+    }
+
+    /// Takes a free row of `len` tokens on pages of its own, with none below the windows, for KV that comes from
+    /// elsewhere. Draft KV is valid below `drafted`. The row has no root until an extend of it has launched. O(pages).
+    ///
+    /// The caller writes the pages before anything reads them: before the next launch, and behind every launched
+    /// forward. If the KV does not arrive, [`Ledger::abort`] takes the row back.
+    ///
+    /// # Errors
+    /// In this order, changing nothing: [`Error::Shape`] (`len` not in `1..=max_context_len`; `drafted` not in
+    /// `0..=len`), [`Error::OutOfRows`], [`Error::OutOfPages`], [`Error::OutOfMemory`].
+    pub fn import_row(&mut self, len: i32, drafted: i32, tag: Option<&str>) -> Result<Row> {
+        self.gate()?;
+        let most = self.max_context_len;
+        if len < 1 || len > most {
+            return Err(Error::Shape(format!("import_row: length must be in [1, {most}], got {len}")));
+        }
+        if drafted < 0 || drafted > len {
+            return Err(Error::Shape(format!("import_row: drafted_len must be in [0, {len}], got {drafted}")));
+        }
+        let row = self.next_free_row()?;
+        for at in 0..self.groups.len() {
+            let (need, pool) = (self.groups[at].window_columns(len).len(), &self.groups[at].pool);
+            if need > pool.num_free() + pool.num_cached() {
+                return Err(self.out_of_pages(at, need, pool.num_free()));
+            }
+        }
+        self.recorder.make_room(0, tag)?;
+        let kept = self.rows.make_room(tag)?;
+        for group in &mut self.groups {
+            let need = group.window_columns(len).len();
+            group.make_room(need, need)?;
+        }
+        let step = self.steps.next();
+        self.rows.admit(kept, step);
+        for at in 0..self.groups.len() {
+            self.evict_cached(at, self.groups[at].window_columns(len).len(), Verb::ImportRow);
+            let group = &mut self.groups[at];
+            let first = group.evict_to(len) as i32;
+            (group.evicted[row.at()], group.allocated[row.at()], group.protected[row.at()]) = (first, first, 0);
+            let end = ceil_align(len.into(), group.page_size);
+            group.grow(row, end, step, Verb::ImportRow)?;
+        }
+        self.rows.set_resolved(row, len);
+        self.rows.drafted[row.at()] = drafted;
+        self.note(&Event::ImportRow { len, drafted, row, tag });
+        Ok(row)
+    }
+
+    /// The pages of a prefix or an export in the group. O(1).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when there is no such prefix, or no such group.
+    pub fn prefix_pages(&self, prefix: u64, group: usize) -> Result<PrefixRun<'_>> {
+        let (pages, page_size) = (&self.prefix(prefix)?.pages, self.group(group)?.page_size);
+        let PrefixPages { evicted, held } = &pages[group];
+        Ok(PrefixRun { first_column: (i64::from(*evicted) / page_size) as usize, pages: held })
+    }
+
+    /// Below this, a prefix or an export has draft KV. O(1).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when there is no such prefix.
+    pub fn prefix_drafted_len(&self, prefix: u64) -> Result<i32> {
+        Ok(self.prefix(prefix)?.drafted)
+    }
+}

@@ -1,0 +1,211 @@
+"""Laws of rows that move between engines: the text is the same, and nothing leaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from specpool import ConfigError, Engine, SamplingParams, Shape, TransferError
+from specpool.assets import corpus
+from specpool.testing import assert_no_page_leaked
+
+PROMPTS = corpus.prompts(6, 60)
+GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True, seed=3)
+DRAWN = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=1.0, seed=7)
+CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(3, 2, 6)
+KINDS = {
+    "plain": (None, None),
+    "eagle chain": ("specpool/tiny-eagle", CHAIN),
+    "eagle tree": ("specpool/tiny-eagle", TREE),
+    "eagle3 chain": ("specpool/tiny-eagle3", CHAIN),
+    "eagle3 tree": ("specpool/tiny-eagle3", TREE),
+    "ngram": ("ngram", None),
+}
+
+
+def engine_of(kind: str = "eagle chain", **options):
+    draft, shape = KINDS[kind]
+    options = {"max_context_len": 256, "page_size": 4, "busy_check": 2} | options
+    return Engine.from_pretrained(draft=draft, shape=shape, **options)
+
+
+def run(engine: Engine) -> None:
+    while engine.turn():
+        pass
+
+
+def outputs(told: list) -> list:
+    return [item for item in told if not hasattr(item, "pieces")]
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_session_goes_on_in_another_engine_with_the_same_text(kind, params, depth):
+    with engine_of(kind, overlap_depth=depth) as one, engine_of(kind, overlap_depth=depth) as two:
+        with one.open_session() as stays:
+            wanted = [stays.append(PROMPTS[at], params).output().token_ids for at in range(3)]
+        session = one.open_session()
+        first = session.append(PROMPTS[0], params).output()
+        assert first.token_ids == wanted[0]
+        with one.export(session) as export:
+            num_held = session.num_tokens
+            moved = two.import_row(export.image())
+            export.arrived()
+        assert session.closed and moved.num_tokens == num_held
+        assert_no_page_leaked(one.ledger)
+        second = moved.append(PROMPTS[1], params).output()
+        assert second.token_ids == wanted[1]
+        # All that the row had is there; a drafter's lag, and the last token, are computed again.
+        assert second.num_reused >= num_held - 2
+        with two.export(moved) as export:
+            back = one.import_row(export.image())
+            export.arrived()
+        assert back.append(PROMPTS[2], params).output().token_ids == wanted[2]
+        back.close()
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_decodes_on_in_another_engine(kind, params):
+    """Prefill here, decode there."""
+    with engine_of(kind) as one, engine_of(kind) as two:
+        (wanted,) = one.generate([PROMPTS[2]], params)
+        one.forget_prefixes()
+        told, ended = [], []
+        number = one.submit(PROMPTS[2], params, on_item=lambda number, item: ended.append(item))
+        while not ended:
+            one.turn()
+        with one.export(number) as export:
+            assert export.length >= len(PROMPTS[2])
+            two.import_row(export.image(), on_item=lambda number, item: told.append(item))
+            export.arrived()
+        run(one)
+        assert ended[-1].finish_reason == "moved"
+        run(two)
+        output = told[-1]
+        assert (output.token_ids, output.text) == (wanted.token_ids, wanted.text)
+        assert (output.finish_reason, output.seed) == (wanted.finish_reason, wanted.seed)
+        assert output.num_reused >= export.length - 2
+        assert [token for item in told[:-1] for token in item.token_ids] == wanted.token_ids
+        two.forget_prefixes()
+        assert_no_page_leaked(two.ledger)
+
+
+def test_what_does_not_arrive_goes_on_where_it_was():
+    with engine_of() as engine:
+        with engine.open_session() as stays:
+            wanted = [stays.append(PROMPTS[at], DRAWN).output().token_ids for at in range(2)]
+        engine.forget_prefixes()
+        session = engine.open_session()
+        session.append(PROMPTS[0], DRAWN).output()
+        with engine.export(session) as export:
+            held = export.length
+            for refused in (lambda: session.append("x"), session.fork, lambda: session.rewind(3)):
+                with pytest.raises(ConfigError, match="it is being exported"):
+                    refused()
+            with pytest.raises(ConfigError, match="being exported"):
+                engine.export(session)
+            other = engine.generate([PROMPTS[3]], GREEDY)  # others go on meanwhile
+            assert other[0].finish_reason == "length"
+        second = session.append(PROMPTS[1], DRAWN).output()
+        assert second.token_ids == wanted[1] and second.num_reused >= held - 2
+        with pytest.raises(ConfigError, match="the export is over"):
+            export.image()
+        session.close()
+
+        (alone,) = engine.generate([PROMPTS[4]], DRAWN)
+        told = []
+        number = engine.submit(PROMPTS[4], DRAWN, on_item=lambda number, item: told.append(item))
+        while not told:
+            engine.turn()
+        engine.export(number).give_back()
+        run(engine)
+        assert told[-1].token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("ends", ["close", "abort"])
+def test_an_owner_that_ends_on_the_way_leaks_nothing(ends):
+    with engine_of() as engine:
+        session = engine.open_session()
+        session.append(PROMPTS[0], GREEDY).output()
+        told = []
+        number = engine.submit(PROMPTS[4], GREEDY, on_item=lambda number, item: told.append(item))
+        while not told:
+            engine.turn()
+        if ends == "close":
+            export = engine.export(session)
+            session.close()
+        else:
+            export = engine.export(number)
+            engine.abort(number)
+        assert export.image().size == export.num_bytes  # its pages are there until the end
+        export.give_back()
+        run(engine)
+        session.close()
+        engine.forget_prefixes()
+        assert_no_page_leaked(engine.ledger)
+
+
+def test_what_cannot_move_says_why():
+    with engine_of() as engine, engine_of("eagle3 chain") as other:
+        with pytest.raises(ConfigError, match="no request 5 is running or waiting"):
+            engine.export(5)
+        session = engine.open_session()
+        turn = session.append(PROMPTS[0], GREEDY)
+        with pytest.raises(ConfigError, match=r"its turn .* has not ended"):
+            engine.export(session)
+        turn.output()
+        with pytest.raises(ConfigError, match="one of this engine's"):
+            other.export(session)
+        number = engine.submit(PROMPTS[1], GREEDY, session=session)
+        with pytest.raises(ConfigError, match="export the session between turns"):
+            engine.export(number)
+        run(engine)
+        with engine.export(session) as export:
+            image = export.image()
+            with pytest.raises(TransferError, match="models, weights, dtype, drafter"):
+                other.import_row(image)
+            assert not other.core.scheduler.conversations.open
+        session.close()
+
+
+def test_a_full_engine_takes_the_text_alone():
+    """No row is free: the KV is computed again when its turn comes."""
+    with engine_of() as one, engine_of(max_batch=1, num_pages=70) as two:
+        session = one.open_session()
+        session.append(PROMPTS[0], GREEDY).output()
+        image = None
+        with one.export(session) as export:
+            image = export.image()
+        wanted = session.append(PROMPTS[1], GREEDY).output().token_ids
+        told = []
+        two.submit(PROMPTS[3] * 3, GREEDY, on_item=lambda number, item: told.append(item))
+        two.turn()
+        moved = two.import_row(image)
+        run(two)
+        assert moved.append(PROMPTS[1], GREEDY).output().token_ids == wanted
+        moved.close()
+        session.close()
+
+
+def test_the_lengths_and_the_number_of_a_request_that_has_not_begun():
+    with engine_of() as one, engine_of() as two:
+        (wanted,) = one.generate([PROMPTS[5]], DRAWN)
+        number = one.submit(PROMPTS[5], DRAWN)
+        told = []
+        with one.export(number) as export:
+            assert export.length == 0
+            two.import_row(export.image(), on_item=lambda number, item: told.append(item))
+            export.arrived()
+        run(one)
+        run(two)
+        assert told[-1].token_ids == wanted.token_ids
+
+
+def test_the_drafter_of_the_image_is_the_engines():
+    """Another drafter has other draft KV: the layouts differ."""
+    with engine_of("plain") as one, engine_of("ngram") as two, engine_of() as three:
+        keys = {engine.layout.key for engine in (one, two, three)}
+        assert len(keys) == 3

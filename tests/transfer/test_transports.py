@@ -1,0 +1,372 @@
+"""Laws of the ways that carry rows: a row arrives whole or not at all, and nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from parcel_kit import Parcel, Side
+from specpool import ConfigError, TransferError
+from specpool.transfer import shared_memory, tcp
+
+KEY = b"sixteen bytes at least"
+TOKENS = list(range(64))
+
+
+def parcel_of(side: Side, length: int = 23, seed: int = 1) -> tuple[Parcel, list[bytes]]:
+    row = side.fill(length, seed)
+    content = side.content(row)
+    return Parcel(side, row, TOKENS[: length + 1]), content
+
+
+def finish_all(side: Side) -> None:
+    for row in side.rows:
+        side.ledger.finish(row)
+    side.rows.clear()
+    side.check_empty()
+
+
+async def receiver_of(side: Side, **options) -> tcp.TcpReceiver:
+    receiver = tcp.TcpReceiver(side.take_in, side.layout, key=KEY, **{"timeout": 2.0} | options)
+    await receiver.start()
+    return receiver
+
+
+def test_a_row_goes_over_tcp():
+    async def main() -> None:
+        one, two = Side(), Side()
+        receiver = await receiver_of(two)
+        parcel, content = parcel_of(one)
+        await tcp.send(parcel, "127.0.0.1", receiver.port, key=KEY)
+        assert parcel.outcome == "arrived"
+        await receiver.close()
+        assert [two.content(row) for row in two.rows] == [content]
+        one.check_empty()
+        finish_all(two)
+
+    asyncio.run(main())
+
+
+class Cutter:
+    """Carries bytes between a sender and a receiver, and cuts the connection after some of them."""
+
+    def __init__(self, port: int, up: int | None, down: int | None) -> None:
+        self._port, self._left = port, [up, down]
+
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self._server.sockets[0].getsockname()[1]
+
+    async def _serve(self, reader, writer) -> None:
+        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        ends = (writer, other_writer)
+
+        async def pump(at, source, sink) -> None:
+            try:
+                while piece := await source.read(4096):
+                    if self._left[at] is not None:
+                        piece = piece[: self._left[at]]
+                        self._left[at] -= len(piece)
+                    sink.write(piece)
+                    await sink.drain()
+                    if self._left[at] == 0:
+                        for end in ends:
+                            end.transport.abort()
+                        return
+                if sink.can_write_eof():
+                    sink.write_eof()
+            except OSError:
+                pass
+
+        await asyncio.gather(pump(0, reader, other_writer), pump(1, other_reader, writer))
+        for end in ends:
+            end.transport.abort()
+
+    async def close(self) -> None:
+        self._server.close()
+
+
+NUM_KILLS = 1000
+
+
+def test_a_connection_that_is_cut_anywhere_leaks_nothing():
+    """A thousand cuts at random bytes, of either direction."""
+    tally = {"arrived": 0, "back": 0}
+
+    async def main() -> None:
+        rng = random.Random(1)
+        one, two = Side(), Side()
+        receiver = await receiver_of(two)
+        for kill in range(NUM_KILLS):
+            parcel, content = parcel_of(one, rng.choice([3, 23, 60]), kill)
+            up = rng.randrange(64 + parcel.num_bytes + 40)
+            cut = (up, None) if rng.random() < 0.7 else (None, rng.randrange(110))
+            cutter = Cutter(receiver.port, *cut)
+            port = await cutter.start()
+            try:
+                await tcp.send(parcel, "127.0.0.1", port, key=KEY, timeout=2.0)
+            except TransferError:
+                pass
+            await cutter.close()
+            assert parcel.outcome in tally
+            tally[parcel.outcome] += 1
+            while receiver._peers:
+                await asyncio.sleep(0)
+            assert all(two.content(row) == content for row in two.rows)
+            # Whoever was cut off between the answer and the end undoes it: nobody has it twice.
+            assert len(two.rows) <= (parcel.outcome == "arrived")
+            one.check_empty()
+            finish_all(two)
+        await receiver.close()
+
+    asyncio.run(main())
+    assert tally["back"] > NUM_KILLS * 0.8, tally
+
+
+def test_a_wrong_key_is_refused_by_both_sides():
+    async def main() -> None:
+        one, two = Side(), Side()
+        receiver = await receiver_of(two)
+        parcel, _ = parcel_of(one)
+        with pytest.raises(TransferError, match="did not arrive"):
+            await tcp.send(parcel, "127.0.0.1", receiver.port, key=KEY[::-1])
+        assert parcel.outcome == "back"
+        while receiver._peers:
+            await asyncio.sleep(0)
+        assert receiver.failures == ["TransferError: a peer has a wrong key"]
+        await receiver.close()
+
+        async def liar(reader, writer) -> None:
+            writer.write(bytes(64))
+            await reader.read()
+            await hang_up(writer)
+
+        server = await asyncio.start_server(liar, "127.0.0.1", 0)
+        parcel, _ = parcel_of(one)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(TransferError, match="has another key"):
+            await tcp.send(parcel, "127.0.0.1", port, key=KEY)
+        server.close()
+        await asyncio.sleep(0.05)
+        one.check_empty()
+        two.check_empty()
+
+    asyncio.run(main())
+
+
+async def hang_up(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+
+
+def test_a_peer_that_sends_garbage_or_nothing_is_hung_up_on():
+    async def main() -> None:
+        two = Side()
+        receiver = await receiver_of(two, timeout=0.2, max_peers=2)
+        rng = random.Random(2)
+        for size in (0, 1, 64, 5000):
+            reader, writer = await asyncio.open_connection("127.0.0.1", receiver.port)
+            writer.write(rng.randbytes(size))
+            start = time.monotonic()
+            try:
+                while await reader.read(100):
+                    pass
+            except ConnectionError:
+                pass
+            assert time.monotonic() - start < 5
+            await hang_up(writer)
+        assert len(receiver.failures) == 4
+        peers = [await asyncio.open_connection("127.0.0.1", receiver.port) for _ in range(2)]
+        for reader, _ in peers:
+            await reader.readexactly(32)
+        peers.append(await asyncio.open_connection("127.0.0.1", receiver.port))
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await peers[2][0].readexactly(32)  # one peer too many
+        await receiver.close()
+        for _, writer in peers:
+            await hang_up(writer)
+        two.check_empty()
+
+    asyncio.run(main())
+
+
+def test_what_the_receiver_refuses_goes_back_with_the_reason():
+    async def main() -> None:
+        one, two = Side(), Side(num_rows=1)
+        two.ledger.admit()
+        receiver = await receiver_of(two)
+        parcel, _ = parcel_of(one)
+        with pytest.raises(TransferError, match=r"refused the row: .*rows"):
+            await tcp.send(parcel, "127.0.0.1", receiver.port, key=KEY)
+        assert parcel.outcome == "back"
+        two.layout = type(two.layout)("another model", 64, two.layout.groups)
+        await receiver.close()
+        receiver = await receiver_of(two)
+        parcel, _ = parcel_of(one)
+        with pytest.raises(TransferError, match="models, weights, dtype"):
+            await tcp.send(parcel, "127.0.0.1", receiver.port, key=KEY)
+        await receiver.close()
+        one.check_empty()
+
+    asyncio.run(main())
+
+
+def test_bad_settings_are_one_error_each():
+    async def main() -> None:
+        side = Side()
+        for key in (b"short", "a text of enough length", None):
+            with pytest.raises(ConfigError, match="16 secret bytes"):
+                tcp.TcpReceiver(side.take_in, side.layout, key=key)
+        with pytest.raises(ConfigError, match="port"):
+            tcp.TcpReceiver(side.take_in, side.layout, key=KEY, port=1 << 16)
+        receiver = await receiver_of(side)
+        with pytest.raises(ConfigError, match=r"cannot be received at 127\.0\.0\.1"):
+            await receiver_of(side, port=receiver.port)
+        port = receiver.port
+        await receiver.close()
+        parcel, _ = parcel_of(side)
+        with pytest.raises(TransferError, match=f"did not arrive at 127.0.0.1:{port}"):
+            await tcp.send(parcel, "127.0.0.1", port, key=KEY)
+        parcel, _ = parcel_of(side)
+        with pytest.raises(ConfigError, match="16 secret bytes"):
+            await tcp.send(parcel, "127.0.0.1", port, key=b"")
+        assert parcel.outcome == "back"
+        side.check_empty()
+
+    asyncio.run(main())
+
+
+needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memfd is Linux's")
+
+
+@needs_memfd
+def test_a_row_goes_through_shared_memory(tmp_path):
+    one, two = Side(), Side()
+    path = tmp_path / "rows"
+    with shared_memory.SharedMemoryReceiver(two.take_in, two.layout, path, timeout=2.0):
+        assert path.stat().st_mode & 0o777 == 0o600
+        contents = []
+        for seed in range(3):
+            parcel, content = parcel_of(one, seed=seed)
+            contents.append(content)
+            shared_memory.send(parcel, path)
+            assert parcel.outcome == "arrived"
+        with pytest.raises(ConfigError, match="cannot be received at"):
+            shared_memory.SharedMemoryReceiver(two.take_in, two.layout, path)
+    assert [two.content(row) for row in two.rows] == contents
+    assert not path.exists()
+    parcel, _ = parcel_of(one)
+    with pytest.raises(TransferError, match="did not arrive"):
+        shared_memory.send(parcel, path)
+    one.check_empty()
+    finish_all(two)
+
+
+@needs_memfd
+def test_memory_that_its_sender_can_still_change_is_refused(tmp_path):
+    two = Side()
+    path = str(tmp_path / "rows")
+    parcel, _ = parcel_of(Side())
+    with shared_memory.SharedMemoryReceiver(two.take_in, two.layout, path, timeout=0.5) as receiver:
+        for seals in (0, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW):
+            descriptor = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+            os.write(descriptor, parcel.image())
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            with socket.socket(socket.AF_UNIX) as peer:
+                peer.connect(path)
+                socket.send_fds(peer, [b"\1"], [descriptor])
+                assert b"not sealed" in peer.recv(1000)
+            os.close(descriptor)
+        plain = os.open(os.devnull, os.O_RDONLY)
+        for sent in ([plain], []):
+            with socket.socket(socket.AF_UNIX) as peer:
+                peer.connect(path)
+                socket.send_fds(peer, [b"\1"], sent)
+                assert peer.recv(1000)[:1] == b"\0"
+        os.close(plain)
+    assert len(receiver.failures) == 4
+    two.check_empty()
+
+
+SENDER = """
+import sys, os, time
+sys.path[:0] = sys.argv[2:]
+from parcel_kit import Parcel, Side
+from specpool.transfer import shared_memory
+print("ready", flush=True)
+seed = 0
+while True:
+    side = Side()
+    seed += 1
+    shared_memory.send(Parcel(side, side.fill(60, seed), list(range(61))), sys.argv[1])
+"""
+
+
+@needs_memfd
+def test_a_sender_that_is_killed_leaves_nothing(tmp_path):
+    """Kills a process that sends row after row, at random times."""
+    two, rng = Side(num_rows=8), random.Random(3)
+    path = tmp_path / "rows"
+    before = len(os.listdir("/proc/self/fd"))
+
+    def take_in(data):
+        undo = two.take_in(data)
+        if len(two.rows) > 2:  # the engine has finished it
+            two.ledger.finish(two.rows.pop(0))
+        return undo
+
+    with shared_memory.SharedMemoryReceiver(take_in, two.layout, path, timeout=2.0) as receiver:
+        for _ in range(5):
+            sender = subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(SENDER), str(path), *sys.path],
+                stdout=subprocess.PIPE,
+            )
+            assert sender.stdout.readline() == b"ready\n"
+            time.sleep(rng.uniform(0.02, 0.1))
+            sender.send_signal(signal.SIGKILL)
+            sender.wait()
+            sender.stdout.close()
+        deadline = time.monotonic() + 10
+        while len(os.listdir("/proc/self/fd")) > before + 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) == before, receiver.failures
+    finish_all(two)
+
+
+def test_a_receiver_that_closes_in_mid_row_undoes_it():
+    async def main() -> None:
+        one, two = Side(), Side()
+        started = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow(data: np.ndarray):
+            loop.call_soon_threadsafe(started.set)
+            time.sleep(0.1)
+            return two.take_in(data)
+
+        receiver = tcp.TcpReceiver(slow, two.layout, key=KEY)
+        await receiver.start()
+        parcel, _ = parcel_of(one)
+        sending = asyncio.ensure_future(tcp.send(parcel, "127.0.0.1", receiver.port, key=KEY))
+        await started.wait()
+        await receiver.close()
+        with pytest.raises(TransferError):
+            await sending
+        assert parcel.outcome == "back"
+        one.check_empty()
+        two.check_empty()
+
+    asyncio.run(main())
