@@ -89,7 +89,7 @@ class BudgetController:
             shapes: int32 [B, C], the shape that each candidate is for each row.
             spare: see `Spare`.
         """
-        self._cost.fit()
+        self._cost.fit(len(rows))
         due = self._due(rows)
         chosen, tokens, seconds, missed = self._choice(rows, shapes, due, spare, hopes=False)
         loss = 0.0

@@ -3,7 +3,8 @@
 The seconds are a sum: a constant, a share per row, for each shape that drafts a charge and a share
 per lane, and a slope on the nodes of the verify beyond a ridge (on a GPU, the nodes up to the ridge
 ride along with the weights). Every share is 0 or more. The least squares of relative errors fit it
-to measured rounds: those of the start, then those in service.
+to measured rounds: those of the start, then those in service. Rounds of about the same number of
+rows count most, because no such sum holds from one row to a thousand.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _WEIGHT = 0.2  # of a new measurement of a composition
 _NUM_RATIOS = 9  # rounds whose median is the load
 _REFIT = 64  # rounds in service from one fit to the next
 _NUM_RIDGES = 10
+_NEAR = 2.0  # how fast rounds count less, by octaves of their rows, squared
 _BETTER = 0.9  # a ridge must leave less than this share of the error without one
 # Before any measurement: shares of a plain round of one row.
 _PER_STEP, _PER_NODE, _PER_ROW = 0.1, 0.02, 0.02
@@ -45,7 +47,7 @@ class RoundCost:
         self.nodes: Float64 = np.array([shape.num_draft_tokens for shape in shapes], np.float64)
         self._seconds: dict[tuple[int, ...], float] = {}  # by the lanes of each shape
         self._told: set[tuple[int, ...]] = set()  # those that were measured at the start
-        self._since, self._is_stale = 0, True
+        self._since, self._octave = 0, -1  # rounds since the latest fit; of which sizes it was
         self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)
         self.load, self.ridge, self.slope = 1.0, 0.0, 0.0
         self._base = np.array([1.0, _PER_ROW])
@@ -62,13 +64,13 @@ class RoundCost:
         key = tuple(counts.tolist())
         self._seconds[key] = min(seconds, self._seconds.get(key, seconds))
         self._told.add(key)
-        self._is_stale = True
+        self._octave = -1
 
     def observe(self, counts: Int64, seconds: float) -> None:
         """Add a round in service; `counts` are the lanes of each shape, int64 [S]."""
         if not seconds > 0:
             return
-        self.fit()
+        self.fit(int(counts.sum()))
         key = tuple(counts.tolist())
         fitted = self.of(counts)
         took = seconds / self.load  # before this round: a stall must not hide in its own load
@@ -81,7 +83,7 @@ class RoundCost:
             del self._seconds[oldest]
         self._since += 1
         if self._since >= _REFIT:
-            self._since, self._is_stale = 0, True
+            self._since, self._octave = 0, -1
 
     def base(self, batch_size: int) -> float:
         """Return the seconds of a round of so many rows without drafts."""
@@ -93,20 +95,22 @@ class RoundCost:
         seconds += counts @ self.lane + self.slope * max(0.0, counts @ self.nodes - self.ridge)
         return float(seconds)
 
-    def fit(self) -> None:
-        """Fit the shares anew if there is something new to fit."""
-        if not self._is_stale:
+    def fit(self, batch_size: int) -> None:
+        """Fit the shares to rounds of about so many rows, if there is something new to fit."""
+        octave = batch_size.bit_length()
+        if octave == self._octave:
             return
-        self._is_stale = False
+        self._octave = octave
         counts, seconds = self._samples()
         drafts = np.flatnonzero(self._num_steps)
         sizes, nodes = counts.sum(axis=1), counts @ self.nodes
         own = [np.ones(len(seconds)), sizes, *(counts[:, drafts] > 0).T, *counts[:, drafts].T]
-        best = _least_squares(own, seconds)
+        weights = 1 / (1 + _NEAR * np.log2(sizes / (0.75 * (1 << octave))) ** 2)
+        best = _least_squares(own, seconds, weights)
         ridge, error = 0.0, best[1] * _BETTER
         places = np.unique(nodes)[:-1]
         for place in places[:: max(len(places) // _NUM_RIDGES, 1)].tolist():
-            found = _least_squares([*own, np.maximum(nodes - place, 0.0)], seconds)
+            found = _least_squares([*own, np.maximum(nodes - place, 0.0)], seconds, weights)
             if found[1] < error:
                 best, ridge, error = found, place, found[1]
         shares, num = best[0], len(drafts)
@@ -132,15 +136,17 @@ class RoundCost:
         return np.array(counts, np.float64), np.array(seconds)
 
 
-def _least_squares(columns: Sequence[Float64], seconds: Float64) -> tuple[Float64, float]:
+def _least_squares(
+    columns: Sequence[Float64], seconds: Float64, weights: Float64
+) -> tuple[Float64, float]:
     """Return the shares, all 0 or more, with the least squares of relative errors, and these.
 
     This is the active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974).
     """
-    matrix = np.stack(columns, axis=1) / seconds[:, None]
+    matrix = np.stack(columns, axis=1) * (weights / seconds)[:, None]
     scale = np.maximum(np.abs(matrix).max(axis=0), 1e-12)
     matrix = matrix / scale
-    wanted = np.ones(len(seconds))
+    wanted = weights
     size = matrix.shape[1]
     shares, is_in = np.zeros(size), np.zeros(size, np.bool_)
     for _ in range(3 * size):

@@ -7,14 +7,17 @@ use crate::check::same_len;
 use crate::error::{Error, Result};
 use crate::memory::with_room;
 
-/// What a row's counts weigh after it has drafted again: a memory of about 16 rounds.
-const ROW_DECAY: f32 = 0.94;
+/// What a row's counts weigh after it has drafted again: a memory of about 25 rounds.
+const ROW_DECAY: f32 = 0.96;
 /// What a row's counts weigh after a round without a draft. A row that does not draft goes back to its prior.
 const IDLE_DECAY: f32 = 0.98;
 /// Tries that the prior of a row's depth counts as.
-const PRIOR_TRIES: f64 = 3.0;
-/// Tries that a row's odds need to move away from those of all rows.
-const ODDS_TRIES: f64 = 1.0;
+const PRIOR_TRIES: f64 = 8.0;
+/// The variance of log odds between rows that is assumed before there are rows, and the information that it counts as.
+const SPREAD: f64 = 1.0;
+const SPREAD_INFORMATION: f64 = 8.0;
+/// The least variance, so that a row that changes is seen among rows that are alike.
+const LEAST_SPREAD: f64 = 0.05;
 /// The nearest that a prior comes to 0 and to 1, so that odds are finite.
 const EDGE: f64 = 0.01;
 
@@ -118,7 +121,8 @@ pub fn count_round(
 /// The expected tokens of each row's round with each shape, `[B, S]`, the bonus token included.
 ///
 /// `hits` and `tries` are `[rows, F, depth]`, `prior` is `[F, depth]`: the rates of all rows. A row's rate at a depth
-/// is `(hits + m q) / (tries + m)`, where q has the prior's odds times the row's own odds over all its counts.
+/// is `(hits + m q) / (tries + m)`, where q has the prior's odds times the row's own odds. These come from all counts
+/// of the row, and are drawn towards 1 the more, the less the rows differ (docs/budget.md).
 ///
 /// # Errors
 /// [`Error::Shape`] for lengths or rows that cannot be, and for a prior that is no probability.
@@ -141,11 +145,18 @@ pub fn expected_tokens(
     let mut tokens = with_room(rows.len() * families.family.len(), "expected tokens")?;
     let mut base_odds = with_room(per_row, "expected tokens")?;
     base_odds.extend(prior.iter().map(|rate| rate.clamp(EDGE, 1.0 - EDGE)).map(|rate| rate / (1.0 - rate)));
-    let mut reach = crate::memory::filled(0.0, num_families * (depth + 1), "expected tokens")?;
+    let mut scores = with_room(rows.len(), "expected tokens")?;
     for &row in rows {
         let first = families.row(row, num_rows)?;
+        scores.push(score(&hits[first..first + per_row], &tries[first..first + per_row], prior));
+    }
+    let spread = spread(&scores);
+    let mut reach = crate::memory::filled(0.0, num_families * (depth + 1), "expected tokens")?;
+    for (&row, &(excess, information)) in rows.iter().zip(&scores) {
+        let first = row as usize * per_row;
         let (hits, tries) = (&hits[first..first + per_row], &tries[first..first + per_row]);
-        let odds = odds(hits, tries, prior);
+        // The posterior mean of the row's log odds: a normal prior, and one step of the likelihood's score.
+        let odds = (spread * excess / (1.0 + spread * information)).exp();
         for family in 0..num_families {
             let mut reached = 1.0;
             reach[family * (depth + 1)] = 1.0;
@@ -164,16 +175,25 @@ pub fn expected_tokens(
     Ok(tokens)
 }
 
-/// How much likelier a row's drafts are right than those of all rows, as a ratio of odds.
-fn odds(hits: &[f32], tries: &[f32], prior: &[f64]) -> f64 {
-    let (mut hit, mut missed) = (ODDS_TRIES, ODDS_TRIES);
-    let (mut as_hit, mut as_missed) = (ODDS_TRIES, ODDS_TRIES);
+/// Hits beyond those of the prior, and the information in them: their variance by the prior.
+fn score(hits: &[f32], tries: &[f32], prior: &[f64]) -> (f64, f64) {
+    let (mut excess, mut information) = (0.0, 0.0);
     for ((&right, &tried), &rate) in hits.iter().zip(tries).zip(prior) {
-        let (right, tried, rate) = (f64::from(right), f64::from(tried), rate.clamp(EDGE, 1.0 - EDGE));
-        hit += right;
-        missed += tried - right;
-        as_hit += tried * rate;
-        as_missed += tried * (1.0 - rate);
+        let (tried, rate) = (f64::from(tried), rate.clamp(EDGE, 1.0 - EDGE));
+        excess += f64::from(right) - tried * rate;
+        information += tried * rate * (1.0 - rate);
     }
-    (hit * as_missed) / (missed.max(ODDS_TRIES) * as_hit)
+    (excess, information)
+}
+
+/// The variance of log odds between the rows, by moments: what the scores vary more than by chance.
+fn spread(scores: &[(f64, f64)]) -> f64 {
+    let (mut beyond, mut total) = (SPREAD * SPREAD_INFORMATION, SPREAD_INFORMATION);
+    for &(excess, information) in scores {
+        if information > 0.5 {
+            beyond += excess * excess / information - 1.0;
+            total += information;
+        }
+    }
+    (beyond / total).max(LEAST_SPREAD)
 }
