@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -25,9 +26,12 @@ from specpool.assets import corpus
 from specpool.checks import check_int
 from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, draw, interleaved, machine, print_json
-from specpool.errors import ConfigError, CorruptState
+from specpool.errors import CorruptState
 from specpool.sampling_params import SamplingParams
-from specpool.shape_names import name_of
+from specpool.shape_names import name_of, parse_shape
+
+if TYPE_CHECKING:
+    from specpool.engine.engine import Engine
 
 PLAIN = Shape.none()
 #: Microseconds of a decision, by rows.
@@ -41,7 +45,7 @@ MIXES = (
     model.Mix("all hard", (0.05,)),
 )
 NUM_SEEDS = 2
-REAL_CANDIDATES = tuple(model.parse_shape("shape", n) for n in ("none", "chain:1", "chain:3"))
+REAL_CANDIDATES = tuple(parse_shape("shape", n) for n in ("none", "chain:1", "chain:3"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,9 +119,7 @@ def _decision_cases(num_rows: int) -> dict[str, Callable[[], object]]:
     targets[::4, 1] = 100.0
     pages = np.tile(np.arange(len(shapes), dtype=np.int32)[None, :, None], (num_rows, 1, 2))
 
-    def core(
-        due: np.ndarray | None = None, free: np.ndarray | None = None
-    ) -> Callable[[], object]:
+    def core(due: np.ndarray | None = None, free: np.ndarray | None = None) -> Callable[[], object]:
         def call() -> object:
             return _core.choose_shapes(
                 candidates,
@@ -270,7 +272,7 @@ def real(batch_sizes: Sequence[int], num_tokens: int, repeats: int, device: str)
 
 
 def _real_lines(
-    size: int, engines: dict[str, object], num_tokens: int, repeats: int
+    size: int, engines: Mapping[str, Engine], num_tokens: int, repeats: int
 ) -> list[Line]:
     """One batch size: half of the rows go on greedily, half draw at temperature 1.5."""
     prompts = corpus.prompts(size, 96)
@@ -287,7 +289,7 @@ def _real_lines(
 
     def turn(name: str) -> float:
         start = time.process_time()
-        outputs = engines[name].generate(prompts, params, progress=False)  # type: ignore[attr-defined]
+        outputs = engines[name].generate(prompts, params, progress=False)
         seconds = time.process_time() - start
         texts[name] = [output.token_ids for output in outputs]
         return size * num_tokens / seconds

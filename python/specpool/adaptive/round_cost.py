@@ -92,7 +92,7 @@ class RoundCost:
     def of(self, counts: Int64) -> float:
         """Return the fitted seconds of a round, without load; `counts` as in `observe`."""
         seconds = self.base(int(counts.sum())) + self.charge[counts > 0].sum()
-        seconds += counts @ self.lane + self.slope * max(0.0, counts @ self.nodes - self.ridge)
+        seconds += counts @ self.lane + self.slope * max(0.0, float(counts @ self.nodes) - self.ridge)
         return float(seconds)
 
     def fit(self, batch_size: int) -> None:
@@ -121,17 +121,17 @@ class RoundCost:
     def _samples(self) -> tuple[Float64, Float64]:
         """Return compositions, float64 [n, S], and seconds; guesses for shapes without any."""
         counts = [*self._seconds]
-        seconds = [*self._seconds.values()]
+        seconds: list[float] = [*self._seconds.values()]
         plain: list[float] = [
             took for key, took in self._seconds.items() if sum(key) == 1 == key[0]
         ]
-        scale: float = plain[0] if plain else min(seconds, default=1.0)
+        scale = float(plain[0] if plain else min(seconds, default=1.0))
         seen = np.array(counts).any(axis=0) if counts else np.zeros(len(self.nodes), np.bool_)
         for shape in np.flatnonzero(~seen).tolist():
             for size in (1, 8):
                 counts.append(tuple(size * (i == shape) for i in range(len(self.nodes))))
                 per_row = _PER_ROW + _PER_NODE * (self.nodes[shape] - 1)
-                guess = 1 - _PER_ROW + _PER_STEP * self._num_steps[shape] + size * per_row
+                guess = float(1 - _PER_ROW + _PER_STEP * self._num_steps[shape] + size * per_row)
                 seconds.append(scale * guess)
         return np.array(counts, np.float64), np.array(seconds)
 
