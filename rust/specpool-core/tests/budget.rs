@@ -282,6 +282,31 @@ fn easy_rows_draft_and_hard_rows_do_not() {
     assert_eq!(one_page.choose().picks, [0, 0], "the widening row finds one page of two");
 }
 
+/// The example of docs/budget.md: the next round alone would leave the hard row without a draft.
+#[test]
+fn the_long_run_counts_and_not_the_next_round() {
+    let case = Case {
+        num_candidates: 2,
+        shapes: vec![0, 1, 0, 1],
+        tokens: vec![1.0, 4.0, 1.0, 1.8],
+        worth: vec![1.0, 1.0],
+        due: vec![0.0; 4],
+        pages: Vec::new(),
+        free: Vec::new(),
+        base: 1.0,
+        ridge: 0.0,
+        slope: 0.0,
+        charge: vec![0.0, 0.0],
+        lane: vec![0.0, 0.25],
+        nodes: vec![1.0, 4.0],
+    };
+    let next = |tokens: f64, picks: &[usize]| tokens / case.seconds(picks);
+    assert!(next(5.0, &[1, 0]) > next(5.8, &[1, 1]));
+    let choice = case.choose();
+    assert_eq!(choice.picks, [1, 1]);
+    assert!((choice.rate - 3.310_344).abs() < 1e-5 && (2.0 / case.cost(&[1, 0]) - 2.909_09).abs() < 1e-5);
+}
+
 #[test]
 fn no_rows_no_choice() {
     let rows = Rows { num_candidates: 1, shapes: &[], tokens: &[], worth: &[], due: &[], pages: &[], free: &[] };
