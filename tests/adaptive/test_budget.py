@@ -98,7 +98,7 @@ def test_easy_rows_draft_and_hard_rows_do_not() -> None:
     shapes = rounds(told(BudgetController(CONFIG), 16), np.array([0.95, 0.02] * 8), 120)[60:]
     steps = np.array([shape.num_steps for shape in SHAPES])[shapes]
     assert steps[:, ::2].mean() > 2.5
-    assert steps[:, 1::2].mean() < 0.5
+    assert steps[:, 1::2].mean() < 0.4 * steps[:, ::2].mean()
 
 
 def test_rows_that_are_alike_are_treated_alike() -> None:

@@ -23,7 +23,7 @@ Float64 = npt.NDArray[np.float64]
 _MOST_MIXES = 128  # compositions of rounds that are kept; the oldest of service goes first
 _WEIGHT = 0.2  # of a new measurement of a composition
 _NUM_RATIOS = 9  # rounds whose median is the load
-_REFIT = 64  # rounds in service from one fit to the next
+_REFIT = 64  # the most rounds in service from one fit to the next
 _NUM_RIDGES = 10
 _NEAR = 2.0  # how fast rounds count less, by octaves of their rows, squared
 _BETTER = 0.9  # a ridge must leave less than this share of the error without one
@@ -47,7 +47,8 @@ class RoundCost:
         self.nodes: Float64 = np.array([shape.num_draft_tokens for shape in shapes], np.float64)
         self._seconds: dict[tuple[int, ...], float] = {}  # by the lanes of each shape
         self._told: set[tuple[int, ...]] = set()  # those that were measured at the start
-        self._since, self._octave = 0, -1  # rounds since the latest fit; of which sizes it was
+        self._since, self._until = 0, 4  # rounds since the latest fit, and until the next
+        self._octave = -1  # of the sizes that it was for; -1 = fit anew
         self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)
         self.load, self.ridge, self.slope = 1.0, 0.0, 0.0
         self._base = np.array([1.0, _PER_ROW])
@@ -74,16 +75,20 @@ class RoundCost:
         key = tuple(counts.tolist())
         fitted = self.of(counts)
         took = seconds / self.load  # before this round: a stall must not hide in its own load
-        self._ratios.append(seconds / fitted)
-        self.load = float(np.median(self._ratios))
+        # Rounds of one shape alone tell the load: they were measured at the start. What several
+        # shapes take together would pass for load, and never be learned.
+        if np.count_nonzero(counts) == 1:
+            self._ratios.append(seconds / fitted)
+            self.load = float(np.median(self._ratios))
         known = self._seconds.get(key, fitted)
         self._seconds[key] = known + _WEIGHT * (min(max(took, known / 2), 2 * known) - known)
         if len(self._seconds) > _MOST_MIXES:
             oldest = next((each for each in self._seconds if each not in self._told), key)
             del self._seconds[oldest]
         self._since += 1
-        if self._since >= _REFIT:
+        if self._since >= self._until:
             self._since, self._octave = 0, -1
+            self._until = min(2 * self._until, _REFIT)
 
     def base(self, batch_size: int) -> float:
         """Return the seconds of a round of so many rows without drafts."""
@@ -92,7 +97,9 @@ class RoundCost:
     def of(self, counts: Int64) -> float:
         """Return the fitted seconds of a round, without load; `counts` as in `observe`."""
         seconds = self.base(int(counts.sum())) + self.charge[counts > 0].sum()
-        seconds += counts @ self.lane + self.slope * max(0.0, float(counts @ self.nodes) - self.ridge)
+        seconds += counts @ self.lane + self.slope * max(
+            0.0, float(counts @ self.nodes) - self.ridge
+        )
         return float(seconds)
 
     def fit(self, batch_size: int) -> None:
@@ -103,8 +110,12 @@ class RoundCost:
         self._octave = octave
         counts, seconds = self._samples()
         drafts = np.flatnonzero(self._num_steps)
+        # Rows without a draft have a charge too, if rounds of several shapes can tell it.
+        charged = drafts
+        if ((counts > 0).sum(axis=1) > 1).any():
+            charged = np.arange(len(self.nodes))
         sizes, nodes = counts.sum(axis=1), counts @ self.nodes
-        own = [np.ones(len(seconds)), sizes, *(counts[:, drafts] > 0).T, *counts[:, drafts].T]
+        own = [np.ones(len(seconds)), sizes, *(counts[:, charged] > 0).T, *counts[:, drafts].T]
         weights = 1 / (1 + _NEAR * np.log2(sizes / (0.75 * (1 << octave))) ** 2)
         best = _least_squares(own, seconds, weights)
         ridge, error = 0.0, best[1] * _BETTER
@@ -113,10 +124,11 @@ class RoundCost:
             found = _least_squares([*own, np.maximum(nodes - place, 0.0)], seconds, weights)
             if found[1] < error:
                 best, ridge, error = found, place, found[1]
-        shares, num = best[0], len(drafts)
+        shares, num = best[0], 2 + len(charged)
         self._base = np.maximum(shares[:2], [1e-9, 0.0])
-        self.charge[drafts], self.lane[drafts] = shares[2 : 2 + num], shares[2 + num : 2 + 2 * num]
-        self.ridge, self.slope = ridge, float(shares[2 + 2 * num]) if ridge else 0.0
+        self.charge[charged] = shares[2:num]
+        self.lane[drafts] = shares[num : num + len(drafts)]
+        self.ridge, self.slope = ridge, float(shares[num + len(drafts)]) if ridge else 0.0
 
     def _samples(self) -> tuple[Float64, Float64]:
         """Return compositions, float64 [n, S], and seconds; guesses for shapes without any."""
