@@ -498,6 +498,37 @@ def replicas(
     )
 
 
+@app.command("budget")
+def budget(
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 4, 16 and 64]")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds of each run on the simulated device; 0 = no simulation.")
+    ] = 400,
+    tokens: Annotated[int, typer.Option(help="Tokens of a text by the shipped pair.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Runs of each on the shipped pair; 0 = none.")] = 5,
+    device: DeviceName = "cpu",
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """A shape for each row, beside one shape for the batch: throughput, goodput, decision cost."""
+    from benches.budget import BATCH_SIZES
+    from benches.budget import budget as run
+
+    run(
+        batch_sizes=batch or BATCH_SIZES,
+        rounds=rounds,
+        num_tokens=tokens,
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
 def main() -> None:
     """Run the benchmark that the command line names."""
     run_app(lambda: app)

@@ -36,13 +36,16 @@ __all__ = [
     "build_tree",
     "check_moves",
     "check_slots",
+    "choose_shapes",
     "compact_moves",
+    "count_acceptance",
     "decode_into",
     "decode_op",
     "draft_read_indices",
     "draft_visibility",
     "draft_write_positions",
     "draft_write_slots",
+    "expected_tokens",
     "kernel_source",
     "launch_into",
     "move_slots",
@@ -1686,6 +1689,102 @@ def verify_tree(
         accept_index [n, S+1], flat node ids lane*N + node of the walk, padded with -1; accept_len
         [n], the bonus included; predict [n*N], the target's token at the nodes of the walk (the
         last is the bonus), 0 at other nodes.
+    """
+
+def count_acceptance(
+    hits: _F32,
+    tries: _F32,
+    family: _I32,
+    num_steps: _I32,
+    rows: _I32,
+    shapes: _I32,
+    accept_len: _I32,
+) -> _F64:
+    """Count a round's results in place, by row, family and depth; older results fade.
+
+    A family is a set of shapes whose depths are alike, such as a drafter's chains. A lane that did
+    not draft fades too, so that its row goes back to the prior.
+
+    Args:
+        hits: float32 [R, F, D], drafts that were right, of all rows.
+        tries: float32 [R, F, D], drafts whose predecessors were right.
+        family: [S], the family of each shape; -1 = it drafts nothing.
+        num_steps: [S], the depth of each shape, at most D.
+        rows: [B], the row of each lane.
+        shapes: [B], the index of each lane's shape.
+        accept_len: [B], of each lane, the bonus included.
+
+    Returns:
+        float64 [F*D, 2], hits and tries of this round, of all lanes together.
+
+    Raises:
+        ShapeError: an argument has another shape, or a row, shape or accept length cannot be;
+            nothing is counted then.
+    """
+
+def expected_tokens(
+    hits: _F32, tries: _F32, prior: _F64, family: _I32, num_steps: _I32, rows: _I32
+) -> _F64:
+    """Return the tokens that a round of each row gives with each shape; O(B * F * D).
+
+    Args:
+        hits: as in `count_acceptance`.
+        tries: likewise.
+        prior: float64 [F, D], how likely a draft of any row is right where those before it are.
+        family: as in `count_acceptance`.
+        num_steps: likewise.
+        rows: [B].
+
+    Returns:
+        float64 [B, S], the bonus token included.
+
+    Raises:
+        ShapeError: an argument has another shape, or a prior is not in [0, 1].
+    """
+
+def choose_shapes(
+    shapes: _I32,
+    tokens: _F64,
+    *,
+    worth: _F64,
+    due: _F64,
+    base: float,
+    ridge: float,
+    slope: float,
+    charge: _F64,
+    lane: _F64,
+    nodes: _F64,
+    pages: _I32 | None = None,
+    free: _I64 | None = None,
+) -> tuple[_I32, float, float, float, int]:
+    """Choose a candidate for each row: the most expected tokens per second of the whole batch.
+
+    A round takes `base + charge of each shape that is used + lane of each row's shape + slope *
+    max(0, nodes - ridge)` seconds. `docs/budget.md` has the rule and its proof. Equal arguments
+    give equal choices. O(B * C) for each of some dozen passes.
+
+    Args:
+        shapes: [B, C], the index of the shape of each row's candidates, the narrowest first.
+        tokens: float64 [B, S], expected tokens of each row with each shape.
+        worth: float64 [B], what a token of the row is worth.
+        due: float64 [B, 2], the tokens that the row's round has to give: a constant, and per second
+            of the round; 0, 0 = the row has no target.
+        base: seconds, above 0.
+        ridge: nodes of a verify without a cost of their own.
+        slope: seconds of each node beyond.
+        charge: float64 [S], seconds.
+        lane: float64 [S], seconds.
+        nodes: float64 [S], nodes of a row's verify.
+        pages: int32 [B, C, G], pages that a candidate needs beyond the row's first.
+        free: int64 [G], pages that may be used so. None for both = memory does not bind.
+
+    Returns:
+        The candidate of each row, int32 [B]; the worth per second; a bound that no choice exceeds
+        if no shape has a charge; the expected seconds; the rows that are expected to miss their
+        target.
+
+    Raises:
+        ShapeError: an argument has another shape, or a number is negative or not finite.
     """
 
 def uniform(seeds: NDArray[np.uint64], positions: _I64) -> _F64:

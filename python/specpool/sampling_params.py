@@ -68,6 +68,11 @@ class SamplingParams:
         max_draft_steps: the most drafting steps of a round; 0 = plain decoding; None = no limit
             beyond the engine's shape or its controller. A shape that the request names must not
             have more steps.
+        tpot_ms: the target of the request's milliseconds per token after the first, above 0; None =
+            it has none. It needs `adaptive="budget"`. A target that cannot be met is missed: the
+            request then drafts for throughput, and `EngineStats.adaptive` counts it.
+        priority: the greater comes first for rows and is retracted last. With a budget a token of
+            it counts twice as much as one of the priority below. None = that of the call.
         cache_salt: requests share cached KV only with requests of the same salt, for example of the
             same tenant; at most 256 bytes.
     """
@@ -89,6 +94,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: Sequence[str] = ()
     max_draft_steps: int | None = None
+    tpot_ms: float | None = None
+    priority: int | None = None
     cache_salt: str = ""
 
     def __new__(cls, **fields: object) -> SamplingParams:
@@ -122,6 +129,10 @@ class SamplingParams:
         check_stop(self.stop)
         if self.max_draft_steps is not None:
             check_int("max_draft_steps", self.max_draft_steps, 0, (1 << 31) - 1)
+        if self.tpot_ms is not None:
+            check_number("tpot_ms", self.tpot_ms, 1e-3, 1e9)
+        if self.priority is not None:
+            check_int("priority", self.priority, -(1 << 31), (1 << 31) - 1)
         check_salt(self.cache_salt)
         if self.structured is not None and not isinstance(self.structured, Grammar):
             raise ConfigError(

@@ -31,6 +31,12 @@ def depth_order(shape: Shape) -> tuple[int, int, int]:
     return shape.num_steps, shape.num_draft_tokens, shape.topk
 
 
+def width_order(shape: Shape) -> tuple[int, int, int]:
+    """Return a sort key: slots that a round may write, then number of nodes, then depth."""
+    num_drafts = shape.num_steps * shape.topk
+    return max(shape.num_draft_tokens, num_drafts), shape.num_draft_tokens, shape.num_steps
+
+
 def parse_shape(name: str, value: object) -> Shape:
     """Return the shape that a name, or a chain's depth, stands for.
 

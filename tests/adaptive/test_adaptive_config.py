@@ -131,8 +131,8 @@ BAD = [
     ({**ONE, "update_interval": 2.0}, "update_interval .* got 2.0"),
     ({**ONE, "warmup_batches": -1}, "warmup_batches .* got -1"),
     ({**ONE, "warmup_batches": False}, "warmup_batches .* got False"),
-    ({**ONE, "policy": "best"}, "policy must be one of ema, cost, got 'best'"),
-    ({**ONE, "policy": ["ema"]}, r"policy must be one of ema, cost, got \['ema'\]"),
+    ({**ONE, "policy": "best"}, "policy must be one of ema, cost, budget, got 'best'"),
+    ({**ONE, "policy": ["ema"]}, r"policy must be one of ema, cost, budget, got \['ema'\]"),
     ({**ONE, "threshold_rounds": -1}, "threshold_rounds .* got -1"),
     ({**ONE, "threshold_rounds": 1.5}, "threshold_rounds .* got 1.5"),
     # Thresholds that contradict: at no mean would the range stay at that candidate.

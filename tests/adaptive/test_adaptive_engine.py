@@ -231,7 +231,7 @@ def test_what_cannot_adapt_is_said_at_the_start(target, build, tmp_path):
         Engine(target, config=EngineConfig(adaptive="ema"))
     with pytest.raises(ConfigError, match="initial shape chain:2 is in no range; the ranges have"):
         build(shape=Shape.eagle(2, 1, 3), adaptive="ema")
-    with pytest.raises(ConfigError, match="adaptive must be 'ema', 'cost', the path of"):
+    with pytest.raises(ConfigError, match="adaptive must be 'ema', 'cost', 'budget', the path of"):
         EngineConfig(adaptive=3)
     path = tmp_path / "adaptive.json"
     with pytest.raises(ConfigError, match=f"{path}: cannot be read: No such file"):

@@ -145,7 +145,7 @@ def test_an_error_leaves_no_file(capsys, tmp_path, monkeypatch):
         (["--tokens", "0"], "tokens must be an integer in [1, 1048576], got 0"),
         (["--repeats", "0"], "repeats must be an integer in [1, 65536], got 0"),
         (["--batch", "0"], "batch must be an integer in [1, 65536], got 0"),
-        (["--policy", "best"], "policy must be one of ema, cost, got 'best'"),
+        (["--policy", "best"], "policy must be one of ema, cost, budget, got 'best'"),
         (["--candidates", "1,chain:1"], "candidates hold chain:1 twice"),
         (["--candidates", "tree:3x4"], "got 'tree:3x4'"),
         (["--candidates", "tree:3x1x9"], "--candidates: 'tree:3x1x9' cannot be built"),

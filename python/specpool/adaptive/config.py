@@ -20,13 +20,10 @@ from specpool.errors import ConfigError
 from specpool.shape_names import chain, depth_order, name_of, parse_shape
 
 # The candidates for every batch size; measurements choose among them.
-_COST = {
-    "policy": "cost",
-    "1": {"candidates": ["none", "chain:1", "chain:2", "chain:3", "chain:5"]},
-}
+_MEASURED = {"1": {"candidates": ["none", "chain:1", "chain:2", "chain:3", "chain:5"]}}
 
 
-PolicyName = Literal["ema", "cost"]
+PolicyName = Literal["ema", "cost", "budget"]
 
 _FORM = (
     'the form that works: {"1": {"candidates": ["chain:7", "chain:3", "none"]}, '
@@ -120,7 +117,7 @@ class AdaptiveConfig:
         ranges: the ranges by key. A batch belongs to the greatest key that is not above its size,
             or to the smallest key.
         policy: `ema` = SGLang's rule on the mean of correct drafts; `cost` = the most expected
-            tokens per second, from measured times.
+            tokens per second, from measured times; `budget` = likewise, with a shape for each row.
         threshold_rounds: rounds in a row that must belong to other ranges before the range
             changes; 0 = it changes at once.
     """
@@ -138,6 +135,11 @@ class AdaptiveConfig:
             raise ConfigError(f"there is no batch size in it; {_FORM}")
         check_choice("policy", self.policy, get_args(PolicyName))
         check_int("threshold_rounds", self.threshold_rounds, 0, 1 << 30)
+        if self.policy == "budget" and len(self.ranges) > 1:
+            raise ConfigError(
+                "policy 'budget' chooses for each row, so it takes one range of batch sizes, got "
+                f"{', '.join(map(str, self.ranges))}"
+            )
         for key, batch_range in self.ranges.items():
             check_int("a batch size", key, 1, 1 << 16)
             if not isinstance(batch_range, RangeConfig):
@@ -310,7 +312,7 @@ def _check_number(
 
 
 def config_of(value: AdaptiveConfig | str | PathLike[str]) -> AdaptiveConfig:
-    """Return the configuration that `EngineConfig.adaptive` names: `ema`, `cost` or a path.
+    """Return the configuration that `EngineConfig.adaptive` names: a policy, or a path.
 
     Raises:
         ConfigError: `value` is none of these, or the file is wrong.
@@ -319,11 +321,11 @@ def config_of(value: AdaptiveConfig | str | PathLike[str]) -> AdaptiveConfig:
         return value
     if value == "ema":
         return AdaptiveConfig.default()
-    if value == "cost":
-        return AdaptiveConfig.from_dict(_COST)
+    if value in ("cost", "budget"):
+        return AdaptiveConfig.from_dict({"policy": value, **_MEASURED})
     if not isinstance(value, str | PathLike) or not value:
         raise ConfigError(
-            "adaptive must be 'ema', 'cost', the path of a JSON file or an AdaptiveConfig, got "
-            f"{value!r:.80}"
+            "adaptive must be 'ema', 'cost', 'budget', the path of a JSON file or an "
+            f"AdaptiveConfig, got {value!r:.80}"
         )
     return AdaptiveConfig.from_file(value)

@@ -7,6 +7,7 @@ from os import PathLike
 
 from specpool._core import Shape
 from specpool.adaptive.base import Controller
+from specpool.adaptive.budget import BudgetController
 from specpool.adaptive.config import AdaptiveConfig, config_of
 from specpool.adaptive.controller import AdaptiveController
 from specpool.adaptive.cost import CostController
@@ -28,5 +29,8 @@ def controller_of(
     if config is None:
         return None
     config = config_of(config)
+    if config.policy == "budget":  # it has no shape to begin with
+        config.initial_shape(initial)
+        return BudgetController(config)
     policy = CostController if config.policy == "cost" else AdaptiveController
     return policy(config, initial=initial, graph_sizes=graph_sizes)

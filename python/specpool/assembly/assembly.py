@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specpool._core import Ledger, Shape
-from specpool.adaptive import Controller, CostController, controller_of
+from specpool.adaptive import BudgetController, Controller, CostController, controller_of
 from specpool.assembly.calibration import Tour, calibrate
 from specpool.assembly.graph_plan import graph_sizes, round_kinds
 from specpool.assembly.worker_choice import routed
@@ -79,7 +79,7 @@ class Assembly:
 
     def calibrate(self) -> None:
         """Measure the rounds of each shape for a controller that chooses by cost."""
-        if not isinstance(self.controller, CostController):
+        if not isinstance(self.controller, CostController | BudgetController):
             return
         tour = Tour(self.controller.candidates)
         scheduler_config = replace(self.scheduler_config(), prefix_cache=False)

@@ -247,6 +247,11 @@ class Prompts:
             shape_index = self._shapes.index(shape)
             if most_steps is not None and shape.num_steps > most_steps:
                 raise ConfigError(f"{name} asks for {shape}, and for {most_steps} steps at most")
+        if params.tpot_ms is not None and rounds.budget is None:
+            raise ConfigError(
+                f"{name} has tpot_ms {params.tpot_ms:g}, which needs an engine with "
+                "adaptive='budget'"
+            )
         matcher, forced = None, 0
         if params.structured is not None:
             matcher = self._compiler.matcher(params.structured)
@@ -265,7 +270,7 @@ class Prompts:
             max_len=min(len(ids) + params.max_new_tokens, max_tokens or longest),
             stop_ids=eos | frozenset(params.stop_token_ids),
             seed=fresh_seed() if params.seed is None else params.seed,
-            priority=priority,
+            priority=priority if params.priority is None else params.priority,
             watch=TextStream(self._tokenizer, params.stop) if params.stop else None,
             matcher=matcher,
             forced_shape=forced,

@@ -32,7 +32,7 @@ class PageNeeds:
             ledger: gives groups and shapes.
             headroom: tokens that a row may grow before its next round.
             choices: sets of shape indices. Set i gets shape index `len(ledger.shapes) + i`, and
-                needs the most that any of its shapes needs; see `RoundShapes`.
+                needs the most that any of its shapes needs; see `RoundShapes.page_choices`.
         """
         self._ledger, self._headroom = ledger, headroom
         self.num_pages: Int64 = np.array([group.num_pages for group in ledger.groups], np.int64)
@@ -70,6 +70,16 @@ class PageNeeds:
             counts[i] = self.of(int(lens[i]), int(shapes[i]))
         total: Int32 = counts.sum(axis=0, dtype=np.int32) + self._step_pages
         return total
+
+    def of_each(self, lens: Int32, shapes: Int32) -> Int32:
+        """Return the pages of requests of `lens` tokens, int32 [n], with each of some shapes.
+
+        `shapes` are indices into the ledger's shapes, int32 [n, C]; so are the pages, [n, C, G].
+        """
+        counts: Int32 = self._counts[shapes, lens[:, None]]
+        for i, j in np.argwhere(counts[:, :, 0] < 0).tolist():
+            counts[i, j] = self.of(int(lens[i]), int(shapes[i, j]))
+        return counts
 
 
 def row_pages(ledger: Ledger | GroupSizes, lo: int, hi: int, shape: int) -> list[int]:

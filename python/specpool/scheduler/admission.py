@@ -7,7 +7,8 @@ import contextlib
 import numpy as np
 
 from specpool._core import Ledger
-from specpool.arrays import Int64
+from specpool.adaptive.budget import Spare
+from specpool.arrays import Int32, Int64
 from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows
 from specpool.memory.page_needs import PageNeeds
 from specpool.scheduler.config import SchedulerConfig
@@ -95,6 +96,32 @@ class Admission:
             num_pages <= ledger.free_pages(g) + ledger.cached_pages(g) + ledger.reclaimable_pages(g)
             for g, num_pages in enumerate(new.tolist())
         )
+
+    def spare(self, rows: Int64, shapes: Int32) -> Spare:
+        """Return the pages by which running rows may be wider than admission counts them.
+
+        The rows' next rounds then fit with the headroom of every running row, and no row waits
+        whose pages are there: waiting requests come first, because a row gives a token more for a
+        smaller share of the seconds.
+
+        Args:
+            rows: int64 [B], rows that decode.
+            shapes: int32 [B, C], the shapes that each may have, the narrowest first.
+
+        Returns:
+            Pages beyond the narrowest shape's, int32 [B, C, G], and the pages that are left for
+            them, int64 [G]. None = all rows may have their widest shape.
+        """
+        ledger, needs = self._ledger, self._needs
+        pages = needs.of_each(self._running.lens[rows], shapes)
+        pages -= pages[:, :1]
+        free = needs.num_pages - self._claimed()
+        for group in range(len(ledger.groups)):  # pages that others hold, such as sessions
+            available = ledger.free_pages(group) + ledger.cached_pages(group)
+            free[group] = max(min(free[group], available), 0)
+        if (pages.max(axis=1).sum(axis=0) <= free).all():
+            return None
+        return np.maximum(pages, 0), free
 
     def _claimed(self) -> Int64:
         """Return the pages of all running rows' next rounds, int64 [num_groups]. O(rows)."""

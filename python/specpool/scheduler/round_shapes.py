@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specpool._core import Shape
+from specpool.adaptive.budget import BudgetController, Spare
 from specpool.arrays import Int32, Int64
 from specpool.errors import ConfigError
+from specpool.shape_names import width_order
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller
@@ -26,7 +28,7 @@ _ORDER_BITS = 48
 class Choice:
     """A controller's choice for a round."""
 
-    shape: Shape
+    shape: Shape  # of a budget: the one that most rows have
     batch_size: int  # rows that decode
 
 
@@ -35,12 +37,15 @@ class RoundShapes:
 
     Attributes:
         controller: chooses the shape of each round; None = there is none.
+        budget: the controller, if it chooses a shape for each row; else None.
         choice: the choice for the latest round, or for the next one that was tried; None = none.
         switch_ct: rounds whose choice differed from that of the round before.
         round_cts: rounds by the chosen shape.
         all_choices: sets of shapes that a request may use: the possible values of
             `Request.choices`, without a limit of steps, then with each limit that matters; and if
             there is a shape for forced spans, every shape and each of these sets together with it.
+        page_choices: for each of them, the shapes that a row must always have pages for: all, or
+            with a budget the narrowest, and the shape for forced spans.
         forced: the index of the shape for forced spans; 0 = there is none.
     """
 
@@ -59,6 +64,7 @@ class RoundShapes:
             ConfigError: a candidate of the controller is not among `shapes`.
         """
         self.controller = controller
+        self.budget = controller if isinstance(controller, BudgetController) else None
         self._steps = [shape.num_steps for shape in shapes]
         self._index = {shape: index for index, shape in enumerate(shapes)}
         choices = () if controller is None else controller.candidates
@@ -76,11 +82,17 @@ class RoundShapes:
         if self.forced:
             alone = [(index,) for index in range(len(shapes))]
             self.all_choices += [(*each, self.forced) for each in [*alone, *self.all_choices]]
+        self._shapes = [*shapes]
+        self.page_choices = [*map(self._always, self.all_choices)]
+        if self.budget is not None:
+            self.budget.attach(shapes, num_rows)
         # By candidate and row. Without a controller there is one line.
         size = max(len(choices), 1), num_rows
         self._following: Int32 = np.zeros(size, np.int32)
         self._order: Int64 = np.zeros(size, np.int64)
         self._admission: Int64 = np.zeros(num_rows, np.int64)
+        self._chosen: Int32 = np.zeros(num_rows, np.int32)  # by the budget
+        self._places: Int64 = np.zeros(num_rows, np.int64)  # likewise, `_order` of `_chosen`
         self.choice: Choice | None = None
         self._is_open = False  # the choice has had no round yet
         self._ran: Shape | None = None  # the choice of the latest round
@@ -123,12 +135,25 @@ class RoundShapes:
     def _choices(self, max_steps: int | None) -> tuple[int, ...]:
         """Return the shape index for each candidate of the controller, within `max_steps`."""
         candidates = [*self._lines]
-        return tuple(self._index[_capped(shape, candidates, max_steps)] for shape in candidates)
+        capped = [_capped(shape, candidates, max_steps) for shape in candidates]
+        if self.budget is not None:
+            capped.sort(key=width_order)
+        return tuple(self._index[shape] for shape in capped)
 
-    def admit(self, row: int, shapes: int | tuple[int, ...], admission: int) -> None:
-        """Set the shapes of a row that got a request (see `put`), and its number of admission."""
+    def _always(self, choices: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shapes of a set that a row must always have pages for."""
+        if self.budget is None:
+            return choices
+        forced = choices[-1:] if self.forced and choices[-1] == self.forced else ()
+        return (choices[0], *forced)  # of a budget's sets, the first is the narrowest
+
+    def admit(self, row: int, request: Request, admission: int) -> None:
+        """Set the shapes of a row that got a request, and its number of admission."""
         self._admission[row] = admission
-        self.put(row, shapes)
+        self.put(row, request.choices or request.shape_index)
+        if self.budget is not None:
+            tpot_ms = request.params.tpot_ms
+            self.budget.admit(row, tpot_ms=tpot_ms, priority=request.priority)
 
     def put(self, row: int, shapes: int | tuple[int, ...]) -> None:
         """Set the row's shape, or its shape for each of the controller's candidates; 0 = none."""
@@ -159,11 +184,15 @@ class RoundShapes:
                 shape = own
         self.put(request.row, shape)
 
-    def choose(self, limits: Int32) -> tuple[Int32, Int64]:
+    def choose(
+        self, limits: Int32, spare: Callable[[Int64, Int32], Spare] | None = None
+    ) -> tuple[Int32, Int64]:
         """Choose the shape of each row's next round, and its place among the lanes.
 
         Args:
             limits: int32 [num_rows], not 0 if a row decodes.
+            spare: returns the pages by which these rows, int64 [B], may be wider than their
+                narrowest of these shapes, int32 [B, C]; for a budget. None = memory does not bind.
 
         Returns:
             The shapes, int32 [num_rows], and the sort keys of the lanes, int64 [num_rows]: lanes of
@@ -175,6 +204,8 @@ class RoundShapes:
         batch_size = 0 if self.controller is None else int(np.count_nonzero(limits))
         if self.controller is None or not batch_size:
             return self._following[0], self._order[0]
+        if self.budget is not None:
+            return self._choose_rows(self.budget, limits, spare)
         if self.choice is None or not self._is_open:
             shape = self.controller.activate_step_by_batch(batch_size)
         else:  # a choice lasts until a round has run with it
@@ -189,8 +220,44 @@ class RoundShapes:
         self.choice, self._is_open = Choice(shape, batch_size), True
         return self._following[line], self._order[line]
 
+    def _choose_rows(
+        self,
+        budget: BudgetController,
+        limits: Int32,
+        spare: Callable[[Int64, Int32], Spare] | None,
+    ) -> tuple[Int32, Int64]:
+        """Let the budget choose; see `choose`."""
+        (rows,) = limits.nonzero()
+        shapes = np.ascontiguousarray(self._following[:, rows].T)
+        room = None if spare is None else spare(rows, shapes)
+        return self._take(rows, budget.choose(rows.astype(np.int32), shapes, room))
+
+    def narrow(self, limits: Int32) -> tuple[Int32, Int64] | None:
+        """Give each row the narrowest of its shapes for the round that found no pages.
+
+        Returns:
+            As `choose`; None = there is no budget, or no row was wider.
+        """
+        if self.budget is None:
+            return None
+        (rows,) = limits.nonzero()
+        narrowest = self._following[0, rows]
+        if not len(rows) or (self._chosen[rows] == narrowest).all():
+            return None
+        return self._take(rows, self.budget.narrow(narrowest))
+
+    def _take(self, rows: Int64, shapes: Int32) -> tuple[Int32, Int64]:
+        """Take these shapes for the rows' next round; return as `choose`."""
+        self._chosen[rows] = shapes
+        self._places[rows] = shapes.astype(np.int64) << _ORDER_BITS | self._admission[rows]
+        most = int(np.bincount(shapes).argmax())
+        self.choice = Choice(self._shapes[most], len(rows))
+        return self._chosen, self._places
+
     def run(self) -> Choice | None:
         """Count a round that was prepared with the choice, and return the choice."""
+        if self.budget is not None:
+            self.budget.ran()
         if self.choice is not None:
             shape = self.choice.shape
             self.switch_ct += self._ran not in (None, shape)
@@ -199,6 +266,9 @@ class RoundShapes:
 
     def latest(self, rows: Sequence[int]) -> Int32:
         """Return the shapes of these rows by the latest choice, int32 [B]."""
+        if self.budget is not None and self.choice is not None:
+            chosen: Int32 = self._chosen[rows]
+            return chosen
         line = 0 if self.choice is None else self._lines[self.choice.shape]
         following: Int32 = self._following[line, rows]
         return following
@@ -217,6 +287,11 @@ class RoundShapes:
         """
         assert self.controller is not None
         self.round_cts[choice.shape] += 1
+        if self.budget is not None:
+            lanes = [lane for lane, request in enumerate(requests) if not request.forced]
+            rows = np.array([requests[lane].row for lane in lanes], np.int32)
+            self.budget.learn(rows, shapes[lanes], accept_len[lanes])
+            return
         chosen = shapes == self._index[choice.shape]
         if any(request.forced for request in requests):
             chosen &= np.array([not request.forced for request in requests], np.bool_)
@@ -230,7 +305,9 @@ class RoundShapes:
         Rounds with lanes of other shapes do not count.
         """
         assert self.controller is not None
-        if (shapes == self._index[choice.shape]).all():
+        if self.budget is not None:
+            self.budget.observe(shapes, seconds)
+        elif (shapes == self._index[choice.shape]).all():
             self.controller.on_round_seconds(choice.shape, len(shapes), seconds)
 
     def stats(self) -> AdaptiveStats | None:
@@ -238,7 +315,8 @@ class RoundShapes:
         if self.controller is None:
             return None
         shape = None if self.choice is None else self.choice.shape
-        return AdaptiveStats(shape, self.switch_ct, dict(self.round_cts))
+        missed_ct = 0 if self.budget is None else self.budget.missed_ct
+        return AdaptiveStats(shape, self.switch_ct, dict(self.round_cts), missed_ct)
 
 
 def _capped(shape: Shape, shapes: Sequence[Shape], max_steps: int | None) -> Shape:
@@ -258,9 +336,12 @@ class AdaptiveStats:
     Attributes:
         shape: the choice for the latest round; None = there was none.
         switch_ct: rounds whose choice differed from that of the round before.
-        round_cts: rounds by the chosen shape.
+        round_cts: rounds by the chosen shape; with a budget, by the shape that most rows had.
+        missed_ct: with a budget, rows, counted in each round, that were expected to miss their
+            `tpot_ms` in it.
     """
 
     shape: Shape | None
     switch_ct: int
     round_cts: dict[Shape, int]
+    missed_ct: int = 0

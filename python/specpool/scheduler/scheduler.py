@@ -88,7 +88,7 @@ class Scheduler:
         self.counts = Counts(ledger.shapes)
         num_rows, forced = ledger.num_rows + 1, config.forced_shape
         self.round_shapes = RoundShapes(ledger.shapes, num_rows, controller, forced)
-        self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.all_choices)
+        self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.page_choices)
         self._waiting = Waiting(shares_prompts=config.shares_prompts)
         running = Running(ledger, self.round_shapes, reads_tokens=config.reads_tokens)
         self._running = running
@@ -231,7 +231,8 @@ class Scheduler:
             was_starved, num_ended = self._is_starved, self.num_ended
             if not was_starved:
                 self._admission.admit()
-            chosen = self.round_shapes.choose(self._running.limits)  # first: it may raise
+            # First, because it may raise.
+            chosen = self.round_shapes.choose(self._running.limits, self._admission.spare)
             prepared = [] if was_starved else [self._prefills.reload(), self._prefills.chunk()]
             prepared.append(self._decode(*chosen))
             steps = [step for step in prepared if step is not None]
@@ -430,16 +431,20 @@ class Scheduler:
 
     def _decode(self, shape_of: Int32, order: npt.NDArray[np.int64]) -> Step | None:
         """Prepare one round of every row that is ready; see `RoundShapes.choose`."""
-        rows = self._running.ready(shape_of, order)
-        if not len(rows):
-            self._is_starved = False
-            return None
-        shapes = shape_of[rows]
-        writes_draft = self.config.keeps_draft_kv and bool(self._running.shapes[rows].any())
         while True:
+            rows = self._running.ready(shape_of, order)
+            if not len(rows):
+                self._is_starved = False
+                return None
+            shapes = shape_of[rows]
+            writes_draft = self.config.keeps_draft_kv and bool(self._running.shapes[rows].any())
             try:
                 plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
             except OutOfPages as shortage:
+                narrowed = self.round_shapes.narrow(self._running.limits)
+                if narrowed is not None:  # width gives way before idle rows and running ones
+                    shape_of, order = narrowed
+                    continue
                 if self._room.reclaim(shortage):
                     continue
                 self._is_starved = True

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
 from specpool._core import Shape
-from specpool.adaptive import AdaptiveConfig, AdaptiveController, Controller, RangeConfig
+from specpool.adaptive import (
+    AdaptiveConfig,
+    AdaptiveController,
+    BudgetController,
+    Controller,
+    RangeConfig,
+)
 from specpool.adaptive.base import NumCorrectDrafts
 from specpool.sim.settings import Settings
 
@@ -43,6 +50,11 @@ def simulated_controller(settings: Settings, seed: int) -> Controller | None:
     rng = random.Random(seed ^ 0xD1CE)
     if settings.adapts == "dice":
         return Dice(shapes, rng)
+    if settings.adapts == "budget":
+        some = rng.sample(shapes, rng.randint(1, len(shapes)))
+        turns = itertools.count()  # a time that only the calls move
+        config = AdaptiveConfig(ranges={1: RangeConfig(candidates=tuple(some))}, policy="budget")
+        return BudgetController(config, clock=lambda: float(next(turns)))
     by_depth = list({shape.num_steps: shape for shape in shapes}.values())
     ranges = {
         size: RangeConfig(

@@ -220,7 +220,10 @@ class Laws:
                 watch.starts = ()
                 continue
             wanted = request.shape_index
-            if request.choices is not None:
+            if request.choices is not None and self.scheduler.round_shapes.budget is not None:
+                if shapes[i] in request.choices:
+                    wanted = shapes[i]
+            elif request.choices is not None:
                 assert step.choice is not None
                 wanted = request.choices[self.candidates.index(step.choice.shape)]
             most = watch.arrival.most_steps

@@ -34,7 +34,8 @@ class Settings:
     prefill_tokens: int = 64
     headroom: int = 0
     max_context_len: int = 128
-    adapts: Literal["ema", "dice"] | None = None  # the controller of requests without a shape
+    # The controller of requests without a shape; None = there are none.
+    adapts: Literal["ema", "dice", "budget"] | None = None
     threshold_rounds: int = 0
     is_late: bool = False  # the seed chooses when forwards run and results are taken over
 

@@ -100,7 +100,7 @@ def scenario(seed: int, *, talks_only: bool = False) -> Scenario:
     if settings.shapes and adapting.random() < 0.4:
         settings = replace(
             settings,
-            adapts=adapting.choice(["ema", "dice"]),
+            adapts=adapting.choice(["ema", "dice", "budget"]),
             threshold_rounds=adapting.choice([0, 3]),
         )
         arrivals = [_adapt(adapting, arrival, arrivals) for arrival in arrivals]

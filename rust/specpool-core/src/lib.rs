@@ -7,13 +7,15 @@
 //! - the record of its calls: `codec -> event, call`,
 //!   `config -> log_header -> event_log -> recorder -> ledger`, `event_log -> frames -> log_reader -> replay`;
 //! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `slots -> moves`, `mask`, `attention`;
-//! - on plain arrays, for the tree: `tree -> verify`, `sample`, which never see pages.
+//! - on plain arrays, for the tree: `tree -> verify`, `sample`, which never see pages;
+//! - on plain arrays, for the shapes of a round: `acceptance`, `choose` in `budget`.
 //!
 //! Start at [`Ledger`]: its example runs one request from its prefill to its end, and the less obvious verbs have
 //! examples of their own. `cargo run --example scheduler` is a whole continuous-batching loop on a fake device.
 #![forbid(unsafe_code)]
 
 pub mod block_pool;
+pub mod budget;
 mod check;
 pub mod digest;
 pub mod error;

@@ -10,6 +10,7 @@ include!(concat!(env!("OUT_DIR"), "/docs.rs"));
 mod arrays;
 mod attention;
 mod block_pool;
+mod budget;
 mod decode;
 mod errors;
 mod finding;
@@ -34,6 +35,8 @@ mod _core {
     use super::attention::attend_pages;
     #[pymodule_export]
     use super::block_pool::BlockPool;
+    #[pymodule_export]
+    use super::budget::{choose_shapes, count_acceptance, expected_tokens};
     #[pymodule_export]
     use super::decode::decode_op;
     #[pymodule_export]

@@ -66,8 +66,7 @@ class Running:
         self.lens[row], self.accept_len[row] = len(request.tokens), 1
         self.shapes[row] = request.shape_index
         self.waits[row] = request.matcher is not None
-        shapes = request.choices or request.shape_index
-        self._round_shapes.admit(row, shapes, self._num_admitted)
+        self._round_shapes.admit(row, request, self._num_admitted)
         self.prefilling[row] = request
         self._num_admitted += 1
         self.requests[request.request_id] = request

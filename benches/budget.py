@@ -1,0 +1,386 @@
+"""`python -m benches budget`: a shape for each row, beside one shape for the batch.
+
+Three parts: what a decision takes; policies on a simulated device with rows of mixed difficulty and
+with targets (`budget_model`); and engines with the embedded pair.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from benches import budget_model as model
+from specpool import _core
+from specpool._core import Shape
+from specpool.adaptive import AdaptiveConfig, BudgetController, Controller, controller_of
+from specpool.assets import corpus
+from specpool.checks import check_int
+from specpool.cli.options import checks
+from specpool.cli.results import Result, check_plot, draw, interleaved, machine, print_json
+from specpool.errors import CorruptState
+from specpool.sampling_params import SamplingParams
+from specpool.shape_names import name_of, parse_shape
+
+if TYPE_CHECKING:
+    from specpool.engine.engine import Engine
+
+PLAIN = Shape.none()
+#: Microseconds of a decision, by rows.
+MOST_US = {64: 30.0, 1024: 150.0}
+BEST_SHARE, MORE_THAN_BATCH, PLAIN_SHARE, MORE_GOODPUT = 1.0, 1.1, 0.97, 1.3
+DECISIONS = 300
+BATCH_SIZES = (1, 4, 16, 64)
+MIXES = (
+    model.Mix("easy and hard", (0.9, 0.1)),
+    model.Mix("all alike", (0.7,)),
+    model.Mix("all hard", (0.05,)),
+)
+NUM_SEEDS = 2
+REAL_CANDIDATES = tuple(parse_shape("shape", n) for n in ("none", "chain:1", "chain:3"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Line:
+    """A figure and its target."""
+
+    result: Result
+    least: float | None = None  # of its ratio
+    most: float | None = None  # of its value
+
+    @property
+    def target(self) -> str:
+        """The target as the table shows it."""
+        if self.least is not None:
+            return f">= {self.least:g} {'met' if self.result.ratio >= self.least else 'missed'}"
+        if self.most is not None:
+            return f"<= {self.most:g} {'met' if self.result.value <= self.most else 'missed'}"
+        return ""
+
+
+def policy(name: str, candidates: Sequence[Shape]) -> AdaptiveConfig:
+    """A policy on these candidates."""
+    names = [name_of(shape) for shape in candidates]
+    return AdaptiveConfig.from_dict({"policy": name, "1": {"candidates": names}})
+
+
+def _controller(name: str) -> Controller:
+    controller = controller_of(policy(name, model.CANDIDATES))
+    assert controller is not None
+    return controller
+
+
+# --- a decision ----------------------------------------------------------------------------------
+
+
+def decisions() -> list[Line]:
+    """What the core's estimate and choice take, and all of the policy's calls of a round."""
+    lines = []
+    for rows in MOST_US:
+        for title, run in _decision_cases(rows).items():
+            us = _median_us(run)
+            is_core = title.startswith("core")
+            most = MOST_US[rows] if is_core else None
+            result = Result(f"{rows} rows, {title}", us, "us", "target, at most", MOST_US[rows])
+            lines.append(Line(result, most=most))
+    return lines
+
+
+def _decision_cases(num_rows: int) -> dict[str, Callable[[], object]]:
+    rng = np.random.default_rng(0)
+    shapes = [*model.CANDIDATES]
+    budget = _controller("budget")
+    assert isinstance(budget, BudgetController)
+    budget.attach(shapes, num_rows)
+    device = model.DEVICES[0]
+    for size in (1, num_rows // 8, num_rows):
+        for shape in shapes:
+            budget.on_round_seconds(shape, size, device.round([shape], [size]))
+    rows = np.arange(num_rows, dtype=np.int32)
+    candidates = np.tile(np.arange(len(shapes), dtype=np.int32), (num_rows, 1))
+    rates = rng.uniform(0.05, 0.95, num_rows)
+    for _ in range(30):
+        chosen = budget.choose(rows, candidates)
+        budget.ran()
+        steps = np.array([shapes[index].num_steps for index in chosen])
+        right = rng.random((num_rows, 8)) < rates[:, None]
+        accept_len = 1 + np.minimum(np.cumprod(right, axis=1).sum(axis=1), steps)
+        budget.learn(rows, chosen, accept_len.astype(np.int32))
+    acceptance, cost = budget._acceptance, budget._cost
+    targets = np.zeros((num_rows, 2))
+    targets[::4, 1] = 100.0
+    pages = np.tile(np.arange(len(shapes), dtype=np.int32)[None, :, None], (num_rows, 1, 2))
+
+    def core(due: np.ndarray | None = None, free: np.ndarray | None = None) -> Callable[[], object]:
+        def call() -> object:
+            return _core.choose_shapes(
+                candidates,
+                acceptance.tokens(rows),
+                worth=budget._worth[rows],
+                due=np.zeros((num_rows, 2)) if due is None else due,
+                base=cost.base(num_rows),
+                ridge=cost.ridge,
+                slope=cost.slope,
+                charge=cost.charge,
+                lane=cost.lane,
+                nodes=cost.nodes,
+                pages=None if free is None else pages,
+                free=free,
+            )
+
+        return call
+
+    def whole() -> None:
+        budget.choose(rows, candidates)
+        budget.ran()
+
+    short = np.full(2, num_rows, np.int64)
+    return {
+        "core: estimate and choice": core(),
+        "core, pages short": core(free=short),
+        "core, a quarter with a target": core(due=targets),
+        "the policy's choice in all": whole,
+    }
+
+
+def _median_us(run: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(DECISIONS):
+        start = time.perf_counter_ns()
+        run()
+        taken.append((time.perf_counter_ns() - start) / 1e3)
+    return statistics.median(taken)
+
+
+# --- the simulated device ------------------------------------------------------------------------
+
+
+def simulated(batch_sizes: Sequence[int], rounds: int) -> list[Line]:
+    """Throughput and goodput on each device."""
+    lines = []
+    for device in model.DEVICES:
+        for size in batch_sizes:
+            for mix in MIXES:
+                lines += _throughput(device, mix, size, rounds)
+        lines += [_goodput(device, size, rounds) for size in batch_sizes if size > 1]
+    return lines
+
+
+def _runs(
+    device: model.Device, mix: model.Mix, size: int, rounds: int
+) -> tuple[dict[str, list[model.Run]], dict[str, list[model.Run]]]:
+    """Runs of every static shape, and of the policies, of each seed."""
+    seeds = range(NUM_SEEDS)
+    how = device, mix, size, rounds
+    static = {
+        name_of(shape): [model.run(*how, shape=shape, seed=seed) for seed in seeds]
+        for shape in model.CANDIDATES
+    }
+    policies = {
+        name: [model.run(*how, controller=_controller(name), seed=seed) for seed in seeds]
+        for name in ("cost", "budget")
+    }
+    return static, policies
+
+
+def _throughput(device: model.Device, mix: model.Mix, size: int, rounds: int) -> list[Line]:
+    static, policies = _runs(device, mix, size, rounds)
+    rate = {
+        name: statistics.fmean(run.rate for run in runs)
+        for name, runs in {**static, **policies}.items()
+    }
+    best = max(static, key=rate.__getitem__)
+    name = f"{device.name}, {size} rows, {mix.name}"
+    is_mixed = len(mix.rates) > 1 and size > 1
+    references = (
+        (f"best shape, {best}", best, BEST_SHARE),
+        ("policy 'cost'", "cost", MORE_THAN_BATCH if is_mixed else None),
+        ("plain decoding", "none", PLAIN_SHARE),
+    )
+    return [
+        Line(Result(name, rate["budget"], "tokens/s", reference, rate[key]), least)
+        for reference, key, least in references
+    ]
+
+
+def _goodput(device: model.Device, size: int, rounds: int) -> Line:
+    """A third of the requests must be faster than 0.6 of plain decoding's round."""
+    tpot_ms = 0.6e3 * device.round([PLAIN], [size])
+    mix = model.Mix("targets", (0.8, 0.5), target_share=0.34, tpot_ms=tpot_ms)
+    static, policies = _runs(device, mix, size, rounds)
+    good = {
+        name: statistics.fmean(run.goodput for run in runs)
+        for name, runs in {**static, **policies}.items()
+    }
+    best = max((*static, "cost"), key=good.__getitem__)
+    name = f"{device.name}, {size} rows, {tpot_ms:.1f} ms a token for a third"
+    reference = f"best for the batch, {best}"
+    result = Result(name, good["budget"], "tokens/s in time", reference, good[best])
+    return Line(result, MORE_GOODPUT)
+
+
+# --- engines -------------------------------------------------------------------------------------
+
+
+def real(batch_sizes: Sequence[int], num_tokens: int, repeats: int, device: str) -> list[Line]:
+    """Policies and static shapes by turns in engines on the embedded pair.
+
+    Raises:
+        CorruptState: a text is not plain decoding's.
+    """
+    from specpool.draft import EagleDrafter
+    from specpool.engine.engine import Engine
+
+    most = max(batch_sizes)
+    with Engine.from_pretrained(
+        draft="specpool/tiny-eagle",
+        device=device,
+        dtype="float32",
+        shape=PLAIN,
+        max_batch=most,
+        prefix_cache=False,
+    ) as plain:
+        assert isinstance(plain.drafter, EagleDrafter)
+
+        def another(**options: object) -> Engine:
+            config = dataclasses.replace(plain.config, **options)  # type: ignore[arg-type]
+            assert isinstance(plain.drafter, EagleDrafter)
+            return Engine(plain.target, EagleDrafter(plain.drafter.head), config=config)
+
+        engines = {"none": plain}
+        engines |= {name_of(s): another(shape=s) for s in REAL_CANDIDATES if s.num_steps}
+        for name in ("cost", "budget"):
+            engines[name] = another(shape=None, adaptive=policy(name, REAL_CANDIDATES))
+        try:
+            return [
+                line
+                for size in batch_sizes
+                for line in _real_lines(size, engines, num_tokens, repeats)
+            ]
+        finally:
+            for name, engine in engines.items():
+                if name != "none":
+                    engine.close()
+
+
+def _real_lines(
+    size: int, engines: Mapping[str, Engine], num_tokens: int, repeats: int
+) -> list[Line]:
+    """One batch size: half of the rows go on greedily, half draw at temperature 1.5."""
+    prompts = corpus.prompts(size, 96)
+    params = [
+        SamplingParams(
+            max_new_tokens=num_tokens,
+            ignore_eos=True,
+            seed=row,
+            temperature=1.5 if row % 2 or size == 1 else 0.0,
+        )
+        for row in range(size)
+    ]
+    texts: dict[str, list[list[int]]] = {}
+
+    def turn(name: str) -> float:
+        start = time.process_time()
+        outputs = engines[name].generate(prompts, params, progress=False)
+        seconds = time.process_time() - start
+        texts[name] = [output.token_ids for output in outputs]
+        return size * num_tokens / seconds
+
+    for name in engines:  # no engine is fresh
+        turn(name)
+    rates = dict(
+        zip(engines, interleaved([partial(turn, name) for name in engines], repeats), strict=True)
+    )
+    for name, found in texts.items():
+        if found != texts["none"]:
+            raise CorruptState(f"batch {size}: the texts of {name} are not plain decoding's")
+    best = max((n for n in engines if n not in ("cost", "budget")), key=rates.__getitem__)
+    references = (
+        (f"best shape, {best}", best, BEST_SHARE),
+        ("policy 'cost'", "cost", MORE_THAN_BATCH if size > 1 else None),
+        ("plain decoding", "none", PLAIN_SHARE),
+    )
+    unit = "tokens/s of processor time"
+    return [
+        Line(Result(f"the shipped pair, {size} rows", rates["budget"], unit, text, rates[key]), at)
+        for text, key, at in references
+    ]
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def budget(
+    *,
+    batch_sizes: Sequence[int],
+    rounds: int,
+    num_tokens: int,
+    repeats: int,
+    device: str,
+    threads: int,
+    json: bool,
+    plot: Path | None,
+) -> None:
+    """Measure, and print the results.
+
+    Raises:
+        ConfigError: an option cannot work.
+        CorruptState: a policy or a shape changes a text.
+    """
+    check_int("rounds", rounds, 0, 1 << 20)
+    check_int("repeats", repeats, 0, 1 << 16)
+    check_int("tokens", num_tokens, 1, 128)
+    checks.check_place(device=device, threads=threads)
+    for batch in batch_sizes:
+        check_int("batch", batch, 1, 1 << 10)
+    if plot is not None:
+        check_plot(plot)
+    checks.start_torch(threads)
+    lines = decisions()
+    if rounds:
+        lines += simulated(batch_sizes, rounds)
+    if repeats:
+        lines += real(batch_sizes, num_tokens, repeats, device)
+    results = [line.result for line in lines]
+    if json:
+        print_json(machine(device, threads, ("numpy", "torch")), results)
+    else:
+        console = Console()
+        Console(width=max(console.width, 150)).print(_table(lines))
+    if plot is not None:
+        draw("bench budget", [each for each in results if each.unit == "tokens/s"], plot)
+
+
+def _table(lines: Sequence[Line]) -> Table:
+    table = Table(title="bench budget", caption=_CAPTION)
+    for column in ("", "value", "unit", "reference", "its value", "ratio", "target"):
+        right = column in ("value", "its value", "ratio")
+        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    for line in lines:
+        r = line.result
+        table.add_row(
+            r.name,
+            f"{r.value:.4g}",
+            r.unit,
+            r.reference,
+            f"{r.reference_value:.4g}",
+            f"{r.ratio:.3g}",
+            line.target,
+        )
+    return table
+
+
+_CAPTION = (
+    "simulated: the policies' own code on a roofline of published peaks, 0.6 of the arithmetic and "
+    "0.8 of the bandwidth; requests of 128 tokens at 1,024 tokens of context, whose acceptance is "
+    "given; best shape: one shape for all rows, with hindsight. Engines: half of the rows draw at "
+    "temperature 1.5, medians of interleaved runs, texts equal to plain's"
+)

@@ -1,0 +1,220 @@
+"""A simulated device for the budget: a roofline of published figures, and rows of mixed difficulty.
+
+A forward reads its weights and the rows' keys and values once, and computes each node: it takes the
+longer of both times. The draft head does the same once a step, for each shape of the round. Tokens
+are counted by their expectation, so that a figure depends on the policy alone; the results that the
+policy sees are drawn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from specpool._core import Shape
+from specpool.adaptive import BudgetController, Controller
+from specpool.scheduler.round_shapes import RoundShapes
+from specpool.shape_names import parse_shape
+
+Float64 = npt.NDArray[np.float64]
+PLAIN = Shape.none()
+CANDIDATES = tuple(
+    parse_shape("shape", name)
+    for name in ("none", "chain:1", "chain:3", "chain:5", "tree:3x4x16", "tree:5x8x32")
+)
+#: A tree counts as so many drafts per depth: if one is wrong, another branch may be right.
+TREE_TRIES = 1.7
+REQUEST_LEN = 128  # tokens of a request; a row takes the next one at once
+CONTEXT_LEN = 1024  # tokens of a row, on average
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A model on a card.
+
+    The share of the peak that a kernel reaches is assumed: 0.6 of the arithmetic, 0.8 of the bytes.
+    """
+
+    name: str
+    weight_bytes: float
+    head_bytes: float  # of the draft model, its output layer included
+    token_bytes: float  # of keys and values
+    token_flops: float
+    head_flops: float
+    peak_flops: float
+    peak_bytes: float
+    overhead: float  # seconds of a forward beside the kernels
+
+    def forward(self, nodes: float, rows: int, *, head: bool = False) -> float:
+        """Seconds of one forward of so many nodes."""
+        weights, flops = (
+            (self.head_bytes, self.head_flops) if head else (self.weight_bytes, self.token_flops)
+        )
+        kv = rows * CONTEXT_LEN * self.token_bytes * (1 / 32 if head else 1.0)
+        bytes_time = (weights + kv) / (0.8 * self.peak_bytes)
+        return self.overhead * (0.2 if head else 1) + max(
+            bytes_time, nodes * flops / (0.6 * self.peak_flops)
+        )
+
+    def round(self, shapes: Sequence[Shape], counts: Sequence[int]) -> float:
+        """Seconds of a round in which `counts` lanes have each shape."""
+        rows = sum(counts)
+        nodes = sum(n * shape.num_draft_tokens for n, shape in zip(counts, shapes, strict=True))
+        seconds = self.forward(nodes, rows)
+        for n, shape in zip(counts, shapes, strict=True):
+            if n and shape.num_steps:
+                seconds += shape.num_steps * self.forward(n * shape.topk, n, head=True)
+        return seconds
+
+
+# Peaks: NVIDIA's data sheets. H100 SXM: 3.35 TB/s, 989 TFLOP/s in bf16 without sparsity. H200: 4.8
+# TB/s, 1,979 TFLOP/s in fp8. Models: the published configs of Llama 3.1. 8B in bf16: 16.1 GB, 128
+# KiB of KV a token. 70B in fp8: 70.6 GB, 160 KiB a token (8-bit KV). Heads: EAGLE-3's one layer and
+# a draft vocabulary of 32,000.
+DEVICES = (
+    Device("8B on an H100", 16.1e9, 0.85e9, 131072, 16.1e9, 0.85e9, 989e12, 3.35e12, 2e-4),
+    Device("70B on an H200", 70.6e9, 1.6e9, 163840, 141e9, 3.2e9, 1979e12, 4.8e12, 4e-4),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Rows of mixed difficulty: the acceptance rates of requests, and the rows with a target."""
+
+    name: str
+    rates: tuple[float, ...]  # the acceptance rates of requests, which take turns
+    target_share: float = 0.0  # of the requests
+    tpot_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class Run:
+    """What a policy did."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    good: float = 0.0  # tokens of requests that have no target or met it
+    num_targets: int = 0
+    num_met: int = 0
+    decide_us: list[float] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def goodput(self) -> float:
+        """Tokens per second of requests that have no target or met it."""
+        return self.good / self.seconds
+
+
+class Rows:
+    """The requests of the rows: difficulty, target, tokens made, and when they began."""
+
+    def __init__(self, mix: Mix, num_rows: int, seed: int) -> None:
+        """Give each row a request, at a random place in it."""
+        self.mix, self.rng = mix, np.random.default_rng(seed)
+        self._number = [*range(num_rows)]  # of each row's request: difficulties take turns
+        self.rate, self.target = np.zeros((2, num_rows))
+        self.made, self.began = np.zeros((2, num_rows))
+        self.left = self.rng.uniform(0.2, 1.0, num_rows) * REQUEST_LEN
+        for row in range(num_rows):
+            self.begin(row, 0.0)
+
+    def begin(self, row: int, now: float) -> None:
+        """Give the row its next request."""
+        number, num_rates = self._number[row], len(self.mix.rates)
+        self._number[row] += 1
+        self.rate[row] = self.mix.rates[number % num_rates]
+        has_target = (number // num_rates * 0.618034) % 1 < self.mix.target_share
+        self.target[row] = self.mix.tpot_ms if has_target else 0.0
+        self.made[row], self.began[row] = 0.0, now
+
+    def right(self, shape: Shape) -> Float64:
+        """How likely a draft is right in each row where those before it are, float64 [rows]."""
+        tries = TREE_TRIES if shape.topk > 1 else 1.0
+        return np.asarray(1 - (1 - self.rate) ** tries)
+
+
+def run(
+    device: Device,
+    mix: Mix,
+    num_rows: int,
+    rounds: int,
+    *,
+    controller: Controller | None = None,
+    shape: Shape = PLAIN,
+    seed: int = 0,
+) -> Run:
+    """Serve the mix with one shape for all rows, or with a controller through `RoundShapes`."""
+    rows, found, now = Rows(mix, num_rows, seed), Run(), 0.0
+    shapes = [*CANDIDATES]
+    round_shapes = RoundShapes(shapes, num_rows, controller)
+    _, index, choices = round_shapes.allowed(shape, None)
+    requests: list[Any] = [
+        SimpleNamespace(
+            row=row, forced=[], choices=choices, shape_index=index, priority=0, params=None
+        )
+        for row in range(num_rows)
+    ]
+
+    def admit(row: int) -> None:
+        target = float(rows.target[row]) or None
+        requests[row].params = SimpleNamespace(tpot_ms=target)
+        round_shapes.admit(row, requests[row], row)
+
+    for row in range(num_rows):
+        admit(row)
+    if controller is not None:
+        _calibrate(device, controller, num_rows)
+    limits = np.ones(num_rows, np.int32)
+    every = np.arange(num_rows)
+    for _ in range(rounds):
+        if isinstance(controller, BudgetController):
+            controller._clock = lambda now=now: now  # type: ignore[misc]
+        lanes = round_shapes.choose(limits)[0].copy()
+        choice = round_shapes.run()
+        counts = np.bincount(lanes, minlength=len(shapes)).tolist()
+        seconds = device.round(shapes, counts)
+        accept_len = np.ones(num_rows, np.int32)
+        expected = np.ones(num_rows)
+        for number, each in enumerate(shapes):
+            mine = every[lanes == number]
+            if not len(mine) or not each.num_steps:
+                continue
+            right = rows.right(each)[mine, None]
+            drawn = rows.rng.random((len(mine), each.num_steps)) < right
+            accept_len[mine] += np.cumprod(drawn, axis=1).sum(axis=1).astype(np.int32)
+            expected[mine] += np.cumprod(np.repeat(right, each.num_steps, 1), axis=1).sum(axis=1)
+        now += seconds
+        found.seconds += seconds
+        found.tokens += float(expected.sum())
+        if choice is not None:
+            round_shapes.learn(choice, lanes, accept_len, requests)
+            round_shapes.observe(choice, lanes, seconds * float(1 + 0.03 * rows.rng.normal()))
+        rows.made += expected
+        for row in np.flatnonzero(rows.made >= rows.left).tolist():
+            took, target = 1e3 * (now - rows.began[row]) / rows.made[row], rows.target[row]
+            found.num_targets += target > 0
+            if not target or took <= target:
+                found.num_met += target > 0
+                found.good += rows.made[row]
+            rows.left[row] = REQUEST_LEN
+            rows.begin(row, now)
+            admit(row)
+    return found
+
+
+def _calibrate(device: Device, controller: Controller, num_rows: int) -> None:
+    """Tell the controller the seconds that an engine measures at its start."""
+    sizes = {1 << i for i in range(num_rows.bit_length())} | {num_rows}
+    for size, shape in itertools.product(sorted(sizes), CANDIDATES):
+        for _ in range(3):
+            controller.on_round_seconds(shape, size, device.round([shape], [size]))

@@ -1,0 +1,191 @@
+"""`BudgetController`: chooses the shape of each row by what the row gives; docs/budget.md.
+
+Expected tokens come from `RowAcceptance`, seconds from `RoundCost`, the choice from the core
+(`choose_shapes`). Only drafts that run are measured, so now and then a round hopes for more than is
+known. Such rounds may cost one percent of the tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from specpool._core import Shape, choose_shapes
+from specpool.adaptive.base import NumCorrectDrafts
+from specpool.adaptive.config import AdaptiveConfig
+from specpool.adaptive.round_cost import RoundCost
+from specpool.adaptive.row_acceptance import RowAcceptance
+from specpool.arrays import Int32, Int64
+from specpool.shape_names import width_order
+
+#: Pages that each candidate needs beyond the row's narrowest, int32 [B, C, G], and the pages that
+#: may be used so, int64 [G]; None = all rows may have their widest.
+Spare = tuple[Int32, Int64] | None
+
+_KEEP = 1.02  # a row's shape of the round before counts as so many times its tokens
+_HOPE_SHARE = 0.01  # the share of the tokens that hopeful rounds may cost
+_MOST_SAVED = 2.0  # the most of that to save up, in rounds
+_HOPE_ROUNDS = 8  # from one look for a hopeful round to the next
+_HORIZON = 16.0  # rounds in which a row makes up for what it is behind its target
+MOST_PRIORITY = 8  # steps of priority beyond which a token is worth no more, or no less
+
+
+class BudgetController:
+    """A controller of each row. Equal results, seconds and times give equal choices.
+
+    Attributes:
+        candidates: the shapes that it may choose, the narrowest first.
+        missed_ct: rows, counted in each round, that were expected to miss their target in it.
+    """
+
+    def __init__(
+        self,
+        config: AdaptiveConfig,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Begin without measurements.
+
+        Args:
+            config: the candidates, in one range.
+            clock: tells the seconds for the rows' targets.
+        """
+        self.candidates = tuple(sorted(config.candidates, key=width_order))
+        self._clock = clock
+        self.missed_ct = 0
+        self.attach([*self.candidates], 1)
+
+    def attach(self, shapes: Sequence[Shape], num_rows: int) -> None:
+        """Serve rows in `[0, num_rows)`; shape indices are into `shapes`."""
+        self._index = {shape: index for index, shape in enumerate(shapes)}
+        self._acceptance = RowAcceptance(shapes, num_rows)
+        self._cost = RoundCost(shapes)
+        self._latest = np.full(num_rows, -1, np.int32)  # the shape of each row's round before
+        self._worth = np.ones(num_rows)
+        self._per_token = np.zeros(num_rows)  # the target in tokens per second; 0 = none
+        self._started = np.full(num_rows, np.nan)  # when the row had its first round
+        self._num_made = np.zeros(num_rows)  # tokens since then
+        self._round, self._saved = 0, _MOST_SAVED
+        self._open: tuple[Int32, Int32, float, int] | None = None  # rows, shapes, loss, missed
+
+    def admit(self, row: int, *, tpot_ms: float | None, priority: int) -> None:
+        """Begin a row's request, with its target and what its tokens are worth."""
+        self._acceptance.reset(row)
+        self._latest[row] = -1
+        self._worth[row] = 2.0 ** min(max(priority, -MOST_PRIORITY), MOST_PRIORITY)
+        self._per_token[row] = 0.0 if tpot_ms is None else 1e3 / tpot_ms
+        self._started[row], self._num_made[row] = np.nan, 0
+
+    def choose(self, rows: Int32, shapes: Int32, spare: Spare = None) -> Int32:
+        """Choose the shape of each row's next round, int32 [B].
+
+        Nothing is learned from it, and nothing counted, before `ran`.
+
+        Args:
+            rows: int32 [B].
+            shapes: int32 [B, C], the shape that each candidate is for each row.
+            spare: see `Spare`.
+        """
+        self._cost.fit(len(rows))
+        due = self._due(rows)
+        chosen, tokens, seconds, missed = self._choice(rows, shapes, due, spare, hopes=False)
+        loss = 0.0
+        if self._round % _HOPE_ROUNDS == 0 and self._saved > 0:
+            hopeful, _, longer, _ = self._choice(rows, shapes, due, spare, hopes=True)
+            if (hopeful != chosen).any():
+                lanes = np.arange(len(rows))
+                made, instead = tokens[lanes, chosen].sum(), tokens[lanes, hopeful].sum()
+                lost = float(longer / seconds - instead / made)  # in rounds as they would be
+                if lost <= self._saved:
+                    chosen, loss = hopeful, max(lost, 0.0)
+        self._open = rows, chosen, loss, missed
+        return chosen
+
+    def narrow(self, shapes: Int32) -> Int32:
+        """Take narrower shapes for the rows of the latest choice, int32 [B], and return them."""
+        if self._open is not None:
+            self._open = self._open[0], shapes, 0.0, self._open[3]
+        return shapes
+
+    def _choice(
+        self,
+        rows: Int32,
+        shapes: Int32,
+        due: npt.NDArray[np.float64],
+        spare: Spare,
+        *,
+        hopes: bool,
+    ) -> tuple[Int32, npt.NDArray[np.float64], float, int]:
+        """Return shapes [B], expected tokens [B, S], seconds, and rows that miss their target."""
+        cost, lanes = self._cost, np.arange(len(rows))
+        tokens = self._acceptance.tokens(rows, hopes=hopes)
+        latest = self._latest[rows]
+        kept = lanes[latest >= 0]
+        tokens[kept, latest[kept]] *= _KEEP
+        pages, free = (None, None) if spare is None else spare
+        picks, _, _, seconds, missed = choose_shapes(
+            shapes,
+            tokens,
+            worth=self._worth[rows],
+            due=due,
+            base=cost.base(len(rows)),
+            ridge=cost.ridge,
+            slope=cost.slope,
+            charge=cost.charge,
+            lane=cost.lane,
+            nodes=cost.nodes,
+            pages=pages,
+            free=free,
+        )
+        return shapes[lanes, picks], tokens, seconds, missed
+
+    def _due(self, rows: Int32) -> npt.NDArray[np.float64]:
+        """Return the tokens that each row's round has to give, float64 [B, 2]."""
+        due = np.zeros((len(rows), 2))
+        wanted = self._per_token[rows]
+        if wanted.any():
+            now = self._clock()
+            mine = rows[np.isnan(self._started[rows])]
+            self._started[mine] = now
+            behind = (now - self._started[rows]) * wanted - self._num_made[rows]
+            due[:, 0] = np.clip(behind / _HORIZON, -1.0, 1.0) * (wanted > 0)
+            due[:, 1] = wanted * self._cost.load
+        return due
+
+    def ran(self) -> None:
+        """Count the latest choice: a round has been prepared with it."""
+        if self._open is None:
+            return
+        rows, shapes, loss, missed = self._open
+        self._latest[rows] = shapes
+        self._saved = min(self._saved + _HOPE_SHARE - loss, _MOST_SAVED)
+        self._round += 1
+        self.missed_ct += missed
+        self._open = None
+
+    def learn(self, rows: Int32, shapes: Int32, accept_len: Int32) -> None:
+        """Learn from the results of a round's lanes; all int32 [B]."""
+        self._num_made[rows] += accept_len
+        self._acceptance.learn(rows, shapes, accept_len)
+
+    def observe(self, shapes: Int32, seconds: float) -> None:
+        """Learn from the seconds of a round whose lanes had these shapes, int32 [B]."""
+        self._cost.observe(np.bincount(shapes, minlength=len(self._index)), seconds)
+
+    def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
+        """Learn from a round of the start, whose lanes all had this shape."""
+        if (index := self._index.get(shape)) is not None:
+            self._cost.tell(index, batch_size, seconds)
+
+    def activate_step_by_batch(self, batch_size: int) -> Shape:
+        """Return the narrowest candidate: the rows of a round are chosen by `choose`."""
+        return self.candidates[0]
+
+    def on_verify_complete(
+        self, shape: Shape, batch_size: int, num_correct_drafts: NumCorrectDrafts
+    ) -> Shape | None:
+        """Do nothing: rows learn by `learn`."""
+        return None

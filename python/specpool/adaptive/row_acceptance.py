@@ -1,0 +1,85 @@
+"""`RowAcceptance`: how likely each row's drafts are right, by depth, with all rows as the prior.
+
+Shapes whose depths are alike form a family: all chains, or the trees of one width and size. The
+core counts and estimates (`count_acceptance`, `expected_tokens`); this keeps its arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from specpool._core import Shape, count_acceptance, expected_tokens
+from specpool.arrays import Int32
+
+Float64 = npt.NDArray[np.float64]
+
+_DECAY = 0.98  # of all rows' counts, for each round that drafts the family
+_MOST_TRIES = 400.0  # so that a change of all texts is seen within some dozen rounds
+_PRIOR, _PRIOR_TRIES = 0.6, 2.0  # the rate of the first depth before any round
+_STALE_ROUNDS = 16  # rounds without a family that halve what its counts say against a try
+
+
+class RowAcceptance:
+    """The decayed counts of each row, family and depth."""
+
+    def __init__(self, shapes: Sequence[Shape], num_rows: int) -> None:
+        """Start without rounds for rows in `[0, num_rows)`; shape indices are into `shapes`."""
+        keys: dict[tuple[int, int], int] = {}
+        family = []
+        for shape in shapes:
+            chain = shape.topk == 1
+            key = (1, 0) if chain else (shape.topk, shape.num_draft_tokens)
+            family.append(keys.setdefault(key, len(keys)) if shape.num_steps else -1)
+        self._family: Int32 = np.array(family, np.int32)
+        self._num_steps: Int32 = np.array([shape.num_steps for shape in shapes], np.int32)
+        depth = max(int(self._num_steps.max(initial=0)), 1)
+        size = max(len(keys), 1), depth
+        self._hits, self._tries = np.zeros((2, num_rows, *size), np.float32)
+        self._pooled: Float64 = np.zeros((2, *size))  # hits and tries of all rows
+        self._unseen = np.zeros(size[0])  # rounds since each family was drafted
+        self._priors: dict[bool, Float64] = {}
+
+    def reset(self, row: int) -> None:
+        """Forget a row's counts: another request has it."""
+        self._hits[row] = self._tries[row] = 0
+
+    def learn(self, rows: Int32, shapes: Int32, accept_len: Int32) -> None:
+        """Count the results of a round's lanes."""
+        counts = self._hits, self._tries, self._family, self._num_steps
+        totals = count_acceptance(*counts, rows, shapes, accept_len)
+        new = totals.T.reshape(self._pooled.shape)
+        drafted = new[1, :, 0] > 0
+        pooled = self._pooled
+        pooled[:, drafted] = pooled[:, drafted] * _DECAY + new[:, drafted]
+        pooled *= np.minimum(1.0, _MOST_TRIES / np.maximum(pooled[1], 1.0))
+        self._unseen[drafted] = 0
+        self._unseen[~drafted] += 1
+        self._priors.clear()
+
+    def tokens(self, rows: Int32, *, hopes: bool = False) -> Float64:
+        """Return the expected tokens of each row's round with each shape, float64 [B, S].
+
+        With `hopes`, families that were not drafted lately are taken to be better than they were.
+        """
+        counts = self._family, self._num_steps, rows
+        return expected_tokens(self._hits, self._tries, self._prior(hopes), *counts)
+
+    def _prior(self, hopes: bool) -> Float64:
+        """Return the rates of all rows, float64 [F, D]."""
+        if (known := self._priors.get(hopes)) is not None:
+            return known
+        hits, tries = self._pooled
+        best = int(tries[:, 0].argmax())  # the family that is known best; others lean on it
+        base, lean = np.empty(hits.shape[1]), _PRIOR
+        for depth in range(len(base)):
+            lean = (hits[best, depth] + _PRIOR_TRIES * lean) / (tries[best, depth] + _PRIOR_TRIES)
+            base[depth] = lean
+        rates: Float64 = (hits + _PRIOR_TRIES * base) / (tries + _PRIOR_TRIES)
+        if hopes:
+            fresh = tries * 0.5 ** (self._unseen[:, None] / _STALE_ROUNDS)
+            rates = rates + (1 - rates) / (1 + fresh)
+        self._priors[hopes] = rates
+        return rates

@@ -1,0 +1,199 @@
+//! Acceptance by depth: decayed counts of each row, with those of all rows as their prior (docs/budget.md).
+//!
+//! A *family* is a set of shapes of one drafter whose depths are alike: its chains, or its trees of one width and
+//! size. Counts are conditional: a depth is tried by the rows that were right up to it.
+
+use crate::check::same_len;
+use crate::error::{Error, Result};
+use crate::memory::with_room;
+
+/// What a row's counts weigh after it has drafted again: a memory of about 25 rounds.
+const ROW_DECAY: f32 = 0.96;
+/// What a row's counts weigh after a round without a draft. A row that does not draft goes back to its prior.
+const IDLE_DECAY: f32 = 0.98;
+/// Tries that the prior of a row's depth counts as.
+const PRIOR_TRIES: f64 = 8.0;
+/// The variance of log odds between rows that is assumed before there are rows, and the information that it counts as.
+const SPREAD: f64 = 1.0;
+const SPREAD_INFORMATION: f64 = 8.0;
+/// The least variance, so that a row that changes is seen among rows that are alike.
+const LEAST_SPREAD: f64 = 0.05;
+/// The nearest that a prior comes to 0 and to 1, so that odds are finite.
+const EDGE: f64 = 0.01;
+
+/// How deep each shape drafts, and in which family.
+#[derive(Debug, Clone, Copy)]
+pub struct Families<'a> {
+    /// `[S]`: the family of each shape; -1 = it drafts nothing.
+    pub family: &'a [i32],
+    /// `[S]`: the depth of each shape's drafts, at most `depth`.
+    pub num_steps: &'a [i32],
+    /// Families.
+    pub num_families: usize,
+    /// Depths that are counted in each family.
+    pub depth: usize,
+}
+
+impl Families<'_> {
+    fn check(&self) -> Result<()> {
+        same_len("num_steps", self.num_steps.len(), self.family.len())?;
+        for (shape, (&family, &steps)) in self.family.iter().zip(self.num_steps).enumerate() {
+            let drafts = family >= 0;
+            if family < -1 || family >= self.num_families as i32 || steps < 0 || steps > self.depth as i32 {
+                return Err(Error::Shape(format!(
+                    "shape {shape} has family {family} and {steps} steps; there are {} families of {} depths",
+                    self.num_families, self.depth
+                )));
+            }
+            if drafts != (steps > 0) {
+                return Err(Error::Shape(format!("shape {shape} has family {family}, but {steps} steps")));
+            }
+        }
+        Ok(())
+    }
+
+    fn row(&self, row: i32, num_rows: usize) -> Result<usize> {
+        if row < 0 || row as usize >= num_rows {
+            return Err(Error::Shape(format!("row {row} is not in [0, {num_rows})")));
+        }
+        Ok(row as usize * self.num_families * self.depth)
+    }
+
+    fn shape(&self, shape: i32) -> Result<usize> {
+        if shape < 0 || shape as usize >= self.family.len() {
+            return Err(Error::Shape(format!("shape {shape} is not in [0, {})", self.family.len())));
+        }
+        Ok(shape as usize)
+    }
+}
+
+/// Counts a round: `hits` and `tries` are `[rows, F, depth]`, the others one entry per lane.
+///
+/// A lane that drafted adds to its family. A lane that did not fades, so that the row is tried again some day.
+/// Returns `[F, depth, 2]`: hits and tries of the lanes together.
+///
+/// # Errors
+/// [`Error::Shape`] for lengths, rows, shapes or accept lengths that cannot be; nothing is counted then.
+pub fn count_round(
+    families: &Families<'_>,
+    hits: &mut [f32],
+    tries: &mut [f32],
+    rows: &[i32],
+    shapes: &[i32],
+    accept_len: &[i32],
+) -> Result<Vec<f64>> {
+    families.check()?;
+    let per_row = families.num_families * families.depth;
+    same_len("tries", tries.len(), hits.len())?;
+    same_len("shapes", shapes.len(), rows.len())?;
+    same_len("accept_len", accept_len.len(), rows.len())?;
+    let num_rows = hits.len().checked_div(per_row).unwrap_or(0);
+    for ((&row, &shape), &len) in rows.iter().zip(shapes).zip(accept_len) {
+        families.row(row, num_rows)?;
+        let steps = families.num_steps[families.shape(shape)?];
+        if len < 1 || len > steps + 1 {
+            return Err(Error::Shape(format!("an accept length of {len} after {steps} steps")));
+        }
+    }
+    let mut totals = crate::memory::filled(0.0, 2 * per_row, "totals")?;
+    for ((&row, &shape), &len) in rows.iter().zip(shapes).zip(accept_len) {
+        let first = row as usize * per_row;
+        let family = families.family[shape as usize];
+        if family < 0 {
+            for count in hits[first..first + per_row].iter_mut().chain(&mut tries[first..first + per_row]) {
+                *count *= IDLE_DECAY;
+            }
+            continue;
+        }
+        let at = family as usize * families.depth;
+        for depth in 0..(families.num_steps[shape as usize] as usize).min(len as usize) {
+            let hit = depth + 1 < len as usize;
+            let cell = first + at + depth;
+            hits[cell] = hits[cell] * ROW_DECAY + f32::from(u8::from(hit));
+            tries[cell] = tries[cell] * ROW_DECAY + 1.0;
+            totals[2 * (at + depth)] += f64::from(u8::from(hit));
+            totals[2 * (at + depth) + 1] += 1.0;
+        }
+    }
+    Ok(totals)
+}
+
+/// The expected tokens of each row's round with each shape, `[B, S]`, the bonus token included.
+///
+/// `hits` and `tries` are `[rows, F, depth]`, `prior` is `[F, depth]`: the rates of all rows. A row's rate at a depth
+/// is `(hits + m q) / (tries + m)`, where q has the prior's odds times the row's own odds. These come from all counts
+/// of the row, and are drawn towards 1 the more, the less the rows differ (docs/budget.md).
+///
+/// # Errors
+/// [`Error::Shape`] for lengths or rows that cannot be, and for a prior that is no probability.
+pub fn expected_tokens(
+    families: &Families<'_>,
+    hits: &[f32],
+    tries: &[f32],
+    prior: &[f64],
+    rows: &[i32],
+) -> Result<Vec<f64>> {
+    families.check()?;
+    let (num_families, depth) = (families.num_families, families.depth);
+    let per_row = num_families * depth;
+    same_len("tries", tries.len(), hits.len())?;
+    same_len("prior", prior.len(), per_row)?;
+    if let Some(wrong) = prior.iter().find(|rate| !(0.0..=1.0).contains(*rate)) {
+        return Err(Error::Shape(format!("a prior must be in [0, 1], got {wrong}")));
+    }
+    let num_rows = hits.len().checked_div(per_row).unwrap_or(0);
+    let mut tokens = with_room(rows.len() * families.family.len(), "expected tokens")?;
+    let mut base_odds = with_room(per_row, "expected tokens")?;
+    base_odds.extend(prior.iter().map(|rate| rate.clamp(EDGE, 1.0 - EDGE)).map(|rate| rate / (1.0 - rate)));
+    let mut scores = with_room(rows.len(), "expected tokens")?;
+    for &row in rows {
+        let first = families.row(row, num_rows)?;
+        scores.push(score(&hits[first..first + per_row], &tries[first..first + per_row], prior));
+    }
+    let spread = spread(&scores);
+    let mut reach = crate::memory::filled(0.0, num_families * (depth + 1), "expected tokens")?;
+    for (&row, &(excess, information)) in rows.iter().zip(&scores) {
+        let first = row as usize * per_row;
+        let (hits, tries) = (&hits[first..first + per_row], &tries[first..first + per_row]);
+        // The posterior mean of the row's log odds: a normal prior, and one step of the likelihood's score.
+        let odds = (spread * excess / (1.0 + spread * information)).exp();
+        for family in 0..num_families {
+            let mut reached = 1.0;
+            reach[family * (depth + 1)] = 1.0;
+            for at in 0..depth {
+                let cell = family * depth + at;
+                let lean = base_odds[cell] * odds; // q / (1 - q), so q = lean / (1 + lean)
+                let (hit, tried) = (f64::from(hits[cell]), f64::from(tries[cell]));
+                reached *= (hit * (1.0 + lean) + PRIOR_TRIES * lean) / ((tried + PRIOR_TRIES) * (1.0 + lean));
+                reach[family * (depth + 1) + at + 1] = reach[family * (depth + 1) + at] + reached;
+            }
+        }
+        for (&family, &steps) in families.family.iter().zip(families.num_steps) {
+            tokens.push(if family < 0 { 1.0 } else { reach[family as usize * (depth + 1) + steps as usize] });
+        }
+    }
+    Ok(tokens)
+}
+
+/// Hits beyond those of the prior, and the information in them: their variance by the prior.
+fn score(hits: &[f32], tries: &[f32], prior: &[f64]) -> (f64, f64) {
+    let (mut excess, mut information) = (0.0, 0.0);
+    for ((&right, &tried), &rate) in hits.iter().zip(tries).zip(prior) {
+        let (tried, rate) = (f64::from(tried), rate.clamp(EDGE, 1.0 - EDGE));
+        excess += f64::from(right) - tried * rate;
+        information += tried * rate * (1.0 - rate);
+    }
+    (excess, information)
+}
+
+/// The variance of log odds between the rows, by moments: what the scores vary more than by chance.
+fn spread(scores: &[(f64, f64)]) -> f64 {
+    let (mut beyond, mut total) = (SPREAD * SPREAD_INFORMATION, SPREAD_INFORMATION);
+    for &(excess, information) in scores {
+        if information > 0.5 {
+            beyond += excess * excess / information - 1.0;
+            total += information;
+        }
+    }
+    (beyond / total).max(LEAST_SPREAD)
+}

@@ -1,0 +1,407 @@
+//! The budget against brute force over all choices, and against a plain count of acceptance.
+
+use proptest::prelude::*;
+use specpool_core::budget::acceptance::{Families, count_round, expected_tokens};
+use specpool_core::budget::choose::{Choice, Costs, Rows, choose};
+
+/// The inputs of one choice, with owned arrays.
+#[derive(Debug, Clone)]
+struct Case {
+    num_candidates: usize,
+    shapes: Vec<i32>,
+    tokens: Vec<f64>,
+    worth: Vec<f64>,
+    due: Vec<f64>,
+    pages: Vec<i32>,
+    free: Vec<i64>,
+    base: f64,
+    ridge: f64,
+    slope: f64,
+    charge: Vec<f64>,
+    lane: Vec<f64>,
+    nodes: Vec<f64>,
+}
+
+impl Case {
+    fn num_rows(&self) -> usize {
+        self.worth.len()
+    }
+
+    fn choose(&self) -> Choice {
+        let rows = Rows {
+            num_candidates: self.num_candidates,
+            shapes: &self.shapes,
+            tokens: &self.tokens,
+            worth: &self.worth,
+            due: &self.due,
+            pages: &self.pages,
+            free: &self.free,
+        };
+        let costs = Costs {
+            base: self.base,
+            ridge: self.ridge,
+            slope: self.slope,
+            charge: &self.charge,
+            lane: &self.lane,
+            nodes: &self.nodes,
+        };
+        choose(&rows, &costs).unwrap()
+    }
+
+    fn shape(&self, row: usize, pick: usize) -> usize {
+        self.shapes[row * self.num_candidates + pick] as usize
+    }
+
+    /// Seconds of a token of each row, summed: the mean round of rows that stay for equal tokens, simulated by its
+    /// averages, over what it gives. Written apart from the core.
+    fn cost(&self, picks: &[usize]) -> f64 {
+        let shapes: Vec<usize> = picks.iter().enumerate().map(|(row, &pick)| self.shape(row, pick)).collect();
+        let stay: Vec<f64> =
+            shapes.iter().enumerate().map(|(row, &s)| 1.0 / self.tokens[row * self.lane.len() + s]).collect();
+        let rows = self.num_rows() as f64;
+        let total: f64 = stay.iter().sum();
+        // The share of the rounds' lanes that is of each row's kind, times the lanes.
+        let mean = |of: &[f64]| shapes.iter().zip(&stay).map(|(&s, stay)| of[s] * stay / total).sum::<f64>() * rows;
+        let charges: f64 = (0..self.lane.len()).filter(|s| shapes.contains(s)).map(|s| self.charge[s]).sum();
+        let worth: f64 = stay.iter().zip(&self.worth).map(|(stay, worth)| stay * worth / total).sum();
+        let round =
+            worth * (self.base + charges) + mean(&self.lane) + self.slope * (mean(&self.nodes) - self.ridge).max(0.0);
+        round * total / rows
+    }
+
+    /// The seconds of the next round.
+    fn seconds(&self, picks: &[usize]) -> f64 {
+        let shapes: Vec<usize> = picks.iter().enumerate().map(|(row, &pick)| self.shape(row, pick)).collect();
+        let nodes: f64 = shapes.iter().map(|&shape| self.nodes[shape]).sum();
+        let charges: f64 = (0..self.lane.len()).filter(|s| shapes.contains(s)).map(|s| self.charge[s]).sum();
+        let lanes: f64 = shapes.iter().map(|&shape| self.lane[shape]).sum();
+        self.base + charges + lanes + self.slope * (nodes - self.ridge).max(0.0)
+    }
+
+    fn fits(&self, picks: &[usize]) -> bool {
+        let groups = self.free.len();
+        (0..groups).all(|group| {
+            let pages = |(row, &pick): (usize, &usize)| {
+                self.pages.get((row * self.num_candidates + pick) * groups + group).copied().unwrap_or(0)
+            };
+            picks.iter().enumerate().map(pages).map(i64::from).sum::<i64>() <= self.free[group]
+        })
+    }
+
+    /// Every choice, in turn.
+    fn all(&self) -> Vec<Vec<usize>> {
+        let mut found = vec![Vec::new()];
+        for _ in 0..self.num_rows() {
+            found = found
+                .iter()
+                .flat_map(|before| (0..self.num_candidates).map(move |pick| [before.as_slice(), &[pick]].concat()))
+                .collect();
+        }
+        found
+    }
+
+    fn best(&self) -> f64 {
+        let cost = |picks: &Vec<usize>| self.cost(picks);
+        self.all().iter().filter(|picks| self.fits(picks)).map(cost).fold(f64::INFINITY, f64::min)
+    }
+
+    /// The cost of the choice, which must be what it says it is, and fit.
+    fn checked(&self, choice: &Choice) -> f64 {
+        let picks: Vec<usize> = choice.picks.iter().map(|&pick| pick as usize).collect();
+        let (cost, seconds) = (self.cost(&picks), self.seconds(&picks));
+        assert!((self.num_rows() as f64 / cost - choice.rate).abs() <= 1e-9 * choice.rate);
+        assert!((seconds - choice.seconds).abs() <= 1e-9 * seconds);
+        assert!(self.fits(&picks), "{picks:?} needs more than {:?} pages", self.free);
+        cost
+    }
+
+    /// The least cost that the choice's bound allows.
+    fn least(&self, choice: &Choice) -> f64 {
+        self.num_rows() as f64 / choice.bound
+    }
+
+    /// What one row can save at most.
+    fn step(&self) -> f64 {
+        let costs = |row: usize| {
+            let of = |pick: usize| {
+                let mut picks = vec![0; self.num_rows()];
+                picks[row] = pick;
+                self.cost(&picks)
+            };
+            let all = (0..self.num_candidates).map(of);
+            all.clone().fold(0.0, f64::max) - all.fold(f64::INFINITY, f64::min)
+        };
+        (0..self.num_rows()).map(costs).fold(0.0, f64::max)
+    }
+}
+
+prop_compose! {
+    /// Up to five rows of up to four shapes. Shape 0 costs and needs nothing beyond the base, and gives one token.
+    fn case(charged: bool, ridged: bool, paged: bool)(
+        num_rows in 1_usize..6,
+        num_shapes in 1_usize..5,
+        seed in prop::collection::vec(0.0_f64..1.0, 256),
+    ) -> Case {
+        let mut dice = seed.into_iter().cycle();
+        let mut die = move || dice.next().unwrap();
+        let num_candidates = num_shapes;
+        let mut shapes = Vec::new();
+        let mut tokens = Vec::new();
+        for _ in 0..num_rows {
+            let most = (die() * num_shapes as f64) as i32; // a limit of steps
+            shapes.extend((0..num_candidates as i32).map(|shape| shape.min(most)));
+            let rate = die();
+            let mut reached = 1.0;
+            tokens.push(1.0);
+            for _ in 1..num_shapes {
+                reached *= rate;
+                tokens.push(tokens.last().unwrap() + reached);
+            }
+        }
+        let cells = num_rows * num_candidates;
+        let pages: Vec<i32> = shapes.iter().map(|&shape| if paged { shape * 2 } else { 0 }).collect();
+        Case {
+            num_candidates,
+            tokens,
+            worth: (0..num_rows).map(|_| 0.5 + die()).collect(),
+            due: vec![0.0; 2 * num_rows],
+            pages: if paged { pages } else { Vec::new() },
+            free: if paged { vec![(die() * 2.0 * cells as f64) as i64] } else { Vec::new() },
+            base: 0.2 + die(),
+            ridge: if ridged { die() * 3.0 * num_rows as f64 } else { 0.0 },
+            slope: if ridged { die() } else { 0.0 },
+            charge: (0..num_shapes).map(|s| if charged && s > 0 { die() } else { 0.0 }).collect(),
+            lane: (0..num_shapes).map(|s| s as f64 * die() * 0.4).collect(),
+            nodes: (0..num_shapes).map(|s| 1.0 + s as f64).collect(),
+            shapes,
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    /// Without charges, kinks and pages the choice is the best there is.
+    #[test]
+    fn it_is_the_best_of_all_choices(case in case(false, false, false)) {
+        let choice = case.choose();
+        let (cost, best) = (case.checked(&choice), case.best());
+        prop_assert!(cost <= best * (1.0 + 1e-9), "{} instead of {}", cost, best);
+        prop_assert!(cost <= case.least(&choice) * (1.0 + 1e-9));
+    }
+
+    /// With a ridge the bound holds, and the choice is near it: what one row can save.
+    #[test]
+    fn a_ridge_costs_at_most_one_step(case in case(false, true, false)) {
+        let choice = case.choose();
+        let (cost, best) = (case.checked(&choice), case.best());
+        prop_assert!(best >= case.least(&choice) * (1.0 - 1e-9), "{} below the bound", best);
+        prop_assert!(cost <= best + case.step() + 1e-9, "{} instead of {}", cost, best);
+    }
+
+    /// Under memory it fits, is no worse than any one candidate for all rows that fits, and near the best.
+    #[test]
+    fn memory_binds(case in case(false, true, true)) {
+        let choice = case.choose();
+        let (cost, best) = (case.checked(&choice), case.best());
+        prop_assert!(cost <= alike(&case) * (1.0 + 1e-9));
+        prop_assert!(best >= case.least(&choice) * (1.0 - 1e-9));
+        prop_assert!(cost <= best + 2.0 * case.step() + 1e-9, "{} instead of {}", cost, best);
+    }
+
+    /// With charges it is no worse than any one candidate for all rows.
+    #[test]
+    fn it_is_no_worse_than_one_shape_for_all(case in case(true, true, false)) {
+        let choice = case.choose();
+        let (cost, best) = (case.checked(&choice), case.best());
+        prop_assert!(cost <= alike(&case) * (1.0 + 1e-9));
+        prop_assert!(best >= case.least(&choice) * (1.0 - 1e-9));
+        prop_assert!(cost <= best * 1.25, "{} instead of {}", cost, best);
+        prop_assert_eq!(&case.choose(), &choice);
+    }
+
+    /// Rows with targets: the goodput is no less than that of the fastest choice, and what is missed is counted.
+    #[test]
+    fn targets_raise_the_goodput(case in case(true, true, false), tight in 0.2_f64..4.0) {
+        let mut free = case.clone();
+        free.due.fill(0.0);
+        let before = free.choose();
+        let mut case = case;
+        for row in 0..case.num_rows() {
+            case.due[2 * row + 1] = if row % 2 == 0 { tight } else { 0.0 };
+        }
+        let after = case.choose();
+        let (good, missed) = goodput(&case, &after.picks);
+        prop_assert!(good >= goodput(&case, &before.picks).0 - 1e-9);
+        prop_assert_eq!(missed, after.num_missed);
+    }
+}
+
+fn alike(case: &Case) -> f64 {
+    (0..case.num_candidates)
+        .map(|pick| vec![pick; case.num_rows()])
+        .filter(|picks| case.fits(picks))
+        .map(|picks| case.cost(&picks))
+        .fold(f64::INFINITY, f64::min)
+}
+
+fn goodput(case: &Case, picks: &[i32]) -> (f64, usize) {
+    let picks: Vec<usize> = picks.iter().map(|&pick| pick as usize).collect();
+    let seconds = case.seconds(&picks);
+    let (mut worth, mut missed) = (0.0, 0);
+    for (row, &pick) in picks.iter().enumerate() {
+        let tokens = case.tokens[row * case.lane.len() + case.shape(row, pick)];
+        if tokens >= case.due[2 * row] + case.due[2 * row + 1] * seconds {
+            worth += case.worth[row];
+        } else {
+            missed += 1;
+        }
+    }
+    (worth / case.cost(&picks), missed)
+}
+
+#[test]
+fn easy_rows_draft_and_hard_rows_do_not() {
+    let case = Case {
+        num_candidates: 2,
+        shapes: vec![0, 1, 0, 1],
+        tokens: vec![1.0, 3.0, 1.0, 1.1],
+        worth: vec![1.0, 1.0],
+        due: vec![0.0; 4],
+        pages: Vec::new(),
+        free: Vec::new(),
+        base: 1.0,
+        ridge: 0.0,
+        slope: 0.0,
+        charge: vec![0.0, 0.0],
+        lane: vec![0.0, 0.3],
+        nodes: vec![1.0, 4.0],
+    };
+    assert_eq!(case.choose().picks, [1, 0]);
+    let one_page = Case { pages: vec![0, 2, 0, 0], free: vec![1], ..case };
+    assert_eq!(one_page.choose().picks, [0, 0], "the widening row finds one page of two");
+}
+
+/// The example of docs/budget.md: the next round alone would leave the hard row without a draft.
+#[test]
+fn the_long_run_counts_and_not_the_next_round() {
+    let case = Case {
+        num_candidates: 2,
+        shapes: vec![0, 1, 0, 1],
+        tokens: vec![1.0, 4.0, 1.0, 1.8],
+        worth: vec![1.0, 1.0],
+        due: vec![0.0; 4],
+        pages: Vec::new(),
+        free: Vec::new(),
+        base: 1.0,
+        ridge: 0.0,
+        slope: 0.0,
+        charge: vec![0.0, 0.0],
+        lane: vec![0.0, 0.25],
+        nodes: vec![1.0, 4.0],
+    };
+    let next = |tokens: f64, picks: &[usize]| tokens / case.seconds(picks);
+    assert!(next(5.0, &[1, 0]) > next(5.8, &[1, 1]));
+    let choice = case.choose();
+    assert_eq!(choice.picks, [1, 1]);
+    assert!((choice.rate - 3.310_344).abs() < 1e-5 && (2.0 / case.cost(&[1, 0]) - 2.909_09).abs() < 1e-5);
+}
+
+#[test]
+fn no_rows_no_choice() {
+    let rows = Rows { num_candidates: 1, shapes: &[], tokens: &[], worth: &[], due: &[], pages: &[], free: &[] };
+    let costs = Costs { base: 1.0, ridge: 0.0, slope: 0.0, charge: &[0.0], lane: &[0.0], nodes: &[1.0] };
+    assert_eq!(choose(&rows, &costs).unwrap().picks, Vec::<i32>::new());
+}
+
+#[test]
+fn wrong_numbers_are_refused() {
+    let rows = Rows {
+        num_candidates: 1,
+        shapes: &[0],
+        tokens: &[1.0],
+        worth: &[1.0],
+        due: &[0.0, 0.0],
+        pages: &[],
+        free: &[],
+    };
+    let costs = Costs { base: 1.0, ridge: 0.0, slope: 0.0, charge: &[0.0], lane: &[0.0], nodes: &[1.0] };
+    let wrong_rows = [
+        Rows { shapes: &[1], ..rows },
+        Rows { shapes: &[-1], ..rows },
+        Rows { tokens: &[f64::NAN], ..rows },
+        Rows { tokens: &[0.5], ..rows },
+        Rows { worth: &[-1.0], ..rows },
+        Rows { due: &[f64::NAN, 0.0], ..rows },
+        Rows { pages: &[1, 2], free: &[1], ..rows },
+        Rows { num_candidates: 0, ..rows },
+    ];
+    for wrong in wrong_rows {
+        assert!(choose(&wrong, &costs).is_err(), "{wrong:?}");
+    }
+    let wrong_costs = [
+        Costs { base: 0.0, ..costs },
+        Costs { base: f64::INFINITY, ..costs },
+        Costs { lane: &[f64::NAN], ..costs },
+        Costs { charge: &[], ..costs },
+        Costs { slope: -1.0, ..costs },
+    ];
+    for wrong in wrong_costs {
+        assert!(choose(&rows, &wrong).is_err(), "{wrong:?}");
+    }
+}
+
+const FAMILIES: Families<'_> = Families { family: &[-1, 0, 0, 1], num_steps: &[0, 1, 3, 2], num_families: 2, depth: 3 };
+
+proptest! {
+    /// Tokens lie between 1 and the depth + 1, grow with the depth, and follow a row's own results.
+    #[test]
+    fn expected_tokens_follow_the_row(prior in 0.05_f64..0.95, rounds in 1_usize..60) {
+        let (mut hits, mut tries) = (vec![0.0; 18], vec![0.0; 18]);
+        for _ in 0..rounds {
+            count_round(&FAMILIES, &mut hits, &mut tries, &[0, 2], &[2, 2], &[4, 1]).unwrap();
+        }
+        let priors = vec![prior; 6];
+        let found = expected_tokens(&FAMILIES, &hits, &tries, &priors, &[0, 1, 2]).unwrap();
+        for row in found.chunks(4) {
+            prop_assert!(row[0] == 1.0 && row[1] > 1.0 && row[2] > row[1] && row[2] < 4.0 && row[3] < 3.0);
+        }
+        prop_assert!(found[2] > found[6] && found[6] > found[10]); // right, unknown, wrong
+        prop_assert!(found[3] > found[7] && found[7] > found[11]); // a family that was never drafted follows the odds
+        let plain = 1.0 + prior + prior * prior + prior * prior * prior;
+        prop_assert!((found[6] - plain).abs() < 1e-9);
+    }
+}
+
+#[test]
+fn a_row_that_does_not_draft_goes_back_to_its_prior() {
+    let (mut hits, mut tries) = (vec![0.0; 6], vec![0.0; 6]);
+    for _ in 0..30 {
+        count_round(&FAMILIES, &mut hits, &mut tries, &[0], &[2], &[1]).unwrap();
+    }
+    let before = expected_tokens(&FAMILIES, &hits, &tries, &[0.6; 6], &[0]).unwrap()[2];
+    for _ in 0..400 {
+        count_round(&FAMILIES, &mut hits, &mut tries, &[0], &[0], &[1]).unwrap();
+    }
+    let after = expected_tokens(&FAMILIES, &hits, &tries, &[0.6; 6], &[0]).unwrap()[2];
+    assert!(before < 1.2 && after > 2.0, "{before}, {after}");
+}
+
+#[test]
+fn totals_are_those_of_the_lanes() {
+    let (mut hits, mut tries) = (vec![0.0; 18], vec![0.0; 18]);
+    let totals = count_round(&FAMILIES, &mut hits, &mut tries, &[0, 1, 2], &[2, 1, 3], &[3, 2, 1]).unwrap();
+    assert_eq!(totals, [2.0, 2.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
+}
+
+#[test]
+fn a_round_that_cannot_be_is_not_counted() {
+    let (mut hits, mut tries) = (vec![0.0; 6], vec![0.0; 6]);
+    for (rows, shapes, lens) in [([0, 1], [2, 2], [1, 1]), ([0, 0], [2, 9], [1, 1]), ([0, 0], [2, 2], [1, 5])] {
+        assert!(count_round(&FAMILIES, &mut hits, &mut tries, &rows, &shapes, &lens).is_err());
+    }
+    assert_eq!(tries, [0.0; 6]);
+    let lying = Families { family: &[-1, 0], num_steps: &[1, 1], num_families: 1, depth: 1 };
+    assert!(expected_tokens(&lying, &[], &[], &[0.5], &[]).is_err());
+    assert!(expected_tokens(&FAMILIES, &hits, &tries, &[f64::NAN; 6], &[0]).is_err());
+}
