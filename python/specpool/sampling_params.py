@@ -65,6 +65,7 @@ class SamplingParams:
         max_draft_steps: the most drafting steps of a round; 0 = plain decoding; None = no limit
             beyond the engine's shape or its controller. A shape that the request names must not
             have more steps.
+        drafter: the name of the drafter, of those that the engine has; None = its first.
         cache_salt: requests share cached KV only with requests of the same salt, for example of the
             same tenant; at most 256 bytes.
     """
@@ -86,6 +87,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: Sequence[str] = ()
     max_draft_steps: int | None = None
+    drafter: str | None = None
     cache_salt: str = ""
 
     def __new__(cls, **fields: object) -> SamplingParams:
@@ -120,6 +122,8 @@ class SamplingParams:
         check_stop(self.stop)
         if self.max_draft_steps is not None:
             check_int("max_draft_steps", self.max_draft_steps, 0, (1 << 31) - 1)
+        if self.drafter is not None and not (isinstance(self.drafter, str) and self.drafter):
+            raise ConfigError(f"drafter must be a name or None, got {self.drafter!r:.80}")
         check_salt(self.cache_salt)
         if self.structured is not None and not isinstance(self.structured, Grammar):
             raise ConfigError(

@@ -1,14 +1,16 @@
 """Drafters: they propose the tokens that the target model verifies.
 
-`EagleDrafter` runs an EAGLE head. `NgramDrafter` searches the text for earlier copies of its last
-tokens. `ScriptedDrafter` knows the text and errs at a given rate, for tests and benchmarks. A
-drafter of your own needs the attributes and methods of `Drafter`. If it also has those of `Choosy`,
-it can skip rounds that are not worth drafting; with those of `Patient` it can save work in rounds
-without drafts.
+`EagleDrafter` runs an EAGLE head, `LMDrafter` a small language model. `NgramDrafter` searches the
+text for earlier copies of its last tokens. `ScriptedDrafter` knows the text and errs at a given
+rate, for tests and benchmarks. A drafter of your own needs the attributes and methods of `Drafter`.
+If it also has those of `Choosy`, it can skip rounds that are not worth drafting; with those of
+`Patient` it can save work in rounds without drafts; with those of `Reader` it gets tokens without
+features.
 """
 
-from specpool.draft.base import Choosy, Drafter, DraftTree, Patient
+from specpool.draft.base import Choosy, Drafter, DraftTree, Patient, Reader
 from specpool.draft.eagle import EagleDrafter
+from specpool.draft.lm import LMDrafter
 from specpool.draft.ngram import NgramDrafter
 from specpool.draft.scripted import ScriptedDrafter
 from specpool.models.files.names import ngram_of
@@ -18,8 +20,10 @@ __all__ = [
     "DraftTree",
     "Drafter",
     "EagleDrafter",
+    "LMDrafter",
     "NgramDrafter",
     "Patient",
+    "Reader",
     "ScriptedDrafter",
     "named_drafter",
 ]
