@@ -8,6 +8,7 @@
 //!   `config -> log_header -> event_log -> recorder -> ledger`, `event_log -> frames -> log_reader -> replay`;
 //! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `slots -> moves`, `mask`, `attention`;
 //! - on plain arrays, for the tree: `tree -> verify`, `sample`, which never see pages.
+//! - on texts, for drafts: `suffix`.
 //!
 //! Start at [`Ledger`]: its example runs one request from its prefill to its end, and the less obvious verbs have
 //! examples of their own. `cargo run --example scheduler` is a whole continuous-batching loop on a fake device.
@@ -26,6 +27,7 @@ pub mod memory;
 pub mod replay;
 pub mod shape;
 pub mod state;
+pub mod suffix;
 pub mod tree;
 pub mod verb;
 
@@ -50,6 +52,7 @@ pub use state::page_pool::{PagePool, PageRecord, PageState};
 pub use state::page_table::PageTable;
 pub use state::sizing::{Geometry, Policy, Reserve};
 pub use state::step::{Plan, StepKind, StepState};
+pub use suffix::{Proposal, SuffixIndex};
 pub use verb::Verb;
 
 /// The example of the README is run with the others.

@@ -24,6 +24,7 @@ mod shape;
 mod sizing;
 mod slots;
 mod snapshot;
+mod suffix;
 mod tree;
 
 #[doc = doc!("_core")]
@@ -66,6 +67,8 @@ mod _core {
     };
     #[pymodule_export]
     use super::snapshot::Snapshot;
+    #[pymodule_export]
+    use super::suffix::SuffixIndex;
     #[pymodule_export]
     use super::tree::{
         build_tree, organize, sample_margins, sample_tokens, select_topk, tree_from_parents, uniform, verify_tree,
