@@ -20,7 +20,7 @@ from specpool.attention import AttentionBatch, AttentionView
 from specpool.attention.lanes import Lanes, causal_view, chain_views
 from specpool.attention.seq_lens import SeqLens
 from specpool.draft.base import DraftTree, Links, chain_links
-from specpool.draft.branches import DenseBranches, HoleyBranches
+from specpool.draft.branches import DenseBranches, HoleyBranches, draft_window
 from specpool.errors import ConfigError
 from specpool.kernels.launch import runs_kernels
 from specpool.memory.kv_cache import KVCache
@@ -144,6 +144,7 @@ class LMDrafter:
         self._attached = True
         self._cache, self._group, self._layout = cache, group, layout
         self._last_position = cache.max_context_len - 1
+        self._window = draft_window(cache, group)
         layers = range(first_layer, first_layer + len(self.layers))
         self._kv = [
             (layer, cache.keys[i], cache.values[i])
@@ -258,7 +259,7 @@ class LMDrafter:
             tokens = tokens.clamp(max=self._num_tokens - 1)
         kv = {layer: (keys, values, view) for layer, keys, values in self._kv}
         at = positions.clamp(max=self._last_position).long()
-        output = self.model.forward(tokens, at, AttentionBatch([view], kv), logits_at)
+        output = self.model.forward(tokens, at, AttentionBatch([view], kv, self._window), logits_at)
         return output.logits[:, : self._num_tokens]
 
 
