@@ -74,8 +74,8 @@ class EngineConfig:
         layout: where drafts lie in a row; `auto` = dense (the torch back end reads single tokens).
         ancestry: `exact` = a draft token attends to its true ancestors; `branch` = to its branch's
             own slots, whatever they hold (SGLang's reading, for comparison).
-        draft_window: the last tokens of a row that keep draft KV, a number from 2; a draft token sees
-            no others, so the draft group's pages do not grow with the text. None = all tokens.
+        draft_window: the last tokens of a row that keep draft KV, a number from 2. A draft token
+            sees no others, so a row's draft pages do not grow with its text. None = all tokens.
             Needs placement `split`.
         max_batch: the most requests that run at once.
         max_sessions: the most sessions that keep KV between their turns. If there are more, the

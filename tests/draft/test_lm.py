@@ -112,22 +112,15 @@ def test_proposals_equal_the_plain_models(draft, shape, options):
     check(draft, texts, [*whole[:2], whole[-1]])
 
 
-def test_a_chain_that_was_accepted_as_a_whole_leaves_no_hole(draft, monkeypatch):
-    """Its last draft has no KV until `keep` writes it. Without `keep` a later proposal errs."""
-    prompt = PROMPTS[:1]
-    params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+def test_a_chain_that_was_accepted_as_a_whole_leaves_no_hole():
+    """Its last draft has no KV until `keep` writes it."""
     with make(shape=CHAIN) as engine:
-        first, num = engine.drafter._kv[0][1], []
-        read = engine.drafter.read
-        monkeypatch.setattr(
-            engine.drafter, "read", lambda lanes, t: (num.append(len(t)), read(lanes, t))[1]
-        )
-        (output,) = engine.generate(prompt, params)
-        used = first.abs().sum((1, 2)).count_nonzero()
-    # The cells of prompt, output and of the drafts of the last round; each was written.
+        keys = engine.drafter._kv[0][1]
+        (output,) = engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=60, ignore_eos=True))
+        num_written = keys.abs().sum((1, 2)).count_nonzero()
     assert max(output.accept_lens) == CHAIN.num_steps + 1
-    assert num[1:] == [1] * output.accept_lens[:-1].count(4) or set(num[1:]) == {1}
-    assert used >= len(output.prompt_ids) + len(output.token_ids) - 1
+    # All but the last token, which no forward has read.
+    assert num_written >= len(output.prompt_ids) + len(output.token_ids) - 1
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE])

@@ -147,8 +147,8 @@ class EagleDrafter:
     def catch_up(self, lanes: Lanes, root_tokens: Tensor) -> None:
         """Run each row's last token again through the whole head; see `Patient.catch_up`.
 
-        The pages still hold every cell that the token sees: the draft group keeps one cell more than
-        a window.
+        The pages still hold every cell that the token sees: the draft group keeps one cell more
+        than a window.
         """
         lasts = lanes.ahead(-1)
         inputs = self._put_off.index_select(0, lanes.index)
