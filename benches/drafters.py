@@ -2,7 +2,8 @@
 
 Batch 1 on a CPU, greedy, the shipped toys: the same target, the same draft model, as many drafts a
 round on both sides. Prompts for prompt lookup repeat a passage, as an edited text does. Both sides
-must write the text of plain decoding.
+must write the text of plain decoding. Time is the CPU time of this process, so that other programs
+count little.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ def drafters(
 def _compare(
     name: str, draft: str, prompts: Sequence[list[int]], steps: int, tokens: int, repeats: int
 ) -> list[Result]:
-    """Time one drafter and transformers in turn; return the tokens of a second."""
+    """Time one drafter and transformers in turn; return the tokens of a second of CPU time."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from specpool.engine.engine import Engine
 
-    load = AutoModelForCausalLM.from_pretrained
+    load: Any = AutoModelForCausalLM.from_pretrained
     target = load(resolve("specpool/tiny"), dtype=torch.float32).eval()
     more: dict[str, Any] = {"prompt_lookup_num_tokens": steps, "max_matching_ngram_size": 4}
     if draft == DRAFT:
@@ -69,7 +70,7 @@ def _compare(
         assistant.generation_config.assistant_confidence_threshold = 0.0
         more = {"assistant_model": assistant}
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
-    options = {"max_context_len": 1024, "max_batch": 1, "prefix_cache": False}
+    options: dict[str, Any] = {"max_context_len": 1024, "max_batch": 1, "prefix_cache": False}
     with Engine.from_pretrained(**options) as plain:
         expected = [output.token_ids for output in plain.generate(prompts, params)]
     engine = Engine.from_pretrained(draft=draft, shape=Shape.eagle(steps, 1, steps + 1), **options)
@@ -104,7 +105,7 @@ def _compare(
         Result(
             name=f"{name}, chain of {steps}, accept length {statistics.mean(lens or [1]):.2f}",
             value=mine,
-            unit="tokens/s",
+            unit="tokens / CPU s",
             reference="transformers' assisted generation"
             if draft == DRAFT
             else "transformers' prompt lookup",
@@ -120,10 +121,10 @@ def _in_turn(
     seconds: tuple[list[float], list[float]] = ([], [])
     for number in range(repeats + 1):
         for side, found in zip((ours, theirs), seconds, strict=True):
-            start = time.perf_counter()
+            start = time.process_time()
             texts = side()
             if texts != expected:
                 raise CorruptState("a drafted text is not that of plain decoding")
             if number:
-                found.append(time.perf_counter() - start)
+                found.append(time.process_time() - start)
     return seconds
