@@ -443,6 +443,21 @@ def grammar(
     run(vocab=vocab, repeats=repeats, threads=threads, json=json, plot=plot)
 
 
+@app.command("drafters")
+def drafters(
+    steps: Annotated[int, typer.Option(help="Drafts of a round.")] = 5,
+    tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """A small model, prompt lookup and suffix decoding beside transformers' own, batch 1."""
+    from benches.drafters import drafters as run
+
+    run(steps=steps, tokens=tokens, repeats=repeats, threads=threads, json=json, plot=plot)
+
+
 @app.command("adaptive")
 def adaptive(
     batch: Annotated[

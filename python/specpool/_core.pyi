@@ -25,6 +25,7 @@ __all__ = [
     "Replay",
     "Shape",
     "Snapshot",
+    "SuffixIndex",
     "__version__",
     "advance_ancestors",
     "apply_table_delta",
@@ -1466,6 +1467,79 @@ class Ledger:
         Raises:
             CorruptState: the message has one line for each broken rule.
         """
+
+@final
+class SuffixIndex:
+    """What followed the end of a text before, with counts, in bounded memory.
+
+    A suffix automaton of the texts, which grows token by token. Counts are exact for contexts of at
+    most `max_context` tokens. A token costs at most `max_context` steps and about 300 bytes. Half
+    of the tokens are forgotten at once when there are more than `max_tokens`.
+
+    Args:
+        max_tokens: the most tokens that are known, in `[2, 2^28]`.
+        max_context: the longest context that is counted, in `[1, 256]`.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    def __new__(cls, max_tokens: int, *, max_context: int = 32) -> SuffixIndex: ...
+    def begin(self) -> int:
+        """Begin an empty text, and return its number. Texts may grow side by side."""
+
+    def end(self, text: int) -> None:
+        """Drop a text's place. What it said stays known until it is forgotten.
+
+        Raises:
+            ConfigError: there is no such text.
+        """
+
+    def extend(self, text: int, tokens: Sequence[int]) -> None:
+        """Add tokens to the end of a text.
+
+        Raises:
+            ConfigError: there is no such text, or a token is below 0.
+        """
+
+    def best(self, text: int) -> tuple[int, float]:
+        """Return how much of a text's end is known, and how likely its best continuation is.
+
+        Returns:
+            The tokens of the text's end that occurred before with something after them, and the
+            share of the commonest token after them; 0 and 0.0 if nothing is known.
+
+        Raises:
+            ConfigError: there is no such text.
+        """
+
+    def propose(
+        self, text: int, *, num_steps: int, topk: int, num_draft_tokens: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32], int]:
+        """Propose the likeliest continuations of a text as a tree; the root is node 0.
+
+        Args:
+            text: the number of the text.
+            num_steps: the most levels below the root.
+            topk: the most children of a node.
+            num_draft_tokens: the most nodes, the root included.
+
+        Returns:
+            For each node from 1 on, the likeliest first: its token, int64 [n], its parent, int32
+            [n], and the probability of its path by the counts, float32 [n]; and the tokens of the
+            text's end that occurred before.
+
+        Raises:
+            ConfigError: there is no such text.
+            ShapeError: a number is out of range.
+        """
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are known."""
+    @property
+    def num_states(self) -> int:
+        """States of the automata; at most `2 * num_tokens + 2`."""
 
 @final
 class Event:

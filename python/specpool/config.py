@@ -74,6 +74,9 @@ class EngineConfig:
         layout: where drafts lie in a row; `auto` = dense (the torch back end reads single tokens).
         ancestry: `exact` = a draft token attends to its true ancestors; `branch` = to its branch's
             own slots, whatever they hold (SGLang's reading, for comparison).
+        draft_window: the last tokens of a row that keep draft KV, a number from 2. A draft token
+            sees no others, so a row's draft pages do not grow with its text. None = all tokens.
+            Needs placement `split`.
         max_batch: the most requests that run at once.
         max_sessions: the most sessions that keep KV between their turns. If there are more, the
             session whose turn ended longest ago loses its KV; it keeps its tokens, and its next
@@ -127,6 +130,7 @@ class EngineConfig:
     policy: Policy = "exact"
     layout: Layout = "auto"
     ancestry: Ancestry = "exact"
+    draft_window: int | None = None
     max_batch: int = 8
     max_sessions: int = 16
     session_pages: int | None = None
@@ -165,6 +169,13 @@ class EngineConfig:
         check_choice("policy", self.policy, get_args(Policy))
         check_choice("layout", self.layout, get_args(Layout))
         check_choice("ancestry", self.ancestry, get_args(Ancestry))
+        if self.draft_window is not None:
+            check_int("draft_window", self.draft_window, 2, 1 << 30)
+            if self.placement == "shared":
+                raise ConfigError(
+                    f"draft_window {self.draft_window} needs placement 'split': a shared group has "
+                    "the target's layers too, which see all tokens"
+                )
         check_int("max_batch", self.max_batch, 1, 1 << 16)
         check_int("max_sessions", self.max_sessions, 0, 1 << 16)
         if self.session_pages is not None:

@@ -73,6 +73,7 @@ class SamplingParams:
             request then drafts for throughput, and `EngineStats.adaptive` counts it.
         priority: the greater comes first for rows and is retracted last. With a budget a token of
             it counts twice as much as one of the priority below. None = that of the call.
+        drafter: the name of the drafter, of those that the engine has; None = its first.
         cache_salt: requests share cached KV only with requests of the same salt, for example of the
             same tenant; at most 256 bytes.
     """
@@ -96,6 +97,7 @@ class SamplingParams:
     max_draft_steps: int | None = None
     tpot_ms: float | None = None
     priority: int | None = None
+    drafter: str | None = None
     cache_salt: str = ""
 
     def __new__(cls, **fields: object) -> SamplingParams:
@@ -133,6 +135,8 @@ class SamplingParams:
             check_number("tpot_ms", self.tpot_ms, 1e-3, 1e9)
         if self.priority is not None:
             check_int("priority", self.priority, -(1 << 31), (1 << 31) - 1)
+        if self.drafter is not None and not (isinstance(self.drafter, str) and self.drafter):
+            raise ConfigError(f"drafter must be a name or None, got {self.drafter!r:.80}")
         check_salt(self.cache_salt)
         if self.structured is not None and not isinstance(self.structured, Grammar):
             raise ConfigError(

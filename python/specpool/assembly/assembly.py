@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specpool._core import Ledger, Shape
@@ -13,7 +13,7 @@ from specpool.assembly.worker_choice import routed
 from specpool.attention import BACK_ENDS, BackEnd, check_trees, start_back_end
 from specpool.attention.view import Attend
 from specpool.config import EngineConfig, WorkerName
-from specpool.draft import Drafter
+from specpool.draft import Drafter, LMDrafter
 from specpool.errors import ConfigError
 from specpool.loop.busy_check import BusyCheck
 from specpool.loop.loop import Loop
@@ -25,6 +25,7 @@ from specpool.memory.pools import Pools, plan_pools
 from specpool.models import TargetModel
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
+from specpool.worker.followers import feature_layers
 from specpool.worker.graphs.capture import capture_on
 from specpool.worker.worker import Worker
 
@@ -34,7 +35,7 @@ class Assembly:
     """The parts below an engine's scheduler, with the functions that put a scheduler on them."""
 
     target: TargetModel
-    drafter: Drafter | None
+    drafters: Mapping[str, Drafter]  # by name; the first is of a request that names none
     config: EngineConfig
     shape: Shape  # for a request that names none
     max_context_len: int
@@ -47,12 +48,12 @@ class Assembly:
 
     def scheduler_config(self) -> SchedulerConfig:
         """Return the options of a scheduler for these parts."""
-        config, drafter = self.config, self.drafter
+        config, drafters = self.config, [*self.drafters.values()]
         return SchedulerConfig(
             max_batch=config.max_batch,
             prefill_tokens=config.prefill_tokens,
-            keeps_draft_kv=drafter is not None and bool(drafter.layers),
-            reads_tokens=drafter is not None and drafter.reads_tokens,
+            keeps_draft_kv=any(drafter.layers for drafter in drafters),
+            reads_tokens=any(drafter.reads_tokens for drafter in drafters),
             trims_rounds=self.kind == "v1",
             shares_prompts=not self.target.keeps_state,
             headroom=config.headroom,
@@ -96,7 +97,7 @@ class Assembly:
             self.worker.graphs.restart()
 
 
-def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig) -> Assembly:
+def assemble(target: TargetModel, named: Mapping[str, Drafter], config: EngineConfig) -> Assembly:
     """Build the parts for loaded models. Nothing runs yet, except to capture graphs.
 
     Raises:
@@ -104,7 +105,8 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
     """
     if target.closed:
         raise ConfigError("the target model has been closed: load it again")
-    draft_layers = [] if drafter is None else drafter.layers
+    drafters = [*named.values()]
+    draft_layers = [layer for drafter in drafters for layer in drafter.layers]
     layers = [*target.layer_kv, *draft_layers]
     attention, started = start_back_end(
         config.attention, target.device, target.dtype, layers, target.config.model_type
@@ -114,11 +116,11 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
         config, attention, has_capture=capture is not None, keeps_state=target.keeps_state
     )
     controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=sizes or None)
-    shape = _shape(config, drafter, controller)
-    shapes = _shapes(config, drafter, shape, controller)
-    _check(config, drafter, attention, shapes)
-    kind = routed(config, target, drafter, shapes)
-    max_context_len = _context_len(config, target)
+    shape = _shape(config, drafters, controller)
+    shapes = _shapes(config, drafters, shape, controller)
+    _check(config, drafters, attention, shapes)
+    kind = routed(config, target, drafters, shapes)
+    max_context_len = _context_len(config, target, drafters)
     pools = plan_pools(
         config,
         target.layer_kv,
@@ -129,13 +131,14 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
         device=target.device,
     )
     ledger, cache = pools.ledger, _cache(pools, layers, target, started.attend if started else None)
-    if drafter is not None:
-        target.capture(drafter.feature_layers)
-        layout = ledger.groups[pools.draft_group].layout
-        drafter.attach(cache, len(target.layer_kv), pools.draft_group, layout, shapes)
+    target.capture(feature_layers(drafters))
+    layout, first_layer = ledger.groups[pools.draft_group].layout, len(target.layer_kv)
+    for drafter in drafters:
+        drafter.attach(cache, first_layer, pools.draft_group, layout, shapes)
+        first_layer += len(drafter.layers)
     worker = Worker(
         target,
-        drafter,
+        drafters,
         cache,
         target_groups=pools.target_groups,
         shapes=ledger.shapes,
@@ -143,14 +146,14 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
         attention=attention,
     )
     if capture is not None and sizes:
-        kinds = round_kinds(config, sizes, drafter, shape)
+        kinds = round_kinds(config, sizes, drafters, shape)
         captured = worker.capture(capture, ledger, kinds, started).sizes
         if captured != sizes:  # only captured sizes decide a batch's range
             left = captured or None
             controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=left)
     return Assembly(
         target=target,
-        drafter=drafter,
+        drafters=named,
         config=config,
         shape=shape,
         max_context_len=max_context_len,
@@ -169,17 +172,22 @@ def forced_shape(config: EngineConfig) -> Shape | None:
     return Shape.eagle(steps, 1, steps + 1) if steps else None
 
 
-def _shape(config: EngineConfig, drafter: Drafter | None, controller: Controller | None) -> Shape:
+def _shape(
+    config: EngineConfig, drafters: Sequence[Drafter], controller: Controller | None
+) -> Shape:
     """Return the shape of a request that names none."""
     if config.shape is not None:
         return config.shape
     if controller is not None:
         return max(controller.candidates, key=lambda each: each.num_draft_tokens)
-    return Shape.none() if drafter is None else Shape.eagle(3, 1, 4)
+    return Shape.eagle(3, 1, 4) if drafters else Shape.none()
 
 
 def _shapes(
-    config: EngineConfig, drafter: Drafter | None, shape: Shape, controller: Controller | None
+    config: EngineConfig,
+    drafters: Sequence[Drafter],
+    shape: Shape,
+    controller: Controller | None,
 ) -> list[Shape]:
     """Return all shapes that may run beside shape 0.
 
@@ -187,7 +195,7 @@ def _shapes(
         ConfigError: there is no draft model for one of them.
     """
     shapes = [shape, *config.shapes, *(controller.candidates if controller else ())]
-    for each in shapes if drafter is None else ():
+    for each in () if drafters else shapes:
         if each.num_draft_tokens > 1:
             raise ConfigError(f"{each} drafts, but there is no draft model")
     chain = forced_shape(config)
@@ -195,11 +203,14 @@ def _shapes(
 
 
 def _check(
-    config: EngineConfig, drafter: Drafter | None, attention: BackEnd, shapes: Sequence[Shape]
+    config: EngineConfig,
+    drafters: Sequence[Drafter],
+    attention: BackEnd,
+    shapes: Sequence[Shape],
 ) -> None:
     """Raise `ConfigError` if these shapes cannot be drafted or verified with the options."""
     check_trees(attention, config.page_size, shapes)
-    if config.mixed_chunks and drafter is not None and not attention.reads_ragged_masks:
+    if config.mixed_chunks and drafters and not attention.reads_ragged_masks:
         able = [name for name, each in BACK_ENDS.items() if each.reads_ragged_masks]
         raise ConfigError(
             f"mixed_chunks while drafting needs a back end that reads ragged masks "
@@ -207,10 +218,12 @@ def _check(
         )
 
 
-def _context_len(config: EngineConfig, target: TargetModel) -> int:
-    """Return the most tokens of a sequence."""
+def _context_len(config: EngineConfig, target: TargetModel, drafters: Sequence[Drafter]) -> int:
+    """Return the most tokens of a sequence; a draft model may have fewer positions."""
     limit = target.max_context_len
-    max_context_len = config.max_context_len or limit
+    if config.max_context_len is None:
+        return min([limit, *(d.max_context_len for d in drafters if isinstance(d, LMDrafter))])
+    max_context_len = config.max_context_len
     if max_context_len > limit:
         raise ConfigError(
             f"max_context_len {max_context_len} is above the model's {limit} positions"

@@ -39,7 +39,7 @@ def graph_sizes(
 
 
 def round_kinds(
-    config: EngineConfig, sizes: Sequence[int], drafter: Drafter | None, shape: Shape
+    config: EngineConfig, sizes: Sequence[int], drafters: Sequence[Drafter], shape: Shape
 ) -> dict[RoundKind, list[int]]:
     """Return the kinds of rounds to capture, with the batch sizes of each.
 
@@ -48,10 +48,10 @@ def round_kinds(
     Args:
         config: gives the shapes and the candidates.
         sizes: all batch sizes to capture.
-        drafter: the engine's.
+        drafters: the engine's; rounds of the first are captured.
         shape: the engine's own shape.
     """
-    keeps_draft_kv = drafter is not None and bool(drafter.layers)
+    keeps_draft_kv = any(drafter.layers for drafter in drafters)
     found: dict[RoundKind, list[int]] = {}
     named = list(config.shapes)
     if config.adaptive is None:
@@ -65,7 +65,7 @@ def round_kinds(
         found = {RoundKind(each, keeps_draft_kv): mine or [] for each, mine in reach.items()}
     found |= {RoundKind(each, keeps_draft_kv): list(sizes) for each in named if each.num_steps}
     found[RoundKind(Shape.none(), False)] = list(sizes)  # for requests that opt out
-    reads_tokens = drafter is not None and drafter.reads_tokens  # which only the host knows
+    reads_tokens = bool(drafters) and drafters[0].reads_tokens  # which only the host knows
     return {
         kind: mine
         for kind, mine in found.items()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, Union, cast
 
 import torch
 
 from specpool.assets import resolve
 from specpool.config import EngineConfig
-from specpool.draft import Drafter, EagleDrafter, named_drafter
+from specpool.draft import Drafter, EagleDrafter, LMDrafter, named_drafter
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
+from specpool.models.draft_kind import is_language_model
 from specpool.models.placement import check_dtype
 from specpool.models.target_folder import find_target, load_config
 from specpool.text.tokenizer import check_tokenizer, load_tokenizer
@@ -21,19 +22,35 @@ from specpool.text.tokenizer import check_tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+#: What a drafter is made of: a folder, a hub name, a name of `named_drafter`, or a loaded model; or
+#: it is a drafter already.
+Draft: TypeAlias = Union[str, PathLike[str], Drafter, "PreTrainedModel"]
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A target model, with a drafter and a tokenizer if there are any."""
 
     target: TargetModel
-    drafter: Drafter | None
+    drafters: dict[str, Drafter]
     tokenizer: PreTrainedTokenizerBase | None
+
+    def close(self) -> None:
+        """Restore the attention of models that were passed in."""
+        close_models(self.target, self.drafters)
+
+
+def close_models(target: TargetModel, drafters: Mapping[str, Drafter]) -> None:
+    """Close the target, and the drafters that have a model of their own."""
+    for one in drafters.values():
+        if isinstance(one, LMDrafter):
+            one.close()
+    target.close()
 
 
 def load(
     target: str | PathLike[str] | PreTrainedModel,
-    draft: str | PathLike[str] | Drafter | None,
+    draft: Draft | Sequence[Draft] | Mapping[str, Draft] | None,
     *,
     config: EngineConfig,
     dtype: str | torch.dtype | None,
@@ -53,14 +70,7 @@ def load(
     ):
         raise ConfigError(f"feature_layers must be layer numbers, got {feature_layers!r:.80}")
     check_tokenizer(tokenizer)
-    if isinstance(draft, str):
-        draft = None if draft == "none" else named_drafter(draft) or draft
-    if not (draft is None or isinstance(draft, str | PathLike) or hasattr(draft, "propose")) or (
-        draft == ""
-    ):
-        raise ConfigError(
-            f"draft must be a folder, a hub name, a drafter or None, got {draft!r:.80}"
-        )
+    drafts = _named(draft)
     check_dtype(dtype)
     if isinstance(target, str | PathLike):
         name = resolve(target) if isinstance(target, str) else target
@@ -72,18 +82,79 @@ def load(
         model = TargetModel.from_pretrained(source, dtype=dtype, device=device)
     else:
         model = TargetModel.from_pretrained(target, dtype=dtype)
+    loaded = Loaded(model, {}, tokenizer)
     try:
-        drafter: Drafter | None
-        if isinstance(draft, str | PathLike):
-            drafter = EagleDrafter.from_pretrained(
-                resolve(draft) if isinstance(draft, str) else draft,
-                model,
-                ancestry=config.ancestry,
-                feature_layers=feature_layers,
+        for name, one in drafts.items():
+            loaded.drafters[name] = _drafter(
+                one, loaded, config, feature_layers, trust_remote_code=trust_remote_code
             )
-        else:
-            drafter = draft
-        return Loaded(model, drafter, tokenizer)
+        return loaded
     except BaseException:
-        model.close()
+        loaded.close()
         raise
+
+
+def _named(
+    draft: Draft | Sequence[Draft] | Mapping[str, Draft] | None,
+) -> dict[str, Draft]:
+    """Return the drafts by name: a mapping's keys, else what a string says, or a type's name.
+
+    Raises:
+        ConfigError: something is no draft, or two have one name.
+    """
+    if draft is None or draft == "none":
+        return {}
+    if isinstance(draft, Mapping):
+        pairs = list(draft.items())
+    elif isinstance(draft, Sequence) and not isinstance(draft, str):
+        pairs = [(_name(one), one) for one in draft]
+    else:
+        pairs = [(_name(draft), draft)]
+    if not pairs:
+        raise ConfigError("draft is empty: give a draft, or None for plain decoding")
+    names = [name for name, _ in pairs]
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"a drafter's name must be a string, got {name!r:.80}")
+        if names.count(name) > 1:
+            raise ConfigError(f"two drafters are named {name!r:.80}: name them, in a mapping")
+    found: dict[str, Draft] = {}
+    for name, one in pairs:
+        is_known = isinstance(one, str | PathLike) or hasattr(one, "propose")
+        if not (is_known or hasattr(one, "generate")) or one in ("", "none"):
+            raise ConfigError(
+                f"draft must be a folder, a hub name, a model, a drafter or None, got {one!r:.80}"
+            )
+        found[name] = (named_drafter(one) or one) if isinstance(one, str) else one
+    return found
+
+
+def _name(draft: object) -> str:
+    return str(draft) if isinstance(draft, str | PathLike) else type(draft).__name__
+
+
+def _drafter(
+    draft: Draft,
+    loaded: Loaded,
+    config: EngineConfig,
+    feature_layers: Sequence[int] | None,
+    *,
+    trust_remote_code: bool,
+) -> Drafter:
+    """Load one draft for the target: by its files, an EAGLE head or a language model."""
+    if hasattr(draft, "propose"):
+        return cast("Drafter", draft)
+    if isinstance(draft, str | PathLike):
+        source = resolve(draft) if isinstance(draft, str) else draft
+        if not is_language_model(source):
+            return EagleDrafter.from_pretrained(
+                source, loaded.target, ancestry=config.ancestry, feature_layers=feature_layers
+            )
+        draft = source
+    return LMDrafter.from_pretrained(
+        cast("str | PathLike[str] | PreTrainedModel", draft),
+        loaded.target,
+        tokenizer=loaded.tokenizer,
+        max_context_len=config.max_context_len,
+        trust_remote_code=trust_remote_code,
+    )

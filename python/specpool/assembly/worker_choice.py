@@ -15,7 +15,10 @@ _log = logging.getLogger("specpool")
 
 
 def routed(
-    config: EngineConfig, target: TargetModel, drafter: Drafter | None, shapes: Sequence[Shape]
+    config: EngineConfig,
+    target: TargetModel,
+    drafters: Sequence[Drafter],
+    shapes: Sequence[Shape],
 ) -> WorkerName:
     """Return the worker's name: the configured one, or v2; v1 for a target with recurrent layers.
 
@@ -42,11 +45,8 @@ def routed(
                 f"{kind}, and a tree would need one for each node: it needs chains (topk 1), got "
                 f"{shape}"
             )
-    if drafter is not None and (drafter.layers or not drafter.reads_tokens):
-        raise ConfigError(
-            f"{kind}, and no drafter that reads the target's features runs beside it: draft with "
-            "'ngram'"
-        )
+    if any(drafter.layers or not drafter.reads_tokens for drafter in drafters):
+        raise ConfigError(f"{kind}, and no drafter with a model runs beside it: draft with 'ngram'")
     if config.worker == "auto":
         _log.warning(
             "%s, which is saved before each round and replayed over what the round accepted: "

@@ -80,7 +80,8 @@ class Lanes:
     def filter(self, keep: npt.NDArray[np.bool_]) -> Lanes:
         """Return the lanes of `keep`, bool [B], with one token each."""
         if keep.all():
-            return self if self.widths == 1 else Lanes(self.rows, self.seq_lens, 1)
+            is_narrow = isinstance(self.widths, int) and self.widths == 1
+            return self if is_narrow else Lanes(self.rows, self.seq_lens, 1)
         (kept,) = upload(self.rows.device, np.flatnonzero(keep))
         return Lanes(self.rows.index_select(0, kept), self.seq_lens.filter(keep), 1)
 

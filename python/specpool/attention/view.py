@@ -319,7 +319,13 @@ class AttentionBatch:
     Attributes:
         views: one per group in use.
         kv: layer index -> (k_buffer [num_slots, Hkv, Dk], v_buffer [num_slots, Hkv, Dv], view).
+        window: the most keys that a query of any layer sees; None = what the layer says.
     """
 
     views: Sequence[View]
     kv: Sequence[tuple[Tensor, Tensor, View]] | Mapping[int, tuple[Tensor, Tensor, View]]
+    window: int | None = None
+
+    def window_of(self, own: int | None) -> int | None:
+        """Return the window of a layer whose own is `own`."""
+        return min((each for each in (own, self.window) if each is not None), default=None)

@@ -23,7 +23,7 @@ from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
 from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError
-from specpool.models.files.names import ngram_of
+from specpool.models.files.names import is_lookup
 from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def generate(job: Job) -> None:
                 for batch, tokens in cases:
                     results += _case(engine, name, reference, batch, tokens, job.repeats)
                     progress.advance(task)
-                if ngram_of(name) is not None:
+                if is_lookup(name):
                     results += _lookup(engine, name, most, job.repeats)
                 if job.num_requests:
                     results += _traffic(engine, name, job.num_requests, least, job.repeats)
@@ -262,11 +262,13 @@ def _run_lookup(
 
 
 def _second(engine: Engine, draft: str) -> Drafter:
-    """Return a second drafter on the same head, because a drafter serves one engine only."""
-    from specpool.draft import EagleDrafter, named_drafter
+    """Return a second drafter of the same model, because a drafter serves one engine only."""
+    from specpool.draft import EagleDrafter, LMDrafter, named_drafter
 
     if isinstance(engine.drafter, EagleDrafter):
         return EagleDrafter(engine.drafter.head)
+    if isinstance(engine.drafter, LMDrafter):
+        return LMDrafter(engine.drafter.model, vocab_size=engine.target.vocab_size)
     named = named_drafter(draft)
     assert named is not None
     return named

@@ -247,6 +247,31 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class Reader(Protocol):
+    """A drafter that needs no features: it reads each token at its own position, like a model.
+
+    The worker calls these methods in place of `extend`.
+    """
+
+    def read(self, lanes: Lanes, tokens: Tensor) -> None:
+        """Write draft KV for final tokens.
+
+        Args:
+            lanes: the rows and positions; `lens` says how many tokens of each lane count.
+            tokens: int64 [T], the tokens at the positions of `lanes`.
+        """
+
+    def keep(self, lanes: Lanes, tokens: Tensor, num_steps: int) -> None:
+        """Complete the KV of chains that this drafter has proposed in this round.
+
+        Args:
+            lanes: as in `read`; a lane has the root and its accepted drafts.
+            tokens: as in `read`.
+            num_steps: drafts of each chain.
+        """
+
+
+@runtime_checkable
 class Patient(Protocol):
     """A drafter that can put off, in plain rounds, the work that only a drafting round needs."""
 

@@ -16,6 +16,15 @@ from specpool.attention.lanes import Lanes, own_view, paged_view
 from specpool.memory.kv_cache import KVCache
 
 
+def draft_window(cache: KVCache, group: int) -> int | None:
+    """Return how many keys a query of the draft's layers sees; None = all.
+
+    The group keeps one cell more (`size_groups`).
+    """
+    window = cache.windows[group]
+    return None if window is None else window - 1
+
+
 class Branches(Protocol):
     """The views of a round's branches, step by step."""
 
@@ -70,8 +79,12 @@ class DenseBranches:
             own_mask,
             own_positions,
             (lanes.starts + step).unsqueeze(1).expand(-1, topk).contiguous(),
-            partial(self._read_tokens, step) if lanes.seq_lens.is_exact else None,
+            partial(self._read_tokens, step) if self._has_all(lanes) else None,
         )
+
+    def _has_all(self, lanes: Lanes) -> bool:
+        """Return whether the host knows all lengths and the group keeps all cells."""
+        return lanes.seq_lens.is_exact and self._cache.windows[self._group] is None
 
     def _read_tokens(self, step: int) -> TokenReads:
         """Return the slots that each branch reads at `step`; call it before the next `view`."""

@@ -20,7 +20,7 @@ from specpool._core import Shape
 from specpool.attention import AttentionView, attend
 from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view
 from specpool.draft.base import DraftTree, Links, chain_links
-from specpool.draft.branches import Branches, DenseBranches, HoleyBranches
+from specpool.draft.branches import Branches, DenseBranches, HoleyBranches, draft_window
 from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache, LayerKV
 from specpool.models import EagleHead, TargetModel
@@ -104,6 +104,8 @@ class EagleDrafter:
         self._attached = True
         self._cache, self._group, self._layout = cache, group, layout
         self._last_position = cache.max_context_len - 1
+        windows = (self.head.config.sliding_window, draft_window(cache, group))
+        self._window = min((w for w in windows if w is not None), default=None)
         self.head.reserve_positions(cache.max_context_len)
         self._layer_ids = list(range(first_layer, first_layer + len(self.layers)))
         self._fields = cache.fields(self._layer_ids)
@@ -145,8 +147,8 @@ class EagleDrafter:
     def catch_up(self, lanes: Lanes, root_tokens: Tensor) -> None:
         """Run each row's last token again through the whole head; see `Patient.catch_up`.
 
-        The pages still hold every cell that the token sees: the draft group evicts nothing, even if
-        the head has a window.
+        The pages still hold every cell that the token sees: the draft group keeps one cell more
+        than a window.
         """
         lasts = lanes.ahead(-1)
         inputs = self._put_off.index_select(0, lanes.index)
@@ -257,7 +259,7 @@ class EagleDrafter:
                 k,
                 v,
                 scaling=q.shape[-1] ** -0.5,
-                window=self.head.config.sliding_window,
+                window=self._window,
             )
 
         return self.head.forward(tokens, hidden, clamped, attention, keep)

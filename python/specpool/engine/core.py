@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from specpool.assembly.assembly import Assembly
-from specpool.draft import Choosy
+from specpool.draft import Choosy, Drafter
 from specpool.engine.output import Chunk, Report, RequestOutput
 from specpool.engine.prompts import Prompts
 from specpool.errors import ConfigError, SpecpoolError
@@ -35,6 +35,19 @@ class _Submitted:
     request: Request
     report: Report
     on_item: OnItem | None
+
+
+def _judge(drafters: Sequence[Drafter]) -> Callable[[Request], bool] | None:
+    """Return what says whether a request's drafter wants its next round; None = all always do."""
+    choosy = [one if isinstance(one, Choosy) else None for one in drafters]
+    if not any(choosy):
+        return None
+
+    def is_promising(request: Request) -> bool:
+        one = choosy[request.drafter]
+        return one is None or one.is_promising(request.tokens)
+
+    return is_promising
 
 
 _CORES: weakref.WeakSet[EngineCore] = weakref.WeakSet()
@@ -69,7 +82,7 @@ class EngineCore:
 
         No part refers to the core, so Python frees the core with its last user.
         """
-        target, drafter, config = parts.target, parts.drafter, parts.config
+        target, config = parts.target, parts.config
         self.lock = threading.RLock()
         _CORES.add(self)
         self.tokenizer, self.worker, self.host = tokenizer, parts.worker, parts.host
@@ -78,7 +91,7 @@ class EngineCore:
             parts.scheduler_config(),
             host=parts.host,
             controller=parts.controller,
-            is_promising=drafter.is_promising if isinstance(drafter, Choosy) else None,
+            is_promising=_judge([*parts.drafters.values()]),
             before_release=partial(scrub_request, parts.ledger, parts.cache),
         )
         self.loop: Loop = parts.loop(self.scheduler, busy_check=config.busy_check)
@@ -92,6 +105,7 @@ class EngineCore:
             num_pages=[group.num_pages for group in parts.ledger.groups],
             max_context_len=parts.max_context_len,
             compiler=self.compiler,
+            drafters=parts.drafters,
         )
         self._submitted: dict[int, _Submitted] = {}
         # Submitted requests that lost their row and may have news.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +14,7 @@ import torch
 
 from specpool._core import Shape
 from specpool.assembly.assembly import assemble
-from specpool.assembly.loading import load
+from specpool.assembly.loading import Draft, close_models, load
 from specpool.checks import check_fields, check_int, check_salt
 from specpool.config import EngineConfig
 from specpool.draft import Drafter
@@ -48,20 +48,25 @@ class Engine(Movable):
     def __init__(
         self,
         target: TargetModel,
-        drafter: Drafter | None = None,
+        drafter: Drafter | Mapping[str, Drafter] | None = None,
         *,
         config: EngineConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """Build the pools for loaded models; most callers want `from_pretrained`.
 
+        `drafter` is one, or several by name: `SamplingParams.drafter` names one of them.
+
         Raises:
             ConfigError: the configuration, the models and the memory do not fit together.
         """
         check_tokenizer(tokenizer)
         config = config or EngineConfig()
-        self.target, self.drafter, self.config, self.tokenizer = target, drafter, config, tokenizer
-        parts = assemble(target, drafter, config)
+        self.target, self.config, self.tokenizer = target, config, tokenizer
+        if not isinstance(drafter, Mapping):
+            drafter = {} if drafter is None else {type(drafter).__name__: drafter}
+        self.drafters: Mapping[str, Drafter] = dict(drafter)
+        parts = assemble(target, self.drafters, config)
         parts.calibrate()
         self.shape, self.max_context_len = parts.shape, parts.max_context_len
         self.ledger, self.cache = parts.ledger, parts.cache
@@ -73,7 +78,7 @@ class Engine(Movable):
         cls,
         target: str | PathLike[str] | PreTrainedModel = "specpool/tiny",
         *,
-        draft: str | PathLike[str] | Drafter | None = None,
+        draft: Draft | Sequence[Draft] | Mapping[str, Draft] | None = None,
         dtype: str | torch.dtype | None = None,
         device: str | torch.device = "cpu",
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -85,9 +90,11 @@ class Engine(Movable):
 
         Args:
             target: a folder, a hub name, `specpool/tiny` (embedded), or a loaded model.
-            draft: an EAGLE head (folder, hub name, `specpool/tiny-eagle`, `specpool/tiny-eagle3`),
-                `ngram` or `ngram:6` (prompt lookup, see `named_drafter`), a drafter object, or None
-                for plain decoding.
+            draft: an EAGLE head or a small language model of the target's tokenizer (folder, hub
+                name, `specpool/tiny-eagle`, `specpool/tiny-eagle3`, `specpool/tiny-draft`, a loaded
+                model), `ngram` or `ngram:6` (prompt lookup, see `named_drafter`), a drafter object,
+                or None for plain decoding. Or several of them, in a list or by name;
+                `SamplingParams.drafter` names one, else the first drafts.
             dtype: `float32`, `bfloat16`, `float16`, `auto` (the checkpoint's) or a torch dtype;
                 None = float32 on a CPU, else `auto`. A loaded model keeps its own.
             device: where the models and the KV live. A loaded model stays where it is.
@@ -113,13 +120,13 @@ class Engine(Movable):
             trust_remote_code=trust_remote_code,
         )
         try:
-            engine = cls(parts.target, parts.drafter, config=config, tokenizer=parts.tokenizer)
+            engine = cls(parts.target, parts.drafters, config=config, tokenizer=parts.tokenizer)
             weakref.finalize(
-                engine.core, parts.target.close
+                engine.core, parts.close
             ).atexit = False  # at the interpreter's exit there is nothing to restore
             return engine
         except BaseException:
-            parts.target.close()
+            parts.close()
             raise
 
     def generate(
@@ -339,6 +346,11 @@ class Engine(Movable):
                 yield from news
 
     @property
+    def drafter(self) -> Drafter | None:
+        """The first drafter; None = there is none."""
+        return next(iter(self.drafters.values()), None)
+
+    @property
     def peak_pages(self) -> list[int]:
         """The most pages of each group that were ever taken at once."""
         return list(self.core.loop.peak_pages)
@@ -413,7 +425,7 @@ class Engine(Movable):
                 if not self.ledger.closed:
                     failures = self.core.give_everything_back()
             finally:
-                self.target.close()
+                close_models(self.target, self.drafters)
             self.ledger.close()
         if failures:
             raise CorruptState(

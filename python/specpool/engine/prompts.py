@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from specpool._core import Shape
 from specpool.checks import check_int
+from specpool.draft import Drafter
 from specpool.engine.texts import NextTurn, Prompt, Texts, is_chat
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
@@ -39,6 +40,7 @@ class Prompts:
         num_pages: Sequence[int],
         max_context_len: int,
         compiler: Compiler,
+        drafters: Mapping[str, Drafter],
     ) -> None:
         """Keep the limits that prompts and parameters are checked against.
 
@@ -51,6 +53,7 @@ class Prompts:
             num_pages: the pages of each group.
             max_context_len: the most tokens of a sequence.
             compiler: compiles the forms of texts.
+            drafters: the engine's, by name.
         """
         self._target, self._tokenizer, self._scheduler = target, tokenizer, scheduler
         self._texts = Texts(tokenizer)
@@ -58,6 +61,8 @@ class Prompts:
         self._num_pages, self._max_context_len = list(num_pages), max_context_len
         self._ids = itertools.count(1)
         self._compiler = compiler
+        self._drafters = [*drafters]
+        self._reads_tokens = [drafter.reads_tokens for drafter in drafters.values()] or [False]
 
     def requests(
         self,
@@ -240,6 +245,7 @@ class Prompts:
                 f"max_context_len {longest} leaves room for {longest - 1}"
             )
         self._check_ids(name, params)
+        drafter = self._drafter_of(name, params)
         most_steps, choices, rounds = params.max_draft_steps, None, self._scheduler.round_shapes
         if shape is None:
             shape, shape_index, choices = rounds.allowed(self._shape, most_steps)
@@ -274,6 +280,8 @@ class Prompts:
             watch=TextStream(self._tokenizer, params.stop) if params.stop else None,
             matcher=matcher,
             forced_shape=forced,
+            drafter=drafter,
+            reads_tokens=self._reads_tokens[drafter],
         )
         if not self._scheduler.fits(request):
             most = self._scheduler.pages_at_most(request).tolist()
@@ -282,6 +290,17 @@ class Prompts:
                 f"groups have {self._num_pages}: lower max_new_tokens"
             )
         return request
+
+    def _drafter_of(self, name: str, params: SamplingParams) -> int:
+        """Return the number of the drafter that the parameters name, else 0."""
+        if params.drafter is None:
+            return 0
+        if params.drafter not in self._drafters:
+            known = ", ".join(map(repr, self._drafters)) or "none"
+            raise ConfigError(
+                f"{name} asks for the drafter {params.drafter!r:.80}; the engine has {known}"
+            )
+        return self._drafters.index(params.drafter)
 
     def _check_ids(self, name: str, params: SamplingParams) -> None:
         """Raise `ConfigError` for parameters that the vocabulary cannot fulfil."""

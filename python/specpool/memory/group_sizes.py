@@ -330,7 +330,11 @@ def _without_pages(
         groups.append(bare("kv", full_bytes + draft_bytes, hosts))
     groups += [bare(f"window {w}", windows[w], False, w) for w in sorted(windows)]
     if has_own:
-        groups.append(bare("draft", draft_bytes, True))
+        window = config.draft_window
+        if window is not None:
+            # One cell more: a catch-up runs the token before the root again.
+            window = window + 1 if window + 1 < max_context_len else None
+        groups.append(bare("draft", draft_bytes, True, window))
     return tuple(groups), len(groups) - 1 if has_own else 0
 
 

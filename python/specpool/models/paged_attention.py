@@ -55,7 +55,7 @@ def _paged_attention(
         key.transpose(1, 2).flatten(0, 1),
         value.transpose(1, 2).flatten(0, 1),
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
+        window=batch.window_of(sliding_window),
         softcap=softcap,
         sinks=s_aux,
     )

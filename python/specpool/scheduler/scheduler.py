@@ -68,7 +68,7 @@ class Scheduler:
         *,
         host: HostTier | None = None,
         controller: Controller | None = None,
-        is_promising: Callable[[list[int]], bool] | None = None,
+        is_promising: Callable[[Request], bool] | None = None,
         before_release: Callable[[Request], None] = lambda request: None,
     ) -> None:
         """Schedule on `ledger`.
@@ -79,8 +79,8 @@ class Scheduler:
             host: keeps KV of retracted requests and idle conversations; None = there is no tier.
             controller: chooses the shape of each round for requests that name none; None = every
                 request has a fixed shape.
-            is_promising: says whether the next round of a row with these tokens is worth drafting;
-                if not, the row decodes plainly. None = it always is.
+            is_promising: says whether the next round of a request is worth drafting; if not, its
+                row decodes plainly. None = it always is.
             before_release: called with a request that is about to lose its row.
         """
         self._ledger, self.config, self._is_promising = ledger, config, is_promising
@@ -343,7 +343,7 @@ class Scheduler:
         """Give a request its new tokens, and end it if they finish it."""
         request.append(new, entries, is_decode)
         if request.shape_index and (self._is_promising or request.matcher):
-            drafts = self._is_promising is None or self._is_promising(request.tokens)
+            drafts = self._is_promising is None or self._is_promising(request)
             self.round_shapes.look_ahead(request, drafts)
         if request.finish_reason is not None:
             if request.wants_pin and request.error is None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
 from specpool.kernels.transfer import Download
-from specpool.models.target_output import TargetOutput
 from specpool.scheduler.requests.request import Request
 
 
@@ -23,6 +22,7 @@ class Part:
     tree: DraftTree
     positions: Tensor  # int32 [B, N], of each node
     num_steps: int
+    chains_of: int | None  # the drafter whose chains all trees are; None = it is not one
     greedy: bool  # every lane takes the likeliest token
     first: int  # index of the part's first token among the round's
     is_broken: Tensor | None  # bool [B], lanes with an invalid tree; None = the host checked them
@@ -36,11 +36,6 @@ def bare_tree(roots: Tensor) -> DraftTree:
     depths = torch.zeros(size, dtype=torch.int32, device=roots.device)
     alone = torch.ones(*size, 1, dtype=torch.bool, device=roots.device)
     return DraftTree(roots.unsqueeze(1), depths, alone, depths - 1, depths - 1)
-
-
-def features_of(output: TargetOutput) -> Tensor:
-    """Return what an EAGLE head reads: the captured layers' inputs, or the last hidden state."""
-    return output.hidden if output.features is None else output.features
 
 
 def not_finite(lanes: Lanes, hidden: Tensor) -> Tensor:

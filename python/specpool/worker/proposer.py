@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,31 +18,38 @@ from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.scheduler.requests.request import Request
 
+_FORCED = -1  # in place of a drafter: the form of the text forces the tokens
+
 
 class Proposer:
-    """A source of draft trees that verify can walk."""
+    """A source of draft trees that verify can walk: the drafter of each lane's request."""
 
     def __init__(
-        self, drafter: Drafter | None, vocab_size: int, device: torch.device, *, keeps_state: bool
+        self,
+        drafters: Sequence[Drafter],
+        vocab_size: int,
+        device: torch.device,
+        *,
+        keeps_state: bool,
     ) -> None:
-        """Ask `drafter` for tokens of a vocabulary of this size.
+        """Ask `drafters` for tokens of a vocabulary of this size.
 
         Args:
-            drafter: None = no round drafts.
+            drafters: the engine's; none = no round drafts.
             vocab_size: the target's.
             device: where the trees are wanted.
             keeps_state: the target verifies chains alone.
         """
-        self._drafter, self._vocab_size, self._device = drafter, vocab_size, device
+        self._drafters, self._vocab_size, self._device = drafters, vocab_size, device
         self._keeps_state = keeps_state
 
     def propose(
         self, lanes: Lanes, shape: Shape, roots: Tensor, requests: Sequence[Request]
-    ) -> tuple[DraftTree, Tensor | None]:
+    ) -> tuple[DraftTree, Tensor | None, int | None]:
         """Make the trees of a part of a round.
 
-        A lane whose form forces its next tokens gets the chain of them. The drafter proposes the
-        trees of the other lanes alone.
+        A lane whose form forces its next tokens gets the chain of them. The drafter of each other
+        lane's request proposes its tree; in a capture it is the first drafter.
 
         Args:
             lanes: B lanes.
@@ -51,27 +59,44 @@ class Proposer:
 
         Returns:
             The trees, safe for verify to walk, and bool [B], the lanes whose tree was invalid and
-            was replaced. None instead of the latter if the host could read the trees.
+            was replaced. None instead of the latter if the host could read the trees. Last the
+            drafter that has proposed all trees; None = there is no single one.
 
         Raises:
             ShapeError: the trees are of another type or shape, or the host found invalid values.
         """
-        is_forced = np.array([bool(request.forced) for request in requests], np.bool_)
-        if self._drafter is not None and not is_forced.any():
-            return self._of_drafter(self._drafter, lanes, shape, roots, requests)
-        if self._drafter is None or is_forced.all():
+        by = [_FORCED if request.forced else request.drafter for request in requests]
+        sources = sorted({*by}) if requests else [0]
+        if len(sources) == 1 or not self._drafters:
+            (source,) = sources if self._drafters else (_FORCED,)
+            trees = self._of(source, lanes, shape, roots, requests)
+            return *trees, None if source == _FORCED else source
+        of_lane = np.array(by)
+        mine = [np.flatnonzero(of_lane == source) for source in sources]
+        order, *places = upload(self._device, np.concatenate(mine).argsort(), *mine)
+        found, broken = [], []
+        for source, place, lane in zip(sources, places, mine, strict=True):
+            some = lanes.filter(of_lane == source).part(0, len(lane), shape.num_draft_tokens)
+            theirs = [requests[i] for i in lane.tolist()]
+            tree, is_broken = self._of(source, some, shape, roots[place], theirs)
+            found.append(tree.to(self._device))
+            broken.append(is_broken)
+        tree = functools.reduce(DraftTree.joined, found).of(order)
+        if all(each is None for each in broken):
+            return tree, None, None
+        flags = [
+            torch.zeros(len(lane), dtype=torch.bool, device=self._device) if each is None else each
+            for each, lane in zip(broken, mine, strict=True)
+        ]
+        return tree, torch.cat(flags)[order], None
+
+    def _of(
+        self, source: int, lanes: Lanes, shape: Shape, roots: Tensor, requests: Sequence[Request]
+    ) -> tuple[DraftTree, Tensor | None]:
+        """Get the trees of lanes that have one source: a drafter, or `_FORCED`."""
+        if source == _FORCED:
             return _forced_trees(requests, shape).to(self._device), None
-        (free,), (forced,) = (~is_forced).nonzero(), is_forced.nonzero()
-        order, others = upload(
-            self._device, np.concatenate([free, forced]).argsort(), free.astype(np.int64)
-        )
-        mine = lanes.filter(~is_forced).part(0, len(free), shape.num_draft_tokens)
-        theirs = [requests[lane] for lane in free.tolist()]
-        drafted, is_broken = self._of_drafter(self._drafter, mine, shape, roots[others], theirs)
-        chains = _forced_trees([requests[lane] for lane in forced.tolist()], shape).to(self._device)
-        if is_broken is not None:
-            is_broken = torch.cat([is_broken, is_broken.new_zeros(len(forced))])[order]
-        return DraftTree.joined(drafted, chains).of(order), is_broken
+        return self._of_drafter(self._drafters[source], lanes, shape, roots, requests)
 
     def _of_drafter(
         self,

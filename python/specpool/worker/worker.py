@@ -19,7 +19,7 @@ from specpool.attention import BackEnd, Started
 from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import Lanes, causal_view, own_view
 from specpool.attention.seq_lens import SeqLens
-from specpool.draft.base import Drafter, Patient
+from specpool.draft.base import Drafter
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache
@@ -27,11 +27,12 @@ from specpool.models.target import TargetModel
 from specpool.models.target_output import TargetOutput
 from specpool.scheduler.requests.request import NO_TREE, Request
 from specpool.scheduler.step import Step
+from specpool.worker.followers import Followers
 from specpool.worker.forward import Forward, Pass
 from specpool.worker.graphs.capture import Capture
 from specpool.worker.graphs.graphs import Graphs
 from specpool.worker.graphs.round_graph import RoundKind
-from specpool.worker.parts import Part, are_greedy, bare_tree, draft_any, features_of, not_finite
+from specpool.worker.parts import Part, are_greedy, bare_tree, draft_any, not_finite
 from specpool.worker.processors import Processors
 from specpool.worker.proposer import Proposer
 from specpool.worker.recurrent_forward import StateForward
@@ -41,7 +42,7 @@ from specpool.worker.verify import Verdict, verify
 
 
 class Worker:
-    """A runner of the target, and of a drafter if there is one, on the rows of a plan (v2).
+    """A runner of the target, and of drafters if there are any, on the rows of a plan (v2).
 
     Attributes:
         graphs: the captured rounds; None = none were captured.
@@ -50,7 +51,7 @@ class Worker:
     def __init__(
         self,
         target: TargetModel,
-        drafter: Drafter | None,
+        drafters: Sequence[Drafter],
         cache: KVCache,
         *,
         target_groups: Sequence[int],
@@ -62,19 +63,20 @@ class Worker:
 
         Args:
             target: the model.
-            drafter: attached to `cache`, or None.
-            cache: holds the KV of both.
+            drafters: attached to `cache`; `Request.drafter` is an index into them.
+            cache: holds the KV of all.
             target_groups: the group of each of the target's layers.
             shapes: the ledger's shapes.
             max_context_len: positions at or beyond it are clamped to the last one.
             attention: the back end; its `needs_host_lengths` makes rounds wait for their lengths.
         """
         self.graphs: Graphs | None = None
-        self._drafter, self._cache = drafter, cache
+        self._cache = cache
         vocab_size, device = target.vocab_size, cache.device
         self._keeps_state = target.keeps_state
         num_rows = cache.tables[0].shape[0] - 1
-        self._proposer = Proposer(drafter, vocab_size, device, keeps_state=self._keeps_state)
+        self._proposer = Proposer(drafters, vocab_size, device, keeps_state=self._keeps_state)
+        self._followers = Followers(drafters, num_rows)
         self._processors = Processors(num_rows, vocab_size, device)
         self._forward: Forward = (
             StateForward(target, cache, target_groups, num_rows=num_rows)
@@ -83,14 +85,11 @@ class Worker:
                 target,
                 cache,
                 target_groups,
-                feature_layers=() if drafter is None else drafter.feature_layers,
+                feature_layers=self._followers.feature_layers,
             )
         )
         self._has_windows = any(cache.windows[group] is not None for group in target_groups)
         self._last_position = max_context_len - 1
-        self._patient: Patient | None = drafter if isinstance(drafter, Patient) else None
-        # Host array: rows for which `Patient.write` was called and `catch_up` is still due.
-        self._late = np.zeros(num_rows + 1, np.bool_)
         self._shapes = list(shapes)
         most = max(shape.num_draft_tokens for shape in shapes)
         self._state = RowState(
@@ -139,7 +138,7 @@ class Worker:
                 pending = self._forward.run(passes)
         for step in steps:
             if step.is_decode:
-                self._note(step.plan)
+                self._followers.note(step.plan)
         return pending
 
     def _prefill(self, plan: Plan, requests: Sequence[Request]) -> Pass:
@@ -163,9 +162,7 @@ class Worker:
         lens = SeqLens(starts, plan.start, plan.start)
         lanes = Lanes(rows, lens, plan.new_len - plan.start)
         self._state.put_params(lanes, requests)
-        drafts = self._drafter if draft_any(requests) else None
-        if drafts is not None and drafts.reads_tokens:
-            drafts = None
+        followers = self._followers if draft_any(requests) else None
         greedy = are_greedy(requests)
 
         def follow_up(output: TargetOutput) -> Iterator[Outcome]:
@@ -179,14 +176,14 @@ class Worker:
             self._state.put(lanes, new_lens, drawn[:, 0])
             self._processors.add(lanes, requests, drawn, done)
             yield Outcome(drawn, False, output.logits)
-            if drafts is not None:
+            if followers:
                 shifted = tokens.roll(-1)
                 shifted[lanes.lasts] = torch.where(after < 0, drawn[:, 0], after).clamp(min=0)
-                drafts.extend(lanes, shifted, features_of(output))
-                self._late[plan.rows] = False
+                followers.prefill(plan.rows, lanes, tokens, shifted, output)
 
+        wants_features = followers is not None and followers.wants_features
         return self._causal_pass(
-            requests, lanes, tokens, lanes.lasts, drafts is not None, follow_up, done=done
+            requests, lanes, tokens, lanes.lasts, wants_features, follow_up, done=done
         )
 
     def _round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
@@ -213,9 +210,7 @@ class Worker:
     def _draft_round(
         self, lanes: Lanes, parts: Sequence[Part], requests: Sequence[Request]
     ) -> Pass:
-        """Make the pass that verifies the parts' trees, compacts, and lets the drafter follow."""
-        drafter = self._drafter  # None if all drafts are forced
-        writes_draft = drafter is not None and not drafter.reads_tokens
+        """Make the pass that verifies the parts' trees, compacts, and lets the drafters follow."""
 
         def follow_up(output: TargetOutput) -> Iterator[Outcome]:
             verdicts = []
@@ -237,27 +232,20 @@ class Worker:
             self._forward.keep(verdict.accept_len)
             for part, accepted in zip(parts, verdicts, strict=True):
                 self._compact(part, accepted)
-            if drafter is None or not writes_draft:  # `extend` gives such a drafter nothing
-                return
-            accepted_lanes, nodes, tokens = self._accepted(lanes, verdict)
-            features = features_of(output).index_select(0, nodes)
-            if accepted_lanes.padding is not None:
-                # Padding may carry another lane's NaN. Zero it: padding is written to the sink, and
-                # every lane reads the sink, masked.
-                features = features.masked_fill(accepted_lanes.padding.unsqueeze(1), 0)
-            drafter.extend(accepted_lanes, tokens.clamp(min=0), features)
+            self._followers.draft_round(lanes, parts, verdicts, verdict, output)
 
-        return self._tree_pass(requests, lanes, parts, writes_draft, follow_up)
+        wants_features = self._followers.wants_features
+        return self._tree_pass(requests, lanes, parts, wants_features, follow_up)
 
     def _plain_round(
         self, lanes: Lanes, requests: Sequence[Request], *, writes_draft: bool, greedy: bool
     ) -> Pass:
         """Make the pass of a plain round: the target reads the root of each lane.
 
-        With `writes_draft`, the drafter writes the root's draft KV too.
+        With `writes_draft`, the drafters write the root's draft KV too.
         """
         roots = self._state.root_tokens.index_select(0, lanes.rows)
-        drafter = self._drafter if writes_draft else None
+        followers = self._followers if writes_draft else None
 
         def follow_up(output: TargetOutput) -> Iterator[Outcome]:
             new_lens = lanes.starts + 1
@@ -267,29 +255,14 @@ class Worker:
             self._state.put(lanes, new_lens, drawn[:, 0])
             self._processors.add(lanes, requests, drawn)
             yield Outcome(drawn, False, output.logits)
-            if drafter is not None:
-                follow = drafter.extend if self._patient is None else self._patient.write
-                follow(lanes, drawn[:, 0].clamp(min=0), features_of(output))
+            if followers:
+                followers.plain_round(lanes, roots, drawn[:, 0].clamp(min=0), output)
 
-        return self._causal_pass(requests, lanes, roots, None, drafter is not None, follow_up)
+        wants_features = followers is not None and followers.wants_features
+        return self._causal_pass(requests, lanes, roots, None, wants_features, follow_up)
 
     def _catch_up(self, plan: Plan) -> None:
-        """Let the drafter write the KV that plain rounds put off, for rows that draft again."""
-        if self._patient is None:
-            return
-        late = self._late[plan.rows] & (plan.shapes > 0)
-        if late.any():
-            lanes = self._state.lanes(plan.rows, plan.lo, plan.hi).filter(late)
-            self._patient.catch_up(lanes, self._state.root_tokens.index_select(0, lanes.rows))
-
-    def _note(self, plan: Plan) -> None:
-        """Record which rows owe a catch-up after a launched round."""
-        if self._patient is None:
-            return
-        if plan.shapes.any():
-            self._late[plan.rows] = False
-        elif plan.writes_draft:
-            self._late[plan.rows] = True
+        self._followers.catch_up(plan, self._state)
 
     def _parts(self, lanes: Lanes, plan: Plan, requests: Sequence[Request]) -> list[Part]:
         """Split the lanes into runs that share a shape, and propose the trees of each."""
@@ -323,14 +296,16 @@ class Worker:
         """
         part = lanes.part(start, end, shape.num_draft_tokens)
         roots, is_broken = self._state.root_tokens.index_select(0, part.rows), None
+        proposer = None
         if shape.num_draft_tokens == 1:
             tree = bare_tree(roots)
         else:
-            tree, is_broken = self._proposer.propose(part, shape, roots, requests)
+            tree, is_broken, proposer = self._proposer.propose(part, shape, roots, requests)
         positions = part.starts.unsqueeze(1) + tree.depths
         on_host = self._processors.look(tree, requests)  # before the target's forward
-        steps = shape.num_steps
-        return Part(part, tree, positions, steps, greedy, first, is_broken, requests, on_host)
+        chains_of = proposer if shape.topk == 1 else None
+        steps = shape.num_steps, chains_of
+        return Part(part, tree, positions, *steps, greedy, first, is_broken, requests, on_host)
 
     def _compact(self, part: Part, verdict: Verdict) -> None:
         """Move the accepted nodes' KV to the slots right after the prefix, in all target layers."""
@@ -345,25 +320,6 @@ class Worker:
                 verdict.accept_index,
                 num_draft_tokens=num_nodes,
             )
-
-    def _accepted(self, lanes: Lanes, verdict: Verdict) -> tuple[Lanes, Tensor, Tensor]:
-        """Return the accepted nodes as lanes, with their node indices, int64 [T], and tokens.
-
-        On a CPU each lane has exactly its accepted nodes. On a GPU the host does not know the
-        lengths, so every lane is padded to S + 1.
-        """
-        where = (lanes.rows, lanes.seq_lens)
-        width = verdict.tokens.shape[1]
-        if runs_kernels(self._cache.device):
-            padded = Lanes(*where, width, verdict.accept_len)
-            return padded, verdict.nodes.view(-1), verdict.tokens.view(-1)
-        lens = verdict.accept_len.numpy()
-        kept = np.arange(width) < lens[:, None]
-        nodes, tokens = upload(
-            self._cache.device, verdict.nodes.numpy()[kept], verdict.tokens.numpy()[kept]
-        )
-        widths = int(lens[0]) if len(lens) == 1 else lens
-        return Lanes(*where, widths), nodes, tokens
 
     def _causal_pass(
         self,

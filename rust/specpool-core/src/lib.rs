@@ -8,7 +8,8 @@
 //!   `config -> log_header -> event_log -> recorder -> ledger`, `event_log -> frames -> log_reader -> replay`;
 //! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `slots -> moves`, `mask`, `attention`;
 //! - on plain arrays, for the tree: `tree -> verify`, `sample`, which never see pages;
-//! - on plain arrays, for the shapes of a round: `acceptance`, `choose` in `budget`.
+//! - on plain arrays, for the shapes of a round: `acceptance`, `choose` in `budget`;
+//! - on texts, for drafts: `suffix`.
 //!
 //! Start at [`Ledger`]: its example runs one request from its prefill to its end, and the less obvious verbs have
 //! examples of their own. `cargo run --example scheduler` is a whole continuous-batching loop on a fake device.
@@ -28,6 +29,7 @@ pub mod memory;
 pub mod replay;
 pub mod shape;
 pub mod state;
+pub mod suffix;
 pub mod tree;
 pub mod verb;
 
@@ -52,6 +54,7 @@ pub use state::page_pool::{PagePool, PageRecord, PageState};
 pub use state::page_table::PageTable;
 pub use state::sizing::{Geometry, Policy, Reserve};
 pub use state::step::{Plan, StepKind, StepState};
+pub use suffix::{Proposal, SuffixIndex};
 pub use verb::Verb;
 
 /// The example of the README is run with the others.

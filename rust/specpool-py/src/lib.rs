@@ -26,6 +26,7 @@ mod sizing;
 mod slot_table;
 mod slots;
 mod snapshot;
+mod suffix;
 mod tree;
 
 #[doc = doc!("_core")]
@@ -72,6 +73,8 @@ mod _core {
     };
     #[pymodule_export]
     use super::snapshot::Snapshot;
+    #[pymodule_export]
+    use super::suffix::SuffixIndex;
     #[pymodule_export]
     use super::tree::{
         build_tree, organize, sample_margins, sample_tokens, select_topk, tree_from_parents, uniform, verify_tree,

@@ -31,7 +31,7 @@ from specpool.cli.options.prompts import Given, PromptValue, read_prompts, shown
 from specpool.cli.options.shapes import shape_of
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.errors import ConfigError
-from specpool.models.files.names import ngram_of
+from specpool.models.files.names import is_lookup
 from specpool.sampling_params import SamplingParams
 from specpool.shape_names import name_of as name_of_shape
 
@@ -180,7 +180,7 @@ def run(job: Job) -> None:
 
 def _check_ancestry(job: Job, shape: Shape | None, draft: str | None) -> None:
     """Raise `ConfigError` if both ancestries would be the same."""
-    if draft is None or ngram_of(draft) is not None:
+    if draft is None or is_lookup(draft):
         raise ConfigError("--compare-ancestry needs a draft model")
     if job.options.get("adaptive") is not None:
         raise ConfigError("--compare-ancestry takes one shape, not --adaptive: give --shape")

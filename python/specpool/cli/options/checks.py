@@ -17,7 +17,7 @@ from specpool.checks import check_choice, check_int
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
 from specpool.models.files.checkpoint import read_config, read_json
-from specpool.models.files.names import fetch_config, find_model, ngram_of
+from specpool.models.files.names import fetch_config, find_model, is_lookup
 from specpool.sampling_params import SamplingParams
 from specpool.text.structured.compiler import check_grammar
 
@@ -53,7 +53,7 @@ def check_models(target: str, draft: str | None) -> None:
         ConfigError: there is no checkpoint of a name, or the number of `ngram:N` is out of range.
     """
     for option, name in (("target", target), ("draft", draft)):
-        if name is None or (option == "draft" and ngram_of(name) is not None):
+        if name is None or (option == "draft" and is_lookup(name)):
             continue
         try:
             if find_model(name) is None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specpool.assets import resolve
 from specpool.checks import check_choice, check_int
 from specpool.cli.plan.question import Question
 from specpool.errors import ConfigError
 from specpool.memory.layer_kv import LayerKV, bytes_by_window
-from specpool.models.files.names import ngram_of
+from specpool.models.files.names import is_lookup
 from specpool.num_bytes import parse_bytes
+
+if TYPE_CHECKING:
+    from specpool.models.outline import Outline
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -54,9 +58,11 @@ def model_of_numbers(question: Question) -> Model:
             f"a plan is for --target, or for plain numbers: these lack {', '.join(missing)}"
         )
     draft, draft_layers = question.draft, question.draft_layers
-    is_ngram = draft is not None and ngram_of(draft) is not None
-    if draft not in (None, "none") and not is_ngram:
-        raise ConfigError("beside plain numbers, --draft is 'ngram' or 'none': give --draft-layers")
+    is_lookup_draft = draft is not None and is_lookup(draft)
+    if draft not in (None, "none") and not is_lookup_draft:
+        raise ConfigError(
+            "beside plain numbers, --draft is 'ngram', 'suffix' or 'none': give --draft-layers"
+        )
     if draft_layers and draft is not None:
         raise ConfigError(f"--draft {draft} has no layers: leave out --draft-layers")
     if draft_layers is None:
@@ -85,8 +91,8 @@ def model_of_numbers(question: Question) -> Model:
         name=f"{question.layers} + {draft_layers} layers",
         target_layers=_layers(question.layers, question.kv_heads, question.head_dim),
         draft_layers=_layers(draft_layers, heads, head_dim),
-        drafts=draft_layers > 0 or is_ngram,
-        reads_tokens=is_ngram,
+        drafts=draft_layers > 0 or is_lookup_draft,
+        reads_tokens=is_lookup_draft,
         dtype=dtype,
         weight_bytes=parse_bytes("weights", "0" if question.weights is None else question.weights),
         max_context_len=None,
@@ -114,7 +120,7 @@ def model_of_files(question: Question) -> Model:
                 f"--{name.replace('_', '-')} goes with plain numbers; beside --target, give the "
                 "head itself: --draft"
             )
-    from specpool.models.outline import head_outline, target_outline
+    from specpool.models.outline import target_outline
 
     assert question.target is not None
     draft = question.draft
@@ -122,9 +128,9 @@ def model_of_files(question: Question) -> Model:
         draft = "specpool/tiny-eagle"
     if draft == "none":
         draft = None
-    is_ngram = draft is not None and ngram_of(draft) is not None
+    is_lookup_draft = draft is not None and is_lookup(draft)
     target = target_outline(question.target, trust_remote_code=question.trust_remote_code)
-    head = None if draft is None or is_ngram else head_outline(resolve(draft))
+    head = None if draft is None or is_lookup_draft else _draft_outline(draft, question)
     dtype, notes = question.dtype or target.dtype, []
     if dtype is None:
         dtype = "float32"
@@ -154,11 +160,21 @@ def model_of_files(question: Question) -> Model:
         name=question.target + (f" + {draft}" if draft is not None else ""),
         target_layers=target.layers,
         draft_layers=() if head is None else head.layers,
-        drafts=head is not None or is_ngram,
-        reads_tokens=is_ngram,
+        drafts=head is not None or is_lookup_draft,
+        reads_tokens=is_lookup_draft,
         dtype=dtype,
         weight_bytes=weight_bytes,
         max_context_len=target.max_context_len,
         vocab_size=target.vocab_size,
         notes=tuple(notes),
     )
+
+
+def _draft_outline(draft: str, question: Question) -> Outline:
+    """Return the outline of a draft model: of an EAGLE head, or of a language model."""
+    from specpool.models.draft_kind import is_language_model
+    from specpool.models.outline import head_outline, target_outline
+
+    if is_language_model(resolve(draft)):
+        return target_outline(draft, trust_remote_code=question.trust_remote_code)
+    return head_outline(resolve(draft))

@@ -31,6 +31,7 @@ from specpool.models.eagle.weights import (
     _load_layer,
 )
 from specpool.models.files.checkpoint import Weights, find_folder, read_config
+from specpool.models.likeliest import likeliest
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -94,8 +95,6 @@ class EagleHead:
         self._d2t = (
             weights["d2t"].to(device=device, dtype=torch.int64) if "d2t" in weights else None
         )
-        # int64 [Vd], makes `topk` prefer the lower id among equal probabilities
-        self._tie_break = torch.arange(self.draft_vocab_size - 1, -1, -1, device=device)
         self._act = _activation(config.hidden_act)
         self.max_positions = 0
         # Some configs state millions. `reserve_positions` adds more when they are needed.
@@ -309,12 +308,8 @@ class EagleHead:
         """
         if not 1 <= k <= self.draft_vocab_size:
             raise ShapeError(f"k must be in [1, {self.draft_vocab_size}], got {k}")
-        p = torch.softmax(self.logits(hidden), -1, dtype=torch.float32)
-        # Floats >= 0 sort like their bits, so (bits, Vd - 1 - id) as int64 has no ties.
-        keys = p.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
-        top = keys.bitwise_or_(self._tie_break).topk(k).values
-        ids = self.draft_vocab_size - 1 - (top & 0xFFFFFFFF)
-        return (top >> 32).to(torch.int32).view(torch.float32), self.to_target_ids(ids)
+        p, ids = likeliest(self.logits(hidden), k)
+        return p, self.to_target_ids(ids)
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)

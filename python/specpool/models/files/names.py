@@ -36,6 +36,25 @@ def ngram_of(name: str) -> int | None:
     return int(number)
 
 
+def suffix_of(name: str) -> bool | None:
+    """Return whether `suffix:shared` or `suffix` shares texts; None = another kind of name.
+
+    Raises:
+        ConfigError: `suffix:` is followed by anything else than `shared`.
+    """
+    kind, colon, rest = name.partition(":")
+    if kind != "suffix":
+        return None
+    if colon and rest != "shared":
+        raise ConfigError(f"it is 'suffix' or 'suffix:shared', got {name!r:.80}")
+    return bool(colon)
+
+
+def is_lookup(name: str) -> bool:
+    """Return whether a name stands for a drafter that searches texts and has no model."""
+    return ngram_of(name) is not None or suffix_of(name) is not None
+
+
 def find_model(name: str) -> Path | None:
     """Return the folder that `name` means; None = it has the form of a hub name.
 

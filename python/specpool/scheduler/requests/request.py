@@ -94,6 +94,8 @@ class Request:
     )
     changes_logits: bool = field(init=False)  # as in `params`, looked up in every round
     penalizes: bool = field(init=False)
+    drafter: int = 0  # who drafts for it, of the engine's drafters
+    reads_tokens: bool = True  # if any drafter reads tokens: this one does
     _token_array: Int32 = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
 
     def __post_init__(self) -> None:

@@ -38,6 +38,7 @@ class Running:
         num_rows = ledger.num_rows + 1
         self.by_row = np.full(num_rows, None, object)
         self.waits = np.zeros(num_rows, np.bool_)
+        self._reads = np.ones(num_rows, np.bool_)  # rows whose drafter reads tokens
         self.accept_len: Int32 = np.ones(num_rows, np.int32)
         self.lens: Int32
         self.limits: Int32
@@ -66,6 +67,7 @@ class Running:
         self.lens[row], self.accept_len[row] = len(request.tokens), 1
         self.shapes[row] = request.shape_index
         self.waits[row] = request.matcher is not None
+        self._reads[row] = request.reads_tokens
         self._round_shapes.admit(row, request, self._num_admitted)
         self.prefilling[row] = request
         self._num_admitted += 1
@@ -99,7 +101,7 @@ class Running:
             wanted = (self.lens < self.limits) & (in_flight == 0)
         if self._reads_tokens:  # draft only if the host knows the root
             known = self.lens == self._ledger.resolved_len + 1
-            wanted &= (in_flight == 0) & known | (shape_of == 0)
+            wanted &= (in_flight == 0) & known | (shape_of == 0) | ~self._reads
         if self.waits.any():
             known = self.lens == self._ledger.resolved_len + 1
             wanted &= (in_flight == 0) & known | ~self.waits

@@ -208,9 +208,10 @@ class Graphs:
         if not step.is_decode or plan.shapes[0] != plan.shapes[-1]:  # equal ones side by side
             return None
         graph_set = self._sets.get((int(plan.shapes[0]), plan.writes_draft))
-        # Processors and log probabilities need what only the host knows of the requests.
+        # Processors and log probabilities need what only the host knows of the requests. The first
+        # drafter drafts in a graph.
         if graph_set is None or any(
-            request.params.logprobs is not None or request.changes_logits
+            request.params.logprobs is not None or request.changes_logits or request.drafter
             for request in step.requests
         ):
             return None

@@ -1,0 +1,130 @@
+"""`python -m benches drafters`: drafters without a head, beside transformers' assisted generation.
+
+Batch 1 on a CPU, greedy, the shipped toys: the same target, the same draft model, as many drafts a
+round on both sides. Prompts for prompt lookup repeat a passage, as an edited text does. Both sides
+must write the text of plain decoding. Time is the CPU time of this process, so that other programs
+count little.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from specpool._core import Shape
+from specpool.assets import corpus, resolve
+from specpool.checks import check_int
+from specpool.cli.options import checks
+from specpool.cli.results import Result, check_plot, machine, report
+from specpool.errors import CorruptState
+from specpool.sampling_params import SamplingParams
+
+DRAFT = "specpool/tiny-draft"
+_Side = Callable[[], list[list[int]]]
+
+
+def drafters(
+    *, steps: int, tokens: int, repeats: int, threads: int, json: bool, plot: Path | None
+) -> None:
+    """Measure, and print the results.
+
+    Raises:
+        ConfigError: an option cannot work.
+        CorruptState: a text is not that of plain decoding.
+    """
+    check_int("steps", steps, 1, 16)
+    check_int("tokens", tokens, 8, 1024)
+    check_int("repeats", repeats, 1, 1 << 10)
+    check_int("threads", threads, 1, 1 << 10)
+    if plot is not None:
+        check_plot(plot)
+    checks.start_torch(threads)
+    new = corpus.prompts(4, 96)
+    edited = [[*prompt, *prompt[:24]] for prompt in corpus.prompts(4, 160)]
+    results = _compare("small model", DRAFT, new, steps, tokens, repeats)
+    for draft in ("ngram", "suffix"):
+        results += _compare(draft, draft, edited, steps, tokens, repeats)
+    where = machine(threads=threads, packages=("torch", "transformers"))
+    report("bench drafters", where, results, json_only=json, plot=plot)
+
+
+def _compare(
+    name: str, draft: str, prompts: Sequence[list[int]], steps: int, tokens: int, repeats: int
+) -> list[Result]:
+    """Time one drafter and transformers in turn; return the tokens of a second of CPU time."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from specpool.engine.engine import Engine
+
+    load: Any = AutoModelForCausalLM.from_pretrained
+    target = load(resolve("specpool/tiny"), dtype=torch.float32).eval()
+    more: dict[str, Any] = {"prompt_lookup_num_tokens": steps, "max_matching_ngram_size": 4}
+    if draft == DRAFT:
+        assistant = load(resolve(DRAFT), dtype=torch.float32).eval()
+        assistant.generation_config.num_assistant_tokens = steps
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        more = {"assistant_model": assistant}
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    options: dict[str, Any] = {"max_context_len": 1024, "max_batch": 1, "prefix_cache": False}
+    with Engine.from_pretrained(**options) as plain:
+        expected = [output.token_ids for output in plain.generate(prompts, params)]
+    engine = Engine.from_pretrained(draft=draft, shape=Shape.eagle(steps, 1, steps + 1), **options)
+
+    def ours() -> list[list[int]]:
+        return [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
+
+    @torch.inference_mode()
+    def theirs() -> list[list[int]]:
+        texts = []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+                **more,
+            )
+            texts.append(out[0, len(prompt) :].tolist())
+        return texts
+
+    with engine:
+        pairs = _in_turn(ours, theirs, expected, repeats)
+        outputs = [engine.generate([prompt], params)[0] for prompt in prompts]
+    rates = [[len(prompts) * tokens / seconds for seconds in side] for side in pairs]
+    mine, other = map(statistics.median, rates)
+    lens = [n for output in outputs for n in output.accept_lens]
+    return [
+        Result(
+            name=f"{name}, chain of {steps}, accept length {statistics.mean(lens or [1]):.2f}",
+            value=mine,
+            unit="tokens / CPU s",
+            reference="transformers' assisted generation"
+            if draft == DRAFT
+            else "transformers' prompt lookup",
+            reference_value=other,
+        )
+    ]
+
+
+def _in_turn(
+    ours: _Side, theirs: _Side, expected: list[list[int]], repeats: int
+) -> tuple[list[float], list[float]]:
+    """Run both sides in turn, after a run that does not count; return the seconds of each."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for number in range(repeats + 1):
+        for side, found in zip((ours, theirs), seconds, strict=True):
+            start = time.process_time()
+            texts = side()
+            if texts != expected:
+                raise CorruptState("a drafted text is not that of plain decoding")
+            if number:
+                found.append(time.process_time() - start)
+    return seconds

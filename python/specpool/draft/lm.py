@@ -1,0 +1,313 @@
+"""`LMDrafter`: a small language model that drafts over pages of its own.
+
+Draft KV cell p of a row is that of the token at p, as in the model itself. A round reads the root
+and then its own drafts, one forward for each step. Step j of branch b goes to the cell that the
+layout gives (see `eagle.py`); step 0 is the root, which all branches share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specpool import kernels
+from specpool._core import Shape
+from specpool.attention import AttentionBatch, AttentionView
+from specpool.attention.lanes import Lanes, causal_view, chain_views
+from specpool.attention.seq_lens import SeqLens
+from specpool.draft.base import DraftTree, Links, chain_links
+from specpool.draft.branches import DenseBranches, HoleyBranches, draft_window
+from specpool.errors import ConfigError
+from specpool.kernels.launch import runs_kernels
+from specpool.memory.kv_cache import KVCache
+from specpool.models import TargetModel
+from specpool.models.likeliest import likeliest
+from specpool.models.target_folder import find_target, load_config
+from specpool.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class LMDrafter:
+    """A drafter with a small language model of the target's tokenizer.
+
+    The model may know fewer or more tokens than the target: it never proposes a token that the
+    target lacks, and reads its own last token in place of one that it lacks. It keeps no state
+    beside its KV.
+
+    Attributes:
+        model: the language model.
+        max_context_len: the longest context of the model, in tokens.
+    """
+
+    reads_tokens = False
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, model: TargetModel, *, vocab_size: int) -> None:
+        """Draft with `model` for a target whose vocabulary has `vocab_size` tokens.
+
+        Raises:
+            ConfigError: the model has recurrent layers, or layers with chunked attention.
+        """
+        kind = model.config.model_type
+        if model.keeps_state:
+            raise ConfigError(f"the draft model {kind!r} has recurrent layers: it cannot draft")
+        if any(layer.is_chunked for layer in model.layer_kv):
+            raise ConfigError(f"the draft model {kind!r} has chunked attention: it cannot draft")
+        self.model, self.max_context_len = model, model.max_context_len
+        # The group keeps what the engine says; a window of the model itself is in its masks.
+        self.layers = tuple(replace(layer, window=None) for layer in model.layer_kv)
+        self._num_tokens = min(vocab_size, model.vocab_size)
+        self._lacks_tokens = model.vocab_size < vocab_size
+        self._attached = False
+        self._links: dict[tuple[int, ...], Links] = {}  # [B, N] -> the links of chains
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        source: str | PathLike[str] | PreTrainedModel,
+        target: TargetModel,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        max_context_len: int | None = None,
+        trust_remote_code: bool = False,
+    ) -> LMDrafter:
+        """Load a language model that drafts for `target`, in its dtype and on its device.
+
+        Args:
+            source: a folder, a hub name, or a loaded model.
+            target: the model that verifies.
+            tokenizer: the target's, to compare with the draft model's.
+            max_context_len: the context that the draft model has to reach; None = any.
+            trust_remote_code: as in `TargetModel.from_pretrained`.
+
+        Raises:
+            ConfigError: the model has another tokenizer or too short a context, or cannot run over
+                pages.
+            CheckpointError: its files cannot be read.
+        """
+        from transformers import PreTrainedModel
+
+        if isinstance(source, PreTrainedModel):
+            model = TargetModel.from_pretrained(source, dtype=target.dtype, device=target.device)
+        else:
+            folder = find_target(source, trust_remote_code=trust_remote_code)
+            config = load_config(folder)  # refuse a wrong model before its weights are read
+            theirs = load_tokenizer(folder.path, trust_remote_code=trust_remote_code)
+            sizes = target.vocab_size, _vocab_size(config)
+            check_same_tokenizer(tokenizer, theirs, *sizes)
+            model = TargetModel.from_pretrained(folder, dtype=target.dtype, device=target.device)
+        try:
+            if isinstance(source, PreTrainedModel):
+                check_same_tokenizer(None, None, target.vocab_size, model.vocab_size)
+            if max_context_len is not None:
+                _check_context(model.max_context_len, max_context_len)
+            return cls(model, vocab_size=target.vocab_size)
+        except BaseException:
+            model.close()
+            raise
+
+    def close(self) -> None:
+        """Restore the attention of a model that was passed in."""
+        self.model.close()
+
+    def attach(
+        self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
+    ) -> None:
+        """Take the cache; see `Drafter.attach`.
+
+        Raises:
+            ConfigError: the drafter is attached already, its context is too short, the model knows
+                fewer tokens than topk, or a shape's trees cannot be drafted level by level.
+        """
+        if self._attached:
+            raise ConfigError(
+                "this drafter is attached to another engine: make a new one of the same model"
+            )
+        for shape in shapes:
+            if shape.num_draft_tokens > 1:
+                Shape.eagle(shape.num_steps, shape.topk, shape.num_draft_tokens)
+        topk = max(shape.topk for shape in shapes)
+        if topk > self._num_tokens:
+            raise ConfigError(
+                f"topk {topk} is above the {self._num_tokens} tokens that the draft model and its "
+                "target share"
+            )
+        _check_context(self.max_context_len, cache.max_context_len)
+        self._attached = True
+        self._cache, self._group, self._layout = cache, group, layout
+        self._last_position = cache.max_context_len - 1
+        self._window = draft_window(cache, group)
+        layers = range(first_layer, first_layer + len(self.layers))
+        self._kv = [
+            (layer, cache.keys[i], cache.values[i])
+            for layer, i in zip(self.model.kv_layers, layers, strict=True)
+        ]
+        self._fields = cache.fields([*layers])
+
+    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
+        """Do nothing: the worker calls `read` instead."""
+
+    def read(self, lanes: Lanes, tokens: Tensor) -> None:
+        """Write draft KV of tokens; see `Reader.read`."""
+        nothing = lanes.index[:0]
+        self._forward(
+            tokens, lanes.positions, causal_view(self._cache, self._group, lanes), nothing
+        )
+
+    def keep(self, lanes: Lanes, tokens: Tensor, num_steps: int) -> None:
+        """Write the one cell that a chain has not written; see `Reader.keep`.
+
+        A chain of S drafts reads the root and all drafts but the last, so only a chain that was
+        accepted as a whole lacks a cell.
+        """
+        if not runs_kernels(self._cache.device):
+            are_whole = lanes.counts.numpy() > num_steps
+            if are_whole.any():
+                last = tokens.index_select(0, lanes.lasts)[torch.from_numpy(are_whole)]
+                self.read(lanes.filter(are_whole).ahead(num_steps), last)
+            return
+        # The host does not know which chains these are. All others become row 0, which writes to
+        # the sink.
+        is_whole = lanes.counts > num_steps
+        starts = (lanes.starts + num_steps).masked_fill(~is_whole, 0)
+        lens = SeqLens(starts, lanes.seq_lens.lo * 0, lanes.seq_lens.hi + num_steps)
+        last = tokens.view(len(starts), -1)[:, num_steps]
+        self.read(Lanes(lanes.rows.masked_fill(~is_whole, 0), lens, 1), last)
+
+    def propose(
+        self,
+        lanes: Lanes,
+        shape: Shape,
+        root_tokens: Tensor,
+        tokens: Sequence[Sequence[int]] | None,
+    ) -> DraftTree:
+        """Propose a tree for each lane; see `Drafter.propose`."""
+        root = lanes.ahead(0)
+        logits = self._forward(
+            root_tokens, root.positions, causal_view(self._cache, self._group, root)
+        )
+        if shape.topk > 1:
+            return self._tree(lanes, shape, root_tokens, logits)
+        drafts = self._chain(lanes, shape.num_steps, logits)
+        nodes = torch.stack([root_tokens, *drafts], 1)
+        links = self._links.get(nodes.shape)
+        if links is None:
+            links = self._links[nodes.shape] = chain_links(len(nodes), nodes.shape[1], nodes.device)
+        return DraftTree(nodes, *links)
+
+    def _chain(self, lanes: Lanes, num_steps: int, logits: Tensor) -> list[Tensor]:
+        """Draft a single branch from the root's logits."""
+        drafts = [logits.argmax(-1)]
+        if num_steps == 1:
+            return drafts
+        ahead = Lanes(lanes.rows, lanes.seq_lens.ahead(1), num_steps - 1)
+        positions = ahead.positions.view(-1, num_steps - 1)
+        for step, view in enumerate(chain_views(self._cache, self._group, ahead)):
+            drafts.append(self._forward(drafts[-1], positions[:, step], view).argmax(-1))
+        return drafts
+
+    def _tree(self, lanes: Lanes, shape: Shape, root_tokens: Tensor, logits: Tensor) -> DraftTree:
+        """Select branches level by level, then build the trees from the best candidates."""
+        num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.seq_lens)
+        device = self._cache.device
+        total = topk + (num_steps - 1) * topk * topk
+        candidates = (
+            torch.empty(batch, total, dtype=torch.float32, device=device),
+            torch.empty(batch, total, dtype=torch.int64, device=device),
+            torch.empty(batch, 1 + topk * num_steps, dtype=torch.int64, device=device),
+        )
+        branches: Any = (
+            HoleyBranches(self._cache, self._group, lanes, shape, self._fields, True)
+            if self._layout == "holey"
+            else DenseBranches(self._cache, self._group, lanes, shape, True)
+        )
+        scores = None
+        # The root is step 0 of branch 0. At step 1 every branch continues it.
+        parents = torch.zeros(batch, topk, dtype=torch.int32, device=device)
+        branches.view(0, parents)
+        for step in range(num_steps):
+            ids, origins, scores = kernels.select_topk(
+                step, *likeliest(logits, topk), scores, *candidates
+            )
+            if step == num_steps - 1:
+                break
+            positions = (lanes.starts + (step + 1)).unsqueeze(1).expand(-1, topk).reshape(-1)
+            view = branches.view(step + 1, origins if step else parents)
+            logits = self._forward(ids, positions, view)
+        tokens, depths, mask, first_child, next_sibling, _ = kernels.build_tree(
+            *candidates, root_tokens, topk=topk, num_draft_tokens=shape.num_draft_tokens
+        )
+        return DraftTree(tokens, depths, mask, first_child, next_sibling)
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        view: AttentionView,
+        logits_at: Tensor | None = None,
+    ) -> Tensor:
+        """Run the model; return the logits of the tokens that the target knows too, [n, V]."""
+        if self._lacks_tokens:
+            tokens = tokens.clamp(max=self._num_tokens - 1)
+        kv = {layer: (keys, values, view) for layer, keys, values in self._kv}
+        at = positions.clamp(max=self._last_position).long()
+        output = self.model.forward(tokens, at, AttentionBatch([view], kv, self._window), logits_at)
+        return output.logits[:, : self._num_tokens]
+
+
+def check_same_tokenizer(
+    ours: PreTrainedTokenizerBase | None,
+    theirs: PreTrainedTokenizerBase | None,
+    target_size: int,
+    draft_size: int,
+) -> None:
+    """Check that a token of the draft model means what it means to the target.
+
+    Args:
+        ours: the target's tokenizer; None = it has none.
+        theirs: the draft model's; None = it has none.
+        target_size: tokens of the target's vocabulary, padding included.
+        draft_size: tokens of the draft model's.
+
+    Raises:
+        ConfigError: a token has two meanings; or a tokenizer is missing and the sizes differ.
+    """
+    if ours is None or theirs is None:
+        if target_size != draft_size:
+            raise ConfigError(
+                f"the draft model knows {draft_size} tokens, the target {target_size}, and not "
+                "both have a tokenizer to compare: they must be of one vocabulary"
+            )
+        return
+    mine = {i: token for token, i in ours.get_vocab().items()}
+    other = {i: token for token, i in theirs.get_vocab().items()}
+    common = mine.keys() & other.keys()
+    differ = sorted(i for i in common if mine[i] != other[i])
+    lacking = [i for i in mine.keys() - common if i < draft_size]
+    if differ or len(lacking) * 10 > len(mine):
+        at = differ[0] if differ else min(lacking)
+        raise ConfigError(
+            f"the draft model has another tokenizer: {len(differ) + len(lacking)} of {len(mine)} "
+            f"tokens differ; token {at} is {mine[at]!r:.40} to the target and "
+            f"{other.get(at)!r:.40} to the draft model"
+        )
+
+
+def _vocab_size(config: Any) -> int:
+    return int(getattr(config, "get_text_config", lambda: config)().vocab_size)
+
+
+def _check_context(has: int, needs: int) -> None:
+    if has < needs:
+        raise ConfigError(
+            f"the draft model has {has} positions, a sequence may have {needs} tokens: lower "
+            f"max_context_len to {has}"
+        )

@@ -1,0 +1,71 @@
+"""`is_language_model`: tells a language model from an EAGLE head by its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from specpool.errors import CheckpointError, ConfigError
+from specpool.models.files.checkpoint import (
+    find_folder,
+    normal_name,
+    read_config,
+    read_json,
+    weight_files,
+)
+from specpool.models.files.headers import read_header
+from specpool.models.files.names import fetch_config
+
+# Config keys that only heads have, and the tensors that a head has and a language model lacks.
+_HEAD_KEYS = ("draft_vocab_size", "eagle_config", "speculators_model_type", "norm_before_residual")
+_HEAD_TENSORS = frozenset({"fc.weight", "d2t", "layers.0.hidden_norm.weight"})
+
+
+def is_language_model(source: str | os.PathLike[str]) -> bool:
+    """Return whether a folder or a hub name holds a language model, not an EAGLE head.
+
+    Of a hub name with several layers only the config is fetched. What cannot be read is taken for a
+    head, whose loader says what is wrong.
+    """
+    folder = Path(source)
+    try:
+        if os.path.isdir(folder):
+            raw = read_config(folder)
+        elif os.path.exists(folder):
+            return False
+        else:
+            raw = read_config(fetch_config(os.fspath(source)).parent)
+        if _is_config_of_head(raw):
+            return False
+        if not os.path.isdir(folder):
+            if raw.get("num_hidden_layers") != 1:  # no published head has several
+                return True
+            folder = find_folder(source)
+        return not _HEAD_TENSORS & _tensor_names(folder)
+    except (ConfigError, CheckpointError):
+        return False
+
+
+def _is_config_of_head(raw: Mapping[str, Any]) -> bool:
+    names = raw.get("architectures")
+    is_named = isinstance(names, list) and any("eagle" in str(name).lower() for name in names)
+    return is_named or any(raw.get(key) is not None for key in _HEAD_KEYS)
+
+
+def _tensor_names(folder: Path) -> frozenset[str]:
+    """Return the normal names of a folder's tensors. A pickle needs torch."""
+    index = folder / "model.safetensors.index.json"
+    names: Iterable[str]
+    if os.path.isfile(index):
+        weight_map = read_json(index).get("weight_map")
+        names = weight_map if isinstance(weight_map, dict) else ()
+    else:
+        files = weight_files(folder)
+        if any(path.suffix != ".safetensors" for path in files):
+            from specpool.models.files.checkpoint import Weights
+
+            return frozenset(Weights(folder))
+        names = [name for path in files for name in read_header(path)]
+    return frozenset(normal_name(str(name)) for name in names)

@@ -1,0 +1,23 @@
+"""`likeliest`: the most probable tokens of logits, in an order that no device changes."""
+
+from __future__ import annotations
+
+import torch
+
+
+def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k most probable tokens of each row of logits [n, V], best first.
+
+    Among equally probable tokens the lower id comes first, on every device. A probability that is
+    not a number counts as 0.
+
+    Returns:
+        Probabilities float32 [n, k], and ids int64 [n, k].
+    """
+    p = torch.softmax(logits, -1, dtype=torch.float32).nan_to_num_(nan=0.0)
+    last = logits.shape[-1] - 1
+    # Floats >= 0 sort like their bits, so (bits, V - 1 - id) as int64 has no ties.
+    keys = p.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
+    keys.bitwise_or_(torch.arange(last, -1, -1, device=logits.device))
+    top = keys.topk(k).values
+    return (top >> 32).to(torch.int32).view(torch.float32), last - (top & 0xFFFFFFFF)

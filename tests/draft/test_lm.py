@@ -1,0 +1,313 @@
+"""Laws of a language model as drafter: its KV is its own, whatever happened to the row before."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from specpool import CheckpointError, ConfigError, Engine, EngineConfig, SamplingParams, Shape
+from specpool.assets import corpus, resolve
+from specpool.draft import EagleDrafter, LMDrafter, NgramDrafter
+from specpool.models import TargetModel
+from specpool.models.draft_kind import is_language_model
+
+DRAFT = "specpool/tiny-draft"
+PROMPTS = [p[:n] for p, n in zip(corpus.prompts(3), (17, 30, 9), strict=True)]
+CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 12)
+LAYOUTS = [
+    {},
+    {"page_size": 3, "layout": "holey"},
+    {"page_size": 4, "layout": "holey", "placement": "shared"},
+    {"page_size": 1, "overlap_depth": 1},
+    {"page_size": 4, "worker": "v1"},
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[TargetModel]:
+    with TargetModel.from_pretrained(resolve("specpool/tiny"), dtype="float32") as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def draft() -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(resolve(DRAFT)).float().eval()
+
+
+def make(**options: object) -> Engine:
+    return Engine.from_pretrained(draft=DRAFT, max_context_len=400, **options)
+
+
+def record(engine: Engine) -> list:
+    """Every tree that is proposed from here on, with the roots' positions."""
+    trees, propose = [], engine.drafter.propose
+
+    def recording(lanes, shape, roots, tokens):
+        tree = propose(lanes, shape, roots, tokens)
+        trees.append((lanes.starts.clone(), shape, tree))
+        return tree
+
+    engine.drafter.propose = recording
+    return trees
+
+
+def logits_after(draft: torch.nn.Module, text: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return draft(torch.tensor([text]), use_cache=False).logits[0, -1]
+
+
+def expand(draft: torch.nn.Module, text: list[int], shape: Shape) -> set[tuple[int, ...]]:
+    """The tree as a set of paths: expand, keep K a level, then the N - 1 best of all."""
+    level, everything = [(1.0, ())], []
+    for _ in range(shape.num_steps):
+        children = []
+        for score, path in level:
+            p, ids = logits_after(draft, [*text, *path]).softmax(-1).topk(shape.topk)
+            pairs = zip(p.tolist(), ids.tolist(), strict=True)
+            children += [(score * q, (*path, token)) for q, token in pairs]
+        everything += children
+        level = sorted(children, key=lambda child: -child[0])[: shape.topk]
+    everything.sort(key=lambda candidate: -candidate[0])
+    return {path for _, path in everything[: shape.num_draft_tokens - 1]}
+
+
+def paths(tree, lane: int) -> set[tuple[int, ...]]:
+    found = set()
+    for node in range(1, tree.tokens.shape[1]):
+        line = [i for i in range(1, node + 1) if tree.mask[lane, node, i]]
+        found.add(tuple(tree.tokens[lane, line].tolist()))
+    return found
+
+
+def check(draft: torch.nn.Module, texts: list[list[int]], trees: list) -> None:
+    """Compare proposals with the plain model's; lane i belongs to text i."""
+    checked = differing = 0
+    for starts, shape, tree in trees:
+        for lane, start in enumerate(starts.tolist()):
+            text = texts[lane][: start + 1]
+            checked += 1
+            differing += expand(draft, text, shape) != paths(tree, lane)
+    assert checked >= 6
+    assert differing <= 1  # a near-tie of two candidates may go either way
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("shape", "options"), list(itertools.product((CHAIN, TREE), LAYOUTS)))
+def test_proposals_equal_the_plain_models(draft, shape, options):
+    """Pages, masks and kept cells change nothing, in the first rounds and in late ones."""
+    with make(shape=shape, **options) as engine:
+        trees = record(engine)
+        outputs = engine.generate(PROMPTS, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    texts = [o.prompt_ids + o.token_ids for o in outputs]
+    whole = [each for each in trees if len(each[0]) == len(PROMPTS)]
+    check(draft, texts, [*whole[:2], whole[-1]])
+
+
+def test_a_chain_that_was_accepted_as_a_whole_leaves_no_hole():
+    """Its last draft has no KV until `keep` writes it."""
+    with make(shape=CHAIN) as engine:
+        keys = engine.drafter._kv[0][1]
+        (output,) = engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=60, ignore_eos=True))
+        num_written = keys.abs().sum((1, 2)).count_nonzero()
+    assert max(output.accept_lens) == CHAIN.num_steps + 1
+    # All but the last token, which no forward has read.
+    assert num_written >= len(output.prompt_ids) + len(output.token_ids) - 1
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_sessions_the_prefix_cache_and_retraction_keep_the_drafts(draft, shape):
+    options = {"page_size": 4, "headroom": 0, "num_pages": 50, "max_context_len": 160}
+    with Engine.from_pretrained(draft=DRAFT, shape=shape, **options) as engine:
+        plain = SamplingParams(max_new_tokens=60, ignore_eos=True)
+        outputs = engine.generate(PROMPTS, plain)
+        assert engine.core.scheduler.num_retracted > 0
+        with engine.open_session() as session:
+            session.append(PROMPTS[0], plain).output()
+            trees = record(engine)
+            turn = session.append(PROMPTS[1][:11], plain).output()
+        (again,) = engine.generate([PROMPTS[2]], plain)
+    assert again.token_ids == outputs[2].token_ids
+    text = [*turn.prompt_ids, *turn.token_ids]
+    check(draft, [text], trees[: len(turn.accept_lens)][:6])
+
+
+@pytest.mark.parametrize("options", LAYOUTS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_is_that_of_plain_decoding(target, options, temperature):
+    params = SamplingParams(max_new_tokens=40, temperature=temperature, seed=5, ignore_eos=True)
+    plain = Engine(target, config=EngineConfig(max_context_len=300)).generate(PROMPTS, params)
+    for shape in (CHAIN, TREE):
+        drafter = LMDrafter.from_pretrained(resolve(DRAFT), target)
+        config = EngineConfig(shape=shape, max_context_len=300, **options)
+        outputs = Engine(target, drafter, config=config).generate(PROMPTS, params)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
+        assert max(o.accept_lens[0] for o in outputs) > 1
+
+
+# --- several drafters ----------------------------------------------------------------------------
+
+SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(12, 200))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_drafters_mixed_by_row_give_the_text_of_plain_decoding(seed):
+    """Random engines of several drafters, a random one for each request."""
+    rng = random.Random(seed)
+    drafts = rng.sample([DRAFT, "ngram", "specpool/tiny-eagle", "specpool/tiny-eagle3"], 3)
+    prompts = [p[: rng.randint(1, 40)] for p in corpus.prompts(rng.randint(2, 5), 60)]
+    params = [
+        SamplingParams(
+            max_new_tokens=rng.randint(1, 40),
+            temperature=rng.choice([0.0, 1.0]),
+            seed=seed,
+            drafter=rng.choice([None, *drafts]),
+            max_draft_steps=rng.choice([None, None, 2, 0]),
+        )
+        for _ in prompts
+    ]
+    options = {
+        "page_size": rng.choice([1, 3, 16]),
+        "placement": rng.choice(["split", "shared"]),
+        "layout": rng.choice(["dense", "holey"]),
+        "overlap_depth": rng.randint(0, 1),
+        "prefill_tokens": rng.choice([5, 1024]),
+        "mixed_chunks": rng.random() < 0.3,
+        "max_context_len": 96,
+        "max_batch": rng.randint(1, 4),
+    }
+    shape = Shape.eagle(*rng.choice([(3, 1, 4), (4, 4, 12)]))
+    plain = [SamplingParams(**{**_fields(p), "drafter": None}) for p in params]
+    with Engine.from_pretrained(max_context_len=96) as engine:
+        expected = [o.token_ids for o in engine.generate(prompts, plain)]
+    with Engine.from_pretrained(draft=drafts, shape=shape, **options) as engine:
+        assert [o.token_ids for o in engine.generate(prompts, params)] == expected
+
+
+def _fields(params: SamplingParams) -> dict[str, object]:
+    return {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
+
+
+def test_each_row_is_drafted_by_the_drafter_that_its_request_names():
+    drafts = {"small": DRAFT, "copy": "ngram", "head": "specpool/tiny-eagle"}
+    with Engine.from_pretrained(draft=drafts, max_context_len=200) as engine:
+        lanes = dict.fromkeys(drafts, 0)
+        for name, one in engine.drafters.items():
+            propose = one.propose
+
+            def counting(which, *rest, propose=propose, name=name):
+                lanes[name] += len(which.seq_lens)
+                return propose(which, *rest)
+
+            one.propose = counting
+        given = [SamplingParams(drafter=name, ignore_eos=True) for name in ("copy", None, "head")]
+        outputs = engine.generate(PROMPTS, given)
+    rounds = [len(output.accept_lens) for output in outputs]
+    assert lanes["small"] == rounds[1] and lanes["head"] == rounds[2]
+    assert 0 < lanes["copy"] <= rounds[0] + 1
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def folder_of(path: Path, **changes: int) -> Path:
+    """A random model of the draft's family."""
+    raw = json.loads((Path(resolve(DRAFT)) / "config.json").read_text())
+    config = LlamaConfig(**{**raw, **changes})
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def test_another_vocabulary_is_refused_unless_a_tokenizer_explains_it(tmp_path, target):
+    bare = folder_of(tmp_path / "bare", vocab_size=300)
+    with pytest.raises(ConfigError, match=r"knows 300 tokens, the target 259"):
+        LMDrafter.from_pretrained(bare, target)
+    padded = folder_of(tmp_path / "padded", vocab_size=320)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(resolve(DRAFT)) / file, padded)
+    with Engine.from_pretrained(draft=padded, max_context_len=128) as engine:
+        assert len(engine.generate([PROMPTS[0]])[0].token_ids) > 0
+
+
+def test_another_tokenizer_is_refused(tmp_path):
+    folder = shutil.copytree(resolve(DRAFT), tmp_path / "other")
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    vocab = raw["model"]["vocab"]
+    (a, i), (b, j) = list(vocab.items())[40:42]
+    vocab[a], vocab[b] = j, i
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"another tokenizer: 2 of 259 tokens differ; token"):
+        Engine.from_pretrained(draft=folder)
+
+
+def test_a_shorter_context_limits_the_engine_or_is_refused(tmp_path):
+    short = folder_of(tmp_path / "short", max_position_embeddings=64)
+    with Engine.from_pretrained(draft=short) as engine:
+        assert engine.max_context_len == 64
+    with pytest.raises(ConfigError, match=r"has 64 positions, a sequence may have 100 tokens"):
+        Engine.from_pretrained(draft=short, max_context_len=100)
+    longer = folder_of(tmp_path / "longer", max_position_embeddings=1 << 14)
+    with Engine.from_pretrained(draft=longer, max_context_len=100) as engine:
+        assert engine.max_context_len == 100
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("shape", [CHAIN, TREE])
+def test_probabilities_that_are_not_numbers_or_lie_leave_the_text_alone(tmp_path, value, shape):
+    folder = shutil.copytree(resolve(DRAFT), tmp_path / "bad")
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = torch.full_like(state["lm_head.weight"].float(), value)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    params = SamplingParams(max_new_tokens=24)
+    with Engine.from_pretrained(max_context_len=128) as engine:
+        expected = [o.token_ids for o in engine.generate(PROMPTS, params)]
+    with Engine.from_pretrained(draft=folder, shape=shape, max_context_len=128) as engine:
+        assert [o.token_ids for o in engine.generate(PROMPTS, params)] == expected
+
+
+def test_names_of_drafters_are_checked(target):
+    with Engine.from_pretrained(draft=[DRAFT, "ngram"], max_context_len=128) as engine:
+        with pytest.raises(ConfigError, match=r"drafter 'eagle'; the engine has .*, 'ngram'"):
+            engine.generate(PROMPTS, SamplingParams(drafter="eagle"))
+    with pytest.raises(ConfigError, match="drafter must be a name or None, got 3"):
+        SamplingParams(drafter=3)
+    with pytest.raises(ConfigError, match="two drafters are named 'ngram'"):
+        Engine.from_pretrained(draft=["ngram", "ngram"])
+    with pytest.raises(ConfigError, match="draft is empty"):
+        Engine.from_pretrained(draft=[])
+    with pytest.raises(ConfigError, match="got 3"):
+        Engine.from_pretrained(draft=["ngram", 3])
+    drafter, config = LMDrafter.from_pretrained(resolve(DRAFT), target), EngineConfig()
+    Engine(target, drafter, config=config)
+    with pytest.raises(ConfigError, match="attached to another engine"):
+        Engine(target, drafter, config=config)
+
+
+def test_a_head_is_told_from_a_language_model(tmp_path):
+    assert is_language_model(resolve(DRAFT)) and is_language_model(resolve("specpool/tiny"))
+    for name in ("specpool/tiny-eagle", "specpool/tiny-eagle3"):
+        assert not is_language_model(resolve(name))
+    (tmp_path / "config.json").write_text("{")
+    assert not is_language_model(tmp_path)
+    with pytest.raises(CheckpointError):
+        Engine.from_pretrained(draft=tmp_path)
+
+
+def test_a_loaded_model_drafts_and_is_restored(draft):
+    before = draft.config._attn_implementation
+    with Engine.from_pretrained(
+        draft={"lm": draft, "copy": NgramDrafter()}, max_context_len=128
+    ) as engine:
+        assert not isinstance(engine.drafter, EagleDrafter)
+        (output,) = engine.generate([PROMPTS[0]])
+        assert max(output.accept_lens) > 1
+        assert draft.config._attn_implementation == "specpool"
+    assert draft.config._attn_implementation == before
