@@ -9,6 +9,7 @@ from specpool._core import Ledger, Shape
 from specpool.adaptive import Controller, CostController, controller_of
 from specpool.assembly.calibration import Tour, calibrate
 from specpool.assembly.graph_plan import graph_sizes, round_kinds
+from specpool.assembly.ranked import agree_after, log_path
 from specpool.assembly.worker_choice import routed
 from specpool.attention import BACK_ENDS, BackEnd, check_trees, start_back_end
 from specpool.attention.view import Attend
@@ -23,6 +24,7 @@ from specpool.memory.kv_cache import KVCache
 from specpool.memory.layer_kv import LayerKV
 from specpool.memory.pools import Pools, plan_pools
 from specpool.models import TargetModel
+from specpool.ranks.group import Ranks
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.worker.graphs.capture import capture_on
@@ -44,6 +46,7 @@ class Assembly:
     worker: Worker
     host: HostTier | None
     controller: Controller | None
+    ranks: Ranks | None = None
 
     def scheduler_config(self) -> SchedulerConfig:
         """Return the options of a scheduler for these parts."""
@@ -75,6 +78,7 @@ class Assembly:
             overlap_depth=config.overlap_depth,
             mixed_chunks=config.mixed_chunks,
             host=self.host,
+            peers=self.ranks,
         )
 
     def calibrate(self) -> None:
@@ -96,8 +100,15 @@ class Assembly:
             self.worker.graphs.restart()
 
 
-def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig) -> Assembly:
+def assemble(
+    target: TargetModel,
+    drafter: Drafter | None,
+    config: EngineConfig,
+    ranks: Ranks | None = None,
+) -> Assembly:
     """Build the parts for loaded models. Nothing runs yet, except to capture graphs.
+
+    Ranks that share the target build the same parts together.
 
     Raises:
         ConfigError: the configuration, the models and the memory do not fit together.
@@ -127,7 +138,11 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
         max_context_len=max_context_len,
         dtype=target.dtype,
         device=target.device,
+        ranks=ranks,
+        record=None if ranks is None else log_path(ranks),
     )
+    if ranks is not None:
+        agree_after(ranks, pools.ledger)
     ledger, cache = pools.ledger, _cache(pools, layers, target, started.attend if started else None)
     if drafter is not None:
         target.capture(drafter.feature_layers)
@@ -160,6 +175,7 @@ def assemble(target: TargetModel, drafter: Drafter | None, config: EngineConfig)
         worker=worker,
         host=_host_tier(config, ledger, cache),
         controller=controller,
+        ranks=ranks,
     )
 
 

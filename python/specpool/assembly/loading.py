@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from specpool.assembly.ranked import agree_before
 from specpool.assets import resolve
 from specpool.config import EngineConfig
 from specpool.draft import Drafter, EagleDrafter, named_drafter
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
+from specpool.models.files.names import find_model
 from specpool.models.placement import check_dtype
 from specpool.models.target_folder import find_target, load_config
+from specpool.ranks.group import Ranks
 from specpool.text.tokenizer import check_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -41,6 +45,7 @@ def load(
     tokenizer: PreTrainedTokenizerBase | None,
     feature_layers: Sequence[int] | None,
     trust_remote_code: bool,
+    ranks: Ranks | None = None,
 ) -> Loaded:
     """Load the models of `Engine.from_pretrained`, which documents the arguments.
 
@@ -69,7 +74,14 @@ def load(
         if tokenizer is None:
             tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
         dtype = ("float32" if str(device) == "cpu" else "auto") if dtype is None else dtype
-        model = TargetModel.from_pretrained(source, dtype=dtype, device=device)
+        if ranks is not None:
+            own = find_model(draft) if isinstance(draft, str) else draft
+            agree_before(ranks, config, target=source.path, draft=_known(own), dtype=dtype)
+        model = TargetModel.from_pretrained(
+            source, dtype=dtype, device=device, world=1 if ranks is None else ranks.world
+        )
+    elif ranks is not None:
+        raise ConfigError(f"{ranks.world} ranks load their parts themselves: give a folder")
     else:
         model = TargetModel.from_pretrained(target, dtype=dtype)
     try:
@@ -87,3 +99,10 @@ def load(
     except BaseException:
         model.close()
         raise
+
+
+def _known(draft: str | PathLike[str] | Drafter | None) -> Path | str | None:
+    """Return a draft model's folder, or the name of what is no folder."""
+    if isinstance(draft, str | PathLike) or draft is None:
+        return None if draft is None else Path(draft)
+    return type(draft).__name__

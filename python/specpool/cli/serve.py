@@ -15,6 +15,7 @@ from specpool.cli.options import checks
 from specpool.cli.options.shapes import shape_of
 from specpool.errors import ConfigError
 from specpool.models.files.names import find_model
+from specpool.ranks.environment import world_of_environment
 
 #: The environment's variable with an API key.
 KEY_VARIABLE = "SPECPOOL_API_KEY"
@@ -64,27 +65,25 @@ def run(job: Job) -> None:
     )
     checks.check_engine_config(shape, draft, job.options)
     template = None if job.chat_template is None else _read(job.chat_template, "chat_template")
-    from specpool.serve.server import serve
-
     # Lines of libraries too, on standard error.
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in ("httpx", "httpx2"):  # of the hub's client
         logging.getLogger(name).setLevel(logging.WARNING)
-    serve(
-        config,
-        {
-            "target": job.target,
-            "draft": draft,
-            "dtype": job.dtype,
-            "device": job.device,
-            "shape": shape,
-            "trust_remote_code": job.trust_remote_code,
-            **job.options,
-        },
-        threads=job.threads,
-        chat_template=template,
-        tell=_tell,
-    )
+    loading = {
+        "target": job.target,
+        "draft": draft,
+        "dtype": job.dtype,
+        "device": job.device,
+        "shape": shape,
+        "trust_remote_code": job.trust_remote_code,
+        **job.options,
+    }
+    if world_of_environment()[0]:
+        checks.follow(loading, job.threads)
+        return
+    from specpool.serve.server import serve
+
+    serve(config, loading, threads=job.threads, chat_template=template, tell=_tell)
 
 
 def name_of(target: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from specpool._core import Shape
 from specpool.assembly.assembly import assemble
 from specpool.assembly.loading import load
+from specpool.assembly.ranked import for_ranks
 from specpool.checks import check_fields, check_int, check_salt
 from specpool.config import EngineConfig
 from specpool.draft import Drafter
@@ -22,12 +23,14 @@ from specpool.engine.comparison import Comparison, compare
 from specpool.engine.core import EngineCore
 from specpool.engine.output import Chunk, RequestOutput, output_of
 from specpool.engine.progress import ProgressBar
+from specpool.engine.ranked import RankedEngine
 from specpool.engine.session import Session
 from specpool.engine.stats import EngineStats, PoolStats, engine_stats, pool_stats
 from specpool.engine.texts import NextTurn, Prompt
 from specpool.errors import ConfigError, CorruptState
 from specpool.loop.busy_check import BusyFinding
 from specpool.models import TargetModel
+from specpool.ranks.group import Ranks
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.pins import Pin
 from specpool.scheduler.requests.request import Request
@@ -51,6 +54,7 @@ class Engine:
         *,
         config: EngineConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Build the pools for loaded models; most callers want `from_pretrained`.
 
@@ -60,12 +64,13 @@ class Engine:
         check_tokenizer(tokenizer)
         config = config or EngineConfig()
         self.target, self.drafter, self.config, self.tokenizer = target, drafter, config, tokenizer
-        parts = assemble(target, drafter, config)
+        parts = assemble(target, drafter, config, ranks)
         parts.calibrate()
         self.shape, self.max_context_len = parts.shape, parts.max_context_len
         self.ledger, self.cache = parts.ledger, parts.cache
         self.kv_bytes = self.cache.num_bytes
         self.core = EngineCore(parts, tokenizer)
+        self._ranks = None if ranks is None else RankedEngine(self.core, ranks, target)
 
     @classmethod
     def from_pretrained(
@@ -78,6 +83,7 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase | None = None,
         feature_layers: Sequence[int] | None = None,
         trust_remote_code: bool = False,
+        ranks: Ranks | None = None,
         **options: Any,
     ) -> Engine:
         """Load a target and a draft model and build an engine.
@@ -94,6 +100,9 @@ class Engine:
             feature_layers: target layers whose inputs the head reads; replaces the checkpoint's.
             trust_remote_code: run Python code from the target's folder. If False, a target that
                 needs such code is refused before any of it runs.
+            ranks: this process's place among those that share the target (docs/ranks.md). All of
+                them call this with the same arguments; then rank 0 alone takes requests, and each
+                other one calls `follow`.
             **options: fields of `EngineConfig`.
 
         Raises:
@@ -101,25 +110,35 @@ class Engine:
         """
         check_fields(EngineConfig, options)
         config = EngineConfig(**options)
-        parts = load(
-            target,
-            draft,
-            config=config,
-            dtype=dtype,
-            device=device,
-            tokenizer=tokenizer,
-            feature_layers=feature_layers,
-            trust_remote_code=trust_remote_code,
-        )
-        try:
-            engine = cls(parts.target, parts.drafter, config=config, tokenizer=parts.tokenizer)
-            weakref.finalize(
-                engine.core, parts.target.close
-            ).atexit = False  # at the interpreter's exit there is nothing to restore
-            return engine
-        except BaseException:
-            parts.target.close()
-            raise
+        with contextlib.nullcontext() if ranks is None else ranks.telling():
+            if ranks is not None:
+                config, device = for_ranks(config, ranks), ranks.device
+            parts = load(
+                target,
+                draft,
+                config=config,
+                dtype=dtype,
+                device=device,
+                tokenizer=tokenizer,
+                feature_layers=feature_layers,
+                trust_remote_code=trust_remote_code,
+                ranks=ranks,
+            )
+            try:
+                engine = cls(
+                    parts.target,
+                    parts.drafter,
+                    config=config,
+                    tokenizer=parts.tokenizer,
+                    ranks=ranks,
+                )
+                weakref.finalize(
+                    engine.core, parts.target.close
+                ).atexit = False  # at the interpreter's exit there is nothing to restore
+                return engine
+            except BaseException:
+                parts.target.close()
+                raise
 
     def generate(
         self,
@@ -210,12 +229,12 @@ class Engine:
         conversation = None
         try:
             with self.core.lock:
-                conversation = self.core.scheduler.conversations.new([])
+                conversation = self.core.inputs.open()
                 return Session(self.core, conversation, max_tokens or self.max_context_len)
         except BaseException:  # such as Ctrl-C: the caller does not get the session
             if conversation is not None:
                 with self.core.lock:
-                    self.core.scheduler.conversations.close(conversation)
+                    self.core.inputs.close(conversation)
             raise
 
     def submit(
@@ -317,7 +336,7 @@ class Engine:
         if not isinstance(pin, Pin):
             raise ConfigError(f"unpin takes what pin gave, got {pin!r:.80}")
         with self.core.lock, self.core.loop.recovering():
-            self.core.scheduler.pins.drop(pin)
+            self.core.inputs.unpin(pin)
 
     def abort(self, number: int) -> None:
         """Abort a submitted request; its output comes with the next turn.
@@ -358,7 +377,22 @@ class Engine:
         """
         self.core.prompts.check_open()
         with self.core.lock:
+            if self._ranks is not None:
+                self._ranks.compare(first, second)
             return compare(self.target, first, second)
+
+    def follow(self) -> None:
+        """Apply the records of rank 0 until it closes its engine, on every other rank.
+
+        Raises:
+            ConfigError: this engine has no ranks, or is rank 0's.
+            CorruptState: this rank has parted from rank 0; the message has the step, both digests
+                and both event logs.
+            RankError: another rank has gone; the message names it.
+        """
+        if self._ranks is None:
+            raise ConfigError("there are no ranks: nothing is to be followed")
+        self._ranks.follow()
 
     def pool_stats(self) -> list[PoolStats]:
         """Return the page counts of each group now."""
@@ -378,7 +412,7 @@ class Engine:
             check_salt(cache_salt)
         with self.core.lock:
             salt = None if cache_salt is None else cache_salt.encode()
-            self.core.scheduler.prefix_cache.forget(salt)
+            self.core.inputs.forget(salt)
 
     def stats(self) -> EngineStats:
         """Return what the engine holds now, and its counters since it was built."""
@@ -407,6 +441,8 @@ class Engine:
                 call tries again.
         """
         with self.core.lock:  # an asynchronous stream's thread may be inside a forward
+            if self._ranks is not None:
+                self._ranks.end()
             failures: list[str] = []
             try:
                 if not self.ledger.closed:
@@ -414,6 +450,8 @@ class Engine:
             finally:
                 self.target.close()
             self.ledger.close()
+            if self._ranks is not None:
+                self._ranks.leave()
         if failures:
             raise CorruptState(
                 "the engine is closed, but not all was given back:\n" + "\n".join(failures)

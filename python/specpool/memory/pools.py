@@ -15,6 +15,7 @@ from specpool.errors import ConfigError
 from specpool.memory.group_sizes import size_groups
 from specpool.memory.layer_kv import LayerKV, bytes_by_window
 from specpool.num_bytes import show_bytes
+from specpool.ranks.group import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ def plan_pools(
     max_context_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    ranks: Ranks | None = None,
+    record: Path | None = None,
 ) -> Pools:
     """Size the groups and build the ledger.
 
@@ -104,6 +107,8 @@ def plan_pools(
         dtype: dtype of the KV.
         device: where the KV lives. Without `num_pages` and `kv_bytes`, half of its free memory is
             used.
+        ranks: the ranks that have the same pages, so that the least memory of all counts.
+        record: a file for the ledger's event log, if there are ranks.
 
     Raises:
         ConfigError: the memory does not hold one row of the whole context, or not the pages that
@@ -111,7 +116,10 @@ def plan_pools(
     """
     budget = config.kv_bytes
     if budget is None:
-        budget = 0 if config.num_pages is not None else free_bytes(device) // 2
+        sharers = 1 if ranks is None else ranks.num_sharers
+        budget = 0 if config.num_pages is not None else free_bytes(device) // (2 * sharers)
+    if ranks is not None:
+        budget = ranks.least(budget)
     sizes = size_groups(
         config,
         bytes_by_window(target_layers, dtype.itemsize),
@@ -120,8 +128,9 @@ def plan_pools(
         max_context_len=max_context_len,
         kv_bytes=budget,
     )
-    ledger = sizes.ledger()
+    ledger = sizes.ledger(digest=ranks is not None, record=record)
     free = free_bytes(device)
+    free = free if ranks is None else ranks.least(free)
     if sizes.num_bytes > free:
         num_pages = " + ".join(str(group.num_pages) for group in sizes.groups)
         raise ConfigError(

@@ -32,6 +32,7 @@ from specpool.cli.options.shapes import shape_of
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.errors import ConfigError
 from specpool.models.files.names import ngram_of
+from specpool.ranks.environment import world_of_environment
 from specpool.sampling_params import SamplingParams
 from specpool.shape_names import name_of as name_of_shape
 
@@ -141,8 +142,25 @@ def run(job: Job) -> None:
     checks.check_models(job.target, draft)
     texts = read_prompts(job.prompts, job.target, count)
     checks.check_prompts(job.target, prompts_of(job, texts))
+    rank, world = world_of_environment()
+    if world > 1 and job.compare_ancestry:
+        raise ConfigError(f"--compare-ancestry runs in one process, there are {world} ranks")
+    loading = {
+        "target": job.target,
+        "draft": draft,
+        "dtype": job.dtype,
+        "device": job.device,
+        "shape": shape,
+        "trust_remote_code": job.trust_remote_code,
+        **job.options,
+    }
+    if rank:
+        checks.follow(loading, job.threads)
+        return
     checks.start_torch(job.threads)
     from specpool.engine.engine import Engine
+
+    ranks = checks.start_ranks(job.device)
 
     console = Console(stderr=job.json)
 
@@ -155,16 +173,7 @@ def run(job: Job) -> None:
             disable=not console.is_terminal,  # else it leaves an empty line
         ) as progress:
             progress.add_task(f"{job.target} and {draft}")
-            return Engine.from_pretrained(
-                job.target,
-                draft=draft,
-                dtype=job.dtype,
-                device=job.device,
-                shape=shape,
-                trust_remote_code=job.trust_remote_code,
-                **job.options,
-                **options,
-            )
+            return Engine.from_pretrained(**loading, ranks=ranks, **options)
 
     interrupt = Interrupt()
     with interrupt.handled():

@@ -6,7 +6,9 @@ Every command calls them before it imports torch, so that a typo is refused with
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,10 +20,12 @@ from specpool.config import EngineConfig
 from specpool.errors import ConfigError
 from specpool.models.files.checkpoint import read_config, read_json
 from specpool.models.files.names import fetch_config, find_model, ngram_of
+from specpool.ranks.environment import world_of_environment
 from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specpool.engine.texts import Prompt
+    from specpool.ranks.group import Ranks
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("auto", "torch", "flashinfer")
@@ -173,3 +177,44 @@ def start_torch(threads: int) -> None:
 
     torch.set_num_threads(threads)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def start_ranks(device: str) -> Ranks | None:
+    """Join the ranks that share the target, after `start_torch`; None = this process is alone.
+
+    Gloo prints to the standard output from C++. From here on that goes to standard error, and only
+    what Python prints stays.
+
+    Raises:
+        ConfigError: the environment names ranks that cannot be.
+        RankError: not all of them came.
+    """
+    _, world = world_of_environment()
+    if world == 1:
+        return None
+    from specpool.ranks.group import Ranks
+
+    sys.stdout.flush()
+    own = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
+    os.dup2(2, 1)
+    sys.stdout = own
+    return Ranks(device)
+
+
+def follow(loading: Mapping[str, Any], threads: int) -> None:
+    """Follow rank 0 until it ends, with an engine of the same arguments as its.
+
+    Ctrl-C and a launcher's signal reach all processes: rank 0 decides.
+
+    Raises:
+        ConfigError: the ranks differ, or the engine cannot be loaded.
+        CorruptState: this rank has parted from rank 0.
+        RankError: another rank has gone.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    start_torch(threads)
+    from specpool.engine.engine import Engine
+
+    with Engine.from_pretrained(**loading, ranks=start_ranks(loading["device"])) as engine:
+        engine.follow()
