@@ -35,7 +35,7 @@ SETUPS: dict[str, dict[str, Any]] = {
         "draft": "specpool/tiny-eagle",
         "shape": CHAIN,
         "overlap_depth": 1,
-        "num_pages": 56,
+        "num_pages": 44,
         "max_context_len": 96,
         "busy_check": 2,
     },
@@ -196,7 +196,7 @@ def run_long(engine: Engine, turns: int) -> Any:
         live = [number for number in live if number not in gone]
         if len(live) < 7 and choice.random() < 0.5:
             params = SamplingParams(
-                max_new_tokens=choice.randint(1, 40),
+                max_new_tokens=choice.randint(1, 70),
                 temperature=choice.choice([0.0, 1.0]),
                 seed=turn,
                 ignore_eos=True,

@@ -77,7 +77,8 @@ class RankedEngine:
             if inputs.num_records == last and inputs.broken is None:
                 try:
                     with self._core.lock:
-                        if inputs.num_records == last and not self._over.is_set():
+                        is_idle = inputs.num_records == last and not self._over.is_set()
+                        if is_idle and inputs.broken is None:
                             inputs.flush()
                 except RankError as error:
                     self._ranks.on_lost(str(error))

@@ -36,6 +36,9 @@ class Peers(Protocol):
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank ends."""
 
+    def explain(self, error: RuntimeError) -> Exception:
+        """Return an error of a forward, or the error that names the rank whose end caused it."""
+
 
 class Inputs:
     """The calls on a scheduler; hold the engine's lock for each.
@@ -122,16 +125,21 @@ class Inputs:
         Raises:
             RankError: a rank has gone, or the ranks have parted before.
         """
-        if self._peers is None or self._is_within:  # alone, or a turn of a record
+        if self._peers is None:
             yield
             return
-        self._send("turn")
+        within = self._is_within  # on the other ranks: a record is being applied
+        if not within:
+            self._send("turn")
         self._is_within = True
         try:
             yield
+        except RuntimeError as error:
+            raise self._peers.explain(error) from error
         finally:
-            self._is_within = False
-        self._end_turn()
+            self._is_within = within
+        if not within:
+            self._end_turn()
 
     def flush(self, *call: Any) -> None:
         """Send what was noted, with this call at its end if there is one.

@@ -178,6 +178,11 @@ class Ranks:
         with contextlib.suppress(Exception):
             self._store.set(f"fail/{self.rank}", one_line(error, 2000))
 
+    def explain(self, error: RuntimeError) -> Exception:
+        """Return an error of a forward, or one that names the rank whose end has caused it."""
+        gone = self._who_is_gone()
+        return RankError(f"{gone} (a forward: {one_line(error, 200)})") if gone else error
+
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
         """Tell the others why this rank ends, if the block raises."""
@@ -234,11 +239,12 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            self._ended.set()  # this thread tells it now
-            raise RankError(f"{self._who_is_gone()} ({what}: {one_line(error, 200)})") from error
+            gone = self._who_is_gone() or "a rank did not answer in time, though all are alive"
+            raise RankError(f"{gone} ({what}: {one_line(error, 200)})") from error
 
     def _who_is_gone(self) -> str:
-        """Find out which rank has gone, in a second or two."""
+        """Find out which rank has gone, in a second or two; "" = none."""
+        self._ended.set()  # the caller tells it: this rank ends
         peers = [rank for rank in range(self.world) if rank != self.rank]
         try:
             before = {rank: self._beats.get(f"beat/{rank}") for rank in peers}
@@ -254,7 +260,7 @@ class Ranks:
             return "the group's store is gone, and with it the launcher or rank 0"
         if still or left:
             return f"rank {(still or left)[0]} is gone"
-        return "a rank did not answer in time, though all are alive"
+        return ""
 
     def _said(self, key: str) -> str:
         return self._beats.get(key).decode(errors="replace") if self._beats.check([key]) else ""
