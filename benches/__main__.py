@@ -293,9 +293,7 @@ def ranks(
     """The record that rank 0 broadcasts each turn, beside one layer's all-reduce (gloo)."""
     from benches.ranks import Job, run
 
-    run(
-        Job(rows=rows or [1, 8, 32], hidden=hidden, repeats=repeats, arrivals=arrivals, json=json)
-    )
+    run(Job(rows=rows or [1, 8, 32], hidden=hidden, repeats=repeats, arrivals=arrivals, json=json))
 
 
 @app.command("session")

@@ -1,7 +1,7 @@
 """`python -m benches ranks`: what a record costs, beside one all-reduce of a layer.
 
-Two processes on this machine, over gloo. A record of 32 rows is packed, broadcast, read and compared;
-the reference is the all-reduce of the hidden states [32, hidden] of one layer, in float32, in
+Two processes on this machine, over gloo. A record is packed, broadcast, read and compared; the
+reference is the all-reduce of the hidden states [rows, hidden] of one layer, in float32, in
 alternation with it.
 """
 

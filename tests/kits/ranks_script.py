@@ -1,8 +1,8 @@
 """What a rank of the tests runs: play scenes on engines, lead or follow; rank 0 prints JSON.
 
-    python ranks_script.py scenes                 the scenes of `SETUPS`
-    python ranks_script.py long TURNS             one engine, requests until so many turns ran
-    python ranks_script.py plant KIND RECORD      rank 1 does something of its own at a record
+python ranks_script.py scenes                 the scenes of `SETUPS`
+python ranks_script.py long TURNS             one engine, requests until so many turns ran
+python ranks_script.py plant KIND RECORD      rank 1 does something of its own at a record
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 
 from specpool import Grammar, SamplingParams, Shape
 from specpool.engine.engine import Engine
-from specpool.engine.follower import Follower
 from specpool.ranks.group import Ranks
+from specpool.scheduler.following import Follower
 
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(3, 2, 6)
 SMALL: dict[str, Any] = {"page_size": 4, "max_context_len": 192, "max_batch": 4}
@@ -244,12 +244,13 @@ def _planted(kind: str, record: int) -> None:
 
     def planted(self: Follower, data: bytes) -> bool:
         goes_on = apply(self, data)
-        if self._core.inputs.num_records == record:
+        inputs, ledger = self._inputs, self._scheduler._ledger
+        if inputs.num_records == record:
             if kind == "admit":
-                self._core.scheduler._ledger.admit("planted")
-                self._core.inputs._digest = self._core.scheduler._ledger.digest or 0
+                ledger.admit("planted")
+                inputs._digest = ledger.digest or 0
             elif kind == "token":
-                self._core.inputs._told[-1].tokens[0] ^= 1
+                inputs._told[-1].tokens[0] ^= 1
             elif kind == "die":
                 os.kill(os.getpid(), 9)
             elif kind == "stop":
@@ -277,7 +278,6 @@ def _main(arguments: list[str]) -> None:
                 raise SystemExit(f"unknown: {arguments}")
         if ranks.leads:
             print(json.dumps(found), file=out, flush=True)
-
 
 
 if __name__ == "__main__":

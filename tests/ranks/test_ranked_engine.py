@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from ranks_kit import Ended, Group, script
 from ranks_script import SCENES, SETUPS, engine_of, play
 

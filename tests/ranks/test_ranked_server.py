@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from ranks_kit import Group, free_port
 
 OPTIONS = ("--page-size", "4", "--max-context-len", "256", "--num-pages", "256", "--batch", "4")
@@ -74,7 +75,7 @@ def test_a_rank_that_dies_while_all_is_idle_ends_the_server(served: tuple[Group,
     _complete(port)
     group.processes[1].kill()
     killed = time.monotonic()
-    out, err = group.processes[0].communicate(timeout=30)
+    _, err = group.processes[0].communicate(timeout=30)
     assert time.monotonic() - killed < 15
     assert group.processes[0].returncode != 0
     assert "rank 1 is gone" in err or "rank 1 has been silent" in err

@@ -266,10 +266,24 @@ def sim(
         float | None,
         typer.Option(help="Run sessions alone until this many turns have ended, such as 1e5."),
     ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            help="Simulate so many ranks, whose records are late, lost, repeated or changed; "
+            "--rounds counts the turns of all of them."
+        ),
+    ] = 1,
 ) -> None:
     """Test the scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
     from specpool.cli.sim import sim as run
+    from specpool.cli.sim import sim_ranks
 
+    if ranks != 1:
+        if turns is not None:
+            raise ConfigError("--turns runs one process: leave --ranks out")
+        if not sim_ranks(seed=seed, rounds=2e4 if rounds is None else rounds, num_ranks=ranks):
+            raise typer.Exit(1)
+        return
     if rounds is not None and turns is not None:
         raise ConfigError("--rounds and --turns both say when to end: give one")
     num_rounds = 2e4 if rounds is None else rounds

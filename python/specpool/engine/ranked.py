@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from typing import Any
 
+from specpool.engine.comparison import compare
 from specpool.engine.core import EngineCore
-from specpool.engine.follower import Follower, output_wire
 from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError, CorruptState, RankError
 from specpool.models import TargetModel
 from specpool.ranks.group import Ranks
+from specpool.scheduler.following import Follower
+from specpool.scheduler.requests.request import Request
+from specpool.scheduler.requests.wire import params_of, params_wire
+from specpool.text.stream import TextStream
 
 #: Seconds after which an idle rank 0 says that it is there, so that nobody waits in vain.
 IDLE_SECONDS = 1.0
@@ -31,16 +36,21 @@ class RankedEngine:
 
     def compare(self, first: RequestOutput, second: RequestOutput) -> None:
         """Let the others take part in a comparison. Hold the lock."""
-        self._core.inputs.flush("compare", output_wire(first), output_wire(second))
+        self._core.inputs.flush("compare", _wire_of(first), _wire_of(second))
 
     def follow(self) -> None:
         """Apply records until rank 0 ends; see `Engine.follow`."""
         if self._ranks.leads:
             raise ConfigError("rank 0 leads: the other ranks follow")
-        follower = Follower(self._core, self._target)
+        core = self._core
+        calls = {"turn": core.loop.turn, "drain": core.loop.drain, "compare": self._judge}
+        follower = Follower(core.inputs, core.scheduler, self._equip, calls)
         try:
-            while follower.apply(self._ranks.receive()):
-                pass
+            goes_on = True
+            while goes_on:
+                data = self._ranks.receive()
+                with core.lock:
+                    goes_on = follower.apply(data)
         except BaseException as error:
             if isinstance(error, CorruptState):
                 error = CorruptState(f"rank {self._ranks.rank}: {error}{self._logs()}")
@@ -66,6 +76,18 @@ class RankedEngine:
         if not self._ranks.leads:
             time.sleep(_LINGER)
 
+    def _equip(self, request: Request) -> None:
+        """Give a request what finds its end, as `Prompts` does on rank 0."""
+        params = request.params
+        if params.stop:
+            request.watch = TextStream(self._core.tokenizer, params.stop)
+        if params.structured is not None:
+            request.matcher = self._core.compiler.matcher(params.structured)
+
+    def _judge(self, *outputs: Any) -> None:
+        """Take part in the forwards of a comparison, whose result rank 0 gives out."""
+        compare(self._target, *(_output_of(wire) for wire in outputs))
+
     def _logs(self) -> str:
         own, other = self._ranks.log_of(self._ranks.rank), self._ranks.log_of(0)
         return f"; specpool replay {own} --against {other} names the first call that differs"
@@ -84,3 +106,32 @@ class RankedEngine:
                     self._ranks.on_lost(str(error))
                     return
             last = inputs.num_records
+
+
+def _wire_of(output: RequestOutput) -> list[Any]:
+    """Return what a comparison needs of an output."""
+    return [output.prompt_ids, output.token_ids, params_wire(output.params), output.seed]
+
+
+def _output_of(wire: Any) -> RequestOutput:
+    prompt_ids, token_ids, params, seed = wire
+    return RequestOutput(
+        index=0,
+        sample=0,
+        prompt_ids=prompt_ids,
+        token_ids=token_ids,
+        text="",
+        finish_reason="length",
+        error=None,
+        seed=seed,
+        accept_lens=[],
+        from_draft=[],
+        logprobs=None,
+        num_reused=0,
+        num_drafts=0,
+        params=params_of(params),
+        stop_hit=None,
+        queue_seconds=None,
+        first_token_seconds=None,
+        seconds=0.0,
+    )

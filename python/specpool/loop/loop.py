@@ -20,10 +20,10 @@ from specpool._core import Ledger
 from specpool.errors import CorruptState, SpecpoolError, StalePlan
 from specpool.loop.busy_check import BusyCheck
 from specpool.loop.clock import Clock
-from specpool.loop.inputs import Inputs, Peers
 from specpool.loop.scrub import scrub_free
 from specpool.memory.host.tier import HostTier
 from specpool.memory.kv_cache import KVCache
+from specpool.scheduler.inputs import Inputs, Peers
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step, StepResult

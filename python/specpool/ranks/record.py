@@ -72,12 +72,14 @@ class Record:
         digest: the digest of rank 0's ledger after the turn before, before these inputs.
         inputs: a name and its arguments each, in the order in which rank 0 has applied them.
         results: what the steps gave that rank 0 took over since the record before.
+        counts: requests that run, wait and have ended, and open sessions; as old as the digest.
     """
 
     number: int
     digest: int
     inputs: list[list[Any]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         """Return the header and the payload.
@@ -86,7 +88,7 @@ class Record:
             RankError: the payload is longer than `MAX_RECORD`, or holds what cannot be sent.
         """
         results = [[each.step, each.counts, each.tokens] for each in self.results]
-        payload = encode([self.inputs, results])
+        payload = encode([self.inputs, results, self.counts])
         if len(payload) > MAX_RECORD:
             raise RankError(f"record {self.number} has {len(payload)} bytes, above {MAX_RECORD}")
         return _HEAD.pack(len(payload), self.number, self.digest, zlib.crc32(payload)) + payload
@@ -122,18 +124,20 @@ def payload_bytes(data: bytes) -> int:
     return int(length)
 
 
-def _parts(number: int, value: Any) -> tuple[list[list[Any]], list[Result]]:
+def _parts(number: int, value: Any) -> tuple[list[list[Any]], list[Result], list[int]]:
     """Check the shape of a payload; what an input means is checked by who applies it."""
-    wrong = RankError(f"record {number}: its payload is no list of inputs and results")
-    if not (isinstance(value, list) and len(value) == 2):
+    wrong = RankError(f"record {number}: its payload is no list of inputs, results and counts")
+    if not (isinstance(value, list) and len(value) == 3):
         raise wrong
-    inputs, results = value
-    if not isinstance(inputs, list) or not isinstance(results, list):
+    inputs, results, counts = value
+    if not all(isinstance(part, list) for part in value):
+        raise wrong
+    if not all(type(count) is int for count in counts):
         raise wrong
     for each in inputs:
         if not (isinstance(each, list) and each and isinstance(each[0], str)):
             raise wrong
-    return inputs, [_result(each, wrong) for each in results]
+    return inputs, [_result(each, wrong) for each in results], counts
 
 
 def _result(value: Any, wrong: RankError) -> Result:

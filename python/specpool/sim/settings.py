@@ -36,6 +36,7 @@ class Settings:
     max_context_len: int = 128
     adapts: Literal["ema", "dice"] | None = None  # the controller of requests without a shape
     threshold_rounds: int = 0
+    keeps_digest: bool = False  # the ledger keeps its digest, for ranks to compare
     is_late: bool = False  # the seed chooses when forwards run and results are taken over
 
     @property
@@ -78,6 +79,7 @@ class Settings:
             page_fencing=self.page_fencing,
             max_chunk=min(self.prefill_tokens, self.max_context_len),
             sessions=True,
+            digest=self.keeps_digest,
         )
 
     def pages_per_row(self) -> tuple[int, ...]:

@@ -172,6 +172,8 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 
 def start_torch(threads: int) -> None:
     """Import torch and transformers and set them up for a command; this takes seconds of CPU."""
+    if world_of_environment()[1] > 1:  # else torch prints C++ frames when a rank goes
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
     from transformers.utils import logging
 

@@ -3,7 +3,8 @@
 Without peers a call goes straight to the scheduler. On rank 0 of several it is also noted, and
 `begin_turn` sends the notes to the other ranks as a record. These apply the same calls in the same
 order before they run the same turn, so that all schedulers and ledgers stay the same. A record has
-the digest of rank 0's ledger and what its steps gave; each rank compares both with its own first.
+the digest of rank 0's ledger, what its steps gave, and how many requests it has; each rank compares
+these with its own first.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Inputs:
         self._broken: str | None = None
         self.num_records = 0
         # As of the end of the last turn or record: what the next record is compared with.
-        self._digest, self._told = ledger.digest or 0, list[Result]()
+        self._digest, self._told, self._counts = 0, list[Result](), list[int]()
+        self._end_turn()
 
     @property
     def is_shared(self) -> bool:
@@ -155,7 +157,7 @@ class Inputs:
         assert self._peers is not None
         self._check()
         notes, self._notes = [*self._notes, *([list(call)] if call else [])], []
-        record = Record(self.num_records + 1, self._digest, notes, self._told)
+        record = Record(self.num_records + 1, self._digest, notes, self._told, self._counts)
         try:
             self._peers.send(record.to_bytes())
         except BaseException as error:
@@ -204,6 +206,11 @@ class Inputs:
         ]
         if not found and len(self._told) != len(record.results):
             found = [f"{len(self._told)} steps ended here, {len(record.results)} there"]
+        if self._counts != record.counts:
+            found.append(
+                f"requests that run, wait and have ended, and open sessions are {self._counts} "
+                f"here, {record.counts} there"
+            )
         if self._digest != record.digest:
             found.append(f"the ledger's digest is {self._digest:016x} here")
         if found:
@@ -240,5 +247,14 @@ class Inputs:
 
     def _end_turn(self) -> None:
         """Keep what the next record will be compared with."""
+        if self._peers is None:
+            return
+        scheduler = self._scheduler
         self._digest = self._ledger.digest or 0
         self._told, self._results = self._results, []
+        self._counts = [
+            scheduler.num_running,
+            scheduler.num_waiting,
+            scheduler.num_ended,
+            len(scheduler.conversations.open),
+        ]
