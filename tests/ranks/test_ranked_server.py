@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import signal
@@ -17,11 +18,10 @@ OPTIONS = ("--page-size", "4", "--max-context-len", "256", "--num-pages", "256",
 
 
 def _post(port: int, path: str, body: dict[str, Any]) -> Any:
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    link.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-    answer = link.getresponse()
-    found = json.loads(answer.read())
-    link.close()
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as link:
+        link.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        answer = link.getresponse()
+        found = json.loads(answer.read())
     assert answer.status == 200, found
     return found
 
@@ -33,12 +33,12 @@ def _complete(port: int, **more: Any) -> str:
 
 
 def _is_up(port: int) -> bool:
-    try:
-        link = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        link.request("GET", "/health")
-        return link.getresponse().status == 200
-    except OSError:
-        return False
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as link:
+        try:
+            link.request("GET", "/health")
+            return link.getresponse().status == 200
+        except OSError:
+            return False
 
 
 @pytest.fixture
@@ -48,7 +48,8 @@ def served() -> Iterator[tuple[Group, int]]:
     try:
         end = time.monotonic() + 120
         while not _is_up(port):
-            assert time.monotonic() < end and group.processes[0].poll() is None
+            if time.monotonic() > end or group.processes[0].poll() is not None:
+                pytest.fail("\n".join(ended.err for ended in group.wait(5)))
             time.sleep(0.2)
         yield group, port
     finally:
@@ -76,7 +77,7 @@ def test_a_rank_that_dies_while_all_is_idle_ends_the_server(served: tuple[Group,
     group.processes[1].kill()
     killed = time.monotonic()
     _, err = group.processes[0].communicate(timeout=30)
-    assert time.monotonic() - killed < 15
+    assert time.monotonic() - killed < 25
     assert group.processes[0].returncode != 0
     assert "rank 1 is gone" in err or "rank 1 has been silent" in err
 

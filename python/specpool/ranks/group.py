@@ -35,7 +35,7 @@ from specpool.ranks.record import HEAD_BYTES, payload_bytes
 log = logging.getLogger("specpool")
 
 #: Seconds between two signs of life, and without one until a rank counts as dead.
-BEAT_SECONDS, SILENT_SECONDS = 0.5, 5.0
+BEAT_SECONDS, SILENT_SECONDS = 0.5, 10.0
 #: Bytes of a record that go in one broadcast; what is longer takes a second one.
 BLOCK = 4096
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -94,7 +94,13 @@ class Ranks:
         self._block = torch.zeros(BLOCK, dtype=torch.uint8)
         self._closed = False
         self._log: Path | None = None
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._watcher.start()
+
+    @classmethod
+    def join(cls, device: str = "cpu") -> Ranks | None:
+        """Join the group of the environment; None = this process is alone. See `Ranks`."""
+        return cls(device) if world_of_environment()[1] > 1 else None
 
     @property
     def num_sharers(self) -> int:
@@ -215,6 +221,8 @@ class Ranks:
             return
         self._closed = True
         self._ended.set()
+        if self._watcher is not threading.current_thread():
+            self._watcher.join(2 * BEAT_SECONDS)
         with contextlib.suppress(Exception):
             self._store.set(f"left/{self.rank}", "1")
         if dist.is_initialized():

@@ -240,6 +240,9 @@ class RanksSimulation:
             changed = bytearray(frame)
             changed[self._rng.randrange(8 if len(frame) > HEAD_BYTES else 0, len(frame))] ^= 0x41
             frame = bytes(changed)
+        if fault == "restarted":
+            self.ranks[rank] = self._rank(rank)
+            way.clear()  # what was on its way went to the rank of before
         if fault == "overtaken":
             self._overtaken = frame
             return
@@ -249,8 +252,6 @@ class RanksSimulation:
             self._overtaken = None
         if fault == "repeated":
             way.append((at, frame))
-        if fault == "restarted":
-            self.ranks[rank] = self._rank(rank)
 
     def _fault_at(self, rank: int) -> RankFault | None:
         """Return the fault of the record that is put on its way to a rank now."""
@@ -364,10 +365,8 @@ class RanksSimulation:
         """Check that a rank whose record went astray stopped at that record, or the next."""
         if rank.stopped is None:
             raise BrokenLaw(f"rank {rank.rank} goes on, though record {number} was {kind}")
-        # Of records 1 to n, a rank that starts anew has none.
-        last = number if kind == "repeated" else number - 1
-        most = {last} if kind != "restarted" else {0, last, number}
-        if len(rank.states) - 1 not in most:
+        last = {"repeated": number, "restarted": 0}.get(kind, number - 1)
+        if len(rank.states) - 1 != last:
             raise BrokenLaw(
                 f"record {number} was {kind}, rank {rank.rank} stopped after record "
                 f"{len(rank.states) - 1}: {rank.stopped}"

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +161,6 @@ def run(job: Job) -> None:
     from specpool.engine.engine import Engine
 
     ranks = checks.start_ranks(job.device)
-
     console = Console(stderr=job.json)
 
     def load(**options: Any) -> Engine:
@@ -176,7 +175,7 @@ def run(job: Job) -> None:
             return Engine.from_pretrained(**loading, ranks=ranks, **options)
 
     interrupt = Interrupt()
-    with interrupt.handled():
+    with ranks or nullcontext(), interrupt.handled():
         if job.compare_ancestry:
             _compare_ancestry(job, load, prompts_of(job, texts), params, interrupt, console)
         else:

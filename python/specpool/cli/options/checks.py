@@ -5,6 +5,7 @@ Every command calls them before it imports torch, so that a typo is refused with
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -218,5 +219,7 @@ def follow(loading: Mapping[str, Any], threads: int) -> None:
     start_torch(threads)
     from specpool.engine.engine import Engine
 
-    with Engine.from_pretrained(**loading, ranks=start_ranks(loading["device"])) as engine:
-        engine.follow()
+    ranks = start_ranks(loading["device"])
+    with ranks or contextlib.nullcontext():
+        with Engine.from_pretrained(**loading, ranks=ranks) as engine:
+            engine.follow()

@@ -44,8 +44,9 @@ def run_engine(sock: socket.socket, loading: Mapping[str, Any], threads: int) ->
         from specpool.serve.bridge.runner import Runner
 
         ranks = join_ranks(loading, line)
-        with Engine.from_pretrained(**loading, ranks=ranks) as engine:
-            Runner(engine, line).run()
+        with ranks or contextlib.nullcontext():
+            with Engine.from_pretrained(**loading, ranks=ranks) as engine:
+                Runner(engine, line).run()
     except (BrokenPipeError, ConnectionResetError):  # the front has died
         return
     except BaseException as error:
