@@ -20,8 +20,8 @@ import torch
 
 from specpool import Grammar, SamplingParams, Shape
 from specpool.engine.engine import Engine
+from specpool.ranks.following import Follower
 from specpool.ranks.group import Ranks
-from specpool.scheduler.following import Follower
 
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(3, 2, 6)
 SMALL: dict[str, Any] = {"page_size": 4, "max_context_len": 192, "max_batch": 4}

@@ -16,9 +16,9 @@ from specpool import Grammar, SamplingParams, Shape
 from specpool.errors import RankError
 from specpool.ranks.codec import MAX_DEPTH, decode, encode
 from specpool.ranks.record import HEAD_BYTES, MAX_RECORD, Record, Result
+from specpool.ranks.wire import request_of, wire_of
 from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.requests.request import Request
-from specpool.scheduler.requests.wire import request_of, wire_of
 
 PLAIN = (
     st.none()

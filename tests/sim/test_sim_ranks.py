@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specpool.errors import CorruptState, RankError
-from specpool.scheduler.inputs import Inputs
+from specpool.ranks.inputs import Inputs
 from specpool.sim.device import BrokenLaw
 from specpool.sim.ranks import FAULTS, RanksSimulation, RanksTally, SimRank
 

@@ -130,19 +130,7 @@ def assemble(
     _check(config, drafter, attention, shapes)
     kind = routed(config, target, drafter, shapes)
     max_context_len = _context_len(config, target)
-    pools = plan_pools(
-        config,
-        target.layer_kv,
-        draft_layers,
-        shapes=shapes,
-        max_context_len=max_context_len,
-        dtype=target.dtype,
-        device=target.device,
-        ranks=ranks,
-        record=None if ranks is None else log_path(ranks),
-    )
-    if ranks is not None:
-        agree_after(ranks, pools.ledger)
+    pools = _pools(config, target, draft_layers, shapes, max_context_len, ranks)
     ledger, cache = pools.ledger, _cache(pools, layers, target, started.attend if started else None)
     if drafter is not None:
         target.capture(drafter.feature_layers)
@@ -232,6 +220,32 @@ def _context_len(config: EngineConfig, target: TargetModel) -> int:
             f"max_context_len {max_context_len} is above the model's {limit} positions"
         )
     return max_context_len
+
+
+def _pools(
+    config: EngineConfig,
+    target: TargetModel,
+    draft_layers: Sequence[LayerKV],
+    shapes: Sequence[Shape],
+    max_context_len: int,
+    ranks: Ranks | None,
+) -> Pools:
+    """Build the ledger, on all ranks the same one."""
+    pools = plan_pools(
+        config,
+        target.layer_kv,
+        draft_layers,
+        shapes=shapes,
+        max_context_len=max_context_len,
+        dtype=target.dtype,
+        device=target.device,
+        least=None if ranks is None else ranks.least,
+        sharers=1 if ranks is None else ranks.num_sharers,
+        record=None if ranks is None else log_path(ranks),
+    )
+    if ranks is not None:
+        agree_after(ranks, pools.ledger)
+    return pools
 
 
 def _cache(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specpool.assembly.ranked import agree_before
+from specpool.assembly.ranked import agree_before, for_ranks
 from specpool.assets import resolve
 from specpool.config import EngineConfig
 from specpool.draft import Drafter, EagleDrafter, named_drafter
@@ -33,6 +33,7 @@ class Loaded:
     target: TargetModel
     drafter: Drafter | None
     tokenizer: PreTrainedTokenizerBase | None
+    config: EngineConfig  # as ranks need it, if there are any
 
 
 def load(
@@ -52,6 +53,7 @@ def load(
     Raises:
         ConfigError: a path, an option or a checkpoint does not fit.
     """
+    config = for_ranks(config, ranks)
     if feature_layers is not None and not (
         isinstance(feature_layers, Sequence)
         and all(isinstance(layer, int) for layer in feature_layers)
@@ -73,10 +75,10 @@ def load(
         load_config(source)  # refuse a wrong model before a wrong tokenizer
         if tokenizer is None:
             tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
+        device = device if ranks is None else ranks.device
         dtype = ("float32" if str(device) == "cpu" else "auto") if dtype is None else dtype
         if ranks is not None:
-            own = find_model(draft) if isinstance(draft, str) else draft
-            agree_before(ranks, config, target=source.path, draft=_known(own), dtype=dtype)
+            agree_before(ranks, config, target=source.path, draft=_known(draft), dtype=dtype)
         model = TargetModel.from_pretrained(
             source, dtype=dtype, device=device, world=1 if ranks is None else ranks.world
         )
@@ -95,7 +97,7 @@ def load(
             )
         else:
             drafter = draft
-        return Loaded(model, drafter, tokenizer)
+        return Loaded(model, drafter, tokenizer, config)
     except BaseException:
         model.close()
         raise
@@ -103,6 +105,7 @@ def load(
 
 def _known(draft: str | PathLike[str] | Drafter | None) -> Path | str | None:
     """Return a draft model's folder, or the name of what is no folder."""
+    draft = find_model(draft) if isinstance(draft, str) else draft
     if isinstance(draft, str | PathLike) or draft is None:
         return None if draft is None else Path(draft)
     return type(draft).__name__

@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 _HEAD_BYTES = 1 << 16
 
 
-def for_ranks(config: EngineConfig, ranks: Ranks) -> EngineConfig:
-    """Return the configuration that ranks run with.
+def for_ranks(config: EngineConfig, ranks: Ranks | None) -> EngineConfig:
+    """Return the configuration that ranks run with; without ranks it is the given one.
 
     Raises:
         ConfigError: an option would let a rank decide something by its own clock.
     """
+    if ranks is None:
+        return config
     if isinstance(config.adaptive, AdaptiveConfig) and config.adaptive.policy == "cost":
         raise ConfigError(
             f"adaptive 'cost' chooses by each rank's own clock, {ranks.world} ranks would differ: "

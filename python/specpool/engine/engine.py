@@ -15,11 +15,10 @@ import torch
 from specpool._core import Shape
 from specpool.assembly.assembly import assemble
 from specpool.assembly.loading import load
-from specpool.assembly.ranked import for_ranks
 from specpool.checks import check_fields, check_int, check_salt
 from specpool.config import EngineConfig
 from specpool.draft import Drafter
-from specpool.engine.comparison import Comparison, compare
+from specpool.engine.comparison import Comparison
 from specpool.engine.core import EngineCore
 from specpool.engine.output import Chunk, RequestOutput, output_of
 from specpool.engine.progress import ProgressBar
@@ -67,10 +66,9 @@ class Engine:
         parts = assemble(target, drafter, config, ranks)
         parts.calibrate()
         self.shape, self.max_context_len = parts.shape, parts.max_context_len
-        self.ledger, self.cache = parts.ledger, parts.cache
-        self.kv_bytes = self.cache.num_bytes
+        self.ledger, self.cache, self.kv_bytes = parts.ledger, parts.cache, parts.cache.num_bytes
         self.core = EngineCore(parts, tokenizer)
-        self._ranks = None if ranks is None else RankedEngine(self.core, ranks, target)
+        self._ranks = RankedEngine(self.core, ranks, target)
 
     @classmethod
     def from_pretrained(
@@ -100,45 +98,34 @@ class Engine:
             feature_layers: target layers whose inputs the head reads; replaces the checkpoint's.
             trust_remote_code: run Python code from the target's folder. If False, a target that
                 needs such code is refused before any of it runs.
-            ranks: this process's place among those that share the target (docs/ranks.md). All of
-                them call this with the same arguments; then rank 0 alone takes requests, and each
-                other one calls `follow`.
+            ranks: those that share the target (docs/ranks.md): rank 0 leads, all others `follow`.
             **options: fields of `EngineConfig`.
 
         Raises:
             ConfigError: a path, an option or a checkpoint does not fit.
         """
         check_fields(EngineConfig, options)
-        config = EngineConfig(**options)
-        with contextlib.nullcontext() if ranks is None else ranks.telling():
-            if ranks is not None:
-                config, device = for_ranks(config, ranks), ranks.device
-            parts = load(
-                target,
-                draft,
-                config=config,
-                dtype=dtype,
-                device=device,
-                tokenizer=tokenizer,
-                feature_layers=feature_layers,
-                trust_remote_code=trust_remote_code,
-                ranks=ranks,
-            )
-            try:
-                engine = cls(
-                    parts.target,
-                    parts.drafter,
-                    config=config,
-                    tokenizer=parts.tokenizer,
-                    ranks=ranks,
-                )
-                weakref.finalize(
-                    engine.core, parts.target.close
-                ).atexit = False  # at the interpreter's exit there is nothing to restore
-                return engine
-            except BaseException:
-                parts.target.close()
-                raise
+        parts = load(
+            target,
+            draft,
+            config=EngineConfig(**options),
+            dtype=dtype,
+            device=device,
+            tokenizer=tokenizer,
+            feature_layers=feature_layers,
+            trust_remote_code=trust_remote_code,
+            ranks=ranks,
+        )
+        try:
+            more: dict[str, Any] = {"tokenizer": parts.tokenizer, "ranks": ranks}
+            engine = cls(parts.target, parts.drafter, config=parts.config, **more)
+            weakref.finalize(
+                engine.core, parts.target.close
+            ).atexit = False  # at the interpreter's exit there is nothing to restore
+            return engine
+        except BaseException:
+            parts.target.close()
+            raise
 
     def generate(
         self,
@@ -377,21 +364,15 @@ class Engine:
         """
         self.core.prompts.check_open()
         with self.core.lock:
-            if self._ranks is not None:
-                self._ranks.compare(first, second)
-            return compare(self.target, first, second)
+            return self._ranks.compare(first, second)
 
     def follow(self) -> None:
         """Apply the records of rank 0 until it closes its engine, on every other rank.
 
         Raises:
-            ConfigError: this engine has no ranks, or is rank 0's.
-            CorruptState: this rank has parted from rank 0; the message has the step, both digests
-                and both event logs.
-            RankError: another rank has gone; the message names it.
+            ConfigError: this process is alone, or rank 0.
+            SpecpoolError: this rank has parted from rank 0, or another rank has gone.
         """
-        if self._ranks is None:
-            raise ConfigError("there are no ranks: nothing is to be followed")
         self._ranks.follow()
 
     def pool_stats(self) -> list[PoolStats]:
@@ -441,8 +422,7 @@ class Engine:
                 call tries again.
         """
         with self.core.lock:  # an asynchronous stream's thread may be inside a forward
-            if self._ranks is not None:
-                self._ranks.end()
+            self._ranks.end()
             failures: list[str] = []
             try:
                 if not self.ledger.closed:
@@ -450,8 +430,7 @@ class Engine:
             finally:
                 self.target.close()
             self.ledger.close()
-            if self._ranks is not None:
-                self._ranks.leave()
+            self._ranks.leave()
         if failures:
             raise CorruptState(
                 "the engine is closed, but not all was given back:\n" + "\n".join(failures)

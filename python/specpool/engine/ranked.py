@@ -7,15 +7,15 @@ import threading
 import time
 from typing import Any
 
-from specpool.engine.comparison import compare
+from specpool.engine.comparison import Comparison, check_pair, compare
 from specpool.engine.core import EngineCore
 from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError, CorruptState, RankError
 from specpool.models import TargetModel
+from specpool.ranks.following import Follower
 from specpool.ranks.group import Ranks
-from specpool.scheduler.following import Follower
+from specpool.ranks.wire import params_of, params_wire
 from specpool.scheduler.requests.request import Request
-from specpool.scheduler.requests.wire import params_of, params_wire
 from specpool.text.stream import TextStream
 
 #: Seconds after which an idle rank 0 says that it is there, so that nobody waits in vain.
@@ -25,41 +25,43 @@ _LINGER = 3.0
 
 
 class RankedEngine:
-    """An engine's end of its group of ranks."""
+    """An engine's end of its group of ranks; without a group it does nothing."""
 
-    def __init__(self, core: EngineCore, ranks: Ranks, target: TargetModel) -> None:
+    def __init__(self, core: EngineCore, ranks: Ranks | None, target: TargetModel) -> None:
         """Lead on rank 0: from now on its records keep the others informed. Else wait."""
         self._core, self._ranks, self._target = core, ranks, target
         self._over = threading.Event()
-        if ranks.leads:
+        if ranks is not None and ranks.leads:
             threading.Thread(target=self._stay, name="idle-records", daemon=True).start()
 
-    def compare(self, first: RequestOutput, second: RequestOutput) -> None:
-        """Let the others take part in a comparison. Hold the lock."""
+    def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
+        """Compare two outputs, with the other ranks' part in the forwards. Hold the lock."""
+        check_pair(first, second)
         self._core.inputs.flush("compare", _wire_of(first), _wire_of(second))
+        return compare(self._target, first, second)
 
     def follow(self) -> None:
         """Apply records until rank 0 ends; see `Engine.follow`."""
-        if self._ranks.leads:
-            raise ConfigError("rank 0 leads: the other ranks follow")
-        core = self._core
+        core, ranks = self._core, self._ranks
+        if ranks is None or ranks.leads:
+            raise ConfigError("this process is alone, or rank 0: only the other ranks follow")
         calls = {"turn": core.loop.turn, "drain": core.loop.drain, "compare": self._judge}
         follower = Follower(core.inputs, core.scheduler, self._equip, calls)
         try:
             goes_on = True
             while goes_on:
-                data = self._ranks.receive()
+                data = ranks.receive()
                 with core.lock:
                     goes_on = follower.apply(data)
         except BaseException as error:
             if isinstance(error, CorruptState):
-                error = CorruptState(f"rank {self._ranks.rank}: {error}{self._logs()}")
-            self._core.inputs.broke(error)  # the others hear of it
+                error = CorruptState(f"rank {ranks.rank}: {error}{_logs(ranks)}")
+            core.inputs.broke(error)  # the others hear of it
             raise error from None
 
     def end(self) -> None:
         """Tell the others that rank 0 ends. A second call does nothing."""
-        if self._over.is_set():
+        if self._over.is_set() or self._ranks is None:
             return
         self._over.set()
         inputs = self._core.inputs
@@ -69,6 +71,8 @@ class RankedEngine:
 
     def leave(self) -> None:
         """Remove the event log, or leave the group and keep the log if the ranks have parted."""
+        if self._ranks is None:
+            return
         if self._core.inputs.broken is None:
             self._ranks.forget_log()
             return
@@ -88,14 +92,10 @@ class RankedEngine:
         """Take part in the forwards of a comparison, whose result rank 0 gives out."""
         compare(self._target, *(_output_of(wire) for wire in outputs))
 
-    def _logs(self) -> str:
-        own, other = self._ranks.log_of(self._ranks.rank), self._ranks.log_of(0)
-        return f"; specpool replay {own} --against {other} names the first call that differs"
-
     def _stay(self) -> None:
         """Send an empty record when nothing else was sent for a while."""
-        inputs, last = self._core.inputs, -1
-        while not self._over.wait(IDLE_SECONDS):
+        inputs, ranks, last = self._core.inputs, self._ranks, -1
+        while ranks is not None and not self._over.wait(IDLE_SECONDS):
             if inputs.num_records == last and inputs.broken is None:
                 try:
                     with self._core.lock:
@@ -103,9 +103,14 @@ class RankedEngine:
                         if is_idle and inputs.broken is None:
                             inputs.flush()
                 except RankError as error:
-                    self._ranks.on_lost(str(error))
+                    ranks.on_lost(str(error))
                     return
             last = inputs.num_records
+
+
+def _logs(ranks: Ranks) -> str:
+    own, other = ranks.log_of(ranks.rank), ranks.log_of(0)
+    return f"; specpool replay {own} --against {other} names the first call that differs"
 
 
 def _wire_of(output: RequestOutput) -> list[Any]:

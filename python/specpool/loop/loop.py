@@ -23,7 +23,7 @@ from specpool.loop.clock import Clock
 from specpool.loop.scrub import scrub_free
 from specpool.memory.host.tier import HostTier
 from specpool.memory.kv_cache import KVCache
-from specpool.scheduler.inputs import Inputs, Peers
+from specpool.ranks.inputs import Inputs, Peers
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step, StepResult

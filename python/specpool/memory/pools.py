@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from specpool.errors import ConfigError
 from specpool.memory.group_sizes import size_groups
 from specpool.memory.layer_kv import LayerKV, bytes_by_window
 from specpool.num_bytes import show_bytes
-from specpool.ranks.group import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,8 @@ def plan_pools(
     max_context_len: int,
     dtype: torch.dtype,
     device: torch.device,
-    ranks: Ranks | None = None,
+    least: Callable[[int], int] | None = None,
+    sharers: int = 1,
     record: Path | None = None,
 ) -> Pools:
     """Size the groups and build the ledger.
@@ -107,7 +107,8 @@ def plan_pools(
         dtype: dtype of the KV.
         device: where the KV lives. Without `num_pages` and `kv_bytes`, half of its free memory is
             used.
-        ranks: the ranks that have the same pages, so that the least memory of all counts.
+        least: returns the least of all ranks' values: they have the same pages; None = no ranks.
+        sharers: the ranks that share the device's memory.
         record: a file for the ledger's event log, if there are ranks.
 
     Raises:
@@ -116,10 +117,9 @@ def plan_pools(
     """
     budget = config.kv_bytes
     if budget is None:
-        sharers = 1 if ranks is None else ranks.num_sharers
         budget = 0 if config.num_pages is not None else free_bytes(device) // (2 * sharers)
-    if ranks is not None:
-        budget = ranks.least(budget)
+    if least is not None:
+        budget = least(budget)
     sizes = size_groups(
         config,
         bytes_by_window(target_layers, dtype.itemsize),
@@ -128,9 +128,9 @@ def plan_pools(
         max_context_len=max_context_len,
         kv_bytes=budget,
     )
-    ledger = sizes.ledger(digest=ranks is not None, record=record)
+    ledger = sizes.ledger(digest=least is not None, record=record)
     free = free_bytes(device)
-    free = free if ranks is None else ranks.least(free)
+    free = free if least is None else least(free)
     if sizes.num_bytes > free:
         num_pages = " + ".join(str(group.num_pages) for group in sizes.groups)
         raise ConfigError(

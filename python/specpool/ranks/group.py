@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -189,15 +190,6 @@ class Ranks:
         gone = self._who_is_gone()
         return RankError(f"{gone} (a forward: {one_line(error, 200)})") if gone else error
 
-    @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell the others why this rank ends, if the block raises."""
-        try:
-            yield
-        except BaseException as error:
-            self.fail(error)
-            raise
-
     def keep_log(self, path: Path | None) -> None:
         """Tell the others where this rank's event log is."""
         self._log = path
@@ -233,8 +225,15 @@ class Ranks:
         """Return the place itself."""
         return self
 
-    def __exit__(self, *error: object) -> None:
-        """Leave the group."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the group; after an error, tell the others why."""
+        if error is not None:
+            self.fail(error)
         self.close()
 
     # --- who is there -----------------------------------------------------------------------------

@@ -19,11 +19,11 @@ import numpy as np
 
 from specpool._core import Plan, Shape
 from specpool.errors import CorruptState, RankError
+from specpool.ranks.following import Follower
+from specpool.ranks.inputs import Inputs
 from specpool.ranks.record import HEAD_BYTES
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.following import Follower
-from specpool.scheduler.inputs import Inputs
 from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler

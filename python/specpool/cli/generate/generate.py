@@ -142,9 +142,6 @@ def run(job: Job) -> None:
     checks.check_models(job.target, draft)
     texts = read_prompts(job.prompts, job.target, count)
     checks.check_prompts(job.target, prompts_of(job, texts))
-    rank, world = world_of_environment()
-    if world > 1 and job.compare_ancestry:
-        raise ConfigError(f"--compare-ancestry runs in one process, there are {world} ranks")
     loading = {
         "target": job.target,
         "draft": draft,
@@ -154,7 +151,7 @@ def run(job: Job) -> None:
         "trust_remote_code": job.trust_remote_code,
         **job.options,
     }
-    if rank:
+    if world_of_environment()[0]:
         checks.follow(loading, job.threads)
         return
     checks.start_torch(job.threads)
@@ -187,7 +184,9 @@ def run(job: Job) -> None:
 
 
 def _check_ancestry(job: Job, shape: Shape | None, draft: str | None) -> None:
-    """Raise `ConfigError` if both ancestries would be the same."""
+    """Raise `ConfigError` if both ancestries would be the same, or there are ranks."""
+    if (world := world_of_environment()[1]) > 1:
+        raise ConfigError(f"--compare-ancestry runs in one process, there are {world} ranks")
     if draft is None or ngram_of(draft) is not None:
         raise ConfigError("--compare-ancestry needs a draft model")
     if job.options.get("adaptive") is not None:

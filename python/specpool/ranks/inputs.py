@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from specpool._core import Ledger
 from specpool.errors import ConfigError, CorruptState, RankError
 from specpool.ranks.record import Record, Result
+from specpool.ranks.wire import wire_of
 from specpool.scheduler.pins import Pin
 from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.requests.request import Request
-from specpool.scheduler.requests.wire import wire_of
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import StepResult
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specpool.errors import RankError, SpecpoolError
+from specpool.ranks.inputs import Inputs
 from specpool.ranks.record import Record
-from specpool.scheduler.inputs import Inputs
+from specpool.ranks.wire import Equip, request_of
 from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.requests.request import Request
-from specpool.scheduler.requests.wire import Equip, request_of
 from specpool.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
