@@ -105,6 +105,7 @@ def test_bytes_that_are_no_record_end_the_ranks() -> None:
     assert "rank 1 has ended: RankError" in first.err
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["die", "stop", "raise"])
 def test_a_rank_that_is_gone_is_named_in_seconds(kind: str) -> None:
     group = Group([SCRIPT, "plant", kind, "6"])
@@ -151,6 +152,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers() -> None:
         assert "Loading weights" not in ended.err
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,6 +53,8 @@ def _plan(config: Any, model_class: type) -> dict[str, str]:
 def _options(world: int) -> dict[str, Any]:
     import transformers
 
+    if importlib.util.find_spec("accelerate") is None:
+        raise ConfigError(f"{world} ranks need accelerate: pip install 'specpool[ranks]'")
     try:
         from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]
         from transformers.distributed.tensor_parallel import get_kv_heads_per_rank  # noqa: F401
