@@ -311,6 +311,22 @@ def transfer(
     )
 
 
+@app.command("ranks")
+def ranks(
+    rows: Annotated[
+        list[int] | None, typer.Option(help="Rows of a round; may be repeated. [default: 1, 8, 32]")
+    ] = None,
+    hidden: Annotated[int, typer.Option(help="Width of the layer that is reduced.")] = 4096,
+    arrivals: Annotated[int, typer.Option(help="Prompts of 512 tokens in each record.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Records of each; the median counts.")] = 400,
+    json: Json = False,
+) -> None:
+    """The record that rank 0 broadcasts each turn, beside one layer's all-reduce (gloo)."""
+    from benches.ranks import Job, run
+
+    run(Job(rows=rows or [1, 8, 32], hidden=hidden, repeats=repeats, arrivals=arrivals, json=json))
+
+
 @app.command("session")
 def session(
     target: Target = "specpool/tiny",

@@ -131,6 +131,10 @@ class CorruptState(SpecpoolError):  # noqa: N818 - the contract's name
     """An audit found a broken invariant; the message is the report."""
 
 
+class RankError(SpecpoolError):
+    """Ranks cannot go on together: one has ended, or what it says is no record."""
+
+
 class RecordError(SpecpoolError):
     """An event log that cannot be written, read or replayed; the message says at which byte."""
 

@@ -9,6 +9,7 @@ from specpool._core import Ledger, Shape
 from specpool.adaptive import BudgetController, Controller, CostController, controller_of
 from specpool.assembly.calibration import Tour, calibrate
 from specpool.assembly.graph_plan import graph_sizes, round_kinds
+from specpool.assembly.ranked import agree_after, log_path
 from specpool.assembly.worker_choice import routed
 from specpool.attention import BACK_ENDS, BackEnd, check_trees, start_back_end
 from specpool.attention.view import Attend
@@ -23,6 +24,7 @@ from specpool.memory.kv_cache import KVCache
 from specpool.memory.layer_kv import LayerKV
 from specpool.memory.pools import Pools, plan_pools
 from specpool.models import TargetModel
+from specpool.ranks.group import Ranks
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.worker.followers import feature_layers
@@ -45,6 +47,7 @@ class Assembly:
     worker: Worker
     host: HostTier | None
     controller: Controller | None
+    ranks: Ranks | None = None
 
     def scheduler_config(self) -> SchedulerConfig:
         """Return the options of a scheduler for these parts."""
@@ -76,6 +79,7 @@ class Assembly:
             overlap_depth=config.overlap_depth,
             mixed_chunks=config.mixed_chunks,
             host=self.host,
+            peers=self.ranks,
         )
 
     def calibrate(self) -> None:
@@ -97,8 +101,15 @@ class Assembly:
             self.worker.graphs.restart()
 
 
-def assemble(target: TargetModel, named: Mapping[str, Drafter], config: EngineConfig) -> Assembly:
+def assemble(
+    target: TargetModel,
+    named: Mapping[str, Drafter],
+    config: EngineConfig,
+    ranks: Ranks | None = None,
+) -> Assembly:
     """Build the parts for loaded models. Nothing runs yet, except to capture graphs.
+
+    Ranks that share the target build the same parts together.
 
     Raises:
         ConfigError: the configuration, the models and the memory do not fit together.
@@ -121,15 +132,7 @@ def assemble(target: TargetModel, named: Mapping[str, Drafter], config: EngineCo
     _check(config, drafters, attention, shapes)
     kind = routed(config, target, drafters, shapes)
     max_context_len = _context_len(config, target, drafters)
-    pools = plan_pools(
-        config,
-        target.layer_kv,
-        draft_layers,
-        shapes=shapes,
-        max_context_len=max_context_len,
-        dtype=target.dtype,
-        device=target.device,
-    )
+    pools = _pools(config, target, draft_layers, shapes, max_context_len, ranks)
     ledger, cache = pools.ledger, _cache(pools, layers, target, started.attend if started else None)
     target.capture(feature_layers(drafters))
     layout, first_layer = ledger.groups[pools.draft_group].layout, len(target.layer_kv)
@@ -163,6 +166,7 @@ def assemble(target: TargetModel, named: Mapping[str, Drafter], config: EngineCo
         worker=worker,
         host=_host_tier(config, ledger, cache),
         controller=controller,
+        ranks=ranks,
     )
 
 
@@ -229,6 +233,32 @@ def _context_len(config: EngineConfig, target: TargetModel, drafters: Sequence[D
             f"max_context_len {max_context_len} is above the model's {limit} positions"
         )
     return max_context_len
+
+
+def _pools(
+    config: EngineConfig,
+    target: TargetModel,
+    draft_layers: Sequence[LayerKV],
+    shapes: Sequence[Shape],
+    max_context_len: int,
+    ranks: Ranks | None,
+) -> Pools:
+    """Build the ledger, on all ranks the same one."""
+    pools = plan_pools(
+        config,
+        target.layer_kv,
+        draft_layers,
+        shapes=shapes,
+        max_context_len=max_context_len,
+        dtype=target.dtype,
+        device=target.device,
+        least=None if ranks is None else ranks.least,
+        sharers=1 if ranks is None else ranks.num_sharers,
+        record=None if ranks is None else log_path(ranks),
+    )
+    if ranks is not None:
+        agree_after(ranks, pools.ledger)
+    return pools
 
 
 def _cache(

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union, cast
 
 import torch
 
+from specpool.assembly.ranked import agree_before, for_ranks
 from specpool.assets import resolve
 from specpool.config import EngineConfig
 from specpool.draft import Drafter, EagleDrafter, LMDrafter, named_drafter
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
 from specpool.models.draft_kind import is_language_model
+from specpool.models.files.names import find_model
 from specpool.models.placement import check_dtype
 from specpool.models.target_folder import find_target, load_config
+from specpool.ranks.group import Ranks
 from specpool.text.tokenizer import check_tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -34,6 +38,7 @@ class Loaded:
     target: TargetModel
     drafters: dict[str, Drafter]
     tokenizer: PreTrainedTokenizerBase | None
+    config: EngineConfig  # as ranks need it, if there are any
 
     def close(self) -> None:
         """Restore the attention of models that were passed in."""
@@ -58,12 +63,14 @@ def load(
     tokenizer: PreTrainedTokenizerBase | None,
     feature_layers: Sequence[int] | None,
     trust_remote_code: bool,
+    ranks: Ranks | None = None,
 ) -> Loaded:
     """Load the models of `Engine.from_pretrained`, which documents the arguments.
 
     Raises:
         ConfigError: a path, an option or a checkpoint does not fit.
     """
+    config = for_ranks(config, ranks)
     if feature_layers is not None and not (
         isinstance(feature_layers, Sequence)
         and all(isinstance(layer, int) for layer in feature_layers)
@@ -78,11 +85,19 @@ def load(
         load_config(source)  # refuse a wrong model before a wrong tokenizer
         if tokenizer is None:
             tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
+        device = device if ranks is None else ranks.device
         dtype = ("float32" if str(device) == "cpu" else "auto") if dtype is None else dtype
-        model = TargetModel.from_pretrained(source, dtype=dtype, device=device)
+        if ranks is not None:
+            known = {name: _known(one) for name, one in drafts.items()}
+            agree_before(ranks, config, target=source.path, drafts=known, dtype=dtype)
+        model = TargetModel.from_pretrained(
+            source, dtype=dtype, device=device, world=1 if ranks is None else ranks.world
+        )
+    elif ranks is not None:
+        raise ConfigError(f"{ranks.world} ranks load their parts themselves: give a folder")
     else:
         model = TargetModel.from_pretrained(target, dtype=dtype)
-    loaded = Loaded(model, {}, tokenizer)
+    loaded = Loaded(model, {}, tokenizer, config)
     try:
         for name, one in drafts.items():
             loaded.drafters[name] = _drafter(
@@ -158,3 +173,7 @@ def _drafter(
         max_context_len=config.max_context_len,
         trust_remote_code=trust_remote_code,
     )
+def _known(draft: Draft) -> Path | str:
+    """Return a draft model's folder, or the kind of what is no folder."""
+    found = find_model(draft) if isinstance(draft, str) else draft
+    return Path(found) if isinstance(found, str | PathLike) else type(draft).__name__

@@ -314,10 +314,18 @@ def sim(
         int | None,
         typer.Option(help="Simulate so many replicas with proxies and clients instead."),
     ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            help="Simulate so many ranks, whose records are late, lost, repeated or changed; "
+            "--rounds counts the turns of all of them."
+        ),
+    ] = 1,
 ) -> None:
     """Test the scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
     from specpool.cli.sim import fleets
     from specpool.cli.sim import sim as run
+    from specpool.cli.sim import sim_ranks
 
     if replicas is not None:
         if rounds is not None:
@@ -325,6 +333,12 @@ def sim(
         if check is not None:
             raise ConfigError("--replicas checks all laws: leave --check out")
         if not fleets(seed=seed, num_replicas=replicas, turns=2e3 if turns is None else turns):
+            raise typer.Exit(1)
+        return
+    if ranks != 1:
+        if turns is not None:
+            raise ConfigError("--turns runs one process: leave --ranks out")
+        if not sim_ranks(seed=seed, rounds=2e4 if rounds is None else rounds, num_ranks=ranks):
             raise typer.Exit(1)
         return
     if rounds is not None and turns is not None:

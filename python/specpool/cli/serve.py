@@ -16,6 +16,7 @@ from specpool.cli.options.groups import text_of
 from specpool.cli.options.shapes import shape_of
 from specpool.errors import ConfigError
 from specpool.models.files.names import find_model
+from specpool.ranks.environment import world_of_environment
 
 if TYPE_CHECKING:
     from specpool.serve.config import Launch
@@ -49,12 +50,15 @@ def run(job: Job) -> None:
         ConfigError: an option cannot work.
     """
     launch = prepare(job)
-    from specpool.serve.server import serve
-
     # Lines of libraries too, on standard error.
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in ("httpx", "httpx2"):  # of the hub's client
         logging.getLogger(name).setLevel(logging.WARNING)
+    if world_of_environment()[0]:
+        checks.follow(launch.loading, launch.threads)
+        return
+    from specpool.serve.server import serve
+
     serve(
         launch.config,
         launch.loading,

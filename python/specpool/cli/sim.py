@@ -14,6 +14,7 @@ from rich.table import Table
 from specpool.checks import check_int
 from specpool.errors import ConfigError
 from specpool.sim import Failure, Scenario, Tally, broken_law, scenario, shrink
+from specpool.sim.ranks import RanksSimulation, RanksTally
 from specpool.sim.simulation import Simulation
 
 # A scenario's seed is the command's seed * SEEDS + the scenario's number.
@@ -100,6 +101,48 @@ def fleets(*, seed: int, num_replicas: int, turns: float) -> bool:
 def _check_turns(turns: float) -> None:
     if not turns >= 1 or turns > 1e12 or turns != int(turns):
         raise ConfigError(f"turns must be a whole number in [1, 1e12], got {turns:g}")
+
+
+def sim_ranks(*, seed: int, rounds: float, num_ranks: int) -> bool:
+    """Simulate ranks and their records until so many turns have run, on all ranks together.
+
+    Returns:
+        Whether every law held.
+
+    Raises:
+        ConfigError: an option cannot work.
+    """
+    check_int("seed", seed, 0, (1 << 31) - 1)
+    check_int("ranks", num_ranks, 2, 64)
+    if not rounds >= 1 or rounds > 1e12 or rounds != int(rounds):
+        raise ConfigError(f"rounds must be a whole number in [1, 1e12], got {rounds:g}")
+    tally, broken, started = RanksTally(), None, time.perf_counter()
+    console = Console(stderr=True)
+    with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("simulating", total=rounds)
+        while broken is None and tally.rank_rounds < rounds:
+            progress.update(task, completed=tally.rank_rounds)
+            each = RanksSimulation(seed * SEEDS + tally.scenarios, num_ranks)
+            try:
+                each.run()
+            except Exception as error:
+                broken = (
+                    f"scenario {tally.scenarios}, fault {each.fault}: {type(error).__name__}: "
+                    f"{error}"
+                )
+            tally.add(each.tally)
+    table = Table(title=f"sim: seed {seed}, {num_ranks} ranks")
+    table.add_column("")
+    table.add_column("", justify="right")
+    for field in fields(tally):
+        table.add_row(field.name.replace("_", " "), f"{getattr(tally, field.name):,}")
+    table.add_row("seconds", f"{time.perf_counter() - started:,.1f}")
+    table.add_row("findings", "0" if broken is None else "[bold]1[/bold]")
+    console = Console(highlight=False)
+    console.print(table)
+    if broken is not None:
+        console.print(broken, markup=False, soft_wrap=True)
+    return broken is None
 
 
 def _one(scenario: Scenario, most_rounds: int | None, check: int, tally: Tally) -> Failure | None:

@@ -118,7 +118,7 @@ class Comparison:
 @torch.inference_mode()
 def compare(target: TargetModel, first: RequestOutput, second: RequestOutput) -> Comparison:
     """Compare two outputs of one request; `Engine.compare` documents arguments and errors."""
-    _check_pair(first, second)
+    check_pair(first, second)
     dtype = str(target.dtype).removeprefix("torch.")
     a, b = first.token_ids, second.token_ids
     num_same = common_len(a, b)
@@ -391,7 +391,7 @@ class _RunGaps:
         )
 
 
-def _check_pair(first: object, second: object) -> None:
+def check_pair(first: object, second: object) -> None:
     """Raise `ConfigError` unless these are finished outputs of the same request."""
     for output in (first, second):
         if not isinstance(output, RequestOutput):

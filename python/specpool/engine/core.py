@@ -70,6 +70,7 @@ class EngineCore:
         lock: hold it to run a turn or to change what runs. It is reentrant, for callbacks.
         scheduler: decides which requests run.
         loop: runs the scheduler's steps on the worker.
+        inputs: takes every call from outside to the scheduler.
         prompts: makes requests of prompts.
         compiler: compiles the forms of texts.
         tokenizer: turns tokens into text; None = there is none.
@@ -95,6 +96,7 @@ class EngineCore:
             before_release=partial(scrub_request, parts.ledger, parts.cache),
         )
         self.loop: Loop = parts.loop(self.scheduler, busy_check=config.busy_check)
+        self.inputs = self.loop.inputs
         self.compiler = Compiler(tokenizer, target.vocab_size, target.eos_token_ids)
         self.prompts = Prompts(
             target,
@@ -154,7 +156,7 @@ class EngineCore:
             sample.mailbox = self._mailbox
             report = Report(sample, self.tokenizer, decodes=decodes)
             self._submitted[sample.request_id] = _Submitted(sample, report, on_item)
-        self.scheduler.submit(request)
+        self.inputs.submit(request)
         return request.request_id
 
     def take_back(self, request: Request) -> None:
@@ -164,7 +166,7 @@ class EngineCore:
             known = [self._submitted.get(number + i) for i in range(request.params.n)]
             for sample in [request, *(each.request for each in known if each is not None)]:
                 with self.loop.recovering():
-                    self.scheduler.abort(sample)
+                    self.inputs.abort(sample)
                 self._submitted.pop(sample.request_id, None)
                 self._mailbox.pop(sample.request_id, None)
 
@@ -187,7 +189,7 @@ class EngineCore:
         with self.lock:
             request = self.submitted(number)
             with self.loop.recovering():
-                self.scheduler.abort(request)
+                self.inputs.abort(request)
 
     def turn(self) -> bool:
         """Run one turn for all requests; return False when nothing is left to do."""

@@ -18,17 +18,19 @@ from specpool.assembly.loading import Draft, close_models, load
 from specpool.checks import check_fields, check_int, check_salt
 from specpool.config import EngineConfig
 from specpool.draft import Drafter
-from specpool.engine.comparison import Comparison, compare
+from specpool.engine.comparison import Comparison
 from specpool.engine.core import EngineCore
 from specpool.engine.movable import Movable
 from specpool.engine.output import Chunk, RequestOutput, output_of
 from specpool.engine.progress import ProgressBar
+from specpool.engine.ranked import RankedEngine
 from specpool.engine.session import Session
 from specpool.engine.stats import EngineStats, PoolStats, engine_stats, pool_stats
 from specpool.engine.texts import NextTurn, Prompt
 from specpool.errors import ConfigError, CorruptState
 from specpool.loop.busy_check import BusyFinding
 from specpool.models import TargetModel
+from specpool.ranks.group import Ranks
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.pins import Pin
 from specpool.scheduler.requests.request import Request
@@ -52,6 +54,7 @@ class Engine(Movable):
         *,
         config: EngineConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """Build the pools for loaded models; most callers want `from_pretrained`.
 
@@ -66,12 +69,12 @@ class Engine(Movable):
         if not isinstance(drafter, Mapping):
             drafter = {} if drafter is None else {type(drafter).__name__: drafter}
         self.drafters: Mapping[str, Drafter] = dict(drafter)
-        parts = assemble(target, self.drafters, config)
+        parts = assemble(target, self.drafters, config, ranks)
         parts.calibrate()
         self.shape, self.max_context_len = parts.shape, parts.max_context_len
-        self.ledger, self.cache = parts.ledger, parts.cache
-        self.kv_bytes = self.cache.num_bytes
+        self.ledger, self.cache, self.kv_bytes = parts.ledger, parts.cache, parts.cache.num_bytes
         self.core = EngineCore(parts, tokenizer)
+        self._ranks = RankedEngine(self.core, ranks, target)
 
     @classmethod
     def from_pretrained(
@@ -84,6 +87,7 @@ class Engine(Movable):
         tokenizer: PreTrainedTokenizerBase | None = None,
         feature_layers: Sequence[int] | None = None,
         trust_remote_code: bool = False,
+        ranks: Ranks | None = None,
         **options: Any,
     ) -> Engine:
         """Load a target and a draft model and build an engine.
@@ -102,25 +106,27 @@ class Engine(Movable):
             feature_layers: target layers whose inputs the head reads; replaces the checkpoint's.
             trust_remote_code: run Python code from the target's folder. If False, a target that
                 needs such code is refused before any of it runs.
+            ranks: those that share the target (docs/ranks.md): rank 0 leads, all others `follow`.
             **options: fields of `EngineConfig`.
 
         Raises:
             ConfigError: a path, an option or a checkpoint does not fit.
         """
         check_fields(EngineConfig, options)
-        config = EngineConfig(**options)
         parts = load(
             target,
             draft,
-            config=config,
+            config=EngineConfig(**options),
             dtype=dtype,
             device=device,
             tokenizer=tokenizer,
             feature_layers=feature_layers,
             trust_remote_code=trust_remote_code,
+            ranks=ranks,
         )
         try:
-            engine = cls(parts.target, parts.drafters, config=config, tokenizer=parts.tokenizer)
+            more: dict[str, Any] = {"tokenizer": parts.tokenizer, "ranks": ranks}
+            engine = cls(parts.target, parts.drafters, config=parts.config, **more)
             weakref.finalize(
                 engine.core, parts.close
             ).atexit = False  # at the interpreter's exit there is nothing to restore
@@ -218,12 +224,12 @@ class Engine(Movable):
         conversation = None
         try:
             with self.core.lock:
-                conversation = self.core.scheduler.conversations.new([])
+                conversation = self.core.inputs.open()
                 return Session(self.core, conversation, max_tokens or self.max_context_len)
         except BaseException:  # such as Ctrl-C: the caller does not get the session
             if conversation is not None:
                 with self.core.lock:
-                    self.core.scheduler.conversations.close(conversation)
+                    self.core.inputs.close(conversation)
             raise
 
     def submit(
@@ -325,7 +331,7 @@ class Engine(Movable):
         if not isinstance(pin, Pin):
             raise ConfigError(f"unpin takes what pin gave, got {pin!r:.80}")
         with self.core.lock, self.core.loop.recovering():
-            self.core.scheduler.pins.drop(pin)
+            self.core.inputs.unpin(pin)
 
     def abort(self, number: int) -> None:
         """Abort a submitted request; its output comes with the next turn.
@@ -371,7 +377,16 @@ class Engine(Movable):
         """
         self.core.prompts.check_open()
         with self.core.lock:
-            return compare(self.target, first, second)
+            return self._ranks.compare(first, second)
+
+    def follow(self) -> None:
+        """Apply the records of rank 0 until it closes its engine, on every other rank.
+
+        Raises:
+            ConfigError: this process is alone, or rank 0.
+            SpecpoolError: this rank has parted from rank 0, or another rank has gone.
+        """
+        self._ranks.follow()
 
     def pool_stats(self) -> list[PoolStats]:
         """Return the page counts of each group now."""
@@ -391,7 +406,7 @@ class Engine(Movable):
             check_salt(cache_salt)
         with self.core.lock:
             salt = None if cache_salt is None else cache_salt.encode()
-            self.core.scheduler.prefix_cache.forget(salt)
+            self.core.inputs.forget(salt)
 
     def stats(self) -> EngineStats:
         """Return what the engine holds now, and its counters since it was built."""
@@ -420,6 +435,7 @@ class Engine(Movable):
                 call tries again.
         """
         with self.core.lock:  # an asynchronous stream's thread may be inside a forward
+            self._ranks.end()
             failures: list[str] = []
             try:
                 if not self.ledger.closed:
@@ -427,6 +443,7 @@ class Engine(Movable):
             finally:
                 close_models(self.target, self.drafters)
             self.ledger.close()
+            self._ranks.leave()
         if failures:
             raise CorruptState(
                 "the engine is closed, but not all was given back:\n" + "\n".join(failures)

@@ -23,6 +23,7 @@ from specpool.loop.clock import Clock
 from specpool.loop.scrub import scrub_free
 from specpool.memory.host.tier import HostTier
 from specpool.memory.kv_cache import KVCache
+from specpool.ranks.inputs import Inputs, Peers
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step, StepResult
@@ -49,6 +50,7 @@ class Loop:
 
     Attributes:
         scheduler: decides the steps.
+        inputs: takes every call from outside to the scheduler.
         busy_check: runs before each turn.
         clock: measures seconds by phase.
         peak_pages: the most pages of each group that were taken at once.
@@ -65,8 +67,13 @@ class Loop:
         overlap_depth: int,
         mixed_chunks: bool,
         host: HostTier | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """Start with no step on its way; `EngineConfig` explains the options."""
+        """Start with no step on its way; `EngineConfig` explains the options.
+
+        `peers` are the other ranks, which run the same steps; None = there are none.
+        """
+        self.inputs = Inputs(ledger, scheduler, peers)
         self._host = host
         self._ledger, self.scheduler, self._worker = ledger, scheduler, worker
         self._cache, self.busy_check = cache, busy_check
@@ -99,7 +106,7 @@ class Loop:
             for request in requests:
                 request.mailbox = mailbox
                 if request.sample == 0:  # `submit` also queues its siblings
-                    self.scheduler.submit(request)
+                    self.inputs.submit(request)
             while pending:
                 # Another iterator's turns may have moved our requests on, so look before each turn.
                 # Look at running requests only: waiting ones have no news, and may be thousands.
@@ -119,7 +126,7 @@ class Loop:
         finally:
             with self.recovering():
                 for request in requests:
-                    self.scheduler.abort(request)
+                    self.inputs.abort(request)
                 self.rest()
 
     def rest(self) -> None:
@@ -139,6 +146,7 @@ class Loop:
         except GeneratorExit:  # the block itself did not fail: nothing was stopped halfway
             raise
         except BaseException as error:
+            self.inputs.broke(error)
             self._flying.clear()
             self._synchronize()
             reason = "error" if is_out_of_memory(error) else "abort"
@@ -154,6 +162,8 @@ class Loop:
 
     def drain(self) -> None:
         """Wait for all steps on their way and take over their results; no page is fenced then."""
+        if self._flying:
+            self.inputs.drain()
         with self.recovering():
             while self._flying:
                 self._take_over(self._flying.popleft())
@@ -166,14 +176,15 @@ class Loop:
         If a forward fails, only its requests end. If anything else fails, all running requests
         end. Lack of memory is then not raised: the outputs that ended carry it, and waiting
         requests go on. If it ended no request, it is raised, because the next turn would meet it
-        again.
+        again. With other ranks every error is raised: they cannot know of it.
         """
         num_ended = self.scheduler.num_ended
         try:
-            with self.recovering():
+            with self.recovering(), self.inputs.turn():
                 self._run_steps()
         except (MemoryError, RuntimeError) as error:
-            if self.scheduler.num_ended == num_ended or not is_out_of_memory(error):
+            goes_on = is_out_of_memory(error) and not self.inputs.is_shared
+            if self.scheduler.num_ended == num_ended or not goes_on:
                 raise
 
     def _run_steps(self) -> None:
@@ -252,6 +263,8 @@ class Loop:
                     self._host.restore(launched[0].plan, launched[0].handles)
                     pending.append(None)
         except Exception as error:
+            if self.inputs.is_shared:  # the others may wait in the forward that failed here
+                raise
             for step in launched:
                 self._fail(step, error)
         else:
@@ -273,8 +286,11 @@ class Loop:
             if self._cache.device.type != "cpu":
                 self._observe([flying.step], time.perf_counter() - flying.started)
         except Exception as error:
+            if self.inputs.is_shared:
+                raise
             self._fail(flying.step, error)
             return
+        self.inputs.result(flying.step.plan.step, result)
         with self.clock.finish:
             if not any(result.not_finite):
                 self.scheduler.take_over(flying.step, result)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, TypedDict
 
 from specpool._core import (
@@ -221,8 +222,8 @@ class GroupSizes:
             "layout": group.layout,
         }
 
-    def ledger(self) -> Ledger:
-        """Build the ledger of these groups."""
+    def ledger(self, *, digest: bool = False, record: Path | None = None) -> Ledger:
+        """Build the ledger of these groups; `Ledger` explains the options."""
         groups = [
             Group(
                 group.name,
@@ -245,6 +246,8 @@ class GroupSizes:
             overlap_depth=self.overlap_depth,
             policy=self.policy,
             draft_kv=self.keeps_draft_kv,
+            digest=digest,
+            record=record,
         )
 
 

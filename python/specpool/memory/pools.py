@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +92,9 @@ def plan_pools(
     max_context_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    least: Callable[[int], int] | None = None,
+    sharers: int = 1,
+    record: Path | None = None,
 ) -> Pools:
     """Size the groups and build the ledger.
 
@@ -104,6 +107,9 @@ def plan_pools(
         dtype: dtype of the KV.
         device: where the KV lives. Without `num_pages` and `kv_bytes`, half of its free memory is
             used.
+        least: returns the least of all ranks' values: they have the same pages; None = no ranks.
+        sharers: the ranks that share the device's memory.
+        record: a file for the ledger's event log, if there are ranks.
 
     Raises:
         ConfigError: the memory does not hold one row of the whole context, or not the pages that
@@ -111,7 +117,9 @@ def plan_pools(
     """
     budget = config.kv_bytes
     if budget is None:
-        budget = 0 if config.num_pages is not None else free_bytes(device) // 2
+        budget = 0 if config.num_pages is not None else free_bytes(device) // (2 * sharers)
+    if least is not None:
+        budget = least(budget)
     sizes = size_groups(
         config,
         bytes_by_window(target_layers, dtype.itemsize),
@@ -120,8 +128,9 @@ def plan_pools(
         max_context_len=max_context_len,
         kv_bytes=budget,
     )
-    ledger = sizes.ledger()
+    ledger = sizes.ledger(digest=least is not None, record=record)
     free = free_bytes(device)
+    free = free if least is None else least(free)
     if sizes.num_bytes > free:
         num_pages = " + ".join(str(group.num_pages) for group in sizes.groups)
         raise ConfigError(

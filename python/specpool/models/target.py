@@ -129,6 +129,7 @@ class TargetModel:
         local_files_only: bool = False,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        world: int = 1,
     ) -> TargetModel:
         """Load a decoder, or take over a loaded one.
 
@@ -141,6 +142,7 @@ class TargetModel:
             revision: branch, tag or commit on the hub.
             trust_remote_code: run Python code of the checkpoint; if False, a model that needs it is
                 refused.
+            world: the ranks that share the model; each loads its part of it.
 
         Raises:
             ConfigError: there is nothing at ``source``, the dtype or device is unknown, or the
@@ -154,6 +156,8 @@ class TargetModel:
         from transformers import PreTrainedModel
 
         if isinstance(source, PreTrainedModel):
+            if world > 1:
+                raise ConfigError(f"{world} ranks load their parts themselves: give a folder")
             target = cls(source)
             for name, want, has in (
                 ("dtype", wanted, target.dtype),
@@ -173,7 +177,7 @@ class TargetModel:
                 local_files_only=local_files_only,
                 trust_remote_code=trust_remote_code,
             )
-        model = load_model(folder, load_config(folder), wanted)
+        model = load_model(folder, load_config(folder), wanted, world)
         with reading(f"cannot run the model from {folder.name!r}", ConfigError):
             return cls(model.to(place or torch.device("cpu")))  # type: ignore[arg-type]
 
@@ -184,23 +188,21 @@ class TargetModel:
 
     @property
     def embedding_weight(self) -> Tensor:
-        """The input embeddings [V, h], unscaled."""
+        """The input embeddings [V, h], unscaled. Ranks that share the model ask for it together."""
         embeddings: Any = self.model.get_input_embeddings()
-        weight: Tensor = embeddings.weight
-        return weight
+        return _whole(embeddings.weight)
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """The weight of the language model head, [V, h]."""
-        weight: Tensor = self._lm_head.weight
-        return weight
+        """The weight of the language model head, [V, h]; see `embedding_weight` for ranks."""
+        return _whole(self._lm_head.weight)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, V] of hidden states [n, h] after the final norm.
 
         The factors and the soft cap of some families are applied, as the model does it.
         """
-        logits: Tensor = self._lm_head(hidden)
+        logits: Tensor = self._lm_head(hidden).contiguous()  # ranks gather its columns
         if self._logit_factor is not None:
             logits = logits * self._logit_factor
         if self._logit_divisor is not None:
@@ -436,3 +438,9 @@ class TargetModel:
     def _output_hook(self, _: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         hidden = output if isinstance(output, Tensor) else output[0]  # a tuple before 4.54
         self._captured[self.num_layers] = hidden.squeeze(0)
+
+
+def _whole(weight: Any) -> Tensor:
+    """Return a weight of which each rank may hold a part."""
+    whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return whole

@@ -36,6 +36,7 @@ from specpool.models.gate import (
     refusal,
     text_config,
 )
+from specpool.models.sharding import sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -226,19 +227,24 @@ def eos_ids(value: object) -> frozenset[int]:
     return frozenset(ids)
 
 
-def load_model(folder: TargetFolder, config: Any, dtype: torch.dtype | None) -> PreTrainedModel:
+def load_model(
+    folder: TargetFolder, config: Any, dtype: torch.dtype | None, world: int = 1
+) -> PreTrainedModel:
     """Load a model on the CPU, after a check that its files fit the config.
 
     Args:
         folder: the model's folder.
         config: the result of `load_config`.
         dtype: None = as stored.
+        world: the ranks that share the model, each of which loads its part on its own device.
 
     Raises:
         CheckpointError: a file, a tensor or a number does not fit; the message names it.
+        ConfigError: so many ranks cannot share the model.
     """
     from transformers import AutoModelForCausalLM, PretrainedConfig
 
+    options = {} if world == 1 else sharded(config, _model_class(config), world)
     _check_size(folder, _check_files(folder), config)
     name = "dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype"  # before 4.56
     model, loaded = folder.load(
@@ -247,6 +253,7 @@ def load_model(folder: TargetFolder, config: Any, dtype: torch.dtype | None) -> 
         output_loading_info=True,
         ignore_mismatched_sizes=True,
         **{name: "auto" if dtype is None else dtype},
+        **options,
     )
     _check_loaded(folder.name, model, loaded)
     found: PreTrainedModel = model

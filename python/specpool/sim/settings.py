@@ -37,6 +37,7 @@ class Settings:
     # The controller of requests without a shape; None = there are none.
     adapts: Literal["ema", "dice", "budget"] | None = None
     threshold_rounds: int = 0
+    keeps_digest: bool = False  # the ledger keeps its digest, for ranks to compare
     is_late: bool = False  # the seed chooses when forwards run and results are taken over
 
     @property
@@ -79,6 +80,7 @@ class Settings:
             page_fencing=self.page_fencing,
             max_chunk=min(self.prefill_tokens, self.max_context_len),
             sessions=True,
+            digest=self.keeps_digest,
         )
 
     def pages_per_row(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from specpool.cli.options.shapes import shape_of
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.errors import ConfigError
 from specpool.models.files.names import is_lookup
+from specpool.ranks.environment import world_of_environment
 from specpool.sampling_params import SamplingParams
 from specpool.shape_names import name_of as name_of_shape
 
@@ -141,9 +142,22 @@ def run(job: Job) -> None:
     checks.check_models(job.target, draft)
     texts = read_prompts(job.prompts, job.target, count)
     checks.check_prompts(job.target, prompts_of(job, texts))
+    loading = {
+        "target": job.target,
+        "draft": draft,
+        "dtype": job.dtype,
+        "device": job.device,
+        "shape": shape,
+        "trust_remote_code": job.trust_remote_code,
+        **job.options,
+    }
+    if world_of_environment()[0]:
+        checks.follow(loading, job.threads)
+        return
     checks.start_torch(job.threads)
     from specpool.engine.engine import Engine
 
+    ranks = checks.start_ranks(job.device)
     console = Console(stderr=job.json)
 
     def load(**options: Any) -> Engine:
@@ -155,19 +169,10 @@ def run(job: Job) -> None:
             disable=not console.is_terminal,  # else it leaves an empty line
         ) as progress:
             progress.add_task(f"{job.target} and {draft}")
-            return Engine.from_pretrained(
-                job.target,
-                draft=draft,
-                dtype=job.dtype,
-                device=job.device,
-                shape=shape,
-                trust_remote_code=job.trust_remote_code,
-                **job.options,
-                **options,
-            )
+            return Engine.from_pretrained(**loading, ranks=ranks, **options)
 
     interrupt = Interrupt()
-    with interrupt.handled():
+    with ranks or nullcontext(), interrupt.handled():
         if job.compare_ancestry:
             _compare_ancestry(job, load, prompts_of(job, texts), params, interrupt, console)
         else:
@@ -179,7 +184,9 @@ def run(job: Job) -> None:
 
 
 def _check_ancestry(job: Job, shape: Shape | None, draft: str | None) -> None:
-    """Raise `ConfigError` if both ancestries would be the same."""
+    """Raise `ConfigError` if both ancestries would be the same, or there are ranks."""
+    if (world := world_of_environment()[1]) > 1:
+        raise ConfigError(f"--compare-ancestry runs in one process, there are {world} ranks")
     if draft is None or is_lookup(draft):
         raise ConfigError("--compare-ancestry needs a draft model")
     if job.options.get("adaptive") is not None:

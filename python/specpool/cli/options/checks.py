@@ -5,8 +5,11 @@ Every command calls them before it imports torch, so that a typo is refused with
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,11 +21,13 @@ from specpool.config import EngineConfig
 from specpool.errors import ConfigError
 from specpool.models.files.checkpoint import read_config, read_json
 from specpool.models.files.names import fetch_config, find_model, is_lookup
+from specpool.ranks.environment import world_of_environment
 from specpool.sampling_params import SamplingParams
 from specpool.text.structured.compiler import check_grammar
 
 if TYPE_CHECKING:
     from specpool.engine.texts import Prompt
+    from specpool.ranks.group import Ranks
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("auto", "torch", "flashinfer")
@@ -171,8 +176,53 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 
 def start_torch(threads: int) -> None:
     """Import torch and transformers and set them up for a command; this takes seconds of CPU."""
+    if world_of_environment()[1] > 1:  # else torch prints C++ frames when a rank goes
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
     from transformers.utils import logging
 
     torch.set_num_threads(threads)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def start_ranks(device: str) -> Ranks | None:
+    """Join the ranks that share the target, after `start_torch`; None = this process is alone.
+
+    Gloo prints to the standard output from C++. From here on that goes to standard error, and only
+    what Python prints stays.
+
+    Raises:
+        ConfigError: the environment names ranks that cannot be.
+        RankError: not all of them came.
+    """
+    _, world = world_of_environment()
+    if world == 1:
+        return None
+    from specpool.ranks.group import Ranks
+
+    sys.stdout.flush()
+    own = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
+    os.dup2(2, 1)
+    sys.stdout = own
+    return Ranks(device)
+
+
+def follow(loading: Mapping[str, Any], threads: int) -> None:
+    """Follow rank 0 until it ends, with an engine of the same arguments as its.
+
+    Ctrl-C and a launcher's signal reach all processes: rank 0 decides.
+
+    Raises:
+        ConfigError: the ranks differ, or the engine cannot be loaded.
+        CorruptState: this rank has parted from rank 0.
+        RankError: another rank has gone.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    start_torch(threads)
+    from specpool.engine.engine import Engine
+
+    ranks = start_ranks(loading["device"])
+    with ranks or contextlib.nullcontext():
+        with Engine.from_pretrained(**loading, ranks=ranks) as engine:
+            engine.follow()

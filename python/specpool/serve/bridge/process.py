@@ -9,16 +9,21 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import os
 import pickle
 import signal
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specpool.errors import ConfigError
+from specpool.ranks.environment import world_of_environment
 from specpool.serve import garbage
 from specpool.serve.bridge.frames import HEAD, SocketLine, frame_of
 from specpool.serve.bridge.messages import Failed
+
+if TYPE_CHECKING:
+    from specpool.ranks.group import Ranks
 
 log = logging.getLogger("specpool.serve")
 
@@ -39,9 +44,11 @@ def run_engine(sock: socket.socket, loading: Mapping[str, Any], threads: int) ->
         from specpool.engine.engine import Engine
         from specpool.serve.bridge.runner import Runner
 
-        with Engine.from_pretrained(**loading) as engine:
-            garbage.settle()
-            Runner(engine, line).run()
+        ranks = join_ranks(loading, line)
+        with ranks or contextlib.nullcontext():
+            with Engine.from_pretrained(**loading, ranks=ranks) as engine:
+                garbage.settle()
+                Runner(engine, line).run()
     except (BrokenPipeError, ConnectionResetError):  # the front has died
         return
     except BaseException as error:
@@ -50,6 +57,29 @@ def run_engine(sock: socket.socket, loading: Mapping[str, Any], threads: int) ->
             log.exception("the engine has ended")
         with contextlib.suppress(OSError):
             line.send([Failed(f"{type(error).__name__}: {error}", is_users)])
+
+
+def join_ranks(loading: Mapping[str, Any], line: SocketLine) -> Ranks | None:
+    """Join the ranks that share the target, as rank 0; None = there are none.
+
+    Raises:
+        RankError: not all ranks came.
+    """
+    if world_of_environment()[1] == 1:
+        return None
+    from specpool.ranks.group import Ranks
+
+    os.dup2(2, 1)  # gloo prints from C++, and the front has the standard output
+    ranks = Ranks(loading["device"])
+
+    def end(message: str) -> None:
+        with contextlib.suppress(OSError):
+            line.send([Failed(message, False)])
+        log.error("%s", message)
+        os._exit(1)
+
+    ranks.on_lost = end
+    return ranks
 
 
 class EngineProcess:

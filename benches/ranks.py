@@ -1,0 +1,155 @@
+"""`python -m benches ranks`: what a record costs, beside one all-reduce of a layer.
+
+Two processes on this machine, over gloo. A record is packed, broadcast, read and compared; the
+reference is the all-reduce of the hidden states [rows, hidden] of one layer, in float32, in
+alternation with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from specpool.ranks.group import Ranks
+from specpool.ranks.record import Record, Result
+
+_TOKENS = 4  # accepted by each row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The options of the benchmark."""
+
+    rows: list[int]
+    hidden: int
+    repeats: int
+    arrivals: int
+    json: bool
+
+
+def run(job: Job) -> None:
+    """Start two ranks that measure, and print rank 0's figures."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "benches.ranks", json.dumps(asdict(job))],
+            env=os.environ
+            | {
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit("a rank has failed")
+    found = json.loads(outs[0].splitlines()[-1])
+    if job.json:
+        print(json.dumps(found))
+        return
+    print("us: median of the slower rank (10th and 90th percentile of rank 0), float32")
+    for each in found:
+        record, reduced = each["record"], each["all_reduce"]
+        print(
+            f"{each['rows']:4} rows: record of {each['bytes']} bytes {_shown(record)}, all-reduce "
+            f"of [{each['rows']}, {job.hidden}] {_shown(reduced)}, ratio {each['ratio']:.2f}"
+        )
+
+
+def _shown(figures: dict[str, float]) -> str:
+    return f"{figures['slower_rank_p50']:.0f} ({figures['p10']:.0f}, {figures['p90']:.0f})"
+
+
+def _record(number: int, rows: int, arrivals: int) -> Record:
+    counts = np.full(rows, _TOKENS, np.int32)
+    tokens = np.arange(rows * _TOKENS, dtype=np.int32)
+    calls: list[list[Any]] = [
+        ["submit", {"request_id": i, "tokens": np.arange(512, dtype=np.int32)}]
+        for i in range(arrivals)
+    ]
+    return Record(number, number * 77, [*calls, ["turn"]], [Result(number, counts, tokens)])
+
+
+def _measure(ranks: Ranks, rows: int, job: Job) -> dict[str, Any]:
+    hidden = torch.ones(rows, job.hidden)
+    seconds: dict[str, list[float]] = {"record": [], "all_reduce": []}
+    size = 0
+    for number in range(1, job.repeats + 1):
+        dist.barrier()
+        started = time.perf_counter()
+        told = _record(number, rows, job.arrivals)
+        if ranks.leads:
+            frame = told.to_bytes()
+            size = len(frame)
+            ranks.send(frame)
+        else:
+            heard = Record.of_bytes(ranks.receive())
+            differences = [
+                own.difference(other)
+                for own, other in zip(told.results, heard.results, strict=True)
+            ]
+            if heard.digest != told.digest or any(differences):
+                raise SystemExit("the ranks differ")
+        seconds["record"].append(time.perf_counter() - started)
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(hidden)
+        seconds["all_reduce"].append(time.perf_counter() - started)
+        hidden.fill_(1.0)
+    figures = {name: _figures(each[job.repeats // 10 :]) for name, each in seconds.items()}
+    ratio = figures["record"]["p50"] / figures["all_reduce"]["p50"]
+    return {"rows": rows, "bytes": size, **figures, "ratio": ratio}
+
+
+def _figures(seconds: list[float]) -> dict[str, float]:
+    deciles = statistics.quantiles(seconds, n=10)
+    return {
+        "p50": 1e6 * statistics.median(seconds),
+        "p10": 1e6 * deciles[0],
+        "p90": 1e6 * deciles[8],
+    }
+
+
+def _rank(text: str) -> None:
+    job = Job(**json.loads(text))
+    torch.set_num_threads(1)
+    with Ranks() as ranks:
+        found = [_measure(ranks, rows, job) for rows in job.rows]
+        slowest = _slower(ranks, found)
+        if ranks.leads:
+            print(json.dumps(slowest), flush=True)
+
+
+def _slower(ranks: Ranks, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the figures with the slower rank's medians: a follower waits for the record."""
+    for each in found:
+        for name in ("record", "all_reduce"):
+            slower = -ranks.least(-int(1e3 * each[name]["p50"])) / 1e3
+            each[name]["slower_rank_p50"] = slower
+        each["bytes"] = -ranks.least(-each["bytes"])
+        each["ratio"] = each["record"]["slower_rank_p50"] / each["all_reduce"]["slower_rank_p50"]
+    return found
+
+
+if __name__ == "__main__":
+    _rank(sys.argv[1])

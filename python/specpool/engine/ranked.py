@@ -1,0 +1,142 @@
+"""`RankedEngine`: what an engine does with the other ranks: lead them, or follow rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any
+
+from specpool.engine.comparison import Comparison, check_pair, compare
+from specpool.engine.core import EngineCore
+from specpool.engine.output import RequestOutput
+from specpool.errors import ConfigError, CorruptState, RankError
+from specpool.models import TargetModel
+from specpool.ranks.following import Follower
+from specpool.ranks.group import Ranks
+from specpool.ranks.wire import params_of, params_wire
+from specpool.scheduler.requests.request import Request
+from specpool.text.stream import TextStream
+
+#: Seconds after which an idle rank 0 says that it is there, so that nobody waits in vain.
+IDLE_SECONDS = 1.0
+#: Seconds that a rank with an error stays, so that rank 0 hears of it and writes its log.
+_LINGER = 3.0
+
+
+class RankedEngine:
+    """An engine's end of its group of ranks; without a group it does nothing."""
+
+    def __init__(self, core: EngineCore, ranks: Ranks | None, target: TargetModel) -> None:
+        """Lead on rank 0: from now on its records keep the others informed. Else wait."""
+        self._core, self._ranks, self._target = core, ranks, target
+        self._over = threading.Event()
+        if ranks is not None and ranks.leads:
+            threading.Thread(target=self._stay, name="idle-records", daemon=True).start()
+
+    def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
+        """Compare two outputs, with the other ranks' part in the forwards. Hold the lock."""
+        check_pair(first, second)
+        self._core.inputs.flush("compare", _wire_of(first), _wire_of(second))
+        return compare(self._target, first, second)
+
+    def follow(self) -> None:
+        """Apply records until rank 0 ends; see `Engine.follow`."""
+        core, ranks = self._core, self._ranks
+        if ranks is None or ranks.leads:
+            raise ConfigError("this process is alone, or rank 0: only the other ranks follow")
+        calls = {"turn": core.loop.turn, "drain": core.loop.drain, "compare": self._judge}
+        follower = Follower(core.inputs, core.scheduler, self._equip, calls)
+        try:
+            goes_on = True
+            while goes_on:
+                data = ranks.receive()
+                with core.lock:
+                    goes_on = follower.apply(data)
+        except BaseException as error:
+            if isinstance(error, CorruptState):
+                error = CorruptState(f"rank {ranks.rank}: {error}{_logs(ranks)}")
+            core.inputs.broke(error)  # the others hear of it
+            raise error from None
+
+    def end(self) -> None:
+        """Tell the others that rank 0 ends. A second call does nothing."""
+        if self._over.is_set() or self._ranks is None:
+            return
+        self._over.set()
+        inputs = self._core.inputs
+        if self._ranks.leads and inputs.broken is None:
+            with contextlib.suppress(RankError):
+                inputs.flush("end")
+
+    def leave(self) -> None:
+        """Remove the event log, or leave the group and keep the log if the ranks have parted."""
+        if self._ranks is None:
+            return
+        if self._core.inputs.broken is None:
+            self._ranks.forget_log()
+            return
+        self._ranks.close()
+        if not self._ranks.leads:
+            time.sleep(_LINGER)
+
+    def _equip(self, request: Request) -> None:
+        """Give a request what finds its end, as `Prompts` does on rank 0."""
+        params = request.params
+        if params.stop:
+            request.watch = TextStream(self._core.tokenizer, params.stop)
+        if params.structured is not None:
+            request.matcher = self._core.compiler.matcher(params.structured)
+
+    def _judge(self, *outputs: Any) -> None:
+        """Take part in the forwards of a comparison, whose result rank 0 gives out."""
+        compare(self._target, *(_output_of(wire) for wire in outputs))
+
+    def _stay(self) -> None:
+        """Send an empty record when nothing else was sent for a while."""
+        inputs, ranks, last = self._core.inputs, self._ranks, -1
+        while ranks is not None and not self._over.wait(IDLE_SECONDS):
+            if inputs.num_records == last and inputs.broken is None:
+                try:
+                    with self._core.lock:
+                        is_idle = inputs.num_records == last and not self._over.is_set()
+                        if is_idle and inputs.broken is None:
+                            inputs.flush()
+                except RankError as error:
+                    ranks.on_lost(str(error))
+                    return
+            last = inputs.num_records
+
+
+def _logs(ranks: Ranks) -> str:
+    own, other = ranks.log_of(ranks.rank), ranks.log_of(0)
+    return f"; specpool replay {own} --against {other} names the first call that differs"
+
+
+def _wire_of(output: RequestOutput) -> list[Any]:
+    """Return what a comparison needs of an output."""
+    return [output.prompt_ids, output.token_ids, params_wire(output.params), output.seed]
+
+
+def _output_of(wire: Any) -> RequestOutput:
+    prompt_ids, token_ids, params, seed = wire
+    return RequestOutput(
+        index=0,
+        sample=0,
+        prompt_ids=prompt_ids,
+        token_ids=token_ids,
+        text="",
+        finish_reason="length",
+        error=None,
+        seed=seed,
+        accept_lens=[],
+        from_draft=[],
+        logprobs=None,
+        num_reused=0,
+        num_drafts=0,
+        params=params_of(params),
+        stop_hit=None,
+        queue_seconds=None,
+        first_token_seconds=None,
+        seconds=0.0,
+    )

@@ -1,0 +1,339 @@
+"""`Ranks`: one process of the group that shares a model, and its ways to the others.
+
+Whoever starts the processes (torchrun, Ray) gives each its rank by the environment, as torch does.
+The model's own collectives run on the default process group; records go over gloo, on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
+
+from specpool.errors import ConfigError, RankError, one_line
+from specpool.ranks.codec import decode, encode
+from specpool.ranks.environment import (
+    KEY_VARIABLE,
+    local_world,
+    timeout_of_environment,
+    world_of_environment,
+)
+from specpool.ranks.record import HEAD_BYTES, payload_bytes
+
+log = logging.getLogger("specpool")
+
+#: Seconds between two signs of life, and without one until a rank counts as dead.
+BEAT_SECONDS, SILENT_SECONDS = 0.5, 10.0
+#: Bytes of a record that go in one broadcast; what is longer takes a second one.
+BLOCK = 4096
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def _exit(message: str) -> None:
+    """End the process; its main thread may wait for ever for a rank that is gone."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+class Ranks:
+    """This process's place in a group of ranks.
+
+    Attributes:
+        rank: its number, from 0.
+        world: how many there are.
+        device: where this rank's part of the model lives.
+        on_lost: called from another thread when a rank gives no sign of life, with the reason;
+            it must end the process.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        """Join the group of the environment; returns when all ranks have joined.
+
+        Raises:
+            ConfigError: the environment names no group, or the device cannot be used.
+            RankError: not all ranks came within the timeout.
+        """
+        self.rank, self.world = world_of_environment()
+        if self.world < 2:
+            raise ConfigError("there is one rank alone: start several, for example with torchrun")
+        self.on_lost: Callable[[str], None] = _exit
+        self.device = self._place(device)
+        timeout = timedelta(seconds=timeout_of_environment())
+        _stay_local(self.world)
+        try:
+            store, rank, world = next(rendezvous("env://", timeout=timeout))
+            self._store = PrefixStore("specpool", store)
+            beats = store.clone() if hasattr(store, "clone") else store
+            self._beats = PrefixStore("specpool", beats)
+            self._beats.set(f"beat/{self.rank}", "0")
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self.device.startswith("cuda") else "gloo",
+                store=PrefixStore("group", store),
+                rank=rank,
+                world_size=world,
+                timeout=timeout,
+            )
+        except Exception as error:
+            raise RankError(
+                f"rank {self.rank} of {self.world} found no group at "
+                f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {one_line(error)}"
+            ) from error
+        self._ended = threading.Event()
+        self._block = torch.zeros(BLOCK, dtype=torch.uint8)
+        self._closed = False
+        self._log: Path | None = None
+        self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._watcher.start()
+
+    @classmethod
+    def join(cls, device: str = "cpu") -> Ranks | None:
+        """Join the group of the environment; None = this process is alone. See `Ranks`."""
+        return cls(device) if world_of_environment()[1] > 1 else None
+
+    @property
+    def num_sharers(self) -> int:
+        """How many ranks share the memory of this one's device."""
+        return local_world(self.world) if self.device == "cpu" else 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which alone has clients and a clock."""
+        return self.rank == 0
+
+    def least(self, value: int) -> int:
+        """Return the least of all ranks' values. All ranks must call it together."""
+        held = torch.tensor([value], dtype=torch.int64)
+        with self._collective("the ranks' memory"):
+            dist.all_reduce(held, op=dist.ReduceOp.MIN)
+        return int(held[0])
+
+    def agree(self, facts: Mapping[str, str]) -> None:
+        """Check that these facts are the same on all ranks, which must call it together.
+
+        Raises:
+            ConfigError: one differs; the message has its name, both values and the rank.
+        """
+        own = encode(dict(facts))
+        key = os.environ.get(KEY_VARIABLE, "")
+        sealed = hashlib.blake2b(own, key=_key(key), digest_size=32).digest()
+        own = sealed + own
+        sizes = torch.zeros(self.world, dtype=torch.int64)
+        sizes[self.rank] = len(own)
+        with self._collective("the ranks' configuration"):
+            dist.all_reduce(sizes)
+            largest = int(sizes.max())
+            mine = torch.zeros(largest, dtype=torch.uint8)
+            mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+            everyone = [torch.zeros(largest, dtype=torch.uint8) for _ in range(self.world)]
+            dist.all_gather(everyone, mine)
+        told = [
+            bytes(data[:size].numpy()) for data, size in zip(everyone, sizes.tolist(), strict=True)
+        ]
+        first = told[0]
+        for rank, data in enumerate(told):
+            seal = hashlib.blake2b(data[32:], key=_key(key), digest_size=32).digest()
+            if seal != data[:32]:
+                raise ConfigError(f"rank {rank} has another {KEY_VARIABLE} than rank {self.rank}")
+            if data != first:
+                _refuse(rank, decode(first[32:]), decode(data[32:]))
+
+    def send(self, frame: bytes) -> None:
+        """Broadcast a record from rank 0.
+
+        Raises:
+            RankError: a rank has gone.
+        """
+        block = self._block
+        head = frame[:BLOCK]
+        block[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        with self._collective("a record"):
+            dist.broadcast(block, 0)
+            if len(frame) > BLOCK:
+                dist.broadcast(torch.frombuffer(bytearray(frame[BLOCK:]), dtype=torch.uint8), 0)
+
+    def receive(self) -> bytes:
+        """Wait for rank 0's next record.
+
+        Raises:
+            RankError: a rank has gone, or what came is no record.
+        """
+        with self._collective("a record"):
+            dist.broadcast(self._block, 0)
+            head = self._block.numpy().tobytes()
+            size = HEAD_BYTES + payload_bytes(head)
+            if size <= BLOCK:
+                return head[:size]
+            rest = torch.zeros(size - BLOCK, dtype=torch.uint8)
+            dist.broadcast(rest, 0)
+            return head + rest.numpy().tobytes()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this rank ends; they may be waiting for it."""
+        with contextlib.suppress(Exception):
+            self._store.set(f"fail/{self.rank}", one_line(error, 2000))
+
+    def explain(self, error: RuntimeError) -> Exception:
+        """Return an error of a forward, or one that names the rank whose end has caused it."""
+        gone = self._who_is_gone()
+        return RankError(f"{gone} (a forward: {one_line(error, 200)})") if gone else error
+
+    def keep_log(self, path: Path | None) -> None:
+        """Tell the others where this rank's event log is."""
+        self._log = path
+        with contextlib.suppress(Exception):
+            self._store.set(f"log/{self.rank}", str(path or os.environ.get("SPECPOOL_RECORD", "")))
+
+    def log_of(self, rank: int) -> str:
+        """Return where the event log of a rank is."""
+        with contextlib.suppress(Exception):
+            return self._said(f"log/{rank}")
+        return f"the log of rank {rank}"
+
+    def forget_log(self) -> None:
+        """Remove this rank's event log, which nobody needs."""
+        if self._log is not None:
+            self._log.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Leave the group. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._ended.set()
+        if self._watcher is not threading.current_thread():
+            self._watcher.join(2 * BEAT_SECONDS)
+        with contextlib.suppress(Exception):
+            self._store.set(f"left/{self.rank}", "1")
+        if dist.is_initialized():
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
+
+    def __enter__(self) -> Ranks:
+        """Return the place itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the group; after an error, tell the others why."""
+        if error is not None:
+            self.fail(error)
+        self.close()
+
+    # --- who is there -----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _collective(self, what: str) -> Iterator[None]:
+        """Turn the error of a collective into one that names the rank that has gone."""
+        if self._closed:
+            raise RankError(f"rank {self.rank} has left its group")
+        try:
+            yield
+        except RuntimeError as error:
+            gone = self._who_is_gone() or "a rank did not answer in time, though all are alive"
+            raise RankError(f"{gone} ({what}: {one_line(error, 200)})") from error
+
+    def _who_is_gone(self) -> str:
+        """Find out which rank has gone, in a second or two; "" = none."""
+        self._ended.set()  # the caller tells it: this rank ends
+        peers = [rank for rank in range(self.world) if rank != self.rank]
+        try:
+            before = {rank: self._beats.get(f"beat/{rank}") for rank in peers}
+            end = time.monotonic() + 3 * BEAT_SECONDS
+            while time.monotonic() < end:
+                for rank in peers:
+                    if told := self._said(f"fail/{rank}"):
+                        return f"rank {rank} has ended: {told}"
+                time.sleep(0.1)
+            still = [rank for rank in peers if self._beats.get(f"beat/{rank}") == before[rank]]
+            left = [rank for rank in peers if self._said(f"left/{rank}")]
+        except Exception:
+            return "the group's store is gone, and with it the launcher or rank 0"
+        if still or left:
+            return f"rank {(still or left)[0]} is gone"
+        return ""
+
+    def _said(self, key: str) -> str:
+        return self._beats.get(key).decode(errors="replace") if self._beats.check([key]) else ""
+
+    def _watch(self) -> None:
+        """Give signs of life, and look for those of the others."""
+        seen = {rank: ("", time.monotonic()) for rank in range(self.world) if rank != self.rank}
+        count = 0
+        while not self._ended.wait(BEAT_SECONDS):
+            count += 1
+            try:
+                self._beats.set(f"beat/{self.rank}", str(count))
+                for rank, (value, since) in seen.items():
+                    latest, now = self._said(f"beat/{rank}"), time.monotonic()
+                    if latest != value or self._said(f"left/{rank}"):
+                        seen[rank] = latest, now
+                    elif now - since > SILENT_SECONDS:
+                        told = self._said(f"fail/{rank}")
+                        why = f"ended: {told}" if told else f"been silent for {now - since:.1f} s"
+                        self._lose(f"rank {rank} has {why}; rank {self.rank} ends")
+            except Exception as error:
+                self._lose(f"rank {self.rank} ends: the group's store is gone: {one_line(error)}")
+
+    def _lose(self, message: str) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self.on_lost(message)
+
+    def _place(self, device: str) -> str:
+        """Return the device of this rank: on CUDA one of its own."""
+        if not device.startswith("cuda"):
+            return device
+        local = int(os.environ.get("LOCAL_RANK", self.rank))
+        if device != "cuda":
+            raise ConfigError(f"device {device}: with ranks give 'cuda', each takes one of its own")
+        if local >= torch.cuda.device_count():
+            raise ConfigError(
+                f"rank {self.rank} would take cuda:{local}, there are {torch.cuda.device_count()}"
+            )
+        torch.cuda.set_device(local)
+        return f"cuda:{local}"
+
+
+def _stay_local(world: int) -> None:
+    """Keep gloo and nccl off the network if all ranks are on this machine."""
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        is_local = local_world(world) == world
+    else:
+        is_local = os.environ["MASTER_ADDR"] in _LOOPBACK
+    if is_local:
+        name = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def _key(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _refuse(rank: int, first: Any, other: Any) -> None:
+    if isinstance(first, dict) and isinstance(other, dict):
+        for name in {**first, **other}:
+            here, there = first.get(name), other.get(name)
+            if here != there:
+                raise ConfigError(
+                    f"the ranks differ in {name}: rank 0 has {here!s:.300}, rank {rank} "
+                    f"{there!s:.300}"
+                )
+    raise ConfigError(f"rank {rank} says something else than rank 0")

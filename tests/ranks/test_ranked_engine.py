@@ -1,0 +1,166 @@
+"""Two ranks give the texts of one process, agree in every step, and notice when they do not."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks_kit import Ended, Group, script
+from ranks_script import SCENES, SETUPS, engine_of, play
+
+SCRIPT = script("ranks_script.py")
+
+
+@pytest.fixture(scope="module")
+def shared() -> Any:
+    """All scenes, played by two ranks."""
+    first, second = Group([SCRIPT, "scenes"]).wait(400)
+    assert first.code == 0, first.err
+    assert second.code == 0, second.err
+    return json.loads(first.out)
+
+
+@pytest.fixture(scope="module", params=[*SETUPS])
+def both(request: pytest.FixtureRequest, shared: Any) -> Any:
+    """What two ranks and one process gave, of one setup."""
+    with engine_of(request.param) as engine:
+        alone = json.loads(json.dumps(play(engine)))
+    return request.param, alone, shared[request.param]
+
+
+@pytest.mark.parametrize("scene", [*SCENES])
+def test_two_ranks_give_the_texts_of_one_process(both: Any, scene: str) -> None:
+    _, alone, ranked = both
+    assert ranked[scene] == alone[scene]
+
+
+def test_few_pages_retract_on_two_ranks_as_on_one(both: Any) -> None:
+    name, alone, ranked = both
+    assert ranked["counts"] == alone["counts"]
+    retracted, findings = ranked["counts"]
+    assert findings == 0
+    assert bool(retracted) == (name == "few pages")
+
+
+def _long(turns: int) -> Any:
+    first, second = Group([SCRIPT, "long", str(turns)]).wait(560)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    return json.loads(first.out)
+
+
+def test_hundreds_of_turns_with_a_digest_each() -> None:
+    found = _long(400)
+    assert found["records"] >= found["turns"] * 0.9
+    assert found["retracted"] > 0
+    assert found["done"] > 40
+
+
+@pytest.mark.full
+def test_ten_thousand_turns_with_a_digest_each() -> None:
+    found = _long(10_000)
+    assert found["records"] >= 9_000
+    assert found["retracted"] > 100
+
+
+def _plant(kind: str, record: int) -> tuple[Ended, Ended]:
+    first, second = Group([SCRIPT, "plant", kind, str(record)]).wait(120)
+    return first, second
+
+
+def test_a_call_of_one_rank_alone_is_found_at_the_next_record_and_named() -> None:
+    first, second = _plant("admit", 7)
+    said = "parted from rank 0 before record 8"
+    assert said in second.err
+    assert "rank 1 has ended: CorruptState" in first.err
+    digests = re.search(r"rank 0's digest is (\w{16}); .*digest is (\w{16}) here", second.err)
+    assert digests is not None and digests[1] != digests[2]
+    replay = re.search(r"specpool replay (\S+) --against (\S+) names", second.err)
+    assert replay is not None
+    command = [sys.executable, "-m", "specpool", "replay", replay[1], "--against", replay[2]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "they differ from event" in done.stdout
+    assert "planted" in done.stdout
+    for path in replay.groups():
+        Path(path).unlink()
+
+
+def test_another_token_on_one_rank_is_found_at_the_next_record() -> None:
+    first, second = _plant("token", 9)
+    assert re.search(r"parted from rank 0 before record 10, after step \d+", second.err)
+    assert re.search(r"lane 0 of step \d+ got the tokens \[.*\] here, \[.*\] there", second.err)
+    assert "rank 1 has ended: CorruptState" in first.err
+
+
+def test_bytes_that_are_no_record_end_the_ranks() -> None:
+    first, second = _plant("garbage", 5)
+    assert "RankError" in second.err
+    assert "no record: its header says" in second.err
+    assert "rank 1 has ended: RankError" in first.err
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["die", "stop", "raise"])
+def test_a_rank_that_is_gone_is_named_in_seconds(kind: str) -> None:
+    group = Group([SCRIPT, "plant", kind, "6"])
+    try:
+        first = group.processes[0]
+        _, err = first.communicate(timeout=90)
+    finally:
+        group.processes[1].kill()
+        group.processes[1].communicate()
+    assert first.returncode != 0
+    why = {"die": "rank 1 is gone", "stop": "rank 1 has been silent for 1", "raise": "planted"}
+    assert why[kind] in err
+
+
+def _refused(*own: tuple[str, ...], world: int = 2, **environments: Any) -> list[Ended]:
+    command = ["-m", "specpool", "generate", "-n", "4", "--json"]
+    return Group(command, world, own=own, **environments).wait(120)
+
+
+def test_ranks_that_differ_are_refused_with_both_values() -> None:
+    for ended in _refused((), ("--num-pages", "100")):
+        assert ended.code == 2
+        assert (
+            "error: the ranks differ in option --num-pages: rank 0 has None, rank 1 100"
+            in ended.err
+        )
+    for ended in _refused((), ("--draft", "specpool/tiny-eagle3")):
+        assert ended.code == 2
+        assert "error: the ranks differ in draft: rank 0 has eagle1 " in ended.err
+
+
+def test_a_rank_with_another_key_is_refused() -> None:
+    keys = [{"SPECPOOL_RANKS_KEY": "right"}, {"SPECPOOL_RANKS_KEY": "wrong"}]
+    for rank, ended in enumerate(_refused((), (), environments=keys)):
+        assert ended.code == 2
+        assert f"rank {1 - rank} has another SPECPOOL_RANKS_KEY than rank {rank}" in ended.err
+        assert "right" not in ended.err and "wrong" not in ended.err
+
+
+def test_heads_that_do_not_divide_are_refused_with_the_numbers() -> None:
+    for ended in _refused((), (), (), world=3):
+        assert ended.code == 2
+        assert "error: 'llama' has 2 KV heads, which 3 ranks cannot share" in ended.err
+        assert "Loading weights" not in ended.err
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--adaptive", "cost"), "adaptive 'cost' chooses by each rank's own clock"),
+        (("--host-bytes", "1000000"), "offload 'cost' chooses by each rank's own clock"),
+    ],
+)
+def test_what_a_clock_would_decide_is_refused(options: tuple[str, ...], said: str) -> None:
+    for ended in _refused(options, options):
+        assert ended.code == 2
+        assert said in ended.err

@@ -1,0 +1,219 @@
+"""The bytes of records: what is read is what was written, and anything else is one error."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from specpool import Grammar, SamplingParams, Shape
+from specpool.errors import RankError
+from specpool.ranks.codec import MAX_DEPTH, decode, encode
+from specpool.ranks.record import HEAD_BYTES, MAX_RECORD, Record, Result
+from specpool.ranks.wire import request_of, wire_of
+from specpool.scheduler.requests.conversation import Conversation
+from specpool.scheduler.requests.request import Request
+
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 120), 1 << 120)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+)
+VALUES = st.recursive(
+    PLAIN,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(PLAIN, inner, max_size=5),
+    max_leaves=30,
+)
+
+
+@given(VALUES)
+@settings(deadline=None)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    assert repr(decode(encode(value))) == repr(value)
+
+
+@given(arrays(np.int32, st.integers(0, 50)))
+@settings(deadline=None)
+def test_an_array_comes_back_as_it_was(value: Any) -> None:
+    found = decode(encode([value]))[0]
+    assert found.dtype == np.int32
+    assert np.array_equal(found, value)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({1, 2}, "a set cannot be sent"),
+        (1 << 140, "takes 18 bytes"),
+        (np.zeros(3), "a ndarray cannot be sent"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(value: Any, said: str) -> None:
+    with pytest.raises(RankError, match=said):
+        encode([value])
+
+
+def test_deep_values_are_refused_on_both_sides() -> None:
+    deep: list[Any] = []
+    for _ in range(MAX_DEPTH + 3):
+        deep = [deep]
+    with pytest.raises(RankError, match="more than 12 lists"):
+        encode(deep)
+    with pytest.raises(RankError, match="nested"):
+        decode(b"l\x01\0\0\0" * 100_000 + b"N")
+
+
+@pytest.mark.parametrize("tag", [b"l", b"m", b"s", b"b", b"a"])
+def test_a_count_beyond_the_bytes_takes_no_memory(tag: bytes) -> None:
+    tracemalloc.start()
+    said = "values cannot be in the 100 bytes left" if tag in b"lm" else "are announced, 100 are"
+    with pytest.raises(RankError, match=said):
+        decode(tag + b"\xff\xff\xff\xff" + b"N" * 100)
+    assert tracemalloc.get_traced_memory()[1] < 100_000
+    tracemalloc.stop()
+
+
+def _record() -> Record:
+    inputs: list[list[Any]] = [
+        ["submit", wire_of(_request())],
+        ["abort", 17],
+        ["cut", 3, 40],
+        ["forget", b"salt"],
+        ["turn"],
+    ]
+    results = [Result.of(9, [[1, 2, 3], [], [-1]]), Result.of(10, [[5]])]
+    return Record(12, (1 << 64) - 3, inputs, results)
+
+
+def _request() -> Request:
+    return Request(
+        request_id=5,
+        index=2,
+        prompt_len=3,
+        tokens=[1, 2, 3],
+        params=SamplingParams(
+            max_new_tokens=9,
+            temperature=0.5,
+            seed=(1 << 64) - 1,
+            logit_bias={7: -2.5},
+            stop=("a", "b"),
+            stop_token_ids=(4,),
+            n=2,
+            cache_salt="tenant",
+            structured=Grammar.regex("[a-z]+"),
+        ),
+        shape=Shape.eagle(3, 2, 6),
+        shape_index=2,
+        choices=(1, 2),
+        max_len=12,
+        stop_ids=frozenset({0, 4}),
+        seed=(1 << 64) - 1,
+        conversation=Conversation(8),
+    )
+
+
+def test_a_record_comes_back_as_it_was() -> None:
+    record = _record()
+    found = Record.of_bytes(record.to_bytes())
+    assert (found.number, found.digest) == (record.number, record.digest)
+    assert [call[0] for call in found.inputs] == ["submit", "abort", "cut", "forget", "turn"]
+    for own, other in zip(record.results, found.results, strict=True):
+        assert own.difference(other) is None
+
+
+def test_a_request_comes_back_as_it_was() -> None:
+    request, conversation = _request(), Conversation(8)
+    equipped: list[Request] = []
+    wire = decode(encode(wire_of(request)))
+    found = request_of(wire, {8: conversation}, equipped.append)
+    assert equipped == [found]
+    assert found.conversation is conversation
+    for name in Request.__dataclass_fields__:
+        if name not in ("conversation", "times", "_token_array"):
+            assert getattr(found, name) == getattr(request, name), name
+
+
+def test_a_request_of_a_session_that_is_not_open_is_refused() -> None:
+    with pytest.raises(RankError, match="session 8 is not open on this rank"):
+        request_of(decode(encode(wire_of(_request()))), {}, lambda request: None)
+
+
+@pytest.mark.parametrize("name", sorted(wire_of(_request())))
+def test_a_request_with_a_part_missing_is_refused(name: str) -> None:
+    wire = wire_of(_request())
+    del wire[name]
+    with pytest.raises(RankError):
+        request_of(wire, {8: Conversation(8)}, lambda request: None)
+
+
+def test_two_results_that_differ_name_the_lane() -> None:
+    own, other = Result.of(9, [[1, 2], [3]]), Result.of(9, [[1, 2], [4]])
+    said = own.difference(other)
+    assert said == "lane 1 of step 9 got the tokens [3] here, [4] there"
+    assert own.difference(Result.of(8, [[1, 2], [3]])) == "step 9 here is step 8 there"
+
+
+def test_a_changed_byte_is_always_found() -> None:
+    """The checksum finds a changed payload; a changed number or digest is compared elsewhere."""
+    whole = _record().to_bytes()
+    for at in range(HEAD_BYTES, len(whole)):
+        changed = bytearray(whole)
+        changed[at] ^= 0x10
+        with pytest.raises(RankError):
+            Record.of_bytes(bytes(changed))
+
+
+def test_random_bytes_are_one_error_and_nothing_else() -> None:
+    """Also with a right checksum, so that the parser behind it is reached."""
+    import struct
+    import zlib
+
+    choice, whole = random.Random(3), _record().to_bytes()[HEAD_BYTES:]
+    refused = 0
+    for _ in range(20_000):
+        payload = bytearray(whole)
+        for _ in range(choice.randint(1, 6)):
+            match choice.randint(0, 3):
+                case 0:
+                    payload[choice.randrange(len(payload))] = choice.randrange(256)
+                case 1:
+                    del payload[choice.randrange(len(payload)) :]
+                    payload += b"N"
+                case 2:
+                    at = choice.randrange(len(payload))
+                    payload[at:at] = choice.randbytes(choice.randint(1, 9))
+                case 3:
+                    at = choice.randrange(len(payload))
+                    del payload[at : at + choice.randint(1, 9)]
+                    payload += b"N"
+        head = struct.pack("<qqQQ", len(payload), 1, 0, zlib.crc32(payload))
+        try:
+            record = Record.of_bytes(head + bytes(payload))
+            for name, *args in record.inputs:
+                if name == "submit" and args:
+                    request_of(args[0], {8: Conversation(8)}, lambda request: None)
+        except RankError:
+            refused += 1
+    assert refused > 15_000
+
+
+@pytest.mark.parametrize("length", [-1, MAX_RECORD + 1, 1 << 60])
+def test_a_header_that_announces_too_much_is_refused(length: int) -> None:
+    import struct
+
+    with pytest.raises(RankError, match="no record: its header says"):
+        Record.of_bytes(struct.pack("<qqQQ", length, 1, 0, 0) + b"N")
+
+
+def test_a_short_header_is_refused() -> None:
+    with pytest.raises(RankError, match="a record's header has 32 bytes, 5 came"):
+        Record.of_bytes(b"12345")
