@@ -36,6 +36,7 @@ __all__ = [
     "build_tree",
     "check_moves",
     "check_slots",
+    "checksum",
     "compact_moves",
     "decode_op",
     "draft_read_indices",
