@@ -38,6 +38,7 @@ __all__ = [
     "check_moves",
     "check_slots",
     "choose_shapes",
+    "checksum",
     "compact_moves",
     "count_acceptance",
     "decode_into",
