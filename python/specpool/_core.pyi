@@ -37,6 +37,7 @@ __all__ = [
     "build_tree",
     "check_moves",
     "check_slots",
+    "checksum",
     "choose_shapes",
     "compact_moves",
     "count_acceptance",

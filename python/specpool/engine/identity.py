@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -17,28 +18,40 @@ _SAMPLES = 16
 _OF_THE_FILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
 
-def model_key(target: TargetModel, drafter: Drafter | None) -> str:
+def model_key(target: TargetModel, drafters: Sequence[Drafter]) -> str:
     """Return a hash of the models' configuration, dtype and a sample of each weight.
 
     It finds another checkpoint, not a single changed weight. It reads a few numbers of each weight.
     """
     digest = hashlib.blake2b(digest_size=16)
-    config = target.config.to_dict()
-    known = {name: value for name, value in config.items() if name not in _OF_THE_FILE}
-    layers = [] if drafter is None else [repr(layer) for layer in drafter.layers]
-    parts = [known, str(target.dtype), type(drafter).__name__, layers]
+    _add(digest, [_config_of(target), str(target.dtype)], target.model.named_parameters())
+    for drafter in drafters:
+        layers = [repr(layer) for layer in drafter.layers]
+        own = getattr(drafter, "model", None)  # of a language model
+        if isinstance(own, TargetModel):
+            _add(digest, [_config_of(own), layers], own.model.named_parameters())
+        else:
+            head = getattr(drafter, "head", None) if layers else None
+            _add(digest, [type(drafter).__name__, layers], sorted(_tensors(head)))
+    return digest.hexdigest()
+
+
+def _add(
+    digest: hashlib.blake2b, parts: list[Any], weights: Iterable[tuple[str, torch.Tensor]]
+) -> None:
     digest.update(json.dumps(parts, sort_keys=True, default=str).encode())
-    weights: list[tuple[str, torch.Tensor]] = list(target.model.named_parameters())
-    head = getattr(drafter, "head", None)
-    weights += sorted(_tensors(head)) if layers and head is not None else []
     for name, weight in weights:
         flat = weight.detach().reshape(-1)
         sample = flat[:: max(len(flat) // _SAMPLES, 1)][:_SAMPLES].double().cpu().numpy()
         digest.update(f"{name} {list(weight.shape)}".encode() + sample.tobytes())
-    return digest.hexdigest()
 
 
-def _tensors(head: object) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in vars(head).items():
+def _config_of(model: TargetModel) -> dict[str, Any]:
+    config = model.config.to_dict()
+    return {name: value for name, value in config.items() if name not in _OF_THE_FILE}
+
+
+def _tensors(head: object | None) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in () if head is None else vars(head).items():
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             yield name, value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from specpool._core import Ledger
 from specpool.draft import Drafter
@@ -27,7 +27,7 @@ class Movable:
 
     core: EngineCore
     target: TargetModel
-    drafter: Drafter | None
+    drafters: Mapping[str, Drafter]
     ledger: Ledger
     cache: KVCache
 
@@ -121,6 +121,6 @@ class Movable:
                 "all that it needs to go on, so it cannot move"
             )
         pages = PageBytes(self.ledger, self.cache)
-        key = model_key(self.target, self.drafter)
+        key = model_key(self.target, [*self.drafters.values()])
         layout = Layout.of(self.ledger, pages.page_bytes, key)
         return Moves(self.core, self.ledger, pages, layout)

@@ -244,7 +244,7 @@ class Prompts:
                 f"{name} has {len(ids)} tokens; with one new token at least, "
                 f"max_context_len {longest} leaves room for {longest - 1}"
             )
-        self._check_ids(name, params)
+        self._check_params(name, params)
         drafter = self._drafter_of(name, params)
         most_steps, choices, rounds = params.max_draft_steps, None, self._scheduler.round_shapes
         if shape is None:
@@ -253,11 +253,6 @@ class Prompts:
             shape_index = self._shapes.index(shape)
             if most_steps is not None and shape.num_steps > most_steps:
                 raise ConfigError(f"{name} asks for {shape}, and for {most_steps} steps at most")
-        if params.tpot_ms is not None and rounds.budget is None:
-            raise ConfigError(
-                f"{name} has tpot_ms {params.tpot_ms:g}, which needs an engine with "
-                "adaptive='budget'"
-            )
         matcher, forced = None, 0
         if params.structured is not None:
             matcher = self._compiler.matcher(params.structured)
@@ -302,8 +297,13 @@ class Prompts:
             )
         return self._drafters.index(params.drafter)
 
-    def _check_ids(self, name: str, params: SamplingParams) -> None:
-        """Raise `ConfigError` for parameters that the vocabulary cannot fulfil."""
+    def _check_params(self, name: str, params: SamplingParams) -> None:
+        """Raise `ConfigError` for parameters that the engine or its vocabulary cannot fulfil."""
+        if params.tpot_ms is not None and self._scheduler.round_shapes.budget is None:
+            raise ConfigError(
+                f"{name} has tpot_ms {params.tpot_ms:g}, which needs an engine with "
+                "adaptive='budget'"
+            )
         vocab_size = self._target.vocab_size
         for token in params.logit_bias:
             if token >= vocab_size:

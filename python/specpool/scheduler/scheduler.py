@@ -231,8 +231,8 @@ class Scheduler:
             was_starved, num_ended = self._is_starved, self.num_ended
             if not was_starved:
                 self._admission.admit()
-            # First, because it may raise.
-            chosen = self.round_shapes.choose(self._running.limits, self._admission.spare)
+            limits, spare = self._running.limits, self._admission.spare
+            chosen = self.round_shapes.choose(limits, spare)  # first: it may raise
             prepared = [] if was_starved else [self._prefills.reload(), self._prefills.chunk()]
             prepared.append(self._decode(*chosen))
             steps = [step for step in prepared if step is not None]
@@ -433,17 +433,16 @@ class Scheduler:
         """Prepare one round of every row that is ready; see `RoundShapes.choose`."""
         while True:
             rows = self._running.ready(shape_of, order)
+            self._is_starved = False
             if not len(rows):
-                self._is_starved = False
                 return None
             shapes = shape_of[rows]
             writes_draft = self.config.keeps_draft_kv and bool(self._running.shapes[rows].any())
             try:
                 plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
             except OutOfPages as shortage:
-                narrowed = self.round_shapes.narrow(self._running.limits)
-                if narrowed is not None:  # width gives way before idle rows and running ones
-                    shape_of, order = narrowed
+                if narrowed := self.round_shapes.narrow(self._running.limits):
+                    shape_of, order = narrowed  # width gives way before any row
                     continue
                 if self._room.reclaim(shortage):
                     continue
@@ -451,7 +450,5 @@ class Scheduler:
                 return None
             except OutOfMemory as shortage:
                 self._ends.give_up(self._running.by_row[rows].tolist(), shortage)
-                self._is_starved = False
                 return None
-            self._is_starved = False
             return Step(plan, self._running.by_row[rows].tolist(), choice=self.round_shapes.run())

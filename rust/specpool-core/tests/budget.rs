@@ -1,5 +1,7 @@
 //! The budget against brute force over all choices, and against a plain count of acceptance.
 
+#![allow(clippy::cast_precision_loss, clippy::float_cmp, clippy::same_item_push)]
+
 use proptest::prelude::*;
 use specpool_core::budget::acceptance::{Families, count_round, expected_tokens};
 use specpool_core::budget::choose::{Choice, Costs, Rows, choose};

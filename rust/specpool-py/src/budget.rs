@@ -82,6 +82,9 @@ pub fn expected_tokens<'py>(
     array(py, tokens, [batch, shapes])
 }
 
+/// What `choose_shapes` returns, as its stub says.
+type Chosen<'py> = (Bound<'py, PyArray1<i32>>, f64, f64, f64, usize);
+
 #[doc = doc!("choose_shapes")]
 #[pyfunction]
 #[pyo3(signature = (shapes, tokens, *, worth, due, base, ridge, slope, charge, lane, nodes, pages = None, free = None))]
@@ -99,7 +102,7 @@ pub fn choose_shapes<'py>(
     nodes: &Bound<'py, PyAny>,
     pages: Option<&Bound<'py, PyAny>>,
     free: Option<&Bound<'py, PyAny>>,
-) -> PyResult<(Bound<'py, PyArray1<i32>>, f64, f64, f64, usize)> {
+) -> PyResult<Chosen<'py>> {
     let shapes = Input::<i32, 2>::new("shapes", shapes)?;
     let tokens = Input::<f64, 2>::new("tokens", tokens)?;
     let worth = Input::<f64, 1>::new("worth", worth)?;

@@ -384,7 +384,7 @@ impl<'a> Solver<'a> {
     fn fill_to_ridge(&mut self) {
         let (mut low, mut high) = (0.0, self.view.costs.slope);
         for _ in 0..HALVINGS {
-            let node = (low + high) / 2.0;
+            let node = f64::midpoint(low, high);
             self.raise_bound(node);
             self.settle(node, 0.0);
             if self.view.nodes_over(&self.picks) > 0.0 {
@@ -422,7 +422,7 @@ impl<'a> Solver<'a> {
             (low, high) = (high, 3.0 * high);
         }
         for _ in 0..HALVINGS {
-            let page = (low + high) / 2.0;
+            let page = f64::midpoint(low, high);
             self.settle(node, page);
             if self.view.fits(&self.picks) {
                 high = page;
