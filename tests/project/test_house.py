@@ -24,7 +24,9 @@ def test_no_function_is_longer_than_a_screen():
 def test_no_folder_is_too_full():
     folders = house.folder_files()
     assert max(folders.values()) <= 13, max(folders, key=folders.__getitem__)
-    assert len(house.rooms()) <= 31  # 26 as the plan drew it, two doors to engines, a server, moves, ranks
+    assert (
+        len(house.rooms()) <= 31
+    )  # 26 as the plan drew it, two doors to engines, a server, moves, ranks
 
 
 def privates_of(chain: ast.expr) -> list[str]:

@@ -173,6 +173,8 @@ def _drafter(
         max_context_len=config.max_context_len,
         trust_remote_code=trust_remote_code,
     )
+
+
 def _known(draft: Draft) -> Path | str:
     """Return a draft model's folder, or the kind of what is no folder."""
     found = find_model(draft) if isinstance(draft, str) else draft

@@ -36,8 +36,8 @@ def for_ranks(config: EngineConfig, ranks: Ranks | None) -> EngineConfig:
     policy = config.adaptive.policy if isinstance(config.adaptive, AdaptiveConfig) else "ema"
     if policy in ("cost", "budget"):
         raise ConfigError(
-            f"adaptive {policy!r} chooses by each rank's own clock, {ranks.world} ranks would differ: "
-            "give 'ema'"
+            f"adaptive {policy!r} chooses by each rank's own clock, {ranks.world} ranks would "
+            "differ: give 'ema'"
         )
     if config.host_bytes and config.offload == "cost":
         raise ConfigError(

@@ -323,9 +323,8 @@ def sim(
     ] = 1,
 ) -> None:
     """Test the scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
-    from specpool.cli.sim import fleets
+    from specpool.cli.sim import fleets, sim_ranks
     from specpool.cli.sim import sim as run
-    from specpool.cli.sim import sim_ranks
 
     if replicas is not None:
         if rounds is not None:

@@ -120,6 +120,8 @@ class Movable:
                 f"{self.target.config.model_type!r} has recurrent layers: a row's pages are not "
                 "all that it needs to go on, so it cannot move"
             )
+        if self.core.inputs.is_shared:
+            raise ConfigError("rows of ranks cannot move: each rank holds a part of their KV")
         pages = PageBytes(self.ledger, self.cache)
         key = model_key(self.target, [*self.drafters.values()])
         layout = Layout.of(self.ledger, pages.page_bytes, key)
