@@ -134,7 +134,7 @@ def test_ranks_that_differ_are_refused_with_both_values() -> None:
         )
     for ended in _refused((), ("--draft", "specpool/tiny-eagle3")):
         assert ended.code == 2
-        assert "error: the ranks differ in draft: rank 0 has eagle1 " in ended.err
+        assert "error: the ranks differ in drafts: rank 0 has eagle1 " in ended.err
 
 
 def test_a_rank_with_another_key_is_refused() -> None:

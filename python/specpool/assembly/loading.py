@@ -88,7 +88,7 @@ def load(
         device = device if ranks is None else ranks.device
         dtype = ("float32" if str(device) == "cpu" else "auto") if dtype is None else dtype
         if ranks is not None:
-            known = {name: _known(one) for name, one in drafts.items()}
+            known = [_known(one) for one in drafts.values()]
             agree_before(ranks, config, target=source.path, drafts=known, dtype=dtype)
         model = TargetModel.from_pretrained(
             source, dtype=dtype, device=device, world=1 if ranks is None else ranks.world

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +56,7 @@ def agree_before(
     config: EngineConfig,
     *,
     target: Path,
-    drafts: Mapping[str, Path | str],
+    drafts: Sequence[Path | str],
     dtype: str | torch.dtype | None,
 ) -> None:
     """Check that all ranks load the same models, with the same versions and options.
@@ -78,10 +78,7 @@ def agree_before(
             "version of transformers": transformers.__version__,
             "kind of device": ranks.device.partition(":")[0],
             "target": _digest(target),
-            "drafts": ", ".join(
-                f"{name}: {_digest(one) if isinstance(one, Path) else one}"
-                for name, one in drafts.items()
-            ),
+            "drafts": ", ".join(_digest(one) if isinstance(one, Path) else one for one in drafts),
             "dtype": str(dtype),
             **options,
         }
