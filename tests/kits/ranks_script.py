@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from specpool import Grammar, SamplingParams, Shape
+from specpool import ConfigError, Grammar, SamplingParams, Shape
 from specpool.engine.engine import Engine
 from specpool.ranks.following import Follower
 from specpool.ranks.group import Ranks
@@ -30,6 +30,11 @@ SETUPS: dict[str, dict[str, Any]] = {
     "eagle tree D1": {"draft": "specpool/tiny-eagle", "shape": TREE, "overlap_depth": 1},
     "eagle3 chain D1": {"draft": "specpool/tiny-eagle3", "shape": CHAIN, "overlap_depth": 1},
     "eagle3 tree D0": {"draft": "specpool/tiny-eagle3", "shape": TREE, "overlap_depth": 0},
+    "two drafters D1": {
+        "draft": ["specpool/tiny-draft", "ngram"],
+        "shape": CHAIN,
+        "overlap_depth": 1,
+    },
     "plain D1": {"draft": None, "overlap_depth": 1},
     "few pages": {
         "draft": "specpool/tiny-eagle",
@@ -129,6 +134,14 @@ def _aborts(engine: Engine) -> Any:
     return [found[number] for number in (first, second, third)]
 
 
+def _drafters(engine: Engine) -> Any:
+    found = []
+    for drafter in engine.drafters:
+        params = SamplingParams(max_new_tokens=24, drafter=drafter)
+        found += [output.token_ids for output in engine.generate(PROMPTS[:2], params)]
+    return found
+
+
 def _many(engine: Engine) -> Any:
     """More requests than rows and, with few pages, more text than pages: some are retracted."""
     params = SamplingParams(max_new_tokens=56, ignore_eos=True)
@@ -156,6 +169,7 @@ SCENES = {
     "aborts": _aborts,
     "many": _many,
     "compared": _compared,
+    "drafters": _drafters,
 }
 
 
@@ -165,9 +179,19 @@ def _scenes(ranks: Ranks) -> Any:
         with engine_of(name, ranks) as engine:
             if ranks.leads:
                 found[name] = play(engine)
+                found["move"] = _refusal_of_a_move(engine)
             else:
                 engine.follow()
     return found
+
+
+def _refusal_of_a_move(engine: Engine) -> str:
+    with engine.open_session() as session:
+        try:
+            engine.export(session)
+        except ConfigError as error:
+            return str(error)
+    return ""
 
 
 def _long(ranks: Ranks, turns: int) -> Any:

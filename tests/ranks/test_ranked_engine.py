@@ -48,6 +48,10 @@ def test_few_pages_retract_on_two_ranks_as_on_one(both: Any) -> None:
     assert bool(retracted) == (name == "few pages")
 
 
+def test_rows_of_ranks_do_not_move(shared: Any) -> None:
+    assert shared["move"] == "rows of ranks cannot move: each rank holds a part of their KV"
+
+
 def _long(turns: int) -> Any:
     first, second = Group([SCRIPT, "long", str(turns)]).wait(560)
     assert (first.code, second.code) == (0, 0), first.err + second.err
@@ -157,6 +161,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers() -> None:
     ("options", "said"),
     [
         (("--adaptive", "cost"), "adaptive 'cost' chooses by each rank's own clock"),
+        (("--adaptive", "budget"), "adaptive 'budget' chooses by each rank's own clock"),
         (("--host-bytes", "1000000"), "offload 'cost' chooses by each rank's own clock"),
     ],
 )
