@@ -18,7 +18,7 @@ from specpool import CheckpointError, ConfigError, Engine, EngineConfig, Samplin
 from specpool.assets import corpus, resolve
 from specpool.draft import EagleDrafter, LMDrafter, NgramDrafter
 from specpool.models import TargetModel
-from specpool.models.draft_kind import is_language_model
+from specpool.models.files.draft_kind import is_language_model
 
 DRAFT = "specpool/tiny-draft"
 PROMPTS = [p[:n] for p, n in zip(corpus.prompts(3), (17, 30, 9), strict=True)]

@@ -16,7 +16,7 @@ from specpool.config import EngineConfig
 from specpool.draft import Drafter, EagleDrafter, LMDrafter, named_drafter
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
-from specpool.models.draft_kind import is_language_model
+from specpool.models.files.draft_kind import is_language_model
 from specpool.models.files.names import find_model
 from specpool.models.placement import check_dtype
 from specpool.models.target_folder import find_target, load_config

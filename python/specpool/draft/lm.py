@@ -25,7 +25,7 @@ from specpool.errors import ConfigError
 from specpool.kernels.launch import runs_kernels
 from specpool.memory.kv_cache import KVCache
 from specpool.models import TargetModel
-from specpool.models.likeliest import likeliest
+from specpool.models.eagle.likeliest import likeliest
 from specpool.models.target_folder import find_target, load_config
 from specpool.text.tokenizer import load_tokenizer
 

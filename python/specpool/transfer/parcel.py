@@ -18,7 +18,7 @@ TakeIn = Callable[[Bytes], Callable[[], None]]
 
 
 class Parcel(Protocol):
-    """A row on its way out, such as `specpool.engine.moves.Export`."""
+    """A row on its way out, such as `specpool.engine.moving.moves.Export`."""
 
     @property
     def num_bytes(self) -> int:

@@ -172,7 +172,7 @@ def model_of_files(question: Question) -> Model:
 
 def _draft_outline(draft: str, question: Question) -> Outline:
     """Return the outline of a draft model: of an EAGLE head, or of a language model."""
-    from specpool.models.draft_kind import is_language_model
+    from specpool.models.files.draft_kind import is_language_model
     from specpool.models.outline import head_outline, target_outline
 
     if is_language_model(resolve(draft)):

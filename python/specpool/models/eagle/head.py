@@ -23,6 +23,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from specpool.errors import CheckpointError, ShapeError
 from specpool.models.eagle.config import EagleConfig, Kind
+from specpool.models.eagle.likeliest import likeliest
 from specpool.models.eagle.weights import (
     _add_linear,
     _check_target,
@@ -31,7 +32,6 @@ from specpool.models.eagle.weights import (
     _load_layer,
 )
 from specpool.models.files.checkpoint import Weights, find_folder, read_config
-from specpool.models.likeliest import likeliest
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from specpool._core import Ledger
 from specpool.draft import Drafter
 from specpool.engine.core import EngineCore
-from specpool.engine.identity import model_key
-from specpool.engine.moves import Export, Moves
+from specpool.engine.moving.identity import model_key
+from specpool.engine.moving.moves import Export, Moves
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.engine.session import Session
 from specpool.errors import ConfigError
