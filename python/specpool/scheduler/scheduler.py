@@ -35,7 +35,6 @@ from specpool.scheduler.ends import Ends
 from specpool.scheduler.pins import Pins
 from specpool.scheduler.prefills import Prefills
 from specpool.scheduler.prefix_cache import PrefixCache
-from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.requests.request import Request, TokenLogprob
 from specpool.scheduler.requests.waiting import Waiting
 from specpool.scheduler.room import Room
@@ -239,10 +238,8 @@ class Scheduler:
             self._room.in_flight += len(steps)
             if steps or self._room.in_flight:
                 return steps
-            if was_starved and not self._is_starved:
-                continue  # the rows that the pages were kept for have ended
-            if self.num_ended > num_ended:
-                continue  # requests have ended for lack of memory
+            if (was_starved and not self._is_starved) or self.num_ended > num_ended:
+                continue  # rows that pages were kept for have ended, or some for lack of memory
             if not self._running and not (self._waiting and self.pins):
                 return steps
             self._room.make()
@@ -375,7 +372,7 @@ class Scheduler:
         for request in [r for r in self._running if self._ledger.epoch[r.row] != r.epoch]:
             self._room.requeue(request)  # a page copy into its row was lost with the step
         self.conversations.forget_lost()
-        self.handles.forget_failed(self._owners())
+        self.handles.forget_failed([*self.requests(), *self.conversations.open.values()])
 
     def recover(self, why: str, reason: str = "abort") -> None:
         """End all running requests, after Ctrl-C at any point; waiting requests stay queued."""
@@ -401,7 +398,7 @@ class Scheduler:
         self._waiting.tidy()
         for request in self._waiting:
             request.row = 0
-        self.handles.recover(self._owners())
+        self.handles.recover([*self.requests(), *self.conversations.open.values()])
 
     # --- helpers --------------------------------------------------------------------------------
 
@@ -425,10 +422,6 @@ class Scheduler:
             if request.prefilled_len == request.prefill_len - 1:  # no prefill will fork them
                 self._waiting.part(request)
 
-    def _owners(self) -> list[Request | Conversation]:
-        """Return all requests and conversations, which may own handles on the host."""
-        return [*self.requests(), *self.conversations.open.values()]
-
     def _decode(self, shape_of: Int32, order: npt.NDArray[np.int64]) -> Step | None:
         """Prepare one round of every row that is ready; see `RoundShapes.choose`."""
         while True:
@@ -443,12 +436,12 @@ class Scheduler:
             except OutOfPages as shortage:
                 if narrowed := self.round_shapes.narrow(self._running.limits):
                     shape_of, order = narrowed  # width gives way before any row
-                    continue
-                if self._room.reclaim(shortage):
-                    continue
-                self._is_starved = True
-                return None
+                elif not self._room.reclaim(shortage):
+                    self._is_starved = True
+                    return None
             except OutOfMemory as shortage:
                 self._ends.give_up(self._running.by_row[rows].tolist(), shortage)
                 return None
-            return Step(plan, self._running.by_row[rows].tolist(), choice=self.round_shapes.run())
+            else:
+                of = self._running.by_row[rows].tolist()
+                return Step(plan, of, choice=self.round_shapes.run())
