@@ -55,12 +55,16 @@ SIZES = {
 }
 
 
+# Functions that read no arrays, or that take a ledger, which `fuzz/ledger.py` drives.
+OTHERS = {"decode_op", "kernel_source", "decode_into", "launch_into"}
+
+
 def signatures() -> dict[str, list[tuple[str, str, bool]]]:
     """By function: each argument's name, annotation, and whether it has a default."""
     module = ast.parse(Path(specpool.__file__).with_name("_core.pyi").read_text(encoding="utf-8"))
     found = {}
     for node in module.body:
-        if isinstance(node, ast.FunctionDef) and node.name not in ("decode_op", "kernel_source"):
+        if isinstance(node, ast.FunctionDef) and node.name not in OTHERS:
             of = node.args
             plain = [*of.posonlyargs, *of.args]
             defaults = (

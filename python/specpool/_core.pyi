@@ -443,6 +443,15 @@ class BlockPool:
         hold: _IntArray | None = None,
         tag: str | None = None,
         *,
+        int64: Literal[True],
+    ) -> _I64: ...
+    @overload
+    def take(
+        self,
+        count: int,
+        hold: _IntArray | None = None,
+        tag: str | None = None,
+        *,
         int64: Literal[False] = False,
     ) -> _I32:
         """Take `count` blocks and hold those of `hold` once more: all of it or nothing.
@@ -468,15 +477,6 @@ class BlockPool:
             OutOfPages: `count` is more than free and cached blocks, those of `hold` not counted.
             OutOfMemory: the machine has no memory for it.
         """
-    @overload
-    def take(
-        self,
-        count: int,
-        hold: _IntArray | None = None,
-        tag: str | None = None,
-        *,
-        int64: Literal[True],
-    ) -> _I64: ...
     def preview(self, count: int | None = None) -> _I32:
         """Return the blocks that `take(count)` would give, in order, int32 [n]; change nothing.
 

@@ -117,7 +117,7 @@ def test_the_json_has_every_figure_of_every_way(monkeypatch, capsys):
     results = found["results"]
     keys = {"name", "value", "unit", "reference", "reference_value", "ratio"}
     assert all(set(result) == keys for result in results)
-    assert len(results) == (3 + 3 + 3 + 2) * 6  # ways of each traffic, figures of each way
+    assert len(results) == (4 + 4 + 4 + 2) * 6  # ways of each traffic, figures of each way
     for result in results:
         assert result["ratio"] == pytest.approx(result["value"] / result["reference_value"])
     value = {result["name"]: result["value"] for result in results}
@@ -165,7 +165,7 @@ def test_a_bad_option_is_one_line(monkeypatch, capsys, args, message):
 
 
 def test_ways_are_upstreams_then_ours():
-    assert [way.layout for way in ways(64, TREE)] == ["holey", "dense", "holey"]
-    for page_size, shape in ((64, CHAIN), (1, TREE)):
-        assert [way.layout for way in ways(page_size, shape)] == ["dense", "dense"]
+    assert [way.layout for way in ways(64, TREE)] == ["holey", "dense", "holey", "dense"]
+    assert [way.layout for way in ways(64, CHAIN)] == ["dense", "dense"]
+    assert [way.layout for way in ways(1, TREE)] == ["dense", "dense", "dense"]
     assert Shape.eagle(5, 8, 64) == TREE

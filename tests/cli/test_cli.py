@@ -110,7 +110,6 @@ def test_accept_length_of_the_shipped_pair():
     [
         (["--target", "/no/such/folder", "-p", "a"], "/no/such/folder"),
         (["--draft", "/no/such/folder"], "/no/such/folder"),
-        (["--draft", "specpool/tiny"], "specpool|head"),
         (["--shape", "3x1x9"], "got 9"),
         (["--shape", "banana"], "banana"),
         (["--page-size", "0"], "error: --page-size must be an integer in .1, 1048576., got 0"),

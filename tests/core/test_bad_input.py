@@ -177,6 +177,8 @@ def test_a_bad_argument_is_refused_and_named(verb):
         for bad in bad_arguments(kind):
             if verb == "forget" and bad is None:
                 continue  # all salts
+            if kind == "shapes" and type(bad) is int and bad == 1:
+                continue  # one shape for all rows
             busy = Busy()
             good = list(arguments(busy))
             good[at] = bad

@@ -65,6 +65,8 @@ def test_every_verb_has_a_column():
         "index_bytes",
         "index_entries",
         "lent_pages",
+        "prefix_pages",
+        "prefix_drafted_len",
         # What a connector is told is no part of the state.
         "watch_kv",
         "take_kv_events",

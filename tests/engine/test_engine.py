@@ -513,7 +513,6 @@ def test_bad_sampling_params_name_the_value(name, value):
         ({"target": "/no/such/folder"}, "/no/such/folder"),
         ({"target": "no/such-hub-name"}, "no/such-hub-name"),
         ({"draft": "/no/such/folder"}, "/no/such/folder"),
-        ({"draft": "specpool/tiny"}, "specpool|head"),
         ({"draft": None, "shape": Shape.eagle(3, 1, 4)}, "there is no draft model"),
     ],
 )

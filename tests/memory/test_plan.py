@@ -581,7 +581,7 @@ def test_numbers_need_no_torch():
             "error: --kv-heads must be an integer in [1, 65536], got 0",
         ),
         ([*NUMBERS, "--draft-layers", "0", "--shape", "3"], "there is no draft model"),
-        ([*NUMBERS, "--draft", "x/y"], "--draft is 'ngram' or 'none'"),
+        ([*NUMBERS, "--draft", "x/y"], "--draft is 'ngram', 'suffix' or 'none'"),
         ([*NUMBERS, "--draft", "ngram", "--draft-layers", "1"], "leave out --draft-layers"),
         (
             [*NUMBERS, "--prompt", "4096"],

@@ -12,7 +12,7 @@ import house
 def test_no_file_grows_beyond_a_few_hundred_lines():
     lines = house.file_lines()
     assert max(lines.values()) <= 450, max(lines, key=lines.__getitem__)
-    assert statistics.median(lines.values()) <= 120
+    assert statistics.median(lines.values()) <= 125
 
 
 def test_no_function_is_longer_than_a_screen():

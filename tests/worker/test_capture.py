@@ -100,7 +100,7 @@ def test_a_plan_that_the_graph_cannot_serve_is_refused(graph_and_replays, why):
 def test_a_round_beside_another_step_is_not_replayed_alone():
     """In either order: a replay alone would lose the other step."""
     with graphs_run() as capture, make(CHAIN, graph_sizes=(1,)) as engine:
-        request = SimpleNamespace(params=SamplingParams(), changes_logits=False)
+        request = SimpleNamespace(params=SamplingParams(), changes_logits=False, drafter=0)
         plan = plan_of(rows=[1], lo=[5], hi=[5], allocated_after=[[32], [32]])
         plan.shapes, plan.writes_draft = np.ones(1, np.int32), True
         step = SimpleNamespace(is_decode=True, plan=plan, requests=[request])

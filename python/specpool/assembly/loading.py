@@ -127,12 +127,6 @@ def _named(
         pairs = [(_name(draft), draft)]
     if not pairs:
         raise ConfigError("draft is empty: give a draft, or None for plain decoding")
-    names = [name for name, _ in pairs]
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise ConfigError(f"a drafter's name must be a string, got {name!r:.80}")
-        if names.count(name) > 1:
-            raise ConfigError(f"two drafters are named {name!r:.80}: name them, in a mapping")
     found: dict[str, Draft] = {}
     for name, one in pairs:
         is_known = isinstance(one, str | PathLike) or hasattr(one, "propose")
@@ -141,6 +135,12 @@ def _named(
                 f"draft must be a folder, a hub name, a model, a drafter or None, got {one!r:.80}"
             )
         found[name] = (named_drafter(one) or one) if isinstance(one, str) else one
+    names = [name for name, _ in pairs]
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"a drafter's name must be a string, got {name!r:.80}")
+        if names.count(name) > 1:
+            raise ConfigError(f"two drafters are named {name!r:.80}: name them, in a mapping")
     return found
 
 
