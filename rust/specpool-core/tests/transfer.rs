@@ -73,7 +73,7 @@ fn an_export_is_refused_while_anything_moves() {
     refused(&mut ledger, |ledger| ledger.export(Row(1)), "row 1 is not admitted");
     let empty = ledger.admit(Some("empty")).unwrap();
     refused(&mut ledger, |ledger| ledger.export(empty), "it has no tokens");
-    let row = filled(&mut ledger, 6);
+    let row = filled(&mut ledger, 5);
     let step = ledger.prepare_decode(&[row.0], &[1], true).unwrap().step;
     refused(&mut ledger, |ledger| ledger.export(row), "1 rounds or an extend of it are in flight");
     ledger.launch(step).unwrap();
