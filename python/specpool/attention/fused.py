@@ -97,7 +97,6 @@ def attend_fused(
     """
     lanes = _lanes(view)
     keys, values = gather(view, lanes, k_buffer, v_buffer, q.dtype)
-    places = (lanes.q_starts, lanes.k_starts, lanes.max_q_len, lanes.max_kv_len)
     q = q[: view.num_queries]
     if takes_flash(q):
         return flash(lanes, q, keys, values, scaling, window)[0]
@@ -109,7 +108,10 @@ def attend_fused(
         keys.unsqueeze(0),
         values.unsqueeze(0),
         None,
-        *places,
+        lanes.q_starts,
+        lanes.k_starts,
+        lanes.max_q_len,
+        lanes.max_kv_len,
         0.0,
         _LAST_QUERY_SEES_ALL,
         scale=scaling,

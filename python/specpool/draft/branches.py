@@ -36,6 +36,24 @@ class Branches(Protocol):
         """
 
 
+def new_candidates(
+    num_lanes: int, shape: Shape, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return memory for what `kernels.select_topk` keeps of a round, for `kernels.build_tree`.
+
+    Returns:
+        Scores float32 [B, M] and ids int64 [B, M] of the candidates, and the parents of each step's
+        branches, int64 [B, 1 + K * S]; M = K + (S - 1) * K * K.
+    """
+    topk, num_steps = shape.topk, shape.num_steps
+    total = topk + (num_steps - 1) * topk * topk
+    return (
+        torch.empty(num_lanes, total, dtype=torch.float32, device=device),
+        torch.empty(num_lanes, total, dtype=torch.int64, device=device),
+        torch.empty(num_lanes, 1 + topk * num_steps, dtype=torch.int64, device=device),
+    )
+
+
 class DenseBranches:
     """Branches of the dense layout: a mask over the row's draft cells hides other branches."""
 

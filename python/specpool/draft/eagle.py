@@ -20,7 +20,13 @@ from specpool._core import Shape
 from specpool.attention import AttentionView, attend
 from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view
 from specpool.draft.base import DraftTree, Links, chain_links
-from specpool.draft.branches import Branches, DenseBranches, HoleyBranches, draft_window
+from specpool.draft.branches import (
+    Branches,
+    DenseBranches,
+    HoleyBranches,
+    draft_window,
+    new_candidates,
+)
 from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache, LayerKV
 from specpool.models import EagleHead, TargetModel
@@ -193,12 +199,7 @@ class EagleDrafter:
         """Select branches level by level, then build the trees from the best candidates."""
         num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.seq_lens)
         device = self._cache.device
-        total = topk + (num_steps - 1) * topk * topk
-        candidates = (
-            torch.empty(batch, total, dtype=torch.float32, device=device),
-            torch.empty(batch, total, dtype=torch.int64, device=device),
-            torch.empty(batch, 1 + topk * num_steps, dtype=torch.int64, device=device),
-        )
+        candidates = new_candidates(batch, shape, device)
         branches = self._branches(lanes, shape)
         each = torch.arange(batch, device=device).unsqueeze(1)  # [B, 1]
         scores = None

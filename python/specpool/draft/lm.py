@@ -20,7 +20,13 @@ from specpool.attention import AttentionBatch, AttentionView
 from specpool.attention.lanes import Lanes, causal_view, chain_views
 from specpool.attention.seq_lens import SeqLens
 from specpool.draft.base import DraftTree, Links, chain_links
-from specpool.draft.branches import DenseBranches, HoleyBranches, draft_window
+from specpool.draft.branches import (
+    Branches,
+    DenseBranches,
+    HoleyBranches,
+    draft_window,
+    new_candidates,
+)
 from specpool.errors import ConfigError
 from specpool.kernels.launch import runs_kernels
 from specpool.memory.kv_cache import KVCache
@@ -218,13 +224,8 @@ class LMDrafter:
         """Select branches level by level, then build the trees from the best candidates."""
         num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.seq_lens)
         device = self._cache.device
-        total = topk + (num_steps - 1) * topk * topk
-        candidates = (
-            torch.empty(batch, total, dtype=torch.float32, device=device),
-            torch.empty(batch, total, dtype=torch.int64, device=device),
-            torch.empty(batch, 1 + topk * num_steps, dtype=torch.int64, device=device),
-        )
-        branches: Any = (
+        candidates = new_candidates(batch, shape, device)
+        branches: Branches = (
             HoleyBranches(self._cache, self._group, lanes, shape, self._fields, True)
             if self._layout == "holey"
             else DenseBranches(self._cache, self._group, lanes, shape, True)

@@ -12,13 +12,10 @@ from specpool._core import Shape, SuffixIndex
 from specpool.attention.lanes import Lanes
 from specpool.checks import check_int
 from specpool.draft.base import DraftTree
+from specpool.draft.ngram import KEPT_CALLS, TAIL_LEN
 from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache, LayerKV
 
-#: A text that was not used in this many turns is dropped; see `ngram.KEPT_CALLS`.
-KEPT_CALLS = 16
-#: Tokens at the end of what is indexed that are compared before it is used again.
-TAIL_LEN = 64
 #: Tokens of an index of one text, and of an index of all.
 TEXT_TOKENS, SHARED_TOKENS = 1 << 20, 1 << 22
 #: A row decodes plainly if its best next token has followed less often than this share.
