@@ -94,7 +94,13 @@ MIXED = ["sliding_attention", "full_attention"]
 #: What else a type needs to be small, or to show what its size would hide.
 OWN: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_layers": 2, "head_dim": 8},
-    "cohere_compass_text": {"layer_types": MIXED * 2},
+    "cohere_compass_text": {
+        "layer_types": MIXED * 2,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+            for kind in MIXED
+        },
+    },
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "zaya": {"num_experts_per_tok": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
