@@ -38,6 +38,10 @@ from sglang_worker import EagleWorker, Worker
 
 Shape = tuple[int, int, int]
 
+#: Turns of the loop without a forward, while requests wait, after which nothing will run.
+IDLE_TURNS = 500
+STUCK = "the loop is stuck"
+
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
@@ -168,6 +172,7 @@ class Loop(Scheduler):
         self._init_engine()
         self._init_parts()
         self.traffic = Traffic(self)
+        self.last_forward = 0, 0  # how many there were, and the turn of the last one
 
     def _init_memory(self) -> None:
         setup = self.setup
@@ -293,8 +298,21 @@ class Loop(Scheduler):
     def ingest_requests(self, stop_at_pause: bool = False) -> list[Any]:
         """Feed the traffic; end the loop when all of it is over and the engine is idle."""
         self.traffic.turn()
+        self._expect_progress()
         self.gracefully_exit = self.traffic.is_over() and self.is_idle()
         return []
+
+    def _expect_progress(self) -> None:
+        """End a loop that goes round while requests wait and nothing runs."""
+        if self.outcome.forwards != self.last_forward[0] or not self.waiting_queue:
+            self.last_forward = self.outcome.forwards, self.traffic.tick
+        elif self.traffic.tick - self.last_forward[1] > IDLE_TURNS:
+            free = self.token_to_kv_pool_allocator.available_size()
+            free += self.tree_cache.evictable_size()
+            raise RuntimeError(
+                f"{STUCK}: {len(self.waiting_queue)} requests wait, {free} of "
+                f"{self.max_total_num_tokens} slots are free or cached"
+            )
 
     def is_idle(self) -> bool:
         """Whether nothing runs, waits or is in flight."""

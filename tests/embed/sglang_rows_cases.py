@@ -6,9 +6,6 @@ Its scheduler loop runs on the fake model of `sglang_loop`. `SGLANG_LOOP_SETUPS=
 from __future__ import annotations
 
 import functools
-import itertools
-import os
-import random
 import re
 import subprocess
 import sys
@@ -24,43 +21,16 @@ import torch
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.session import streaming_session
+from sglang_grid import grid, own_end, parts
 from sglang_loop import Loop, Outcome, Setup, run
 
 from specpool import Ledger
 from specpool.plugins.sglang import drift, limits
 from specpool.plugins.sglang.allocator import AllocatorError
 
-#: Chains and trees, and slots of the pool that make SGLang's own retract.
-SHAPES = {(3, 1, 4): 420, (3, 4, 8): 900}
-
-
-def _setups() -> list[Setup]:
-    """The grid, or a part of it that is always the same."""
-    grid = [
-        Setup(
-            page_size=page_size,
-            shape=shape,
-            cache=cache,
-            overlap=overlap,
-            num_tokens=num_tokens * (4 if page_size == 64 else 1),
-            num_requests=12,
-            num_sessions=num_sessions,
-            seed=seed,
-        )
-        for seed, (page_size, (shape, num_tokens), cache, overlap, num_sessions) in enumerate(
-            itertools.product((1, 3, 16, 64), SHAPES.items(), (True, False), (True, False), (0, 2))
-        )
-    ]
-    count = int(os.environ.get("SGLANG_LOOP_SETUPS", "12"))
-    return random.Random(2).sample(grid, count) if count else grid
-
-
-def _name(setup: Setup) -> str:
-    parts = [f"P{setup.page_size}", str(setup.shape)]
-    for name in ("cache", "overlap", "num_sessions"):
-        parts += [name] if getattr(setup, name) else []
-    return "-".join(parts)
-
+SETUPS = parts(grid([(3, 1, 4), (3, 4, 8)], (False,)), quick=4, full=12)
+#: Those of the quick run: what is summed over set-ups has the same ones in every run.
+QUICK = [param.values[0] for param in SETUPS if not param.marks]
 
 run_once = functools.cache(run)
 
@@ -111,10 +81,13 @@ def target_faults(outcome: Outcome) -> list[str]:
     return [fault for fault in outcome.faults if " draft slots wrongly" not in fault]
 
 
-@pytest.mark.parametrize("setup", _setups(), ids=_name)
+@pytest.mark.parametrize("setup", SETUPS)
 def test_sglangs_loop_runs_on_the_ledger(setup: Setup) -> None:
     own = run_once(setup)
     outcome = run_once(replace(setup, level="rows"), prepare=audited)
+    if (reason := own_end(own)) and outcome.error:
+        assert own_end(outcome) == reason, outcome.error
+        pytest.xfail(reason)
     assert not outcome.error, outcome.error
     assert outcome.leaks == []
     assert outcome.aborted == []
@@ -124,14 +97,12 @@ def test_sglangs_loop_runs_on_the_ledger(setup: Setup) -> None:
         assert outcome.texts == own.texts
         assert outcome.faults == []
     # Shorter reserves admit more requests, and one more may be too many in a single run.
-    assert outcome.retracted <= own.retracted + 1
+    assert own.error or outcome.retracted <= own.retracted + 1
 
 
 def test_no_more_retractions_than_sglangs_own() -> None:
-    own = sum(run_once(setup).retracted for setup in _setups())
-    ours = sum(
-        run_once(replace(setup, level="rows"), prepare=audited).retracted for setup in _setups()
-    )
+    own = sum(run_once(setup).retracted for setup in QUICK)
+    ours = sum(run_once(replace(setup, level="rows"), prepare=audited).retracted for setup in QUICK)
     assert 0 < ours <= own
 
 
@@ -198,7 +169,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_laws_fail_without_one_guard(name: str) -> None:
-    outcome = run(BUSY, prepare=BROKEN[name])
+    outcome = run(BUSY, prepare=BROKEN[name], seconds=20)
     kept = not outcome.error and not outcome.leaks and not outcome.faults
     assert not (kept and outcome.texts == outcome.expected)
 

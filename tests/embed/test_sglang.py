@@ -3,59 +3,28 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import specpool.plugins.sglang
+from engine_kit import SECONDS, run, run_cases
 from specpool.plugins.sglang import slots
 
-HERE = Path(__file__).parent
-ENGINE = HERE.parent.parent / ".engines" / "sglang"
 
-
-def run(*args: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if "SPECPOOL_" not in name}
-    return subprocess.run(
-        [sys.executable, *args],
-        env=clean | settings,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(not ENGINE.exists(), reason="SGLang is not installed: `make engines`")
-@pytest.mark.parametrize(
-    "cases",
-    ["sglang_cases.py", "sglang_reserve_cases.py", "sglang_loop_cases.py", "sglang_rows_cases.py"],
-)
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("cases", ["", "reserve_", "loop_", "rows_"])
 def test_on_sglang(cases: str) -> None:
-    done = run(
-        *(
-            "-m",
-            "pytest",
-            "-c",
-            os.devnull,
-            "--rootdir",
-            str(HERE),
-            "--noconftest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-        ),
-        str(HERE / cases),
-        PYTHONPATH=str(ENGINE),
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_cases("sglang", f"sglang_{cases}cases.py")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("cases", ["loop_", "rows_"])
+def test_the_rest_on_sglang(cases: str) -> None:
+    run_cases("sglang", f"sglang_{cases}cases.py", chosen="full")
 
 
 def test_sglang_finds_the_entry_point() -> None:

@@ -1,12 +1,9 @@
-"""The plug-in for vLLM. What needs vLLM itself is in `vllm_cases.py`; here a stand-in serves."""
+"""The plug-in for vLLM. What needs vLLM itself is in `vllm_*cases.py`; here a stand-in serves."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,36 +11,15 @@ from typing import Any
 import pytest
 
 import specpool.plugins.vllm
-from paths import ROOT
+from engine_kit import SECONDS, run, run_cases
 from specpool import PageStateError
 from specpool.testing import assert_no_page_leaked
 from vllm_stand_in import KVCacheBlock, stand_in
 
-HERE = Path(__file__).parent
-ENGINE = ROOT / ".engines" / "vllm"
 
-
-def run(*args: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if "SPECPOOL_" not in name}
-    return subprocess.run(
-        [sys.executable, *args],
-        env=clean | settings,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-
-
-@pytest.mark.timeout(500)
-@pytest.mark.skipif(not ENGINE.exists(), reason="vLLM is not installed: `make engines`")
+@pytest.mark.timeout(SECONDS)
 def test_on_vllm() -> None:
-    options = ["-c", os.devnull, "--rootdir", str(HERE), "--noconftest", "-q"]
-    options += ["-p", "no:cacheprovider", str(HERE / "vllm_cases.py")]
-    path = os.pathsep.join(map(str, [ENGINE, ROOT]))
-    done = run("-m", "pytest", *options, PYTHONPATH=path)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    run_cases("vllm", "vllm_cases.py", "vllm_speculative_cases.py")
 
 
 def test_vllm_finds_the_entry_point() -> None:

@@ -1,0 +1,179 @@
+"""The plug-in's level `speculative` on the real vLLM; `test_vllm.py` runs it in a new process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm_plugin import SIZE, ours, with_plugin
+
+from benches.vllm_setup import OWN_POOL, admit, manager, request
+
+__all__ = ["with_plugin"]
+
+
+def decode(managed: Any, wanted: Any, tokens: list[int]) -> None:
+    """Rounds that accept one token each."""
+    for token in tokens:
+        assert managed.allocate_slots(wanted, 1, num_lookahead_tokens=1) is not None
+        wanted.append_output_token_ids(token)
+        wanted.num_computed_tokens = wanted.num_tokens - 1
+
+
+def eagle(pool: Any, **settings: Any) -> Any:
+    return manager(pool, 64, SIZE, use_eagle=True, **settings)
+
+
+@pytest.mark.parametrize("behind", [7, 8])
+def test_a_hit_keeps_its_last_block_if_the_text_goes_on_alike(behind: int) -> None:
+    """The token behind two whole blocks decides, because the draft KV of position 7 has read it."""
+    for cls, hit in ((OWN_POOL, SIZE), (ours(), 2 * SIZE if behind == 8 else SIZE)):
+        managed = eagle(cls)
+        admit(managed, request("a", range(9), SIZE))  # 0..8: the token behind block 1 is 8
+        got = admit(managed, request("b", [*range(8), behind, 5], SIZE))
+        assert got is not None and got[0] == hit
+
+
+def test_a_token_that_is_sampled_later_proves_as_well() -> None:
+    managed = eagle(ours())
+    first = request("a", range(6), SIZE)
+    admit(managed, first)
+    decode(managed, first, [6, 7, 8, 9])  # block 1 fills up before token 8 is known
+    managed.free(first)
+    text = [*range(9), 1]
+    assert admit(managed, request("b", text, SIZE))[0] == 2 * SIZE
+    # Of two blocks with the same content, the one whose text went on alike is taken.
+    managed = eagle(ours())
+    for name, behind in (("a", 8), ("b", 7)):
+        admit(managed, request(name, [*range(8), behind, behind, 1], SIZE))
+    for name, behind in (("c", 8), ("d", 7)):
+        other = request(name, [*range(8), behind, 3, 3], SIZE)
+        got = admit(managed, other)
+        assert got is not None and got[0] == 2 * SIZE
+        assert got[2] == managed.get_block_ids("ab"["cd".index(name)])[0][1]
+
+
+def test_what_is_not_proved_is_dropped_as_vllm_does() -> None:
+    text = [*range(9), 1]
+
+    def hit(writer: Any, reader: Any = None, **settings: Any) -> int:
+        managed = eagle(ours())
+        admit(managed, writer, **settings)
+        return admit(managed, reader or request("b", text, SIZE))[0]
+
+    assert hit(request("a", range(9), SIZE)) == 2 * SIZE
+    assert hit(request("a", range(8), SIZE)) == SIZE  # it never had a next token
+    assert hit(request("a", range(9), SIZE, resumable=True)) == SIZE
+    feature = SimpleNamespace(identifier="x", mm_position=SimpleNamespace(offset=8, length=1))
+    seen = request("a", range(9), SIZE)
+    seen.mm_features = [feature]  # behind block 1 an image begins: its tokens say nothing of it
+    assert _unproved(seen)
+    # Blocks that another engine filled.
+    managed = eagle(ours())
+    loaded = request("a", range(9), SIZE)
+    managed.allocate_slots(loaded, 1, num_external_computed_tokens=8, num_lookahead_tokens=1)
+    loaded.num_computed_tokens = 9
+    assert admit(managed, request("b", text, SIZE))[0] == SIZE
+    decode(managed, loaded, [9, 10, 11, 12, 13])  # this engine computes block 2 itself
+    assert admit(managed, request("c", range(14), SIZE))[0] == 3 * SIZE
+
+
+def test_a_preempted_request_proves_nothing_of_a_block_that_it_lost() -> None:
+    managed = eagle(ours())
+    first = request("a", range(8), SIZE)
+    admit(managed, first)  # block 1 is full, and token 8 unknown
+    (lost,) = managed.get_block_ids("a")[0][1:]
+    managed.free(first)
+    pool = managed.block_pool
+    others = pool.get_new_blocks(pool.get_num_free_blocks())
+    assert pool.next_tokens == {}
+    pool.free_blocks([block for block in others if block.block_id != lost])
+    first.append_output_token_ids(8)
+    first.num_computed_tokens = 0
+    admit(managed, first)
+    assert lost not in pool.next_tokens
+
+
+def _unproved(wanted: Any) -> bool:
+    from specpool.plugins.vllm import speculative
+
+    return not speculative._is_provable(wanted)
+
+
+def test_a_block_that_was_given_again_proves_nothing() -> None:
+    managed = eagle(ours())
+    pool = managed.block_pool
+    first = request("a", range(9), SIZE)
+    admit(managed, first)
+    managed.free(first)
+    assert set(pool.next_tokens) == {1, 2}
+    pool.get_new_blocks(pool.get_num_free_blocks())
+    assert pool.next_tokens == {}
+
+
+def test_where_the_next_token_does_not_prove_a_hit_nothing_is_noted() -> None:
+    managed = manager(ours(), 64, SIZE, num_hash_lookahead_tokens=1)
+    assert managed.block_pool.next_tokens is None
+    window = manager(ours(), 64, SIZE, use_eagle=True, window=8)
+    assert window.block_pool.next_tokens is None
+    # Modules that read two tokens ahead need more than the next one.
+    several = eagle(ours(), num_prefill_lookahead=2)
+    assert several.block_pool.next_tokens is None
+    assert eagle(ours(), num_prefill_lookahead=1).block_pool.next_tokens == {}
+
+
+def settings_of(**changes: Any) -> Any:
+    spec = {
+        "method": "eagle3",
+        "parallel_drafting": False,
+        "use_multi_module_mtp": lambda: False,
+        "use_gemma4_mtp": lambda: False,
+        "use_step3p5_mtp": lambda: False,
+    }
+    lookahead = changes.pop("num_lookahead_tokens", 5)
+    return SimpleNamespace(
+        speculative_config=SimpleNamespace(**spec | changes), num_lookahead_tokens=lookahead
+    )
+
+
+def test_the_spare_slot_is_of_drafters_that_write_step_by_step() -> None:
+    from specpool.plugins.vllm import speculative
+
+    spare = speculative.spare_lookahead
+    assert [spare(settings_of(method=m)) for m in ("eagle", "eagle3", "mtp")] == [1, 1, 1]
+    for other in (
+        {"method": "draft_model"},  # its first step reads a token further on
+        {"method": "dflash"},
+        {"parallel_drafting": True},
+        {"use_multi_module_mtp": lambda: True},
+        {"use_gemma4_mtp": lambda: True},
+        {"use_step3p5_mtp": lambda: True},
+        {"num_lookahead_tokens": 0},
+    ):
+        assert spare(settings_of(**other)) == 0, other
+    assert spare(SimpleNamespace(speculative_config=None, num_lookahead_tokens=0)) == 0
+    scheduler = SimpleNamespace(kv_cache_manager=manager(ours(), 8, SIZE))
+    assert scheduler.kv_cache_manager.spare_lookahead == 0
+    speculative._init_scheduler(lambda *args: None, scheduler, settings_of())
+    assert scheduler.kv_cache_manager.spare_lookahead == 1
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_a_round_has_the_slots_that_its_drafter_writes_and_no_block_more(
+    num_steps: int, block_size: int
+) -> None:
+    for start in range(1, 2 * block_size + 1):
+        managed = manager(ours(), 64, block_size)
+        managed.spare_lookahead = 1
+        wanted = request("r", range(start), block_size)
+        admit(managed, wanted, num_lookahead_tokens=num_steps)
+        wanted.append_output_token_ids(1)
+        drafts = num_steps
+        managed.allocate_slots(wanted, 1 + drafts, num_lookahead_tokens=num_steps)
+        verified = wanted.num_computed_tokens + drafts  # the last position the target verifies
+        # vLLM's drafter: the verified positions, then one further with each later step.
+        last = verified + len(range(num_steps - 1))
+        blocks = managed.get_block_ids("r")[0]
+        assert len(blocks) == last // block_size + 1
