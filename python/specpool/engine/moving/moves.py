@@ -103,10 +103,10 @@ class Export:
             else:
                 exports.return_request(self._row, self._owner)
 
-    def _read(self, run: Run, out: Bytes) -> None:
+    def _read(self, run: Run, out: Bytes) -> int:
         pages = self._row.pages[run.group][run.start : run.start + run.num_pages]
         with self._core.lock:  # one forward or copy at a time; others run between the runs
-            self._pages.read(run.group, pages, out)
+            return self._pages.read(run.group, pages, out)
 
     def __enter__(self) -> Export:
         """Return the export itself."""
@@ -220,10 +220,13 @@ class Moves:
                 return 0
         try:
             tables = [self._ledger.page_table(g)[row] for g in range(len(self.layout.groups))]
-            held = [table[table > 0] for table in tables]
-            for run, data in image.runs():
+            held = [table[table > 0].astype(np.int32) for table in tables]
+
+            def write(run: Run, data: Bytes) -> int:
                 pages = held[run.group][run.start : run.start + run.num_pages]
-                self._pages.write(run.group, pages.astype(np.int32), data)
+                return self._pages.write(run.group, pages, data)
+
+            image.read(write)
             return row
         except BaseException:
             self._core.scheduler.rows.abort(row)
