@@ -2109,8 +2109,8 @@ def checksum(data: _U8) -> int:
 def gather_pages(buffers: Sequence[_U8], pages: _I32, out: _U8) -> int:
     """Copy pages of every buffer to bytes in a row, and return their `checksum`.
 
-    Memory is read and written once. A page in `out` has the page of each buffer, one after the
-    other.
+    Memory is read and written once. `out` has the pages of the first buffer, then those of the
+    second, and so on.
 
     Args:
         buffers: bytes [num_pages, page_bytes] each.

@@ -10,7 +10,6 @@ from specpool import kernels
 from specpool._core import Ledger, checksum, gather_pages, scatter_pages
 from specpool.arrays import Int32
 from specpool.kernels.transfer import upload
-from specpool.kernels.twin_moves import PageBlocked
 from specpool.memory.host.copies import group_buffers
 from specpool.memory.kv_cache import KVCache
 
@@ -44,31 +43,34 @@ class PageBytes:
         self._host = [[b.numpy() for b in of] for of in self._buffers] if on_host else []
 
     def read(self, group: int, pages: Int32, out: Bytes) -> int:
-        """Copy pages, int32 [n], to `out`, uint8 [n * page_bytes]; return its checksum."""
-        if self._device.type == "cpu":
+        """Copy pages, int32 [n], to `out`, uint8 [n * page_bytes]; return its checksum.
+
+        `out` has the pages in the first buffer, then in the second, and so on.
+        """
+        if self._host:
             return gather_pages(self._host[group], pages, out)
         staged, fields = self._staged(group, len(pages))
         (slots,) = upload(self._device, pages)
         kernels.gather_kv(kernels.Fields.of(self._buffers[group], 1), slots, out=fields)
-        torch.from_numpy(out).view(len(pages), -1).copy_(staged)
+        torch.from_numpy(out).copy_(staged)
         return checksum(out)
 
     def write(self, group: int, pages: Int32, of: Bytes) -> int:
         """Copy `of`, uint8 [n * page_bytes], to pages, int32 [n]; return its checksum."""
-        if self._device.type == "cpu":
+        if self._host:
             return scatter_pages(self._host[group], pages, of)
         staged, fields = self._staged(group, len(pages))
         own = of.copy()  # what is checked is what is written, whoever else has `of`
         # A copy from pageable memory is done when it returns.
-        staged.copy_(torch.from_numpy(own).view(len(pages), -1))
+        staged.copy_(torch.from_numpy(own))
         (slots,) = upload(self._device, pages)
         kernels.scatter_kv(kernels.Fields.of(self._buffers[group], 1), slots, fields)
         return checksum(own)
 
     def _staged(self, group: int, num_pages: int) -> tuple[torch.Tensor, kernels.Fields]:
-        """Return memory of the device for pages in a row, and its fields."""
-        widths = tuple(b.shape[1] for b in self._buffers[group])
-        size = (num_pages, self.page_bytes[group])
-        staged = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return staged, kernels.Fields.of([PageBlocked(staged, 1, widths)], 1)
-
+        """Return memory of the device for pages in a row, uint8 [n], and its fields."""
+        widths = [b.shape[1] for b in self._buffers[group]]
+        staged = torch.empty(num_pages * sum(widths), dtype=torch.uint8, device=self._device)
+        parts = staged.split([num_pages * width for width in widths])
+        views = [part.view(num_pages, width) for part, width in zip(parts, widths, strict=True)]
+        return staged, kernels.Fields.of(views, 1)

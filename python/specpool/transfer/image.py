@@ -5,7 +5,8 @@
   24  header: JSON, at most 64 KiB
       state: JSON of the session or request | tokens: int32 [n]
       checksums: u64 of state, tokens, and each run | padding to 64
-      pages: group after group, a run is at most 1 MiB of whole pages of one group
+      pages: group after group, a run is at most 4 MiB of whole pages of one group:
+             the pages in the keys of the first layer, in its values, and so on
 ```
 
 All numbers are little-endian. A reader knows from the length and its own layout how many bytes
@@ -36,7 +37,7 @@ FIXED_BYTES = _FIXED.size
 MAX_HEADER = 64 << 10
 #: Bytes of the state: the chat messages of a long conversation are the most of it.
 MAX_STATE = 64 << 20
-RUN_BYTES = 1 << 20
+RUN_BYTES = 4 << 20
 _ALIGNMENT = 64
 _INT32_MAX = (1 << 31) - 1
 

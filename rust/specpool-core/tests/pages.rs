@@ -8,18 +8,21 @@ fn buffers() -> [Vec<u8>; 2] {
 }
 
 #[test]
-fn what_is_gathered_lies_page_by_page_and_scatters_back() {
+fn what_is_gathered_lies_buffer_by_buffer_and_scatters_back() {
     let [wide, narrow] = buffers();
-    let mut run = vec![0; 3 * 74];
-    let sum = gather_pages(&[(&wide, 64), (&narrow, 10)], &[4, 1, 5], &mut run).unwrap();
-    let expected: Vec<u8> =
-        [4, 1, 5].iter().flat_map(|&page| [&wide[page * 64..][..64], &narrow[page * 10..][..10]].concat()).collect();
+    let mut run = vec![0; 4 * 74];
+    let sum = gather_pages(&[(&wide, 64), (&narrow, 10)], &[4, 1, 2, 5], &mut run).unwrap();
+    let of = |bytes: &[u8], size: usize| -> Vec<u8> {
+        [4, 1, 2, 5].iter().flat_map(|&page: &usize| bytes[page * size..][..size].to_vec()).collect()
+    };
+    let expected = [of(&wide, 64), of(&narrow, 10)].concat();
     assert_eq!((&run, sum), (&expected, checksum(&expected)));
 
     let (mut other_wide, mut other_narrow) = (vec![0; wide.len()], vec![0; narrow.len()]);
     let mut others: [(&mut [u8], usize); 2] = [(&mut other_wide, 64), (&mut other_narrow, 10)];
-    assert_eq!(scatter_pages(&mut others, &[2, 3, 0], &run).unwrap(), sum);
-    assert_eq!((&other_wide[2 * 64..3 * 64], &other_narrow[..10]), (&wide[4 * 64..5 * 64], &narrow[50..]));
+    assert_eq!(scatter_pages(&mut others, &[2, 3, 0, 1], &run).unwrap(), sum);
+    assert_eq!((&other_wide[2 * 64..3 * 64], &other_narrow[10..20]), (&wide[4 * 64..5 * 64], &narrow[50..]));
+    assert_eq!((&other_wide[..64], &other_narrow[..10]), (&wide[2 * 64..3 * 64], &narrow[20..30]));
     assert!(other_wide[4 * 64..].iter().chain(&other_narrow[40..]).all(|&byte| byte == 0));
 }
 

@@ -22,11 +22,11 @@ from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Said
 from specpool.scheduler.requests.request import Request, TokenLogprob
 from specpool.scheduler.rows.exports import RowExport
+from specpool.text.structured.grammar import Grammar
 from specpool.transfer.image import Bytes, Image, Run, Writer
 from specpool.transfer.layout import Layout
 
-# The parameters of a request that are plain values; `structured` does not move.
-_PARAMS = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "structured"]
+_PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]
 
 
 class Export:
@@ -268,7 +268,6 @@ def _check_moves(request: Request) -> None:
         raise ConfigError(f"request {number} has ended: {request.finish_reason}")
     reasons = {
         "it is a turn of a session: export the session between turns": request.conversation,
-        "its text has a form, whose state does not move": request.matcher,
         "it has samples that share its prompt": request.siblings,
         "it pins its prompt": request.wants_pin,
         "its KV is on its way from the host": request.handle,
@@ -282,6 +281,8 @@ def _check_moves(request: Request) -> None:
 def _request_state(request: Request) -> dict[str, Any]:
     params = {name: getattr(request.params, name) for name in _PARAMS}
     params["logit_bias"] = list(request.params.logit_bias.items())
+    form = request.params.structured  # the receiver follows the output through it
+    params["structured"] = None if form is None else [form.kind, form.text]
     shape = request.shape
     named = [shape.num_steps, shape.topk, shape.num_draft_tokens]
     return {
@@ -300,8 +301,9 @@ def _params_of(state: object) -> SamplingParams:
     if not isinstance(state, dict) or set(state) - set(_PARAMS):
         raise TransferError(f"params must be sampling parameters, got {state!r:.200}")
     try:
-        bias = dict(state.get("logit_bias", []))
-        return SamplingParams(**{**state, "logit_bias": bias})
+        bias, form = dict(state.get("logit_bias", [])), state.get("structured")
+        grammar = None if form is None else Grammar(*form)
+        return SamplingParams(**{**state, "logit_bias": bias, "structured": grammar})
     except (ConfigError, TypeError, ValueError) as error:
         raise TransferError(f"params of the request: {error!s:.200}") from None
 

@@ -1,5 +1,7 @@
-//! Whole pages of several buffers as one run of bytes, for rows that move. A page of the run has the page of each buffer,
-//! one after the other.
+//! Whole pages of several buffers as one run of bytes, for rows that move: the pages of the first buffer, those of the
+//! second, and so on.
+
+use std::ops::Range;
 
 use crate::check::same_len;
 use crate::digest::Checksum;
@@ -13,11 +15,11 @@ pub fn gather_pages(buffers: &[(&[u8], usize)], pages: &[i32], out: &mut [u8]) -
     let sizes = buffers.iter().map(|(bytes, size)| (bytes.len(), *size));
     check("out", sizes, pages, out.len())?;
     let (mut sum, mut at) = (Checksum::default(), 0);
-    for &page in pages {
-        for &(bytes, size) in buffers {
-            let start = page as usize * size;
-            sum.copy(&bytes[start..start + size], &mut out[at..at + size]);
-            at += size;
+    for &(bytes, size) in buffers {
+        for run in runs(pages) {
+            let end = at + run.len() * size;
+            sum.copy(&bytes[run.start * size..run.end * size], &mut out[at..end]);
+            at = end;
         }
     }
     Ok(sum.value())
@@ -31,14 +33,19 @@ pub fn scatter_pages(buffers: &mut [(&mut [u8], usize)], pages: &[i32], values: 
     let sizes = buffers.iter().map(|(bytes, size)| (bytes.len(), *size));
     check("values", sizes, pages, values.len())?;
     let (mut sum, mut at) = (Checksum::default(), 0);
-    for &page in pages {
-        for (bytes, size) in &mut *buffers {
-            let start = page as usize * *size;
-            sum.copy(&values[at..at + *size], &mut bytes[start..start + *size]);
-            at += *size;
+    for (bytes, size) in buffers {
+        for run in runs(pages) {
+            let end = at + run.len() * *size;
+            sum.copy(&values[at..end], &mut bytes[run.start * *size..run.end * *size]);
+            at = end;
         }
     }
     Ok(sum.value())
+}
+
+/// Pages that lie behind each other, as ranges: long copies take half the time of page after page.
+fn runs(pages: &[i32]) -> impl Iterator<Item = Range<usize>> {
+    pages.chunk_by(|a, b| a + 1 == *b).map(|run| run[0] as usize..run[0] as usize + run.len())
 }
 
 fn check(name: &str, sizes: impl Iterator<Item = (usize, usize)>, pages: &[i32], len: usize) -> Result<()> {
