@@ -176,7 +176,7 @@ soak-serve: $(VENV)/.dev ## ten minutes of 64 streams over HTTP whose clients le
 # Seconds for each target; set 3600 or more for a long run. The core's targets need a nightly Rust and cargo-fuzz: `cargo fuzz run core_log`.
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.dev ## hostile calls and logs, FUZZ_SECONDS of each target (SEED=n)
-	set -e; for target in border ledger block_pool event_log; do \
+	set -e; for target in border ledger block_pool event_log image; do \
 	$(BIN)/python fuzz/run.py $$target --seconds $(FUZZ_SECONDS) $(if $(SEED),--seed $(SEED),); done
 
 # Without debug information a mutant builds in a third of the time. A failing property need not be shrunk.

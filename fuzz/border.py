@@ -41,6 +41,7 @@ DIMENSIONS = {
     "parent_list": "nL", "top_scores_index": "nD", "parents": "nN", "tokens": "nN",
     "first_child": "nN", "next_sibling": "nN", "target_tokens": "nN", "logits": "nV",
     "own_mask": "nNN", "q_positions": "nN", "own_positions": "nN", "out": "O",
+    "gather_pages.out": "G", "scatter_pages.values": "G",
 }  # fmt: skip
 #: The size that an integer argument has in a call that fits.
 SIZES = {
@@ -92,7 +93,7 @@ def sizes_of(source: Source) -> dict[str, int]:
     N = 1 + source.below(M + 1)
     return {
         "n": n, "K": K, "S": S, "N": N, "M": M, "D": N - 1, "A": S + 1, "L": 1 + K * S,
-        "P": 1 + source.below(5),
+        "P": (P := 1 + source.below(5)), "G": 2 * n * P,
         "s": source.below(S), "R": 5, "W": 12, "V": 1 + source.below(9), "O": source.below(200),
     }  # fmt: skip
 
@@ -128,6 +129,8 @@ def argument(
         )
     if annotation.startswith("Sequence[tuple"):
         return [buffer_of(source) for _ in range(1 + source.below(2))]
+    if annotation == "Sequence[_U8]" and function.endswith("_pages"):
+        return [array(source, "u1", (sizes["W"], sizes["P"]), 200) for _ in range(2)]
     if annotation == "Sequence[_U8]":
         return [
             array(source, "u1", (source.below(3), sizes["n"], source.below(5)), 200)

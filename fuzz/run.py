@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-TARGETS = ("block_pool", "border", "event_log", "ledger")
+TARGETS = ("block_pool", "border", "event_log", "image", "ledger")
 #: Bytes of address space beyond what the process has at its start; more is a shortage of memory.
 MOST_MEMORY = 2 << 30
 #: Seconds for one input: more is a hang.

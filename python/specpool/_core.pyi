@@ -48,6 +48,7 @@ __all__ = [
     "draft_write_positions",
     "draft_write_slots",
     "expected_tokens",
+    "gather_pages",
     "kernel_source",
     "launch_into",
     "move_slots",
@@ -56,6 +57,7 @@ __all__ = [
     "prefix_tail_moves",
     "sample_margins",
     "sample_tokens",
+    "scatter_pages",
     "scatter_slots",
     "select_topk",
     "sizing_alloc_len_per_decode",
@@ -2102,6 +2104,35 @@ def checksum(data: _U8) -> int:
     """Return a 64-bit checksum of bytes [n], the same on every machine.
 
     It finds damage, at the speed of memory; it does not resist attackers.
+    """
+
+def gather_pages(buffers: Sequence[_U8], pages: _I32, out: _U8) -> int:
+    """Copy pages of every buffer to bytes in a row, and return their `checksum`.
+
+    Memory is read and written once. `out` has the pages of the first buffer, then those of the
+    second, and so on.
+
+    Args:
+        buffers: bytes [num_pages, page_bytes] each.
+        pages: [n], each in [0, num_pages) of every buffer.
+        out: bytes [n * all page_bytes], written.
+
+    Raises:
+        ShapeError: a page lies outside, or `out` has another length. Nothing is written.
+    """
+
+def scatter_pages(buffers: Sequence[_U8], pages: _I32, values: _U8) -> int:
+    """Copy what `gather_pages` has written to pages of every buffer; return its `checksum`.
+
+    Memory is read and written once.
+
+    Args:
+        buffers: bytes [num_pages, page_bytes] each, written.
+        pages: [n], each in [0, num_pages) of every buffer. Of a page named twice, the last counts.
+        values: bytes [n * all page_bytes].
+
+    Raises:
+        ShapeError: as `gather_pages`. Nothing is written.
     """
 
 def attention_mask(

@@ -35,7 +35,13 @@ def library():
 
 
 @pytest.fixture(
-    params=["examples/engine.c", "examples/engine.cpp", "tests/bad_input.c", "tests/lend.cpp"]
+    params=[
+        "examples/engine.c",
+        "examples/engine.cpp",
+        "tests/bad_input.c",
+        "tests/lend.cpp",
+        "tests/moved.cpp",
+    ]
 )
 def program(request, library, tmp_path):
     source = CAPI / request.param
@@ -63,6 +69,7 @@ LAST_LINE = {
     "engine.cpp": "last tag",
     "bad_input.c": "every bad input was refused",
     "lend.cpp": "every lent page came back",
+    "moved.cpp": "every row arrived or came back",
 }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from specpool import Group, Ledger, Shape
-from specpool.transfer.image import Image, Writer
+from specpool._core import checksum
+from specpool.transfer.image import Image, Run, Writer
 from specpool.transfer.layout import Layout
 
 GROUPS = [
@@ -48,9 +49,17 @@ class Side:
         """Take an image in, as an engine would; return what undoes it."""
         image = Image(data, self.layout)
         row = self.ledger.import_row(image.header.length, image.header.drafted_len)
-        for run, of_run in image.runs():
+
+        def write(run: Run, of_run: np.ndarray) -> int:
             pages = self.pages(run.group, row)[run.start : run.start + run.num_pages]
             self.memory[run.group][pages] = of_run.reshape(run.num_pages, -1)
+            return checksum(of_run)
+
+        try:
+            image.read(write)
+        except BaseException:
+            self.ledger.abort(row)
+            raise
         self.rows.append(row)
 
         def undo() -> None:
@@ -88,9 +97,10 @@ class Parcel:
         return self.writer.num_bytes
 
     def write(self, image: np.ndarray) -> None:
-        def read(run, out) -> None:
+        def read(run: Run, out: np.ndarray) -> int:
             pages = self.pages[run.group][run.start : run.start + run.num_pages]
             out[:] = self.side.memory[run.group][pages].reshape(-1)
+            return checksum(out)
 
         self.writer.write(image, read)
 

@@ -32,7 +32,7 @@ def regressions() -> list[str]:
 
 @pytest.mark.parametrize(
     ("target", "runs"),
-    [("border", 4000), ("ledger", 800), ("block_pool", 800), ("event_log", 2000)],
+    [("border", 4000), ("ledger", 800), ("block_pool", 800), ("event_log", 2000), ("image", 1500)],
 )
 def test_no_input_breaks_a_law(target, runs):
     numbers = [
@@ -62,7 +62,7 @@ def test_the_border_fuzzer_knows_every_function_of_the_extension():
         sys.path.remove(str(FUZZ))
 
 
-@pytest.mark.parametrize("target", ["border", "ledger", "event_log"])
+@pytest.mark.parametrize("target", ["border", "ledger", "event_log", "image"])
 def test_a_broken_law_is_found_and_its_input_kept(target, tmp_path):
     """The same driver on a target whose law no input keeps."""
     for path in ("run.py", "source.py"):
@@ -83,6 +83,6 @@ def test_a_broken_law_is_found_and_its_input_kept(target, tmp_path):
 
 
 @pytest.mark.skipif(find_spec("atheris") is None, reason="needs atheris: pip install '.[fuzz]'")
-@pytest.mark.parametrize("target", ["border", "ledger", "block_pool", "event_log"])
+@pytest.mark.parametrize("target", ["border", "ledger", "block_pool", "event_log", "image"])
 def test_atheris_runs_the_targets(target):
     assert "Done 300 runs" in run("run.py", target, "--atheris", "--runs", "300")

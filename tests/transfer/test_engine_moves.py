@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+
+import numpy as np
 import pytest
 
-from specpool import ConfigError, Engine, SamplingParams, Shape, TransferError
+from recurrent_families import make_config, make_model
+from specpool import ConfigError, Engine, EngineConfig, Grammar, SamplingParams, Shape, TransferError
+from specpool._core import checksum
 from specpool.assets import corpus
+from specpool.models import TargetModel
 from specpool.testing import assert_no_page_leaked
+from specpool.transfer.image import Image, Writer
 
 PROMPTS = corpus.prompts(6, 60)
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True, seed=3)
@@ -93,6 +101,67 @@ def test_a_request_decodes_on_in_another_engine(kind, params):
         assert_no_page_leaked(two.ledger)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("kind", ["eagle chain", "plain"])
+def test_a_form_goes_along(kind, depth):
+    """The receiver follows the output so far through the form, and goes on from there."""
+    form = Grammar.regex("([a-d]{3} ){5}[x-z]{4}")
+    params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=5, structured=form)
+    with engine_of(kind, overlap_depth=depth) as one, engine_of(kind) as two:
+        (wanted,) = one.generate([PROMPTS[1]], params)
+        told, ended = [], []
+        number = one.submit(PROMPTS[1], params, on_item=lambda number, item: ended.append(item))
+        while sum(len(item.token_ids) for item in ended) < 7:
+            one.turn()
+        with one.export(number) as export:
+            image = export.image()
+            two.import_row(image, on_item=lambda number, item: told.append(item))
+            export.arrived()
+        run(one)
+        run(two)
+        assert told[-1].text == wanted.text and len(wanted.text) == 24
+        assert told[-1].finish_reason == "stop"
+        state = Image(image, two.layout).state
+        assert state["params"]["structured"] == ["regex", form.text]
+        for wrong in (5, "regex", ["xml", "a"], ["regex", 5], ["regex"] * 3):
+            state["params"]["structured"] = wrong
+            with pytest.raises(TransferError, match="params of the request: "):
+                two.import_row(image_of_text(two, [1, 2, 3], state))
+        state["params"]["structured"] = ["regex", "(a"]
+        with pytest.raises(ConfigError):
+            two.import_row(image_of_text(two, [1, 2, 3], state | {"prompt_len": 3, "forwards": []}))
+
+
+def image_of_text(engine: Engine, tokens: list[int], state: dict) -> np.ndarray:
+    """Return the image of a text without KV."""
+    writer = Writer(engine.layout, length=0, drafted_len=0, tokens=tokens, state=state)
+    image = np.empty(writer.num_bytes, np.uint8)
+    writer.write(image, lambda run, out: 0)
+    return image
+
+
+def test_a_device_and_a_host_read_and_write_the_same_bytes():
+    """A cache on a device goes through the kernels, one on a CPU through memory."""
+    with engine_of() as engine:
+        session = engine.open_session()
+        session.append(PROMPTS[0], GREEDY).output()
+        host = engine._moves._pages
+        device = copy.copy(host)
+        device._host = []
+        pages = np.array([2, 3, 4, 9, 1, 7], np.int32)
+        for group, page_bytes in enumerate(host.page_bytes):
+            read = [np.zeros(len(pages) * page_bytes, np.uint8) for _ in range(2)]
+            sums = [of.read(group, pages, out) for of, out in zip((host, device), read, strict=True)]
+            assert np.array_equal(*read) and read[0].any()
+            assert set(sums) == {checksum(read[0])}
+            for of in (host, device):
+                assert of.write(group, pages + 10, read[0]) == sums[0]
+                assert of.read(group, pages + 10, read[1]) == sums[0]
+                assert np.array_equal(*read)
+                of.write(group, pages + 10, np.zeros_like(read[1]))
+        session.close()
+
+
 def test_what_does_not_arrive_goes_on_where_it_was():
     with engine_of() as engine:
         with engine.open_session() as stays:
@@ -162,6 +231,10 @@ def test_what_cannot_move_says_why():
         number = engine.submit(PROMPTS[1], GREEDY, session=session)
         with pytest.raises(ConfigError, match="export the session between turns"):
             engine.export(number)
+        several = dataclasses.replace(GREEDY, n=2)
+        number = engine.submit(PROMPTS[1], several)
+        with pytest.raises(ConfigError, match="it has samples that share its prompt"):
+            engine.export(number)
         run(engine)
         with engine.export(session) as export:
             image = export.image()
@@ -169,6 +242,13 @@ def test_what_cannot_move_says_why():
                 other.import_row(image)
             assert not other.core.scheduler.conversations.open
         session.close()
+
+
+def test_a_row_with_recurrent_state_stays():
+    model = TargetModel(make_model(make_config("mamba")))
+    with Engine(model, config=EngineConfig(max_context_len=64)) as engine:
+        with pytest.raises(ConfigError, match="'mamba' has recurrent layers"):
+            engine.export(engine.open_session())
 
 
 def test_a_full_engine_takes_the_text_alone():

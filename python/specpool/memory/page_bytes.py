@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from specpool import kernels
-from specpool._core import Ledger
+from specpool._core import Ledger, checksum, gather_pages, scatter_pages
 from specpool.arrays import Int32
 from specpool.kernels.transfer import upload
-from specpool.kernels.twin_moves import PageBlocked
 from specpool.memory.host.copies import group_buffers
 from specpool.memory.kv_cache import KVCache
 
@@ -43,58 +39,38 @@ class PageBytes:
             )
         ]
         self.page_bytes = [sum(b.shape[1] for b in of) for of in self._buffers]
-        # Per group, on a CPU: where each buffer's bytes lie in a page, and the buffer.
-        self._columns = [_columns(of) for of in self._buffers] if cache.device.type == "cpu" else []
+        on_host = cache.device.type == "cpu"
+        self._host = [[b.numpy() for b in of] for of in self._buffers] if on_host else []
 
-    def read(self, group: int, pages: Int32, out: Bytes) -> None:
-        """Copy pages, int32 [n], to `out`, uint8 [n * page_bytes]."""
-        if self._device.type == "cpu":
-            rows, runs = out.reshape(len(pages), -1), _runs(pages)
-            for column, buffer in self._columns[group]:
-                for at, run in runs:
-                    rows[at, column] = buffer[run]
-            return
+    def read(self, group: int, pages: Int32, out: Bytes) -> int:
+        """Copy pages, int32 [n], to `out`, uint8 [n * page_bytes]; return its checksum.
+
+        `out` has the pages in the first buffer, then in the second, and so on.
+        """
+        if self._host:
+            return gather_pages(self._host[group], pages, out)
         staged, fields = self._staged(group, len(pages))
         (slots,) = upload(self._device, pages)
         kernels.gather_kv(kernels.Fields.of(self._buffers[group], 1), slots, out=fields)
-        torch.from_numpy(out).view(len(pages), -1).copy_(staged)
+        torch.from_numpy(out).copy_(staged)
+        return checksum(out)
 
-    def write(self, group: int, pages: Int32, of: Bytes) -> None:
-        """Copy `of`, uint8 [n * page_bytes], to pages, int32 [n]."""
-        if self._device.type == "cpu":
-            rows, runs = of.reshape(len(pages), -1), _runs(pages)
-            for column, buffer in self._columns[group]:
-                for at, run in runs:
-                    buffer[run] = rows[at, column]
-            return
+    def write(self, group: int, pages: Int32, of: Bytes) -> int:
+        """Copy `of`, uint8 [n * page_bytes], to pages, int32 [n]; return its checksum."""
+        if self._host:
+            return scatter_pages(self._host[group], pages, of)
         staged, fields = self._staged(group, len(pages))
-        # A copy from pageable memory is done when it returns, so `of` may go.
-        staged.copy_(torch.from_numpy(of).view(len(pages), -1))
+        own = of.copy()  # what is checked is what is written, whoever else has `of`
+        # A copy from pageable memory is done when it returns.
+        staged.copy_(torch.from_numpy(own))
         (slots,) = upload(self._device, pages)
         kernels.scatter_kv(kernels.Fields.of(self._buffers[group], 1), slots, fields)
+        return checksum(own)
 
     def _staged(self, group: int, num_pages: int) -> tuple[torch.Tensor, kernels.Fields]:
-        """Return memory of the device for pages in a row, and its fields."""
-        widths = tuple(b.shape[1] for b in self._buffers[group])
-        size = (num_pages, self.page_bytes[group])
-        staged = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return staged, kernels.Fields.of([PageBlocked(staged, 1, widths)], 1)
-
-
-def _columns(buffers: Sequence[torch.Tensor]) -> list[tuple[slice, Bytes]]:
-    ends = itertools.accumulate((b.shape[1] for b in buffers), initial=0)
-    return [
-        (slice(*place), buffer.numpy())
-        for place, buffer in zip(itertools.pairwise(ends), buffers, strict=True)
-    ]
-
-
-def _runs(pages: Int32) -> list[tuple[slice, slice | Int32]]:
-    """Return the pages as slices of consecutive ones; many short ones as they are."""
-    edges = [0, *(np.flatnonzero(np.diff(pages) != 1) + 1).tolist(), len(pages)]
-    if 2 * len(edges) > len(pages):
-        return [(slice(0, len(pages)), pages)]
-    return [
-        (slice(a, b), slice(int(pages[a]), int(pages[a]) + b - a))
-        for a, b in itertools.pairwise(edges)
-    ]
+        """Return memory of the device for pages in a row, uint8 [n], and its fields."""
+        widths = [b.shape[1] for b in self._buffers[group]]
+        staged = torch.empty(num_pages * sum(widths), dtype=torch.uint8, device=self._device)
+        parts = staged.split([num_pages * width for width in widths])
+        views = [part.view(num_pages, width) for part, width in zip(parts, widths, strict=True)]
+        return staged, kernels.Fields.of(views, 1)

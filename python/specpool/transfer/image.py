@@ -5,7 +5,8 @@
   24  header: JSON, at most 64 KiB
       state: JSON of the session or request | tokens: int32 [n]
       checksums: u64 of state, tokens, and each run | padding to 64
-      pages: group after group, a run is at most 256 KiB of whole pages of one group
+      pages: group after group, a run is at most 4 MiB of whole pages of one group:
+             the pages in the keys of the first layer, in its values, and so on
 ```
 
 All numbers are little-endian. A reader knows from the length and its own layout how many bytes
@@ -30,13 +31,13 @@ from specpool.transfer.layout import Layout
 
 Bytes = npt.NDArray[np.uint8]
 
-MAGIC, VERSION = b"SPROWKV\0", 1
+MAGIC, VERSION = b"SPROWKV\0", 2
 _FIXED = struct.Struct("<8sIIQ")
 FIXED_BYTES = _FIXED.size
 MAX_HEADER = 64 << 10
 #: Bytes of the state: the chat messages of a long conversation are the most of it.
 MAX_STATE = 64 << 20
-RUN_BYTES = 256 << 10
+RUN_BYTES = 4 << 20
 _ALIGNMENT = 64
 _INT32_MAX = (1 << 31) - 1
 
@@ -148,12 +149,12 @@ class Writer:
         """Bytes of the image."""
         return self._places.total
 
-    def write(self, image: Bytes, read: Callable[[Run, Bytes], None]) -> None:
+    def write(self, image: Bytes, read: Callable[[Run, Bytes], int]) -> None:
         """Write the image.
 
         Args:
             image: uint8 [num_bytes], written.
-            read: copies the pages of a run into its bytes.
+            read: copies the pages of a run into its bytes, and returns their checksum.
         """
         places = self._places
         image[:8] = 0  # no image until all is there
@@ -165,8 +166,7 @@ class Writer:
             sums.append(checksum(here))
         for run in places.runs():
             here = image[run.offset : run.offset + run.num_bytes]
-            read(run, here)
-            sums.append(checksum(here))
+            sums.append(read(run, here))
         end = places.checksums + 8 * len(sums)
         image[places.checksums : end] = np.array(sums, "<u8").view(np.uint8)
         image[end : places.pages] = 0
@@ -246,17 +246,24 @@ def _header(text: bytes) -> Header:
 
 
 class Image:
-    """An image that was checked: every checksum is right, and it fits the layout."""
+    """An image whose head, state and tokens were checked; its pages are checked as they are read.
+
+    Attributes:
+        header: the header.
+        state: what `Writer` was given.
+        tokens: the whole text.
+    """
 
     def __init__(self, data: Bytes, layout: Layout) -> None:
-        """Check an image; nothing of it is copied.
+        """Check all but the pages. Of the pages nothing is copied.
 
         Args:
-            data: uint8 [n], the whole image; nobody may write it from now on.
+            data: uint8 [n], the whole image. Somebody else may be able to write it: it is read
+                once.
             layout: the receiver's.
 
         Raises:
-            TransferError: it is no whole, undamaged image of a row that fits `layout`.
+            TransferError: it is no whole image of a row that fits `layout`, or it is damaged.
         """
         head = data[: FIXED_BYTES + MAX_HEADER].tobytes()
         self.header, places = parse_header(head, layout)
@@ -266,16 +273,17 @@ class Image:
                 f"it must have {places.total}"
             )
         self._data, self._runs = data, list(places.runs())
-        ends = [places.tokens, places.checksums]
-        parts = [(places.state, ends[0]), (places.tokens, ends[1])]
-        parts += [(run.offset, run.offset + run.num_bytes) for run in self._runs]
-        sums = data[places.checksums : places.checksums + 8 * len(parts)].copy().view("<u8")
-        for at, ((start, end), expected) in enumerate(zip(parts, sums.tolist(), strict=True)):
-            if checksum(data[start:end]) != expected:
-                what = ("the state", "the tokens", f"run {at - 2} of {places.num_runs}")[min(at, 2)]
-                raise TransferError(f"{what} of the image is damaged: its checksum differs")
-        self.tokens: list[int] = data[slice(*parts[1])].copy().view("<i4").tolist()
-        self.state = self._read_state(data[slice(*parts[0])].tobytes())
+        sums = data[places.checksums : places.checksums + 8 * (2 + places.num_runs)]
+        state, tokens, *self._sums = sums.copy().view("<u8").tolist()
+        self.state = self._read_state(self._part("state", places.state, places.tokens, state))
+        text = self._part("tokens", places.tokens, places.checksums, tokens)
+        self.tokens: list[int] = np.frombuffer(text, "<i4").tolist()
+
+    def _part(self, name: str, start: int, end: int, expected: int) -> bytes:
+        part = self._data[start:end].copy()
+        if checksum(part) != expected:
+            raise TransferError(f"the {name} of the image is damaged: its checksum differs")
+        return part.tobytes()
 
     @staticmethod
     def _read_state(text: bytes) -> dict[str, Any]:
@@ -287,7 +295,18 @@ class Image:
             raise TransferError(f"the state must be an object, got {type(state).__name__}")
         return state
 
-    def runs(self) -> Iterator[tuple[Run, Bytes]]:
-        """Yield the runs with their bytes."""
-        for run in self._runs:
-            yield run, self._data[run.offset : run.offset + run.num_bytes]
+    def read(self, write: Callable[[Run, Bytes], int]) -> None:
+        """Read the pages, run by run.
+
+        Args:
+            write: copies the bytes of a run to its pages, and returns the checksum of what it has
+                written.
+
+        Raises:
+            TransferError: a run is damaged. The row that it was written to is none.
+        """
+        for at, (run, expected) in enumerate(zip(self._runs, self._sums, strict=True)):
+            if write(run, self._data[run.offset : run.offset + run.num_bytes]) != expected:
+                raise TransferError(
+                    f"run {at} of {len(self._runs)} of the image is damaged: its checksum differs"
+                )

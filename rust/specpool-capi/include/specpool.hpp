@@ -162,6 +162,34 @@ class Ledger : public Owner<specpool_ledger, specpool_ledger_destroy> {
     pages.resize(count);
     return pages;
   }
+  // Gives the row back and keeps its pages as a prefix, to be read and sent.
+  uint64_t export_row(int32_t row) {
+    uint64_t prefix;
+    must(specpool_ledger_export(handle_, row, &prefix));
+    return prefix;
+  }
+  int32_t import_row(int32_t len, int32_t drafted_len, const char *tag = nullptr) {
+    int32_t row;
+    must(specpool_ledger_import_row(handle_, len, drafted_len, tag, &row));
+    return row;
+  }
+  specpool_prefix_info prefix(uint64_t prefix, size_t group) const {
+    specpool_prefix_info info;
+    must(specpool_ledger_prefix_pages(handle_, prefix, group, nullptr, 0, &info));
+    return info;
+  }
+  Ints prefix_pages(uint64_t id, size_t group) const {
+    Ints pages(prefix(id, group).num_pages);
+    specpool_prefix_info info;
+    must(specpool_ledger_prefix_pages(handle_, id, group, pages.data(), pages.size(), &info));
+    return pages;
+  }
+  int32_t admit_on(uint64_t prefix, int64_t len = -1, const char *tag = nullptr) {
+    int32_t row;
+    must(specpool_ledger_admit_on(handle_, prefix, len, tag, &row));
+    return row;
+  }
+  void release_prefix(uint64_t prefix) { must(specpool_ledger_release_prefix(handle_, prefix)); }
   // The row's line of the page table.
   Ints pages_of(int32_t row, size_t group_at) const {
     Ints pages(static_cast<size_t>(group(group_at).pages_per_row));

@@ -4,4 +4,5 @@ pub mod attention;
 pub mod draft_cells;
 pub mod mask;
 pub mod moves;
+pub mod pages;
 pub mod slots;

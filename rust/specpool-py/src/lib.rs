@@ -51,7 +51,7 @@ mod _core {
     #[pymodule_export]
     use super::mask::{attention_bias, attention_mask};
     #[pymodule_export]
-    use super::moves::{checksum, move_slots, scatter_slots};
+    use super::moves::{checksum, gather_pages, move_slots, scatter_pages, scatter_slots};
     #[pymodule_export]
     use super::plan::Plan;
     #[pymodule_export]

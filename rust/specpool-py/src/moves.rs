@@ -3,6 +3,7 @@
 
 use pyo3::prelude::*;
 use specpool_core::forward::moves::{self, SlotLayout, SlotMoves};
+use specpool_core::forward::pages;
 use specpool_core::memory;
 
 use crate::arrays::{Input, List, Output, Span, expect_apart, expect_dims};
@@ -88,4 +89,46 @@ pub fn scatter_slots<'py>(
 #[pyfunction]
 pub fn checksum(data: &Bound<'_, PyAny>) -> PyResult<u64> {
     Ok(specpool_core::digest::checksum(Input::<u8, 1>::new("data", data)?.slice()))
+}
+
+#[doc = doc!("gather_pages")]
+#[pyfunction]
+pub fn gather_pages<'py>(
+    buffers: List<Bound<'py, PyAny>>,
+    pages: &Bound<'py, PyAny>,
+    out: &Bound<'py, PyAny>,
+) -> PyResult<u64> {
+    let (pages, mut out) = (Input::<i32, 1>::new("pages", pages)?, Output::<u8, 1>::new("out", out)?);
+    expect_apart([("out", out.span())], [("pages", pages.span())])?;
+    let mut read: Vec<Input<'_, u8, 2>> = memory::with_room(buffers.0.len(), "buffers").map_err(to_py)?;
+    for array in &buffers.0 {
+        let buffer = Input::new("buffers", array)?;
+        expect_apart([("out", out.span())], [("buffers", buffer.span())])?;
+        read.push(buffer);
+    }
+    let parts = read.iter().map(|buffer| (buffer.slice(), buffer.dims[1]));
+    let parts = memory::collected(parts, "buffers").map_err(to_py)?;
+    pages::gather_pages(&parts, pages.slice(), out.slice()).map_err(to_py)
+}
+
+#[doc = doc!("scatter_pages")]
+#[pyfunction]
+pub fn scatter_pages<'py>(
+    buffers: List<Bound<'py, PyAny>>,
+    pages: &Bound<'py, PyAny>,
+    values: &Bound<'py, PyAny>,
+) -> PyResult<u64> {
+    let (pages, values) = (Input::<i32, 1>::new("pages", pages)?, Input::<u8, 1>::new("values", values)?);
+    let mut written: Vec<Output<'_, u8, 2>> = memory::with_room(buffers.0.len(), "buffers").map_err(to_py)?;
+    for array in &buffers.0 {
+        let buffer = Output::new("buffers", array)?;
+        expect_apart([("buffers", buffer.span())], [("pages", pages.span()), ("values", values.span())])?;
+        for other in &written {
+            expect_apart([("buffers", buffer.span())], [("buffers", other.span())])?;
+        }
+        written.push(buffer);
+    }
+    let parts = written.iter_mut().map(|buffer| (buffer.dims[1], buffer.slice())).map(|(size, bytes)| (bytes, size));
+    let mut parts = memory::collected(parts, "buffers").map_err(to_py)?;
+    pages::scatter_pages(&mut parts, pages.slice(), values.slice()).map_err(to_py)
 }

@@ -38,7 +38,7 @@ class Movable:
 
         Raises:
             ConfigError: the session is closed or busy; the request has ended, is a turn of a
-                session, or has a form or further samples; or the target has recurrent layers.
+                session, or has further samples; or the target has recurrent layers.
         """
         self.core.prompts.check_open()
         with self.core.lock:

@@ -22,11 +22,11 @@ from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Said
 from specpool.scheduler.requests.request import Request, TokenLogprob
 from specpool.scheduler.rows.exports import RowExport
+from specpool.text.structured.grammar import Grammar
 from specpool.transfer.image import Bytes, Image, Run, Writer
 from specpool.transfer.layout import Layout
 
-# The parameters of a request that are plain values; `structured` does not move.
-_PARAMS = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "structured"]
+_PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]
 
 
 class Export:
@@ -103,10 +103,10 @@ class Export:
             else:
                 exports.return_request(self._row, self._owner)
 
-    def _read(self, run: Run, out: Bytes) -> None:
+    def _read(self, run: Run, out: Bytes) -> int:
         pages = self._row.pages[run.group][run.start : run.start + run.num_pages]
         with self._core.lock:  # one forward or copy at a time; others run between the runs
-            self._pages.read(run.group, pages, out)
+            return self._pages.read(run.group, pages, out)
 
     def __enter__(self) -> Export:
         """Return the export itself."""
@@ -220,10 +220,13 @@ class Moves:
                 return 0
         try:
             tables = [self._ledger.page_table(g)[row] for g in range(len(self.layout.groups))]
-            held = [table[table > 0] for table in tables]
-            for run, data in image.runs():
+            held = [table[table > 0].astype(np.int32) for table in tables]
+
+            def write(run: Run, data: Bytes) -> int:
                 pages = held[run.group][run.start : run.start + run.num_pages]
-                self._pages.write(run.group, pages.astype(np.int32), data)
+                return self._pages.write(run.group, pages, data)
+
+            image.read(write)
             return row
         except BaseException:
             self._core.scheduler.rows.abort(row)
@@ -265,7 +268,6 @@ def _check_moves(request: Request) -> None:
         raise ConfigError(f"request {number} has ended: {request.finish_reason}")
     reasons = {
         "it is a turn of a session: export the session between turns": request.conversation,
-        "its text has a form, whose state does not move": request.matcher,
         "it has samples that share its prompt": request.siblings,
         "it pins its prompt": request.wants_pin,
         "its KV is on its way from the host": request.handle,
@@ -279,6 +281,8 @@ def _check_moves(request: Request) -> None:
 def _request_state(request: Request) -> dict[str, Any]:
     params = {name: getattr(request.params, name) for name in _PARAMS}
     params["logit_bias"] = list(request.params.logit_bias.items())
+    form = request.params.structured  # the receiver follows the output through it
+    params["structured"] = None if form is None else [form.kind, form.text]
     shape = request.shape
     named = [shape.num_steps, shape.topk, shape.num_draft_tokens]
     return {
@@ -297,8 +301,9 @@ def _params_of(state: object) -> SamplingParams:
     if not isinstance(state, dict) or set(state) - set(_PARAMS):
         raise TransferError(f"params must be sampling parameters, got {state!r:.200}")
     try:
-        bias = dict(state.get("logit_bias", []))
-        return SamplingParams(**{**state, "logit_bias": bias})
+        bias, form = dict(state.get("logit_bias", [])), state.get("structured")
+        grammar = None if form is None else Grammar(*form)
+        return SamplingParams(**{**state, "logit_bias": bias, "structured": grammar})
     except (ConfigError, TypeError, ValueError) as error:
         raise TransferError(f"params of the request: {error!s:.200}") from None
 
