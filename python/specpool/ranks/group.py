@@ -53,6 +53,7 @@ class Ranks:
         rank: its number, from 0.
         world: how many there are.
         device: where this rank's part of the model lives.
+        now: seconds of rank 0's clock at the latest record.
         on_lost: called from another thread when a rank gives no sign of life, with the reason;
             it must end the process.
     """
@@ -68,6 +69,7 @@ class Ranks:
         if self.world < 2:
             raise ConfigError("there is one rank alone: start several, for example with torchrun")
         self.on_lost: Callable[[str], None] = _exit
+        self.now = 0.0
         self.device = self._place(device)
         seconds = timeout_of_environment()
         timeout = timedelta(seconds=seconds)
@@ -118,6 +120,13 @@ class Ranks:
         with self._collective("the ranks' memory"):
             dist.all_reduce(held, op=dist.ReduceOp.MIN)
         return int(held[0])
+
+    def of_first(self, value: float) -> float:
+        """Return rank 0's value. All ranks must call it together."""
+        held = torch.tensor([value], dtype=torch.float64)
+        with self._collective("rank 0's measurements"):
+            dist.broadcast(held, 0)
+        return float(held[0])
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Check that these facts are the same on all ranks, which must call it together.
