@@ -1,7 +1,8 @@
-"""What a rank of the tests runs: play scenes on engines, lead or follow; rank 0 prints JSON.
+"""What a rank of the tests runs: play scenes on engines, lead or follow; each prints JSON.
 
 python ranks_script.py scenes                 the scenes of `SETUPS`
 python ranks_script.py long TURNS             one engine, requests until so many turns ran
+python ranks_script.py timed                  shapes are chosen by seconds, on clocks that run at random
 python ranks_script.py plant KIND RECORD      rank 1 does something of its own at a record
 """
 
@@ -14,11 +15,13 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from specpool import ConfigError, Grammar, SamplingParams, Shape
+from specpool.adaptive import BudgetController, CostController
 from specpool.engine.engine import Engine
 from specpool.ranks.following import Follower
 from specpool.ranks.group import Ranks
@@ -246,6 +249,44 @@ def run_long(engine: Engine, turns: int) -> Any:
     }
 
 
+def _timed(ranks: Ranks) -> Any:
+    """Generate by each controller that has a clock; return the texts, and the times it was told."""
+    rng, told = random.Random(ranks.rank), list[float]()
+    ticks = itertools.accumulate(rng.choice([1e-5, 1e-2]) for _ in itertools.count())
+    time.perf_counter = lambda: next(ticks)  # each rank's own, so that nothing else can agree
+    _spy(CostController, "on_round_seconds", lambda _, shape, size, seconds: told.append(seconds))
+    _spy(BudgetController, "on_round_seconds", lambda _, shape, size, seconds: told.append(seconds))
+    _spy(BudgetController, "observe", lambda _, shapes, seconds: told.append(seconds))
+    _spy(BudgetController, "choose", lambda self, *_: told.append(self._clock()))
+    texts = {}
+    for policy in ("cost", "budget"):
+        options = {**SMALL, "num_pages": 256, "adaptive": policy, "overlap_depth": 1}
+        with Engine.from_pretrained(
+            "specpool/tiny", draft="specpool/tiny-eagle", ranks=ranks, **options
+        ) as engine:
+            if not ranks.leads:
+                engine.follow()
+                continue
+            targets = [None, 3.0, 30.0, 300.0] if policy == "budget" else [None] * 4
+            params = [
+                SamplingParams(max_new_tokens=60, ignore_eos=True, tpot_ms=tpot_ms)
+                for tpot_ms in targets
+            ]
+            texts[policy] = [output.token_ids for output in engine.generate(PROMPTS, params)]
+    return texts, told
+
+
+def _spy(kind: type, name: str, note: Callable[..., None]) -> None:
+    """Call `note` before each call of a method."""
+    method = getattr(kind, name)
+
+    def noting(*args: Any) -> Any:
+        note(*args)
+        return method(*args)
+
+    setattr(kind, name, noting)
+
+
 def _plant(ranks: Ranks, kind: str, record: int) -> Any:
     if not ranks.leads:
         _planted(kind, record)
@@ -296,12 +337,13 @@ def _main(arguments: list[str]) -> None:
                 found = _scenes(ranks)
             case ["long", turns]:
                 found = _long(ranks, int(turns))
+            case ["timed"]:
+                found = _timed(ranks)
             case ["plant", kind, record]:
                 found = _plant(ranks, kind, int(record))
             case _:
                 raise SystemExit(f"unknown: {arguments}")
-        if ranks.leads:
-            print(json.dumps(found), file=out, flush=True)
+        print(json.dumps(found), file=out, flush=True)
 
 
 if __name__ == "__main__":

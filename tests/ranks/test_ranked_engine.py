@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ranks_kit import Ended, Group, script
-from ranks_script import SCENES, SETUPS, engine_of, play
+from ranks_script import PROMPTS, SCENES, SETUPS, engine_of, play
+from specpool import SamplingParams
 
 SCRIPT = script("ranks_script.py")
 
@@ -70,6 +71,19 @@ def test_ten_thousand_turns_with_a_digest_each() -> None:
     found = _long(10_000)
     assert found["records"] >= 9_000
     assert found["retracted"] > 100
+
+
+def test_ranks_choose_shapes_by_the_clock_of_rank_0_alone() -> None:
+    """Law: both clocks run at random, and controllers on both ranks are told the same times."""
+    first, second = Group([SCRIPT, "timed"]).wait(200)
+    assert (first.code, second.code) == (0, 0), first.err + second.err
+    (texts, told), (_, other) = json.loads(first.out), json.loads(second.out)
+    assert told == other
+    assert len(told) > 60 and len({*told}) > 20
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    with engine_of("eagle chain D0") as engine:
+        expected = [output.token_ids for output in engine.generate(PROMPTS, params)]
+    assert texts == {"cost": expected, "budget": expected}
 
 
 def _plant(kind: str, record: int) -> tuple[Ended, Ended]:
@@ -160,8 +174,6 @@ def test_heads_that_do_not_divide_are_refused_with_the_numbers() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--adaptive", "cost"), "adaptive 'cost' chooses by each rank's own clock"),
-        (("--adaptive", "budget"), "adaptive 'budget' chooses by each rank's own clock"),
         (("--host-bytes", "1000000"), "offload 'cost' chooses by each rank's own clock"),
     ],
 )

@@ -131,6 +131,18 @@ def release_a_fence_early(rank: SimRank) -> None:
     rank.scheduler.take_over = twice  # type: ignore[method-assign]
 
 
+def choose_by_its_own_clock(rank: SimRank) -> None:
+    tell = rank.inputs.tell_time
+    rank.follower._calls["time"] = lambda now, seconds: tell(rank.seconds, seconds)
+
+
+def measure_by_its_own_clock(rank: SimRank) -> None:
+    tell = rank.inputs.tell_time
+    rank.follower._calls["time"] = lambda now, seconds: tell(
+        now, [each for _, each in rank.inputs._measured]
+    )
+
+
 PLANTS = [
     skip_an_abort,
     skip_a_close,
@@ -142,6 +154,8 @@ PLANTS = [
     order_by_chance,
     draw_another_token,
     release_a_fence_early,
+    choose_by_its_own_clock,
+    measure_by_its_own_clock,
 ]
 
 

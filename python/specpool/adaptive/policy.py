@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from os import PathLike
 
 from specpool._core import Shape
@@ -18,10 +19,11 @@ def controller_of(
     *,
     initial: Shape | int | None = None,
     graph_sizes: Sequence[int] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Controller | None:
     """Build the controller of a configuration; None = no configuration.
 
-    `AdaptiveController` documents the other arguments.
+    `BudgetController` documents `clock`, `AdaptiveController` the other arguments.
 
     Raises:
         ConfigError: no range has the shape `initial`.
@@ -31,6 +33,6 @@ def controller_of(
     config = config_of(config)
     if config.policy == "budget":  # it has no shape to begin with
         config.initial_shape(initial)
-        return BudgetController(config)
+        return BudgetController(config, clock=clock)
     policy = CostController if config.policy == "cost" else AdaptiveController
     return policy(config, initial=initial, graph_sizes=graph_sizes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specpool._core import Ledger, Shape
@@ -66,8 +67,16 @@ class Assembly:
             forced_shape=forced_shape(config),
         )
 
-    def loop(self, scheduler: Scheduler, *, busy_check: int) -> Loop:
-        """Build a loop that runs the scheduler's steps, with a busy check of this level."""
+    def loop(
+        self, scheduler: Scheduler, *, busy_check: int, peers: Ranks | None = None
+    ) -> Loop:
+        """Build a loop that runs the scheduler's steps.
+
+        Args:
+            scheduler: decides what runs.
+            busy_check: the level of the busy check.
+            peers: the other ranks if rank 0 sends them records; None = each runs by itself.
+        """
         config, ledger, cache = self.config, self.ledger, self.cache
         found = config.on_finding
         return Loop(
@@ -79,7 +88,7 @@ class Assembly:
             overlap_depth=config.overlap_depth,
             mixed_chunks=config.mixed_chunks,
             host=self.host,
-            peers=self.ranks,
+            peers=peers,
         )
 
     def calibrate(self) -> None:
@@ -96,6 +105,7 @@ class Assembly:
                 Scheduler(self.ledger, scheduler_config, controller=tour), busy_check=0
             ),
             max_batch=self.config.max_batch,
+            of_first=float if self.ranks is None else self.ranks.of_first,
         )
         if self.worker.graphs is not None:
             self.worker.graphs.restart()
@@ -126,7 +136,10 @@ def assemble(
     sizes = graph_sizes(
         config, attention, has_capture=capture is not None, keeps_state=target.keeps_state
     )
-    controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=sizes or None)
+    clock: Callable[[], float] = time.perf_counter if ranks is None else lambda: ranks.now
+    controller = controller_of(
+        config.adaptive, initial=config.shape, graph_sizes=sizes or None, clock=clock
+    )
     shape = _shape(config, drafters, controller)
     shapes = _shapes(config, drafters, shape, controller)
     _check(config, drafters, attention, shapes)
@@ -153,7 +166,9 @@ def assemble(
         captured = worker.capture(capture, ledger, kinds, started).sizes
         if captured != sizes:  # only captured sizes decide a batch's range
             left = captured or None
-            controller = controller_of(config.adaptive, initial=config.shape, graph_sizes=left)
+            controller = controller_of(
+                config.adaptive, initial=config.shape, graph_sizes=left, clock=clock
+            )
     return Assembly(
         target=target,
         drafters=named,

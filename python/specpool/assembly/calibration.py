@@ -57,6 +57,7 @@ def calibrate(
     build: Callable[[], Loop],
     *,
     max_batch: int,
+    of_first: Callable[[float], float] = float,
 ) -> None:
     """Time rounds of each candidate of `controller` by batch size, and report them to it.
 
@@ -66,8 +67,13 @@ def calibrate(
         ledger: must have nothing in flight.
         build: builds a loop whose scheduler has `tour` as its controller.
         max_batch: the sizes are the powers of two up to it, and itself, as far as pages allow.
+        of_first: with other ranks, returns rank 0's value of a number: its clock counts for all.
     """
     started = time.perf_counter()
+
+    def is_late() -> bool:
+        return of_first(time.perf_counter() - started) > _MOST_SECONDS
+
     sizes = {1 << i for i in range(max_batch.bit_length())} | {max_batch}
     for size in sorted(n for n in sizes if n <= max_batch):
         loop = build()
@@ -85,7 +91,7 @@ def calibrate(
             if num_rows == size:  # else there are too few pages
                 found: dict[Shape, list[float]] = {shape: [] for shape in tour.candidates}
                 for number in range(_PASSES):
-                    if number > 1 and time.perf_counter() - started > _MOST_SECONDS:
+                    if number > 1 and is_late():
                         break
                     for shape in tour.candidates:
                         tour.shape, tour.seconds = shape, []
@@ -94,11 +100,11 @@ def calibrate(
                         found[shape] += tour.seconds[_WARM_UP:]
                 for shape, seconds in found.items():  # load only adds seconds
                     for least in sorted(seconds)[:TOLD]:
-                        controller.on_round_seconds(shape, size, least)
+                        controller.on_round_seconds(shape, size, of_first(least))
             for request in requests:
                 scheduler.abort(request)
             loop.drain()
-        if num_rows < size or time.perf_counter() - started > _MOST_SECONDS:
+        if num_rows < size or is_late():
             return
 
 

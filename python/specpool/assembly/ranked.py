@@ -14,7 +14,6 @@ import torch
 
 import specpool
 from specpool._core import Ledger
-from specpool.adaptive import AdaptiveConfig
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
 
@@ -33,12 +32,6 @@ def for_ranks(config: EngineConfig, ranks: Ranks | None) -> EngineConfig:
     """
     if ranks is None:
         return config
-    policy = config.adaptive.policy if isinstance(config.adaptive, AdaptiveConfig) else "ema"
-    if policy in ("cost", "budget"):
-        raise ConfigError(
-            f"adaptive {policy!r} chooses by each rank's own clock, {ranks.world} ranks would "
-            "differ: give 'ema'"
-        )
     if config.host_bytes and config.offload == "cost":
         raise ConfigError(
             f"offload 'cost' chooses by each rank's own clock, {ranks.world} ranks would differ: "

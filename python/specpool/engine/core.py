@@ -95,7 +95,9 @@ class EngineCore:
             is_promising=_judge([*parts.drafters.values()]),
             before_release=partial(scrub_request, parts.ledger, parts.cache),
         )
-        self.loop: Loop = parts.loop(self.scheduler, busy_check=config.busy_check)
+        self.loop: Loop = parts.loop(
+            self.scheduler, busy_check=config.busy_check, peers=parts.ranks
+        )
         self.inputs = self.loop.inputs
         self.compiler = Compiler(tokenizer, target.vocab_size, target.eos_token_ids)
         self.prompts = Prompts(

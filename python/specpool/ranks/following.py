@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from specpool.errors import RankError, SpecpoolError
+from specpool.errors import CorruptState, RankError, SpecpoolError
 from specpool.ranks.inputs import Inputs
 from specpool.ranks.record import Record
 from specpool.ranks.wire import Equip, request_of
@@ -54,6 +54,7 @@ class Follower:
             "close": lambda number: inputs.close(self._conversation(number)),
             "unpin": lambda prefix: inputs.unpin(self._pin(prefix)),
             "forget": inputs.forget,
+            "time": inputs.tell_time,
             **calls,
         }
 
@@ -78,7 +79,7 @@ class Follower:
         try:
             self._calls[name](*args)
         except SpecpoolError as error:
-            if name in _STEPS or isinstance(error, RankError):
+            if name in _STEPS or isinstance(error, RankError | CorruptState):
                 raise
             # Rank 0 has met the same error; if it has not, the next digest shows it.
             log.warning("record %d: %s: %s", number, name, error)

@@ -1,7 +1,7 @@
 """`Ranks`: one process of the group that shares a model, and its ways to the others.
 
 Whoever starts the processes (torchrun, Ray) gives each its rank by the environment, as torch does.
-The model's own collectives run on the default process group; records go over gloo, on the CPU.
+The model's own collectives run on the default process group; records have sockets of their own.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ from specpool.ranks.environment import (
     timeout_of_environment,
     world_of_environment,
 )
-from specpool.ranks.record import HEAD_BYTES, payload_bytes
+from specpool.ranks.lines import Lines
 
 log = logging.getLogger("specpool")
 
 #: Seconds between two signs of life, and without one until a rank counts as dead.
 BEAT_SECONDS, SILENT_SECONDS = 0.5, 10.0
-#: Bytes of a record that go in one broadcast; what is longer takes a second one.
-BLOCK = 4096
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -55,6 +53,7 @@ class Ranks:
         rank: its number, from 0.
         world: how many there are.
         device: where this rank's part of the model lives.
+        now: seconds of rank 0's clock at the latest record.
         on_lost: called from another thread when a rank gives no sign of life, with the reason;
             it must end the process.
     """
@@ -70,9 +69,11 @@ class Ranks:
         if self.world < 2:
             raise ConfigError("there is one rank alone: start several, for example with torchrun")
         self.on_lost: Callable[[str], None] = _exit
+        self.now = 0.0
         self.device = self._place(device)
-        timeout = timedelta(seconds=timeout_of_environment())
-        _stay_local(self.world)
+        seconds = timeout_of_environment()
+        timeout = timedelta(seconds=seconds)
+        host = None if _stay_local(self.world) else os.environ["MASTER_ADDR"]
         try:
             store, rank, world = next(rendezvous("env://", timeout=timeout))
             self._store = PrefixStore("specpool", store)
@@ -86,13 +87,13 @@ class Ranks:
                 world_size=world,
                 timeout=timeout,
             )
+            self._lines = Lines.open(self._store, rank, world, host, seconds)
         except Exception as error:
             raise RankError(
                 f"rank {self.rank} of {self.world} found no group at "
                 f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {one_line(error)}"
             ) from error
         self._ended = threading.Event()
-        self._block = torch.zeros(BLOCK, dtype=torch.uint8)
         self._closed = False
         self._log: Path | None = None
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -119,6 +120,13 @@ class Ranks:
         with self._collective("the ranks' memory"):
             dist.all_reduce(held, op=dist.ReduceOp.MIN)
         return int(held[0])
+
+    def of_first(self, value: float) -> float:
+        """Return rank 0's value. All ranks must call it together."""
+        held = torch.tensor([value], dtype=torch.float64)
+        with self._collective("rank 0's measurements"):
+            dist.broadcast(held, 0)
+        return float(held[0])
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Check that these facts are the same on all ranks, which must call it together.
@@ -151,18 +159,13 @@ class Ranks:
                 _refuse(rank, decode(first[32:]), decode(data[32:]))
 
     def send(self, frame: bytes) -> None:
-        """Broadcast a record from rank 0.
+        """Send a record from rank 0 to all others.
 
         Raises:
             RankError: a rank has gone.
         """
-        block = self._block
-        head = frame[:BLOCK]
-        block[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         with self._collective("a record"):
-            dist.broadcast(block, 0)
-            if len(frame) > BLOCK:
-                dist.broadcast(torch.frombuffer(bytearray(frame[BLOCK:]), dtype=torch.uint8), 0)
+            self._lines.send(frame)
 
     def receive(self) -> bytes:
         """Wait for rank 0's next record.
@@ -171,14 +174,7 @@ class Ranks:
             RankError: a rank has gone, or what came is no record.
         """
         with self._collective("a record"):
-            dist.broadcast(self._block, 0)
-            head = self._block.numpy().tobytes()
-            size = HEAD_BYTES + payload_bytes(head)
-            if size <= BLOCK:
-                return head[:size]
-            rest = torch.zeros(size - BLOCK, dtype=torch.uint8)
-            dist.broadcast(rest, 0)
-            return head + rest.numpy().tobytes()
+            return self._lines.receive()
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this rank ends; they may be waiting for it."""
@@ -217,6 +213,7 @@ class Ranks:
             self._watcher.join(2 * BEAT_SECONDS)
         with contextlib.suppress(Exception):
             self._store.set(f"left/{self.rank}", "1")
+        self._lines.close()
         if dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
@@ -245,7 +242,7 @@ class Ranks:
             raise RankError(f"rank {self.rank} has left its group")
         try:
             yield
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             gone = self._who_is_gone() or "a rank did not answer in time, though all are alive"
             raise RankError(f"{gone} ({what}: {one_line(error, 200)})") from error
 
@@ -311,8 +308,8 @@ class Ranks:
         return f"cuda:{local}"
 
 
-def _stay_local(world: int) -> None:
-    """Keep gloo and nccl off the network if all ranks are on this machine."""
+def _stay_local(world: int) -> bool:
+    """Return whether all ranks are on this machine; if so, keep gloo and nccl off the network."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         is_local = local_world(world) == world
     else:
@@ -321,6 +318,7 @@ def _stay_local(world: int) -> None:
         name = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    return is_local
 
 
 def _key(text: str) -> bytes:

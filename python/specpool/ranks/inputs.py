@@ -9,7 +9,8 @@ these with its own first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -25,7 +26,13 @@ from specpool.scheduler.step import StepResult
 
 
 class Peers(Protocol):
-    """The other ranks, as `Inputs` sees them."""
+    """The other ranks, as `Inputs` sees them.
+
+    Attributes:
+        now: seconds of rank 0's clock at the latest record, for decisions that depend on time.
+    """
+
+    now: float
 
     @property
     def leads(self) -> bool:
@@ -48,11 +55,26 @@ class Inputs:
         num_records: records that were sent or applied.
     """
 
-    def __init__(self, ledger: Ledger, scheduler: Scheduler, peers: Peers | None = None) -> None:
-        """Start without notes; `peers` None = this rank is alone."""
+    def __init__(
+        self,
+        ledger: Ledger,
+        scheduler: Scheduler,
+        peers: Peers | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Start without notes.
+
+        Args:
+            ledger: the scheduler's.
+            scheduler: takes the calls.
+            peers: the other ranks; None = this rank is alone.
+            clock: the seconds that rank 0 tells the others.
+        """
+        self._clock = clock
         self._ledger, self._scheduler, self._peers = ledger, scheduler, peers
         self._notes: list[list[Any]] = []
         self._results: list[Result] = []
+        self._measured: list[tuple[Callable[[float], None], float]] = []
         self._is_within = False  # a turn runs, or a record is applied: nothing is noted
         self._broken: str | None = None
         self.num_records = 0
@@ -118,6 +140,32 @@ class Inputs:
         """Note that the loop takes over all that is on its way, between two turns."""
         self._note_end("drain")
 
+    # --- time -------------------------------------------------------------------------------------
+
+    def measured(self, apply: Callable[[float], None], seconds: float) -> None:
+        """Let `apply` have the seconds that something took; on all ranks those of rank 0.
+
+        With other ranks it has them before the next turn, because they come with its record.
+        """
+        if self._peers is None:
+            apply(seconds)
+        else:
+            self._measured.append((apply, seconds))
+
+    def tell_time(self, now: float, seconds: Sequence[float]) -> None:
+        """Go on with rank 0's clock, and with the seconds that it has measured.
+
+        Raises:
+            CorruptState: this rank has measured more or fewer things.
+        """
+        assert self._peers is not None
+        measured, self._measured = self._measured, []
+        if len(measured) != len(seconds):
+            raise CorruptState(f"{len(measured)} turns were timed here, {len(seconds)} on rank 0")
+        self._peers.now = now
+        for (apply, _), each in zip(measured, seconds, strict=True):
+            apply(each)
+
     # --- the turn ---------------------------------------------------------------------------------
 
     @contextmanager
@@ -156,7 +204,10 @@ class Inputs:
     def _send(self, *call: Any) -> None:
         assert self._peers is not None
         self._check()
-        notes, self._notes = [*self._notes, *([list(call)] if call else [])], []
+        now, seconds = self._clock(), [each for _, each in self._measured]
+        notes = [*self._notes, ["time", now, seconds], *([list(call)] if call else [])]
+        self._notes = []
+        self.tell_time(now, seconds)
         record = Record(self.num_records + 1, self._digest, notes, self._told, self._counts)
         try:
             self._peers.send(record.to_bytes())

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from specpool._core import Plan, Shape
+from specpool.adaptive import AdaptiveConfig, BudgetController, RangeConfig
 from specpool.errors import CorruptState, RankError
 from specpool.ranks.following import Follower
 from specpool.ranks.inputs import Inputs
@@ -38,6 +39,7 @@ _VOCAB = 1 << 15
 _SHAPES = [(1, 1, 2), (3, 1, 4), (2, 2, 4), (4, 4, 16)]
 # Chances of a turn: a request comes, one is aborted, a session is opened, forked, cut or closed.
 _COME, _ABORT, _TALK = 0.4, 0.04, 0.1
+_ADAPTS = 0.5  # the chance of a request without a shape of its own
 
 
 @dataclass(slots=True)
@@ -67,13 +69,16 @@ class SimRank:
         states: what the rank was like after each record.
         stopped: the error that it stopped with; None = it goes on.
         seconds: its own clock, which nothing may depend on.
+        now: rank 0's clock at the latest record; see `Peers`.
     """
 
     def __init__(self, settings: Settings, rank: int, send: Callable[[bytes], None]) -> None:
         self.rank, self._settings, self._send = rank, settings, send
+        self.seconds, self.now = 0.0, 0.0
         self.ledger = replace(settings, keeps_digest=True).ledger()
-        self.scheduler = Scheduler(self.ledger, _config(settings))
-        self.inputs = Inputs(self.ledger, self.scheduler, self)
+        controller = _controller(settings, lambda: self.now)
+        self.scheduler = Scheduler(self.ledger, _config(settings), controller=controller)
+        self.inputs = Inputs(self.ledger, self.scheduler, self, lambda: self.seconds)
         self.requests: dict[int, Request] = {}
         self.follower = Follower(
             self.inputs,
@@ -85,7 +90,6 @@ class SimRank:
         self._turns = 0
         self.states: list[Any] = [self.state()]
         self.stopped: Exception | None = None
-        self.seconds = 0.0
 
     @property
     def leads(self) -> bool:
@@ -152,6 +156,10 @@ class SimRank:
             self.ledger.take_delta(step.plan.step)
             self.ledger.ack_delta(step.plan.step)
             self._flying.append((self._turns, step))
+        if len(steps) == 1 and (choice := steps[0].choice) is not None:
+            observe, shapes = self.scheduler.round_shapes.observe, steps[0].plan.shapes
+            seconds = 0.01 + self.seconds % 1
+            self.inputs.measured(lambda told: observe(choice, shapes, told), seconds)
         last = self._turns - (self._settings.overlap_depth if steps else 1)
         while self._flying and self._flying[0][0] <= last:
             self._take_over(self._flying.popleft()[1])
@@ -328,12 +336,12 @@ class RanksSimulation:
         text, start = rng.randint(0, 3), len(history)  # few texts, so that many begin alike
         num_new = rng.randint(1, max(room // 2, 1))
         tokens = [*history, *((text * 977 + start + i) % _VOCAB for i in range(num_new))]
-        return Request(
+        request = Request(
             request_id=next(self._numbers),
             index=0,
             prompt_len=len(tokens),
             tokens=tokens,
-            params=SamplingParams(),
+            params=SamplingParams(tpot_ms=rng.choice([None, 100.0, 1000.0])),
             shape=Shape.none(),  # not used; `shape_index` is
             shape_index=rng.randint(0, len(self._settings.shapes)),
             max_len=min(len(tokens) + rng.randint(1, longest), longest),
@@ -342,6 +350,10 @@ class RanksSimulation:
             priority=rng.choice([0, 0, 0, 1]),
             conversation=conversation,
         )
+        if rng.random() < _ADAPTS:
+            of_round = first.scheduler.round_shapes
+            _, request.shape_index, request.choices = of_round.allowed(Shape.none(), None)
+        return request
 
     # --- laws -------------------------------------------------------------------------------------
 
@@ -371,6 +383,13 @@ class RanksSimulation:
                 f"record {number} was {kind}, rank {rank.rank} stopped after record "
                 f"{len(rank.states) - 1}: {rank.stopped}"
             )
+
+
+def _controller(settings: Settings, clock: Callable[[], float]) -> BudgetController:
+    """Return a controller that chooses by the seconds of rounds, and by a clock."""
+    shapes = Shape.none(), *(Shape(*shape) for shape in settings.shapes)
+    ranges = {1: RangeConfig(candidates=shapes)}
+    return BudgetController(AdaptiveConfig(ranges=ranges, policy="budget"), clock=clock)
 
 
 def _result(step: Step, shapes: list[Shape]) -> StepResult:
