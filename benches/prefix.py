@@ -17,6 +17,7 @@ from specpool.arrays import Int32
 from specpool.assets import corpus
 from specpool.checks import check_int
 from specpool.cli.options import checks
+from specpool.cli.options.drafts import drafts_of
 from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import Result, check_plot, draw, interleaved, machine, report
 from specpool.errors import CorruptState
@@ -265,9 +266,9 @@ def prefix(
     checks.check_place(device="cpu", threads=threads)
     if plot is not None:
         check_plot(plot)
-    parsed, name = shape_of(shape), None if draft == "none" else draft
-    checks.check_engine_config(parsed, name, {})
-    checks.check_models(target, name)
+    parsed, names = shape_of(shape), drafts_of(target, [draft] if draft else None)
+    checks.check_engine_config(parsed, names, {})
+    checks.check_models(target, names)
     checks.start_torch(threads)
     from specpool.engine.engine import Engine
 
@@ -276,7 +277,7 @@ def prefix(
     def engine(**options: Any) -> Engine:
         return Engine.from_pretrained(
             target,
-            draft=name,
+            draft=names or None,
             shape=parsed,
             dtype="float32",
             max_context_len=most,

@@ -13,6 +13,7 @@ from rich.progress import Progress
 from specpool.assets import corpus
 from specpool.checks import check_int
 from specpool.cli.options import checks
+from specpool.cli.options.drafts import drafts_of
 from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import Result, check_plot, draw, interleaved, machine, report
 from specpool.errors import ConfigError, CorruptState
@@ -100,9 +101,9 @@ def session(
         check_int("new", tokens, 1, 1 << 20)
     if plot is not None:
         check_plot(plot)
-    parsed, name = shape_of(shape), None if draft == "none" else draft
-    checks.check_engine_config(parsed, name, {})
-    checks.check_models(target, name)
+    parsed, names = shape_of(shape), drafts_of(target, [draft] if draft else None)
+    checks.check_engine_config(parsed, names, {})
+    checks.check_models(target, names)
     checks.start_torch(threads)
     from specpool.engine.engine import Engine
 
@@ -112,7 +113,7 @@ def session(
         task = progress.add_task("measuring", total=len(num_new))
         with Engine.from_pretrained(
             target,
-            draft=name,
+            draft=names or None,
             shape=parsed,
             device=device,
             max_batch=2,

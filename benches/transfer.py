@@ -16,6 +16,7 @@ from specpool._core import Group, Ledger, Shape
 from specpool.arrays import Int32
 from specpool.checks import check_int
 from specpool.cli.options import checks
+from specpool.cli.options.drafts import drafts_of
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
 from specpool.errors import CorruptState
 from specpool.transfer.image import Bytes, Image, Run, Writer
@@ -228,13 +229,13 @@ def transfer(
     checks.check_place(device=device, threads=threads)
     if plot is not None:
         check_plot(plot)
-    name = None if draft == "none" else draft
-    checks.check_engine_config(None, name, {})
-    checks.check_models(target, name)
+    names = drafts_of(target, [draft] if draft else None)
+    checks.check_engine_config(None, names, {})
+    checks.check_models(target, names)
     checks.start_torch(threads)
     from specpool.engine.engine import Engine
 
-    with Engine.from_pretrained(target, draft=name, max_batch=1) as engine:
+    with Engine.from_pretrained(target, draft=names or None, max_batch=1) as engine:
         of_target = list(engine.target.layer_kv)
         layers = of_target + ([] if engine.drafter is None else list(engine.drafter.layers))
     here, there = (Side(layers, len(of_target), num_tokens, page_size, device) for _ in range(2))

@@ -30,6 +30,25 @@ def test_generate_with_nothing_else_given(capsys):
     assert "yes" in proof
 
 
+def test_one_of_several_drafts_drafts_in_a_window(capsys):
+    """Law: `--drafter` names who drafts; the text is the same."""
+    drafts = ["specpool/tiny-eagle", "ngram"]
+    words = ["generate", "--json", "-n", "24", "-p", "seq: 1, 2, 3, 1, 2, 3, "]
+    words += [word for name in drafts for word in ("--draft", name)] + ["--draft-window", "12"]
+    found = {}
+    with specpool.Engine.from_pretrained(draft=drafts, draft_window=12) as engine:
+        for name in (None, *drafts):
+            params = specpool.SamplingParams(max_new_tokens=24, drafter=name)
+            (found[name],) = engine.generate("seq: 1, 2, 3, 1, 2, 3, ", params)
+    for name in (None, "ngram"):
+        code, out, err = call(capsys, *words, *([] if name is None else ["--drafter", name]))
+        assert code == 0, err
+        (output,) = json.loads(out)["outputs"]
+        assert output["token_ids"] == found[name].token_ids
+        assert output["accept_lens"] == found[name].accept_lens
+    assert found[None].accept_lens == found[drafts[0]].accept_lens != found["ngram"].accept_lens
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",

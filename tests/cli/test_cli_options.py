@@ -124,6 +124,21 @@ ENGINE = [
     (["--adaptive", "/no/such.json"], "/no/such.json"),
     (["--draft", "none", "--shape", "3"], "--shape drafts, but there is no draft model"),
     (["--draft", "none", "--adaptive", "cost"], "--adaptive chooses what to draft: give --draft"),
+    (["--draft", "none", "--draft", "ngram"], "--draft: none goes with no other, got none, ngram"),
+    (["--draft", "ngram", "--draft", "ngram"], "--draft: 'ngram' is named 2 times"),
+    (["--draft", "ngram", "--draft", "/no/such"], "--draft: no model at '/no/such'"),
+    (
+        ["--draft", "ngram", "--drafter", "suffix"],
+        "--drafter: no draft is named 'suffix'; there is 'ngram'",
+    ),
+    (
+        ["--draft", "none", "--drafter", "ngram"],
+        "--drafter: no draft is named 'ngram'; there is none",
+    ),
+    (["--drafter", ""], "--drafter must be a name or None, got ''"),
+    (["--draft-window", "1"], "--draft-window must be an integer in [2, "),
+    (["--draft-window", "8", "--placement", "shared"], "--draft-window"),
+    (["--draft", "none", "--draft-window", "8"], "--draft-window is of draft KV, and there is no"),
 ]
 GENERATE = [
     (["--batch", "0"], "--batch must be an integer in [1, 65536], got 0"),
@@ -153,6 +168,7 @@ TUNE = [
     (["--force"], "--force says to write over a file: give --out too"),
     (["--out", "/no/such/x.json"], "cannot write /no/such/x.json: there is no folder /no/such"),
     (["--draft", "none"], "tune needs a draft model: give --draft"),
+    (["--draft", "ngram", "--draft", "suffix"], "--draft: one is measured, got 2: ngram, suffix"),
     *(case for case in MODEL if case[0][0] != "--shape"),
 ]
 BENCH_GENERATE = [
@@ -412,6 +428,10 @@ def test_prompts_that_a_folder_says_nothing_against_are_left_to_the_engine(tmp_p
         (
             ["--draft", "none", "--placement", "shared"],
             "--placement shared changes nothing without",
+        ),
+        (
+            ["--draft", "ngram", "--draft-window", "8"],
+            "--draft-window changes nothing: ngram keeps",
         ),
     ],
 )

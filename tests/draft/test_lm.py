@@ -275,7 +275,9 @@ def test_probabilities_that_are_not_numbers_or_lie_leave_the_text_alone(tmp_path
 
 def test_names_of_drafters_are_checked(target):
     with Engine.from_pretrained(draft=[DRAFT, "ngram"], max_context_len=128) as engine:
-        with pytest.raises(ConfigError, match=r"drafter 'eagle'; the engine has .*, 'ngram'"):
+        with pytest.raises(
+            ConfigError, match=r"drafter: prompt 0 names 'eagle'; the engine has .*, 'ngram'"
+        ):
             engine.generate(PROMPTS, SamplingParams(drafter="eagle"))
     with pytest.raises(ConfigError, match="drafter must be a name or None, got 3"):
         SamplingParams(drafter=3)

@@ -109,7 +109,7 @@ def _checked(job: Job) -> tuple[Shape | None, list[str]]:
     if job.target == "specpool/tiny" and job.draft is None:
         drafts = ["specpool/tiny-eagle", "specpool/tiny-eagle3"]
     elif job.draft in (None, "none"):
-        checks.check_models(job.target, None)
+        checks.check_models(job.target, ())
         raise ConfigError("bench generate needs a draft model")
     else:
         drafts = [str(job.draft)]
@@ -119,8 +119,8 @@ def _checked(job: Job) -> tuple[Shape | None, list[str]]:
     if job.plot is not None:
         check_plot(job.plot)
     for name in drafts:
-        checks.check_engine_config(shape, name, {"adaptive": job.adaptive})
-        checks.check_models(job.target, name)
+        checks.check_engine_config(shape, [name], {"adaptive": job.adaptive})
+        checks.check_models(job.target, [name])
     return shape, drafts
 
 

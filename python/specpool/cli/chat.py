@@ -14,13 +14,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specpool.cli.generate.generate import draft_of
 from specpool.cli.generate.interrupt import Interrupt
 from specpool.cli.options import checks
+from specpool.cli.options.drafts import check_drafter, drafts_of
 from specpool.cli.options.prompts import check_stdin
 from specpool.cli.options.shapes import shape_of
 from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError, SpecpoolError
+from specpool.models.files.names import shown_drafts
 from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Job:
     """The arguments of the command line."""
 
     target: str
-    draft: str | None
+    draft: list[str] | None
     system: str | None
     shape: str | None
     dtype: str | None
@@ -66,17 +67,18 @@ def run(job: Job) -> None:
     )
     check_stdin("chat reads its lines from there")
     shape, params = shape_of(job.shape), checks.sampling_params(job.sampling)
-    draft = draft_of(job.target, job.draft)
-    checks.check_engine_config(shape, draft, job.options)
-    checks.check_models(job.target, draft)
+    drafts = drafts_of(job.target, job.draft)
+    check_drafter(drafts, params.drafter)
+    checks.check_engine_config(shape, drafts, job.options)
+    checks.check_models(job.target, drafts)
     checks.start_torch(job.threads)
     from specpool.engine.engine import Engine
 
     console = Console(highlight=False, force_terminal=None if sys.stdin.isatty() else False)
-    with console.status(f"loading {job.target}" + (f" and {draft}" if draft else "")):
+    with console.status(f"loading {job.target}, {shown_drafts(drafts)}"):
         engine = Engine.from_pretrained(
             job.target,
-            draft=draft,
+            draft=drafts or None,
             dtype=job.dtype,
             device=job.device,
             shape=shape,
@@ -85,8 +87,7 @@ def run(job: Job) -> None:
         )
     with engine:
         talk = Talk(engine, params, console, job.system)
-        drafts = f"draft {draft}" if draft else "no draft"
-        talk.tell(f"{job.target}, {drafts}: /help lists the commands")
+        talk.tell(f"{job.target}, {shown_drafts(drafts)}: /help lists the commands")
         if not talk.has_template:
             talk.tell(
                 "the tokenizer has no chat template: what you type is put behind the text as it "

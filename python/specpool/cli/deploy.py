@@ -136,12 +136,16 @@ def _range_of(text: str) -> tuple[int, int]:
     return least, most
 
 
+def _is_relative(name: str) -> bool:
+    return Path(name).exists() and not Path(name).is_absolute()
+
+
 def _check_paths(job: ServeJob) -> None:
     """Refuse relative paths: the replicas have another working directory."""
     adaptive = job.options.get("adaptive")
     given = {
         "target": job.target if Path(job.target).exists() else None,
-        "draft": job.draft if job.draft is not None and Path(job.draft).exists() else None,
+        "draft": next(filter(_is_relative, job.draft or ()), None),
         "chat_template": job.chat_template,
         "api_key_file": job.api_key_file,
         "adaptive": adaptive if adaptive not in (None, "ema", "cost") else None,

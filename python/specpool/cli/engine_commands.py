@@ -24,7 +24,15 @@ from specpool.cli.options.groups import (
     engine_options,
     grouped,
 )
-from specpool.cli.options.types import Adaptive, Json, OverlapDepth, Plot, ShapeText, Stop
+from specpool.cli.options.types import (
+    Adaptive,
+    DrafterName,
+    Json,
+    OverlapDepth,
+    Plot,
+    ShapeText,
+    Stop,
+)
 
 
 @grouped
@@ -32,6 +40,7 @@ def generate(
     *,
     models: ModelOptions,
     prompts: PromptOptions,
+    drafter: DrafterName = None,
     shape: ShapeText = None,
     adaptive: Adaptive = None,
     pages: LayoutOptions,
@@ -74,7 +83,8 @@ def generate(
             json=json,
             sampling=sampling.fields()
             | form.fields()
-            | {"max_new_tokens": max_new_tokens, "n": samples, "stop": tuple(stop or ())},
+            | {"max_new_tokens": max_new_tokens, "n": samples, "stop": tuple(stop or ())}
+            | {"drafter": drafter},
             options=engine_options(
                 pages,
                 reads,
@@ -95,6 +105,7 @@ def chat(
     system: Annotated[
         str | None, typer.Option(help="A system message; without a chat template, a first line.")
     ] = None,
+    drafter: DrafterName = None,
     shape: ShapeText = None,
     adaptive: Adaptive = None,
     pages: LayoutOptions,
@@ -131,7 +142,7 @@ def chat(
             shape=shape,
             sampling=sampling.fields()
             | form.fields()
-            | {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ())},
+            | {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ()), "drafter": drafter},
             options=engine_options(
                 pages,
                 reads,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specpool.cli.generate.generate import draft_of
 from specpool.cli.options import checks
+from specpool.cli.options.drafts import drafts_of
 from specpool.cli.options.groups import text_of
 from specpool.cli.options.shapes import shape_of
 from specpool.errors import ConfigError
@@ -30,7 +30,7 @@ class Job:
     """The arguments of the command line."""
 
     target: str
-    draft: str | None
+    draft: list[str] | None
     shape: str | None
     dtype: str | None
     device: str
@@ -87,9 +87,9 @@ def prepare(job: Job, *, has_files: bool = True) -> Launch:
         dtype=job.dtype,
         graph_sizes=job.options.get("graph_sizes"),
     )
-    shape, draft = shape_of(job.shape), draft_of(job.target, job.draft)
+    shape, drafts = shape_of(job.shape), drafts_of(job.target, job.draft)
     if has_files:
-        checks.check_models(job.target, draft)
+        checks.check_models(job.target, drafts)
     from specpool.serve.config import Launch, ServeConfig
 
     config = ServeConfig(
@@ -100,13 +100,13 @@ def prepare(job: Job, *, has_files: bool = True) -> Launch:
     options = dict(job.options)
     if not has_files and options["adaptive"] not in (None, "ema", "cost"):
         options["adaptive"] = None  # a file
-    checks.check_engine_config(shape, draft, options)
+    checks.check_engine_config(shape, drafts, options)
     template = None
     if job.chat_template is not None and has_files:
         template = text_of(job.chat_template, "chat_template")
     loading = {
         "target": job.target,
-        "draft": draft,
+        "draft": drafts or None,
         "dtype": job.dtype,
         "device": job.device,
         "shape": shape,

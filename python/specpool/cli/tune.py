@@ -24,9 +24,9 @@ from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig
 from specpool.adaptive.config import PolicyName
 from specpool.checks import check_choice, check_int
-from specpool.cli.generate.generate import draft_of
 from specpool.cli.generate.report import mean_accept_len
 from specpool.cli.options import checks
+from specpool.cli.options.drafts import draft_of
 from specpool.cli.options.prompts import Given, PromptValue, read_prompts
 from specpool.cli.results import Result, as_json, check_plot, machine
 from specpool.errors import ConfigError, CorruptState
@@ -49,7 +49,7 @@ class Job:
     """The arguments of the command line."""
 
     target: str
-    draft: str | None
+    draft: list[str] | None
     prompts: Given
     candidates: list[str]
     batch_sizes: list[int]
@@ -99,13 +99,13 @@ def run(job: Job) -> None:
         raise ConfigError("--force says to write over a file: give --out too")
     draft = draft_of(job.target, job.draft)
     if draft is None:
-        checks.check_models(job.target, None)
+        checks.check_models(job.target, ())
         raise ConfigError("tune needs a draft model: give --draft")
     batch_sizes = sorted({*job.batch_sizes})
     count = max(NUM_BUILT_IN, batch_sizes[-1])
     prompts = read_prompts(job.prompts, job.target, count)
     is_given = bool(job.prompts)
-    checks.check_models(job.target, draft)
+    checks.check_models(job.target, [draft])
     checks.check_prompts(job.target, prompts)
     checks.start_torch(job.threads)
     from specpool.engine.engine import Engine

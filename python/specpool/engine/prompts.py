@@ -293,7 +293,7 @@ class Prompts:
         if params.drafter not in self._drafters:
             known = ", ".join(map(repr, self._drafters)) or "none"
             raise ConfigError(
-                f"{name} asks for the drafter {params.drafter!r:.80}; the engine has {known}"
+                f"drafter: {name} names {params.drafter!r:.80}; the engine has {known}"
             )
         return self._drafters.index(params.drafter)
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import uvicorn
 
 from specpool.errors import ConfigError
+from specpool.models.files.names import shown_drafts
 from specpool.serve import garbage
 from specpool.serve.api.errors import shutting_down
 from specpool.serve.app import build_app
@@ -229,8 +230,7 @@ def _greeting(
 ) -> Iterator[str]:
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    draft = loading.get("draft")
-    drafts = f"draft {draft}" if draft else "no draft"
+    drafts = shown_drafts(loading.get("draft") or ())
     yield f"{config.names[0]}, {drafts}: loaded in {seconds:.1f} s"
     yield f"http://{host}:{port}/v1 for clients, http://{host}:{port}/ to talk"
     if config.is_loopback:

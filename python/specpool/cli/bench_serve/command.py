@@ -139,7 +139,7 @@ def _checked(job: Job) -> SplitResult | None:
         check_plot(job.plot)
     if job.url is None:
         check_int("batch", job.batch, 1, 1 << 16)
-        checks.check_models(job.target, None if job.draft == "none" else job.draft)
+        checks.check_models(job.target, [] if job.draft in (None, "none") else [job.draft])
         return None
     url = urlsplit(job.url.removesuffix("/").removesuffix("/v1"))
     if url.scheme not in ("http", "https") or not url.hostname:

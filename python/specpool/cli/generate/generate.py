@@ -27,11 +27,12 @@ from specpool.cli.generate.interrupt import Interrupt
 from specpool.cli.generate.printer import Printer, name_of
 from specpool.cli.generate.report import Runs, Timed, mean_accept_len, report_of, table_of
 from specpool.cli.options import checks
+from specpool.cli.options.drafts import check_drafter, drafts_of, keep_kv
 from specpool.cli.options.prompts import Given, PromptValue, read_prompts, shown
 from specpool.cli.options.shapes import shape_of
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.errors import ConfigError
-from specpool.models.files.names import is_lookup
+from specpool.models.files.names import shown_drafts
 from specpool.ranks.environment import world_of_environment
 from specpool.sampling_params import SamplingParams
 from specpool.shape_names import name_of as name_of_shape
@@ -54,7 +55,7 @@ class Job:
     """The arguments of the command line."""
 
     target: str
-    draft: str | None
+    draft: list[str] | None
     prompts: Given
     chat: bool
     shape: str | None
@@ -66,13 +67,6 @@ class Job:
     json: bool
     sampling: dict[str, Any]
     options: dict[str, Any]
-
-
-def draft_of(target: str, draft: str | None) -> str | None:
-    """Return the draft model to load; the embedded target has the embedded head by default."""
-    if draft is None:
-        return "specpool/tiny-eagle" if target == "specpool/tiny" else None
-    return None if draft == "none" else draft
 
 
 def prompts_of(job: Job, given: Sequence[PromptValue]) -> list[Prompt]:
@@ -135,16 +129,17 @@ def run(job: Job) -> None:
         shape = ANCESTRY_SHAPE
     params = checks.sampling_params(job.sampling)
     count = NUM_ANCESTRY_PROMPTS if job.compare_ancestry else NUM_BUILT_IN_PROMPTS
-    draft = draft_of(job.target, job.draft)
+    drafts = drafts_of(job.target, job.draft)
+    check_drafter(drafts, params.drafter)
     if job.compare_ancestry:
-        _check_ancestry(job, shape, draft)
-    checks.check_engine_config(shape, draft, job.options)
-    checks.check_models(job.target, draft)
+        _check_ancestry(job, shape, drafts)
+    checks.check_engine_config(shape, drafts, job.options)
+    checks.check_models(job.target, drafts)
     texts = read_prompts(job.prompts, job.target, count)
     checks.check_prompts(job.target, prompts_of(job, texts))
     loading = {
         "target": job.target,
-        "draft": draft,
+        "draft": drafts or None,
         "dtype": job.dtype,
         "device": job.device,
         "shape": shape,
@@ -168,7 +163,7 @@ def run(job: Job) -> None:
             console=console,
             disable=not console.is_terminal,  # else it leaves an empty line
         ) as progress:
-            progress.add_task(f"{job.target} and {draft}")
+            progress.add_task(f"{job.target}, {shown_drafts(drafts)}")
             return Engine.from_pretrained(**loading, ranks=ranks, **options)
 
     interrupt = Interrupt()
@@ -183,11 +178,11 @@ def run(job: Job) -> None:
         raise SystemExit(130)
 
 
-def _check_ancestry(job: Job, shape: Shape | None, draft: str | None) -> None:
+def _check_ancestry(job: Job, shape: Shape | None, drafts: Sequence[str]) -> None:
     """Raise `ConfigError` if both ancestries would be the same, or there are ranks."""
     if (world := world_of_environment()[1]) > 1:
         raise ConfigError(f"--compare-ancestry runs in one process, there are {world} ranks")
-    if draft is None or is_lookup(draft):
+    if not keep_kv(drafts):
         raise ConfigError("--compare-ancestry needs a draft model")
     if job.options.get("adaptive") is not None:
         raise ConfigError("--compare-ancestry takes one shape, not --adaptive: give --shape")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from specpool._core import Shape
 from specpool.checks import check_choice, check_int
+from specpool.cli.options.drafts import keep_kv
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
 from specpool.models.files.checkpoint import read_config, read_json
@@ -51,14 +52,14 @@ def check_place(
         raise ConfigError(f"graph_sizes {[*graph_sizes]} need CUDA graphs: give --device cuda")
 
 
-def check_models(target: str, draft: str | None) -> None:
+def check_models(target: str, drafts: Sequence[str]) -> None:
     """Check that the checkpoints exist, without reading their weights.
 
     Raises:
         ConfigError: there is no checkpoint of a name, or the number of `ngram:N` is out of range.
     """
-    for option, name in (("target", target), ("draft", draft)):
-        if name is None or (option == "draft" and is_lookup(name)):
+    for option, name in (("target", target), *(("draft", name) for name in drafts)):
+        if option == "draft" and is_lookup(name):
             continue
         try:
             if find_model(name) is None:
@@ -109,12 +110,14 @@ def _may_have_template(folder: Path) -> bool:
     return bool(held.get("chat_template")) or "auto_map" in held
 
 
-def check_engine_config(shape: Shape | None, draft: str | None, options: Mapping[str, Any]) -> None:
+def check_engine_config(
+    shape: Shape | None, drafts: Sequence[str], options: Mapping[str, Any]
+) -> None:
     """Build the configuration as an engine will, and check which options go together.
 
     Args:
         shape: the value of `--shape`; None = not given.
-        draft: the draft model; None = there is none.
+        drafts: the drafts; empty = there is none.
         options: fields of `EngineConfig`.
 
     Raises:
@@ -131,29 +134,33 @@ def check_engine_config(shape: Shape | None, draft: str | None, options: Mapping
         raise ConfigError(
             "--adaptive chooses the shape of each round, --shape fixes it: leave one of them out"
         )
-    if draft is None:
+    if not drafts:
         if shape is not None and shape.num_draft_tokens > 1:
             raise ConfigError("--shape drafts, but there is no draft model: give --draft")
         if config.adaptive is not None:
             raise ConfigError("--adaptive chooses what to draft: give --draft")
+        if config.draft_window is not None:
+            raise ConfigError("--draft-window is of draft KV, and there is no draft: give --draft")
     if config.num_pages is not None and config.kv_bytes is not None:
         raise ConfigError("num_pages and kv_bytes both say how large the pools are: give one")
     if options.get("offload", "cost") != "cost" and not config.host_bytes:
         raise ConfigError("--offload says what goes to host memory: give --host-bytes too")
     if options.get("on_finding", "raise") != "raise" and not config.busy_check:
         raise ConfigError("on_finding says what a busy check does: give --busy-check 1 or 2 too")
-    _warn_of_layout(config, draft)
+    _warn_of_layout(config, drafts)
 
 
-def _warn_of_layout(config: EngineConfig, draft: str | None) -> None:
+def _warn_of_layout(config: EngineConfig, drafts: Sequence[str]) -> None:
     """Warn of options on the place of drafts that change nothing here."""
     shapes = [config.shape or Shape.eagle(3, 1, 4)]
     if config.adaptive is not None:
         shapes = list(config.adaptive.candidates)  # type: ignore[union-attr]
     has_trees = any(shape.topk > 1 for shape in shapes)
-    if draft is None and config.placement == "shared":
+    if config.draft_window is not None and not keep_kv(drafts):
+        warn(f"--draft-window changes nothing: {', '.join(drafts)} keeps no KV")
+    if not drafts and config.placement == "shared":
         warn("--placement shared changes nothing without a draft model")
-    if config.layout == "holey" and not (draft and has_trees and config.page_size > 1):
+    if config.layout == "holey" and not (drafts and has_trees and config.page_size > 1):
         warn("--layout holey changes nothing without a tree (topk above 1) on pages of 2 or more")
 
 

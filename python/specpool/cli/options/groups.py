@@ -24,7 +24,7 @@ class ModelOptions:
     """The checkpoints."""
 
     target: o.Target = "specpool/tiny"
-    draft: o.Draft = None
+    draft: o.Drafts = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,7 @@ class LayoutOptions:
     placement: o.Placement = "split"
     policy: o.Policy = "exact"
     layout: o.Layout = "auto"
+    draft_window: o.DraftWindow = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,25 @@ from specpool import config
 Target = Annotated[
     str, typer.Option(help="Target model: a folder, a hub name, or specpool/tiny (embedded).")
 ]
-Draft = Annotated[
+_DRAFT_HELP = (
+    "EAGLE head or small language model: a folder, a hub name, specpool/tiny-eagle, "
+    "specpool/tiny-eagle3, specpool/tiny-draft; 'ngram' or 'ngram:6' = prompt lookup and 'suffix' "
+    "= suffix decoding, on any model; or 'none'.{} [default: specpool/tiny-eagle with the embedded "
+    "target, else none]"
+)
+Draft = Annotated[str | None, typer.Option(help=_DRAFT_HELP.format(""))]
+Drafts = Annotated[
+    list[str] | None,
+    typer.Option("--draft", help=_DRAFT_HELP.format(" May be repeated: the first drafts.")),
+]
+DrafterName = Annotated[
     str | None,
+    typer.Option("--drafter", help="Which of several --draft drafts. [default: the first]"),
+]
+DraftWindow = Annotated[
+    int | None,
     typer.Option(
-        help="EAGLE head: a folder, a hub name, specpool/tiny-eagle, specpool/tiny-eagle3; 'ngram' "
-        "or 'ngram:6' = prompt lookup, on any model; or 'none'. [default: specpool/tiny-eagle with "
-        "the embedded target, else none]"
+        help="Last tokens of a row that keep draft KV; drafts see no others. [default: all]"
     ),
 ]
 ShapeText = Annotated[

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from specpool.assets import EMBEDDED, resolve
@@ -53,6 +54,13 @@ def suffix_of(name: str) -> bool | None:
 def is_lookup(name: str) -> bool:
     """Return whether a name stands for a drafter that searches texts and has no model."""
     return ngram_of(name) is not None or suffix_of(name) is not None
+
+
+def shown_drafts(names: Sequence[str]) -> str:
+    """Return what to tell of an engine's drafts: `no draft`, `draft a` or `drafts a, b`."""
+    if not names:
+        return "no draft"
+    return f"draft{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def find_model(name: str) -> Path | None:

@@ -54,6 +54,7 @@ class Generation(Body):
     structured_outputs: dict[str, Any] | None = None
     # our own
     max_draft_steps: Annotated[int, Field(ge=0, le=1 << 16)] | None = None
+    drafter: Annotated[str, Field(max_length=1024)] | None = None
     include_drafts: bool | None = None
     session_id: str | None = None
     session_offset: Annotated[int, Field(ge=0, le=1 << 40)] | None = None

@@ -80,8 +80,8 @@ def params_of(request: Generation, max_new_tokens: int, logprobs: int | None) ->
         given["min_p"] = request.min_p or 0.0
     if request.seed is not None:
         given["seed"] = request.seed % (1 << 64)
-    if request.max_draft_steps is not None:
-        given["max_draft_steps"] = request.max_draft_steps
+    given["max_draft_steps"] = request.max_draft_steps
+    given["drafter"] = request.drafter
     given["presence_penalty"] = request.presence_penalty or 0.0
     given["frequency_penalty"] = request.frequency_penalty or 0.0
     given["repetition_penalty"] = request.repetition_penalty or 1.0
