@@ -367,6 +367,7 @@ class Loop(Scheduler):
     def send_abort_output(self, abort_req: Any, req: Any) -> None:
         """A request that does not fit even alone ends."""
         self.outcome.aborted.append(req.rid)
+        self.traffic.running.pop(req.rid)
 
     def _poll_timeout_aborts(self) -> list[Any]:
         return []

@@ -78,9 +78,10 @@ class Traffic:
         for name in [name for name, busy in self.busy.items() if busy == rid]:
             del self.busy[name]
             self.wakes[name] = self.tick + self._rng(2, int(rid)).randint(0, 6)
-            # SGLang's own: tokens that a round accepted behind a stop begin the next turn's prompt.
-            self.history[name] = list(req.origin_input_ids) + list(req.output_ids)
-            if len(req.output_ids) > len(said):
+            # SGLang's own: what a round accepted behind a stop begins the next turn's prompt.
+            kept = list(req.output_ids)[: req.sampling_params.max_new_tokens]
+            self.history[name] = list(req.origin_input_ids) + kept
+            if len(kept) > len(said):
                 self.loop.outcome.seen.add("tail")
 
     def _parameters(self, rng: random.Random) -> SamplingParams:
