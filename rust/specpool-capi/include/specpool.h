@@ -237,7 +237,7 @@ typedef struct {
   size_t first_column;
   // Its pages in the group, one for each column.
   size_t num_pages;
-} specpool_PrefixInfo;
+} specpool_prefix_info;
 
 // Copies the first `tokens` slots of page `src` to page `dst`, in every layer of the group.
 typedef struct {
@@ -604,7 +604,7 @@ specpool_status specpool_ledger_prefix_pages(specpool_ledger ledger,
                                              size_t group,
                                              int32_t *pages,
                                              size_t capacity,
-                                             specpool_PrefixInfo *info);
+                                             specpool_prefix_info *info);
 
 // Claims pages for a prefill or a chunk of every row: its tokens up to `new_lens[i]`. All rows or none.
 // The arrays have `num_rows` entries; `plan` points to its structure.
