@@ -1616,14 +1616,20 @@ class Replay:
         """
 
 def decode_op(
-    ledger: Ledger, code: bytes, *, has_index: bool = False, has_loans: bool = False
+    ledger: Ledger,
+    code: bytes,
+    *,
+    has_index: bool = False,
+    has_loans: bool = False,
+    has_moves: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """Turn bytes into an operation on the ledger: a verb's name and its keyword arguments.
 
     It is for random tests. The same state and code give the same operation. Most operations can
     succeed; one in 16 has arbitrary arguments. Only the first `OP_BYTES` bytes of `code` count, and
     missing ones are 0. With `has_index`, the verbs of the prefix index are among the operations,
-    with `has_loans` those for a prefix cache outside the ledger.
+    with `has_loans` those for a prefix cache outside the ledger, with `has_moves` `export` and
+    `import_row`.
     """
 
 # --- Engines with a table of slots ---

@@ -31,7 +31,8 @@ SETTINGS = settings(
 # What a run must have met, or it proves little: every verb done, and these refusals.
 VERBS = (
     "admit fork pin_prefix release_prefix prepare_extend prepare_decode launch resolve complete "
-    "cancel abandon trim end_turn retract finish abort take_delta ack_delta lend release_lent"
+    "cancel abandon trim end_turn retract finish abort take_delta ack_delta lend release_lent "
+    "export import_row"
 ).split()
 RARE = ["rebind", "admit_lent"]
 REFUSALS = {
@@ -49,6 +50,8 @@ REFUSALS = {
     ("lend", "NotReady"),
     ("rebind", "NotReady"),
     ("release_lent", "PageStateError"),
+    ("export", "NotReady"),
+    ("import_row", "OutOfPages"),
 }
 
 
@@ -65,7 +68,7 @@ class LedgerAgainstOracle(RuleBasedStateMachine):
     @rule(codes=st.lists(operation_codes(), min_size=1, max_size=5), runs=st.integers(0, 3))
     def operate(self, codes: list[bytes], runs: int) -> None:
         for code in codes:
-            self.both.apply(decode_op(self.both.ledger, code, has_loans=True))
+            self.both.apply(decode_op(self.both.ledger, code, has_loans=True, has_moves=True))
             for _ in range(runs):
                 self.both.device.run_some()
 

@@ -198,6 +198,22 @@ class Lockstep:
                 return
         self.loans.append((self.device.tokens(row)[:end], tables))
 
+    def _arrive(self, row: int, length: int, drafted_len: int) -> list[int]:
+        """Write the KV of a row that comes from elsewhere, behind every launched forward."""
+        device = self.device
+        if device._in_order:  # pages are not fenced: a forward may still write them
+            device._run_up_to(device._newest)
+        first = device._next_token
+        device._next_token += length
+        for at, group in enumerate(self.ledger.groups):
+            line, size = self.ledger.page_table(at)[row], group.page_size
+            for position in range(int(self.ledger.evicted_len(at)[row]), length):
+                slot = int(line[position // size]) * size + position % size
+                device._target[at][slot] = first + position
+                if position < drafted_len:
+                    device._draft[at][slot] = first + position
+        return list(range(first, first + length))
+
     def _equate(self, row: int, start: int, end: int, pages: list[int]) -> None:
         """The caller says that the row and the pages hold the same tokens there."""
         if not any(pages):
@@ -231,9 +247,11 @@ class Lockstep:
     def _follow(
         self, verb: str, arguments: dict[str, Any], answer: Any, wanted: Any, estimate: Any
     ) -> None:
-        if verb in ("admit", "fork", "admit_lent"):
+        if verb in ("admit", "fork", "admit_lent", "import_row"):
             self.oracle.seat(wanted, answer)
-            if verb == "fork":
+            if verb == "import_row":
+                tokens = self._arrive(answer, **without(arguments, "tag"))
+            elif verb == "fork":
                 tokens = self.device.tokens(arguments["row"])
             elif verb == "admit_lent":
                 length, pages = arguments["length"], arguments["pages"]
@@ -266,7 +284,7 @@ class Lockstep:
         elif verb == "release_lent":
             at, gone = arguments["group"], set(arguments["pages"])
             self.loans = [loan for loan in self.loans if gone.isdisjoint(loan[1][at])]
-        elif verb == "pin_prefix":
+        elif verb in ("pin_prefix", "export"):
             assert answer == wanted
             length = self.ledger.prefix_len(answer)
             self.prefix_tokens[answer] = self.device.tokens(arguments["row"])[:length]

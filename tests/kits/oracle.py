@@ -9,11 +9,12 @@ import copy
 from collections.abc import Iterable, Sequence
 
 from oracle_lend import Lending
+from oracle_move import Moving
 from oracle_state import Copy, Lane, Page, Part, Prefix, Refused, Round, Row, Step
 from reference import ceil_align
 
 
-class Oracle(Lending):
+class Oracle(Lending, Moving):
     """The ledger as the contract says it."""
 
     # --- Rows come ---

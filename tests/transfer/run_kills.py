@@ -31,7 +31,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
 
 from parcel_kit import Parcel, Side
-
 from specpool import TransferError, transfer
 from specpool.transfer import shared_memory, tcp
 
@@ -39,7 +38,10 @@ KEY = b"sixteen bytes at least"
 FORK = multiprocessing.get_context("fork")  # a new interpreter takes half a second
 #: The lengths of the rows that are sent, in turn; the n-th row is filled by the seed n.
 LENGTHS = (3, 23, 60, 41, 9, 60, 1, 33)
-TRACED = (str(Path(transfer.__file__).parent), str(Path(__file__).parents[1] / "kits/parcel_kit.py"))
+TRACED = (
+    str(Path(transfer.__file__).parent),
+    str(Path(__file__).parents[1] / "kits/parcel_kit.py"),
+)
 #: Lines of these files that a victim runs before it dies, at most: two to three rows.
 MOST_LINES = 900
 #: Seconds after which a victim dies that is killed from outside, at most.

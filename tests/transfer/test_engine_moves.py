@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 
 from recurrent_families import make_config, make_model
-from specpool import ConfigError, Engine, EngineConfig, Grammar, SamplingParams, Shape, TransferError
+from specpool import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    Grammar,
+    SamplingParams,
+    Shape,
+    TransferError,
+)
 from specpool._core import checksum
 from specpool.assets import corpus
 from specpool.models import TargetModel
@@ -151,7 +159,9 @@ def test_a_device_and_a_host_read_and_write_the_same_bytes():
         pages = np.array([2, 3, 4, 9, 1, 7], np.int32)
         for group, page_bytes in enumerate(host.page_bytes):
             read = [np.zeros(len(pages) * page_bytes, np.uint8) for _ in range(2)]
-            sums = [of.read(group, pages, out) for of, out in zip((host, device), read, strict=True)]
+            sums = [
+                of.read(group, pages, out) for of, out in zip((host, device), read, strict=True)
+            ]
             assert np.array_equal(*read) and read[0].any()
             assert set(sums) == {checksum(read[0])}
             for of in (host, device):

@@ -32,7 +32,9 @@ def with_header(image: np.ndarray, **changes: object) -> np.ndarray:
     (size,) = struct.unpack_from("<I", image, 12)
     header = json.loads(image[FIXED_BYTES : FIXED_BYTES + size].tobytes()) | changes
     text = json.dumps(header).encode()
-    fixed = struct.pack("<8sIIQ", MAGIC, VERSION, len(text), checksum(np.frombuffer(text, np.uint8)))
+    fixed = struct.pack(
+        "<8sIIQ", MAGIC, VERSION, len(text), checksum(np.frombuffer(text, np.uint8))
+    )
     rest = image[FIXED_BYTES + size :].tobytes()
     return np.frombuffer(fixed + text + rest, np.uint8)
 
@@ -129,7 +131,9 @@ def test_a_header_that_lies_is_refused_before_memory_is_taken(claim):
 def test_a_header_of_nested_lists_or_no_object_is_refused():
     image = image_of()[2]
     for text in (b"[" * 5000, b"[1]", b"{}", b"null", b"\xff\xff", b'{"length": 1}'):
-        fixed = struct.pack("<8sIIQ", MAGIC, VERSION, len(text), checksum(np.frombuffer(text, np.uint8)))
+        fixed = struct.pack(
+            "<8sIIQ", MAGIC, VERSION, len(text), checksum(np.frombuffer(text, np.uint8))
+        )
         refused(Side(), np.frombuffer(fixed + text + image.tobytes(), np.uint8), "cannot be read")
     other = image.copy()
     other[8] = 1

@@ -343,6 +343,26 @@ def test_several_senders_are_served_and_one_too_many_is_hung_up_on(tmp_path, mon
 
 
 @needs_memfd
+def test_a_sender_that_hangs_up_before_its_last_word_leaves_no_row(tmp_path):
+    """It has not said that it gave the row up, so the receiver undoes its own."""
+    one, two = Side(), Side()
+    path = str(tmp_path / "rows")
+    parcel, _ = parcel_of(one)
+    with shared_memory.SharedMemoryReceiver(two.take_in, two.layout, path, timeout=2.0) as receiver:
+        descriptor, memory = shared_memory._new(parcel.num_bytes)
+        parcel.write(memory)
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(path)
+            socket.send_fds(peer, [b"\1"], [descriptor])
+            assert peer.recv(5) == b"\1\0\0\0\0" and len(two.rows) == 1
+        while receiver._peers:
+            time.sleep(0.001)
+    os.close(descriptor)
+    assert receiver.failures == ["TransferError: the sender did not settle its row"]
+    two.check_empty()
+
+
+@needs_memfd
 def test_memory_that_its_sender_can_cut_is_refused(tmp_path):
     two = Side()
     path = str(tmp_path / "rows")

@@ -71,6 +71,6 @@ class PageBytes:
         """Return memory of the device for pages in a row, uint8 [n], and its fields."""
         widths = [b.shape[1] for b in self._buffers[group]]
         staged = torch.empty(num_pages * sum(widths), dtype=torch.uint8, device=self._device)
-        parts = staged.split([num_pages * width for width in widths])
+        parts = torch.split(staged, [num_pages * width for width in widths])
         views = [part.view(num_pages, width) for part, width in zip(parts, widths, strict=True)]
         return staged, kernels.Fields.of(views, 1)

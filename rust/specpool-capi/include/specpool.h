@@ -227,6 +227,18 @@ typedef struct {
   int64_t row_width;
 } specpool_group_info;
 
+// What a prefix or an export has in one group.
+typedef struct {
+  // Its tokens.
+  int32_t len;
+  // Draft KV is valid below this position.
+  int32_t drafted_len;
+  // Column of its first page in the group. What lies before it is below the window.
+  size_t first_column;
+  // Its pages in the group, one for each column.
+  size_t num_pages;
+} specpool_prefix_info;
+
 // Copies the first `tokens` slots of page `src` to page `dst`, in every layer of the group.
 typedef struct {
   // The group's index.
@@ -567,6 +579,32 @@ specpool_status specpool_ledger_lent_pages(specpool_ledger ledger,
                                            int32_t *pages,
                                            size_t capacity,
                                            size_t *count);
+
+// Gives the row back, and keeps the pages of all its tokens as a prefix, also a partly filled last one. They are
+// read-only until specpool_ledger_release_prefix: read them and send them. specpool_ledger_admit_on makes a row of them
+// again. Nothing of the row may be in flight. O(pages).
+// `prefix` points to a number.
+specpool_status specpool_ledger_export(specpool_ledger ledger, int32_t row, uint64_t *prefix);
+
+// Takes a free row of `len` tokens on pages of its own, for KV that comes from elsewhere; draft KV is valid below
+// `drafted_len`. Write the pages, which specpool_ledger_row_pages names, before the next launch and behind every
+// launched forward. If the KV does not arrive, specpool_ledger_abort takes the row back. O(pages).
+// `tag` is a text or NULL, `row` points to a number.
+specpool_status specpool_ledger_import_row(specpool_ledger ledger,
+                                           int32_t len,
+                                           int32_t drafted_len,
+                                           const char *tag,
+                                           int32_t *row);
+
+// Writes what a prefix or an export has in the group, and its pages there. With a capacity of 0 and NULL, only the
+// former. O(pages).
+// `pages` has room for `capacity` entries; `info` points to a structure.
+specpool_status specpool_ledger_prefix_pages(specpool_ledger ledger,
+                                             uint64_t prefix,
+                                             size_t group,
+                                             int32_t *pages,
+                                             size_t capacity,
+                                             specpool_prefix_info *info);
 
 // Claims pages for a prefill or a chunk of every row: its tokens up to `new_lens[i]`. All rows or none.
 // The arrays have `num_rows` entries; `plan` points to its structure.

@@ -12,16 +12,17 @@ use crate::ledger::Ledger;
 
 #[doc = doc!("decode_op")]
 #[pyfunction]
-#[pyo3(signature = (ledger, code, *, has_index=false, has_loans=false))]
+#[pyo3(signature = (ledger, code, *, has_index=false, has_loans=false, has_moves=false))]
 pub fn decode_op<'py>(
     py: Python<'py>,
     ledger: &Ledger,
     code: &[u8],
     has_index: bool,
     has_loans: bool,
+    has_moves: bool,
 ) -> PyResult<(&'static str, Bound<'py, PyDict>)> {
     let arguments = PyDict::new(py);
-    let mut scene = Scene { has_index, has_loans, ..Scene::default() };
+    let mut scene = Scene { has_index, has_loans, has_moves, ..Scene::default() };
     scene.read(&ledger.0);
     let verb = match decode(code, &scene) {
         Op::Admit => Verb::Admit,

@@ -1,0 +1,55 @@
+"""The oracle's verbs for rows that move to another ledger, from docs/contract.md alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oracle_state import Part, Prefix, Refused, Row, State
+from reference import ceil_align
+
+
+class Moving(State):
+    """`export` and `import_row`; `Oracle` has the parts that they use."""
+
+    _row: Any
+    _take: Any
+    _check_pages: Any
+    _check_free_row: Any
+    _is_being_copied: Any
+    give_back: Any
+
+    def export(self, row: int) -> int:
+        one = self._row(row)
+        if one.resolved == 0:
+            raise Refused("ShapeError")
+        if one.rounds or one.extend_from is not None or one.last_launched > self.completed:
+            raise Refused("NotReady")
+        if self._is_being_copied(one):
+            raise Refused("NotReady")
+        tables = [
+            {at: page for at, page in part.table.items() if at in self._window(group, one.resolved)}
+            for group, part in enumerate(one.parts)
+        ]
+        for table in tables:
+            for page in table.values():
+                page.shared = True
+        evicted = [self._evict_to(at, one.resolved) for at in self._all]
+        prefix, drafted = self.next_prefix, min(one.drafted, one.resolved)
+        self.prefixes[prefix] = Prefix(one.resolved, drafted, tables, evicted)
+        self.next_prefix += 1
+        self.give_back(row)
+        return prefix
+
+    def import_row(self, length: int, drafted_len: int) -> Row:
+        if not 1 <= length <= self.context or not 0 <= drafted_len <= length:
+            raise Refused("ShapeError")
+        self._check_free_row()
+        columns = [self._window(at, length) for at in self._all]
+        self._check_pages(map(len, columns), [])
+        row = Row(0, [], resolved=length, drafted=drafted_len)
+        for at, group in enumerate(self.groups):
+            part = Part({column: self._take(at) for column in sorted(columns[at])})
+            part.allocated = ceil_align(length, group.page_size)
+            part.evicted = self._evict_to(at, length)
+            row.parts.append(part)
+        return row
