@@ -40,35 +40,30 @@ def _play(scene: Scene, world: int = 2) -> Any:
     return asyncio.run(played())
 
 
-def test_two_processes_answer_as_one() -> None:
-    async def scene(client: EngineClient, processes: RankedProcess) -> list[int]:
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
+def test_two_processes_answer_as_one_and_end_together(how: signal.Signals) -> None:
+    async def scene(client: EngineClient, processes: RankedProcess) -> tuple[list[int], str]:
         await client.start()
         stream = await client.submit([5, 6, 7, 8], SamplingParams(max_new_tokens=24))
+        tokens: list[int] = []
         while news := await stream.news():
             if isinstance(news[-1], Done):
-                return news[-1].token_ids
-        raise AssertionError("no end")
+                tokens = news[-1].token_ids
+        os.kill(processes.followers[0].pid, how)
+        await client.ended.wait()
+        return tokens, str(client.failure)
 
-    found = _play(scene)
+    found, failure = _play(scene)
+    assert "rank 1" in failure, failure
     options = {"page_size": 4, "max_context_len": 256}
     with Engine.from_pretrained(draft="specpool/tiny-eagle", **options) as engine:
         (alone,) = engine.generate([[5, 6, 7, 8]], SamplingParams(max_new_tokens=24))
     assert found == alone.token_ids
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_gone_ends_the_engine(how: signal.Signals) -> None:
-    async def scene(client: EngineClient, processes: RankedProcess) -> str:
-        await client.start()
-        os.kill(processes.followers[0].pid, how)
-        await client.ended.wait()
-        return str(client.failure)
-
-    found = _play(scene)
-    assert "rank 1" in found, found
-
-
+@pytest.mark.full
 def test_a_rank_that_ends_while_it_loads_ends_the_start() -> None:
     """Law: nobody waits for a rank that cannot come."""
 
@@ -83,6 +78,7 @@ def test_a_rank_that_ends_while_it_loads_ends_the_start() -> None:
     assert "rank 1 has ended with exit code -9" in _play(scene)
 
 
+@pytest.mark.full
 def test_what_ranks_refuse_is_told_once() -> None:
     async def scene(client: EngineClient, processes: RankedProcess) -> list[int]:
         with pytest.raises(ConfigError, match="'llama' has 2 KV heads, which 3 ranks cannot share"):
