@@ -1,8 +1,8 @@
 """`python -m benches ranks`: what a record costs, beside one all-reduce of a layer.
 
-Two processes on this machine, over gloo. A record is packed, broadcast, read and compared; the
-reference is the all-reduce of the hidden states [rows, hidden] of one layer, in float32, in
-alternation with it.
+Two processes on this machine. A record is packed, sent, read and compared; the reference is the
+all-reduce of the hidden states [rows, hidden] of one layer over gloo, in float32, in alternation
+with it.
 """
 
 from __future__ import annotations

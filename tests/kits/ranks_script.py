@@ -1,8 +1,8 @@
 """What a rank of the tests runs: play scenes on engines, lead or follow; each prints JSON.
 
-python ranks_script.py scenes                 the scenes of `SETUPS`
+python ranks_script.py scenes NAME..          the scenes of these `SETUPS`
 python ranks_script.py long TURNS             one engine, requests until so many turns ran
-python ranks_script.py timed                  shapes are chosen by seconds, on clocks that run at random
+python ranks_script.py timed                  shapes are chosen by clocks that run at random
 python ranks_script.py plant KIND RECORD      rank 1 does something of its own at a record
 """
 
@@ -176,9 +176,9 @@ SCENES = {
 }
 
 
-def _scenes(ranks: Ranks) -> Any:
+def _scenes(ranks: Ranks, names: list[str]) -> Any:
     found = {}
-    for name in SETUPS:
+    for name in names:
         with engine_of(name, ranks) as engine:
             if ranks.leads:
                 found[name] = play(engine)
@@ -333,8 +333,8 @@ def _main(arguments: list[str]) -> None:
     os.dup2(2, 1)  # gloo prints there
     with Ranks() as ranks:
         match arguments:
-            case ["scenes"]:
-                found = _scenes(ranks)
+            case ["scenes", *names]:
+                found = _scenes(ranks, names)
             case ["long", turns]:
                 found = _long(ranks, int(turns))
             case ["timed"]:

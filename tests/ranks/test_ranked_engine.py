@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -18,18 +19,27 @@ from specpool import SamplingParams
 SCRIPT = script("ranks_script.py")
 
 
-@pytest.fixture(scope="module")
-def shared() -> Any:
-    """All scenes, played by two ranks."""
-    first, second = Group([SCRIPT, "scenes"]).wait(400)
+#: Both heads, a chain and a tree, both overlap depths, two drafters, retraction.
+QUICK = ("eagle chain D0", "eagle3 tree D0", "two drafters D1", "few pages")
+OTHERS = tuple(name for name in SETUPS if name not in QUICK)
+
+
+@functools.cache
+def _shared(names: tuple[str, ...]) -> Any:
+    """All scenes of these setups, played by two ranks."""
+    first, second = Group([SCRIPT, "scenes", *names]).wait(400)
     assert first.code == 0, first.err
     assert second.code == 0, second.err
     return json.loads(first.out)
 
 
-@pytest.fixture(scope="module", params=[*SETUPS])
-def both(request: pytest.FixtureRequest, shared: Any) -> Any:
+@pytest.fixture(
+    scope="module",
+    params=[*QUICK, *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)],
+)
+def both(request: pytest.FixtureRequest) -> Any:
     """What two ranks and one process gave, of one setup."""
+    shared = _shared(QUICK if request.param in QUICK else OTHERS)
     with engine_of(request.param) as engine:
         alone = json.loads(json.dumps(play(engine)))
     return request.param, alone, shared[request.param]
@@ -49,8 +59,8 @@ def test_few_pages_retract_on_two_ranks_as_on_one(both: Any) -> None:
     assert bool(retracted) == (name == "few pages")
 
 
-def test_rows_of_ranks_do_not_move(shared: Any) -> None:
-    assert shared["move"] == "rows of ranks cannot move: each rank holds a part of their KV"
+def test_rows_of_ranks_do_not_move() -> None:
+    assert _shared(QUICK)["move"] == "rows of ranks cannot move: each rank holds a part of their KV"
 
 
 def _long(turns: int) -> Any:
@@ -59,6 +69,7 @@ def _long(turns: int) -> Any:
     return json.loads(first.out)
 
 
+@pytest.mark.full
 def test_hundreds_of_turns_with_a_digest_each() -> None:
     found = _long(400)
     assert found["records"] >= found["turns"] * 0.9
@@ -109,6 +120,7 @@ def test_a_call_of_one_rank_alone_is_found_at_the_next_record_and_named() -> Non
         Path(path).unlink()
 
 
+@pytest.mark.full
 def test_another_token_on_one_rank_is_found_at_the_next_record() -> None:
     first, second = _plant("token", 9)
     assert re.search(r"parted from rank 0 before record 10, after step \d+", second.err)
@@ -116,6 +128,7 @@ def test_another_token_on_one_rank_is_found_at_the_next_record() -> None:
     assert "rank 1 has ended: CorruptState" in first.err
 
 
+@pytest.mark.full
 def test_bytes_that_are_no_record_end_the_ranks() -> None:
     first, second = _plant("garbage", 5)
     assert "RankError" in second.err
@@ -123,7 +136,7 @@ def test_bytes_that_are_no_record_end_the_ranks() -> None:
     assert "rank 1 has ended: RankError" in first.err
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["die", "stop", "raise"])
 def test_a_rank_that_is_gone_is_named_in_seconds(kind: str) -> None:
     group = Group([SCRIPT, "plant", kind, "6"])
@@ -150,11 +163,16 @@ def test_ranks_that_differ_are_refused_with_both_values() -> None:
             "error: the ranks differ in option --num-pages: rank 0 has None, rank 1 100"
             in ended.err
         )
+
+
+@pytest.mark.full
+def test_ranks_with_other_models_are_refused() -> None:
     for ended in _refused((), ("--draft", "specpool/tiny-eagle3")):
         assert ended.code == 2
         assert "error: the ranks differ in drafts: rank 0 has eagle1 " in ended.err
 
 
+@pytest.mark.full
 def test_a_rank_with_another_key_is_refused() -> None:
     keys = [{"SPECPOOL_RANKS_KEY": "right"}, {"SPECPOOL_RANKS_KEY": "wrong"}]
     for rank, ended in enumerate(_refused((), (), environments=keys)):
@@ -163,21 +181,9 @@ def test_a_rank_with_another_key_is_refused() -> None:
         assert "right" not in ended.err and "wrong" not in ended.err
 
 
+@pytest.mark.full
 def test_heads_that_do_not_divide_are_refused_with_the_numbers() -> None:
     for ended in _refused((), (), (), world=3):
         assert ended.code == 2
         assert "error: 'llama' has 2 KV heads, which 3 ranks cannot share" in ended.err
         assert "Loading weights" not in ended.err
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--host-bytes", "1000000"), "offload 'cost' chooses by each rank's own clock"),
-    ],
-)
-def test_what_a_clock_would_decide_is_refused(options: tuple[str, ...], said: str) -> None:
-    for ended in _refused(options, options):
-        assert ended.code == 2
-        assert said in ended.err

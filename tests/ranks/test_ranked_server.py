@@ -72,6 +72,7 @@ def test_two_ranks_serve_texts_and_end_with_their_front(served: tuple[Group, int
         assert ended.code == 0, ended.err
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_while_all_is_idle_ends_the_server(served: tuple[Group, int]) -> None:
     group, port = served
     _complete(port)
@@ -83,6 +84,7 @@ def test_a_rank_that_dies_while_all_is_idle_ends_the_server(served: tuple[Group,
     assert "rank 1 is gone" in err or "rank 1 has been silent" in err
 
 
+@pytest.mark.full
 def test_a_front_that_dies_ends_the_other_ranks(served: tuple[Group, int]) -> None:
     group, port = served
     _complete(port)
@@ -90,6 +92,7 @@ def test_a_front_that_dies_ends_the_other_ranks(served: tuple[Group, int]) -> No
     group.processes[1].communicate(timeout=30)  # raises if it goes on
 
 
+@pytest.mark.full
 def test_a_second_server_on_the_port_is_refused(served: tuple[Group, int]) -> None:
     _, port = served
     other = Group(["-m", "specpool", "serve", "--port", str(port), *OPTIONS])

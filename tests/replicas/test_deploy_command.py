@@ -32,7 +32,7 @@ def test_the_config_that_is_printed(capsys):
     found = printed(capsys, "--replicas", "3", "--gpus", "0.5", *words)
     assert found["http_options"] == {"host": "127.0.0.1", "port": 0}
     (app,) = found["applications"]
-    assert app["args"] == {"serve": words, "stuck_timeout": 60.0}
+    assert app["args"] == {"serve": words, "stuck_timeout": 60.0, "ranks": 1}
     (deployment,) = app["deployments"]
     assert deployment["num_replicas"] == 3 and "autoscaling_config" not in deployment
     assert deployment["max_ongoing_requests"] > 16 + 100
@@ -44,6 +44,15 @@ def test_the_config_that_is_printed(capsys):
     scaled = printed(capsys, "--replicas", "2:8")["applications"][0]["deployments"][0]
     assert scaled["autoscaling_config"]["min_replicas"] == 2 and "num_replicas" not in scaled
     assert scaled["autoscaling_config"]["max_replicas"] == 8
+
+
+def test_the_ranks_of_a_replica_are_on_one_node(capsys):
+    """Law: one actor has all GPUs of its ranks, so Ray finds them on one node."""
+    words = ["--device", "cuda", "--target", "/models/target"]
+    found = printed(capsys, "--ranks", "4", "--gpus", "4", "--cpus", "8", *words)
+    (app,) = found["applications"]
+    assert app["args"] == {"serve": words, "stuck_timeout": 60.0, "ranks": 4}
+    assert app["deployments"][0]["ray_actor_options"] == {"num_cpus": 8.0, "num_gpus": 4.0}
 
 
 def test_what_a_replica_starts_with_is_what_serve_starts_with():
@@ -77,6 +86,11 @@ def test_no_secret_is_printed(monkeypatch, capsys, tmp_path):
         (["--app", "a/b"], "--app must be letters, digits, - and _, got 'a/b'"),
         (["--wait", "-1"], "--wait must be seconds from 0 on, got -1.0"),
         (["--device", "cuda"], "--gpus must be above 0 for --device cuda, got 0: Ray hides them"),
+        (
+            ["--device", "cuda", "--ranks", "4", "--gpus", "1"],
+            "--gpus must be 4 for 4 ranks, a GPU each, got 1",
+        ),
+        (["--ranks", "0"], "--ranks must be an integer in [1, 64], got 0"),
         (["--max-queue", "-1"], "--max-queue must be an integer in [0, 1048576], got -1"),
         (["--batch", "0"], "--batch must be an integer in [1, "),
         (["--bach", "3"], "No such option: --bach"),
@@ -114,13 +128,14 @@ def test_errors_come_before_heavy_imports():
         ({"serve": [3]}, "args.serve must be a list of texts"),
         ({"words": []}, "args has no field 'words'"),
         ({"stuck_timeout": 0}, "args.stuck_timeout must be seconds above 0, got 0"),
+        ({"ranks": 65}, "args.ranks must be an integer in [1, 64], got 65"),
     ],
 )
 def test_a_config_that_was_written_by_hand(args, says):
     with pytest.raises(ConfigError) as error:
         args_of(args)
     assert str(error.value).startswith(says)
-    assert args_of({}) == ([], 60.0)
+    assert args_of({}) == ([], 60.0, 1)
 
 
 class Dashboard:

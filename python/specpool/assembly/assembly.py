@@ -67,9 +67,7 @@ class Assembly:
             forced_shape=forced_shape(config),
         )
 
-    def loop(
-        self, scheduler: Scheduler, *, busy_check: int, peers: Ranks | None = None
-    ) -> Loop:
+    def loop(self, scheduler: Scheduler, *, busy_check: int, peers: Ranks | None = None) -> Loop:
         """Build a loop that runs the scheduler's steps.
 
         Args:

@@ -126,6 +126,9 @@ def deploy(
     ] = "1",
     gpus: Annotated[float, typer.Option(help="GPUs of each replica.")] = 0.0,
     cpus: Annotated[float, typer.Option(help="CPU cores of each replica.")] = 1.0,
+    ranks: Annotated[
+        int, typer.Option(help="Processes of each replica that share the target.")
+    ] = 1,
     app: Annotated[str, typer.Option(help="The application's name in the cluster.")] = "specpool",
     stuck_timeout: Annotated[
         float, typer.Option(help="Seconds until an engine that does not answer is killed.")
@@ -151,6 +154,7 @@ def deploy(
             replicas=replicas,
             gpus=gpus,
             cpus=cpus,
+            ranks=ranks,
             app=app,
             stuck_timeout=stuck_timeout,
             apply=apply,

@@ -28,6 +28,7 @@ class Job:
     gpus: float
     cpus: float
     stuck_timeout: float
+    ranks: int
     apply: bool
     address: str
     wait: float
@@ -51,6 +52,7 @@ def run(job: Job) -> None:
         gpus=job.gpus,
         cpus=job.cpus,
         stuck_timeout=job.stuck_timeout,
+        ranks=job.ranks,
     )
     if not 0 <= job.wait < 1e9:
         raise ConfigError(f"wait must be seconds from 0 on, got {job.wait!r}")
@@ -79,9 +81,9 @@ def application(args: dict[str, Any]) -> Any:
     from specpool.serve.replicas.manifest import args_of
     from specpool.serve.replicas.replica import application as of_words
 
-    words, seconds = args_of(args)
+    words, seconds, ranks = args_of(args)
     launch_of(words, has_files=False)  # a wrong word is told now, and not by each replica
-    return of_words(_Preparing(seconds), words)
+    return of_words(_Preparing(seconds, ranks), words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,11 @@ class _Preparing:
     """What a replica prepares itself with; it is pickled."""
 
     stuck_timeout: float
+    ranks: int
 
     def __call__(self, words: list[str]) -> Launch:
-        return replace(launch_of(words, has_files=True), stuck_timeout=self.stuck_timeout)
+        launch = launch_of(words, has_files=True)
+        return replace(launch, stuck_timeout=self.stuck_timeout, ranks=self.ranks)
 
 
 def launch_of(words: Sequence[str], *, has_files: bool) -> Launch:
@@ -148,7 +152,7 @@ def _check_paths(job: ServeJob) -> None:
         "draft": next(filter(_is_relative, job.draft or ()), None),
         "chat_template": job.chat_template,
         "api_key_file": job.api_key_file,
-        "adaptive": adaptive if adaptive not in (None, "ema", "cost") else None,
+        "adaptive": adaptive if adaptive not in (None, "ema", "cost", "budget") else None,
     }
     for name, path in given.items():
         if path is not None and not Path(path).is_absolute():

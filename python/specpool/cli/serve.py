@@ -98,7 +98,7 @@ def prepare(job: Job, *, has_files: bool = True) -> Launch:
         **job.serve,
     )
     options = dict(job.options)
-    if not has_files and options["adaptive"] not in (None, "ema", "cost"):
+    if not has_files and options["adaptive"] not in (None, "ema", "cost", "budget"):
         options["adaptive"] = None  # a file
     checks.check_engine_config(shape, drafts, options)
     template = None

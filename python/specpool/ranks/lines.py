@@ -90,16 +90,13 @@ class Lines:
             OSError: rank 0 has gone, or said nothing for `timeout` seconds.
             RankError: what came is no record.
         """
-        head = self._take(HEAD_BYTES)
-        return bytes(head + self._take(payload_bytes(head)))
+        head = bytes(_read(self._sockets[0], HEAD_BYTES))
+        return head + _read(self._sockets[0], payload_bytes(head))
 
     def close(self) -> None:
         """Close the sockets."""
         for each in self._sockets:
             each.close()
-
-    def _take(self, size: int) -> bytearray:
-        return _read(self._sockets[0], size)
 
 
 def _callers(

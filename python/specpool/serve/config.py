@@ -111,6 +111,7 @@ class Launch:
         threads: CPU threads of torch.
         chat_template: replaces the tokenizer's own (Jinja).
         stuck_timeout: seconds after which a replica's engine that does not answer is killed.
+        ranks: the processes of a replica that share the target.
     """
 
     config: ServeConfig
@@ -118,6 +119,7 @@ class Launch:
     threads: int = 1
     chat_template: str | None = None
     stuck_timeout: float = 60.0
+    ranks: int = 1
 
 
 def body_bytes(text: str) -> int:

@@ -28,8 +28,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("specpool.serve")
 
 
-def run_engine(sock: socket.socket, loading: Mapping[str, Any], threads: int) -> None:
-    """Load an engine and serve it on the socket; the target of the process."""
+def run_engine(
+    sock: socket.socket, loading: Mapping[str, Any], threads: int, place: Mapping[str, str]
+) -> None:
+    """Load an engine and serve it on the socket; the target of the process.
+
+    `place` goes into the environment: where the engine is among its ranks.
+    """
+    os.environ.update(place)
     # Ctrl-C and a service manager's signal reach all processes of a group: the front decides.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -85,16 +91,21 @@ def join_ranks(loading: Mapping[str, Any], line: SocketLine) -> Ranks | None:
 class EngineProcess:
     """A process with an engine."""
 
-    def __init__(self, loading: Mapping[str, Any], threads: int) -> None:
+    def __init__(
+        self, loading: Mapping[str, Any], threads: int, place: Mapping[str, str] | None = None
+    ) -> None:
         """Start the process; it loads the engine and then sends `Ready` or `Failed`.
 
         Args:
             loading: the arguments of `Engine.from_pretrained`; they must be picklable.
             threads: CPU threads of torch.
+            place: what the environment says of its ranks; None = as it is.
         """
         self._near, far = socket.socketpair()
         self._process = multiprocessing.get_context("spawn").Process(
-            target=run_engine, args=(far, dict(loading), threads), name="specpool-engine"
+            target=run_engine,
+            args=(far, dict(loading), threads, dict(place or {})),
+            name="specpool-engine",
         )
         self._process.start()
         far.close()

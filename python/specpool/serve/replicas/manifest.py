@@ -33,6 +33,7 @@ class ReplicaConfig:
         gpus: GPUs of a replica.
         cpus: CPU cores of a replica.
         stuck_timeout: seconds after which an engine that does not answer is killed.
+        ranks: processes of a replica that share the target, all on one node.
     """
 
     app: str = "specpool"
@@ -41,10 +42,12 @@ class ReplicaConfig:
     gpus: float = 0.0
     cpus: float = 1.0
     stuck_timeout: float = 60.0
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         check_int("least", self.least, 1, 1 << 16)
         check_int("most", self.most, self.least, 1 << 16)
+        check_int("ranks", self.ranks, 1, 64)
         if not self.app or not self.app.replace("-", "").replace("_", "").isalnum():
             raise ConfigError(f"app must be letters, digits, - and _, got {self.app!r:.80}")
         for name, most in (("gpus", 64), ("cpus", 1024), ("stuck_timeout", 86400)):
@@ -64,11 +67,16 @@ def manifest(config: ReplicaConfig, launch: Launch, words: Sequence[str]) -> dic
         words: the options of `specpool serve`.
 
     Raises:
-        ConfigError: the device needs a GPU, and the replicas have none.
+        ConfigError: the device needs GPUs that the replicas do not have.
     """
     server = launch.config
-    if str(launch.loading["device"]).startswith("cuda") and not config.gpus:
+    on_cuda = str(launch.loading["device"]).startswith("cuda")
+    if on_cuda and not config.gpus:
         raise ConfigError("gpus must be above 0 for --device cuda, got 0: Ray hides them then")
+    if on_cuda and config.ranks > 1 and config.gpus != config.ranks:
+        raise ConfigError(
+            f"gpus must be {config.ranks} for {config.ranks} ranks, a GPU each, got {config.gpus:g}"
+        )
     drain = server.request_timeout or _LONGEST
     deployment: dict[str, Any] = {
         "name": "Replica",
@@ -99,25 +107,33 @@ def manifest(config: ReplicaConfig, launch: Launch, words: Sequence[str]) -> dic
                 "name": config.app,
                 "route_prefix": "/",
                 "import_path": IMPORT_PATH,
-                "args": {"serve": [*words], "stuck_timeout": config.stuck_timeout},
+                "args": {
+                    "serve": [*words],
+                    "stuck_timeout": config.stuck_timeout,
+                    "ranks": config.ranks,
+                },
                 "deployments": [deployment],
             }
         ],
     }
 
 
-def args_of(args: Mapping[str, Any]) -> tuple[list[str], float]:
-    """Return the words and the timeout of an application's `args`.
+def args_of(args: Mapping[str, Any]) -> tuple[list[str], float, int]:
+    """Return the words, the timeout and the number of ranks of an application's `args`.
 
     Raises:
         ConfigError: they have another form.
     """
     words, seconds = args.get("serve", []), args.get("stuck_timeout", 60.0)
-    unknown = sorted(set(args) - {"serve", "stuck_timeout"})
+    ranks = args.get("ranks", 1)
+    unknown = sorted(set(args) - {"serve", "stuck_timeout", "ranks"})
     if unknown:
-        raise ConfigError(f"args has no field {unknown[0]!r:.80}: it has serve and stuck_timeout")
+        raise ConfigError(
+            f"args has no field {unknown[0]!r:.80}: it has serve, stuck_timeout and ranks"
+        )
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ConfigError("args.serve must be a list of texts, the options of `specpool serve`")
     if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
         raise ConfigError(f"args.stuck_timeout must be seconds above 0, got {seconds!r:.80}")
-    return words, float(seconds)
+    check_int("args.ranks", ranks, 1, 64)
+    return words, float(seconds), ranks

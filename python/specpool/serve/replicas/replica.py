@@ -1,7 +1,7 @@
 """`Replica`: one server of several: the app of `specpool serve` behind Ray Serve's proxies.
 
-A replica has one engine in a process of its own. It ends with its engine, so that Serve starts
-another one. Ranks of tensor parallelism would begin in `_start`, where the engine's process does.
+A replica has one engine in a process of its own, or in several that share the target. It ends with
+its engine, so that Serve starts another one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
 from specpool.serve.bridge.process import EngineProcess
+from specpool.serve.bridge.ranked_process import RankedProcess
 from specpool.serve.config import Launch
 from specpool.serve.replicas.figures import publish
 from specpool.serve.server import tokenizer_of
@@ -50,7 +51,11 @@ class Replica:
         logging.basicConfig(level=logging.INFO, format="%(message)s")
         launch = prepare(words)
         self._stuck_timeout = launch.stuck_timeout
-        self._engine = EngineProcess(launch.loading, launch.threads)
+        self._engine = (
+            EngineProcess(launch.loading, launch.threads)
+            if launch.ranks == 1
+            else RankedProcess(launch.loading, launch.threads, words, launch.ranks)
+        )
         self._is_closing = False
         self._tasks: list[asyncio.Task[None]] = []
         try:
@@ -107,6 +112,7 @@ class Replica:
             return
         log.error("the engine has ended: %s; the replica ends too", self._client.failure)
         await asyncio.sleep(_LAST_WORDS)
+        await asyncio.to_thread(self._engine.close, 0)  # no rank of it may stay
         os._exit(2)  # Serve sees it at once; its own health check takes several periods
 
     async def __del__(self) -> None:
