@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool._core import Shape
-from specpool.attention import AttentionBatch, AttentionView
+from specpool.attention import AttentionBatch, AttentionView, attend
 from specpool.attention.lanes import Lanes, causal_view, chain_views
 from specpool.attention.seq_lens import SeqLens
 from specpool.draft.base import DraftTree, Links, chain_links
@@ -32,6 +32,7 @@ from specpool.kernels.launch import runs_kernels
 from specpool.memory.kv_cache import KVCache
 from specpool.models import TargetModel
 from specpool.models.eagle.likeliest import likeliest
+from specpool.models.eagle.plain import PlainStack
 from specpool.models.target_folder import find_target, load_config
 from specpool.text.tokenizer import load_tokenizer
 
@@ -72,6 +73,7 @@ class LMDrafter:
         self.layers = tuple(replace(layer, window=None) for layer in model.layer_kv)
         self._num_tokens = min(vocab_size, model.vocab_size)
         self._lacks_tokens = model.vocab_size < vocab_size
+        self._stack = PlainStack.of(model)  # None = the model's modules run
         self._attached = False
         self._links: dict[tuple[int, ...], Links] = {}  # [B, N] -> the links of chains
 
@@ -157,6 +159,8 @@ class LMDrafter:
             for layer, i in zip(self.model.kv_layers, layers, strict=True)
         ]
         self._fields = cache.fields([*layers])
+        if self._stack is not None:
+            self._stack.head.reserve_positions(cache.max_context_len)
 
     def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
         """Do nothing: the worker calls `read` instead."""
@@ -258,10 +262,35 @@ class LMDrafter:
         """Run the model; return the logits of the tokens that the target knows too, [n, V]."""
         if self._lacks_tokens:
             tokens = tokens.clamp(max=self._num_tokens - 1)
-        kv = {layer: (keys, values, view) for layer, keys, values in self._kv}
         at = positions.clamp(max=self._last_position).long()
+        if self._stack is not None:
+            return self._run_stack(self._stack, tokens, at, view, logits_at)
+        kv = {layer: (keys, values, view) for layer, keys, values in self._kv}
         output = self.model.forward(tokens, at, AttentionBatch([view], kv, self._window), logits_at)
         return output.logits[:, : self._num_tokens]
+
+    @torch.inference_mode()
+    def _run_stack(
+        self,
+        stack: PlainStack,
+        tokens: Tensor,
+        positions: Tensor,
+        view: AttentionView,
+        logits_at: Tensor | None,
+    ) -> Tensor:
+        """Do the same with the layers alone; if nobody wants logits, the last one only writes."""
+
+        def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            _, keys, values = self._kv[layer]
+            if not len(q):
+                keys.index_copy_(0, view.write_slots, k)
+                values.index_copy_(0, view.write_slots, v)
+                return q
+            scaling = q.shape[-1] ** -0.5
+            return attend(view, keys, values, q, k, v, scaling=scaling, window=self._window)
+
+        hidden = stack.forward(tokens, positions, attention, logits_at)
+        return stack.logits(hidden)[:, : self._num_tokens]
 
 
 def check_same_tokenizer(

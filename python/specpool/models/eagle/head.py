@@ -220,14 +220,45 @@ class EagleHead:
         Returns:
             The recurrent feature [T or n, h]: the `hidden` of the next step and of `logits`.
         """
-        config = self.config
-        embeds = self._embedding.index_select(0, token_ids)
-        rope = self._rope.index_select(0, positions).unbind(1)  # cos and sin, [T, 1, D] each
+        embeds = self.embed(token_ids)
         if self.kind == "eagle":
             assert self._fc is not None
             hidden = F.linear(torch.cat((embeds, hidden), -1), self._fc, self._fc_bias)
+        hidden = self.run_layers(hidden, embeds, positions, attend, keep)
+        if self.config.norm_output and self._norm is not None:
+            return self._rms(hidden, self._norm)
+        return hidden
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [T, h] of tokens, int64 [T]."""
+        return self._embedding.index_select(0, token_ids)
+
+    def run_layers(
+        self,
+        hidden: torch.Tensor,
+        embeds: torch.Tensor | None,
+        positions: torch.Tensor,
+        attend: Attend,
+        keep: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the decoder layers on their input [T, h]; see `forward`.
+
+        Args:
+            hidden: [T, h].
+            embeds: [T, h], the tokens' embeddings, which the first layer of EAGLE-3 reads; None =
+                no layer reads them.
+            positions: int64 [T].
+            attend: as in `forward`.
+            keep: as in `forward`.
+
+        Returns:
+            [T or n, h], before any norm of the output.
+        """
+        config = self.config
+        rope = self._rope.index_select(0, positions).unbind(1)  # cos and sin, [T, 1, D] each
         for i, layer in enumerate(self._layers):
             if layer.pair_norm is not None:
+                assert embeds is not None
                 # Norm both halves in one call, because on a CPU calls cost more than arithmetic.
                 both = torch.stack((embeds, hidden), 1)
                 both = F.rms_norm(both, both.shape[-1:], eps=config.rms_norm_eps) * layer.pair_norm
@@ -249,8 +280,6 @@ class EagleHead:
             x = self._rms(hidden, layer.post_norm)
             gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
             hidden = _add_linear(hidden, self._act(gate) * up, layer.down, layer.down_bias)
-        if config.norm_output and self._norm is not None:
-            return self._rms(hidden, self._norm)
         return hidden
 
     def _qkv(
