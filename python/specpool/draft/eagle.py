@@ -15,18 +15,13 @@ from os import PathLike
 import torch
 from torch import Tensor
 
-from specpool import kernels
 from specpool._core import Shape
-from specpool.attention import AttentionView, attend
-from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view
-from specpool.draft.base import DraftTree, Links, chain_links
-from specpool.draft.branches import (
-    Branches,
-    DenseBranches,
-    HoleyBranches,
-    draft_window,
-    new_candidates,
-)
+from specpool.attention import View, attend
+from specpool.attention.lanes import Lanes, causal_view, last_view
+from specpool.draft.base import DraftTree
+from specpool.draft.branches import Branches, DenseBranches, HoleyBranches, draft_window
+from specpool.draft.expansion import Chains, draft_trees
+from specpool.draft.side_by_side import Ask, DraftPart, Level, run_side_by_side
 from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache, LayerKV
 from specpool.models import EagleHead, TargetModel
@@ -49,7 +44,6 @@ class EagleDrafter:
         self.feature_layers = tuple(head.feature_layers)
         self._exact = ancestry == "exact"
         self._attached = False
-        self._links: dict[tuple[int, ...], Links] = {}  # [B, N] -> the links of chains
 
     @classmethod
     def from_pretrained(
@@ -111,6 +105,7 @@ class EagleDrafter:
         self._cache, self._group, self._layout = cache, group, layout
         self._last_position = cache.max_context_len - 1
         windows = (self.head.config.sliding_window, draft_window(cache, group))
+        self._chains = Chains(cache, group, 0)
         self._window = min((w for w in windows if w is not None), default=None)
         self.head.reserve_positions(cache.max_context_len)
         self._layer_ids = list(range(first_layer, first_layer + len(self.layers)))
@@ -127,10 +122,10 @@ class EagleDrafter:
         All tokens get KV. Only the last token of each lane goes through the whole head, because
         the next round needs its result alone.
         """
-        views = [last_view(self._cache, self._group, lanes)]
+        views: list[View] = [last_view(self._cache, self._group, lanes)]
         if len(self.layers) > 1:
             causal = causal_view(self._cache, self._group, lanes)
-            views = [causal] * (len(self.layers) - 1) + views
+            views = [*[causal] * (len(self.layers) - 1), *views]
         inputs = self.head.combine(features)
         hidden = self._forward(tokens, inputs, lanes.positions, views, keep=lanes.lasts)
         self._hidden.index_copy_(0, lanes.index, hidden)
@@ -141,7 +136,7 @@ class EagleDrafter:
         The last layer's keys and values do not depend on its attention, so that is skipped.
         """
         slots = lanes.slots(self._cache, self._group)
-        views: list[AttentionView] = []
+        views: list[View] = []
         if len(self.layers) > 1:
             views = [causal_view(self._cache, self._group, lanes)] * (len(self.layers) - 1)
         inputs = self.head.combine(features)
@@ -170,54 +165,34 @@ class EagleDrafter:
         tokens: Sequence[Sequence[int]] | None,
     ) -> DraftTree:
         """Propose a tree for each lane; see `Drafter.propose`."""
-        hidden = self._hidden.index_select(0, lanes.rows)
-        if shape.topk == 1:
-            drafts = self._chain(lanes, shape.num_steps, hidden)
-            nodes = torch.stack([root_tokens, *drafts], 1)
-            links = self._links.get(nodes.shape)
-            if links is None:
-                links = self._links[nodes.shape] = chain_links(
-                    len(nodes), nodes.shape[1], nodes.device
-                )
-            return DraftTree(nodes, *links)
-        return self._tree(lanes, shape, root_tokens, hidden)
+        return self.propose_parts([DraftPart(lanes, shape, root_tokens)])[0]
 
-    def _chain(self, lanes: Lanes, num_steps: int, hidden: Tensor) -> list[Tensor]:
-        """Draft a single branch: each step decodes the next position, with nothing to select."""
-        drafts = [self.head.best(hidden)]
-        if num_steps == 1:
-            return drafts
-        ahead = Lanes(lanes.rows, lanes.seq_lens, num_steps - 1)
-        positions = ahead.positions.view(-1, num_steps - 1)
-        for step, view in enumerate(chain_views(self._cache, self._group, ahead)):
-            views = self._each_layer(view)
-            hidden = self._forward(drafts[-1], hidden, positions[:, step], views)
-            drafts.append(self.head.best(hidden))
-        return drafts
+    def propose_parts(self, parts: Sequence[DraftPart]) -> list[DraftTree]:
+        """Propose the trees of each part; see `SideBySide.propose_parts`."""
+        topk = max(part.shape.topk for part in parts)
+        rows = [part.lanes.rows for part in parts]
+        hidden = self._hidden.index_select(0, rows[0] if len(rows) == 1 else torch.cat(rows))
 
-    def _tree(self, lanes: Lanes, shape: Shape, root_tokens: Tensor, hidden: Tensor) -> DraftTree:
-        """Select branches level by level, then build the trees from the best candidates."""
-        num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.seq_lens)
-        device = self._cache.device
-        candidates = new_candidates(batch, shape, device)
-        branches = self._branches(lanes, shape)
-        each = torch.arange(batch, device=device).unsqueeze(1)  # [B, 1]
-        scores = None
-        for step in range(num_steps):
-            topk_p, topk_ids = self.head.topk(hidden, topk)
-            ids, parents, scores = kernels.select_topk(step, topk_p, topk_ids, scores, *candidates)
-            if step == num_steps - 1:
-                break
-            # The lane of the last step that each branch continues. Step 0 has one lane per row.
-            origins = each.expand(-1, topk) if step == 0 else each * topk + parents
-            hidden = hidden.index_select(0, origins.reshape(-1))
-            positions = (lanes.starts + step).unsqueeze(1).expand(-1, topk).reshape(-1)
-            views = self._each_layer(branches.view(step, parents))
-            hidden = self._forward(ids, hidden, positions, views)
-        tokens, depths, mask, first_child, next_sibling, _ = kernels.build_tree(
-            *candidates, root_tokens, topk=topk, num_draft_tokens=shape.num_draft_tokens
-        )
-        return DraftTree(tokens, depths, mask, first_child, next_sibling)
+        def level_of(hidden: Tensor) -> Level:
+            if topk > 1:
+                return Level(*self.head.topk(hidden, topk), hidden)
+            return Level(None, self.head.best(hidden).unsqueeze(1), hidden)
+
+        def run(ask: Ask) -> Level:
+            assert ask.hidden is not None
+            views = self._each_layer(ask.view)
+            return level_of(self._forward(ask.tokens, ask.hidden, ask.positions, views))
+
+        roots, drafting, first = level_of(hidden), [], 0
+        for part, of_part in zip(parts, rows, strict=True):
+            level = roots.part(first, len(of_part)) if len(parts) > 1 else roots
+            first += len(of_part)
+            if part.shape.topk == 1:
+                drafting.append(self._chains.draft(part, level))
+            else:
+                branches = self._branches(part.lanes, part.shape)
+                drafting.append(draft_trees(part, level, branches, 0))
+        return run_side_by_side(drafting, run)
 
     def _branches(self, lanes: Lanes, shape: Shape) -> Branches:
         if self._layout == "holey":
@@ -225,7 +200,7 @@ class EagleDrafter:
             return HoleyBranches(self._cache, self._group, lanes, shape, fields, self._exact)
         return DenseBranches(self._cache, self._group, lanes, shape, self._exact)
 
-    def _each_layer(self, view: AttentionView) -> list[AttentionView]:
+    def _each_layer(self, view: View) -> list[View]:
         return [view] * len(self.layers)
 
     def _forward(
@@ -233,7 +208,7 @@ class EagleDrafter:
         tokens: Tensor,
         hidden: Tensor,
         positions: Tensor,
-        views: Sequence[AttentionView],
+        views: Sequence[View],
         keep: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:

@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from specpool import kernels
 from specpool._core import Shape
-from specpool.attention import AttentionBatch, AttentionView, attend
-from specpool.attention.lanes import Lanes, causal_view, chain_views
+from specpool.attention import AttentionBatch, AttentionView, View, attend
+from specpool.attention.lanes import Lanes, causal_view
 from specpool.attention.seq_lens import SeqLens
-from specpool.draft.base import DraftTree, Links, chain_links
-from specpool.draft.branches import (
-    Branches,
-    DenseBranches,
-    HoleyBranches,
-    draft_window,
-    new_candidates,
+from specpool.draft.base import DraftTree
+from specpool.draft.branches import Branches, DenseBranches, HoleyBranches, draft_window
+from specpool.draft.expansion import Chains, draft_trees
+from specpool.draft.side_by_side import (
+    Ask,
+    Drafting,
+    DraftPart,
+    Level,
+    run_side_by_side,
 )
 from specpool.errors import ConfigError
 from specpool.kernels.launch import runs_kernels
@@ -75,7 +76,6 @@ class LMDrafter:
         self._lacks_tokens = model.vocab_size < vocab_size
         self._stack = PlainStack.of(model)  # None = the model's modules run
         self._attached = False
-        self._links: dict[tuple[int, ...], Links] = {}  # [B, N] -> the links of chains
 
     @classmethod
     def from_pretrained(
@@ -153,6 +153,7 @@ class LMDrafter:
         self._cache, self._group, self._layout = cache, group, layout
         self._last_position = cache.max_context_len - 1
         self._window = draft_window(cache, group)
+        self._chains = Chains(cache, group, 1)
         layers = range(first_layer, first_layer + len(self.layers))
         self._kv = [
             (layer, cache.keys[i], cache.values[i])
@@ -200,63 +201,41 @@ class LMDrafter:
         tokens: Sequence[Sequence[int]] | None,
     ) -> DraftTree:
         """Propose a tree for each lane; see `Drafter.propose`."""
-        root = lanes.ahead(0)
-        logits = self._forward(
-            root_tokens, root.positions, causal_view(self._cache, self._group, root)
-        )
-        if shape.topk > 1:
-            return self._tree(lanes, shape, root_tokens, logits)
-        drafts = self._chain(lanes, shape.num_steps, logits)
-        nodes = torch.stack([root_tokens, *drafts], 1)
-        links = self._links.get(nodes.shape)
-        if links is None:
-            links = self._links[nodes.shape] = chain_links(len(nodes), nodes.shape[1], nodes.device)
-        return DraftTree(nodes, *links)
+        return self.propose_parts([DraftPart(lanes, shape, root_tokens)])[0]
 
-    def _chain(self, lanes: Lanes, num_steps: int, logits: Tensor) -> list[Tensor]:
-        """Draft a single branch from the root's logits."""
-        drafts = [logits.argmax(-1)]
-        if num_steps == 1:
-            return drafts
-        ahead = Lanes(lanes.rows, lanes.seq_lens.ahead(1), num_steps - 1)
-        positions = ahead.positions.view(-1, num_steps - 1)
-        for step, view in enumerate(chain_views(self._cache, self._group, ahead)):
-            drafts.append(self._forward(drafts[-1], positions[:, step], view).argmax(-1))
-        return drafts
+    def propose_parts(self, parts: Sequence[DraftPart]) -> list[DraftTree]:
+        """Propose the trees of each part; see `SideBySide.propose_parts`."""
+        topk = max(part.shape.topk for part in parts)
 
-    def _tree(self, lanes: Lanes, shape: Shape, root_tokens: Tensor, logits: Tensor) -> DraftTree:
-        """Select branches level by level, then build the trees from the best candidates."""
-        num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.seq_lens)
-        device = self._cache.device
-        candidates = new_candidates(batch, shape, device)
+        def run(ask: Ask) -> Level:
+            logits = self._forward(ask.tokens, ask.positions, ask.view)
+            return Level(*likeliest(logits, topk)) if topk > 1 else Level(None, _best(logits))
+
+        return run_side_by_side([self._draft(part) for part in parts], run)
+
+    def _draft(self, part: DraftPart) -> Drafting:
+        """Draft a part: read the roots, then go on level by level."""
+        root = part.lanes.ahead(0)
+        view = causal_view(self._cache, self._group, root)
+        level = yield Ask(part.root_tokens, root.positions, view)
+        if part.shape.topk == 1:
+            return (yield from self._chains.draft(part, level))
+        where = self._cache, self._group, part.lanes, part.shape
         branches: Branches = (
-            HoleyBranches(self._cache, self._group, lanes, shape, self._fields, True)
+            HoleyBranches(*where, self._fields, True)
             if self._layout == "holey"
-            else DenseBranches(self._cache, self._group, lanes, shape, True)
+            else DenseBranches(*where, True)
         )
-        scores = None
-        # The root is step 0 of branch 0. At step 1 every branch continues it.
-        parents = torch.zeros(batch, topk, dtype=torch.int32, device=device)
-        branches.view(0, parents)
-        for step in range(num_steps):
-            ids, origins, scores = kernels.select_topk(
-                step, *likeliest(logits, topk), scores, *candidates
-            )
-            if step == num_steps - 1:
-                break
-            positions = (lanes.starts + (step + 1)).unsqueeze(1).expand(-1, topk).reshape(-1)
-            view = branches.view(step + 1, origins if step else parents)
-            logits = self._forward(ids, positions, view)
-        tokens, depths, mask, first_child, next_sibling, _ = kernels.build_tree(
-            *candidates, root_tokens, topk=topk, num_draft_tokens=shape.num_draft_tokens
-        )
-        return DraftTree(tokens, depths, mask, first_child, next_sibling)
+        # The root is step 0 of branch 0.
+        size = len(part.lanes.seq_lens), part.shape.topk
+        branches.view(0, torch.zeros(size, dtype=torch.int32, device=self._cache.device))
+        return (yield from draft_trees(part, level, branches, 1))
 
     def _forward(
         self,
         tokens: Tensor,
         positions: Tensor,
-        view: AttentionView,
+        view: View,
         logits_at: Tensor | None = None,
     ) -> Tensor:
         """Run the model; return the logits of the tokens that the target knows too, [n, V]."""
@@ -275,7 +254,7 @@ class LMDrafter:
         stack: PlainStack,
         tokens: Tensor,
         positions: Tensor,
-        view: AttentionView,
+        view: View,
         logits_at: Tensor | None,
     ) -> Tensor:
         """Do the same with the layers alone; if nobody wants logits, the last one only writes."""
@@ -283,6 +262,7 @@ class LMDrafter:
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             _, keys, values = self._kv[layer]
             if not len(q):
+                assert isinstance(view, AttentionView)  # drafting alone is joined, and wants logits
                 keys.index_copy_(0, view.write_slots, k)
                 values.index_copy_(0, view.write_slots, v)
                 return q
@@ -329,6 +309,11 @@ def check_same_tokenizer(
             f"tokens differ; token {at} is {mine[at]!r:.40} to the target and "
             f"{other.get(at)!r:.40} to the draft model"
         )
+
+
+def _best(logits: Tensor) -> Tensor:
+    """Return the most probable token of each row, int64 [T, 1]."""
+    return logits.argmax(-1, keepdim=True)
 
 
 def _vocab_size(config: Any) -> int:

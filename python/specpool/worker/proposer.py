@@ -13,10 +13,14 @@ from specpool import kernels
 from specpool._core import Shape
 from specpool.attention.lanes import Lanes
 from specpool.draft.base import Drafter, DraftTree
+from specpool.draft.side_by_side import DraftPart, drafts_side_by_side
 from specpool.errors import ShapeError
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.scheduler.requests.request import Request
+
+#: Trees, the lanes whose tree was invalid, and the drafter of all; see `Proposer.propose`.
+Proposal = tuple[DraftTree, Tensor | None, int | None]
 
 _FORCED = -1  # in place of a drafter: the form of the text forces the tokens
 
@@ -43,9 +47,42 @@ class Proposer:
         self._drafters, self._vocab_size, self._device = drafters, vocab_size, device
         self._keeps_state = keeps_state
 
+    def propose_parts(
+        self, wanted: Sequence[tuple[DraftPart, Sequence[Request]]]
+    ) -> list[Proposal]:
+        """Make the trees of the parts of a round, each with its lanes' requests; see `propose`.
+
+        The parts of one drafter are drafted side by side, if it can.
+        """
+        mine: dict[int, list[int]] = {}  # drafter -> the parts that are its own
+        for index, (_, requests) in enumerate(wanted):
+            sources = self._sources(requests)
+            if len(sources) == 1 and sources[0] != _FORCED:
+                mine.setdefault(sources[0], []).append(index)
+        found: dict[int, Proposal] = {}
+        for source, indices in mine.items():
+            drafter = self._drafters[source]
+            parts = [wanted[index][0] for index in indices]
+            if len(parts) > 1 and drafts_side_by_side(drafter):
+                for index, tree in zip(indices, drafter.propose_parts(parts), strict=True):
+                    part = wanted[index][0]
+                    checked = self._checked(tree, part.shape, part.root_tokens, None)
+                    found[index] = *checked, source
+        return [
+            found.get(index) or self.propose(part.lanes, part.shape, part.root_tokens, requests)
+            for index, (part, requests) in enumerate(wanted)
+        ]
+
+    def _sources(self, requests: Sequence[Request]) -> list[int]:
+        """Return the drafters of lanes, and `_FORCED`; the first drafter in a capture."""
+        if not self._drafters:
+            return [_FORCED]
+        by = [_FORCED if request.forced else request.drafter for request in requests]
+        return sorted({*by}) if requests else [0]
+
     def propose(
         self, lanes: Lanes, shape: Shape, roots: Tensor, requests: Sequence[Request]
-    ) -> tuple[DraftTree, Tensor | None, int | None]:
+    ) -> Proposal:
         """Make the trees of a part of a round.
 
         A lane whose form forces its next tokens gets the chain of them. The drafter of each other
@@ -65,13 +102,12 @@ class Proposer:
         Raises:
             ShapeError: the trees are of another type or shape, or the host found invalid values.
         """
-        by = [_FORCED if request.forced else request.drafter for request in requests]
-        sources = sorted({*by}) if requests else [0]
-        if len(sources) == 1 or not self._drafters:
-            (source,) = sources if self._drafters else (_FORCED,)
+        sources = self._sources(requests)
+        if len(sources) == 1:
+            (source,) = sources
             trees = self._of(source, lanes, shape, roots, requests)
             return *trees, None if source == _FORCED else source
-        of_lane = np.array(by)
+        of_lane = np.array([_FORCED if each.forced else each.drafter for each in requests])
         mine = [np.flatnonzero(of_lane == source) for source in sources]
         order, *places = upload(self._device, np.concatenate(mine).argsort(), *mine)
         found, broken = [], []
@@ -110,7 +146,16 @@ class Proposer:
         texts = None
         if drafter.reads_tokens and requests:
             texts = [request.tokens for request in requests]
-        tree = drafter.propose(lanes, shape, roots, texts)
+        return self._checked(drafter.propose(lanes, shape, roots, texts), shape, roots, texts)
+
+    def _checked(
+        self,
+        tree: DraftTree,
+        shape: Shape,
+        roots: Tensor,
+        texts: Sequence[Sequence[int]] | None,
+    ) -> tuple[DraftTree, Tensor | None]:
+        """Check a drafter's trees; return them and the broken lanes, see `propose`."""
         if not isinstance(tree, DraftTree):
             raise ShapeError(f"a drafter proposes a DraftTree, got {tree!r:.80}")
         tree.check(shape, len(roots))

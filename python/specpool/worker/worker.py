@@ -20,6 +20,7 @@ from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import Lanes, causal_view, own_view
 from specpool.attention.seq_lens import SeqLens
 from specpool.draft.base import Drafter
+from specpool.draft.side_by_side import DraftPart
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache
@@ -34,7 +35,7 @@ from specpool.worker.graphs.graphs import Graphs
 from specpool.worker.graphs.round_graph import RoundKind
 from specpool.worker.parts import Part, are_greedy, bare_tree, draft_any, not_finite
 from specpool.worker.processors import Processors
-from specpool.worker.proposer import Proposer
+from specpool.worker.proposer import Proposal, Proposer
 from specpool.worker.recurrent_forward import StateForward
 from specpool.worker.results import Outcome, PendingStep
 from specpool.worker.row_state import RowState
@@ -203,7 +204,9 @@ class Worker:
         if kind.shape.num_draft_tokens == 1:
             one = self._plain_round(lanes, (), writes_draft=kind.writes_draft, greedy=False)
         else:
-            part = self._part(lanes, 0, len(lanes.seq_lens), kind.shape, (), greedy=False)
+            wanted = self._wanted(lanes, 0, len(lanes.seq_lens), kind.shape)
+            trees = self._proposer.propose(wanted.lanes, wanted.shape, wanted.root_tokens, ())
+            part = self._part(wanted, trees, (), greedy=False)
             one = self._draft_round(lanes, [part], ())
         yield from self._forward.steps(one)
 
@@ -265,47 +268,54 @@ class Worker:
         self._followers.catch_up(plan, self._state)
 
     def _parts(self, lanes: Lanes, plan: Plan, requests: Sequence[Request]) -> list[Part]:
-        """Split the lanes into runs that share a shape, and propose the trees of each."""
+        """Split the lanes into runs that share a shape, and propose the trees of all."""
         shapes = plan.shapes
         ends = [*(np.flatnonzero(np.diff(shapes)) + 1).tolist(), len(shapes)]
+        starts = [0, *ends[:-1]]
+        wanted = [
+            self._wanted(lanes, start, end, self._shapes[shapes[start]])
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        of = [requests[start:end] for start, end in zip(starts, ends, strict=True)]
+        drafting = [i for i, part in enumerate(wanted) if part.shape.num_draft_tokens > 1]
+        proposals = self._proposer.propose_parts([(wanted[i], of[i]) for i in drafting])
+        trees = dict(zip(drafting, proposals, strict=True))
         parts: list[Part] = []
-        start = first = 0
-        for end in ends:
-            mine, shape = requests[start:end], self._shapes[shapes[start]]
-            part = self._part(lanes, start, end, shape, mine, greedy=are_greedy(mine), first=first)
+        first = 0
+        for i, each in enumerate(wanted):
+            tree = trees.get(i) or (bare_tree(each.root_tokens), None, None)
+            part = self._part(each, tree, of[i], greedy=are_greedy(of[i]), first=first)
             parts.append(part)
-            first += (end - start) * shape.num_draft_tokens
-            start = end
+            first += part.positions.numel()
         return parts
+
+    def _wanted(self, lanes: Lanes, start: int, end: int, shape: Shape) -> DraftPart:
+        """Return what the lanes `[start, end)` are to draft, all with one shape."""
+        part = lanes.part(start, end, shape.num_draft_tokens)
+        return DraftPart(part, shape, self._state.root_tokens.index_select(0, part.rows))
 
     def _part(
         self,
-        lanes: Lanes,
-        start: int,
-        end: int,
-        shape: Shape,
+        wanted: DraftPart,
+        proposal: Proposal,
         requests: Sequence[Request],
         *,
         greedy: bool,
         first: int = 0,
     ) -> Part:
-        """Propose trees of one shape for the lanes `[start, end)`.
+        """Make the part of lanes that have got these trees.
 
         `requests` belong to these lanes; none in a capture. `first` is the index of the part's
         first token among the round's.
         """
-        part = lanes.part(start, end, shape.num_draft_tokens)
-        roots, is_broken = self._state.root_tokens.index_select(0, part.rows), None
-        proposer = None
-        if shape.num_draft_tokens == 1:
-            tree = bare_tree(roots)
-        else:
-            tree, is_broken, proposer = self._proposer.propose(part, shape, roots, requests)
-        positions = part.starts.unsqueeze(1) + tree.depths
+        (tree, is_broken, proposer), shape = proposal, wanted.shape
+        positions = wanted.lanes.starts.unsqueeze(1) + tree.depths
         on_host = self._processors.look(tree, requests)  # before the target's forward
         chains_of = proposer if shape.topk == 1 else None
         steps = shape.num_steps, chains_of
-        return Part(part, tree, positions, *steps, greedy, first, is_broken, requests, on_host)
+        return Part(
+            wanted.lanes, tree, positions, *steps, greedy, first, is_broken, requests, on_host
+        )
 
     def _compact(self, part: Part, verdict: Verdict) -> None:
         """Move the accepted nodes' KV to the slots right after the prefix, in all target layers."""
