@@ -15,7 +15,7 @@ import uvicorn
 from specpool.serve import front as front_module
 from specpool.serve import garbage
 from specpool.serve.front import Front
-from specpool.serve.guard.turns import Turns
+from specpool.serve.turns import Turns
 
 
 class Short(socket.socket):

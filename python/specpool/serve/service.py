@@ -14,8 +14,8 @@ from specpool.serve.api.errors import ApiError, shutting_down
 from specpool.serve.bridge.client import EngineClient
 from specpool.serve.config import ServeConfig
 from specpool.serve.counters import Counters
-from specpool.serve.guard.turns import Turns
 from specpool.serve.sessions import Sessions
+from specpool.serve.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

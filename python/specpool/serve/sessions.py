@@ -15,7 +15,7 @@ from specpool.errors import SpecpoolError
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Said
 from specpool.serve.api.errors import ApiError
-from specpool.serve.bridge.client import EngineClient, EngineGone, Stream
+from specpool.serve.bridge.client import EngineClient, Stream
 from specpool.serve.bridge.messages import Done
 from specpool.serve.config import ServeConfig
 
