@@ -30,7 +30,7 @@ from specpool.serve.bridge.messages import (
 from specpool.serve.bridge.process import EngineProcess
 from specpool.serve.bridge.runner import Runner
 
-READY = Ready(64, 256, frozenset({0}), 8, (("kv", 4, 99),), {}, None)
+READY = Ready(64, 256, frozenset({0}), 64, (("kv", 4, 99),), {"speculative_num_steps": 3}, None)
 
 
 class Wire:
@@ -68,11 +68,11 @@ def with_client(test):
 
 
 async def submitted(wire, client, n=1):
-    task = asyncio.create_task(client.submit([1], SamplingParams(n=n)))
-    await asyncio.sleep(0)
+    stream = client.submit([1], SamplingParams(n=n))
     key = wire.said[-1].key
     await wire.come(Accepted(key))
-    return key, await task
+    await stream.accepted()
+    return key, stream
 
 
 def test_news_come_in_order_and_all_that_is_there_at_once():
@@ -104,13 +104,11 @@ def test_a_stream_that_is_closed_early_is_aborted_and_heard_no_more():
     with_client(test)
 
 
-def test_a_submit_that_is_cancelled_is_aborted():
+def test_a_submit_that_is_closed_before_its_answer_is_aborted():
     async def test(wire, client):
-        task = asyncio.create_task(client.submit([1], SamplingParams()))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        stream = client.submit([1], SamplingParams())
+        assert client.num_open == 1
+        stream.close()
         key = wire.said[0].key
         assert wire.said[1:] == [Abort(key)] and client.num_open == 0
         await wire.come(Accepted(key), done(key, reason="abort"))
@@ -118,10 +116,31 @@ def test_a_submit_that_is_cancelled_is_aborted():
     with_client(test)
 
 
+def test_a_stream_that_failed_before_its_answer_can_be_settled():
+    """The error is told at once; after `abort` the engine's own words count."""
+
+    async def test(wire, client):
+        stream = client.submit([1], SamplingParams())
+        key = wire.said[0].key
+        stream.fail(ValueError("late"))
+        with pytest.raises(ValueError, match="late"):
+            await stream.accepted()
+        stream.abort()
+        waiting = asyncio.create_task(stream.accepted())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await wire.come(Accepted(key), done(key, reason="abort"))
+        await waiting
+        assert await stream.news() == [done(key, reason="abort")] and await stream.news() == []
+
+    with_client(test)
+
+
 @pytest.mark.parametrize(("is_users", "kind"), [(True, ConfigError), (False, EngineFault)])
 def test_a_refusal_is_an_error_of_its_kind(is_users, kind):
     async def test(wire, client):
-        for start in (client.submit([1], SamplingParams()), client.call("open", None)):
+        stream = client.submit([1], SamplingParams())
+        for start in (stream.accepted(), client.call("open", None)):
             task = asyncio.create_task(start)
             await asyncio.sleep(0)
             await wire.come(Refused(wire.said[-1].key, "no", is_users))

@@ -1,10 +1,11 @@
-"""A crowd does not stop the event loop: connections are taken a few at a time, garbage is rare."""
+"""A crowd does not stop the event loop: a few go on at a time, and garbage is searched rarely."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import gc
+import itertools
 import socket
 import weakref
 
@@ -14,6 +15,7 @@ import uvicorn
 from specpool.serve import front as front_module
 from specpool.serve import garbage
 from specpool.serve.front import Front
+from specpool.serve.turns import Turns
 
 
 class Short(socket.socket):
@@ -64,6 +66,34 @@ def test_a_server_without_descriptors_goes_on_later(monkeypatch):
     assert listener.tries > 8
 
 
+def test_a_few_of_a_crowd_go_on_in_each_round_in_order():
+    """Others run between two rounds; those who left meanwhile take nobody's place."""
+
+    async def run():
+        turns, done, seen = Turns(3), [], []
+
+        async def one(number):
+            await turns.take()
+            done.append(number)
+
+        async def other():
+            while len(done) < 60:
+                seen.append(len(done))
+                await asyncio.sleep(0)
+
+        crowd = [asyncio.create_task(one(number)) for number in range(90)]
+        await asyncio.sleep(0)
+        for task in crowd[:30]:
+            task.cancel()
+        await asyncio.gather(*crowd, other(), return_exceptions=True)
+        assert done == list(range(30, 90))
+        steps = [after - before for before, after in itertools.pairwise(seen)]
+        assert max(steps) <= 3 and len(seen) >= 20
+        await asyncio.wait_for(turns.take(), 5)  # an empty queue goes on
+
+    asyncio.run(run())
+
+
 @pytest.fixture
 def collector():
     thresholds = gc.get_threshold()
@@ -80,6 +110,7 @@ def test_garbage_is_searched_when_few_requests_are_open(monkeypatch, collector, 
         pass
 
     async def run():
+        garbage.settle()
         task = asyncio.create_task(garbage.tidy(lambda: num_open))
         await asyncio.sleep(0)
         assert gc.get_freeze_count() > 1000

@@ -25,9 +25,8 @@ async def tidy(num_open: Callable[[], int]) -> None:
     """Search while there are few requests, instead of in the middle of a crowd; cancel to end.
 
     Args:
-        num_open: returns the requests that are open.
+        num_open: returns how many requests, or idle connections, are open.
     """
-    settle()
     first, second, _ = gc.get_threshold()
     gc.set_threshold(first, second, _RARELY)
     while True:

@@ -60,21 +60,36 @@ class Generation:
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
-    async def start(self) -> None:
-        """Submit all prompts.
+    def submit(self) -> None:
+        """Send all prompts to the engine: it hears them between two turns.
 
         Raises:
-            ApiError: the engine refuses one, or the server has no room; nothing runs then.
+            ApiError: the server has no room, or no engine; nothing was sent then.
         """
         service, order = self._service, self.order
         service.check_room(len(self.choices))
+        seconds = service.config.request_timeout
+        if seconds is not None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+        session = None if order.session is None else order.session.conversation.number
         try:
             for prompt in order.prompts:
-                session = None if order.session is None else order.session.conversation.number
-                stream = await service.client.submit(
+                stream = service.client.submit(
                     prompt, order.params, session=session, priority=order.priority
                 )
                 self._streams.append(stream)
+        except EngineGone as error:
+            raise _gone(error) from None
+
+    async def accepted(self) -> None:
+        """Wait until the engine has queued all prompts, which may take seconds to compile a form.
+
+        Raises:
+            ApiError: it refuses one, the time is over, or the server stops.
+        """
+        try:
+            for stream in self._streams:
+                await stream.accepted()
         except ConfigError as error:
             raise refused(error) from None
         except EngineFault as error:
@@ -82,9 +97,6 @@ class Generation:
             raise internal() from None
         except EngineGone as error:
             raise _gone(error) from None
-        seconds = service.config.request_timeout
-        if seconds is not None:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
     async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
         """Yield the texts' new parts, until all have ended.
@@ -118,7 +130,7 @@ class Generation:
             for stream in self._streams:
                 stream.close()
             return
-        if not self._streams:  # the turn was refused
+        if not self._streams:  # the turn was not sent
             sessions.release(record)
             return
         (stream,), (turn,) = self._streams, self.order.prompts

@@ -141,9 +141,10 @@ async def _main(
                 timeout_graceful_shutdown=5,
             )
         )
+        garbage.settle()  # before the first request
         front = asyncio.create_task(server.serve(sockets=[listener]))
         expiry = asyncio.create_task(service.sessions.expire())
-        tidying = asyncio.create_task(garbage.tidy(lambda: service.num_open))
+        tidying = asyncio.create_task(garbage.tidy(lambda: _crowd(service, server)))
         while not (server.started or front.done()):  # whoever reads the greeting may call at once
             await asyncio.sleep(0.005)
         for line in _greeting(config, listener, loading, time.monotonic() - started):
@@ -160,6 +161,11 @@ async def _main(
     if client.failure is not None:
         raise EngineGone(f"the engine has ended: {client.failure}")
     await client.close()
+
+
+def _crowd(service: Service, server: Front) -> int:
+    """Return the open requests, or the open connections if they are more."""
+    return max(service.num_open, len(server.server_state.connections))
 
 
 async def drain(service: Service, stop: asyncio.Event) -> None:

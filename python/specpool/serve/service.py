@@ -15,6 +15,7 @@ from specpool.serve.bridge.client import EngineClient
 from specpool.serve.config import ServeConfig
 from specpool.serve.counters import Counters
 from specpool.serve.sessions import Sessions
+from specpool.serve.turns import Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,8 +24,8 @@ T = TypeVar("T")
 
 #: Paths whose work waits for the engine.
 WORK_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
-#: Requests that are parsed, tokenized and submitted at once.
-_AT_DESK = 16
+#: Requests for work that go on in one round of the event loop.
+_PER_ROUND = 2
 #: A chat template for models without one: the texts as they are, a line each.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
@@ -39,8 +40,8 @@ class Service:
         texts: tokenizes prompts.
         sessions: the open sessions.
         counters: what the front measures.
-        desk: work is parsed, tokenized and submitted a few requests at a time, so that a crowd of
-            them does not keep the event loop from everything else.
+        turns: requests for work are checked, and later parsed, tokenized and submitted, a few in
+            each round of the event loop, so that a crowd of them keeps it from nothing else.
         num_arriving: requests for work that have come and are not submitted yet.
         created: seconds since 1970 when the server began.
         is_draining: the server stops, and takes no new work.
@@ -58,7 +59,7 @@ class Service:
         self.texts = Texts(tokenizer)
         self.sessions = Sessions(client, config, tag)
         self.counters = Counters(config.names[0])
-        self.desk = asyncio.Semaphore(_AT_DESK)
+        self.turns = Turns(_PER_ROUND)
         self.num_arriving = 0
         self.created = int(time.time())
         self.is_draining = False

@@ -15,7 +15,7 @@ from specpool.errors import SpecpoolError
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Said
 from specpool.serve.api.errors import ApiError
-from specpool.serve.bridge.client import EngineClient, EngineGone, Stream
+from specpool.serve.bridge.client import EngineClient, Stream
 from specpool.serve.bridge.messages import Done
 from specpool.serve.config import ServeConfig
 
@@ -185,18 +185,20 @@ class Sessions:
         params: SamplingParams,
         eos: frozenset[int],
     ) -> None:
-        """Abort a turn whose client has left; the session is busy until the engine says so.
+        """Abort a turn that failed or was refused, or whose client has left.
 
-        The turn may have ended just before: the session has grown then.
+        The session is busy until the engine says so. The turn may have ended just before: the
+        session has grown then.
         """
 
         async def wait() -> None:
             try:
                 stream.abort()
+                await stream.accepted()
                 while news := await stream.news():
                     if isinstance(news[-1], Done):
                         self.end(record, turn, news[-1], params, eos)
-            except EngineGone:
+            except SpecpoolError:  # it was refused, or the engine is gone
                 pass
             finally:
                 self.release(record)

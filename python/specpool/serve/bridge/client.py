@@ -50,8 +50,12 @@ class Carrier(Protocol):
 class Stream:
     """The news of one prompt: `Tokens` and `Done` of all its samples."""
 
-    def __init__(self, client: EngineClient, key: int, num_samples: int) -> None:
+    def __init__(
+        self, client: EngineClient, key: int, num_samples: int, answer: asyncio.Future[Any]
+    ) -> None:
         self._client, self._key = client, key
+        self._answer = answer  # to the `Submit`
+        answer.add_done_callback(self._answered)
         self.num_left = num_samples  # samples that have not ended
         self._news: list[Tokens | Done] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -65,9 +69,21 @@ class Stream:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Make the reader raise `error` after what has come so far."""
+        """Make whoever waits raise `error` after what has come so far."""
         self._error = error
         self._wake()
+
+    async def accepted(self) -> None:
+        """Wait until the engine has queued the prompt.
+
+        Raises:
+            ConfigError: the engine refuses it.
+            EngineFault: it refuses it by its own fault.
+            EngineGone: the engine is gone.
+        """
+        while not self._answer.done():
+            await self._wait()
+        self._answer.result()
 
     async def news(self) -> list[Tokens | Done]:
         """Return all that has come since the last call, at least one; [] = all has ended.
@@ -76,23 +92,34 @@ class Stream:
             EngineGone: the engine is gone.
         """
         while not self._news:
-            if self._error is not None:
-                raise self._error
-            if not self.num_left:
+            if not self.num_left and self._error is None:
                 return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._wait()
         found, self._news = self._news, []
         return found
 
     def abort(self) -> None:
-        """Abort what is left; each sample's `Done` still comes."""
+        """Abort what is left; each sample's `Done`, or the refusal, still comes."""
+        if not self._client.ended.is_set():
+            self._error = None  # of a `fail`: the end is waited for
         if self.num_left:
             self._client.send(Abort(self._key))
 
     def close(self) -> None:
         """Abort what is left, and hear no more of it. A second call does nothing."""
         self._client.forget(self._key, aborts=self.num_left > 0)
+
+    async def _wait(self) -> None:
+        """Wait for something to come; raise what made the stream fail."""
+        if self._error is not None:
+            raise self._error
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    def _answered(self, answer: asyncio.Future[Any]) -> None:
+        if answer.exception() is not None:  # refused: nothing follows
+            self._client.forget(self._key, aborts=False)
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -131,7 +158,7 @@ class EngineClient:
         self.ready = await self._readiness
         return self.ready
 
-    async def submit(
+    def submit(
         self,
         prompt: list[int] | NextTurn,
         params: SamplingParams,
@@ -139,24 +166,15 @@ class EngineClient:
         session: int | None = None,
         priority: int = 0,
     ) -> Stream:
-        """Queue a prompt; return its stream once the engine has accepted it.
+        """Send a prompt; return its stream, which tells whether the engine accepts it.
 
         Raises:
-            ConfigError: the engine refuses it.
-            EngineFault: it refuses it by its own fault.
             EngineGone: the engine is gone.
         """
         key = next(self._keys)
-        stream = self._streams[key] = Stream(self, key, params.n)
+        answer = self._ask(key, Submit(key, prompt, params, session, priority))
+        stream = self._streams[key] = Stream(self, key, params.n, answer)
         self.num_open += params.n
-        try:
-            await self._ask(key, Submit(key, prompt, params, session, priority))
-        except asyncio.CancelledError:
-            stream.close()  # the engine may have accepted it meanwhile
-            raise
-        except BaseException:
-            self.forget(key, aborts=False)
-            raise
         return stream
 
     async def call(self, verb: str, *args: Any, timeout: float | None = None) -> Any:
@@ -198,15 +216,15 @@ class EngineClient:
         self._listening.cancel()
         self._end("the server is shutting down")
 
-    async def _ask(self, key: int, message: Any) -> Any:
+    def _ask(self, key: int, message: Any) -> asyncio.Future[Any]:
+        """Send a message; return its answer, which is to come."""
         if self.ended.is_set():
             raise EngineGone("the engine is gone")
-        answer = self._answers[key] = self._loop.create_future()
+        answer: asyncio.Future[Any] = self._loop.create_future()
+        self._answers[key] = answer
+        answer.add_done_callback(lambda _: self._answers.pop(key, None))
         self._carrier.send(message)
-        try:
-            return await answer
-        finally:
-            self._answers.pop(key, None)
+        return answer
 
     async def _listen(self) -> None:
         await self._carrier.listen(self._take)

@@ -110,7 +110,11 @@ class Runner:
         elif isinstance(message, Call):
             self._answer(message.key, self._call, message)
         elif isinstance(message, Abort):
-            self._compiling = [each for each in self._compiling if each[1].key != message.key]
+            dropped = [each for each in self._compiling if each[1].key == message.key]
+            for each in dropped:
+                self._compiling.remove(each)
+                each[0].cancel()
+                self._out.append(Refused(message.key, "it was aborted", is_users=True))
             for number in sorted(self._numbers.get(message.key, ())):
                 self._engine.abort(number)
         elif isinstance(message, Stop):

@@ -20,7 +20,7 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 class AccessGuard:
     """Middleware: a wrong key gets 401, a strange name 403, and work without room 429 or 503.
 
-    It answers before the body is read, so a flood costs little.
+    It answers before the body is read, so a flood costs little. Requests for work take turns.
     """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -34,6 +34,8 @@ class AccessGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] == "http":
+            if scope["path"] in WORK_PATHS:
+                await self._service.turns.take()
             try:
                 self._check(scope)
             except ApiError as error:

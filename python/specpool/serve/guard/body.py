@@ -1,4 +1,4 @@
-"""`BodyGuard`: reads a request's body within its limits, and lets work in a few at a time."""
+"""`BodyGuard`: reads a request's body within its limits."""
 
 from __future__ import annotations
 
@@ -30,26 +30,18 @@ class BodyGuard:
             await self._pass(scope, receive, send)
             return
         self._service.num_arriving += 1
-        leaves = contextlib.ExitStack()
-        leaves.callback(self._arrived)
+        arrival = contextlib.ExitStack()
+        arrival.callback(self._arrived)
         # The path calls it once its texts are submitted; they may run for minutes.
-        scope["specpool.leave"] = leaves.close
-        try:
-            await self._pass(scope, receive, send, leaves)
-        finally:
-            leaves.close()
+        scope["specpool.arrived"] = arrival.close
+        with arrival:
+            await self._pass(scope, receive, send)
 
     def _arrived(self) -> None:
         self._service.num_arriving -= 1
 
-    async def _pass(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        leaves: contextlib.ExitStack | None = None,
-    ) -> None:
-        """Read the body and go on; work waits for its turn at the desk."""
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body and go on; work waits for its turn."""
         try:
             body = await self._read(scope, receive)
         except ApiError as error:
@@ -66,9 +58,8 @@ class BodyGuard:
         async def replay() -> Message:
             return first.pop() if first else await receive()
 
-        if leaves is not None:
-            await self._service.desk.acquire()
-            leaves.callback(self._service.desk.release)
+        if scope["path"] in WORK_PATHS:
+            await self._service.turns.take()
         await self._app(scope, replay, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:

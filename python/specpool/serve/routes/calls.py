@@ -190,25 +190,20 @@ class Call:
             "model": self.model,
         }
         try:
-            await generation.start()
-            self.request.scope["specpool.leave"]()
-            if self.body.stream:
-                events = self._events(generation, form, head)
-                seconds = self.service.config.write_timeout
-                return EventStream(events, generation.close, seconds, self.headers)
+            generation.submit()
+            self.request.scope["specpool.arrived"]()
+            work = self._stream if self.body.stream else self._whole
+            answer = await watched(self.request, work(generation, form, head))
         except ApiError as error:
             generation.close()
             raise self._named(error) from None
         except BaseException:
             generation.close()
             raise
-        try:
-            whole = await watched(self.request, self._whole(generation, form, head))
-        finally:
+        if answer is None:  # nobody reads it
             generation.close()
-        if whole is None:  # nobody reads it
             return Response(status_code=499)
-        return json_response(whole, headers=self.headers)
+        return answer
 
     def _named(self, error: ApiError) -> ApiError:
         """Return an error about the text's form with the field that the request has it in."""
@@ -216,18 +211,21 @@ class Call:
             error.body["error"]["param"] = form_field(self.body)
         return error
 
-    async def _whole(
-        self, generation: Generation, form: Form, head: dict[str, Any]
-    ) -> dict[str, Any]:
+    async def _stream(self, generation: Generation, form: Form, head: dict[str, Any]) -> Response:
+        await generation.accepted()
+        events = self._events(generation, form, head)
+        seconds = self.service.config.write_timeout
+        return EventStream(events, generation.close, seconds, self.headers)
+
+    async def _whole(self, generation: Generation, form: Form, head: dict[str, Any]) -> Response:
         deltas: list[list[Delta]] = [[] for _ in generation.choices]
-        try:
-            async for choice, delta in generation.deltas():
-                deltas[choice.index].append(delta)
-        except ApiError as error:
-            raise self._named(error) from None
+        await generation.accepted()
+        async for choice, delta in generation.deltas():
+            deltas[choice.index].append(delta)
         generation.close()  # now, because the session's new length belongs to the answer
         choices = [form.whole(c, d) for c, d in zip(generation.choices, deltas, strict=True)]
-        return head | {"choices": choices} | self._end(generation)
+        whole = head | {"choices": choices} | self._end(generation)
+        return json_response(whole, headers=self.headers)
 
     async def _events(
         self, generation: Generation, form: Form, head: dict[str, Any]
