@@ -165,16 +165,29 @@ class Cluster:
 
 def engine_of(pid: int) -> int:
     """The process id of the engine that a replica has started."""
+    found = _children(pid, b"spawn_main")
+    assert found, f"the replica {pid} has no engine"
+    return found[0]
+
+
+def followers_of(pid: int) -> list[int]:
+    """The process ids of ranks 1, 2, .. that a replica has started."""
+    return _children(pid, b"specpool\0serve")
+
+
+def _children(pid: int, words: bytes) -> list[int]:
+    """The children of a process whose command has these words."""
+    children = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             stat = (folder / "stat").read_text()
-            words = (folder / "cmdline").read_bytes()
+            command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
         found = re.search(r"\) \w (\d+) ", stat)
-        if found and int(found[1]) == pid and b"spawn_main" in words:
-            return int(folder.name)
-    raise AssertionError(f"the replica {pid} has no engine")
+        if found and int(found[1]) == pid and words in command:
+            children.append(int(folder.name))
+    return sorted(children)
 
 
 def kill(pid: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from ray_kit import Cluster, engine_of, kill
+from ray_kit import Cluster, engine_of, followers_of, kill
 from specpool import Engine, SamplingParams
 
 pytestmark = [
@@ -264,3 +264,25 @@ def test_nothing_that_was_accepted_is_lost(two, words):
         for ident in idents:
             status, body = two.turn(ident, 0, "seq: 2, ")
             assert status == (200 if tag in now else 410), body
+
+
+def test_ranks_of_a_replica_end_with_each_other(cluster):
+    """Law: two processes answer as one, and if one is killed, another replica serves soon."""
+    options = {"page_size": 4, "max_context_len": 256}
+    with Engine.from_pretrained(draft="specpool/tiny-eagle", **options) as engine:
+        (alone,) = engine.generate(["seq: 2, 4, "], SamplingParams(max_new_tokens=16))
+    before = set(cluster.replicas())
+    cluster.deploy("--replicas", "1", "--ranks", "2", *OPTIONS)
+    body = {"prompt": "seq: 2, 4, ", "max_tokens": 16, "temperature": 0}
+    for _ in range(2):
+        cluster.wait_for(1, but=before)
+        status, answer = cluster.ask("POST", "/v1/completions", body)
+        assert (status, answer["choices"][0]["text"]) == (200, alone.text), answer
+        ((tag, pid),) = cluster.replicas().items()
+        before.add(tag)
+        engine_pid, (follower,) = engine_of(pid), followers_of(pid)
+        os.kill(follower, signal.SIGKILL)
+        end = time.monotonic() + 60
+        while Path(f"/proc/{engine_pid}").exists():
+            assert time.monotonic() < end, "the engine goes on without its rank"
+            time.sleep(0.2)
