@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specpool._core import Ledger, Shape
@@ -134,10 +134,7 @@ def assemble(
     sizes = graph_sizes(
         config, attention, has_capture=capture is not None, keeps_state=target.keeps_state
     )
-    clock: Callable[[], float] = time.perf_counter if ranks is None else lambda: ranks.now
-    controller = controller_of(
-        config.adaptive, initial=config.shape, graph_sizes=sizes or None, clock=clock
-    )
+    controller = _controller(config, sizes, ranks)
     shape = _shape(config, drafters, controller)
     shapes = _shapes(config, drafters, shape, controller)
     _check(config, drafters, attention, shapes)
@@ -163,10 +160,7 @@ def assemble(
         kinds = round_kinds(config, sizes, drafters, shape)
         captured = worker.capture(capture, ledger, kinds, started).sizes
         if captured != sizes:  # only captured sizes decide a batch's range
-            left = captured or None
-            controller = controller_of(
-                config.adaptive, initial=config.shape, graph_sizes=left, clock=clock
-            )
+            controller = _controller(config, captured, ranks)
     return Assembly(
         target=target,
         drafters=named,
@@ -187,6 +181,18 @@ def forced_shape(config: EngineConfig) -> Shape | None:
     """Return the chain that drafts forced spans; None = they have no shape of their own."""
     steps = config.forced_steps
     return Shape.eagle(steps, 1, steps + 1) if steps else None
+
+
+def _controller(
+    config: EngineConfig, graph_sizes: Sequence[int], ranks: Ranks | None
+) -> Controller | None:
+    """Build what chooses shapes, by rank 0's clock if there are ranks."""
+    return controller_of(
+        config.adaptive,
+        initial=config.shape,
+        graph_sizes=graph_sizes or None,
+        clock=time.perf_counter if ranks is None else lambda: ranks.now,
+    )
 
 
 def _shape(
