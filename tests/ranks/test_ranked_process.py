@@ -46,7 +46,7 @@ def _play(scene: Scene, world: int = 2) -> Any:
 def test_two_processes_answer_as_one_and_end_together(how: signal.Signals) -> None:
     async def scene(client: EngineClient, processes: RankedProcess) -> tuple[list[int], str]:
         await client.start()
-        stream = await client.submit([5, 6, 7, 8], SamplingParams(max_new_tokens=24))
+        stream = client.submit([5, 6, 7, 8], SamplingParams(max_new_tokens=24))
         tokens: list[int] = []
         while news := await stream.news():
             if isinstance(news[-1], Done):
