@@ -18,7 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ENGINE = HERE.parent.parent / ".engines" / "sglang"
-LEVELS = ("off", "pages", "reserve")
+LEVELS = ("off", "pages", "reserve", "rows")
 NAMES = re.compile(
     r"TokenToKVPoolAllocator|UnifiedRadixCache|StreamingSession|allocation_sizing|alloc_for_extend"
 )

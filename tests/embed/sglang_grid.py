@@ -17,7 +17,7 @@ FIELDS = ("page_size", "shape", "cache", "overlap", "num_sessions", "mixed")
 #: How SGLang's own memory ends some runs, and why.
 OWN_ENDS = {
     STUCK: "SGLang itself: sessions hold the slots that the head of the queue waits for",
-    "Prefill out of memory": "SGLang itself: it goes on with a chunk for which no slots are free",
+    "Prefill out of memory": "SGLang itself: a prefill finds no slots, likely a further chunk",
 }
 
 
