@@ -21,6 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from specpool.cli.results import Result as Figure
+from specpool.cli.results import machine, report
 from specpool.ranks.group import Ranks
 from specpool.ranks.record import Record, Result
 
@@ -63,21 +65,16 @@ def run(job: Job) -> None:
     outs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit("a rank has failed")
-    found = json.loads(outs[0].splitlines()[-1])
-    if job.json:
-        print(json.dumps(found))
-        return
-    print("us: median of the slower rank (10th and 90th percentile of rank 0), float32")
-    for each in found:
-        record, reduced = each["record"], each["all_reduce"]
-        print(
-            f"{each['rows']:4} rows: record of {each['bytes']} bytes {_shown(record)}, all-reduce "
-            f"of [{each['rows']}, {job.hidden}] {_shown(reduced)}, ratio {each['ratio']:.2f}"
-        )
-
-
-def _shown(figures: dict[str, float]) -> str:
-    return f"{figures['slower_rank_p50']:.0f} ({figures['p10']:.0f}, {figures['p90']:.0f})"
+    results = []
+    for each in json.loads(outs[0].splitlines()[-1]):
+        rows = each["rows"]
+        for who in ("rank 0", "the slower rank"):
+            record, reduced = each["record"][who], each["all_reduce"][who]
+            name = f"record of {rows} rows, {each['bytes']} bytes: {who}"
+            results.append(
+                Figure(name, record, "us", f"all-reduce [{rows}, {job.hidden}]", reduced)
+            )
+    report("bench ranks", machine("cpu", 1, ("torch",)), results, json_only=job.json, plot=None)
 
 
 def _record(number: int, rows: int, arrivals: int) -> Record:
@@ -116,18 +113,11 @@ def _measure(ranks: Ranks, rows: int, job: Job) -> dict[str, Any]:
         dist.all_reduce(hidden)
         seconds["all_reduce"].append(time.perf_counter() - started)
         hidden.fill_(1.0)
-    figures = {name: _figures(each[job.repeats // 10 :]) for name, each in seconds.items()}
-    ratio = figures["record"]["p50"] / figures["all_reduce"]["p50"]
-    return {"rows": rows, "bytes": size, **figures, "ratio": ratio}
-
-
-def _figures(seconds: list[float]) -> dict[str, float]:
-    deciles = statistics.quantiles(seconds, n=10)
-    return {
-        "p50": 1e6 * statistics.median(seconds),
-        "p10": 1e6 * deciles[0],
-        "p90": 1e6 * deciles[8],
+    figures = {
+        name: {"rank 0": 1e6 * statistics.median(each[job.repeats // 10 :])}
+        for name, each in seconds.items()
     }
+    return {"rows": rows, "bytes": size, **figures}
 
 
 def _rank(text: str) -> None:
@@ -135,20 +125,18 @@ def _rank(text: str) -> None:
     torch.set_num_threads(1)
     with Ranks() as ranks:
         found = [_measure(ranks, rows, job) for rows in job.rows]
-        slowest = _slower(ranks, found)
+        _add_slower(ranks, found)
         if ranks.leads:
-            print(json.dumps(slowest), flush=True)
+            print(json.dumps(found), flush=True)
 
 
-def _slower(ranks: Ranks, found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the figures with the slower rank's medians: a follower waits for the record."""
+def _add_slower(ranks: Ranks, found: list[dict[str, Any]]) -> None:
+    """Add the slower rank's medians, in which a follower waits for the record."""
     for each in found:
         for name in ("record", "all_reduce"):
-            slower = -ranks.least(-int(1e3 * each[name]["p50"])) / 1e3
-            each[name]["slower_rank_p50"] = slower
+            medians = each[name]
+            medians["the slower rank"] = -ranks.least(-int(1e3 * medians["rank 0"])) / 1e3
         each["bytes"] = -ranks.least(-each["bytes"])
-        each["ratio"] = each["record"]["slower_rank_p50"] / each["all_reduce"]["slower_rank_p50"]
-    return found
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ class Side:
         held = [self.held(g, row) for g in range(len(self.layout.groups))]
 
         def write(run: Run, of_run: Bytes) -> int:
-            pages = held[run.group][run.start : run.start + run.num_pages]
+            pages = held[run.group][run.place]
             return self.pages.write(run.group, pages, of_run)
 
         image.read(write)
@@ -108,7 +108,7 @@ class Parcel:
         self._writer.write(image, self._read)
 
     def _read(self, run: Run, out: Bytes) -> int:
-        pages = self._pages[run.group][run.start : run.start + run.num_pages]
+        pages = self._pages[run.group][run.place]
         return self._side.pages.read(run.group, pages, out)
 
     def arrived(self) -> None:

@@ -58,7 +58,7 @@ class Side:
         held = [table[table > 0].astype(np.int32) for table in tables]
 
         def write(run: Run, of_run: Bytes) -> int:
-            pages = held[run.group][run.start : run.start + run.num_pages]
+            pages = held[run.group][run.place]
             return scatter_pages([self.memory[run.group]], pages, of_run)
 
         try:

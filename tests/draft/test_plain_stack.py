@@ -46,9 +46,8 @@ MODELS = {
 def model_of(kind, config, **changes) -> TargetModel:
     torch.manual_seed(3)
     model = kind(config(**(SIZES | changes))).eval()
-    with (
-        torch.no_grad()
-    ):  # norms and biases are 1 and 0 in a new model: nothing would depend on them
+    # Norms and biases are 1 and 0 in a new model: nothing would depend on them.
+    with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
     return TargetModel.from_pretrained(model)

@@ -16,15 +16,14 @@ NAMES = ["none", "chain:1", "chain:3", "tree:3x4x16", "tree:2x2x5"]
 CONFIG = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": NAMES}})
 
 
-@pytest.mark.parametrize("options", [{}, {"layout": "holey"}, {"kind": "lm"}])
+@pytest.mark.parametrize(
+    ("draft", "layout"),
+    [("tiny-eagle", "dense"), ("tiny-eagle", "holey"), ("tiny-draft", "dense")],
+)
 def test_parts_draft_as_each_would_alone(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    draft: str, layout: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One forward of the drafter serves all parts of a depth, and changes no draft of any."""
-    options = {**options}
-    if options.pop("kind", None):
-        options["drafts"] = "specpool/tiny-draft"
-    draft = options.pop("drafts", "specpool/tiny-eagle")
 
     def every(self: Any, rows: np.ndarray, shapes: np.ndarray, spare: object = None) -> np.ndarray:
         picks = np.arange(len(rows)) % shapes.shape[1]
@@ -34,7 +33,7 @@ def test_parts_draft_as_each_would_alone(
 
     monkeypatch.setattr(BudgetController, "choose", every)
     with Engine.from_pretrained(
-        draft=draft, max_context_len=96, max_batch=9, adaptive=CONFIG, **options
+        draft=f"specpool/{draft}", layout=layout, max_context_len=96, max_batch=9, adaptive=CONFIG
     ) as engine:
         drafter: Any = engine.drafter
         together, num_rounds, num_forwards = drafter.propose_parts, 0, 0
@@ -53,7 +52,7 @@ def test_parts_draft_as_each_would_alone(
             if len(parts) > 1:
                 num_rounds += 1
                 most = max(part.shape.num_steps for part in parts)
-                assert num_forwards == (most if draft.endswith("draft") else most - 1)
+                assert num_forwards == (most if draft == "tiny-draft" else most - 1)
             for mine, theirs in zip(found, alone, strict=True):
                 assert torch.equal(mine.tokens, theirs.tokens)
                 assert torch.equal(mine.mask, theirs.mask)

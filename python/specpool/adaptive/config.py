@@ -22,8 +22,8 @@ from specpool.shape_names import chain, depth_order, name_of, parse_shape
 # The candidates for every batch size; measurements choose among them.
 _MEASURED = {"1": {"candidates": ["none", "chain:1", "chain:2", "chain:3", "chain:5"]}}
 
-
 PolicyName = Literal["ema", "cost", "budget"]
+POLICIES: tuple[str, ...] = get_args(PolicyName)
 
 _FORM = (
     'the form that works: {"1": {"candidates": ["chain:7", "chain:3", "none"]}, '
@@ -133,7 +133,7 @@ class AdaptiveConfig:
             )
         if not self.ranges:
             raise ConfigError(f"there is no batch size in it; {_FORM}")
-        check_choice("policy", self.policy, get_args(PolicyName))
+        check_choice("policy", self.policy, POLICIES)
         check_int("threshold_rounds", self.threshold_rounds, 0, 1 << 30)
         if self.policy == "budget" and len(self.ranges) > 1:
             raise ConfigError(
@@ -325,7 +325,7 @@ def config_of(value: AdaptiveConfig | str | PathLike[str]) -> AdaptiveConfig:
         return AdaptiveConfig.from_dict({"policy": value, **_MEASURED})
     if not isinstance(value, str | PathLike) or not value:
         raise ConfigError(
-            "adaptive must be 'ema', 'cost', 'budget', the path of a JSON file or an "
+            f"adaptive must be {', '.join(map(repr, POLICIES))}, the path of a JSON file or an "
             f"AdaptiveConfig, got {value!r:.80}"
         )
     return AdaptiveConfig.from_file(value)

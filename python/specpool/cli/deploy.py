@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specpool.adaptive.config import POLICIES
 from specpool.cli.options.checks import warn
 from specpool.cli.options.names import with_option_names
 from specpool.cli.serve import Job as ServeJob
@@ -140,21 +141,15 @@ def _range_of(text: str) -> tuple[int, int]:
     return least, most
 
 
-def _is_relative(name: str) -> bool:
-    return Path(name).exists() and not Path(name).is_absolute()
-
-
 def _check_paths(job: ServeJob) -> None:
     """Refuse relative paths: the replicas have another working directory."""
     adaptive = job.options.get("adaptive")
-    given = {
-        "target": job.target if Path(job.target).exists() else None,
-        "draft": next(filter(_is_relative, job.draft or ()), None),
-        "chat_template": job.chat_template,
-        "api_key_file": job.api_key_file,
-        "adaptive": adaptive if adaptive not in (None, "ema", "cost", "budget") else None,
-    }
-    for name, path in given.items():
+    models = [("target", job.target), *(("draft", name) for name in job.draft or ())]
+    # What does not exist here is the name of a hub.
+    given: list[tuple[str, Any]] = [each for each in models if Path(each[1]).exists()]
+    given += [("chat_template", job.chat_template), ("api_key_file", job.api_key_file)]
+    given += [("adaptive", adaptive)] if adaptive not in POLICIES else []
+    for name, path in given:
         if path is not None and not Path(path).is_absolute():
             raise ConfigError(
                 f"--{name.replace('_', '-')} must be an absolute path, the same on every node, got "

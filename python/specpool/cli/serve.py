@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specpool.adaptive.config import POLICIES
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import drafts_of
 from specpool.cli.options.groups import text_of
@@ -98,7 +99,7 @@ def prepare(job: Job, *, has_files: bool = True) -> Launch:
         **job.serve,
     )
     options = dict(job.options)
-    if not has_files and options["adaptive"] not in (None, "ema", "cost", "budget"):
+    if not has_files and options["adaptive"] not in (None, *POLICIES):
         options["adaptive"] = None  # a file
     checks.check_engine_config(shape, drafts, options)
     template = None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig
-from specpool.adaptive.config import PolicyName
+from specpool.adaptive.config import POLICIES
 from specpool.checks import check_choice, check_int
 from specpool.cli.generate.report import mean_accept_len
 from specpool.cli.options import checks
@@ -87,7 +87,7 @@ def run(job: Job) -> None:
     check_int("tokens", job.num_tokens, 1, 1 << 20)
     check_int("repeats", job.repeats, 1, 1 << 16)
     checks.check_place(device=job.device, threads=job.threads, dtype=job.dtype)
-    check_choice("policy", job.policy, get_args(PolicyName))
+    check_choice("policy", job.policy, POLICIES)
     for batch in job.batch_sizes:
         check_int("batch", batch, 1, 1 << 16)
     shapes = parse_candidates(job.candidates)

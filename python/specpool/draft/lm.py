@@ -262,7 +262,7 @@ class LMDrafter:
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             _, keys, values = self._kv[layer]
             if not len(q):
-                assert isinstance(view, AttentionView)  # drafting alone is joined, and wants logits
+                assert isinstance(view, AttentionView)  # only drafts are joined
                 keys.index_copy_(0, view.write_slots, k)
                 values.index_copy_(0, view.write_slots, v)
                 return q

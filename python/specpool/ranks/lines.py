@@ -1,6 +1,6 @@
 """`Lines`: the sockets on which rank 0 sends its records, one to each other rank.
 
-A broadcast of gloo passes two threads on each side, and takes several times as long.
+A broadcast of gloo passes two threads on each side, which takes longer.
 """
 
 from __future__ import annotations

@@ -60,6 +60,11 @@ class Run:
     offset: int
     num_bytes: int
 
+    @property
+    def place(self) -> slice:
+        """Where its pages are among the row's pages of the group."""
+        return slice(self.start, self.start + self.num_pages)
+
 
 @dataclass(frozen=True, slots=True)
 class Header:

@@ -104,7 +104,7 @@ class Export:
                 exports.return_request(self._row, self._owner)
 
     def _read(self, run: Run, out: Bytes) -> int:
-        pages = self._row.pages[run.group][run.start : run.start + run.num_pages]
+        pages = self._row.pages[run.group][run.place]
         with self._core.lock:  # one forward or copy at a time; others run between the runs
             return self._pages.read(run.group, pages, out)
 
@@ -223,7 +223,7 @@ class Moves:
             held = [table[table > 0].astype(np.int32) for table in tables]
 
             def write(run: Run, data: Bytes) -> int:
-                pages = held[run.group][run.start : run.start + run.num_pages]
+                pages = held[run.group][run.place]
                 return self._pages.write(run.group, pages, data)
 
             image.read(write)

@@ -94,7 +94,7 @@ class EagleConfig:
         Raises:
             CheckpointError: it is not an EAGLE head, or a key is missing or has a wrong value.
         """
-        spec = _ConfigReader(raw)
+        spec = ConfigReader(raw)
         kind = _kind(spec, weights)
         if spec.layer.get("quantization_config") or raw.get("quantization_config"):
             raise CheckpointError("config.json: quantized heads are not supported")
@@ -145,7 +145,7 @@ class EagleConfig:
         )
 
 
-class _ConfigReader:
+class ConfigReader:
     """A reader that finds keys in the places that publishers use, and checks their types.
 
     The decoder's keys are at the top level, or in `transformer_layer_config` (speculators). The
@@ -169,6 +169,7 @@ class _ConfigReader:
         return keys[0], None
 
     def maybe_integer(self, key: str, *, least: int = 1) -> int | None:
+        """Return an integer of at least `least`; None = the key is not there."""
         value = self.get(key)[1]
         if value is not None and (type(value) is not int or not least <= value <= _MOST):
             raise CheckpointError(
@@ -178,6 +179,7 @@ class _ConfigReader:
         return value
 
     def integer(self, key: str, *, least: int = 1, default: int | None = None) -> int:
+        """Return an integer, or the default; without one the key must be there."""
         value = self.maybe_integer(key, least=least)
         if value is None:
             value = default
@@ -186,6 +188,7 @@ class _ConfigReader:
         return value
 
     def number(self, key: str, *, default: float, place: Mapping[str, Any] | None = None) -> float:
+        """Return a number of `place`, or of the places that publishers use."""
         value = self.get(key)[1] if place is None else place.get(key)
         if value is None:
             return default
@@ -194,12 +197,14 @@ class _ConfigReader:
         return float(value)
 
     def flag(self, *keys: str) -> bool | None:
+        """Return the first of these keys that is there, which must be true or false."""
         key, value = self.get(*keys)
         if value is not None and not isinstance(value, bool):
             raise CheckpointError(f"config.json: {key} is {value!r}, neither true nor false")
         return value
 
     def flag_or(self, key: str, default: bool) -> bool:
+        """Return a flag, or the default."""
         value = self.flag(key)
         return default if value is None else value
 
@@ -256,7 +261,7 @@ def _ids(key: str, value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _kind(spec: _ConfigReader, weights: Mapping[str, Sized]) -> Kind:
+def _kind(spec: ConfigReader, weights: Mapping[str, Sized]) -> Kind:
     algorithm = spec.raw.get("speculators_model_type", "eagle")
     if algorithm not in ("eagle", "eagle3"):
         raise CheckpointError(f"a {algorithm!r} speculator, not an EAGLE head")
@@ -284,7 +289,7 @@ def _kind(spec: _ConfigReader, weights: Mapping[str, Sized]) -> Kind:
 
 
 def _draft_vocab_size(
-    spec: _ConfigReader, weights: Mapping[str, Sized], kind: Kind, vocab_size: int
+    spec: ConfigReader, weights: Mapping[str, Sized], kind: Kind, vocab_size: int
 ) -> int:
     if kind == "eagle":
         return vocab_size

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
 from specpool.errors import CheckpointError
-from specpool.models.eagle.config import EagleConfig, _ConfigReader
+from specpool.models.eagle.config import ConfigReader, EagleConfig
 from specpool.models.eagle.head import Attend, EagleHead
 from specpool.models.files.checkpoint import normal_name
 
@@ -100,7 +100,7 @@ class PlainStack:
 def _head(model: TargetModel, weights: dict[str, torch.Tensor]) -> EagleHead:
     """Return a head of the model's layers; its `fc` is not used."""
     config: Any = model.config
-    spec = _ConfigReader(config.to_dict())
+    spec = ConfigReader(config.to_dict())
     num_heads = spec.integer("num_attention_heads")
     theta, scaling = spec.rope()
     described = EagleConfig(
