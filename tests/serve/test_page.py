@@ -11,8 +11,17 @@ import pytest
 from browser_kit import CHROMIUM, Browser
 from specpool.serve.page import page
 
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 PICTURES = os.environ.get("SPECPOOL_PICTURES")  # a folder for the pictures, to look at
+
+
+FREE_PAGE = """(() => {
+  const canvas = document.querySelector('#pools canvas');
+  const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+  let last = data.length - 4;
+  while (data[last + 3] === 0) last -= 4;
+  return `rgb(${data[last]}, ${data[last + 1]}, ${data[last + 2]})`;
+})()"""  # the colour of the last page of the target's map
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +158,9 @@ def test_it_is_usable_when_narrow_and_in_the_dark(browser, width, dark):
       });
     })()"""
     assert min(browser.run(contrast)) >= 4.5  # WCAG AA
+    assert browser.run(FREE_PAGE) == browser.run(
+        "getComputedStyle($('pages').querySelector('.k0')).backgroundColor"
+    )
     keep(browser, f"{width}-{'dark' if dark else 'light'}")
 
 

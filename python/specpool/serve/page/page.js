@@ -263,19 +263,23 @@ function drawPool(group) {
   const gap = side > 3 ? 1 : 0;
   let page = 0;
   for (const [count, state, owner] of [...group.runs, [group.num_pages, 0, 0]]) {
-    // Each row's pages have a shade of their own, so that neighbours can be told apart.
-    paint.fillStyle = state === 1 ? `hsl(${(172 + owner * 47) % 360} 60% 42%)` : colours[state];
+    // Each row's pages have a shade of green of their own, so that neighbours can be told apart.
+    const [hue, light] = [155 + ((owner * 29) % 35), 30 + ((owner * 11) % 24)];
+    paint.fillStyle = state === 1 ? `hsl(${hue} 60% ${light}%)` : colours[state];
     for (let i = 0; i < count && page < group.num_pages; i++, page++) {
       paint.fillRect((page % columns) * side, Math.floor(page / columns) * side, side - gap, side - gap);
     }
   }
 }
 
+let pool = { groups: [] };
+matchMedia("(prefers-color-scheme: dark)").onchange = () => pool.groups.forEach(drawPool);
+
 async function look() {
   let pause = 500;
   if (!document.hidden) {
     try {
-      const pool = await ask("GET", "/pool");
+      pool = await ask("GET", "/pool");
       pool.groups.forEach(drawPool);
       $("accept").textContent = pool.accept_len.toFixed(2);
       $("load").textContent = `${pool.running}, ${pool.waiting}`;
