@@ -616,7 +616,7 @@ document.body.innerHTML = "<pre>" + JSON.stringify(seen) + "</pre>";
 </script></body>"""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 def test_the_keys_move_and_every_frame_can_be_drawn(capsys, tmp_path):
     path = tmp_path / "log"
     ledger = build(path)
@@ -646,7 +646,7 @@ document.body.innerHTML = "<pre>" + JSON.stringify(all) + "</pre>";
 </script></body>"""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 def test_a_browser_adds_the_frames_up_to_the_same_rows(capsys, tmp_path):
     path = tmp_path / "log"
     ledger = build(path)
@@ -675,7 +675,7 @@ def test_a_browser_adds_the_frames_up_to_the_same_rows(capsys, tmp_path):
     assert shown == expected
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 def test_a_browser_draws_the_slots_that_python_draws(capsys, tmp_path):
     """The page's own arithmetic, run by a browser, beside `slots`."""
     for name, layout, prefix in (

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+NO_CHROMIUM = "no Chromium here: apt-get install chromium"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from browser_kit import CHROMIUM, Browser
+from browser_kit import CHROMIUM, NO_CHROMIUM, Browser
 from specpool.serve.page import page
 
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
 PICTURES = os.environ.get("SPECPOOL_PICTURES")  # a folder for the pictures, to look at
 
 
