@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -16,13 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from browser_kit import CHROMIUM, NO_CHROMIUM
 from cli_kit import call
 from ledger_kit import end, extend, make, prefill, start
 from log_kit import CHAIN, build, serve
 from specpool import Group, Ledger, Shape, _core
 from specpool.cli.pictures.film import FENCED, FREE, OWNED, SHARED, Film, row_name, slots
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 def film_of(path: Path, step: int | None = None) -> Film:
