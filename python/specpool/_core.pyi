@@ -369,7 +369,8 @@ class BlockPool:
             caching: whether `put` keeps what blocks hold. Without it `match` finds nothing.
             fencing: whether `drop` may name a step that still touches the blocks.
             digest: whether a digest of the calls is kept, for ranks to compare.
-            record: a file for the event log; see `replay`. The digest is kept then.
+            record: a file for the event log; see `replay`. The digest is kept then. None takes the
+                environment variable SPECPOOL_RECORD, as `Ledger` does.
             record_limit: most bytes of the log. At the limit it ends, and the pool goes on.
 
         Raises:
@@ -500,14 +501,14 @@ class BlockPool:
         Args:
             blocks: their ids, in the order of the text.
             after: number of the last step that may still touch them; `complete` ends the wait.
-            tag: the name of the request that drops them, for the error.
+            tag: the name of the request that drops them, for this call's error and later ones.
 
         Cost: O(len(blocks)).
 
         Raises:
             ShapeError: the pool has no such block; `after` is given, but `fencing` is off.
-            PageStateError: a block is held less often than it is named. The message has its id, its
-                last tag and its last verb.
+            PageStateError: a block is held less often than it is named. The message has its id, the
+                tags that took and dropped it last, and its last verb.
         """
     def match(self, tokens: _IntArray, salt: bytes = b"", *, limit: int | None = None) -> _I32:
         """Return the blocks of the longest known beginning of `tokens`, int32 [n].
@@ -606,7 +607,8 @@ class BlockPool:
     def taken(self) -> _I32:
         """Return the blocks that cannot be taken: held or fenced, ascending, int32 [n].
 
-        At the end of a run it is empty, or blocks have leaked.
+        At the end of a run its length is 0, or blocks have leaked
+        (`specpool.testing.assert_no_page_leaked` names them).
 
         Cost: O(num_blocks).
         """
@@ -684,8 +686,8 @@ class Ledger:
         digest: whether to keep the running digest.
         record: path of an event log (`specpool replay`, `specpool inspect`), created or emptied. A
             recorded ledger keeps the digest. None takes the environment variable SPECPOOL_RECORD,
-            if it is set: `%p` in it becomes the process id, and ledgers after the first of a
-            process get `.2`, `.3`, .. appended. A file that another ledger is writing is refused.
+            if it is set: `%p` in it becomes the process id, and ledgers and pools after a process's
+            first get `.2`, `.3`, .. appended. A file that another ledger is writing is refused.
         record_limit: the most bytes of the log. At the limit the log ends with a record that says
             so, and the ledger goes on unrecorded.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -453,7 +454,10 @@ def refused() -> dict[str, Case]:
         "negative": (lambda pool: pool.take(-1), ShapeError, "count must be 0 or more, got -1"),
         "huge": (lambda pool: pool.take(1 << 62), OutOfPages, "need 4611686018427387904, "),
         "few blocks": (lambda pool: pool.put([1] * 4, [1]), ShapeError, "fill 2 blocks, 1 are"),
-        "start": (lambda pool: pool.put([1, 2], [1], 2), ShapeError, "from block 2 on"),
+        "start": (lambda pool: pool.put([1, 2], [1], 2), ShapeError, "block 2 on: 1 blocks are"),
+        "number tag": (lambda pool: pool.take(1, tag=7), ShapeError, "a tag must be a str, got 7"),
+        "tag of a drop": (lambda pool: pool.drop([2], tag=b"a"), ShapeError, "a str, got b'a'"),
+        "bytes": (lambda pool: pool.drop(b"\x02"), ShapeError, "array or a list of ints, got b"),
         "put free": (
             lambda pool: pool.put([1, 2, 3, 4], [1, 4]),
             PageStateError,
@@ -500,7 +504,7 @@ def refused() -> dict[str, Case]:
             ShapeError,
             "tokens must be an array or a list of ints, got None",
         ),
-        "no block": (lambda pool: pool.refs(9), ShapeError, "record of block 9"),
+        "no block": (lambda pool: pool.refs(9), ShapeError, "query of block 9: the pool's blocks"),
     }
 
 
@@ -545,3 +549,39 @@ def test_fences_need_the_option() -> None:
     with pytest.raises(ShapeError, match="complete of step 3: the pool was built without fencing"):
         pool.complete(3)
     assert pool.refs(int(blocks[0])) == 1
+
+
+def test_an_error_names_who_dropped_the_block_before(tmp_path) -> None:
+    """Also after a replay; a drop without a name, and a new take, end it."""
+    path = tmp_path / "log"
+    pool = BlockPool(4, 2, record=path)
+    blocks = pool.take(2, tag="took")
+    pool.drop(blocks[:1], tag="dropped")
+    pool.drop(blocks[1:])
+    with pytest.raises(PageStateError, match=r'last tag "took", last verb drop by "dropped"$'):
+        pool.drop([0], tag="late")
+    pool.close()
+    pool, num_calls, _ = BlockPool.replay(path)
+    assert num_calls == 3
+    with pytest.raises(PageStateError, match=r'last tag "took", last verb drop by "dropped"$'):
+        pool.drop([0], tag="late")
+    with pytest.raises(PageStateError, match=r'last tag "took", last verb drop$'):
+        pool.drop([1])
+    assert pool.take(1, tag="new").tolist() == [0]
+    with pytest.raises(PageStateError, match=r'last tag "new", last verb take$'):
+        pool.drop([0, 0])
+
+
+def test_the_environment_records_pools(tmp_path, monkeypatch) -> None:
+    """Ledgers and pools of a process share the numbers of their files."""
+    monkeypatch.setenv("SPECPOOL_RECORD", str(tmp_path / "log-%p"))
+    pools = [BlockPool(4, 2), BlockPool(4, 2), BlockPool(4, 2, record=tmp_path / "own")]
+    for size, pool in enumerate(pools):
+        pool.take(size)
+        pool.close()
+    (own, *logs) = sorted(tmp_path.iterdir(), reverse=True)
+    assert own.name == "own" and len(logs) == 2
+    assert all(f"log-{os.getpid()}" in log.name for log in logs)
+    lens = sorted(len(BlockPool.replay(log)[0].taken()) for log in logs)
+    assert lens == [0, 1]
+    assert BlockPool.replay(own)[0].taken().tolist() == [0, 1]

@@ -147,6 +147,25 @@ def test_who_never_comes_to_rest_is_told_what_is_held(monkeypatch) -> None:
     assert re.search(r"block \d+: held 1 times, last tag 'request 1'", str(caught.value))
 
 
+def test_who_waits_for_room_that_never_comes_is_told(monkeypatch) -> None:
+    """A scheduler that always wants room for drafts behind the last token."""
+
+    class Drafts(example.BlockScheduler):
+        def submit(self, request, tokens, max_new_tokens):
+            super().submit(request, tokens, max_new_tokens)
+            self.waiting[-1].end += 3
+
+        def admit(self, request):
+            return self.pool.fits(-(-request.end // self.pool.block_size)) and super().admit(
+                request
+            )
+
+    monkeypatch.setattr(BlockMachine, "max_turns", 50)
+    with pytest.raises(AssertionError, match="no block is held: a request waits") as caught:
+        run(Drafts)
+    assert "with its new tokens and no drafts behind them" in str(caught.value)
+
+
 def test_texts_are_those_of_the_model() -> None:
     """Whatever is shared, preempted and computed again, the answers are the device's own."""
     scheduler = example.BlockScheduler(12, 4, BlockDevice(12, 4))
@@ -165,7 +184,10 @@ def test_a_double_drop_names_who_dropped() -> None:
     pool = BlockPool(8, 4)
     first = pool.take(2, tag="request 1")
     pool.drop(first, tag="request 1")
-    message = 'drop by "request 2" of block 0: nobody holds it; .* last tag "request 1"'
+    message = (
+        'drop by "request 2" of block 0: nobody holds it; .* last tag "request 1", '
+        'last verb drop by "request 1"'
+    )
     with pytest.raises(PageStateError, match=message) as caught:
         pool.drop(first, tag="request 2")
     assert caught.value.page == 0

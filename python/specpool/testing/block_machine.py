@@ -23,7 +23,7 @@ class BlockScheduler(Protocol):
     def submit(self, request: int, tokens: list[int], max_new_tokens: int) -> None:
         """Take a new request: a number, a text of one token or more, and at least one new token.
 
-        With its new tokens it fits into the pool alone.
+        With its new tokens it fits into the pool alone, maybe without room for drafts beyond them.
         """
 
     def abort(self, request: int) -> None:
@@ -107,6 +107,10 @@ class BlockMachine(RuleBasedStateMachine):
             if not self.scheduler.step():
                 break
         else:
-            held = "\n  ".join(blocks_in_use(self.scheduler.pool))
-            raise AssertionError(f"not at rest after {self.max_turns} turns:\n  {held}")
+            lines = blocks_in_use(self.scheduler.pool) or ["no block is held: a request waits"]
+            told = (
+                f"not at rest after {self.max_turns} turns, with {self.scheduler.pool!r}. Each "
+                "request fits into it alone, with its new tokens and no drafts behind them."
+            )
+            raise AssertionError("\n  ".join([told, *lines]))
         assert_no_page_leaked(self.scheduler.pool)

@@ -70,11 +70,17 @@ pub struct BlockRecord<'a> {
     pub fence: u64,
     /// The verb that touched it last.
     pub last_verb: Verb,
+    /// The tag of the `drop` that named it last, if that was the last verb.
+    pub dropped_by: Option<&'a str>,
 }
 
 /// The name of a request.
 #[derive(Debug)]
 struct Tag(Box<str>);
+
+fn tag_at(tags: &[Option<Arc<Tag>>], page: Page) -> Option<&str> {
+    tags.get(page.at()).and_then(Option::as_ref).map(|tag| &*tag.0)
+}
 
 /// Blocks, who holds them, and what they hold.
 ///
@@ -107,6 +113,8 @@ pub struct BlockPool {
     config: BlockPoolConfig,
     /// The tag of each block's last `take`; as long as the blocks that were handed out, once there was a tag.
     tags: Vec<Option<Arc<Tag>>>,
+    /// The tag of each block's last `drop`, as long as it has to be.
+    droppers: Vec<Option<Arc<Tag>>>,
     /// Zeros; counts how often a call names each block.
     marks: Vec<u32>,
     completed: u64,
@@ -131,6 +139,7 @@ impl BlockPool {
             index: PrefixIndex::new(std::iter::once(block_size), block_size as i32),
             config,
             tags: Vec::new(),
+            droppers: Vec::new(),
             marks: Vec::new(),
             completed: 0,
             num_evictions: 0,
@@ -209,7 +218,7 @@ impl BlockPool {
     /// # Errors
     /// [`Error::Shape`] if the pool has no such block.
     pub fn record_of(&self, block: i32) -> Result<BlockRecord<'_>> {
-        self.page("record", block).map(|page| self.line(page))
+        self.page("query", block).map(|page| self.line(page))
     }
 
     fn line(&self, page: Page) -> BlockRecord<'_> {
@@ -220,9 +229,10 @@ impl BlockPool {
             state: seen.state,
             refs: seen.holders.saturating_sub(is_indexed.into()),
             is_indexed,
-            tag: self.tags.get(page.at()).and_then(Option::as_ref).map(|tag| &*tag.0),
+            tag: tag_at(&self.tags, page),
             fence: seen.fence,
             last_verb: seen.last_verb,
+            dropped_by: tag_at(&self.droppers, page).filter(|_| seen.last_verb == Verb::Drop),
         }
     }
 

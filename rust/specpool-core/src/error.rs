@@ -1,8 +1,6 @@
 //! Every error of the crate, one variant per kind (docs/contract.md, Errors). A refused call changes nothing, and each
 //! message states the numbers.
 
-use crate::verb::Verb;
-
 /// The `Result` of the crate's fallible calls.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -102,8 +100,8 @@ pub enum Error {
         state: String,
         /// The tag of the take that gave it last.
         tag: String,
-        /// The verb that touched it last.
-        last_verb: Verb,
+        /// The verb that touched it last, and by whom, if that is known.
+        last_verb: String,
     },
     /// A step was prepared with a row that has been released since.
     #[error("step {step} is stale: row {row} was at epoch {planned} when prepared, is at {now}")]

@@ -37,8 +37,8 @@ impl<'a, 'py, T: FromPyObjectOwned<'py>> FromPyObject<'a, 'py> for List<T> {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        if value.is_instance_of::<PyString>() {
-            return Err(PyTypeError::new_err("a list is needed, got a str"));
+        if value.is_instance_of::<PyString>() || value.is_instance_of::<PyBytes>() {
+            return Err(PyTypeError::new_err("a list is needed, got a str or bytes"));
         }
         let sequence = value.cast::<PySequence>()?;
         expect_lanes("a list", sequence.len().unwrap_or(0))?;
@@ -122,6 +122,15 @@ pub fn int32(name: &str, value: &Bound<'_, PyAny>) -> PyResult<i32> {
     value
         .extract()
         .map_err(|error| refused(error, value, |shown| shape_error(format!("{name} must be an int32, got {shown}"))))
+}
+
+/// The name of a request, of a ledger's row or of a pool's blocks.
+pub fn name<'a>(tag: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
+    let text = tag.cast::<PyString>().ok().and_then(|text| text.to_str().ok());
+    match text {
+        Some(text) => Ok(text),
+        None => Err(shape_error(format!("a tag must be a str, got {}", tag.repr()?))),
+    }
 }
 
 /// A row id.

@@ -2,15 +2,16 @@
 
 #![allow(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use numpy::PyArray1;
 use pyo3::prelude::*;
 use pyo3::types::{PySlice, PyTuple};
 use specpool_core::{BlockPoolConfig, Result as CoreResult};
 
-use crate::arrays::{ConfigInt, Salt, ShapeInt, at_least, copied, int_array, int32, ints, step, widened};
-use crate::errors::{config_error, guarded, to_py};
+use crate::arrays::{ConfigInt, Salt, ShapeInt, at_least, copied, int_array, int32, ints, name, step, widened};
+use crate::errors::{guarded, to_py};
+use crate::recording::built;
 
 #[doc = doc!("BlockPool")]
 #[pyclass(module = "specpool._core")]
@@ -56,12 +57,11 @@ impl BlockPool {
             digest,
             ..BlockPoolConfig::new(num_blocks.0, block_size.0)
         };
-        let Some(path) = record else {
-            return specpool_core::BlockPool::new(config).map(|pool| Self(pool, false)).map_err(to_py);
+        let build = |log: Option<(&Path, u64)>| match log {
+            None => specpool_core::BlockPool::new(config),
+            Some((path, limit)) => specpool_core::BlockPool::recorded(config, path, limit),
         };
-        let limit = u64::try_from(record_limit.0)
-            .map_err(|_| config_error(format!("record_limit must be 0 or more, got {}", record_limit.0)))?;
-        specpool_core::BlockPool::recorded(config, &path, limit).map(|pool| Self(pool, false)).map_err(to_py)
+        built(record, record_limit, build).map(|pool| Self(pool, false))
     }
 
     #[doc = doc!("BlockPool.replay")]
@@ -164,10 +164,10 @@ impl BlockPool {
         py: Python<'py>,
         count: ShapeInt,
         hold: Option<&Bound<'_, PyAny>>,
-        tag: Option<&str>,
+        tag: Option<&Bound<'_, PyAny>>,
         int64: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (count, hold) = (at_least("count", count, 0)?, blocks("hold", hold)?);
+        let (count, hold, tag) = (at_least("count", count, 0)?, blocks("hold", hold)?, tag.map(name).transpose()?);
         let taken = self.change(|pool| pool.take(count, &hold, tag).map_err(|error| error.by(tag)))?;
         Ok(if int64 { widened(py, &taken)?.into_any() } else { copied(py, &taken)?.into_any() })
     }
@@ -181,9 +181,14 @@ impl BlockPool {
 
     #[doc = doc!("BlockPool.drop")]
     #[pyo3(signature = (blocks, after=None, *, tag=None))]
-    fn drop(&mut self, blocks: &Bound<'_, PyAny>, after: Option<&Bound<'_, PyAny>>, tag: Option<&str>) -> PyResult<()> {
-        let (blocks, after) = (ints("blocks", blocks)?, after.map(step).transpose()?);
-        self.change(|pool| pool.drop(&blocks, after).map_err(|error| error.by(tag)))
+    fn drop(
+        &mut self,
+        blocks: &Bound<'_, PyAny>,
+        after: Option<&Bound<'_, PyAny>>,
+        tag: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (blocks, after, tag) = (ints("blocks", blocks)?, after.map(step).transpose()?, tag.map(name).transpose()?);
+        self.change(|pool| pool.drop_by(&blocks, after, tag))
     }
 
     #[doc = doc!("BlockPool.match")]

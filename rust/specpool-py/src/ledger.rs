@@ -1,7 +1,6 @@
 //! `Ledger` for Python.
 
-use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::path::{Path, PathBuf};
 
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
@@ -9,30 +8,17 @@ use pyo3::types::{PyBytes, PyTuple};
 use specpool_core::{DeltaEntries, Indexed, KvEvent, LedgerConfig, Result as CoreResult, memory};
 
 use crate::arrays::{
-    ConfigInt, List, Salt, array, copied, group, int_array, int32, page, per_row, prefix, row, step, vector, view,
-    view_2d,
+    ConfigInt, List, Salt, array, copied, group, int_array, int32, name, page, per_row, prefix, row, step, vector,
+    view, view_2d,
 };
-use crate::errors::{config_error, guarded, shape_error, to_py};
+use crate::errors::{guarded, shape_error, to_py};
 use crate::finding::Finding;
 use crate::group::Group;
 use crate::plan::Plan;
+use crate::recording::built;
 use crate::shape::Shape;
 use crate::sizing::{policy, policy_name};
 use crate::snapshot::Snapshot;
-
-/// The path at which `SPECPOOL_RECORD` records a ledger. `%p` is the process id. The second and later ledgers of a
-/// process append their number to the name, so that no ledger writes over the log of another.
-fn path_of_environment() -> Option<PathBuf> {
-    let name = std::env::var("SPECPOOL_RECORD").ok().filter(|name| !name.is_empty())?;
-    let name = name.replace("%p", &std::process::id().to_string());
-    match LEDGERS_OF_ENVIRONMENT.load(Ordering::Relaxed) {
-        0 => Some(name.into()),
-        before => Some(format!("{name}.{}", before + 1).into()),
-    }
-}
-
-/// Ledgers of this process that are recorded because of the environment variable.
-static LEDGERS_OF_ENVIRONMENT: AtomicU64 = AtomicU64::new(0);
 
 #[doc = doc!("Ledger")]
 #[pyclass(module = "specpool._core")]
@@ -101,15 +87,11 @@ impl Ledger {
             page_fencing,
             digest,
         };
-        let (is_asked_for, path) = (record.is_some(), record.or_else(path_of_environment));
-        let Some(path) = path else { return specpool_core::Ledger::new(config).map(Self::from).map_err(to_py) };
-        let limit = u64::try_from(record_limit.0)
-            .map_err(|_| config_error(format!("record_limit must be 0 or more, got {}", record_limit.0)))?;
-        let ledger = specpool_core::Ledger::recorded(config, &path, limit).map_err(to_py)?;
-        if !is_asked_for {
-            LEDGERS_OF_ENVIRONMENT.fetch_add(1, Ordering::Relaxed);
-        }
-        Ok(Self::from(ledger))
+        let build = |log: Option<(&Path, u64)>| match log {
+            None => specpool_core::Ledger::new(config),
+            Some((path, limit)) => specpool_core::Ledger::recorded(config, path, limit),
+        };
+        built(record, record_limit, build).map(Self::from)
     }
 
     #[doc = doc!("Ledger.groups")]
@@ -374,10 +356,11 @@ impl Ledger {
     #[pyo3(signature = (tag=None, *, prefix=None, length=None))]
     fn admit(
         &mut self,
-        tag: Option<&str>,
+        tag: Option<&Bound<'_, PyAny>>,
         prefix: Option<&Bound<'_, PyAny>>,
         length: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<i32> {
+        let tag = tag.map(name).transpose()?;
         let length = length.map(|length| int32("length", length)).transpose()?;
         let row = match prefix.map(self::prefix).transpose()? {
             Some(prefix) => self.change(|ledger| ledger.admit_on(prefix, length, tag))?,
@@ -391,7 +374,8 @@ impl Ledger {
 
     #[doc = doc!("Ledger.fork")]
     #[pyo3(signature = (row, tag=None))]
-    fn fork(&mut self, row: &Bound<'_, PyAny>, tag: Option<&str>) -> PyResult<i32> {
+    fn fork(&mut self, row: &Bound<'_, PyAny>, tag: Option<&Bound<'_, PyAny>>) -> PyResult<i32> {
+        let tag = tag.map(name).transpose()?;
         let row = self::row(row)?;
         Ok(self.change(|ledger| ledger.fork(row, tag))?.0)
     }
@@ -429,7 +413,13 @@ impl Ledger {
 
     #[doc = doc!("Ledger.admit_lent")]
     #[pyo3(signature = (pages, length, tag=None))]
-    fn admit_lent(&mut self, pages: &Bound<'_, PyAny>, length: &Bound<'_, PyAny>, tag: Option<&str>) -> PyResult<i32> {
+    fn admit_lent(
+        &mut self,
+        pages: &Bound<'_, PyAny>,
+        length: &Bound<'_, PyAny>,
+        tag: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<i32> {
+        let tag = tag.map(name).transpose()?;
         let (pages, length) = (int_array("pages", pages)?, int32("length", length)?);
         Ok(self.change(|ledger| ledger.admit_lent(&pages, length, tag))?.0)
     }
@@ -452,8 +442,9 @@ impl Ledger {
         &mut self,
         length: &Bound<'_, PyAny>,
         drafted_len: &Bound<'_, PyAny>,
-        tag: Option<&str>,
+        tag: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<i32> {
+        let tag = tag.map(name).transpose()?;
         let (length, drafted_len) = (int32("length", length)?, int32("drafted_len", drafted_len)?);
         Ok(self.change(|ledger| ledger.import_row(length, drafted_len, tag))?.0)
     }
@@ -512,10 +503,11 @@ impl Ledger {
         &mut self,
         tokens: &Bound<'_, PyAny>,
         salt: Salt,
-        tag: Option<&str>,
+        tag: Option<&Bound<'_, PyAny>>,
         limit: Option<&Bound<'_, PyAny>>,
         needs_draft: bool,
     ) -> PyResult<i32> {
+        let tag = tag.map(name).transpose()?;
         let limit = limit.map(|limit| int32("limit", limit)).transpose()?;
         let tokens = int_array("tokens", tokens)?;
         Ok(self.change(|ledger| ledger.admit_cached(&tokens, &salt.0, limit, needs_draft, tag))?.0)

@@ -20,6 +20,7 @@ mod ledger;
 mod mask;
 mod moves;
 mod plan;
+mod recording;
 mod replay;
 mod shape;
 mod sizing;

@@ -82,7 +82,7 @@ impl BlockCall<'_> {
         }
     }
 
-    /// The call, and the tag of a take.
+    /// The call, and the tag of a take or a drop.
     fn decode(bytes: &[u8]) -> Decoded<(BlockCall<'static>, Option<String>)> {
         let mut input = Bytes::new(bytes);
         let size = |value: u64| usize::try_from(value).map_err(|_| format!("a number of {value} is out of range"));
@@ -107,7 +107,7 @@ impl BlockCall<'_> {
             10 => BlockCall::Unkeep { blocks: input.ints(most)? },
             _ => return Err(format!("there is no call of kind {kind}")),
         };
-        let has_tag = kind == 1 && !input.rest().is_empty();
+        let has_tag = kind <= 3 && !input.rest().is_empty();
         let tag = if has_tag { Some(input.text()?) } else { None };
         match input.rest().len() {
             0 => Ok((call, tag)),
@@ -187,7 +187,7 @@ impl BlockPool {
     fn run(&mut self, call: &BlockCall<'_>, tag: Option<&str>) -> Result<()> {
         match call {
             BlockCall::Take { count, hold } => self.take(*count, hold, tag).map(drop),
-            BlockCall::Drop { blocks, after } => self.drop(blocks, *after),
+            BlockCall::Drop { blocks, after } => self.drop_by(blocks, *after, tag),
             BlockCall::Put { anchor, tokens, blocks, start, salt } => {
                 self.put_behind(*anchor, tokens, blocks, *start, salt).map(drop)
             }

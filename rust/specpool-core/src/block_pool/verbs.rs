@@ -117,7 +117,8 @@ impl BlockPool {
         let line = self.line(page);
         let state = line.state.to_string();
         let tag = line.tag.map_or_else(|| "none".into(), |tag| format!("{tag:?}"));
-        Error::BlockState { verb, block: line.block, why, state, tag, last_verb: line.last_verb }
+        let by = line.dropped_by.map_or_else(String::new, |name| format!(" by {name:?}"));
+        Error::BlockState { verb, block: line.block, why, state, tag, last_verb: format!("{}{by}", line.last_verb) }
     }
 
     /// Gives up cached blocks until one is free: the least recently used first, and what continues it before.
@@ -156,18 +157,42 @@ impl BlockPool {
     /// In this order, changing nothing: [`Error::Shape`] (`after` without fencing; no such block),
     /// [`Error::BlockState`] (a block that is not held, or named more often than it is held).
     pub fn drop(&mut self, blocks: &[i32], after: Option<u64>) -> Result<()> {
+        self.drop_by(blocks, after, None)
+    }
+
+    /// As [`drop`](Self::drop), with the name of the request that drops them. A later refusal of a block names it. If the
+    /// machine has no memory for the name, it is left out.
+    ///
+    /// # Errors
+    /// As [`drop`](Self::drop).
+    pub fn drop_by(&mut self, blocks: &[i32], after: Option<u64>, tag: Option<&str>) -> Result<()> {
         self.gate()?;
         if let Some(step) = after.filter(|_| !self.config.fencing) {
             return Err(Error::Shape(format!("drop after step {step}: the pool was built without fencing")));
         }
-        self.check_drop(blocks)?;
-        self.recorder.make_room(blocks.len(), None)?;
+        self.check_drop(blocks).map_err(|error| error.by(tag))?;
+        self.recorder.make_room(blocks.len(), tag)?;
+        self.note_dropper(blocks, tag);
         for &block in blocks.iter().rev() {
             let page = self.page_of_block(block);
             let _ = self.pool.release(page, OWNER, after.unwrap_or(0), self.completed, Verb::Drop);
         }
-        self.note(&BlockCall::Drop { blocks: blocks.into(), after }, &[], None);
+        self.note(&BlockCall::Drop { blocks: blocks.into(), after }, &[], tag);
         Ok(())
+    }
+
+    fn note_dropper(&mut self, blocks: &[i32], tag: Option<&str>) {
+        let kept_tag = tag.and_then(|tag| text(tag, "a tag").ok()).map(|tag| Arc::new(Tag(tag)));
+        let missing = self.pool.num_mapped().saturating_sub(self.droppers.len());
+        if kept_tag.is_some() && room(&mut self.droppers, missing, "the tags of blocks").is_ok() {
+            self.droppers.resize(self.pool.num_mapped().max(self.droppers.len()), None);
+        }
+        for &block in blocks {
+            let page = self.page_of_block(block);
+            if let Some(dropper) = self.droppers.get_mut(page.at()) {
+                dropper.clone_from(&kept_tag);
+            }
+        }
     }
 
     fn check_drop(&mut self, blocks: &[i32]) -> Result<()> {
@@ -212,10 +237,10 @@ impl BlockPool {
         let size = self.block_size();
         let whole = tokens.len() / size;
         if whole > blocks.len() || start > blocks.len() {
+            let (len, given) = (tokens.len(), blocks.len());
+            let why = if start > given { String::new() } else { format!("they fill {whole} blocks, ") };
             return Err(Error::Shape(format!(
-                "put of {} tokens from block {start} on: they fill {whole} blocks, {} are given",
-                tokens.len(),
-                blocks.len()
+                "put of {len} tokens from block {start} on: {why}{given} blocks are given"
             )));
         }
         check_salt(salt)?;
