@@ -454,7 +454,7 @@ def refused() -> dict[str, Case]:
         "negative": (lambda pool: pool.take(-1), ShapeError, "count must be 0 or more, got -1"),
         "huge": (lambda pool: pool.take(1 << 62), OutOfPages, "need 4611686018427387904, "),
         "few blocks": (lambda pool: pool.put([1] * 4, [1]), ShapeError, "fill 2 blocks, 1 are"),
-        "start": (lambda pool: pool.put([1, 2], [1], 2), ShapeError, "block 2 on: 1 blocks are"),
+        "start": (lambda pool: pool.put([1, 2], [1], 2), ShapeError, "from block 2 on: 1 are given"),
         "number tag": (lambda pool: pool.take(1, tag=7), ShapeError, "a tag must be a str, got 7"),
         "tag of a drop": (lambda pool: pool.drop([2], tag=b"a"), ShapeError, "a str, got b'a'"),
         "bytes": (lambda pool: pool.drop(b"\x02"), ShapeError, "array or a list of ints, got b"),
@@ -567,7 +567,7 @@ def test_an_error_names_who_dropped_the_block_before(tmp_path) -> None:
         pool.drop([0], tag="late")
     with pytest.raises(PageStateError, match=r'last tag "took", last verb drop$'):
         pool.drop([1])
-    assert pool.take(1, tag="new").tolist() == [0]
+    assert 0 in pool.take(2, tag="new")
     with pytest.raises(PageStateError, match=r'last tag "new", last verb take$'):
         pool.drop([0, 0])
 

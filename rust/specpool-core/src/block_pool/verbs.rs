@@ -238,10 +238,8 @@ impl BlockPool {
         let whole = tokens.len() / size;
         if whole > blocks.len() || start > blocks.len() {
             let (len, given) = (tokens.len(), blocks.len());
-            let why = if start > given { String::new() } else { format!("they fill {whole} blocks, ") };
-            return Err(Error::Shape(format!(
-                "put of {len} tokens from block {start} on: {why}{given} blocks are given"
-            )));
+            let filled = if start > given { String::new() } else { format!("they fill {whole} blocks, ") };
+            return Err(Error::Shape(format!("put of {len} tokens from block {start} on: {filled}{given} are given")));
         }
         check_salt(salt)?;
         let mut canonical = with_room(whole.saturating_sub(start), "the blocks of a put")?;
