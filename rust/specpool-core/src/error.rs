@@ -101,7 +101,7 @@ pub enum Error {
         /// The tag of the take that gave it last.
         tag: String,
         /// The verb that touched it last, and by whom, if that is known.
-        last_verb: String,
+        last_verb: Box<str>,
     },
     /// A step was prepared with a row that has been released since.
     #[error("step {step} is stale: row {row} was at epoch {planned} when prepared, is at {now}")]

@@ -118,7 +118,14 @@ impl BlockPool {
         let state = line.state.to_string();
         let tag = line.tag.map_or_else(|| "none".into(), |tag| format!("{tag:?}"));
         let by = line.dropped_by.map_or_else(String::new, |name| format!(" by {name:?}"));
-        Error::BlockState { verb, block: line.block, why, state, tag, last_verb: format!("{}{by}", line.last_verb) }
+        Error::BlockState {
+            verb,
+            block: line.block,
+            why,
+            state,
+            tag,
+            last_verb: format!("{}{by}", line.last_verb).into(),
+        }
     }
 
     /// Gives up cached blocks until one is free: the least recently used first, and what continues it before.
