@@ -101,6 +101,7 @@ class Generation(Body):
     structured_outputs: dict[str, Any] | None = None
     # our own
     max_draft_steps: Annotated[int, Field(ge=0, le=1 << 16)] | None = None
+    tpot_ms: Annotated[float, Field(ge=1e-3, le=1e9, allow_inf_nan=False)] | None = None
     drafter: Annotated[str, Field(max_length=1024)] | None = None
     include_drafts: bool | None = None
     session_id: str | None = None

@@ -95,6 +95,7 @@ def params_of(request: Generation, max_new_tokens: int, logprobs: int | None) ->
         given["seed"] = request.seed % (1 << 64)
     given["max_draft_steps"] = request.max_draft_steps
     given["drafter"] = request.drafter
+    given["tpot_ms"] = request.tpot_ms
     given["presence_penalty"] = request.presence_penalty or 0.0
     given["frequency_penalty"] = request.frequency_penalty or 0.0
     given["repetition_penalty"] = request.repetition_penalty or 1.0
