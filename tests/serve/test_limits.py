@@ -216,6 +216,7 @@ def test_a_target_of_time_is_taken_and_its_misses_are_counted():
         assert server.metrics()["specpool_missed_row_rounds_total"] == 0
         for more in ({}, {"tpot_ms": 1e6}, {"tpot_ms": 0.001}):
             before = server.metrics()["specpool_missed_row_rounds_total"]
-            assert server.ask("POST", "/v1/completions", SHORT | {"max_tokens": 60} | more)[0] == 200
+            body = SHORT | {"max_tokens": 60} | more
+            assert server.ask("POST", "/v1/completions", body)[0] == 200
             misses = server.metrics()["specpool_missed_row_rounds_total"] - before
             assert (misses > 0) == (more == {"tpot_ms": 0.001}), more

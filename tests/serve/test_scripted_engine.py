@@ -20,6 +20,7 @@ from specpool.serve.service import Service
 TEXT = {"prompt": "ab", "max_tokens": 4, "temperature": 0}
 FORM = TEXT | {"structured_outputs": {"regex": "[a-z]{4}"}}
 
+
 class Scripted:
     """A front, its engine's words, and clients that can leave."""
 

@@ -226,8 +226,7 @@ class Call:
     async def _stream(self, generation: Generation, form: Form, head: dict[str, Any]) -> Response:
         await generation.accepted()
         events = self._events(generation, form, head)
-        seconds = self.service.config.write_timeout
-        return EventStream(events, generation.close, seconds, self.headers)
+        return EventStream(events, generation.close, self.headers)
 
     async def _whole(self, generation: Generation, form: Form, head: dict[str, Any]) -> Response:
         deltas: list[list[Delta]] = [[] for _ in generation.choices]
