@@ -114,6 +114,7 @@ CHATS = [
     (CHAT | {"tools": [{"type": "function"}]}, "tools[0].function: Field required", None),
     (CHAT | {"tools": [TOOL] * 1025}, "tools: List should have at most 1024 items", "tools"),
     (CHAT | {"tool_choice": "required"}, "there are no tools", "tool_choice"),
+    (CHAT | {"tool_choice": "x" * 5000}, "or a function, got 'xxx", "tool_choice"),
     (CHAT | {"functions": [{"name": "f"}]}, "functions is not supported", "functions"),
     (CHAT | {"modalities": ["audio"]}, "modalities is not supported", "modalities"),
     (
@@ -133,7 +134,7 @@ def check_error(found, status=400):
     assert set(found) == {"error"}
     error = found["error"]
     assert {"message", "type", "param", "code"} <= set(error)
-    assert error["message"] and "\n" not in error["message"]
+    assert error["message"] and "\n" not in error["message"] and len(error["message"]) < 1000
     assert error["type"] == ("invalid_request_error" if status in (400, 413) else error["type"])
     text = json.dumps(found)
     assert not re.search(
