@@ -207,6 +207,8 @@ def metrics(stats: EngineStats, prefix: str, labels: dict[str, str]) -> Iterator
         yield families.counter("switches", text, [("", stats.adaptive.switch_ct)])
         chosen = [(name_of(shape), ct) for shape, ct in stats.adaptive.round_cts.items()]
         yield families.counter("chosen_rounds", "Rounds by chosen shape.", chosen, by="shape")
+        text = "Rounds of single rows that were expected to miss their tpot_ms."
+        yield families.counter("missed_row_rounds", text, [("", stats.adaptive.missed_ct)])
     if stats.prefix is not None:
         yield from families.gauges(PREFIX_GAUGES, stats.prefix)
         yield from families.counters(PREFIX_COUNTERS, stats.prefix)

@@ -199,6 +199,8 @@ def test_what_a_controller_chose_is_told():
             assert registry.get_sample_value("specpool_chosen_rounds_total", name) == ct
         switches = registry.get_sample_value("specpool_switches_total")
         assert switches == adaptive.switch_ct
+        missed = registry.get_sample_value("specpool_missed_row_rounds_total")
+        assert missed == adaptive.missed_ct == 0
 
 
 def test_the_graphs_are_told():

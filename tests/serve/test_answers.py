@@ -186,7 +186,9 @@ def test_accepted_by_position():
 
 def test_the_dashboard_asks_for_metrics_that_are_there():
     board = json.loads((ROOT / "docs" / "serve" / "grafana.json").read_text())
-    with Engine.from_pretrained(max_context_len=64) as engine:
+    with Engine.from_pretrained(
+        draft="specpool/tiny-eagle", max_context_len=64, adaptive="ema"
+    ) as engine:
         text = exposition(Counters("toy"), engine.stats())[0].decode()
     names = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
     for panel in board["panels"]:

@@ -208,3 +208,15 @@ def test_no_key_and_no_prompt_is_logged(guarded):
     guarded.ask("POST", "/v1/completions?secret=12345", SHORT | {"prompt": "my secret"}, KEY)
     log = guarded.log("POST /v1/completions 200")
     assert not {"first-key", "secret", "third-key"} & set(log.replace("=", " ").split())
+
+
+def test_a_target_of_time_is_taken_and_its_misses_are_counted():
+    """No machine makes a token in a microsecond: each round of this row misses."""
+    with Server("--draft", "specpool/tiny-eagle", "--adaptive", "budget") as server:
+        assert server.metrics()["specpool_missed_row_rounds_total"] == 0
+        for more in ({}, {"tpot_ms": 1e6}, {"tpot_ms": 0.001}):
+            before = server.metrics()["specpool_missed_row_rounds_total"]
+            body = SHORT | {"max_tokens": 60} | more
+            assert server.ask("POST", "/v1/completions", body)[0] == 200
+            misses = server.metrics()["specpool_missed_row_rounds_total"] - before
+            assert (misses > 0) == (more == {"tpot_ms": 0.001}), more

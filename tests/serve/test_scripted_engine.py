@@ -8,10 +8,11 @@ import json
 import pytest
 from test_bridge import READY, Wire, done
 
+from specpool import Engine
 from specpool.assets import resolve
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
-from specpool.serve.bridge.messages import Abort, Accepted, Reply, Submit
+from specpool.serve.bridge.messages import Abort, Accepted, Call, Refused, Reply, Submit
 from specpool.serve.config import ServeConfig
 from specpool.serve.server import tokenizer_of
 from specpool.serve.service import Service
@@ -37,7 +38,7 @@ class Scripted:
         )
         self.app = build_app(self.service)
 
-    async def ask(self, body, path="/v1/completions", leaves=None, **headers):
+    async def ask(self, body, path="/v1/completions", leaves=None, method="POST", **headers):
         """One request; returns status and JSON. The client leaves with the event `leaves`."""
         told, parts = [], [{"type": "http.request", "body": json.dumps(body).encode()}]
 
@@ -55,7 +56,7 @@ class Scripted:
         await self.app(
             {
                 "type": "http",
-                "method": "POST",
+                "method": method,
                 "path": path,
                 "raw_path": path.encode(),
                 "query_string": b"",
@@ -65,7 +66,7 @@ class Scripted:
             send,
         )
         content = b"".join(message.get("body", b"") for message in told[1:])
-        return told[0]["status"], json.loads(content) if content else None
+        return told[0]["status"], json.loads(content) if content[:1] == b"{" else None
 
     def begin(self, body, **more):
         return asyncio.create_task(self.ask(body, **more))
@@ -124,6 +125,67 @@ def test_all_prompts_of_a_call_are_sent_before_the_first_is_accepted():
         await front.wire.come(*map(Accepted, keys), *map(done, keys))
         status, found = await task
         assert status == 200 and len(found["choices"]) == 20 and front.service.num_open == 0
+
+    scripted(test)
+
+
+def test_concurrent_opens_never_pass_the_most_sessions():
+    """Law: sessions that are open or being opened are at most `max_sessions`."""
+
+    async def test(front):
+        tasks = [front.begin({}, path="/v1/sessions") for _ in range(200)]
+        asked = await front.said(Call, 5)
+        while sum(task.done() for task in tasks) < 195:
+            await asyncio.sleep(0.005)
+        assert len(await front.said(Call, 5)) == 5
+        refused = Refused(asked[0].key, "max_tokens is wrong", is_users=True)
+        await front.wire.come(refused, *(Reply(each.key, i) for i, each in enumerate(asked[1:])))
+        statuses = [status for status, _ in await asyncio.gather(*tasks)]
+        assert sorted(statuses) == [200] * 4 + [400] + [429] * 195
+        again = [front.begin({}, path="/v1/sessions") for _ in range(3)]  # one place is free again
+        await front.wire.come(Reply((await front.said(Call, 6))[5].key, 9))
+        assert sorted([status for status, _ in await asyncio.gather(*again)]) == [200, 429, 429]
+
+    scripted(test, max_sessions=5)
+
+
+def test_forks_count_as_sessions_while_they_are_made():
+    async def test(front):
+        ident = await front.opened()
+        path = f"/v1/sessions/{ident}/fork"
+        tasks = [front.begin({}, path=path), front.begin({}, path="/v1/sessions")]
+        calls = await front.said(Call, 2)
+        assert (await tasks[1])[0] == 429
+        await front.wire.come(Reply(calls[1].key, 8))
+        assert (await tasks[0])[0] == 200
+
+    scripted(test, max_sessions=2)
+
+
+@pytest.fixture(scope="module")
+def stats():
+    with Engine.from_pretrained(max_context_len=64) as engine:
+        return engine.stats()
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/server_info"])
+def test_polls_share_one_question(path, stats):
+    """Law: one question at a time, and no answer is older than the poll that gets it."""
+
+    async def test(front):
+        first = front.begin(None, path=path, method="GET")
+        (asked,) = await front.said(Call, 1)
+        later = [front.begin(None, path=path, method="GET") for _ in range(50)]
+        await asyncio.sleep(0.05)
+        assert len(await front.said(Call, 1)) == 1
+        await front.wire.come(Reply(asked.key, stats))
+        assert (await first)[0] == 200
+        _, second = await front.said(Call, 2)
+        assert not any(task.done() for task in later)
+        later[0].cancel()  # one that leaves takes nobody's answer
+        await front.wire.come(Reply(second.key, stats))
+        assert [status for status, _ in await asyncio.gather(*later[1:])] == [200] * 49
+        assert len(await front.said(Call, 2)) == 2
 
     scripted(test)
 

@@ -190,7 +190,7 @@ def test_a_grammar_that_explodes_is_bounded(compiler, grammar):
 
 def test_a_grammar_that_takes_too_long_is_refused(compiler, monkeypatch):
     monkeypatch.setattr(compiler_module, "MAX_SECONDS", 0.05)
-    monkeypatch.setattr(compiler_module, "_compile", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(compiler_module, "compiled", lambda *_: time.sleep(0.5))
     with pytest.raises(ConfigError, match=r"a regex of 7 characters took more than 0.05 s"):
         compiler.matcher(Grammar.regex("[x-z]+1"))
 
@@ -227,8 +227,8 @@ def test_a_wrong_grammar_changes_nothing_in_an_engine():
 
 def test_a_grammar_is_compiled_once(compiler, monkeypatch):
     calls = []
-    real = compiler_module._compile
-    monkeypatch.setattr(compiler_module, "_compile", lambda *a: calls.append(a) or real(*a))
+    real = compiler_module.compiled
+    monkeypatch.setattr(compiler_module, "compiled", lambda *a: calls.append(a) or real(*a))
     for _ in range(3):
         compiler.matcher(Grammar.regex("once[0-9]"))
     assert len(calls) == 1

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
+#: A text of so many characters for each token that fits is looked at in pieces first.
+_LONG = 8
+#: Characters of a piece.
+_PIECE = 1 << 16
+
+
 @dataclass(frozen=True, slots=True)
 class NextTurn:
     """A conversation's next turn in tokens.
@@ -41,9 +47,17 @@ class NextTurn:
 class Texts:
     """A tokenizer of prompts. It knows no model, so it may work outside the engine's process."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Tokenize with `tokenizer`; without one, prompts are token ids."""
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, max_context_len: int | None = None
+    ) -> None:
+        """Tokenize texts.
+
+        Args:
+            tokenizer: without one, prompts are token ids.
+            max_context_len: the most tokens of a sequence: a text with more than twice as many is
+                refused before all of it is tokenized; None = texts of any length are tokenized.
+        """
+        self._tokenizer, self._max_context_len = tokenizer, max_context_len
 
     def turn(
         self, conversation: Conversation, prompt: Prompt, variables: Mapping[str, Any] | None = None
@@ -89,7 +103,7 @@ class Texts:
                 f"prompt {index} is a string, but the target has no tokenizer: give token ids"
             )
         _check_text(f"prompt {index}", prompt)
-        return list(self._tokenizer.encode(prompt, add_special_tokens=not goes_on))
+        return self._ids_of(prompt, adds_special=not goes_on)
 
     def messages(self, index: int, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return a copy of a chat's messages, checked, with each content as one string.
@@ -219,10 +233,33 @@ class Texts:
         )
         return str(text)
 
-    def _ids_of(self, text: str) -> list[int]:
-        """Tokenize a text without the special tokens that begin one."""
+    def _ids_of(self, text: str, *, adds_special: bool = False) -> list[int]:
+        """Tokenize a text; by default without the special tokens that begin one.
+
+        Raises:
+            ConfigError: it has far more tokens than a sequence.
+        """
         assert self._tokenizer is not None
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        most = self._max_context_len
+        if most is not None and len(text) > _LONG * most:
+            self._check_len(text, most)
+        return list(self._tokenizer.encode(text, add_special_tokens=adds_special))
+
+    def _check_len(self, text: str, most: int) -> None:
+        """Refuse a long text by its beginning: its pieces are tokenized until they are too many.
+
+        A cut gives some tokens more than the whole text has, hence twice as many as may be.
+        """
+        assert self._tokenizer is not None
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE]
+            count += len(self._tokenizer.encode(piece, add_special_tokens=False))
+            if count > 2 * most:
+                raise ConfigError(
+                    f"the first {start + len(piece)} of the prompt's {len(text)} characters have "
+                    f"{count} tokens; max_context_len is {most}"
+                )
 
 
 def _text_of_parts(name: str, parts: Sequence[object]) -> str:
@@ -239,6 +276,20 @@ def _text_of_parts(name: str, parts: Sequence[object]) -> str:
             )
         texts.append(text)
     return "".join(texts)
+
+
+def num_characters(prompt: Prompt) -> int:
+    """Return the characters of a text, or of all contents of a chat; 0 = token ids."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    texts: list[object] = []
+    for message in prompt:
+        if not isinstance(message, Mapping):
+            continue
+        content = message.get("content")
+        parts = content if isinstance(content, list | tuple) else [{"text": content}]
+        texts += [part.get("text") for part in parts if isinstance(part, Mapping)]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _check_text(name: str, text: str) -> None:

@@ -23,7 +23,7 @@ class EventStream(Response):
     """Server-sent events.
 
     A failure becomes the last event, so that a cut text is never taken for a whole one. If the
-    client leaves, or leaves a part unread for too long, the events stop.
+    client leaves, or reads too slowly (`GuardedProtocol`), the events stop.
     """
 
     media_type = "text/event-stream"
@@ -32,7 +32,6 @@ class EventStream(Response):
         self,
         events: AsyncIterator[bytes],
         close: Callable[[], None],
-        write_timeout: float,
         headers: dict[str, str],
     ) -> None:
         """Send these events.
@@ -40,13 +39,12 @@ class EventStream(Response):
         Args:
             events: yields bytes; one item may hold several events.
             close: called at the end, however it comes.
-            write_timeout: seconds that a part may wait for its reader.
             headers: further headers.
         """
         own = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers=own | headers)
         del self.headers["content-length"]
-        self._events, self._close, self._write_timeout = events, close, write_timeout
+        self._events, self._close = events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
@@ -66,16 +64,9 @@ class EventStream(Response):
                         await task
 
     async def _pump(self, scope: Scope, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        abort: Callable[[], None] = scope.get("specpool.abort", lambda: None)
-
         async def write(body: bytes, more: bool = True) -> None:
-            # An abort of the connection wakes a `send` that waits for its reader.
-            timer = loop.call_later(self._write_timeout, abort)
-            try:
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-            finally:
-                timer.cancel()
+            # It waits for the reader. If none reads, the connection ends, and so does the wait.
+            await send({"type": "http.response.body", "body": body, "more_body": more})
 
         try:
             async for part in self._events:

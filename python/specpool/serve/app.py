@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from specpool._core import __version__
 from specpool.errors import ConfigError
 from specpool.serve.api.errors import ApiError, bad, gone, internal
+from specpool.serve.api.reading import misfit
 from specpool.serve.api.sampling import refused
 from specpool.serve.bridge.client import EngineFault, EngineGone
 from specpool.serve.guard.access import AccessGuard
@@ -99,19 +100,10 @@ async def _own_error(request: Request, error: Exception) -> Response:
 async def _wrong_body(request: Request, error: Exception) -> Response:
     """Answer a body that does not fit its model: the first mistakes, without the values."""
     assert isinstance(error, RequestValidationError)
-    found: list[str] = []
-    param = None
-    for each in error.errors()[:3]:
-        place = [str(part) for part in each["loc"] if part != "body"]
-        if each["type"] == "json_invalid":
-            found.append("the body is no JSON")
-            continue
-        if each["type"] == "missing" and not place:
-            found.append("the body is missing: send JSON with content-type application/json")
-            continue
-        param = param or ".".join(place)[:200] or None
-        found.append(f"{'.'.join(place)[:200]}: {each['msg'][:200]}".removeprefix(": "))
-    return bad("; ".join(found), param, "invalid_request").response()
+    mistakes = error.errors()
+    if mistakes[0]["type"] == "json_invalid":
+        return bad("the body is no JSON", code="invalid_request").response()
+    return misfit(mistakes, {"body": error.body}).response()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -50,8 +50,7 @@ class Generation:
         """Prepare the texts; nothing is submitted yet. `arrived` is by `time.perf_counter`."""
         self._service, self.order, self._arrived = service, order, arrived
         num = len(order.prompts) * order.params.n
-        if num > service.config.max_choices:
-            raise bad(f"the call asks for {num} texts; at most {service.config.max_choices}", "n")
+        self._check_number(num)
         eos = service.client.ready.eos_token_ids
         self.choices = [Choice(i, service.tokenizer, order.params, eos) for i in range(num)]
         self._streams: list[Stream] = []
@@ -81,17 +80,38 @@ class Generation:
         except EngineGone as error:
             raise _gone(error) from None
 
+    def _check_number(self, num: int) -> None:
+        """Refuse more texts than can ever be taken.
+
+        Raises:
+            ApiError: waiting would not help.
+        """
+        config, ready = self._service.config, self._service.client.ready
+        most, why = config.max_choices, "the most of a call"
+        if self._service.most_open < most:
+            most = self._service.most_open
+            why = f"of which {ready.max_batch} run and {config.max_queue} wait"
+        if num > most:
+            raise bad(
+                f"the call asks for {num} texts: {self.order.params.n} for each of "
+                f"{len(self.order.prompts)} prompts; at most {most}, {why}",
+                "n" if self.order.params.n > 1 else "prompt",
+            )
+
     async def accepted(self) -> None:
         """Wait until the engine has queued all prompts, which may take seconds to compile a form.
 
         Raises:
             ApiError: it refuses one, the time is over, or the server stops.
         """
+        num_accepted = 0
         try:
             for stream in self._streams:
                 await stream.accepted()
-        except ConfigError as error:
-            raise refused(error) from None
+                num_accepted += 1
+        except ConfigError as error:  # the engine gets the prompts one by one
+            told = str(error).replace("prompt 0 ", f"prompt {num_accepted} ", 1)
+            raise refused(ConfigError(told)) from None
         except EngineFault as error:
             log.error("a request was refused: %s", error)
             raise internal() from None

@@ -37,7 +37,6 @@ class Service:
         config: the options.
         client: the way to the engine.
         tokenizer: the target's.
-        texts: tokenizes prompts.
         sessions: the open sessions.
         counters: what the front measures.
         turns: requests for work are checked, and later parsed, tokenized and submitted, a few in
@@ -56,7 +55,6 @@ class Service:
     ) -> None:
         """Serve an engine that is ready; see `Sessions` for the tag."""
         self.config, self.client, self.tokenizer = config, client, tokenizer
-        self.texts = Texts(tokenizer)
         self.sessions = Sessions(client, config, tag)
         self.counters = Counters(config.names[0])
         self.turns = Turns(_PER_ROUND)
@@ -65,16 +63,46 @@ class Service:
         self.is_draining = False
         # Tokenizers release the interpreter's lock, so the event loop goes on meanwhile.
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        # One thread: a parser keeps the lock, and the event loop gets it between two bodies.
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read")
 
     async def aside(self, act: Callable[..., T], *args: object) -> T:
         """Run work of more than a moment, such as tokenizing, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, act, *args)
+
+    async def read_aside(self, act: Callable[..., T], *args: object) -> T:
+        """Parse a large body in a thread, one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, act, *args)
+
+    @cached_property
+    def texts(self) -> Texts:
+        """Tokenizes prompts."""
+        return Texts(self.tokenizer, self.client.ready.max_context_len)
 
     @cached_property
     def most_characters(self) -> int:
         """The characters of the longest text that can fit, whatever its tokens are."""
         longest = max(map(len, self.tokenizer.get_vocab()), default=1)
         return self.client.ready.max_context_len * longest
+
+    def check_characters(self, number: int, param: str) -> None:
+        """Refuse a text that cannot fit, before it is tokenized.
+
+        Args:
+            number: its characters.
+            param: the field that has it.
+
+        Raises:
+            ApiError: even in the longest tokens it is too long.
+        """
+        if number > self.most_characters:
+            raise ApiError(
+                400,
+                f"the prompt has {number} characters; at most {self.most_characters} can be "
+                f"{self.client.ready.max_context_len} tokens",
+                code="context_length_exceeded",
+                param=param,
+            )
 
     @property
     def num_open(self) -> int:
@@ -128,4 +156,5 @@ class Service:
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._reader):
+            pool.shutdown(wait=False, cancel_futures=True)

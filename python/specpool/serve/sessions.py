@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,7 @@ class Sessions:
         # A session lives in one server's memory: its name says in which.
         self._tag = tag or secrets.token_hex(4)
         self._records: dict[str, SessionRecord] = {}
+        self._num_opening = 0  # the engine has not answered yet
         self._settling: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -94,9 +95,10 @@ class Sessions:
             ApiError: too many are open.
             ConfigError: `max_tokens` does not fit the engine.
         """
-        self._check_room()
-        number = await self._client.call("open", max_tokens)
-        return self._keep(Conversation(number), max_tokens or self._client.ready.max_context_len)
+        with self._room():
+            number = await self._client.call("open", max_tokens)
+            most = max_tokens or self._client.ready.max_context_len
+            return self._keep(Conversation(number), most)
 
     def find(self, ident: str) -> SessionRecord:
         """Return a session.
@@ -233,14 +235,15 @@ class Sessions:
             ApiError: there is no such session, it is busy, or too many are open.
         """
         record = self.find(ident)
-        self._check_room()
-        self._take(record)
-        try:
-            number = await self._client.call("fork", record.conversation.number)
-        finally:
-            self.release(record)
-        old = record.conversation
-        return self._keep(Conversation(number, list(old.tokens), list(old.said)), record.max_tokens)
+        with self._room():
+            self._take(record)
+            try:
+                number = await self._client.call("fork", record.conversation.number)
+            finally:
+                self.release(record)
+            old = record.conversation
+            copy = Conversation(number, list(old.tokens), list(old.said))
+            return self._keep(copy, record.max_tokens)
 
     async def close(self, ident: str) -> None:
         """Close a session and abort its turn.
@@ -274,14 +277,26 @@ class Sessions:
         record.is_busy = True
         return record
 
-    def _check_room(self) -> None:
-        if len(self._records) >= self._config.max_sessions:
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        """Keep the place of a session while the engine opens it.
+
+        Raises:
+            ApiError: with those that are being opened, too many are open.
+        """
+        num = len(self._records) + self._num_opening
+        if num >= self._config.max_sessions:
             raise ApiError(
                 429,
-                f"{len(self._records)} sessions are open, which is the most: close one",
+                f"{num} sessions are open, which is the most: close one",
                 code="too_many_sessions",
                 retry=False,
             )
+        self._num_opening += 1
+        try:
+            yield
+        finally:
+            self._num_opening -= 1
 
     def _keep(self, conversation: Conversation, max_tokens: int) -> SessionRecord:
         ident = f"{self._tag}.{secrets.token_hex(16)}"

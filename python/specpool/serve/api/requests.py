@@ -4,13 +4,60 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+)
+from pydantic_core import PydanticCustomError
+
+from specpool.sampling_params import MAX_BIASES
 
 _INT64 = 1 << 63
+#: The most tools of a chat.
+MAX_TOOLS = 1024
 
 Count = Annotated[int, Field(ge=1, le=1 << 30)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
+# A list ends at its first mistake: a body may have millions of them.
+Tokens = Annotated[list[Token], Field(fail_fast=True, max_length=1 << 20)]
+Strings = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+def _kind_of_prompt(value: Any) -> str | None:
+    """Return which kind of prompt it is by its first item; trying all of them would take long."""
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    first = value[0] if value else 0
+    return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+
+
+Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Strings, Tag("texts")]
+    | Annotated[Tokens, Tag("ids")]
+    | Annotated[list[Tokens], Field(fail_fast=True), Tag("lists")],
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a text, token ids, or a list of such",
+    ),
+]
+
+
+def _few(value: Any) -> Any:
+    """Refuse more biases than the engine takes, before each is looked at."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        most = f"At most {MAX_BIASES} tokens can have a bias, got {len(value)}"
+        raise PydanticCustomError("too_many", most)
+    return value
 
 
 class Body(BaseModel):
@@ -34,19 +81,19 @@ class Generation(Body):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=2 * _INT64)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Strings | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few)] = None
     user: str | None = None
     # vLLM's and SGLang's
     top_k: Annotated[int, Field(ge=-1, le=(1 << 31) - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
-    stop_token_ids: list[Token] | None = None
+    stop_token_ids: Tokens | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
     cache_salt: str | None = None
@@ -54,6 +101,7 @@ class Generation(Body):
     structured_outputs: dict[str, Any] | None = None
     # our own
     max_draft_steps: Annotated[int, Field(ge=0, le=1 << 16)] | None = None
+    tpot_ms: Annotated[float, Field(ge=1e-3, le=1e9, allow_inf_nan=False)] | None = None
     drafter: Annotated[str, Field(max_length=1024)] | None = None
     include_drafts: bool | None = None
     session_id: str | None = None
@@ -63,7 +111,7 @@ class Generation(Body):
 class CompletionRequest(Generation):
     """The body of `POST /v1/completions`."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -74,10 +122,13 @@ class Message(Body):
     """A message of a chat; a template may read further fields."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
+    tool_calls: Objects | None = None
     tool_call_id: str | None = None
     name: str | None = None
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
 
 
 class Function(Body):
@@ -98,11 +149,11 @@ class Tool(Body):
 class ChatRequest(Generation):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -112,7 +163,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
 
 
@@ -120,7 +171,7 @@ class DetokenizeRequest(Body):
     """The body of `POST /detokenize`."""
 
     model: str | None = None
-    tokens: Annotated[list[Token], Field(max_length=1 << 20)]
+    tokens: Tokens
 
 
 class SessionRequest(Body):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from typing import Any
 
@@ -38,6 +39,18 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_choice": (None,),
     "guided_grammar": (None,),
 }
+#: How errors about prompts begin, and the fields that they are about.
+_PLACES = [
+    (re.compile(pattern), place)
+    for pattern, place in (
+        (r"^part (\d+) of the content of message (\d+) of prompt", "messages[{1}].content[{0}]"),
+        (r"^'(\w+)' of message (\d+) of prompt", "messages[{1}].{0}"),
+        (r"^message (\d+) of prompt", "messages[{0}].content"),
+        (r"^prompt \d+ .*? (stop_token_ids|logit_bias|logprobs|tpot_ms)\b", "{0}"),
+        (r"^prompt (\d+) ", "prompt[{0}]"),
+        (r"^the (?:chat template refuses|first \d+ of the) prompt", "prompt[0]"),
+    )
+]
 
 
 def check_supported(request: Generation, *names: str) -> list[str]:
@@ -82,6 +95,7 @@ def params_of(request: Generation, max_new_tokens: int, logprobs: int | None) ->
         given["seed"] = request.seed % (1 << 64)
     given["max_draft_steps"] = request.max_draft_steps
     given["drafter"] = request.drafter
+    given["tpot_ms"] = request.tpot_ms
     given["presence_penalty"] = request.presence_penalty or 0.0
     given["frequency_penalty"] = request.frequency_penalty or 0.0
     given["repetition_penalty"] = request.repetition_penalty or 1.0
@@ -111,6 +125,9 @@ def _bias(given: dict[str, float] | None) -> dict[int, float]:
 
 def param_of(message: str) -> str | None:
     """Return the request's field that an error of the engine is about, if its message says so."""
+    for pattern, place in _PLACES:
+        if (found := pattern.search(message)) is not None:
+            return place.format(*found.groups())
     name = message.split(" ", 1)[0].rstrip(":")
     if name == "max_new_tokens":
         return "max_tokens"

@@ -128,7 +128,9 @@ def tools_of(request: ChatRequest) -> list[Tool]:
     if choice == "none":
         return []
     if choice != "required" and not isinstance(choice, dict):
-        raise _no_choice(f"tool_choice must be none, auto, required or a function, got {choice!r}")
+        raise _no_choice(
+            f"tool_choice must be none, auto, required or a function, got {choice!r:.80}"
+        )
     if not tools:
         raise _no_choice("tool_choice asks for a call, but there are no tools")
     return tools

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from specpool.engine.engine import Engine
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.engine.session import Session
 from specpool.errors import ConfigError, SpecpoolError
+from specpool.serve.bridge.forms import Forms
 from specpool.serve.bridge.messages import (
     Abort,
     Accepted,
@@ -58,9 +59,7 @@ class Runner:
         self._numbers: dict[int, set[int]] = {}  # the front's key -> the engine's numbers
         self._sessions: dict[int, Session] = {}
         self._stopped = False
-        # Forms are compiled beside the rounds: it may take seconds.
-        self._compilers = ThreadPoolExecutor(1, thread_name_prefix="compile")
-        self._compiling: list[tuple[Future[None], Submit]] = []
+        self._forms = Forms(engine.core.compiler, engine.core.compile)
         self.verbs: dict[str, Callable[..., Any]] = {
             "stats": engine.stats,
             "pool": self._pool,
@@ -76,16 +75,17 @@ class Runner:
         busy = False
         while True:
             try:
-                self._hear(0 if busy else _COMPILE_POLL if self._compiling else None)
+                self._hear(0 if busy else _COMPILE_POLL if self._forms else None)
             except EOFError:  # the front has died
-                return
+                break
             if self._stopped:
-                return
+                break
             self._take_compiled()
             busy = self._engine.turn()
             if self._out:
                 out, self._out = self._out, []
                 self._line.send(out)
+        self._forms.close()
 
     def _hear(self, timeout: float | None) -> None:
         """Take messages that are there; wait for the first up to `timeout` seconds, None = ever."""
@@ -103,17 +103,13 @@ class Runner:
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Submit) and message.params.structured is not None:
-            compiling = self._compilers.submit(self._engine.core.compile, message.params)
-            self._compiling.append((compiling, message))
+            self._forms.add(message)
         elif isinstance(message, Submit):
             self._answer(message.key, self._submit, message)
         elif isinstance(message, Call):
             self._answer(message.key, self._call, message)
         elif isinstance(message, Abort):
-            dropped = [each for each in self._compiling if each[1].key == message.key]
-            for each in dropped:
-                self._compiling.remove(each)
-                each[0].cancel()
+            if self._forms.drop(message.key):
                 self._out.append(Refused(message.key, "it was aborted", is_users=True))
             for number in sorted(self._numbers.get(message.key, ())):
                 self._engine.abort(number)
@@ -122,11 +118,7 @@ class Runner:
 
     def _take_compiled(self) -> None:
         """Submit what waited for its form."""
-        if not self._compiling:
-            return
-        done = [each for each in self._compiling if each[0].done()]
-        self._compiling = [each for each in self._compiling if not each[0].done()]
-        for compiling, message in done:
+        for compiling, message in self._forms.take():
 
             def submit(message: Submit, compiling: Future[None] = compiling) -> Accepted:
                 compiling.result()  # raises what is wrong with the form

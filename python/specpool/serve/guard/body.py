@@ -10,6 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specpool.serve.api.errors import ApiError
 from specpool.serve.service import WORK_PATHS, Service
 
+#: Paths whose bodies may have `max_body` bytes; those of others are some numbers.
+_LARGE = WORK_PATHS | {"/tokenize", "/detokenize"}
+_SMALL_BODY = 64 << 10
 #: How long, and how many times the most bytes, the rest of a body that is too large is dropped.
 _SKIP_SECONDS, _SKIP_BODIES = 2.0, 4
 
@@ -69,9 +72,11 @@ class BodyGuard:
             ApiError: it is too large or too slow.
         """
         most = self._config.max_body
+        if scope["path"] not in _LARGE:
+            most = min(most, _SMALL_BODY)
         for name, value in scope["headers"]:
             if name == b"content-length" and (len(value) > 18 or int(value) > most):
-                raise self._too_large()
+                raise _too_large(most)
         parts, size = [], 0
         end = asyncio.get_running_loop().time() + self._config.read_timeout
         while True:
@@ -89,7 +94,7 @@ class BodyGuard:
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > most:
-                raise self._too_large()
+                raise _too_large(most)
             if not message.get("more_body", False):
                 return b"".join(parts)
 
@@ -107,7 +112,6 @@ class BodyGuard:
                 if not message.get("more_body", False):
                     return
 
-    def _too_large(self) -> ApiError:
-        return ApiError(
-            413, f"the body has more than {self._config.max_body} bytes", code="request_too_large"
-        )
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body has more than {most} bytes", code="request_too_large")

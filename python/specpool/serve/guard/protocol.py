@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from asyncio import TimerHandle, Transport
 from typing import Any
 
@@ -13,17 +15,28 @@ from specpool.serve.config import ServeConfig
 
 def guarded(serve: ServeConfig) -> type[HttpToolsProtocol]:
     """Return the protocol class for a server with these limits."""
-    return type("GuardedProtocol", (GuardedProtocol,), {"limits": serve})
+    return type("GuardedProtocol", (GuardedProtocol,), {"limits": serve, "idle": {}})
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. A head that is too long or too slow ends it, with an answer."""
+    """One connection. A head that is too long or too slow ends it, with an answer.
+
+    A client that takes nothing of its answer for `write_timeout` seconds is cut off. If there are
+    too many connections, the one that is idle for the longest time makes room.
+
+    Attributes:
+        limits: the server's options.
+        idle: the server's connections without a request, longest first.
+    """
 
     limits: ServeConfig
+    idle: dict[GuardedProtocol, None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._timer: TimerHandle | None = None
+        self._unread: TimerHandle | None = None  # looks whether the client reads
+        self._num_unread = 0  # bytes that it had not read at the latest look
         self._in_head = True
         self._head_bytes = 0
         self._refusal: ApiError | None = None
@@ -31,20 +44,24 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Take a connection, if there is room for it."""
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
+        if len(self.connections) > self.limits.max_connections and not self._make_room():
             transport.abort()
             return
+        self.idle[self] = None
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         self._stop_waiting()
+        self._stop_looking()
+        self.idle.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; those of a head that has not ended count."""
         if self._refusal is not None:
             return
+        self.idle.pop(self, None)
         super().data_received(data)
         if self._in_head and not self.transport.is_closing():
             self._head_bytes += len(data)
@@ -75,6 +92,19 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_waiting()
         super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        """End an answer; what the client has not read yet is still in the buffer."""
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size():
+            self._look()
+        else:
+            self._rest()
+
+    def pause_writing(self) -> None:
+        """Stop writing: the client reads too slowly."""
+        super().pause_writing()
+        self._look()
+
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, in OpenAI's shape."""
         error = self._refusal or ApiError(400, "this is no HTTP request", code="bad_request")
@@ -85,6 +115,41 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_waiting()
         self.transport.write(b"\r\n".join(head))
         self.transport.close()
+
+    def _make_room(self) -> bool:
+        """End the connection that is idle for the longest time; return whether there was one."""
+        for other in self.idle:
+            del self.idle[other]
+            other.connections.discard(other)  # it is lost a moment later
+            other.transport.abort()
+            return True
+        return False
+
+    def _look(self) -> None:
+        """Look from now on whether the client reads."""
+        if self._unread is None:
+            self._num_unread = _num_unread(self.transport)
+            self._unread = self.loop.call_later(self.limits.write_timeout, self._look_again)
+
+    def _look_again(self) -> None:
+        """Cut off a client that has read nothing since the latest look."""
+        self._unread = None
+        if not self.transport.get_write_buffer_size():  # what is left is the system's
+            self._rest()
+        elif _num_unread(self.transport) >= self._num_unread:
+            self.transport.abort()
+        else:
+            self._look()
+
+    def _rest(self) -> None:
+        """Count as idle, unless there is a request."""
+        if self.cycle.response_complete and not (self._in_head and self._head_bytes):
+            self.idle[self] = None
+
+    def _stop_looking(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _count(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
@@ -121,3 +186,15 @@ class GuardedProtocol(HttpToolsProtocol):
             self.send_400_response("")
         else:
             self.transport.close()
+
+
+def _num_unread(transport: Transport) -> int:
+    """Return the bytes that a client has not taken yet, as far as the system tells."""
+    queued = bytearray(4)
+    with contextlib.suppress(OSError, ImportError):
+        import fcntl
+        import termios
+
+        # The system takes more only when a part of its own buffer is free: long after a byte left.
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+    return int(transport.get_write_buffer_size()) + int.from_bytes(queued, sys.byteorder)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from specpool.engine.texts import NextTurn, Prompt
+from specpool.engine.texts import NextTurn, Prompt, is_chat, num_characters
 from specpool.errors import ConfigError
 from specpool.sampling_params import SamplingParams
 from specpool.serve.answers import EventStream, watched
@@ -111,14 +111,6 @@ class Call:
                 for index, prompt in enumerate(prompts)
             ]
 
-        for prompt in prompts:
-            if isinstance(prompt, str) and len(prompt) > service.most_characters:
-                raise bad(
-                    f"the prompt has {len(prompt)} characters; at most {service.most_characters} "
-                    f"can be {service.client.ready.max_context_len} tokens",
-                    "prompt",
-                    "context_length_exceeded",
-                )
         # A thread pays for long texts and for chats, whose template may take a while.
         is_short = record is None and all(
             not isinstance(prompt, list) or all(type(part) is int for part in prompt)
@@ -150,32 +142,47 @@ class Call:
             ApiError: something cannot work.
         """
         record = self.take_session()
+        most = self.service.client.ready.max_context_len if record is None else record.max_tokens
         try:
+            self.check_sizes(prompts, most)
             ids = await self.tokenized(prompts, record, variables)
-            most = self.service.client.ready.max_context_len
-            room = self.room(ids, most if record is None else record.max_tokens)
+            lens = [len(each.ids if isinstance(each, NextTurn) else each) for each in ids]
+            room = min(self.room(num, most, index) for index, num in enumerate(lens))
             order = Order(ids, params_of(room), self.body.priority or 0, record)
             return Generation(self.service, order, self.arrived)
-        except BaseException:
+        except BaseException as error:
             if record is not None:
                 self.service.sessions.release(record)
+            if isinstance(error, ApiError):
+                raise self._named(error) from None
             raise
 
-    def room(self, prompts: list[list[int] | NextTurn], most: int) -> int:
-        """Return how many tokens the longest prompt leaves room for.
+    def check_sizes(self, prompts: list[Prompt], most: int) -> None:
+        """Refuse what cannot fit, whatever its tokens are, before it costs anything.
+
+        Raises:
+            ApiError: a prompt is too long for `most` tokens.
+        """
+        for index, prompt in enumerate(prompts):
+            if is_chat(prompt) or isinstance(prompt, str):
+                self.service.check_characters(num_characters(prompt), f"prompt[{index}]")
+            else:
+                self.room(len(prompt), most, index)
+
+    def room(self, num_tokens: int, most: int, index: int) -> int:
+        """Return how many tokens the prompt of this index leaves room for.
 
         Raises:
             ApiError: it leaves none.
         """
-        longest = max(len(p.ids if isinstance(p, NextTurn) else p) for p in prompts)
-        if longest >= most:
+        if num_tokens >= most:
             raise bad(
-                f"the prompt has {longest} tokens; with one new token at least, the limit of "
+                f"the prompt has {num_tokens} tokens; with one new token at least, the limit of "
                 f"{most} leaves room for {most - 1}",
-                "messages" if hasattr(self.body, "messages") else "prompt",
+                f"prompt[{index}]",
                 "context_length_exceeded",
             )
-        return most - longest
+        return most - num_tokens
 
     async def answer(self, generation: Generation, form: Form, kind: str, prefix: str) -> Response:
         """Run the texts, and answer: in one piece, or as a stream.
@@ -206,16 +213,20 @@ class Call:
         return answer
 
     def _named(self, error: ApiError) -> ApiError:
-        """Return an error about the text's form with the field that the request has it in."""
-        if error.body["error"]["param"] == "response_format":
-            error.body["error"]["param"] = form_field(self.body)
+        """Return an error with the field that this request has for the text or its form."""
+        told = error.body["error"]
+        if told["param"] == "response_format":
+            told["param"] = form_field(self.body)
+        if (told["param"] or "").startswith("prompt["):
+            prompt = getattr(self.body, "prompt", None)
+            if not isinstance(prompt, list) or not isinstance(prompt[0], str | list):
+                told["param"] = "prompt" if hasattr(self.body, "prompt") else "messages"
         return error
 
     async def _stream(self, generation: Generation, form: Form, head: dict[str, Any]) -> Response:
         await generation.accepted()
         events = self._events(generation, form, head)
-        seconds = self.service.config.write_timeout
-        return EventStream(events, generation.close, seconds, self.headers)
+        return EventStream(events, generation.close, self.headers)
 
     async def _whole(self, generation: Generation, form: Form, head: dict[str, Any]) -> Response:
         deltas: list[list[Delta]] = [[] for _ in generation.choices]

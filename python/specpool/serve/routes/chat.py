@@ -16,7 +16,9 @@ from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.api.structured import tools_of
 from specpool.serve.api.tool_calls import ToolCalls, markers_of
 from specpool.serve.routes.calls import ANSWERS, Call
+from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
+from specpool.text.chat_template import RESERVED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,9 +96,25 @@ def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
     return found
 
 
+def _variables(body: ChatRequest) -> dict[str, Any]:
+    """Return the further variables of the chat template.
+
+    Raises:
+        ApiError: one of them is what the server itself gives the template.
+    """
+    given = body.chat_template_kwargs or {}
+    if taken := sorted(given.keys() & RESERVED):
+        raise bad(
+            f"chat_template_kwargs has {', '.join(map(repr, taken))}, which the server gives the "
+            "template itself: leave it out",
+            "chat_template_kwargs",
+        )
+    return dict(given)
+
+
 def routes(service: Service) -> APIRouter:
     """Return the route of chats."""
-    router = APIRouter()
+    router = reading(service)
 
     @router.post("/v1/chat/completions", summary="Answer a chat", responses=ANSWERS)
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -104,7 +122,7 @@ def routes(service: Service) -> APIRouter:
         call = Call(service, request, body, model, check_supported(body))
         if body.top_logprobs is not None and not body.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
-        variables = dict(body.chat_template_kwargs or {})
+        variables = _variables(body)
         if tools := tools_of(body):
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         num_top = (body.top_logprobs or 0) if body.logprobs else None

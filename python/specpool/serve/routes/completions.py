@@ -15,6 +15,7 @@ from specpool.serve.api.logprobs import completion_logprobs
 from specpool.serve.api.requests import CompletionRequest
 from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.routes.calls import ANSWERS, Call
+from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
 
 def routes(service: Service) -> APIRouter:
     """Return the route of completions."""
-    router = APIRouter()
+    router = reading(service)
 
     @router.post("/v1/completions", summary="Go on with a text", responses=ANSWERS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
@@ -110,8 +111,10 @@ def routes(service: Service) -> APIRouter:
             return params_of(body, min(wanted, room), body.logprobs)
 
         generation = await call.generation(prompts, params, {})
-        texts = [each if isinstance(each, str) else _text(service, each) for each in prompts]
-        echoes = [text if body.echo else "" for text in texts for _ in range(body.n or 1)]
+        echoes = [""] * len(generation.choices)
+        if body.echo:
+            texts = [each if isinstance(each, str) else _text(service, each) for each in prompts]
+            echoes = [text for text in texts for _ in range(body.n or 1)]
         form = CompletionForm(service.tokenizer, body, echoes)
         return await call.answer(generation, form, "text_completion", "cmpl")
 

@@ -12,6 +12,7 @@ from specpool._core import __version__
 from specpool.engine.stats import EngineStats
 from specpool.serve.api.errors import ApiError, json_response
 from specpool.serve.exposition import exposition
+from specpool.serve.routes.shared import Shared
 from specpool.serve.service import Service
 
 #: Seconds that the engine's answer may take; it comes between two turns.
@@ -22,11 +23,13 @@ _FRESH = 0.2
 
 def routes(service: Service) -> APIRouter:
     """Return the routes of the engine's figures."""
-    router, pool = APIRouter(), Pool(service)
+    router = APIRouter()
+    stats = Shared(lambda: stats_of(service))
+    pool = Pool(service, stats)
 
     @router.get("/server_info", summary="The engine's options and how drafting goes")
     async def server_info() -> Response:
-        stats = await stats_of(service)
+        found = await stats.get()
         return json_response(
             {
                 "version": __version__,
@@ -34,18 +37,18 @@ def routes(service: Service) -> APIRouter:
                 **service.client.ready.config,
                 "internal_states": [
                     {
-                        "avg_spec_accept_length": stats.accept_len,
-                        "num_running_reqs": stats.num_running,
-                        "num_waiting_reqs": stats.num_waiting,
+                        "avg_spec_accept_length": found.accept_len,
+                        "num_running_reqs": found.num_running,
+                        "num_waiting_reqs": found.num_waiting,
                     }
-                    | _figures(service, stats)
+                    | _figures(service, found)
                 ],
             }
         )
 
     @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        text, kind = exposition(service.counters, await stats_of(service))
+        text, kind = exposition(service.counters, await stats.get())
         return Response(text, media_type=kind)
 
     @router.get("/pool", summary="Which pages are held")
@@ -58,9 +61,9 @@ def routes(service: Service) -> APIRouter:
 class Pool:
     """The answers of `/pool`."""
 
-    def __init__(self, service: Service) -> None:
-        """Ask the engine of this service."""
-        self._service = service
+    def __init__(self, service: Service, stats: Shared[EngineStats]) -> None:
+        """Ask the engine of this service; its statistics by `stats`."""
+        self._service, self._stats = service, stats
         self._lock = asyncio.Lock()
         self._until = 0.0
         self._answer: dict[str, Any] = {}
@@ -73,7 +76,7 @@ class Pool:
         """
         async with self._lock:
             if asyncio.get_running_loop().time() > self._until:
-                stats, groups = await stats_of(self._service), await asked(self._service, "pool")
+                stats, groups = await self._stats.get(), await asked(self._service, "pool")
                 self._answer = {
                     "groups": groups,
                     "running": stats.num_running,

@@ -7,15 +7,17 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from specpool.engine.texts import num_characters
 from specpool.serve.api.errors import bad, json_response
 from specpool.serve.api.requests import DetokenizeRequest, TokenizeRequest
 from specpool.serve.routes.chat import messages_of
+from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
 
 
 def routes(service: Service) -> APIRouter:
     """Return the routes of the tokenizer."""
-    router = APIRouter()
+    router = reading(service)
 
     @router.post("/tokenize", summary="Turn a text or a chat into tokens")
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -23,6 +25,9 @@ def routes(service: Service) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise bad("give either prompt or messages", "prompt")
         prompt: Any = body.prompt if body.messages is None else messages_of(body.messages)
+        service.check_characters(
+            num_characters(prompt), "prompt" if body.messages is None else "messages"
+        )
 
         def work() -> list[int]:
             return service.texts.encode(0, prompt, goes_on=not body.add_special_tokens)

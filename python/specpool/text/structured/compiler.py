@@ -13,7 +13,7 @@ from specpool.text.structured.grammar import Grammar
 from specpool.text.structured.matcher import Matcher, refusal, shortened
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 #: Compiled grammars that are kept, the latest used ones.
 MAX_COMPILED = 128
@@ -29,7 +29,11 @@ _VALUES = {"const", "enum", "default", "examples", "required"}
 
 
 class Compiler:
-    """A compiler of grammars over one tokenizer; any thread may call it."""
+    """A compiler of grammars over one tokenizer; any thread may call it.
+
+    Attributes:
+        vocabulary: the tokenizer's tokens.
+    """
 
     def __init__(
         self,
@@ -45,9 +49,9 @@ class Compiler:
             eos_ids: the tokens that end a text of the target.
         """
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
-        vocabulary = _Vocabulary(tokenizer, vocab_size, eos_ids)
+        self.vocabulary = Vocabulary(tokenizer, vocab_size, eos_ids)
         # The cache keeps results alone: a wrong grammar is refused again each time.
-        self._engine = lru_cache(MAX_COMPILED)(partial(_within_time, vocabulary))
+        self._engine = lru_cache(MAX_COMPILED)(partial(_within_time, self.vocabulary))
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """Return a matcher at the start of a grammar; compile it unless that was done before.
@@ -74,7 +78,7 @@ def check_grammar(grammar: Grammar) -> None:
         raise _refused(grammar, message)
 
 
-class _Vocabulary:
+class Vocabulary:
     """The tokens' bytes, which are read at the first use."""
 
     def __init__(
@@ -92,7 +96,21 @@ class _Vocabulary:
             self._read = self._of_tokenizer()
         return self._read
 
-    def _of_tokenizer(self) -> Any:
+    def source(self) -> list[Any]:
+        """Return what another process makes its own from: the tokenizer as JSON, size, ends.
+
+        Raises:
+            ConfigError: the tokenizer cannot be read.
+        """
+        text = self._checked().backend_tokenizer.to_str()
+        return [text, self._size(), sorted(self._eos_ids)]
+
+    def _size(self) -> int:
+        # A mask has a bit for each token of the tokenizer, even beyond the target's.
+        return max(len(self._checked()), self._vocab_size)
+
+    def _checked(self) -> PreTrainedTokenizerFast:
+        """Return the tokenizer, if a form can be compiled over it."""
         from transformers import PreTrainedTokenizerFast
 
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
@@ -104,25 +122,29 @@ class _Vocabulary:
             raise ConfigError(
                 "structured: a form needs a token that ends the text, and the target has none"
             )
+        return self._tokenizer
+
+    def _of_tokenizer(self) -> Any:
+        tokenizer = self._checked()
         from llguidance import hf
 
-        # A mask has a bit for each token of the tokenizer, even beyond the target's.
-        size = max(len(self._tokenizer), self._vocab_size)
         try:
-            return hf.from_tokenizer(self._tokenizer, n_vocab=size, eos_token=sorted(self._eos_ids))
+            return hf.from_tokenizer(
+                tokenizer, n_vocab=self._size(), eos_token=sorted(self._eos_ids)
+            )
         except Exception as error:
             raise ConfigError(
                 f"structured: the target's tokenizer cannot be read: {error}"
             ) from error
 
 
-def _within_time(vocabulary: _Vocabulary, grammar: Grammar) -> Any:
+def _within_time(vocabulary: Vocabulary, grammar: Grammar) -> Any:
     """Compile in a thread of its own, because nothing can stop the library."""
     results: list[Any] = []
 
     def work() -> None:
         try:
-            results.append(_compile(vocabulary, grammar))
+            results.append(compiled(vocabulary, grammar))
         except Exception as error:
             results.append(error)
 
@@ -139,7 +161,7 @@ def _within_time(vocabulary: _Vocabulary, grammar: Grammar) -> Any:
     return results[0]
 
 
-def _compile(vocabulary: _Vocabulary, grammar: Grammar) -> Any:
+def compiled(vocabulary: Any, grammar: Grammar) -> Any:
     """Return an `LLMatcher` at the start of the grammar."""
     library, tokens = _library(), vocabulary.get()
     source = _checked_source(library, grammar)

@@ -1,0 +1,135 @@
+"""Connections of clients that read nothing, or ask nothing: none is held for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import pytest
+import uvicorn
+
+from specpool.serve.config import ServeConfig
+from specpool.serve.front import Front
+from specpool.serve.guard.protocol import guarded
+
+SIZE = 16 << 20
+
+
+async def answers(scope, receive, send):
+    """The answer to `/large` is more than the buffers of the system hold."""
+    size = SIZE if scope["path"] == "/large" else 2
+    head = [(b"content-length", b"%d" % size)]
+    await send({"type": "http.response.start", "status": 200, "headers": head})
+    await send({"type": "http.response.body", "body": b"x" * size})
+
+
+def with_front(test, **limits):
+    """Run `test(connect)` in a thread beside a server with these limits."""
+
+    async def run():
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        http = guarded(ServeConfig(**limits))
+        front = Front(uvicorn.Config(answers, http=http, lifespan="off", log_config=None))
+        served = asyncio.create_task(front.serve(sockets=[listener]))
+        while not front.started:
+            await asyncio.sleep(0.01)
+        held = []
+
+        def connect():
+            held.append(socket.socket())
+            held[-1].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+            held[-1].settimeout(20)
+            held[-1].connect(listener.getsockname())
+            return held[-1]
+
+        try:
+            await asyncio.to_thread(test, connect)
+        finally:
+            for sock in held:
+                sock.close()
+            front.should_exit = True
+            await served
+
+    asyncio.run(run())
+
+
+def get(path, *lines):
+    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: localhost", *lines, "", ""]).encode()
+
+
+def asks(sock):
+    """A short request on an open connection."""
+    sock.sendall(get("/short"))
+    found = sock.recv(65536)
+    while not found.endswith(b"xx"):
+        found += sock.recv(65536)
+    assert found.startswith(b"HTTP/1.1 200")
+
+
+def rest_of(sock):
+    """The number of bytes until the end, however it comes."""
+    count = 0
+    try:
+        while part := sock.recv(1 << 20):
+            count += len(part)
+    except ConnectionResetError:
+        pass
+    return count
+
+
+@pytest.mark.parametrize("lines", [(), ("Connection: close",)], ids=["kept", "closed"])
+def test_a_whole_answer_that_nobody_reads_is_cut_off(lines):
+    def test(connect):
+        sock = connect()
+        sock.sendall(get("/large", *lines))
+        time.sleep(2)
+        assert rest_of(sock) < SIZE
+
+    with_front(test, write_timeout=0.5)
+
+
+def test_one_who_reads_slowly_gets_the_whole_answer():
+    """It takes several times `write_timeout`."""
+
+    def test(connect):
+        sock, count = connect(), 0
+        sock.sendall(get("/large", "Connection: close"))
+        begin = time.monotonic()
+        while time.monotonic() < begin + 3:
+            count += len(sock.recv(1 << 14))
+            time.sleep(0.01)
+        assert count < SIZE < count + rest_of(sock)
+
+    with_front(test, write_timeout=0.5)
+
+
+def test_the_connection_that_is_idle_for_the_longest_time_makes_room():
+    def test(connect):
+        busy = connect()
+        busy.sendall(get("/large"))
+        assert busy.recv(1 << 10)
+        held = [connect() for _ in range(5)]
+        for sock in held:
+            asks(sock)
+        asks(held[0])  # now the second is idle for the longest time
+        asks(connect())
+        assert rest_of(held[1]) == 0
+        for sock in (held[0], *held[2:]):
+            asks(sock)
+        assert rest_of(busy) > 0
+
+    with_front(test, max_connections=6, write_timeout=2)
+
+
+def test_a_server_full_of_requests_takes_no_further_connection():
+    def test(connect):
+        busy = [connect() for _ in range(3)]
+        for sock in busy:
+            sock.sendall(get("/large"))
+            assert sock.recv(1 << 10)
+        assert not rest_of(connect())
+        assert all(rest_of(sock) for sock in busy)
+
+    with_front(test, max_connections=3, write_timeout=2)

@@ -1,0 +1,151 @@
+"""Bodies that cost much to read: they are refused soon, and others are answered meanwhile."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from serve_kit import SMALL, Server
+from specpool.serve.api.errors import ApiError
+from specpool.serve.api.reading import MOST_NODES, num_nodes, read
+from specpool.serve.api.requests import ChatRequest, CompletionRequest
+
+MIB = 1 << 20
+FUNCTION = {"name": "f", "description": "x" * 200, "parameters": {"type": "object"}}
+TOOL = json.dumps({"type": "function", "function": FUNCTION})
+USER = '{"role": "user", "content": "a"}'
+
+
+def many(item: str, size: int = 6 * MIB) -> str:
+    """A list that repeats an item, in about `size` bytes."""
+    return "[" + ",".join([item] * (size // (len(item) + 1))) + "]"
+
+
+HEAVY = {
+    "ids": '{"prompt": ' + many("7") + "}",
+    "lists of ids": '{"prompt": ' + many("[7]") + "}",
+    "wrong ids": '{"prompt": ' + many("-1") + "}",
+    "texts": '{"prompt": ' + many('"a"') + "}",
+    "stops": '{"prompt": "a", "stop": ' + many("1") + "}",
+    "stop ids": '{"prompt": "a", "stop_token_ids": ' + many("-1") + "}",
+    "nested": '{"prompt": "a", "x": ' + many("[]") + "}",
+    "objects": '{"prompt": "a", "x": ' + many('{"a": 1}') + "}",
+    "fields": '{"prompt": "a", ' + ",".join(f'"{i:06d}": 1' for i in range(500_000)) + "}",
+    "bias": '{"prompt": "a", "logit_bias": {'
+    + ",".join(f'"{i}": "x"' for i in range(90_000))
+    + "}}",
+    "tools": '{"messages": [' + USER + '], "tools": ' + many(TOOL) + "}",
+    "messages": '{"messages": ' + many(USER) + "}",
+    "a long chat": '{"messages": [{"role": "user", "content": "' + "ab " * (2 * MIB) + '"}]}',
+    "a long text": '{"prompt": "' + "ab " * (2 * MIB) + '"}',
+}
+
+
+def path_of(body: str) -> str:
+    return "/v1/chat/completions" if '"messages"' in body[:20] else "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server(*SMALL) as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_a_heavy_body_is_refused_and_holds_up_nobody(server, name):
+    """Law: its answer comes within seconds, and `/health` is never kept waiting for it."""
+    body, waits, stop = HEAVY[name], [], threading.Event()
+
+    def poll():
+        while not stop.is_set():
+            begin = time.perf_counter()
+            assert server.ask("GET", "/health")[0] == 200
+            waits.append(time.perf_counter() - begin)
+            time.sleep(0.005)
+
+    poller = threading.Thread(target=poll)
+    poller.start()
+    try:
+        begin = time.perf_counter()
+        status, found, _ = server.ask("POST", path_of(body), raw=body.encode())
+        took = time.perf_counter() - begin
+    finally:
+        stop.set()
+        poller.join()
+    print(f"{name}: {status} in {took:.3f} s, /health at most {max(waits):.3f} s")
+    assert status in (400, 413), found
+    assert found["error"]["message"]
+    assert took < 5 and max(waits) < 1  # a loaded machine; alone 0.5 and 0.2
+
+
+def test_a_path_without_texts_takes_small_bodies_only(server):
+    raw = b'{"x": "' + b"a" * 66_000 + b'"}'
+    for path in ("/v1/sessions", "/v1/sessions/x/rewind"):
+        status, found, _ = server.ask("POST", path, raw=raw)
+        assert status == 413 and "more than 65536 bytes" in found["error"]["message"], path
+
+
+def test_nodes_are_counted_outside_of_strings():
+    for text, count in (
+        ("[]", 1),
+        ('{"a": [1, {"b": null}]}', 5),
+        ('{"[{:": "[[[\\"{{{\\\\"}', 2),
+        ('"\\\\\\"[["', 0),
+        ('["\\\\", [], "]["]', 2),
+    ):
+        json.loads(text)
+        assert num_nodes(text.encode()) == count, text
+
+
+def test_the_most_nodes_are_read_and_no_more():
+    """The object, its two members and the list count too."""
+    room = MOST_NODES - 4
+    for extra, is_read in ((0, True), (1, False)):
+        body = '{"prompt": "a", "x": [' + ",".join(["[]"] * (room + extra)) + "]}"
+        if is_read:
+            assert read(CompletionRequest, body.encode()).prompt == "a"
+            continue
+        with pytest.raises(ApiError) as caught:
+            read(CompletionRequest, body.encode())
+        assert caught.value.status == 413
+        assert f"{MOST_NODES + 1}" in str(caught.value) and f"{MOST_NODES}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "param"),
+    [
+        (CompletionRequest, {"prompt": 7}, "prompt"),
+        (CompletionRequest, {"prompt": None}, "prompt"),
+        (CompletionRequest, {"prompt": [1, -1]}, "prompt[1]"),
+        (CompletionRequest, {"prompt": ["a", 1]}, "prompt[1]"),
+        (CompletionRequest, {"prompt": [[1], [2, "x"]]}, "prompt[1][1]"),
+        (CompletionRequest, {"prompt": "a", "stop": [1]}, "stop"),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {"str": "x"}}, "logit_bias.str"),
+        (CompletionRequest, {"prompt": "a", "stream_options": {"include_usage": 1}}, None),
+        (ChatRequest, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        (ChatRequest, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": ["x"]}]},
+            "messages[0].content",
+        ),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user"}], "tools": [{"type": "function", "function": {}}]},
+            "tools[0].function.name",
+        ),
+    ],
+    ids=lambda value: repr(value)[:48],
+)
+def test_a_mistake_is_named_by_the_clients_own_field(model, body, param):
+    with pytest.raises(ApiError) as caught:
+        read(model, json.dumps(body).encode())
+    error = caught.value.body["error"]
+    assert error["param"] == (param or "stream_options.include_usage")
+    assert error["message"].startswith(error["param"] + ": ")
+    assert "list[" not in error["message"] and ".str:" not in error["message"].replace(
+        "logit_bias.str", ""
+    )

@@ -1,0 +1,96 @@
+"""Forms that take for ever: they end at their limit, and hold up no other form."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from specpool import ConfigError, Engine, Grammar, SamplingParams
+from specpool.serve.bridge import forms as module
+from specpool.serve.bridge.forms import Forms
+from specpool.serve.bridge.messages import Submit
+from specpool.text.structured.trial import Trial
+
+ENDLESS = [Grammar.json_schema({"type": "integer", "multipleOf": 123456789 + i}) for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def core():
+    with Engine.from_pretrained(max_context_len=64) as engine:
+        yield engine.core
+
+
+@pytest.fixture
+def forms(core, monkeypatch):
+    monkeypatch.setattr(module, "QUICK_SECONDS", 0.3)
+    monkeypatch.setattr(module, "MAX_SECONDS", 1.5)
+    forms = Forms(core.compiler, core.compile)
+    yield forms
+    forms.close()
+
+
+def submit(key, grammar):
+    return Submit(key, [97], SamplingParams(structured=grammar), None, 0)
+
+
+def results(forms, count):
+    """What came of so many forms: by key, the error or None, in their order."""
+    found, end = {}, time.monotonic() + 120
+    while len(found) < count:
+        assert time.monotonic() < end, found
+        for done, message in forms.take():
+            found[message.key] = done.exception()
+        time.sleep(0.01)
+    return found
+
+
+def test_a_trial_is_ended_at_its_limit_and_the_next_one_works(core):
+    trial = Trial(core.compiler.vocabulary)
+    try:
+        trial.check(Grammar.regex("[a-c]+"), 60)
+        for _ in range(2):
+            begin = time.monotonic()
+            with pytest.raises(TimeoutError):
+                trial.check(ENDLESS[0], 0.5)
+            assert time.monotonic() - begin < 60  # with the start of a process
+        with pytest.raises(ConfigError, match="structured: "):
+            trial.check(Grammar.json_schema({"type": "nonsense"}), 60)
+        trial.check(Grammar.regex("[a-c]+"), 60)
+    finally:
+        trial.close()
+
+
+def test_quick_forms_pass_slow_ones(forms):
+    """Law: every quick form is done before the slow ones that came before it have ended."""
+    for key in range(4):
+        forms.add(submit(key, ENDLESS[key]))
+    for key in range(4, 8):
+        forms.add(submit(key, Grammar.regex(f"[a-c]{{{key}}}")))
+    found = results(forms, 8)
+    assert set(list(found)[:4]) == {4, 5, 6, 7}
+    for key, error in found.items():
+        if key >= 4:
+            assert error is None
+        else:
+            assert "took more than 1.5 s to compile: make it smaller" in str(error)
+    assert not forms
+    forms.add(submit(9, ENDLESS[0]))  # known by now
+    begin = time.monotonic()
+    assert "took more than 1.5 s" in str(results(forms, 1)[9])
+    assert time.monotonic() - begin < 0.3
+
+
+def test_slow_forms_beyond_the_most_are_refused(forms, monkeypatch):
+    monkeypatch.setattr(module, "MOST_SLOW", 2)
+    for key in range(6):
+        forms.add(submit(key, ENDLESS[key]))
+    told = [str(error) for error in results(forms, 6).values()]
+    assert sum("2 slow forms wait: try again later" in text for text in told) >= 2
+    assert sum("make it smaller" in text for text in told) >= 2
+
+
+def test_a_form_that_nobody_waits_for_is_forgotten(forms):
+    forms.add(submit(1, ENDLESS[0]))
+    assert forms and forms.drop(1) and not forms.drop(1)
+    assert not forms and forms.take() == []
