@@ -103,6 +103,7 @@ PARTS = {
         8,
         needs=("transformers",),
     ),
+    "requests": Part(60, ["-k", "cuda", f"{_DEVICE}requests.py"], 8, needs=("transformers",)),
     "flashinfer": Part(
         80,
         ["-k", "cuda", *_FLASHINFER],

@@ -24,6 +24,7 @@ from specpool import Engine, Grammar, SamplingParams, Shape
 from specpool._core import checksum
 from specpool.adaptive import AdaptiveConfig, BudgetController
 from specpool.assets import corpus
+from specpool.kernels import launch
 from specpool.models.eagle.plain import PlainStack
 
 SMALL, HEAD, OTHER = "specpool/tiny-draft", "specpool/tiny-eagle", "specpool/tiny-eagle3"
@@ -51,7 +52,10 @@ DEVICES = [
     ),
     pytest.param(
         "cuda",
-        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+        marks=[
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            pytest.mark.full,  # so that a sample is of cases that run without a card
+        ],
     ),
 ]
 on_devices = pytest.mark.parametrize("where", DEVICES)
@@ -106,6 +110,10 @@ def texts(engine: Engine, params: Any) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
+def count(accept_lens: list[list[int]]) -> int:
+    return sum(map(len, accept_lens))
+
+
 def plain(build: Build, params: Any) -> list[list[int]]:
     with build(None) as engine:
         return texts(engine, params)
@@ -116,17 +124,26 @@ def plain(build: Build, params: Any) -> list[list[int]]:
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("model")])
 def test_a_small_model_drafts_on_a_device(case, kind, where, build, monkeypatch):
-    """The host does not know which chains were accepted as a whole; their last cell is written."""
+    """The host does not know which chains were accepted as a whole; their last cell is written.
+
+    So the drafts are those of a CPU, where the host knows it.
+    """
     expected = plain(build, PARAMS[kind])
+    with launch.host_backend(None), build(case, device="cpu", graph_sizes=None) as engine:
+        drafted = [output.accept_lens for output in engine.generate(PROMPTS, PARAMS[kind])]
     with build(case) as engine:
         texts(engine, PARAMS[kind])  # what is loaded once is loaded
         engine.forget_prefixes()
         with unread(engine, where, monkeypatch):
             outputs = engine.generate(PROMPTS, PARAMS[kind])
     assert [output.token_ids for output in outputs] == expected
-    assert max(n for output in outputs for n in output.accept_lens) == 1 + CASES[case][1].num_steps
+    found = [output.accept_lens for output in outputs]
+    assert max(map(max, found)) == 1 + CASES[case][1].num_steps
+    # On a card a near-tie of two candidates may go either way.
+    assert found == drafted if where == "kernels" else abs(count(found) - count(drafted)) < 4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable() or "")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("case", ["model, chain", "model, dense", "model, holey"])
@@ -163,6 +180,7 @@ NAMES = ["none", "chain:1", "chain:3", "tree:3x4x16", "tree:2x2x5"]
 BUDGET = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": NAMES}})
 
 
+@pytest.mark.sample(2)
 @on_devices
 @pytest.mark.parametrize("layout", ["dense", "holey"])
 @pytest.mark.parametrize("draft", [HEAD, SMALL])
@@ -204,7 +222,7 @@ def test_each_lane_has_its_own_drafter(kind, where, build):
         assert texts(engine, params) == expected
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @on_devices
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", ["head, dense", "head, chain", "model, holey"])
@@ -234,6 +252,7 @@ def test_processors_on_a_device(case, seed, where, build, monkeypatch):
 ENDS = {34: 9.0, 125: 7.0, 93: 7.0, 44: -5.0, 257: 12.0}
 
 
+@pytest.mark.sample(2)
 @on_devices
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", ["head, dense", "model, chain D=1"])
@@ -252,6 +271,7 @@ def test_forms_on_a_device(case, kind, where, build):
         assert texts(engine, params) == expected
 
 
+@pytest.mark.sample(1)
 @on_devices
 @pytest.mark.parametrize("case", ["head, dense", "model, chain", "head, chain"])
 def test_a_session_moves_between_devices(case, where, build):

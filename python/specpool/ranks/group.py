@@ -303,8 +303,8 @@ class Ranks:
         if local >= torch.cuda.device_count():
             raise ConfigError(
                 f"rank {self.rank} would take cuda:{local}, this machine has "
-                f"{torch.cuda.device_count()} CUDA devices: start one rank for each, or take device "
-                "'cpu'"
+                f"{torch.cuda.device_count()} CUDA devices: start one rank for each, or take "
+                "device 'cpu'"
             )
         torch.cuda.set_device(local)
         return f"cuda:{local}"
