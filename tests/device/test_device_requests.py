@@ -258,6 +258,7 @@ ENDS = {34: 9.0, 125: 7.0, 93: 7.0, 44: -5.0, 257: 12.0}
 @pytest.mark.parametrize("case", ["head, dense", "model, chain D=1"])
 def test_forms_on_a_device(case, kind, where, build):
     """The masks of all nodes go to the device in one upload; others are left alone."""
+    pytest.importorskip("llguidance")
     base = dataclasses.replace(PARAMS[kind], max_new_tokens=60, ignore_eos=False, logit_bias=ENDS)
     forms = [
         Grammar.choice(["yes", "no", "not at all", "not at all the same"]),
