@@ -29,6 +29,7 @@ NEEDS = {  # what a part imports, and what happens without it
     "transformers": "only the kernels' tests, their bench and the sanitizer run",
     "flashinfer": "its tests are left out",
     "hypothesis": "flashinfer's tests are left out",
+    "llguidance": "the tests of forms are skipped",
     "xdist": "tests run one by one, so that the limits may end a part early (pytest-xdist)",
     "pytest_timeout": "a test that hangs ends with its part (pytest-timeout)",
     "matplotlib": "results are written without pictures",
@@ -103,6 +104,7 @@ PARTS = {
         8,
         needs=("transformers",),
     ),
+    "requests": Part(60, ["-k", "cuda", f"{_DEVICE}requests.py"], 8, needs=("transformers",)),
     "flashinfer": Part(
         80,
         ["-k", "cuda", *_FLASHINFER],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import sys
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -331,6 +332,20 @@ def test_info_says_what_is_missing(monkeypatch, capsys) -> None:
     assert "no: the package is not installed: pip install 'specpool[flashinfer]'" in (
         capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("has_cupy", [False, True])
+def test_info_knows_that_a_card_needs_cupy(has_cupy, monkeypatch) -> None:
+    """A card alone builds no kernel, and no engine starts on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(flashinfer_backend, "missing", lambda: None)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace() if has_cupy else None)
+    found = info.collect()["back ends"]
+    lack = "no: the CUDA kernels need CuPy: pip install 'specpool[cuda13]'"
+    assert found["torch, cuda"] == ("works, a card" if has_cupy else lack)
+    assert found["attention by default"] == ("flashinfer" if has_cupy else "torch")
 
 
 @pytest.mark.parametrize(

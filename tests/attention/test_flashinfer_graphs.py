@@ -209,6 +209,7 @@ CASES = {
     "tree": (TREE, {"page_size": 4}),
     "holey": (TREE, {"page_size": 4, "layout": "holey"}),
     "shared": (TREE, {"page_size": 1, "placement": "shared"}),
+    "small model": (CHAIN, {"head": "tiny-draft", "page_size": 4}),
 }
 
 

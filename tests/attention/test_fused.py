@@ -21,11 +21,14 @@ from fused_kit import Ops, inputs, reading, use_doubles
 from graph_kit import graphs_run
 from scripted import Scripted
 from specpool import Engine, SamplingParams, Shape
+from specpool.assets import resolve
 from specpool.attention import AttentionView, attend, fused, torch_backend
 from specpool.attention import view as view_module
 from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import causal_view, chain_views, last_view, own_view
 from specpool.draft import EagleDrafter
+from specpool.models import TargetModel
+from specpool.models import target as target_module
 from specpool.worker import worker
 from specpool.worker.forward import Forward
 from specpool.worker.graphs.round_graph import RoundGraph
@@ -271,3 +274,28 @@ def test_every_forward_of_an_engine_is_without_cudnn(monkeypatch):
         (output,) = engine.generate(["a"], SamplingParams(max_new_tokens=20, ignore_eos=True))
         assert output.error is None and engine.stats().graphs.replay_ct and capture.recordings
     assert len(devices) > 1 and ran == {"_output", "propose", "extend", "catch_up"}
+
+
+def test_the_probe_of_a_model_is_without_cudnn(monkeypatch):
+    """A model's first forwards are before any worker; each would plan for its own length."""
+    depth, ran = [], []
+
+    @contextlib.contextmanager
+    def noting(device: torch.device) -> Iterator[None]:
+        depth.append(device)
+        yield
+        depth.pop()
+
+    with TargetModel.from_pretrained(resolve("specpool/tiny")) as target:
+        kind: Any = type(target._decoder)
+    forward = kind.forward
+
+    def checked(self: Any, *args: Any, **options: Any) -> Any:
+        if self.config._attn_implementation != "eager":  # transformers' own, by products
+            ran.append(depth[-1])
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(kind, "forward", checked)
+    monkeypatch.setattr(target_module, "without_cudnn", noting)
+    with TargetModel.from_pretrained(resolve("specpool/tiny")) as target:
+        assert len(ran) > 1 and {*ran} == {target.device} and not depth

@@ -168,6 +168,15 @@ def test_prepare_builds_once_and_a_capture_does_not(gpu, monkeypatch):
     assert len(cupy.built) == 1 and len(cupy.launched) == 1
 
 
+def test_an_event_stands_behind_the_work_of_its_own_device(gpu, monkeypatch):
+    """The thread's current device may be another: its stream runs none of this work."""
+    recorded = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=recorded.append))
+    event = transfer.mark(torch.device("cuda:1"))
+    assert event is not None and [stream.cuda_stream for stream in recorded] == [0x5EA2]
+    assert transfer.mark(torch.device("cpu")) is None
+
+
 def test_a_missing_cupy_is_one_sentence(gpu, monkeypatch):
     gpu(None)
     monkeypatch.setattr(torch.version, "cuda", "12.8")

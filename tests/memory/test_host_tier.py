@@ -602,6 +602,7 @@ def test_pinned_memory_is_as_large_as_it_says(monkeypatch):
         error = 0
 
         def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            assert flags == 1  # for every device, whichever the thread's current one is
             calls.append(("pin", address, size))
             return self.error
 
@@ -610,10 +611,11 @@ def test_pinned_memory_is_as_large_as_it_says(monkeypatch):
 
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    memory = torch.empty(3, 1001, dtype=torch.uint8)
+    assert host_memory._host_memory(3, 1001, torch.device("cpu")).shape == (3, 1001) and not calls
+    memory = host_memory._host_memory(3, 1001, torch.device("cuda"))
+    assert memory.shape == (3, 1001) and memory.dtype == torch.uint8
     address, part = memory.data_ptr(), memory[1]
-    host_memory._pin(memory)
-    assert calls == [("pin", address, 3003)]
+    assert calls == [("pin", address, 3003)] and memory.untyped_storage().nbytes() == 3003
     del memory
     assert len(calls) == 1 and part.numel()  # a view keeps it
     del part

@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from specpool import ConfigError
 from specpool.assembly.ranked import for_ranks
 from specpool.config import EngineConfig
 from specpool.models.sharding import sharded
+from specpool.ranks.group import Ranks
 
 RANKS: Any = SimpleNamespace(world=2)
 LLAMA = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2)
@@ -44,6 +46,29 @@ def test_every_policy_of_shapes_works_on_ranks(policy: str) -> None:
 def _check(config: Any, kind: type, world: int, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         sharded(config, kind, world)
+
+
+@pytest.mark.parametrize(
+    ("device", "says"),
+    [
+        ("cuda", "rank 3 would take cuda:1, this machine has 1 CUDA devices: start one rank for "),
+        ("cuda:0", "device cuda:0: with ranks give 'cuda', each takes one of its own"),
+    ],
+)
+def test_two_ranks_do_not_share_a_card(
+    device: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL has no collective among ranks of one card."""
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    rank: Any = SimpleNamespace(rank=3)
+    with pytest.raises(ConfigError, match=says):
+        Ranks._place(rank, device)
+    assert Ranks._place(rank, "cpu") == "cpu" and not taken
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert Ranks._place(rank, "cuda") == "cuda:0" and taken == [0]
 
 
 def test_models_that_ranks_cannot_share() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import warnings
 from collections.abc import Iterator
@@ -531,13 +532,39 @@ def test_a_capture_that_fails_harms_no_later_one(where, monkeypatch):
         expected = "previous error" if where == "at the end" else "a wait"
         with pytest.raises((RuntimeError, ValueError), match=expected):
             capture.record(lambda: work(where), follows=True)
-        assert not cuda.streams
+        assert not cuda.streams and not cuda._open
         cuda.is_invalid = False
         cuda.calls.clear()
         capture.record(work, follows=True)
         assert [call[:3] for call in cuda.calls if call[-1].isdigit()] == ["beg", "end"] * 2
     pools = [id(pool) for pool, _ in cuda.into]
     assert pools[-1] == pools[-2]  # good graphs share one again
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_within_a_capture(fails, monkeypatch):
+    """A dead engine's pinned memory is freed by a call that CUDA forbids there."""
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    capture, seen = CudaCapture(torch.device("cuda", 0)), []
+
+    def work() -> Iterator[Outcome]:
+        seen.append(gc.isenabled())
+        yield Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
+        seen.append(gc.isenabled())
+        if fails:
+            raise ValueError("a wait")
+
+    with pytest.raises(ValueError, match="a wait") if fails else contextlib.nullcontext():
+        capture.record(work, follows=True)
+    assert seen == [False, False] and gc.isenabled()
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            capture.record(work, follows=True)
+        assert not gc.isenabled()  # whoever turned it off wants it off
+    finally:
+        gc.enable()
 
 
 def test_graphs_leave_some_memory_alone(monkeypatch):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+from collections import Counter
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import cuda_host
 import eagle_checkpoints
@@ -187,6 +189,58 @@ def test_a_round_takes_the_least_graph_that_holds_it(monkeypatch):
     assert {(lanes, size) for lanes, size, *_ in taken} == {(1, 1), (2, 2), (3, 4), (4, 4)}
     for _, _, most, bound in taken:
         assert bound / 2 < most <= bound or most <= bound == 16
+
+
+class Made(TorchDispatchMode):
+    """Counts the operations whose result is new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        if isinstance(result, torch.Tensor):
+            self.names[func.overloadpacket.__name__] += (
+                result.untyped_storage().data_ptr() not in given
+            )
+        return result
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("shape", [CHAIN, TREE, NONE], ids=["chain", "tree", "none"])
+def test_a_replay_allocates_nothing(shape, depth, monkeypatch):
+    """Beside the graph: one copy of the lanes, and one of the results, to memory of the host.
+
+    `test_device_graphs.py` asks a card's own allocator, for a hundred rounds.
+    """
+    replay, modes, replays = RoundGraph.replay, [], [0]
+
+    def counted(self: Any, *args: Any) -> Any:
+        replays[0] += 1
+        for half in ("_decide", "_follow"):
+            run = getattr(self, half)
+            if run is not None and not hasattr(run, "is_plain"):
+
+                def plain(run: Any = run) -> None:
+                    with _disable_current_modes():
+                        run()
+
+                plain.is_plain = True  # type: ignore[attr-defined]
+                setattr(self, half, plain)
+        with Made() as mode:
+            modes.append(mode.names)
+            return replay(self, *args)
+
+    monkeypatch.setattr(RoundGraph, "replay", counted)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=1.0, seed=2)
+    with graphs_run(), make(shape, overlap_depth=depth, graph_sizes=(1, 2)) as engine:
+        engine.generate([PROMPTS[0][:5], PROMPTS[1][:9]], params)
+    made = sum(modes, Counter())
+    # On a card the clone is a copy to pinned memory, which torch keeps.
+    assert +made == Counter(clone=replays[0]) and replays[0] > 5
 
 
 # --- what runs beside and between ---------------------------------------------------------------

@@ -32,9 +32,8 @@ def collect() -> dict[str, dict[str, str]]:
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
     back_ends = {"torch, cpu": _cpu(), "torch, cuda": _cuda(), "flashinfer": _flashinfer()}
-    back_ends["attention by default"] = (
-        "flashinfer" if back_ends["flashinfer"] == "works" else "torch"
-    )
+    works = back_ends["torch, cuda"].startswith("works") and back_ends["flashinfer"] == "works"
+    back_ends["attention by default"] = "flashinfer" if works else "torch"
     return {"versions": versions, "back ends": back_ends}
 
 
@@ -53,6 +52,11 @@ def _cuda() -> str:
         return "no: pip install 'specpool[hf]'"
     if not torch.cuda.is_available():
         return "no: torch finds no CUDA device"
+    from specpool.kernels.launch import missing
+
+    lack = missing()
+    if lack is not None:
+        return f"no: {lack}"
     return f"works, {torch.cuda.get_device_name()}"
 
 

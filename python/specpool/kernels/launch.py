@@ -177,6 +177,15 @@ def _extra() -> str:
     return f"pip install 'specpool[cuda{major}]'"
 
 
+def missing() -> str | None:
+    """Return what this Python lacks to build kernels, as a sentence; None = nothing."""
+    try:
+        _cupy()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def _cupy() -> Any:
     try:
         import cupy

@@ -92,6 +92,19 @@ def unpack(arrays: Sequence[NDArray[Any]], spans: Sequence[slice], packed: Tenso
     ]
 
 
+def mark(device: torch.device) -> Any:
+    """Return an event behind all work launched on torch's current stream of `device`.
+
+    The thread's current device may be another. On a CPU the event is None: the work is done.
+    """
+    if device.type != "cuda":
+        return None
+    cuda: Any = torch.cuda  # only some versions of torch have types for its events
+    event = cuda.Event()
+    event.record(cuda.current_stream(device))
+    return event
+
+
 class Download:
     """A copy of a tensor to the host. Work that is launched after it does not delay it."""
 
@@ -106,11 +119,9 @@ class Download:
         if tensor.device.type != "cuda":
             self._host = tensor.clone()  # a copy, because a graph's next replay overwrites `tensor`
         else:
-            cuda: Any = torch.cuda  # only some versions of torch have types for its events
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._host.copy_(tensor, non_blocking=True)
-            self._event = cuda.Event()
-            self._event.record(cuda.current_stream(tensor.device))
+            self._event = mark(tensor.device)
 
     def array(self) -> NDArray[Any]:
         """Wait until the copy is done, and return it."""

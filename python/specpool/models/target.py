@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from specpool.attention import AttentionBatch
+from specpool.attention.cudnn import without_cudnn
 from specpool.errors import ConfigError, ShapeError, reading
 from specpool.models.decoder import _find_decoder, _isolate_configs, _no_model, _Standing
 from specpool.models.gate import (
@@ -310,7 +311,7 @@ class TargetModel:
             more["attention_mask"] = positions.new_zeros((1, 1, 1, 1))
         token, told = _BATCH.set(batch), ATTENDING.set(None)
         try:
-            with self._torch_attention:
+            with self._torch_attention, without_cudnn(self.device):
                 output = self._decoder(input_ids=token_ids, **more)
         finally:
             _BATCH.reset(token)

@@ -302,7 +302,9 @@ class Ranks:
             raise ConfigError(f"device {device}: with ranks give 'cuda', each takes one of its own")
         if local >= torch.cuda.device_count():
             raise ConfigError(
-                f"rank {self.rank} would take cuda:{local}, there are {torch.cuda.device_count()}"
+                f"rank {self.rank} would take cuda:{local}, this machine has "
+                f"{torch.cuda.device_count()} CUDA devices: start one rank for each, or take "
+                "device 'cpu'"
             )
         torch.cuda.set_device(local)
         return f"cuda:{local}"

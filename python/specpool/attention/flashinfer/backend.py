@@ -23,6 +23,7 @@ from specpool.attention.flashinfer.graphs import Recorder, Wrapper, splits_no_la
 from specpool.attention.flashinfer.page_indices import DecodeIndices, Indices, indices_of
 from specpool.attention.view import AttentionView
 from specpool.errors import ConfigError
+from specpool.kernels.transfer import mark
 from specpool.memory.layer_kv import LayerKV
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -252,12 +253,7 @@ class FlashInfer:
             options |= {"custom_mask": mask, "causal": mask is None}
             wrapper.plan(indices.qo_indptr, *csr, *sizes, **options)
         plan = _Plan(wrapper, indices.pages.page_size)
-        planned = None
-        if self._device.type == "cuda":
-            make_event: Any = torch.cuda.Event  # only some versions of torch have types for it
-            planned = make_event()
-            planned.record()
-        finalize(plan, self._idle[kind].append, (wrapper, planned)).atexit = False
+        finalize(plan, self._idle[kind].append, (wrapper, mark(self._device))).atexit = False
         return plan
 
     def _take(self, kind: str) -> Any:

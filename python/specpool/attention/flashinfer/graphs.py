@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from specpool.arrays import Int32
 from specpool.attention.view import AttentionView
-from specpool.kernels.transfer import overwrite
+from specpool.kernels.transfer import mark, overwrite
 
 # Tokens that a plan leaves each lane to grow: at 1,500 tokens 4 % of the reads, half on average.
 _SLACK_TOKENS = 64
@@ -118,10 +118,7 @@ class Wrapper:
         ends = np.concatenate([[0], np.cumsum(row_bytes * self._num_queries)]).astype(np.int32)
         overwrite(self._mask_indptr, ends)
         self.counts = counts
-        if self._kv_indices.device.type == "cuda":
-            make_event: Any = torch.cuda.Event  # only some versions of torch have types for it
-            self._planned = make_event()
-            self._planned.record()
+        self._planned = mark(self._kv_indices.device)
 
     def fill(self, view: AttentionView, window: int | None) -> None:
         """Write the lanes' pages and mask for the current plan, all on the device."""

@@ -28,6 +28,8 @@ from specpool.memory.pools import free_bytes
 
 # Bytes of each group's staging space on the device, through which pages are copied.
 _STAGED_BYTES = 32 << 20
+# CUDA's flag: pinned for every device, not for the thread's current one alone.
+_PORTABLE = 1
 # Bytes of each group in a copy that is timed at the start, and the number of repetitions. The first
 # repetition warms up.
 _TIMED_BYTES = 4 << 20
@@ -147,9 +149,7 @@ class _Group:
         self._fields = kernels.Fields.of(layers, 1)
         widths = self._fields.widths
         page_bytes = sum(widths)
-        self._memory = torch.empty(num_pages, page_bytes, dtype=torch.uint8)
-        if device.type == "cuda":
-            _pin(self._memory)
+        self._memory = _host_memory(num_pages, page_bytes, device)
         num_staged = min(max(_STAGED_BYTES // page_bytes, 1), num_pages)
         self._staged = torch.empty(num_staged, page_bytes, dtype=torch.uint8, device=device)
         self._staging = kernels.Fields.of([PageBlocked(self._staged, 1, widths)], 1)
@@ -187,6 +187,14 @@ class _Group:
         return parts
 
 
+def _host_memory(num_pages: int, page_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory for the pages of `device`, uint8 [num_pages, page_bytes]; pinned for a GPU."""
+    memory = torch.empty(num_pages, page_bytes, dtype=torch.uint8)
+    if device.type == "cuda":
+        _pin(memory)
+    return memory
+
+
 def _pin(memory: torch.Tensor) -> None:
     """Pin a tensor's pages in the host's memory for as long as it exists.
 
@@ -198,7 +206,7 @@ def _pin(memory: torch.Tensor) -> None:
     torch_cuda: Any = torch.cuda  # only some versions of torch have types for it
     cuda = torch_cuda.cudart()
     address, num_bytes = memory.data_ptr(), memory.nbytes
-    error = int(cuda.cudaHostRegister(address, num_bytes, 0))
+    error = int(cuda.cudaHostRegister(address, num_bytes, _PORTABLE))
     if error:
         raise ConfigError(
             f"the CUDA driver cannot pin {num_bytes} bytes of host memory (error {error}): lower "

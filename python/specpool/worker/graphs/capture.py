@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ class CudaCapture:
         """Capture the block's work as `graph`; a capture that fails does not harm later ones."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # leaves the graph as much memory as there is
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _uncollected():
             try:
                 graph.capture_begin(pool=self._pool)
                 yield
@@ -129,6 +130,22 @@ class CudaCapture:
                     with contextlib.suppress(RuntimeError):  # the capture may not have begun
                         getattr(torch._C, name)(index, pool)
             raise
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage within the block.
+
+    The objects of an engine that is gone may free pinned memory or wait for an event, which spoils
+    a capture.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 # torch's functions that end the allocation to a pool, under its names of two versions, and drop it.
