@@ -46,6 +46,11 @@ def check(setup: Setup, outcome: Outcome) -> None:
     assert outcome.texts == outcome.expected
 
 
+def places(outcome: Outcome) -> list[str]:
+    """Who read what wrongly, without the slots and what they held: two pools hand out others."""
+    return [fault.partition(", slot ")[0] for fault in outcome.faults]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> None:
     torch.set_num_threads(1)
@@ -83,11 +88,13 @@ def test_a_level_keeps_the_laws(setup: Setup, level: str) -> None:
             pytest.xfail(reason)
         own = outcome  # there is nothing to compare with
     check(setup, outcome)
-    assert outcome.texts == own.texts
+    # What a session is asked depends on when its last turn ended.
+    if level == "pages" or not setup.num_sessions:
+        assert outcome.texts == own.texts
     # Shorter reserves admit more requests, and one more may be too many in a single run.
     assert outcome.retracted <= own.retracted + 1
     if level == "pages":  # the same pages: the same schedule
-        assert (outcome.faults, outcome.forwards) == (own.faults, own.forwards)
+        assert (places(outcome), outcome.forwards) == (places(own), own.forwards)
         assert (outcome.retracted, outcome.slots_ahead) == (own.retracted, own.slots_ahead)
     elif not has_known_fault(setup):
         assert outcome.faults == []
