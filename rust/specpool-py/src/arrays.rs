@@ -275,6 +275,7 @@ fn in_place<'a, T: Element>(name: &str, array: &'a Bound<'_, PyArray1<T>>) -> Py
 
 /// The cells of a table that is written in place, and its shape. No other argument may be used while they are held:
 /// the borrows that [`Output`] asks for take longer than a small step.
+#[allow(clippy::mut_from_ref, reason = "the cells are NumPy's, not the borrow's")]
 pub fn cells_mut<'a>(name: &str, table: &'a Bound<'_, PyAny>) -> PyResult<(&'a mut [i32], [usize; 2])> {
     let (array, dims) = take::<i32, 2>(name, table)?;
     // SAFETY: as in `elements`.

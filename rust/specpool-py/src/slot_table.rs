@@ -82,7 +82,7 @@ pub fn decode_into(
 
 #[doc = doc!("round_slots")]
 #[pyfunction]
-pub fn round_slots(ledger: PyRef<'_, Ledger>, rows: &Bound<'_, PyAny>, shapes: &Bound<'_, PyAny>) -> PyResult<i64> {
+pub fn round_slots(ledger: &Ledger, rows: &Bound<'_, PyAny>, shapes: &Bound<'_, PyAny>) -> PyResult<i64> {
     let rows = ints("rows", rows)?;
     let shapes = per_row("shapes", shapes, rows.len())?;
     let required = ledger.0.tokens_required(&rows, &shapes).map_err(to_py)?;
