@@ -196,7 +196,7 @@ def _ours(
     batch.req_pool_indices_cpu = batch.req_pool_indices
     at = row_pool.rows_of(side.reqs)
     book.extend(at, np.zeros(num_rows, np.int32), np.array(side.lens, np.int32))
-    claimed = batch.req_pool_indices.numpy()
+    claimed = rows.rows_of(batch)
 
     def claim() -> None:
         book.tokens_required(claimed)

@@ -55,6 +55,7 @@ __all__ = [
     "organize",
     "page_csr",
     "prefix_tail_moves",
+    "round_slots",
     "sample_margins",
     "sample_tokens",
     "scatter_pages",
@@ -1667,6 +1668,15 @@ def decode_into(
     Raises:
         ShapeError: the table is of another type or smaller, or the ledger has several groups; and
             all that `prepare_decode` raises. Nothing has changed then.
+    """
+
+def round_slots(ledger: Ledger, rows: _IntArray, shapes: _IntArray | int) -> int:
+    """Return the slots that `decode_into` of these rows will take: `tokens_required`, as one int.
+
+    Cost: O(num_rows + rows).
+
+    Raises:
+        ShapeError: as `Ledger.tokens_required`.
     """
 
 # --- Kernels ---

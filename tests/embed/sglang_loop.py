@@ -23,7 +23,10 @@ import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache import memory_pool
-from sglang.srt.mem_cache.allocation_sizing import get_req_to_token_extra_context_len
+from sglang.srt.mem_cache.allocation_sizing import (
+    get_alloc_reserve_per_decode,
+    get_req_to_token_extra_context_len,
+)
 from sglang.srt.mem_cache.allocator import paged, token
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -82,6 +85,8 @@ class Outcome:
     leaks: list[str] = dataclasses.field(default_factory=list)
     retracted: int = 0
     aborted: list[str] = dataclasses.field(default_factory=list)
+    #: Those of them that SGLang's own memory could not have run either, beside the sessions.
+    crowded_out: list[str] = dataclasses.field(default_factory=list)
     forwards: int = 0
     decodes: int = 0  # forwards that decode
     most_running: int = 0
@@ -367,7 +372,22 @@ class Loop(Scheduler):
     def send_abort_output(self, abort_req: Any, req: Any) -> None:
         """A request that does not fit even alone ends."""
         self.outcome.aborted.append(req.rid)
+        if self._is_crowded_out(req):
+            self.outcome.crowded_out.append(req.rid)
         self.traffic.running.pop(req.rid)
+
+    def _is_crowded_out(self, req: Any) -> bool:
+        """Whether the last request, whose slots were just given back, does not fit beside sessions.
+
+        A session's slots are never given up. All others are free or cached now, and they are fewer
+        than SGLang's own reserve takes for the request's next round.
+        """
+        free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
+        sessions = self.pool_stats_observer.session_held_tokens() + self.tree_cache.protected_size()
+        length = len(req.origin_input_ids) + len(req.output_ids) - 1
+        length += get_alloc_reserve_per_decode()
+        needed = -(-length // self.page_size) * self.page_size
+        return free + sessions == self.max_total_num_tokens and needed > free
 
     def _poll_timeout_aborts(self) -> list[Any]:
         return []
@@ -386,6 +406,8 @@ class Loop(Scheduler):
             outcome.leaks.append(f"{self.req_to_token_pool.available_size()} rows are free")
         outcome.faults += self.simulated.faults
         for rid, text in self.model_worker.texts.items():
+            if rid in outcome.aborted:
+                continue
             outcome.expected[rid] = text.answer(self.traffic.most[rid])
         return outcome
 

@@ -41,8 +41,14 @@ def check(setup: Setup, outcome: Outcome) -> None:
     """The laws of every run."""
     assert not outcome.error, outcome.error
     assert outcome.leaks == []
-    assert outcome.aborted == []
+    # A request alone may not fit beside sessions, whose slots are never given up.
+    assert outcome.aborted == (outcome.crowded_out if setup.num_sessions else [])
     assert outcome.texts == outcome.expected
+
+
+def places(outcome: Outcome) -> list[str]:
+    """Who read what wrongly, without the slots and what they held: two pools hand out others."""
+    return [fault.partition(", slot ")[0] for fault in outcome.faults]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,6 +69,15 @@ def test_sglangs_own(setup: Setup, request: pytest.FixtureRequest) -> None:
     assert outcome.faults == []
 
 
+def test_sglangs_own_ends_a_request_that_does_not_fit_beside_sessions() -> None:
+    """So an end of that kind at a level need not be the level's."""
+    setup = Setup(page_size=16, shape=(3, 1, 4), num_sessions=2, num_tokens=432, num_requests=6,
+                  conservativeness=0.1, seed=230)  # fmt: skip
+    outcome = run_once(setup)
+    check(setup, outcome)
+    assert outcome.aborted == outcome.crowded_out == ["5"]
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_level_keeps_the_laws(setup: Setup, level: str) -> None:
@@ -73,11 +88,13 @@ def test_a_level_keeps_the_laws(setup: Setup, level: str) -> None:
             pytest.xfail(reason)
         own = outcome  # there is nothing to compare with
     check(setup, outcome)
-    assert outcome.texts == own.texts
+    # What a session is asked depends on when its last turn ended.
+    if level == "pages" or not setup.num_sessions:
+        assert outcome.texts == own.texts
     # Shorter reserves admit more requests, and one more may be too many in a single run.
     assert outcome.retracted <= own.retracted + 1
     if level == "pages":  # the same pages: the same schedule
-        assert (outcome.faults, outcome.forwards) == (own.faults, own.forwards)
+        assert (places(outcome), outcome.forwards) == (places(own), own.forwards)
         assert (outcome.retracted, outcome.slots_ahead) == (own.retracted, own.slots_ahead)
     elif not has_known_fault(setup):
         assert outcome.faults == []

@@ -166,6 +166,13 @@ fn lending() -> Vec<Case> {
             cases.push(Case { is_quick, ..case(name, config, 1, Alphabet { max_lent: 2, ..plain }, limit) });
         }
     }
+    // The window cases above are cut. This bound of theirs ends: one row, and one page lent.
+    for page_fencing in [true, false] {
+        let mut config = LedgerConfig::new(vec![group("draft", 1, true, Layout::Dense, Some(2))], vec![], 1, 3);
+        (config.page_fencing, config.max_chunk) = (page_fencing, Some(2));
+        let alphabet = Alphabet { cancels: false, trims: true, max_lent: 1, ..Alphabet::plain(&[1, 2], 2) };
+        cases.push(case(format!("lending alone w=2 fencing={page_fencing}"), config, 1, alphabet, None));
+    }
     cases
 }
 

@@ -30,7 +30,7 @@ mod transfer;
 
 use crate::check::in_range;
 use crate::error::{Error, Result};
-use crate::ids::Row;
+use crate::ids::{Page, Row};
 use crate::log::event::Event;
 use crate::log::recorder::Recorder;
 use crate::memory::with_room;
@@ -251,6 +251,22 @@ impl Ledger {
         }
         self.groups.iter_mut().for_each(|group| group.delta.taken(step));
         Ok(taken)
+    }
+
+    /// Hands each pending entry of the delta to `visit`, as group, row, column and page, and drops it: `take_delta` and
+    /// `ack_delta` in one pass, for a copy of the table that lies on the host.
+    ///
+    /// # Errors
+    /// [`Error::Order`] when the step is not in flight, or the ledger is closed.
+    pub fn drain_delta(&mut self, step: u64, mut visit: impl FnMut(usize, Row, usize, Page)) -> Result<()> {
+        self.check_open()?;
+        if self.steps.get(step).is_none() {
+            return Err(Error::Order(format!("drain_delta of step {step}: no such step is in flight")));
+        }
+        for (at, group) in self.groups.iter_mut().enumerate() {
+            group.delta.drain(step, &group.table, |row, column, page| visit(at, row, column, page));
+        }
+        Ok(())
     }
 
     /// Acknowledges that the delta taken for `step` is applied or enqueued, and drops the entries that have not

@@ -259,3 +259,46 @@ fn a_row_that_was_cut_below_an_unfinished_copy_can_be_shared() {
     let prefix = ledger.pin_prefix(copy, 4).unwrap();
     assert_eq!(ledger.prefix_len(prefix), Ok(4));
 }
+
+/// A row that is named twice is found in a batch of any size.
+#[test]
+fn a_batch_names_each_row_once() {
+    let (name, layout, window) = ("kv".into(), Layout::Dense, None);
+    let group = Group { name, page_size: 4, num_pages: 400, hosts_drafts: true, layout, window };
+    let mut ledger = Ledger::new(LedgerConfig::new(vec![group], vec![], 40, 20)).unwrap();
+    let live: Vec<i32> = (0..30).map(|_| ledger.admit(None).unwrap().0).collect();
+    for len in 1..live.len() {
+        let shapes = vec![0; len + 1];
+        assert!(ledger.tokens_required(&live[..len], &shapes[..len]).is_ok());
+        for (wrong, says) in [(live[len / 2], "is named twice"), (40, "not admitted"), (-1, "row -1")] {
+            let rows = [&live[..len], &[wrong]].concat();
+            refuses(&mut ledger, |l| l.tokens_required(&rows, &shapes), &[&format!("row {wrong}"), says]);
+        }
+    }
+}
+
+/// One pass gives what a take and its acknowledgement give, and nothing stays pending.
+#[test]
+fn a_drained_delta_is_one_that_is_taken_and_acknowledged() {
+    let (mut drained, row) = ledger();
+    drained.admit(None).unwrap();
+    drained.finish(Row(2)).unwrap();
+    let step = drained.prepare_decode(&[row.0], &[1], true).unwrap().step;
+    drained.launch(step).unwrap();
+    let mut taken = drained.clone();
+    let entries = taken.take_delta(step).unwrap().swap_remove(0);
+    taken.ack_delta(step).unwrap();
+
+    let mut seen = vec![];
+    drained.take_delta(step).unwrap();
+    drained.drain_delta(step, |group, row, column, page| seen.push((group, row.0, column as i32, page.0))).unwrap();
+    let lines = entries.rows.iter().zip(&entries.columns).zip(&entries.pages);
+    assert_eq!(seen, lines.map(|((&row, &column), &page)| (0, row, column, page)).collect::<Vec<_>>());
+    assert!(seen.len() > 1);
+    for ledger in [&mut drained, &mut taken] {
+        ledger.check().unwrap();
+        refuses(ledger, |l| l.ack_delta(step), &["no delta of it is waiting"]);
+        assert_eq!(ledger.take_delta(step).unwrap()[0].rows, []);
+    }
+    refuses(&mut drained, |l| l.drain_delta(step + 1, |_, _, _, _| ()), &["no such step is in flight"]);
+}

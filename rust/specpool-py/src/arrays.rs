@@ -228,21 +228,24 @@ fn tensor<'py>(value: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>>
 /// `int32 [n]` from a `NumPy` array or CPU tensor of int32 or int64, or a sequence of ints; anything else is a
 /// `ShapeError`.
 pub fn int_array(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
-    if let Ok(array) = value.cast::<PyArray1<i32>>() {
-        return elements(name, array);
-    }
-    if let Ok(array) = value.cast::<PyArray1<i64>>() {
-        return match in_place(name, array)? {
-            Some(numbers) => narrowed(name, numbers),
-            None => narrowed(name, &elements(name, array)?),
-        };
-    }
-    if let Ok(array) = value.cast::<PyUntypedArray>() {
-        return Err(shape_error(format!(
-            "{name} must be a 1-dimensional array of int32 or int64, got {} dimensions of {}",
-            array.ndim(),
-            array.dtype().str()?
-        )));
+    // A list of a few numbers is usual, and each question whether it is an array takes as long as its numbers.
+    if !value.is_instance_of::<PyList>() {
+        if let Ok(array) = value.cast::<PyArray1<i32>>() {
+            return elements(name, array);
+        }
+        if let Ok(array) = value.cast::<PyArray1<i64>>() {
+            return match in_place(name, array)? {
+                Some(numbers) => narrowed(name, numbers),
+                None => narrowed(name, &elements(name, array)?),
+            };
+        }
+        if let Ok(array) = value.cast::<PyUntypedArray>() {
+            return Err(shape_error(format!(
+                "{name} must be a 1-dimensional array of int32 or int64, got {} dimensions of {}",
+                array.ndim(),
+                array.dtype().str()?
+            )));
+        }
     }
     let refuse = |error| {
         refused(error, value, |shown| shape_error(format!("{name} must be an array or a list of ints, got {shown}")))
@@ -277,6 +280,23 @@ fn in_place<'a, T: Element>(name: &str, array: &'a Bound<'_, PyArray1<T>>) -> Py
     expect_lanes(name, array.len())?;
     // SAFETY: as in `elements`, and contiguous. The argument lives longer than the call.
     Ok(Some(unsafe { std::slice::from_raw_parts(array.data(), array.len()) }))
+}
+
+/// The cells of a table that is written in place, and its shape. No other argument may be used while they are held:
+/// the borrows that [`Output`] asks for take longer than a small step.
+#[allow(clippy::mut_from_ref, reason = "the cells are NumPy's, not the borrow's")]
+pub fn cells_mut<'a>(name: &str, table: &'a Bound<'_, PyAny>) -> PyResult<(&'a mut [i32], [usize; 2])> {
+    let (array, dims) = take::<i32, 2>(name, table)?;
+    // SAFETY: as in `elements`.
+    let flags = unsafe { (*_PyArray_GET_ITEM_DATA(array.as_array_ptr())).flags };
+    if flags & NPY_ARRAY_WRITEABLE == 0 {
+        return Err(borrowed(name, &BorrowError::NotWriteable));
+    }
+    if flags & NPY_ARRAY_ALIGNED == 0 {
+        return Err(misaligned(name));
+    }
+    // SAFETY: as in `in_place`; `take` has checked the dtype and the order, and the flags say that it may be written.
+    Ok((unsafe { std::slice::from_raw_parts_mut(array.data(), array.len()) }, dims))
 }
 
 /// One number for each of `lanes` rows: the same for all, or an array.

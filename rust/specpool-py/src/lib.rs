@@ -65,7 +65,7 @@ mod _core {
         sizing_next_allocated, sizing_pages_needed, sizing_row_headroom, sizing_row_width,
     };
     #[pymodule_export]
-    use super::slot_table::{decode_into, launch_into};
+    use super::slot_table::{decode_into, launch_into, round_slots};
     #[pymodule_export]
     use super::slots::{
         advance_ancestors, apply_table_delta, branch_copy_moves, branch_pages, check_moves, check_slots, compact_moves,

@@ -4,21 +4,22 @@
 use pyo3::prelude::*;
 use specpool_core::Result as CoreResult;
 
-use crate::arrays::{Output, int_array, per_row, step};
-use crate::errors::shape_error;
+use crate::arrays::{cells_mut, int_array, ints, per_row, step};
+use crate::errors::{shape_error, to_py};
 use crate::ledger::Ledger;
 
 /// `int32 [rows, width]`: the slot of each position of each row.
-struct SlotTable<'py> {
-    cells: Output<'py, i32, 2>,
+struct SlotTable<'a> {
+    cells: &'a mut [i32],
+    width: usize,
     page_size: usize,
 }
 
-impl<'py> SlotTable<'py> {
+impl<'a> SlotTable<'a> {
     /// # Errors
     /// `ShapeError`: not of that type, too small for the ledger's rows or slots, or the ledger has several groups.
-    fn new(ledger: &Ledger, cells: &Bound<'py, PyAny>) -> PyResult<Self> {
-        let cells = Output::<i32, 2>::new("slot_table", cells)?;
+    fn new(ledger: &Ledger, cells: &'a Bound<'_, PyAny>) -> PyResult<Self> {
+        let (cells, dims) = cells_mut("slot_table", cells)?;
         if ledger.0.num_groups() != 1 {
             return Err(shape_error(format!("a slot table is of 1 group, the ledger has {}", ledger.0.num_groups())));
         }
@@ -26,29 +27,24 @@ impl<'py> SlotTable<'py> {
         let (Ok(spec), Ok(table)) = (spec, table) else { return Err(shape_error("no group".into())) };
         let page_size = spec.page_size as usize;
         let needed = [ledger.0.num_rows() + 1, table.pages_per_row() * page_size];
-        if cells.dims[0] < needed[0] || cells.dims[1] < needed[1] {
-            return Err(shape_error(format!("slot_table must have shape {needed:?} or more, got {:?}", cells.dims)));
+        if dims[0] < needed[0] || dims[1] < needed[1] {
+            return Err(shape_error(format!("slot_table must have shape {needed:?} or more, got {dims:?}")));
         }
         let last = (spec.num_pages + 1) * spec.page_size - 1;
         if last > i64::from(i32::MAX) {
             return Err(shape_error(format!("the group's last slot is {last}, a slot table is of int32")));
         }
-        Ok(Self { cells, page_size })
+        Ok(Self { cells, width: dims[1], page_size })
     }
 
     /// Launches a prepared step, writes the slots of its new cells, and completes it.
     fn launch(&mut self, ledger: &mut specpool_core::Ledger, step: u64) -> CoreResult<()> {
         ledger.launch(step)?;
-        let (width, page_size) = (self.cells.dims[1], self.page_size);
-        let table = self.cells.slice();
-        for entries in ledger.take_delta(step)? {
-            for ((&row, &column), &page) in entries.rows.iter().zip(&entries.columns).zip(&entries.pages) {
-                let first = row as usize * width + column as usize * page_size;
-                let slots = page * page_size as i32..;
-                table[first..first + page_size].iter_mut().zip(slots).for_each(|(cell, slot)| *cell = slot);
-            }
-        }
-        ledger.ack_delta(step)?;
+        ledger.drain_delta(step, |_, row, column, page| {
+            let first = row.at() * self.width + column * self.page_size;
+            let slots = page.0 * self.page_size as i32..;
+            self.cells[first..first + self.page_size].iter_mut().zip(slots).for_each(|(cell, slot)| *cell = slot);
+        })?;
         ledger.complete(step)
     }
 }
@@ -82,4 +78,13 @@ pub fn decode_into(
         Ok(plan)
     })?;
     Ok((plan.step, plan.allocated_after.clone()))
+}
+
+#[doc = doc!("round_slots")]
+#[pyfunction]
+pub fn round_slots(ledger: &Ledger, rows: &Bound<'_, PyAny>, shapes: &Bound<'_, PyAny>) -> PyResult<i64> {
+    let rows = ints("rows", rows)?;
+    let shapes = per_row("shapes", shapes, rows.len())?;
+    let required = ledger.0.tokens_required(&rows, &shapes).map_err(to_py)?;
+    Ok(required.iter().sum())
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,15 +12,35 @@ import numpy.typing as npt
 import torch
 
 from specpool import Group, Ledger, OutOfPages, Shape, SpecpoolError
-from specpool._core import decode_into, launch_into, sizing_row_width, slot_ranges
+from specpool._core import decode_into, launch_into, round_slots, sizing_row_width, slot_ranges
 from specpool.plugins import record
 from specpool.plugins.sglang import limits
 from specpool.plugins.sglang.allocator import AllocatorError
 
 _I32 = npt.NDArray[np.int32]
-_I64 = npt.NDArray[np.int64]
 #: The ledger's index of the one shape.
 ROUND = 1
+#: Up to so many numbers are read from a tensor as a list.
+FEW = 16
+
+
+def kept(array_of: Callable[[torch.Tensor], _I32]) -> Callable[[torch.Tensor], _I32]:
+    """Return a function that gives a host tensor's array, and keeps that of the last tensor.
+
+    SGLang has the same tensor for many steps, and making its array takes longer than a small call
+    of the ledger.
+    """
+    last: torch.Tensor | None = None
+    array: Any = None
+
+    def kept_array(tensor: torch.Tensor) -> _I32:
+        nonlocal last, array
+        if tensor is not last:
+            last, array = tensor, array_of(tensor)
+        view: _I32 = array
+        return view
+
+    return kept_array
 
 
 class Book:
@@ -34,25 +56,21 @@ class Book:
     def __init__(self, pool: Any) -> None:
         self.pool = pool
         self.allocator: Any = None
-        self._ledger: Ledger | None = None
-        #: SGLang's table of slots, and the same memory as an array.
-        self._seen: tuple[torch.Tensor | None, Any] = (None, None)
-        #: Launched rounds, oldest first.
-        self.rounds: deque[int] = deque()
+        #: SGLang's table, int32 [rows, slots of a row]: its own memory.
+        self.slot_table = kept(lambda table: table.numpy())
+        #: A batch's rows, int32 [requests]: a copy, since SGLang has int64.
+        self.rows_of = kept(lambda rows: rows.numpy().astype(np.int32))
+        #: Launched rounds and how many rows each has, oldest first.
+        self.rounds: deque[tuple[int, int]] = deque()
         #: The batch whose prefill is being allocated.
         self.batch: Any = None
         #: Pages that the tree dropped as duplicates; None outside a checkpoint.
         self.duplicates: list[int] | None = None
         Book.latest = self
 
-    @property
+    @cached_property
     def ledger(self) -> Ledger:
         """The ledger; SGLang's settings are published before its first use."""
-        if self._ledger is None:
-            self._ledger = self._build()
-        return self._ledger
-
-    def _build(self) -> Ledger:
         limits.check(self.pool.device)
         allocator, shape = self.allocator, limits.shape()
         if allocator is None or not allocator.num_pages:
@@ -109,9 +127,9 @@ class Book:
         """
         if self.rounds:
             raise AllocatorError(f"clear with {len(self.rounds)} rounds in flight")
-        if self._ledger is not None:
-            self._ledger.close()
-        self._ledger = None
+        ledger = vars(self).pop("ledger", None)
+        if ledger is not None:
+            ledger.close()
 
     # What a step does.
 
@@ -134,7 +152,7 @@ class Book:
                     f"{starts.tolist()}"
                 )
             plan = ledger.prepare_extend(rows, ends)
-            launch_into(ledger, plan.step, self._slot_table())
+            launch_into(ledger, plan.step, self.slot_table(self.pool.req_to_token))
         except OutOfPages:
             return None
         except SpecpoolError as error:
@@ -143,21 +161,26 @@ class Book:
         slots = slot_ranges(ledger.page_table(0), page_size, rows, starts, ends - starts)
         return torch.from_numpy(slots)
 
-    def tokens_required(self, rows: _I64) -> int:
+    def tokens_required(self, rows: _I32) -> int:
         """Return the slots that the next round of these rows will take."""
-        return self.ledger.tokens_required(rows, ROUND).item()
+        return round_slots(self.ledger, rows, ROUND)
 
-    def decode(self, rows: _I64) -> list[int]:
+    def decode(self, rows: _I32) -> list[int] | None:
         """Claim and launch a round of each row; return the slots that each row has then.
 
+        None means that pages lack, and nothing has changed.
+
         Raises:
-            AllocatorError: pages lack, or the ledger refuses; nothing has changed.
+            AllocatorError: the ledger refuses; nothing has changed.
         """
         try:
-            step, held = decode_into(self.ledger, rows, ROUND, self._slot_table())
+            table = self.slot_table(self.pool.req_to_token)
+            step, held = decode_into(self.ledger, rows, ROUND, table)
+        except OutOfPages:
+            return None
         except SpecpoolError as error:
             raise AllocatorError(str(error)) from error
-        self.rounds.append(step)
+        self.rounds.append((step, len(held)))
         return held
 
     def resolve(self, accept_lens: torch.Tensor) -> None:
@@ -168,19 +191,10 @@ class Book:
         """
         if not self.rounds:
             raise AllocatorError("the result of a round that was not launched")
+        step, num_rows = self.rounds.popleft()
         # A list of a few numbers is made in less time than an array on the tensor.
-        lens = accept_lens.tolist() if len(accept_lens) <= 4 else accept_lens.numpy()
+        lens = accept_lens.tolist() if num_rows <= FEW else accept_lens.numpy()
         try:
-            self.ledger.resolve(self.rounds.popleft(), lens)
+            self.ledger.resolve(step, lens)
         except SpecpoolError as error:
             raise AllocatorError(str(error)) from error
-
-    def _slot_table(self) -> _I32:
-        """SGLang's table, int32 [rows, slots of a row]."""
-        table, cells = self._seen
-        if table is not self.pool.req_to_token:
-            table = self.pool.req_to_token
-            cells = table.numpy()
-            self._seen = table, cells
-        view: _I32 = cells
-        return view

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from specpool.plugins.sglang import row_allocator, row_pool, row_sessions, row_tree
+from specpool.plugins.sglang.allocator import AllocatorError
 
 
 def install() -> None:
@@ -73,8 +74,8 @@ def tokens_required(
 
 
 def rows_of(batch: Any) -> Any:
-    """Return the rows of a batch that decodes, int64 [requests], from SGLang's host copy."""
-    return batch.req_pool_indices_cpu.numpy()
+    """Return the rows of a batch that decodes, int32 [requests], from SGLang's host copy."""
+    return batch.req_to_token_pool.book.rows_of(batch.req_pool_indices_cpu)
 
 
 def prepare_round(own: Callable[..., None], batch: Any) -> None:
@@ -88,14 +89,21 @@ def prepare_round(own: Callable[..., None], batch: Any) -> None:
         batch.cumulate_penalty_output_tokens()
     book, reqs = batch.req_to_token_pool.book, batch.reqs
     rows = rows_of(batch)
-    needed = book.tokens_required(rows)
-    if needed > book.allocator.available_size():
+    lens = book.decode(rows)
+    if lens is None:
         from sglang.srt.mem_cache.common import evict_from_tree_cache
 
+        needed = book.tokens_required(rows)
         evict_from_tree_cache(batch.tree_cache, needed)
+        lens = book.decode(rows)
+        if lens is None:
+            free = book.allocator.available_size()
+            raise AllocatorError(
+                f"a round of {len(reqs)} requests takes {needed} slots, {free} are free"
+            )
     if batch.seq_lens_cpu is None:
-        batch.max_seq_len_host = int(book.ledger.allocated_len(0)[rows].max())
-    for req, held in zip(reqs, book.decode(rows), strict=True):
+        batch.max_seq_len_host = max(lens)
+    for req, held in zip(reqs, lens, strict=True):
         req.decode_batch_idx += 1
         req.kv.kv_allocated_len = held
 

@@ -5,6 +5,7 @@
 //! a cell that went 17 -> 0 -> 17 in between stays pending.
 
 use crate::error::Result;
+use crate::ids::{Page, Row};
 use crate::memory::{collected, room, zeroed};
 use crate::state::page_table::PageTable;
 
@@ -105,6 +106,17 @@ impl Delta {
             place[entry.cell as usize] = if keep { kept } else { 0 };
             keep
         });
+    }
+
+    /// Hands every entry to `visit` and removes it. This covers the takes of `step` and of older steps.
+    pub(crate) fn drain(&mut self, step: u64, table: &PageTable, mut visit: impl FnMut(Row, usize, Page)) {
+        self.takes.retain(|&(taken, _)| taken > step);
+        let columns = table.pages_per_row() as u32; // half the time of a division with 64 bits
+        for Entry { cell, .. } in self.entries.drain(..) {
+            self.place[cell as usize] = 0;
+            let row = cell / columns;
+            visit(Row(row as i32), (cell - row * columns) as usize, Page(table.cells()[cell as usize]));
+        }
     }
 
     /// The cells that have an entry, in no order.
