@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specpool.assets import resolve
@@ -10,7 +10,7 @@ from specpool.checks import check_choice, check_int
 from specpool.cli.plan.question import Question
 from specpool.errors import ConfigError
 from specpool.memory.layer_kv import LayerKV, bytes_by_window
-from specpool.models.files.names import is_lookup
+from specpool.models.files.names import MTP, is_lookup
 from specpool.num_bytes import parse_bytes
 
 if TYPE_CHECKING:
@@ -130,7 +130,11 @@ def model_of_files(question: Question) -> Model:
         draft = None
     is_lookup_draft = draft is not None and is_lookup(draft)
     target = target_outline(question.target, trust_remote_code=question.trust_remote_code)
-    head = None if draft is None or is_lookup_draft else _draft_outline(draft, question)
+    is_elsewhere = draft not in (None, MTP) and not is_lookup_draft
+    head = _draft_outline(str(draft), question) if is_elsewhere else None
+    draft_layers = () if head is None else head.layers
+    if draft == MTP:  # its weights are in the target's files
+        draft_layers = (replace(target.layers[-1], window=None),)
     dtype, notes = question.dtype or target.dtype, []
     if dtype is None:
         dtype = "float32"
@@ -159,8 +163,8 @@ def model_of_files(question: Question) -> Model:
     return Model(
         name=question.target + (f" + {draft}" if draft is not None else ""),
         target_layers=target.layers,
-        draft_layers=() if head is None else head.layers,
-        drafts=head is not None or is_lookup_draft,
+        draft_layers=draft_layers,
+        drafts=bool(draft_layers) or is_lookup_draft,
         reads_tokens=is_lookup_draft,
         dtype=dtype,
         weight_bytes=weight_bytes,
