@@ -130,11 +130,9 @@ def model_of_files(question: Question) -> Model:
         draft = None
     is_lookup_draft = draft is not None and is_lookup(draft)
     target = target_outline(question.target, trust_remote_code=question.trust_remote_code)
-    is_elsewhere = draft not in (None, MTP) and not is_lookup_draft
-    head = _draft_outline(str(draft), question) if is_elsewhere else None
-    draft_layers = () if head is None else head.layers
-    if draft == MTP:  # its weights are in the target's files
-        draft_layers = (replace(target.layers[-1], window=None),)
+    head = None
+    if draft is not None and draft != MTP and not is_lookup_draft:
+        head = _draft_outline(draft, question)
     dtype, notes = question.dtype or target.dtype, []
     if dtype is None:
         dtype = "float32"
@@ -163,8 +161,8 @@ def model_of_files(question: Question) -> Model:
     return Model(
         name=question.target + (f" + {draft}" if draft is not None else ""),
         target_layers=target.layers,
-        draft_layers=draft_layers,
-        drafts=bool(draft_layers) or is_lookup_draft,
+        draft_layers=_draft_layers(draft, target, head),
+        drafts=draft is not None,
         reads_tokens=is_lookup_draft,
         dtype=dtype,
         weight_bytes=weight_bytes,
@@ -172,6 +170,13 @@ def model_of_files(question: Question) -> Model:
         vocab_size=target.vocab_size,
         notes=tuple(notes),
     )
+
+
+def _draft_layers(draft: str | None, target: Outline, head: Outline | None) -> tuple[LayerKV, ...]:
+    """Return the KV of the draft's layers. An MTP layer keeps that of a layer of its target."""
+    if draft == MTP:
+        return (replace(target.layers[-1], window=None),)
+    return () if head is None else head.layers
 
 
 def _draft_outline(draft: str, question: Question) -> Outline:
