@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,46 +110,6 @@ def test_the_text_is_that_of_plain_decoding(target, options, temperature):
 
 
 # --- several drafters ----------------------------------------------------------------------------
-
-SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(12, 200))]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_drafters_mixed_by_row_give_the_text_of_plain_decoding(seed):
-    """Random engines of several drafters, a random one for each request."""
-    rng = random.Random(seed)
-    drafts = rng.sample([DRAFT, "ngram", "specpool/tiny-eagle", "specpool/tiny-eagle3"], 3)
-    prompts = [p[: rng.randint(1, 40)] for p in corpus.prompts(rng.randint(2, 5), 60)]
-    params = [
-        SamplingParams(
-            max_new_tokens=rng.randint(1, 40),
-            temperature=rng.choice([0.0, 1.0]),
-            seed=seed,
-            drafter=rng.choice([None, *drafts]),
-            max_draft_steps=rng.choice([None, None, 2, 0]),
-        )
-        for _ in prompts
-    ]
-    options = {
-        "page_size": rng.choice([1, 3, 16]),
-        "placement": rng.choice(["split", "shared"]),
-        "layout": rng.choice(["dense", "holey"]),
-        "overlap_depth": rng.randint(0, 1),
-        "prefill_tokens": rng.choice([5, 1024]),
-        "mixed_chunks": rng.random() < 0.3,
-        "max_context_len": 96,
-        "max_batch": rng.randint(1, 4),
-    }
-    shape = Shape.eagle(*rng.choice([(3, 1, 4), (4, 4, 12)]))
-    plain = [SamplingParams(**{**_fields(p), "drafter": None}) for p in params]
-    with Engine.from_pretrained(max_context_len=96) as engine:
-        expected = [o.token_ids for o in engine.generate(prompts, plain)]
-    with Engine.from_pretrained(draft=drafts, shape=shape, **options) as engine:
-        assert [o.token_ids for o in engine.generate(prompts, params)] == expected
-
-
-def _fields(params: SamplingParams) -> dict[str, object]:
-    return {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
 
 
 def test_each_row_is_drafted_by_the_drafter_that_its_request_names():

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import mtp_checkpoints
 import torch
 from transformers import AutoModelForCausalLM
 
+import mtp_checkpoints
 from specpool import Engine, EngineConfig, RequestOutput, SamplingParams, Shape
 from specpool.assets import corpus, resolve
 from specpool.draft import Drafter, EagleDrafter, LMDrafter, MTPDrafter, named_drafter
