@@ -1,4 +1,4 @@
-"""Random engines of several drafters, and random requests and conversations that mix them by row."""
+"""Random engines of several drafters, with requests and conversations that mix them by row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = ("eagle", "eagle3", "lm", "mtp", "ngram", "suffix", "suffix:shared")
 
 
 class Models:
-    """The shipped pair, its other head and its draft model, and a random MTP layer of the target."""
+    """The shipped target, both heads, the draft model, and a random MTP layer of the target."""
 
     def __init__(self, folder: Path) -> None:
         shutil.copytree(resolve("specpool/tiny"), folder, dirs_exist_ok=True)
