@@ -190,7 +190,7 @@ class Simulation:
 
     def _is_promising(self, request: Request) -> bool:
         watch = self._watches[request.request_id]
-        watch.judged = request.epoch, len(request.tokens)
+        watch.judged = request.row, request.epoch, len(request.tokens)
         return watch.arrival.is_promising(len(request.tokens))
 
     def _unpin(self, pinned: Pinned) -> None:

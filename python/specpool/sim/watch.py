@@ -61,8 +61,8 @@ class Watch:
     taken: tuple[int, int] | None = None  # the row and its epoch at the admission
     starts: Sequence[int] = ()  # possible starts of its first prefill; () = it has begun
     admitted_len: int = 0  # its tokens at the admission
-    # Its epoch and tokens when its drafter last said whether a round is worth drafting.
-    judged: tuple[int, int] = (-1, 0)
+    # Its row, epoch and tokens when its drafter last said whether a round is worth drafting.
+    judged: tuple[int, int, int] = (0, 0, 0)
     num_tokens: int = 0  # at the latest check
     last_step: int = 0  # the latest turn with a step of it, or when it could have none
     may_end: set[str] = field(default_factory=set)  # allowed finish reasons beside the planned one
