@@ -429,11 +429,9 @@ def _causal(
         )
         return bias if chunk is None else _causal_chunks(bias, chunk, lanes, origins)
 
-    # Plain decoding needs no mask if the host knows that all lanes read equally many cells: their
-    # lengths are equal, and in a window group their pages begin at one position.
+    # Plain decoding needs no mask if the host knows that all lanes read equally many cells.
     is_plain = isinstance(widths, int) and widths == 1 and chunk is None
-    length = lanes.seq_lens.common if is_plain else None
-    first = origins.on_host
+    length, first = lanes.seq_lens.common if is_plain else None, origins.on_host
     decode_len = length + 1 - first if length is not None and isinstance(first, int) else None
     kv_lens = _kv_lens(lanes, origins, widths)
     return AttentionView(

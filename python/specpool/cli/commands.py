@@ -296,6 +296,9 @@ def inspect(
         raise page.damage
 
 
+_MIXED = "Requests differ in who drafts: some drafters read tokens, some skip rounds."
+
+
 @app.command()
 def sim(
     seed: Annotated[int, typer.Option(help="Decides every scenario.")] = 0,
@@ -325,13 +328,7 @@ def sim(
             "--rounds counts the turns of all of them."
         ),
     ] = 1,
-    mixed_drafters: Annotated[
-        bool,
-        typer.Option(
-            "--mixed-drafters",
-            help="Requests differ in who drafts: some drafters read tokens, some skip rounds.",
-        ),
-    ] = False,
+    mixed_drafters: Annotated[bool, typer.Option("--mixed-drafters", help=_MIXED)] = False,
 ) -> None:
     """Test the scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
     from specpool.cli.sim import fleets, sim_ranks
