@@ -106,21 +106,23 @@ def scenario(seed: int, *, talks_only: bool = False, mixes_drafters: bool = Fals
         )
         arrivals = [_adapt(adapting, arrival, arrivals) for arrival in arrivals]
     if mixes_drafters:
-        settings = replace(settings, mixes_drafters=True, reads_tokens=True)
-        arrivals = _mix(random.Random(seed ^ 0xD4AF7), arrivals)
+        settings, arrivals = _mix(random.Random(seed ^ 0xD4AF7), settings, arrivals)
     return Scenario(seed, settings, tuple(arrivals), faults)
 
 
-def _mix(rng: random.Random, arrivals: Sequence[Arrival]) -> list[Arrival]:
+def _mix(
+    rng: random.Random, settings: Settings, arrivals: Sequence[Arrival]
+) -> tuple[Settings, list[Arrival]]:
     """Give each request a drafter of its own; the samples of a prompt have one drafter."""
     kinds: dict[int, tuple[bool, float]] = {}
     for arrival in arrivals:
         kind = rng.random() < 0.5, rng.choice([0.0, 0.0, 0.3, 1.0])
         kinds[arrival.request_id] = kinds.get(arrival.sample_of or 0, kind)
-    return [
-        replace(arrival, reads_tokens=kinds[number][0], doubts=kinds[number][1])
-        for arrival, number in ((each, each.request_id) for each in arrivals)
-    ]
+    mixed = []
+    for arrival in arrivals:
+        reads_tokens, doubts = kinds[arrival.request_id]
+        mixed.append(replace(arrival, reads_tokens=reads_tokens, doubts=doubts))
+    return replace(settings, mixes_drafters=True, reads_tokens=True), mixed
 
 
 def _adapt(rng: random.Random, arrival: Arrival, arrivals: Sequence[Arrival]) -> Arrival:
