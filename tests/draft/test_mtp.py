@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import mtp_checkpoints
 from proposals import check, record
 from specpool import CheckpointError, ConfigError, Engine, SamplingParams, Shape
+from specpool.cli import main
 from specpool.draft import MTPDrafter
 from specpool.models import TargetModel
 from specpool.models.mtp.layout import find_layout
@@ -163,6 +164,20 @@ def test_a_layer_split_over_files_is_found_by_the_index(folder, tmp_path):
     with engine(tmp_path, shape=CHAIN) as one:
         outputs = one.generate(PROMPTS, GREEDY)
     assert [o.accept_lens for o in outputs] == [o.accept_lens for o in expected]
+
+
+def test_a_plan_counts_the_layer(folder, monkeypatch, capsys):
+    """Its KV is that of one layer of the target, which has 3; its weights are in the same files."""
+    path = str(folder("Llama", "deepseek"))
+    options = ["--draft", "mtp", "--memory", "64MiB", "--max-context-len", "128"]
+    monkeypatch.setattr("sys.argv", ["specpool", "plan", "--target", path, *options])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out = capsys.readouterr().out
+    assert end.value.code == 0, out
+    cells = {line.split()[1]: line.split() for line in out.splitlines() if " 16 " in line}
+    layer = 2 * 2 * 8 * 4 * 16  # keys and values, 2 heads of 8, float32, 16 tokens
+    assert f"{3 * layer:,}" in cells["target"] and f"{layer:,}" in cells["draft,"]
 
 
 # --- refusals ------------------------------------------------------------------------------------
