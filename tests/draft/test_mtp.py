@@ -156,6 +156,17 @@ def test_sessions_the_prefix_cache_and_retraction_keep_the_text(folder, shape):
             assert session.append(PROMPTS[1][:11], params).output().token_ids == turn
 
 
+@pytest.mark.parametrize("layout", ["qwen", "mimo"])
+def test_one_layer_drafts_alike_in_every_layout(folder, layout):
+    """The same numbers under other names, and with the halves of the projection in that order."""
+    lens = []
+    for each in ("deepseek", layout):
+        with engine(folder("Llama", each), shape=TREE) as one:
+            lens.append([o.accept_lens for o in one.generate(PROMPTS, GREEDY)])
+    assert lens[0] == lens[1]
+    assert max(map(max, lens[0])) > 1
+
+
 def test_a_layer_split_over_files_is_found_by_the_index(folder, tmp_path):
     mtp_checkpoints.write(tmp_path, "Llama", "deepseek")
     with engine(tmp_path, shape=CHAIN) as one:
