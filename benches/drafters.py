@@ -3,7 +3,7 @@
 Batch 1 on a CPU, greedy, the shipped toys: the same target, the same draft model, as many drafts a
 round on both sides. Prompts for prompt lookup repeat a passage, as an edited text does. Both sides
 must write the text of plain decoding. Time is the CPU time of this process, so that other programs
-count little.
+count little. The accept length with a draft window is printed beside that without one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from specpool.errors import CorruptState
 from specpool.sampling_params import SamplingParams
 
 DRAFT = "specpool/tiny-draft"
+#: Tokens; the rows are longer.
+DRAFT_WINDOW = 32
 _Side = Callable[[], list[list[int]]]
 
 
@@ -47,6 +49,8 @@ def drafters(
     results = _compare("small model", DRAFT, new, steps, tokens, repeats)
     for draft in ("ngram", "suffix"):
         results += _compare(draft, draft, edited, steps, tokens, repeats)
+    for name, draft in (("small model", DRAFT), ("EAGLE head", "specpool/tiny-eagle")):
+        results.append(_windowed(name, draft, new, steps, tokens))
     where = machine(threads=threads, packages=("torch", "transformers"))
     report("bench drafters", where, results, json_only=json, plot=plot)
 
@@ -112,6 +116,35 @@ def _compare(
             reference_value=other,
         )
     ]
+
+
+def _windowed(
+    name: str, draft: str, prompts: Sequence[list[int]], steps: int, tokens: int
+) -> Result:
+    """Return the accept length with a draft window, beside that without one."""
+    from specpool.engine.engine import Engine
+
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    lens, texts = [], []
+    for window in (DRAFT_WINDOW, None):
+        with Engine.from_pretrained(
+            draft=draft,
+            shape=Shape.eagle(steps, 1, steps + 1),
+            draft_window=window,
+            max_context_len=1024,
+        ) as engine:
+            outputs = engine.generate(prompts, params)
+        texts.append([output.token_ids for output in outputs])
+        lens.append(statistics.mean(n for output in outputs for n in output.accept_lens))
+    if texts[0] != texts[1]:
+        raise CorruptState("a text with a draft window is not the text without one")
+    return Result(
+        name=f"{name}, chain of {steps}, draft window of {DRAFT_WINDOW}: accept length",
+        value=lens[0],
+        unit="tokens a round",
+        reference="all tokens kept",
+        reference_value=lens[1],
+    )
 
 
 def _in_turn(

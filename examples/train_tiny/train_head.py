@@ -1,6 +1,8 @@
-"""Train an EAGLE-1 or EAGLE-3 head for a target, and save it in the published layout.
+"""Train an EAGLE-1 or EAGLE-3 head, or an MTP layer, and save it in the published layout.
 
     python train_head.py TARGET OUT --kind eagle3 --minutes 2
+
+An MTP layer is part of its target's checkpoint, so OUT becomes a copy of TARGET that has one.
 
 A head drafts several tokens in a row, each time from its own last output, so it is trained that
 way (the "training-time test" of EAGLE-3, arXiv 2503.01840; HASS, arXiv 2408.15766): UNROLL steps,
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,11 +22,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 import typer
 from corpus import BOS, EOS, batches, train_tokens, validation_tokens
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from train_target import BATCH_SIZE, training
 from transformers import LlamaForCausalLM
 
+from specpool.draft import MTPDrafter
+from specpool.models import TargetModel
 from specpool.models.eagle.head import EagleHead
 
 UNROLL = 4  # steps
@@ -38,6 +43,7 @@ class Kind(str, Enum):
 
     eagle = "eagle"
     eagle3 = "eagle3"
+    mtp = "mtp"
 
 
 class RMSNorm(nn.Module):
@@ -98,10 +104,15 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(h, eps)
         if kind is Kind.eagle3:
             self.hidden_norm, self.input_layernorm = RMSNorm(h, eps), RMSNorm(h, eps)
+        if kind is Kind.mtp:
+            self.input_layernorm = RMSNorm(h, eps)
 
 
 class Head(nn.Module):
-    """A head whose `state_dict` is the published checkpoint. See `specpool.models.eagle.head`."""
+    """A head whose `state_dict` is the published checkpoint. See `specpool.models.eagle.head`.
+
+    That of an MTP layer lacks the names' start (see `save_mtp`, and `specpool.models.mtp.layer`).
+    """
 
     def __init__(self, config: dict[str, Any], kind: Kind, target: LlamaForCausalLM) -> None:
         super().__init__()
@@ -115,6 +126,14 @@ class Head(nn.Module):
         if kind is Kind.eagle:
             self.fc = nn.Linear(2 * h, h, bias=config["bias"])
             self.layers = nn.ModuleList([Layer(config, kind)])
+            return
+        if kind is Kind.mtp:
+            self.eh_proj = nn.Linear(2 * h, h, bias=False)
+            self.enorm, self.hnorm = (RMSNorm(h, config["rms_norm_eps"]) for _ in range(2))
+            self.layers = nn.ModuleList([Layer(config, kind)])
+            norm = RMSNorm(h, config["rms_norm_eps"])
+            norm.weight.data.copy_(target.model.norm.weight)
+            self.shared_head = nn.ModuleDict({"norm": norm})
             return
         self.fc = nn.Linear(3 * h, h, bias=False)
         self.midlayer = Layer(config, kind)
@@ -143,15 +162,19 @@ class Head(nn.Module):
         if self.kind is Kind.eagle:
             x = self.fc(torch.cat((embedded, hidden), -1))
             return x, x
+        if self.kind is Kind.mtp:
+            x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), -1))
+            return self.layer.input_layernorm(x), x
         normed = self.layer.input_layernorm(embedded), self.layer.hidden_norm(hidden)
         return torch.cat(normed, -1), hidden
 
     def finish(self, context: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         x = residual + self.layer.self_attn.o_proj(context)
-        return x + self.layer.mlp(self.layer.post_attention_layernorm(x))
+        x = x + self.layer.mlp(self.layer.post_attention_layernorm(x))
+        return self.shared_head["norm"](x) if self.kind is Kind.mtp else x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.kind is Kind.eagle:
+        if self.kind is not Kind.eagle3:
             return F.linear(hidden, self.tables["lm_head"])
         return self.lm_head(self.norm(hidden))
 
@@ -287,10 +310,23 @@ def save(head: Head, config: dict[str, Any], out: Path) -> None:
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
+def save_mtp(head: Head, target: Path, num_layers: int, out: Path) -> None:
+    """Write a copy of the target's folder that has the MTP layer, in DeepSeek-V3's layout."""
+    shutil.copytree(target, out, dirs_exist_ok=True)
+    names = {
+        n: f"model.layers.{num_layers}.{n.removeprefix('layers.0.')}" for n in head.state_dict()
+    }
+    layer = {names[n]: t.half().contiguous() for n, t in head.state_dict().items()}
+    path = out / "model.safetensors"
+    save_file({**load_file(path), **layer}, path, metadata={"format": "pt"})
+
+
 def main(
     target: Annotated[Path, typer.Argument(help="Folder of the target model.")],
-    out: Annotated[Path, typer.Argument(help="Folder to write the head to.")],
-    kind: Annotated[Kind, typer.Option(help="eagle = EAGLE-1 and 2.")] = Kind.eagle3,
+    out: Annotated[Path, typer.Argument(help="Folder to write to.")],
+    kind: Annotated[
+        Kind, typer.Option(help="eagle = EAGLE-1 and 2; mtp = an MTP layer.")
+    ] = Kind.eagle3,
     minutes: Annotated[float, typer.Option(min=0.01, help="Training time.")] = 2.0,
 ) -> None:
     """Train a draft head for TARGET on the synthetic corpus."""
@@ -325,8 +361,21 @@ def main(
             for tokens in held_out
         ]
     print(f"held-out agreement per step: {_percents(torch.stack(agreements).mean(0))}")
+    write(head, config, model, target, out)
+    print(f"wrote {out}, and specpool loads it")
+
+
+def write(
+    head: Head, config: dict[str, Any], model: LlamaForCausalLM, target: Path, out: Path
+) -> None:
+    """Write the head, and load it as an engine does."""
+    depth = model.config.num_hidden_layers
+    if head.kind is Kind.mtp:
+        save_mtp(head, target, depth, out)
+        with TargetModel.from_pretrained(out, dtype="float32") as loaded:
+            MTPDrafter.from_pretrained(out, loaded).close()
+        return
     save(head, config, out)
-    # What was written must be what an engine reads.
     EagleHead.from_pretrained(
         out,
         num_layers=depth,
@@ -335,7 +384,6 @@ def main(
         embedding_weight=model.model.embed_tokens.weight,
         lm_head_weight=model.lm_head.weight,
     )
-    print(f"wrote {out}, and specpool loads it")
 
 
 def _percents(fractions: torch.Tensor) -> str:

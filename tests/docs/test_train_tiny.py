@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from paths import ROOT
+from specpool import Engine, SamplingParams
 from specpool.models.eagle.head import EagleHead
 
 EXAMPLE = ROOT / "examples" / "train_tiny"
@@ -53,7 +54,11 @@ def test_target_and_heads_train_in_a_second_and_load(
     train_head, kinds = example["train_head"], example["train_head"].Kind
     example["train_target"].main(tmp_path / "target", minutes=0.01, hidden_size=64, num_layers=4)
     target = LlamaForCausalLM.from_pretrained(tmp_path / "target").float()
-    for kind in kinds:
+    train_head.main(tmp_path / "target", tmp_path / "mtp", kind=kinds.mtp, minutes=0.01)
+    with Engine.from_pretrained(tmp_path / "mtp", draft="mtp", max_context_len=64) as engine:
+        (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8, ignore_eos=True))
+    assert output.num_drafts > 0
+    for kind in (kinds.eagle, kinds.eagle3):
         train_head.main(tmp_path / "target", tmp_path / kind.value, kind=kind, minutes=0.01)
         assert load(tmp_path / kind.value, target).kind == kind.value
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from flashinfer_kit import Pages, Rig
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
 from specpool.assets import corpus
+from specpool.attention import attend
+from specpool.attention.lanes import Lanes, last_view
 from specpool.memory.group_sizes import size_groups
 
 PROMPTS = [p[:n] for p, n in zip(corpus.prompts(3), (100, 130, 9), strict=True)]
@@ -71,3 +75,37 @@ def test_a_window_counts_in_sizing():
 def test_bad_windows_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         EngineConfig(**options)
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_lanes_that_end_at_one_position_may_begin_at_different_pages(page_size):
+    """In a window group each lane's pages begin at the window of its first token.
+
+    Law: the last tokens of such lanes see what each alone would see.
+    """
+    rig = Rig(None, torch.device("cpu"), torch.float32, 8, 1e-5)
+    starts, widths = [20, 23], [5, 2]
+    pages = Pages(rig, page_size, 2, window=4)
+    view = last_view(pages, 0, pages.lanes(starts, widths))
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (
+        torch.randn(n, heads, 8, generator=generator) for n, heads in ((2, 4), (7, 2), (7, 2))
+    )
+    together = attend(view, *pages.buffers, q, k, v, scaling=0.3, window=3)
+    begin = 0
+    for lane, (start, width) in enumerate(zip(starts, widths, strict=True)):
+        alone = Pages(rig, page_size, 2, window=4)
+        lanes = alone.lanes([0] * lane + [start], width)
+        lanes = Lanes(lanes.rows[lane:], lanes.seq_lens.filter(slice(lane, None)), width)
+        mine = slice(begin, begin + width)
+        out = attend(
+            last_view(alone, 0, lanes),
+            *alone.buffers,
+            q[lane : lane + 1],
+            k[mine],
+            v[mine],
+            scaling=0.3,
+            window=3,
+        )
+        torch.testing.assert_close(out[0], together[lane])
+        begin += width

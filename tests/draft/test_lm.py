@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from proposals import Logits, check, record
 from specpool import CheckpointError, ConfigError, Engine, EngineConfig, SamplingParams, Shape
 from specpool.assets import corpus, resolve
 from specpool.draft import EagleDrafter, LMDrafter, NgramDrafter
@@ -47,57 +47,13 @@ def make(**options: object) -> Engine:
     return Engine.from_pretrained(draft=DRAFT, max_context_len=400, **options)
 
 
-def record(engine: Engine) -> list:
-    """Every tree that is proposed from here on, with the roots' positions."""
-    trees, propose = [], engine.drafter.propose
-
-    def recording(lanes, shape, roots, tokens):
-        tree = propose(lanes, shape, roots, tokens)
-        trees.append((lanes.starts.clone(), shape, tree))
-        return tree
-
-    engine.drafter.propose = recording
-    return trees
-
-
 def logits_after(draft: torch.nn.Module, text: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         return draft(torch.tensor([text]), use_cache=False).logits[0, -1]
 
 
-def expand(draft: torch.nn.Module, text: list[int], shape: Shape) -> set[tuple[int, ...]]:
-    """The tree as a set of paths: expand, keep K a level, then the N - 1 best of all."""
-    level, everything = [(1.0, ())], []
-    for _ in range(shape.num_steps):
-        children = []
-        for score, path in level:
-            p, ids = logits_after(draft, [*text, *path]).softmax(-1).topk(shape.topk)
-            pairs = zip(p.tolist(), ids.tolist(), strict=True)
-            children += [(score * q, (*path, token)) for q, token in pairs]
-        everything += children
-        level = sorted(children, key=lambda child: -child[0])[: shape.topk]
-    everything.sort(key=lambda candidate: -candidate[0])
-    return {path for _, path in everything[: shape.num_draft_tokens - 1]}
-
-
-def paths(tree, lane: int) -> set[tuple[int, ...]]:
-    found = set()
-    for node in range(1, tree.tokens.shape[1]):
-        line = [i for i in range(1, node + 1) if tree.mask[lane, node, i]]
-        found.add(tuple(tree.tokens[lane, line].tolist()))
-    return found
-
-
-def check(draft: torch.nn.Module, texts: list[list[int]], trees: list) -> None:
-    """Compare proposals with the plain model's; lane i belongs to text i."""
-    checked = differing = 0
-    for starts, shape, tree in trees:
-        for lane, start in enumerate(starts.tolist()):
-            text = texts[lane][: start + 1]
-            checked += 1
-            differing += expand(draft, text, shape) != paths(tree, lane)
-    assert checked >= 6
-    assert differing <= 1  # a near-tie of two candidates may go either way
+def logits_of(draft: torch.nn.Module) -> Logits:
+    return lambda text, path: logits_after(draft, [*text, *path])
 
 
 @pytest.mark.sample(4)
@@ -109,7 +65,7 @@ def test_proposals_equal_the_plain_models(draft, shape, options):
         outputs = engine.generate(PROMPTS, SamplingParams(max_new_tokens=40, ignore_eos=True))
     texts = [o.prompt_ids + o.token_ids for o in outputs]
     whole = [each for each in trees if len(each[0]) == len(PROMPTS)]
-    check(draft, texts, [*whole[:2], whole[-1]])
+    check(logits_of(draft), texts, [*whole[:2], whole[-1]])
 
 
 def test_a_chain_that_was_accepted_as_a_whole_leaves_no_hole():
@@ -137,7 +93,7 @@ def test_sessions_the_prefix_cache_and_retraction_keep_the_drafts(draft, shape):
         (again,) = engine.generate([PROMPTS[2]], plain)
     assert again.token_ids == outputs[2].token_ids
     text = [*turn.prompt_ids, *turn.token_ids]
-    check(draft, [text], trees[: len(turn.accept_lens)][:6])
+    check(logits_of(draft), [text], trees[: len(turn.accept_lens)][:6])
 
 
 @pytest.mark.parametrize("options", LAYOUTS)
@@ -154,46 +110,6 @@ def test_the_text_is_that_of_plain_decoding(target, options, temperature):
 
 
 # --- several drafters ----------------------------------------------------------------------------
-
-SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(12, 200))]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_drafters_mixed_by_row_give_the_text_of_plain_decoding(seed):
-    """Random engines of several drafters, a random one for each request."""
-    rng = random.Random(seed)
-    drafts = rng.sample([DRAFT, "ngram", "specpool/tiny-eagle", "specpool/tiny-eagle3"], 3)
-    prompts = [p[: rng.randint(1, 40)] for p in corpus.prompts(rng.randint(2, 5), 60)]
-    params = [
-        SamplingParams(
-            max_new_tokens=rng.randint(1, 40),
-            temperature=rng.choice([0.0, 1.0]),
-            seed=seed,
-            drafter=rng.choice([None, *drafts]),
-            max_draft_steps=rng.choice([None, None, 2, 0]),
-        )
-        for _ in prompts
-    ]
-    options = {
-        "page_size": rng.choice([1, 3, 16]),
-        "placement": rng.choice(["split", "shared"]),
-        "layout": rng.choice(["dense", "holey"]),
-        "overlap_depth": rng.randint(0, 1),
-        "prefill_tokens": rng.choice([5, 1024]),
-        "mixed_chunks": rng.random() < 0.3,
-        "max_context_len": 96,
-        "max_batch": rng.randint(1, 4),
-    }
-    shape = Shape.eagle(*rng.choice([(3, 1, 4), (4, 4, 12)]))
-    plain = [SamplingParams(**{**_fields(p), "drafter": None}) for p in params]
-    with Engine.from_pretrained(max_context_len=96) as engine:
-        expected = [o.token_ids for o in engine.generate(prompts, plain)]
-    with Engine.from_pretrained(draft=drafts, shape=shape, **options) as engine:
-        assert [o.token_ids for o in engine.generate(prompts, params)] == expected
-
-
-def _fields(params: SamplingParams) -> dict[str, object]:
-    return {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
 
 
 def test_each_row_is_drafted_by_the_drafter_that_its_request_names():

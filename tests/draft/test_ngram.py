@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool.assets import corpus, resolve
 from specpool.config import EngineConfig
-from specpool.draft import Choosy, EagleDrafter, NgramDrafter, named_drafter, ngram
-from specpool.draft.ngram import KEPT_CALLS, MAX_OCCURRENCES, TAIL_LEN
+from specpool.draft import Choosy, EagleDrafter, NgramDrafter, named_drafter
+from specpool.draft.ngram import MAX_OCCURRENCES
+from specpool.draft.texts import KEPT_CALLS, TAIL_LEN
 from specpool.models import TargetModel
 
 CHAIN = Shape.eagle(3, 1, 4)
@@ -139,7 +140,7 @@ def test_a_text_that_was_rewritten_unnoticed_gets_no_wrong_proposal(before, afte
     after = [*after, *before[len(after) :]]
     after[len(before) - 1] = before[-1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ngram, "TAIL_LEN", 1)
+        patch.setattr("specpool.draft.texts.TAIL_LEN", 1)
         drafter, text, shape = NgramDrafter(), list(before), Shape.eagle(3, 2, 7)
         paths(drafter, shape, text)
         text[:] = after
@@ -411,4 +412,4 @@ def test_an_index_is_dropped_also_while_nobody_drafts():
     text = list(range(100))
     for _ in range(KEPT_CALLS + 2):
         assert not drafter.is_promising(text)
-    assert list(drafter._indexes) == [id(text)]
+    assert list(drafter._indexes._entries) == [id(text)]

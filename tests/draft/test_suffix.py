@@ -13,7 +13,7 @@ from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool._core import SuffixIndex
 from specpool.assets import corpus
 from specpool.draft import Choosy, SuffixDrafter, named_drafter
-from specpool.draft.ngram import KEPT_CALLS
+from specpool.draft.texts import KEPT_CALLS
 
 CHAIN, TREE = Shape.eagle(4, 1, 5), Shape.eagle(4, 4, 12)
 SHAPES = [CHAIN, TREE, Shape.eagle(1, 1, 2), Shape.eagle(2, 8, 17)]
@@ -72,7 +72,7 @@ def test_a_changed_text_is_indexed_anew_and_an_unused_one_is_dropped():
     other = [5, 5, 5]
     for _ in range(KEPT_CALLS + 1):
         propose(drafter, CHAIN, other)
-    assert list(drafter._texts) == [id(other)]
+    assert list(drafter._texts._entries) == [id(other)]
 
 
 @pytest.mark.parametrize("draft", ["suffix", "suffix:shared"])

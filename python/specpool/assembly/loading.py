@@ -13,11 +13,11 @@ import torch
 from specpool.assembly.ranked import agree_before, for_ranks
 from specpool.assets import resolve
 from specpool.config import EngineConfig
-from specpool.draft import Drafter, EagleDrafter, LMDrafter, named_drafter
+from specpool.draft import Drafter, EagleDrafter, LMDrafter, MTPDrafter, named_drafter
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
 from specpool.models.files.draft_kind import is_language_model
-from specpool.models.files.names import find_model
+from specpool.models.files.names import MTP, find_model
 from specpool.models.placement import check_dtype
 from specpool.models.target_folder import find_target, load_config
 from specpool.ranks.group import Ranks
@@ -26,8 +26,8 @@ from specpool.text.tokenizer import check_tokenizer, load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-#: What a drafter is made of: a folder, a hub name, a name of `named_drafter`, or a loaded model; or
-#: it is a drafter already.
+#: What a drafter is made of: a folder, a hub name, `mtp`, a name of `named_drafter`, or a loaded
+#: model; or it is a drafter already.
 Draft: TypeAlias = Union[str, PathLike[str], Drafter, "PreTrainedModel"]
 
 
@@ -39,6 +39,7 @@ class Loaded:
     drafters: dict[str, Drafter]
     tokenizer: PreTrainedTokenizerBase | None
     config: EngineConfig  # as ranks need it, if there are any
+    folder: Path | None  # of the target; None = it was passed in
 
     def close(self) -> None:
         """Restore the attention of models that were passed in."""
@@ -48,7 +49,7 @@ class Loaded:
 def close_models(target: TargetModel, drafters: Mapping[str, Drafter]) -> None:
     """Close the target, and the drafters that have a model of their own."""
     for one in drafters.values():
-        if isinstance(one, LMDrafter):
+        if isinstance(one, LMDrafter | MTPDrafter):
             one.close()
     target.close()
 
@@ -78,11 +79,15 @@ def load(
         raise ConfigError(f"feature_layers must be layer numbers, got {feature_layers!r:.80}")
     check_tokenizer(tokenizer)
     drafts = _named(draft)
+    if ranks is not None and MTP in drafts.values():
+        raise ConfigError(f"draft 'mtp': an MTP layer does not run on {ranks.world} ranks")
     check_dtype(dtype)
+    folder = None
     if isinstance(target, str | PathLike):
         name = resolve(target) if isinstance(target, str) else target
         source = find_target(name, trust_remote_code=trust_remote_code)
         load_config(source)  # refuse a wrong model before a wrong tokenizer
+        folder = source.path
         if tokenizer is None:
             tokenizer = load_tokenizer(source.path, trust_remote_code=trust_remote_code)
         device = device if ranks is None else ranks.device
@@ -97,7 +102,7 @@ def load(
         raise ConfigError(f"{ranks.world} ranks load their parts themselves: give a folder")
     else:
         model = TargetModel.from_pretrained(target, dtype=dtype)
-    loaded = Loaded(model, {}, tokenizer, config)
+    loaded = Loaded(model, {}, tokenizer, config, folder)
     try:
         for name, one in drafts.items():
             loaded.drafters[name] = _drafter(
@@ -156,9 +161,16 @@ def _drafter(
     *,
     trust_remote_code: bool,
 ) -> Drafter:
-    """Load one draft for the target: by its files, an EAGLE head or a language model."""
+    """Load one draft for the target: its MTP layer, or by files, an EAGLE head or a model."""
     if hasattr(draft, "propose"):
         return cast("Drafter", draft)
+    if draft == MTP:
+        if loaded.folder is None:
+            raise ConfigError(
+                "draft 'mtp' is in the target's checkpoint, and a loaded model has none: give the "
+                "target's folder, or MTPDrafter.from_pretrained(folder, ...)"
+            )
+        return MTPDrafter.from_pretrained(loaded.folder, loaded.target, ancestry=config.ancestry)
     if isinstance(draft, str | PathLike):
         source = resolve(draft) if isinstance(draft, str) else draft
         if not is_language_model(source):

@@ -429,9 +429,10 @@ def _causal(
         )
         return bias if chunk is None else _causal_chunks(bias, chunk, lanes, origins)
 
-    # Plain decoding needs no mask if the host knows that all lengths are equal.
+    # Plain decoding needs no mask if the host knows that all lanes read equally many cells.
     is_plain = isinstance(widths, int) and widths == 1 and chunk is None
-    length = lanes.seq_lens.common if is_plain else None
+    length, first = lanes.seq_lens.common if is_plain else None, origins.on_host
+    decode_len = length + 1 - first if length is not None and isinstance(first, int) else None
     kv_lens = _kv_lens(lanes, origins, widths)
     return AttentionView(
         page_size=cache.page_sizes[group],
@@ -439,7 +440,7 @@ def _causal(
         read_pages=pages,
         q_lens=widths if isinstance(widths, int) else widths.tolist(),
         mask_for=bias_for,
-        decode_len=None if length is None else length + 1 - int(origins.on_device),
+        decode_len=decode_len,
         reader=cache.reader,
         kv_lens=kv_lens,
         is_causal=kv_lens is not None and lanes.seq_lens.is_exact and chunk is None,

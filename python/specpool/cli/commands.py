@@ -296,6 +296,9 @@ def inspect(
         raise page.damage
 
 
+_MIXED = "Requests differ in who drafts: some drafters read tokens, some skip rounds."
+
+
 @app.command()
 def sim(
     seed: Annotated[int, typer.Option(help="Decides every scenario.")] = 0,
@@ -325,11 +328,14 @@ def sim(
             "--rounds counts the turns of all of them."
         ),
     ] = 1,
+    mixed_drafters: Annotated[bool, typer.Option("--mixed-drafters", help=_MIXED)] = False,
 ) -> None:
     """Test the scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
     from specpool.cli.sim import fleets, sim_ranks
     from specpool.cli.sim import sim as run
 
+    if mixed_drafters and (replicas is not None or ranks != 1):
+        raise ConfigError("--mixed-drafters runs one process: leave --replicas and --ranks out")
     if replicas is not None:
         if rounds is not None:
             raise ConfigError("--replicas goes with --turns, not --rounds")
@@ -347,5 +353,6 @@ def sim(
     if rounds is not None and turns is not None:
         raise ConfigError("--rounds and --turns both say when to end: give one")
     num_rounds = 2e4 if rounds is None else rounds
-    if not run(seed=seed, rounds=num_rounds, check=2 if check is None else check, turns=turns):
+    level = 2 if check is None else check
+    if not run(seed=seed, rounds=num_rounds, check=level, turns=turns, mixes=mixed_drafters):
         raise typer.Exit(1)

@@ -21,10 +21,13 @@ from specpool.sim.simulation import Simulation
 SEEDS = 1 << 32
 
 
-def sim(*, seed: int, rounds: float, check: int, turns: float | None = None) -> bool:
+def sim(
+    *, seed: int, rounds: float, check: int, turns: float | None = None, mixes: bool = False
+) -> bool:
     """Simulate, then print a table, and the first broken law with its shrunk scenario.
 
-    With `turns`, simulate sessions until that many turns have ended; else run for `rounds`.
+    With `turns`, simulate sessions until that many turns have ended; else run for `rounds`. With
+    `mixes`, each request has its own drafter.
 
     Returns:
         Whether every law held.
@@ -45,7 +48,8 @@ def sim(*, seed: int, rounds: float, check: int, turns: float | None = None) -> 
         task = progress.add_task("simulating", total=turns or rounds)
         while (done := tally.rounds if turns is None else tally.turns) < (turns or rounds):
             progress.update(task, completed=done)
-            each = scenario(seed * SEEDS + tally.scenarios, talks_only=turns is not None)
+            number = seed * SEEDS + tally.scenarios
+            each = scenario(number, talks_only=turns is not None, mixes_drafters=mixes)
             left = int(rounds) - tally.rounds if turns is None else None
             failure = _one(each, left, check, tally)
             if failure is not None:

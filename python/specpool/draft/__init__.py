@@ -1,7 +1,8 @@
 """Drafters: they propose the tokens that the target model verifies.
 
-`EagleDrafter` runs an EAGLE head, `LMDrafter` a small language model. `NgramDrafter` searches the
-text for earlier copies of its last tokens. `SuffixDrafter` counts what followed them, in one text
+`EagleDrafter` runs an EAGLE head, `MTPDrafter` the MTP layer of the target's checkpoint,
+`LMDrafter` a small language model. `NgramDrafter` searches the text for earlier copies of its last
+tokens. `SuffixDrafter` counts what followed them, in one text
 or in all. `ScriptedDrafter` knows the text and errs at a given
 rate, for tests and benchmarks. A drafter of your own needs the attributes and methods of `Drafter`.
 If it also has those of `Choosy`, it can skip rounds that are not worth drafting; with those of
@@ -12,6 +13,7 @@ features.
 from specpool.draft.base import Choosy, Drafter, DraftTree, Patient, Reader
 from specpool.draft.eagle import EagleDrafter
 from specpool.draft.lm import LMDrafter
+from specpool.draft.mtp import MTPDrafter
 from specpool.draft.ngram import NgramDrafter
 from specpool.draft.scripted import ScriptedDrafter
 from specpool.draft.suffix import SuffixDrafter
@@ -23,6 +25,7 @@ __all__ = [
     "Drafter",
     "EagleDrafter",
     "LMDrafter",
+    "MTPDrafter",
     "NgramDrafter",
     "Patient",
     "Reader",

@@ -17,17 +17,13 @@ from specpool._core import Shape
 from specpool.attention.lanes import Lanes
 from specpool.checks import check_int
 from specpool.draft.base import DraftTree
+from specpool.draft.texts import TextIndexes
 from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache, LayerKV
 from specpool.models.files.names import DEFAULT_NGRAM, MAX_NGRAM
 
 #: The most earlier occurrences that a tree takes, per length of the n-gram.
 MAX_OCCURRENCES = 16
-#: An index that was not used in this many turns is dropped. A turn begins with each `propose`, and
-#: when the same text is looked at a second time in a turn.
-KEPT_CALLS = 16
-#: Tokens at the end of an index that are compared before it is used again.
-TAIL_LEN = 64
 #: The hit rate of a text's finds: its first value, the weight of the newest find, and the rate
 #: below which a row decodes plainly.
 FIRST_HIT_RATE, HIT_WEIGHT, MIN_HIT_RATE = 0.75, 0.25, 0.5
@@ -77,8 +73,7 @@ class NgramDrafter:
         self._min_match = min(2, max_ngram) if min_match is None else min_match
         check_int("min_match", self._min_match, 0, max_ngram)
         self._lens = range(max_ngram, min_ngram - 1, -1)
-        self._indexes: dict[int, _NgramIndex] = {}  # by the id of the list that the index is of
-        self._num_calls = 0
+        self._indexes = TextIndexes(lambda: _NgramIndex(self._lens))
 
     def attach(
         self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
@@ -102,8 +97,8 @@ class NgramDrafter:
         """
         if tokens is None:
             raise ConfigError("an n-gram drafter needs the lanes' tokens")
-        self._drop_unused()
-        trees = [_grow(self._index(text), shape) for text in tokens]
+        self._indexes.begin_turn()
+        trees = [_grow(self._indexes.of(text), shape) for text in tokens]
         return DraftTree.from_parents(
             np.array([t for t, _ in trees], np.int64), np.array([p for _, p in trees], np.int32)
         )
@@ -115,25 +110,7 @@ class NgramDrafter:
         finds predicted the next token, the row decodes plainly. Its finds are counted on, so it
         drafts again when they improve.
         """
-        return self._index(tokens).foresees(self._min_match)
-
-    def _index(self, text: Sequence[int]) -> _NgramIndex:
-        """Return the index of a text, up to date."""
-        index = self._indexes.get(id(text))
-        if index is None or not index.is_current():
-            index = self._indexes[id(text)] = _NgramIndex(text, self._lens)
-        elif index.last_call == self._num_calls:  # the text again: a new turn begins
-            self._drop_unused()
-        index.extend()
-        index.last_call = self._num_calls
-        return index
-
-    def _drop_unused(self) -> None:
-        """Begin a turn, and drop the indexes that were not used in the last `KEPT_CALLS` turns."""
-        self._num_calls += 1
-        for key, index in list(self._indexes.items()):
-            if self._num_calls - index.last_call >= KEPT_CALLS:
-                del self._indexes[key]
+        return self._indexes.of(tokens).foresees(self._min_match)
 
 
 class _NgramIndex:
@@ -143,41 +120,33 @@ class _NgramIndex:
     of the occurrence before the one that ends at `e`, or -1.
     """
 
-    def __init__(self, text: Sequence[int], lens: Sequence[int]) -> None:
-        self.text = text  # a reference, so that no other list gets its id
-        self.last_call = 0
+    def __init__(self, lens: Sequence[int]) -> None:
+        self.text: Sequence[int] = ()
         self._lens = lens  # longest first
         self._last: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in lens}
         self._before = {n: array("q") for n in lens}
         self._num_indexed = 0
         self._foreseen: int | None = None  # the token that the latest find predicts
         self._hit_rate = FIRST_HIT_RATE  # running share of predictions that were right
-        self._tail: list[int] = []  # the last `TAIL_LEN` indexed tokens
 
-    def is_current(self) -> bool:
-        """Return whether the text has only grown, judged by its last `TAIL_LEN` indexed tokens.
-
-        A change that this check misses costs proposals at most. It cannot make a wrong one, because
-        `occurrences` compares with the text itself.
-        """
-        begin = self._num_indexed - len(self._tail)
-        return list(self.text[begin : self._num_indexed]) == self._tail
-
-    def extend(self) -> None:
+    def extend(self, text: Sequence[int], begin: int) -> None:
         """Index the new tokens of the text, and update the hit rate with the first of them."""
-        if self._foreseen is not None and len(self.text) > self._num_indexed:
-            is_hit = self.text[self._num_indexed] == self._foreseen
+        self.text = text
+        if self._foreseen is not None and len(text) > begin:
+            is_hit = text[begin] == self._foreseen
             self._hit_rate += (is_hit - self._hit_rate) * HIT_WEIGHT
             self._foreseen = None
         for n in self._lens:
-            begin = max(0, self._num_indexed - n + 1)
-            new, last, before = self.text[begin:], self._last[n], self._before[n]
+            first = max(0, begin - n + 1)
+            new, last, before = text[first:], self._last[n], self._before[n]
             ngrams = zip(*(new[at:] for at in range(n)), strict=False)
-            for end, ngram in enumerate(ngrams, begin + n - 1):
+            for end, ngram in enumerate(ngrams, first + n - 1):
                 before.append(last.get(ngram, -1))
                 last[ngram] = end
-        self._num_indexed = len(self.text)
-        self._tail = list(self.text[-TAIL_LEN:])
+        self._num_indexed = len(text)
+
+    def drop(self) -> None:
+        """Do nothing, because the index is its own."""
 
     def occurrences(self) -> Iterator[int]:
         """Yield the earlier ends of the text's longest end, most recent first; then shorter ends.

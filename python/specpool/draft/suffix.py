@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +11,7 @@ from specpool._core import Shape, SuffixIndex
 from specpool.attention.lanes import Lanes
 from specpool.checks import check_int
 from specpool.draft.base import DraftTree
-from specpool.draft.ngram import KEPT_CALLS, TAIL_LEN
+from specpool.draft.texts import TextIndexes
 from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache, LayerKV
 
@@ -22,16 +21,19 @@ TEXT_TOKENS, SHARED_TOKENS = 1 << 20, 1 << 22
 MIN_SHARE = 0.3
 
 
-@dataclass(slots=True)
 class _Text:
-    """A text and its place in an index; `text` is a reference, so that no list gets its id."""
+    """The place of a text in an index, which may be shared."""
 
-    text: Sequence[int]
-    index: SuffixIndex
-    number: int
-    num_indexed: int
-    tail: list[int]
-    last_call: int
+    def __init__(self, index: SuffixIndex) -> None:
+        self.index, self.number = index, index.begin()
+
+    def extend(self, text: Sequence[int], begin: int) -> None:
+        """See `TextIndex`."""
+        self.index.extend(self.number, list(text[begin:]))
+
+    def drop(self) -> None:
+        """See `TextIndex`; a shared index keeps the tokens."""
+        self.index.end(self.number)
 
 
 class SuffixDrafter:
@@ -82,8 +84,7 @@ class SuffixDrafter:
         check_int("min_match", min_match, 0, max_context - 1)
         self._max_context, self._min_match = max_context, min_match
         self._shared = self._new_index() if shares else None
-        self._texts: dict[int, _Text] = {}  # by the id of the list
-        self._num_calls = 0
+        self._texts = TextIndexes(lambda: _Text(self._shared or self._new_index()))
 
     def attach(
         self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
@@ -107,11 +108,11 @@ class SuffixDrafter:
         """
         if tokens is None:
             raise ConfigError("a suffix drafter needs the lanes' tokens")
-        self._drop_unused()
+        self._texts.begin_turn()
         size = len(tokens), shape.num_draft_tokens
         nodes, parents = np.empty(size, np.int64), np.zeros(size, np.int32)
         for lane, text in enumerate(tokens):
-            at = self._place(text)
+            at = self._texts.of(text)
             found, above, _, _ = at.index.propose(
                 at.number,
                 num_steps=shape.num_steps,
@@ -131,33 +132,9 @@ class SuffixDrafter:
 
         A round that accepts nothing costs more than a plain one.
         """
-        at = self._place(tokens)
+        at = self._texts.of(tokens)
         match_len, share = at.index.best(at.number)
         return self._min_match == 0 or (match_len >= self._min_match and share >= MIN_SHARE)
 
     def _new_index(self) -> SuffixIndex:
         return SuffixIndex(self._max_tokens, max_context=self._max_context)
-
-    def _place(self, text: Sequence[int]) -> _Text:
-        """Return a text's place, up to date."""
-        at = self._texts.get(id(text))
-        if at is not None and list(text[at.num_indexed - len(at.tail) : at.num_indexed]) != at.tail:
-            at.index.end(at.number)  # not the text that it was
-            at = None
-        if at is None:
-            index = self._shared or self._new_index()
-            at = self._texts[id(text)] = _Text(text, index, index.begin(), 0, [], 0)
-        elif at.last_call == self._num_calls:  # the text again: a new turn begins
-            self._drop_unused()
-        at.index.extend(at.number, list(text[at.num_indexed :]))
-        at.num_indexed, at.last_call = len(text), self._num_calls
-        at.tail = list(text[-TAIL_LEN:])
-        return at
-
-    def _drop_unused(self) -> None:
-        """Begin a turn, and drop the texts that were not used in the last `KEPT_CALLS` turns."""
-        self._num_calls += 1
-        for key, at in list(self._texts.items()):
-            if self._num_calls - at.last_call >= KEPT_CALLS:
-                at.index.end(at.number)
-                del self._texts[key]

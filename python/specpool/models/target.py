@@ -251,7 +251,7 @@ class TargetModel:
         """Run one forward of a flattened, ragged batch.
 
         Args:
-            token_ids: int64 [T], lane after lane.
+            token_ids: int64 [T], lane after lane; or embeddings [T, h] in their place.
             positions: int64 [T], the position of each token (in a tree, of its node).
             batch: the pages that each layer reads and writes.
             logits_index: int64 [n], tokens whose logits are wanted (may be empty); None: all.
@@ -312,7 +312,8 @@ class TargetModel:
         token, told = _BATCH.set(batch), ATTENDING.set(None)
         try:
             with self._torch_attention, without_cudnn(self.device):
-                output = self._decoder(input_ids=token_ids, **more)
+                name = "inputs_embeds" if token_ids.is_floating_point() else "input_ids"
+                output = self._decoder(**{name: token_ids}, **more)
         finally:
             _BATCH.reset(token)
             ATTENDING.reset(told)

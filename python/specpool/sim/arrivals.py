@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -38,6 +39,8 @@ class Arrival:
     salt: str = ""
     accept_rate: float = 0.0  # probability that a draft is right if those before it are
     jump: tuple[int, float] | None = None  # (position, the accept rate from there on)
+    reads_tokens: bool = True  # if any drafter reads tokens: this one's does
+    doubts: float = 0.0  # share of its rounds that its drafter finds not worth drafting
     adapts: bool = False  # names no shape: the controller chooses
     most_steps: int | None = None  # the most steps that it drafts; None = no limit
     # Positions of the token that completes a stop string, and of the token that settles this.
@@ -71,6 +74,11 @@ class Arrival:
         """The most tokens that it may hold: a stop string may be found some tokens late."""
         return self.end[0] if self.stop_text is None else self.max_len
 
+    def is_promising(self, num_tokens: int) -> bool:
+        """Return whether its drafter finds a round worth drafting after so many tokens."""
+        dice = math.exp(_LOG_DICE[_start(self.request_id) + 3 * num_tokens])
+        return bool(dice >= self.doubts)
+
     def is_sample(self, first: Arrival) -> bool:
         """Return whether this is another sample of the other arrival's prompt."""
         same = self.prompt_len == first.prompt_len and self.shape == first.shape
@@ -93,6 +101,7 @@ class Arrival:
             priority=self.priority,
             sample=0 if self.sample_of is None else self.request_id - self.sample_of,
             wants_pin=self.is_pin,
+            reads_tokens=self.reads_tokens,
             watch=None if self.stop_text is None else cast("TextStream", StopWatch(self)),
         )
 

@@ -62,6 +62,7 @@ class Laws:
         watch.admission = self._admissions
         watch.taken = watch.request.row, watch.request.epoch
         watch.last_step, watch.starts = turn, starts
+        watch.admitted_len = len(watch.request.tokens)
 
     def check_admission(self, pinned: list[Pinned], turn: int) -> None:
         """Check that no waiting request precedes an admitted one, and that not too many run.
@@ -231,11 +232,13 @@ class Laws:
                 raise BrokenLaw(
                     f"request {request.request_id} drafts {steps} steps, {most} steps at most"
                 )
+            if settings.mixes_drafters and request.shape_index:
+                wanted = self._judged(watch, wanted)
             if shapes[i] != wanted:
                 raise BrokenLaw(
                     f"request {request.request_id} runs with shape {shapes[i]}, not {wanted}"
                 )
-            if settings.reads_tokens and shapes[i]:
+            if settings.reads_tokens and watch.arrival.reads_tokens and shapes[i]:
                 known = len(request.tokens) - 1
                 if not los[i] == plan.hi[i] == known:
                     raise BrokenLaw(
@@ -245,6 +248,18 @@ class Laws:
         num_tokens = int((plan.new_len - plan.start).sum()) if plan.kind == "extend" else 0
         if num_tokens > settings.prefill_tokens and step.handles is None:
             raise BrokenLaw(f"step {plan.step} prefills {num_tokens} tokens")
+
+    def _judged(self, watch: Watch, shape: int) -> int:
+        """Return the shape of a round by its drafter's judgement of the newest tokens."""
+        num_tokens = len(watch.request.tokens)
+        if watch.judged != (watch.request.row, watch.request.epoch, num_tokens):
+            if num_tokens == watch.admitted_len:  # no token has come since its admission
+                return shape
+            raise BrokenLaw(
+                f"request {watch.arrival.request_id} has {num_tokens} tokens, its drafter judged "
+                f"{watch.judged[2]}"
+            )
+        return shape if watch.arrival.is_promising(num_tokens) else 0
 
     def check_each(self, watch: Watch, turn: int, *, has_launched: bool) -> None:
         """Check that a request goes on, or has ended in an allowed way."""

@@ -22,6 +22,8 @@ class Settings:
     shapes: tuple[tuple[int, int, int], ...] = ()  # beside shape 0
     keeps_draft_kv: bool = True
     reads_tokens: bool = False
+    # Requests differ in their drafter: whether it reads tokens, and how often it skips a round.
+    mixes_drafters: bool = False
     overlap_depth: int = 0
     page_fencing: bool = True
     max_batch: int = 4

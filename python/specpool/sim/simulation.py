@@ -63,6 +63,7 @@ class Simulation:
             _scheduler_config(settings),
             host=self._host,
             controller=controller,
+            is_promising=self._is_promising if settings.mixes_drafters else None,
             before_release=lambda victim: self._laws.check_need(
                 victim, is_flying=bool(self._flying)
             ),
@@ -187,6 +188,11 @@ class Simulation:
         self._note(f"request {arrival.request_id} comes")
         return request
 
+    def _is_promising(self, request: Request) -> bool:
+        watch = self._watches[request.request_id]
+        watch.judged = request.row, request.epoch, len(request.tokens)
+        return watch.arrival.is_promising(len(request.tokens))
+
     def _unpin(self, pinned: Pinned) -> None:
         self._note(f"the text of request {pinned.watch.arrival.request_id} is pinned no longer")
         self._pins.kept.remove(pinned)
@@ -223,6 +229,8 @@ class Simulation:
                 self._scheduler.cancel(each)
             behind.clear()
             return
+        pairs = zip(step.requests, step.plan.shapes.tolist(), strict=True)
+        self.tally.mixed_rounds += len({r.reads_tokens for r, shape in pairs if shape}) > 1
         self._note(
             f"step {number}: {step.plan.kind} of "
             + ", ".join(f"{r.request_id} (row {r.row})" for r in step.requests)
@@ -302,6 +310,7 @@ class Simulation:
                     f"prefilled from {start} on, not {length}"
                 )
             watch.taken, watch.starts = (request.row, request.epoch), (start,)
+            watch.admitted_len = len(request.tokens)
 
     def _drain(self) -> None:
         while self._flying:

@@ -43,10 +43,11 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
 
 
-def scenario(seed: int, *, talks_only: bool = False) -> Scenario:
+def scenario(seed: int, *, talks_only: bool = False, mixes_drafters: bool = False) -> Scenario:
     """Make the scenario of a seed; its pools are small, so that requests are retracted.
 
-    With `talks_only` there are sessions in any case, and no samples, pins or stop strings.
+    With `talks_only` there are sessions in any case, and no samples, pins or stop strings. With
+    `mixes_drafters` each request has its own drafter (see `Settings.mixes_drafters`).
     """
     rng = random.Random(seed)
     settings = _settings(rng)
@@ -104,7 +105,24 @@ def scenario(seed: int, *, talks_only: bool = False) -> Scenario:
             threshold_rounds=adapting.choice([0, 3]),
         )
         arrivals = [_adapt(adapting, arrival, arrivals) for arrival in arrivals]
+    if mixes_drafters:
+        settings, arrivals = _mix(random.Random(seed ^ 0xD4AF7), settings, arrivals)
     return Scenario(seed, settings, tuple(arrivals), faults)
+
+
+def _mix(
+    rng: random.Random, settings: Settings, arrivals: Sequence[Arrival]
+) -> tuple[Settings, list[Arrival]]:
+    """Give each request a drafter of its own; the samples of a prompt have one drafter."""
+    kinds: dict[int, tuple[bool, float]] = {}
+    for arrival in arrivals:
+        kind = rng.random() < 0.5, rng.choice([0.0, 0.0, 0.3, 1.0])
+        kinds[arrival.request_id] = kinds.get(arrival.sample_of or 0, kind)
+    mixed = []
+    for arrival in arrivals:
+        reads_tokens, doubts = kinds[arrival.request_id]
+        mixed.append(replace(arrival, reads_tokens=reads_tokens, doubts=doubts))
+    return replace(settings, mixes_drafters=True, reads_tokens=True), mixed
 
 
 def _adapt(rng: random.Random, arrival: Arrival, arrivals: Sequence[Arrival]) -> Arrival:

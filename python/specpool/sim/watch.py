@@ -26,6 +26,7 @@ class Tally:
     aborts: int = 0
     device_errors: int = 0
     tokens: int = 0
+    mixed_rounds: int = 0  # with drafts from tokens that the host knows, and others
     switches: int = 0  # rounds whose choice differed from the one before
     forks: int = 0
     pins: int = 0
@@ -59,6 +60,9 @@ class Watch:
     admission: int = 0  # its number in the order of admission; 0 = it has no row
     taken: tuple[int, int] | None = None  # the row and its epoch at the admission
     starts: Sequence[int] = ()  # possible starts of its first prefill; () = it has begun
+    admitted_len: int = 0  # its tokens at the admission
+    # Its row, epoch and tokens when its drafter last said whether a round is worth drafting.
+    judged: tuple[int, int, int] = (0, 0, 0)
     num_tokens: int = 0  # at the latest check
     last_step: int = 0  # the latest turn with a step of it, or when it could have none
     may_end: set[str] = field(default_factory=set)  # allowed finish reasons beside the planned one

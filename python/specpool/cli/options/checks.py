@@ -21,7 +21,7 @@ from specpool.cli.options.drafts import keep_kv
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
 from specpool.models.files.checkpoint import read_config, read_json
-from specpool.models.files.names import fetch_config, find_model, is_lookup
+from specpool.models.files.names import MTP, fetch_config, find_model, is_lookup
 from specpool.ranks.environment import world_of_environment
 from specpool.sampling_params import SamplingParams
 from specpool.text.structured.compiler import check_grammar
@@ -59,7 +59,7 @@ def check_models(target: str, drafts: Sequence[str]) -> None:
         ConfigError: there is no checkpoint of a name, or the number of `ngram:N` is out of range.
     """
     for option, name in (("target", target), *(("draft", name) for name in drafts)):
-        if option == "draft" and is_lookup(name):
+        if option == "draft" and (name == MTP or is_lookup(name)):
             continue
         try:
             if find_model(name) is None:

@@ -14,9 +14,9 @@ Target = Annotated[
 ]
 _DRAFT_HELP = (
     "EAGLE head or small language model: a folder, a hub name, specpool/tiny-eagle, "
-    "specpool/tiny-eagle3, specpool/tiny-draft; 'ngram' or 'ngram:6' = prompt lookup and 'suffix' "
-    "= suffix decoding, on any model; or 'none'.{} [default: specpool/tiny-eagle with the embedded "
-    "target, else none]"
+    "specpool/tiny-eagle3, specpool/tiny-draft; 'mtp' = the MTP layer in the target's checkpoint; "
+    "'ngram' or 'ngram:6' = prompt lookup and 'suffix' = suffix decoding, on any model; or "
+    "'none'.{} [default: specpool/tiny-eagle with the embedded target, else none]"
 )
 Draft = Annotated[str | None, typer.Option(help=_DRAFT_HELP.format(""))]
 Drafts = Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specpool.assets import resolve
@@ -10,7 +10,7 @@ from specpool.checks import check_choice, check_int
 from specpool.cli.plan.question import Question
 from specpool.errors import ConfigError
 from specpool.memory.layer_kv import LayerKV, bytes_by_window
-from specpool.models.files.names import is_lookup
+from specpool.models.files.names import MTP, is_lookup
 from specpool.num_bytes import parse_bytes
 
 if TYPE_CHECKING:
@@ -130,7 +130,9 @@ def model_of_files(question: Question) -> Model:
         draft = None
     is_lookup_draft = draft is not None and is_lookup(draft)
     target = target_outline(question.target, trust_remote_code=question.trust_remote_code)
-    head = None if draft is None or is_lookup_draft else _draft_outline(draft, question)
+    head = None
+    if draft is not None and draft != MTP and not is_lookup_draft:
+        head = _draft_outline(draft, question)
     dtype, notes = question.dtype or target.dtype, []
     if dtype is None:
         dtype = "float32"
@@ -159,8 +161,8 @@ def model_of_files(question: Question) -> Model:
     return Model(
         name=question.target + (f" + {draft}" if draft is not None else ""),
         target_layers=target.layers,
-        draft_layers=() if head is None else head.layers,
-        drafts=head is not None or is_lookup_draft,
+        draft_layers=_draft_layers(draft, target, head),
+        drafts=draft is not None,
         reads_tokens=is_lookup_draft,
         dtype=dtype,
         weight_bytes=weight_bytes,
@@ -168,6 +170,13 @@ def model_of_files(question: Question) -> Model:
         vocab_size=target.vocab_size,
         notes=tuple(notes),
     )
+
+
+def _draft_layers(draft: str | None, target: Outline, head: Outline | None) -> tuple[LayerKV, ...]:
+    """Return the KV of the draft's layers. An MTP layer keeps that of a layer of its target."""
+    if draft == MTP:
+        return (replace(target.layers[-1], window=None),)
+    return () if head is None else head.layers
 
 
 def _draft_outline(draft: str, question: Question) -> Outline:

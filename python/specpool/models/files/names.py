@@ -1,4 +1,4 @@
-"""The names of models: an embedded one, a folder, a name on the hub, or prompt lookup.
+"""The names of models: an embedded one, a folder, a name on the hub, `mtp`, or prompt lookup.
 
 This file does not import torch or transformers, so that a wrong name is refused at once.
 """
@@ -14,6 +14,8 @@ from specpool.assets import EMBEDDED, resolve
 from specpool.checks import check_int
 from specpool.errors import ConfigError, one_line
 
+#: The name of the draft that ships inside the target's checkpoint.
+MTP = "mtp"
 #: The longest n-gram of prompt lookup that may be asked for, and the default.
 MAX_NGRAM, DEFAULT_NGRAM = 32, 4
 

@@ -1,0 +1,149 @@
+"""Small targets with an MTP layer of random weights, in each published layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+#: The names of an MTP layer's own tensors by layout: start, projection, norms of embedding and
+#: hidden state, final norm, start of the decoder layer's names. `{L}` is the number of layers.
+LAYOUTS = {
+    "deepseek": (
+        "model.layers.{L}.",
+        ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
+        "model.layers.{L}.",
+    ),
+    "qwen": (
+        "mtp.",
+        ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+        "mtp.layers.0.",
+    ),
+    "mimo": (
+        "model.mtp_layers.0.",
+        ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
+        "model.mtp_layers.0.",
+    ),
+}
+_COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "DeepseekV3": {
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "Glm4Moe": {**_EXPERTS, "num_key_value_heads": 2, "head_dim": 8, "use_qk_norm": True},
+    "Qwen2": {"num_key_value_heads": 2},
+    "Qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "Llama": {"num_key_value_heads": 2},
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An MTP layer's tensors under plain names."""
+
+    projection: torch.Tensor
+    token_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    final_norm: torch.Tensor
+
+
+def write(folder: Path, family: str, layout: str, *, seed: int = 0, **changes: Any) -> Path:
+    """Write a random target of `family` with an MTP layer in `layout`.
+
+    The MTP layer is a copy of the target's last layer, with its own norms and projection: half of
+    the projection keeps the hidden state, so that some drafts are right.
+    """
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{family}Config")(
+        **_COMMON, **FAMILIES[family], num_nextn_predict_layers=1, **changes
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.uniform_(0.5, 1.5)
+        elif "embed" in name or "lm_head" in name:
+            parameter.data.normal_(0, 0.3)
+        else:
+            parameter.data.normal_(0, 0.15)
+    model.save_pretrained(folder, safe_serialization=True)
+    add_layer(folder, layout, config.num_hidden_layers)
+    return folder
+
+
+def add_layer(folder: Path, layout: str, num_layers: int) -> None:
+    """Add an MTP layer's tensors to a folder's single weight file."""
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    start, names, block = LAYOUTS[layout]
+    start, block = start.format(L=num_layers), block.format(L=num_layers)
+    last = f"model.layers.{num_layers - 1}."
+    extra = {
+        block + name.removeprefix(last): tensor.clone()
+        for name, tensor in state.items()
+        if name.startswith(last)
+    }
+    h = state["model.norm.weight"].shape[0]
+    eye = torch.eye(h)
+    halves = [0.6 * torch.randn(h, h) / h**0.5, eye]
+    projection = torch.cat(halves[::-1] if layout == "mimo" else halves, 1)
+    norms = [torch.rand(h) + 0.5 for _ in range(2)]
+    tensors = (projection, *norms, state["model.norm.weight"].clone())
+    extra |= {f"{start}{n}.weight": t for n, t in zip(names, tensors, strict=True)}
+    if layout == "deepseek":  # published checkpoints hold copies of the shared tables
+        extra[start + "embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
+        extra[start + "shared_head.head.weight"] = state["lm_head.weight"].clone()
+    save_file({**state, **extra}, path, metadata={"format": "pt"})
+
+
+def shard(folder: Path) -> None:
+    """Split the weight file into two with an index, the MTP layer's tensors in the second."""
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    names = sorted(state)
+    parts = {"model-00001-of-00002.safetensors": names[: len(names) // 2]}
+    parts["model-00002-of-00002.safetensors"] = names[len(names) // 2 :]
+    for file, mine in parts.items():
+        save_file({name: state[name] for name in mine}, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, mine in parts.items() for name in mine}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    path.unlink()
+
+
+def drop(folder: Path, *ends: str) -> None:
+    """Remove the tensors whose names end so."""
+    path = folder / "model.safetensors"
+    state = {n: t for n, t in load_file(path).items() if not n.endswith(ends)}
+    save_file(state, path, metadata={"format": "pt"})
