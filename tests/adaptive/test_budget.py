@@ -387,3 +387,22 @@ def test_the_core_refuses_arrays_that_do_not_fit() -> None:
             choose_shapes(shapes, tokens, **{**good, **fields})
     with pytest.raises(ShapeError, match=r"tokens must be finite and 1 or more, got 0\.5"):
         choose_shapes(shapes, 0.5 * tokens, **good)
+
+
+def test_a_new_scheduler_knows_what_the_start_has_measured() -> None:
+    """Law: rows are forgotten when a scheduler takes the controller, measured seconds are not."""
+    controller = told(BudgetController(CONFIG), 8)
+    RoundShapes(SHAPES, 4, controller)
+    controller._cost.fit(8)
+    plain = np.array([8, 0, 0, 0])
+    assert controller._cost.of(plain) == pytest.approx(seconds_of(plain), rel=0.1)
+
+
+def test_an_engine_knows_what_its_rounds_take() -> None:
+    """Law: before the first request the policy has the seconds that the start has measured."""
+    options: dict[str, Any] = {"draft": "specpool/tiny-eagle", "max_context_len": 128}
+    with Engine.from_pretrained(**options, max_batch=4, adaptive=CONFIG) as engine:
+        budget = engine.core.loop.scheduler.round_shapes.budget
+        assert budget is not None
+        measured = budget._cost._seconds
+    assert {sum(counts) for counts in measured} == {1, 2, 4}

@@ -56,10 +56,14 @@ class BudgetController:
         self.candidates = tuple(sorted(config.candidates, key=width_order))
         self._clock = clock
         self.missed_ct = 0
+        self._told: list[tuple[Shape, int, float]] = []  # rounds of the start
         self.attach([*self.candidates], 1)
 
     def attach(self, shapes: Sequence[Shape], num_rows: int) -> None:
-        """Serve rows in `[0, num_rows)`; shape indices are into `shapes`."""
+        """Serve rows in `[0, num_rows)`; shape indices are into `shapes`.
+
+        Results are forgotten, but not the rounds of the start.
+        """
         self._index = {shape: index for index, shape in enumerate(shapes)}
         self._acceptance = RowAcceptance(shapes, num_rows)
         self._cost = RoundCost(shapes)
@@ -70,6 +74,8 @@ class BudgetController:
         self._num_made = np.zeros(num_rows)  # tokens since then
         self._round, self._saved = 0, _MOST_SAVED
         self._open: tuple[Int32, Int32, float, int] | None = None  # rows, shapes, loss, missed
+        for told in self._told:
+            self._tell(*told)
 
     def admit(self, row: int, *, tpot_ms: float | None, priority: int) -> None:
         """Begin a row's request, with its target and what its tokens are worth."""
@@ -177,6 +183,10 @@ class BudgetController:
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """Learn from a round of the start, whose lanes all had this shape."""
+        self._told.append((shape, batch_size, seconds))
+        self._tell(shape, batch_size, seconds)
+
+    def _tell(self, shape: Shape, batch_size: int, seconds: float) -> None:
         if (index := self._index.get(shape)) is not None:
             self._cost.tell(index, batch_size, seconds)
 
