@@ -51,12 +51,16 @@ class RowAcceptance:
         counts = self._hits, self._tries, self._family, self._num_steps
         totals = count_acceptance(*counts, rows, shapes, accept_len)
         new = totals.T.reshape(self._pooled.shape)
-        drafted = new[1, :, 0] > 0
-        pooled = self._pooled
-        pooled[:, drafted] = pooled[:, drafted] * _DECAY + new[:, drafted]
-        pooled *= np.minimum(1.0, _MOST_TRIES / np.maximum(pooled[1], 1.0))
-        self._unseen[drafted] = 0
-        self._unseen[~drafted] += 1
+        for family, tries in enumerate(new[1, :, 0].tolist()):
+            self._unseen[family] += 1
+            if not tries:
+                continue
+            self._unseen[family] = 0
+            pooled = self._pooled[:, family]
+            pooled *= _DECAY
+            pooled += new[:, family]
+            if pooled[1, 0] > _MOST_TRIES:  # of all depths, the first has the most
+                pooled *= np.minimum(1.0, _MOST_TRIES / np.maximum(pooled[1], 1.0))
         self._priors.clear()
 
     def tokens(self, rows: Int32, *, hopes: bool = False) -> Float64:
@@ -73,11 +77,11 @@ class RowAcceptance:
             return known
         hits, tries = self._pooled
         best = int(tries[:, 0].argmax())  # the family that is known best; others lean on it
-        base, lean = np.empty(hits.shape[1]), _PRIOR
-        for depth in range(len(base)):
-            lean = (hits[best, depth] + _PRIOR_TRIES * lean) / (tries[best, depth] + _PRIOR_TRIES)
-            base[depth] = lean
-        rates: Float64 = (hits + _PRIOR_TRIES * base) / (tries + _PRIOR_TRIES)
+        base, lean = [], _PRIOR
+        for hit, tried in zip(hits[best].tolist(), tries[best].tolist(), strict=True):
+            lean = (hit + _PRIOR_TRIES * lean) / (tried + _PRIOR_TRIES)
+            base.append(lean)
+        rates: Float64 = (hits + _PRIOR_TRIES * np.array(base)) / (tries + _PRIOR_TRIES)
         if hopes:
             fresh = tries * 0.5 ** (self._unseen[:, None] / _STALE_ROUNDS)
             rates = rates + (1 - rates) / (1 + fresh)
