@@ -25,7 +25,7 @@ _MOST_MIXES = 128  # compositions of rounds that are kept; the oldest of service
 _WEIGHT = 0.2  # of a new measurement of a composition
 _NUM_RATIOS = 9  # rounds whose median is the load
 _NUM_NEW = 4  # rounds of a shape, after those of another, whose load was another's
-_REFIT = 64  # the most rounds in service from one fit to the next
+_REFIT = 256  # the most rounds in service from one fit to the next
 _NUM_RIDGES = 10
 _NEAR = 2.0  # how fast rounds count less, by octaves of their rows, squared
 _FIRM = 1e-9  # makes the equations of columns that depend on each other solvable
@@ -64,7 +64,7 @@ class RoundCost:
         self.nodes: Float64 = np.array([shape.num_draft_tokens for shape in shapes], np.float64)
         self._seconds: dict[tuple[int, ...], float] = {}  # by the lanes of each shape
         self._told: set[tuple[int, ...]] = set()  # those that were measured at the start
-        self._since, self._until = 0, 4  # rounds since a fit was due, and until the next is
+        self._since, self._until = 0, 16  # rounds since a fit was due, and until the next is
         self._fits: dict[int, _Fit] = {}  # by the octave of the sizes that it is for
         self._number = 0  # fits that were due so far
         self._size = 0  # rows that the shares are for; 0 = they must be set anew
