@@ -13,6 +13,9 @@ use crate::check::same_len;
 use crate::error::{Error, Result};
 use solver::Solver;
 
+/// Values that are checked at once.
+const BLOCK: usize = 64;
+
 /// The seconds of a round: `base + sum of charge of the shapes used + sum of lane seconds of the rows +
 /// slope * max(0, nodes - ridge)`.
 #[derive(Debug, Clone, Copy)]
@@ -108,7 +111,9 @@ fn check(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<()> {
     if !rows.pages.is_empty() {
         same_len("pages", rows.pages.len(), num_rows * num_candidates * rows.free.len())?;
     }
-    if let Some(wrong) = rows.shapes.iter().find(|&&shape| shape as u32 >= num_shapes as u32) {
+    // The greatest as a number without a sign, so that no value needs a branch: this runs in each round.
+    if rows.shapes.iter().fold(0, |most, &shape| most.max(shape as u32)) >= num_shapes as u32 {
+        let wrong = rows.shapes.iter().find(|&&shape| shape < 0 || shape as usize >= num_shapes).unwrap_or(&0);
         return Err(Error::Shape(format!("shape {wrong} is not in [0, {num_shapes})")));
     }
     let fields: [(&str, &[f64], f64); 6] = [
@@ -120,9 +125,12 @@ fn check(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<()> {
         ("ridge and slope", &[costs.ridge, costs.slope], 0.0),
     ];
     for (name, values, least) in fields {
-        // Without a branch for each value: this runs over all rows in each round.
-        let is_good = values.iter().fold(true, |good, &value| good & (value >= least) & (value < f64::INFINITY));
-        if let (false, Some(wrong)) = (is_good, values.iter().find(|value| !(least..f64::INFINITY).contains(*value))) {
+        let within = least..f64::INFINITY;
+        // Whole blocks at a time, so that they are compared side by side.
+        let is_good = |block: &[f64]| block.iter().filter(|value| within.contains(*value)).count() == block.len();
+        if !values.chunks(BLOCK).all(is_good)
+            && let Some(wrong) = values.iter().find(|value| !within.contains(*value))
+        {
             return Err(Error::Shape(format!("{name} must be finite and {least} or more, got {wrong}")));
         }
     }

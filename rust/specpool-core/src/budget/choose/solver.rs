@@ -157,14 +157,14 @@ impl<'a> Solver<'a> {
     /// Raises the bound: what the rows would cost at this price of nodes, without charges and pages.
     fn raise_bound(&mut self, node: f64) {
         self.pick(self.view.costs.base, node, 0.0);
-        let line = self.line(self.view.costs.base);
+        let line = self.line(&self.sums, self.view.costs.base);
         self.least = self.least.max(line.at(node));
     }
 
-    /// The cost of the picks as a function of the price of nodes.
-    fn line(&self, fixed: f64) -> Line {
-        let seconds = self.sums.worth * fixed / self.view.num_rows as f64 + self.sums.lanes;
-        Line { seconds, over: self.view.nodes_over(&self.sums) }
+    /// The cost of picks with these sums, as a function of the price of nodes.
+    fn line(&self, sums: &Sums, fixed: f64) -> Line {
+        let seconds = sums.worth * fixed / self.view.num_rows as f64 + sums.lanes;
+        Line { seconds, over: self.view.nodes_over(sums) }
     }
 
     /// Tries the same candidate for all rows, so that the choice is never worse than one shape for the batch.
@@ -191,10 +191,13 @@ impl<'a> Solver<'a> {
         if slope == 0.0 || self.view.nodes_over(&self.sums) <= 0.0 {
             self.settle(0.0, 0.0);
         } else {
-            self.raise_bound(slope);
+            let (wide, sums) = (self.picks.clone(), self.sums);
             self.settle(slope, 0.0);
             if self.view.nodes_over(&self.sums) < 0.0 {
-                self.fill_to_ridge();
+                self.fill_to_ridge(wide, &sums);
+            } else {
+                self.raise_bound(slope);
+                self.settle(slope, 0.0);
             }
         }
         if !self.view.fits(&self.picks) {
@@ -206,12 +209,11 @@ impl<'a> Solver<'a> {
     ///
     /// Each choice costs a line over the price, and the least cost is their lower hull, so two tangents meet at or
     /// above its top. A choice that costs less there is the next tangent; if there is none, the top is found.
-    fn fill_to_ridge(&mut self) {
+    /// `wide` are the picks if nodes cost nothing, with their sums.
+    fn fill_to_ridge(&mut self, mut wide: Vec<i32>, sums: &Sums) {
         let (slope, fixed) = (self.view.costs.slope, self.view.fixed(self.used));
-        let (mut narrow, mut high) = (self.picks.clone(), self.line(fixed));
-        self.pick(fixed, 0.0, 0.0);
-        self.keep();
-        let (mut wide, mut low) = (self.picks.clone(), self.line(fixed));
+        let (mut narrow, mut high, mut low) =
+            (self.picks.clone(), self.line(&self.sums, fixed), self.line(sums, fixed));
         let mut node = slope;
         for _ in 0..PRICES {
             if low.over <= high.over {
@@ -220,7 +222,7 @@ impl<'a> Solver<'a> {
             node = ((high.seconds - low.seconds) / (low.over - high.over)).clamp(0.0, slope);
             self.pick(fixed, node, 0.0);
             self.keep();
-            let line = self.line(fixed);
+            let line = self.line(&self.sums, fixed);
             if line.at(node) >= low.at(node) * (1.0 - 1e-12) {
                 break;
             }
@@ -233,7 +235,7 @@ impl<'a> Solver<'a> {
             }
         }
         self.raise_bound(node);
-        self.settle(node, 0.0);
+        self.node = node;
         self.put(narrow);
         self.keep();
         self.widen_to(&wide);

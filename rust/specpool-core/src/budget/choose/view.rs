@@ -56,16 +56,22 @@ impl<'a> View<'a> {
         let (num_rows, num_candidates, num_shapes) = (rows.worth.len(), rows.num_candidates, costs.lane.len());
         let cells = num_rows * num_candidates;
         let mut used = filled(0_u64, num_candidates, "shapes")?;
-        for shapes in rows.shapes.chunks_exact(num_candidates) {
+        let is_alike = rows.shapes.get(num_candidates..).is_none_or(|rest| *rest == rows.shapes[..rest.len()]);
+        let some = if is_alike { num_candidates.min(rows.shapes.len()) } else { rows.shapes.len() };
+        for shapes in rows.shapes[..some].chunks_exact(num_candidates) {
             for (used, &shape) in used.iter_mut().zip(shapes) {
                 *used |= 1 << shape;
             }
         }
         let mut rounds = filled(0.0, cells, "rounds")?;
-        let per_row = rows.shapes.chunks_exact(num_candidates).zip(rows.tokens.chunks_exact(num_shapes));
-        for (row, (shapes, tokens)) in per_row.enumerate() {
-            for (at, &shape) in shapes.iter().enumerate() {
-                rounds[at * num_rows + row] = 1.0 / tokens[shape as usize];
+        if num_rows > 0 {
+            for (at, rounds) in rounds.chunks_exact_mut(num_rows).enumerate() {
+                let shapes = rows.shapes.chunks_exact(num_candidates);
+                for ((rounds, tokens), shapes) in
+                    rounds.iter_mut().zip(rows.tokens.chunks_exact(num_shapes)).zip(shapes)
+                {
+                    *rounds = 1.0 / tokens[shapes[at] as usize];
+                }
             }
         }
         let (mut lanes, mut nodes) = (Vec::new(), Vec::new());
@@ -87,7 +93,7 @@ impl<'a> View<'a> {
     }
 
     pub(super) fn column(&self, at: usize) -> Column<'_> {
-        if self.used[at].count_ones() == 1 {
+        if self.used[at].is_power_of_two() {
             return Column::Alike(self.used[at].trailing_zeros() as usize);
         }
         let cells = at * self.num_rows..(at + 1) * self.num_rows;
