@@ -81,14 +81,16 @@ pub fn choose(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<Choice> {
     solver.try_alike();
     solver.solve();
     solver.drop_charges();
-    if rows.due.iter().any(|&due| due != 0.0) {
+    let has_targets = rows.due.iter().any(|&due| due != 0.0);
+    if has_targets {
         solver.meet_targets();
     }
     let (picks, num_rows) = (solver.best, rows.worth.len() as f64);
     let seconds = solver.view.seconds(&picks);
-    let cost = solver.view.cost(&picks);
+    // Without a choice that fits, the first candidates are returned.
+    let cost = if solver.best_cost.is_finite() { solver.best_cost } else { solver.view.cost(&picks) };
     Ok(Choice {
-        num_missed: solver.view.num_missed(&picks, seconds),
+        num_missed: if has_targets { solver.view.num_missed(&picks, seconds) } else { 0 },
         rate: num_rows / cost,
         bound: num_rows / solver.least.clamp(f64::MIN_POSITIVE, cost),
         seconds,

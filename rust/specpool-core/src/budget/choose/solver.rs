@@ -42,7 +42,7 @@ pub(super) struct Solver<'a> {
     index: Vec<f64>,
     pub(super) best: Vec<i32>,
     best_used: u64,
-    best_cost: f64,
+    pub(super) best_cost: f64,
     /// No choice costs less.
     pub(super) least: f64,
     node: f64,
@@ -255,9 +255,10 @@ impl<'a> Solver<'a> {
             }
         }
         self.view.share = share;
+        let fixed = self.view.fixed(self.used);
         let (mut low, mut high) = (0.0, self.best_cost.min(1e300) * 1e-4);
         for _ in 0..DOUBLINGS {
-            self.settle(node, high);
+            self.pick(fixed, node, high);
             if self.view.fits(&self.picks) {
                 break;
             }
@@ -265,8 +266,9 @@ impl<'a> Solver<'a> {
         }
         for _ in 0..HALVINGS {
             let page = f64::midpoint(low, high);
-            self.settle(node, page);
+            self.pick(fixed, node, page);
             if self.view.fits(&self.picks) {
+                self.keep();
                 high = page;
             } else {
                 low = page;
@@ -376,7 +378,7 @@ impl<'a> Solver<'a> {
         if self.view.num_missed(&self.best, seconds) == 0 {
             return;
         }
-        let mut most = (self.view.goodput(&self.best, self.best_cost), -self.best_cost);
+        let mut most = (self.view.goodput(&self.best, seconds, self.best_cost), -self.best_cost);
         let mut fixed = self.view.fixed(self.best_used);
         for _ in 0..NUM_RENTS {
             self.pick(fixed, self.node, self.page);
@@ -387,9 +389,10 @@ impl<'a> Solver<'a> {
             }
             seconds = self.view.seconds(&self.picks);
             let cost = self.view.cost(&self.picks);
-            let found = (self.view.goodput(&self.picks, cost), -cost);
+            let found = (self.view.goodput(&self.picks, seconds, cost), -cost);
             if found > most && self.view.fits(&self.picks) {
                 most = found;
+                self.best_cost = cost;
                 self.best.copy_from_slice(&self.picks);
             }
             fixed /= RENT_STEP;

@@ -191,9 +191,9 @@ impl<'a> View<'a> {
         (0..picks.len()).filter(|&row| self.misses(row, picks[row], seconds)).count()
     }
 
-    /// The worth of the rows that have no target or meet it, over `cost`, that of the tokens of all.
-    pub(super) fn goodput(&self, picks: &[i32], cost: f64) -> f64 {
-        let seconds = self.seconds(picks);
+    /// The worth of the rows that have no target or meet it in a round of so many seconds, over `cost`, that of the
+    /// tokens of all.
+    pub(super) fn goodput(&self, picks: &[i32], seconds: f64, cost: f64) -> f64 {
         let met = (0..picks.len()).filter(|&row| !self.misses(row, picks[row], seconds));
         met.map(|row| self.rows.worth[row]).sum::<f64>() / cost
     }
