@@ -92,8 +92,9 @@ class RowTour(BudgetController):
         """Return the shapes of the kind by turns, int32 [B]."""
         lanes = np.arange(len(rows))
         lines = np.array(self._lines)[lanes % len(self._lines)]
-        self._chosen: Int32 = shapes[lanes, lines]
-        return self._chosen
+        chosen: Int32 = shapes[lanes, lines]
+        self._chosen = chosen
+        return chosen
 
     def observe(self, shapes: Int32, seconds: float) -> None:
         """Note the seconds of a round of the kind and size."""
