@@ -206,6 +206,25 @@ def test_a_new_request_knows_nothing_of_the_row_before() -> None:
     assert tokens[0] < 1.6 < acceptance.tokens(rows)[0, 2] < tokens[1]
 
 
+def test_hard_rows_do_not_spoil_a_family_for_easy_ones() -> None:
+    """Law: what a row is told of a family does not depend on which rows happen to draft it."""
+    acceptance, rng = RowAcceptance(SHAPES, 16), np.random.default_rng(0)
+    rows, is_easy = np.arange(16, dtype=np.int32), np.arange(16) % 2 == 0
+
+    def run(shapes: np.ndarray) -> None:
+        right = rng.random((16, 3)) < np.where(is_easy, 0.9, 0.1)[:, None]
+        accept_len = 1 + np.cumprod(right, axis=1).sum(axis=1)
+        acceptance.learn(rows, shapes.astype(np.int32), accept_len.astype(np.int32))
+
+    for turn in range(20):
+        run(np.full(16, 2 + turn % 2))
+    for _ in range(200):
+        run(np.where(is_easy, 3, 2))
+    tokens = acceptance.tokens(rows)
+    assert tokens[is_easy, 2].mean() > 2.7, "chains, which only hard rows have drafted"
+    assert tokens[~is_easy, 3].mean() < 1.6, "trees, which only easy rows have drafted"
+
+
 def test_a_target_makes_rounds_shorter() -> None:
     """Law: rows with a target draft, the others stop drafting, until the target is met."""
     now = 0.0

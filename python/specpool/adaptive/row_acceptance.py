@@ -19,6 +19,8 @@ Float64 = npt.NDArray[np.float64]
 _DECAY = 0.98  # of all rows' counts, for each round that drafts the family
 _MOST_TRIES = 400.0  # so that a change of all texts is seen within some dozen rounds
 _PRIOR, _PRIOR_TRIES = 0.6, 2.0  # the rate of the first depth before any round
+_EDGE = 0.01  # the nearest that a rate comes to 0 and to 1, so that odds are finite
+_SPREAD = 10.0  # the variance of log odds between rows by which a row's own odds are estimated
 _STALE_ROUNDS = 16  # rounds without a family that halve what its counts say against a try
 
 
@@ -48,9 +50,12 @@ class RowAcceptance:
 
     def learn(self, rows: Int32, shapes: Int32, accept_len: Int32) -> None:
         """Count the results of a round's lanes."""
+        many = len(self._unseen) > 1
+        beyond = self._beyond(rows, shapes, accept_len) if many else 0.0
         counts = self._hits, self._tries, self._family, self._num_steps
         totals = count_acceptance(*counts, rows, shapes, accept_len)
         new = totals.T.reshape(self._pooled.shape)
+        new[0] = np.clip(new[0] - beyond, 0.0, new[1])
         for family, tries in enumerate(new[1, :, 0].tolist()):
             self._unseen[family] += 1
             if not tries:
@@ -62,6 +67,26 @@ class RowAcceptance:
             if pooled[1, 0] > _MOST_TRIES:  # of all depths, the first has the most
                 pooled *= np.minimum(1.0, _MOST_TRIES / np.maximum(pooled[1], 1.0))
         self._priors.clear()
+
+    def _beyond(self, rows: Int32, shapes: Int32, accept_len: Int32) -> Float64:
+        """Return the hits of a round that its rows owe to their odds, float64 [F, D].
+
+        Families are drafted by rows that gain by them. Without this, one that only hard rows draft
+        would look bad to easy rows.
+        """
+        prior = np.clip(self._prior(hopes=False), _EDGE, 1 - _EDGE)
+        hits, tries = self._hits[rows], self._tries[rows]
+        excess = (hits - tries * prior).sum(axis=(1, 2))
+        information = (tries * (prior * (1 - prior))).sum(axis=(1, 2))
+        odds = np.exp(excess / (1 / _SPREAD + information))
+        beyond = np.zeros(prior.shape)
+        tried = np.arange(prior.shape[1]) < np.minimum(self._num_steps[shapes], accept_len)[:, None]
+        for family, base in enumerate(prior):
+            mine = self._family[shapes] == family
+            if mine.any():
+                lean = base / (1 - base) * odds[mine, None]
+                beyond[family] = (tried[mine] * (lean / (1 + lean) - base)).sum(axis=0)
+        return beyond
 
     def tokens(self, rows: Int32, *, hopes: bool = False) -> Float64:
         """Return the expected tokens of each row's round with each shape, float64 [B, S].
