@@ -20,7 +20,7 @@ _DECAY = 0.98  # of all rows' counts, for each round that drafts the family
 _MOST_TRIES = 400.0  # so that a change of all texts is seen within some dozen rounds
 _PRIOR, _PRIOR_TRIES = 0.6, 2.0  # the rate of the first depth before any round
 _EDGE = 0.01  # the nearest that a rate comes to 0 and to 1, so that odds are finite
-_SPREAD = 10.0  # the variance of log odds between rows by which a row's own odds are estimated
+_SPREAD_TRIES = 8.0  # what a variance of 1 of the rows' log odds counts as before there are rows
 _STALE_ROUNDS = 16  # rounds without a family that halve what its counts say against a try
 
 
@@ -78,7 +78,10 @@ class RowAcceptance:
         hits, tries = self._hits[rows], self._tries[rows]
         excess = (hits - tries * prior).sum(axis=(1, 2))
         information = (tries * (prior * (1 - prior))).sum(axis=(1, 2))
-        odds = np.exp(excess / (1 / _SPREAD + information))
+        told = information > 0.5  # rows that tell how much rows differ, as in the core
+        surplus = (excess[told] ** 2 / information[told] - 1).sum()
+        spread = max((_SPREAD_TRIES + surplus) / (_SPREAD_TRIES + information[told].sum()), 0.05)
+        odds = np.exp(excess / (1 / spread + information))
         beyond = np.zeros(prior.shape)
         tried = np.arange(prior.shape[1]) < np.minimum(self._num_steps[shapes], accept_len)[:, None]
         for family, base in enumerate(prior):
