@@ -218,3 +218,7 @@ def _calibrate(device: Device, controller: Controller, num_rows: int) -> None:
     for size, shape in itertools.product(sorted(sizes), CANDIDATES):
         for _ in range(3):
             controller.on_round_seconds(shape, size, device.round([shape], [size]))
+        if isinstance(controller, BudgetController) and shape != PLAIN and size > 1:
+            half = size // 2
+            both = {PLAIN: size - half, shape: half}
+            controller.on_mixed_seconds(both, device.round([*both], [*both.values()]))

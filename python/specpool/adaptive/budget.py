@@ -8,7 +8,7 @@ known. Such rounds may cost one percent of the tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,10 @@ from specpool.shape_names import width_order
 Spare = tuple[Int32, Int64] | None
 
 _KEEP = 1.02  # a row's shape of the round before counts as so many times its tokens
+_CHOICE_ROUNDS = 4  # rounds until a choice is made anew
 _HOPE_SHARE = 0.01  # the share of the tokens that hopeful rounds may cost
 _MOST_SAVED = 2.0  # the most of that to save up, in rounds
-_HOPE_ROUNDS = 8  # from one look for a hopeful round to the next
+_HOPE_ROUNDS = 8  # from one look for a hopeful round to the next, a multiple of `_CHOICE_ROUNDS`
 _HORIZON = 16.0  # rounds in which a row makes up for what it is behind its target
 MOST_PRIORITY = 8  # steps of priority beyond which a token is worth no more, or no less
 
@@ -56,10 +57,14 @@ class BudgetController:
         self.candidates = tuple(sorted(config.candidates, key=width_order))
         self._clock = clock
         self.missed_ct = 0
+        self._told: list[tuple[Mapping[Shape, int], float]] = []  # rounds of the start
         self.attach([*self.candidates], 1)
 
     def attach(self, shapes: Sequence[Shape], num_rows: int) -> None:
-        """Serve rows in `[0, num_rows)`; shape indices are into `shapes`."""
+        """Serve rows in `[0, num_rows)`; shape indices are into `shapes`.
+
+        Results are forgotten, but not the rounds of the start.
+        """
         self._index = {shape: index for index, shape in enumerate(shapes)}
         self._acceptance = RowAcceptance(shapes, num_rows)
         self._cost = RoundCost(shapes)
@@ -69,43 +74,55 @@ class BudgetController:
         self._started = np.full(num_rows, np.nan)  # when the row had its first round
         self._num_made = np.zeros(num_rows)  # tokens since then
         self._round, self._saved = 0, _MOST_SAVED
+        # Rows, shapes and choice of the rounds until the next choice; None = choose anew.
+        self._kept: tuple[Int32, Int32, Int32] | None = None
         self._open: tuple[Int32, Int32, float, int] | None = None  # rows, shapes, loss, missed
+        for told in self._told:
+            self._tell(*told)
 
     def admit(self, row: int, *, tpot_ms: float | None, priority: int) -> None:
         """Begin a row's request, with its target and what its tokens are worth."""
         self._acceptance.reset(row)
+        self._kept = None
         self._latest[row] = -1
         self._worth[row] = 2.0 ** min(max(priority, -MOST_PRIORITY), MOST_PRIORITY)
         self._per_token[row] = 0.0 if tpot_ms is None else 1e3 / tpot_ms
         self._started[row], self._num_made[row] = np.nan, 0
 
-    def choose(self, rows: Int32, shapes: Int32, spare: Spare = None) -> Int32:
+    def choose(self, rows: Int32, shapes: Int32, spare: Callable[[], Spare] | None = None) -> Int32:
         """Choose the shape of each row's next round, int32 [B].
 
-        Nothing is learned from it, and nothing counted, before `ran`.
+        A choice lasts for a few rounds if the rows stay the same, none of them has a target, and
+        memory does not bind. Nothing is learned from it, and nothing counted, before `ran`.
 
         Args:
             rows: int32 [B].
             shapes: int32 [B, C], the shape that each candidate is for each row.
-            spare: see `Spare`.
+            spare: returns the pages for width; None = memory does not bind.
         """
+        if (kept := self._kept) is not None and self._round % _CHOICE_ROUNDS:
+            if np.array_equal(kept[0], rows) and np.array_equal(kept[1], shapes):
+                self._open = rows, kept[2], 0.0, 0
+                return kept[2]
         self._cost.fit(len(rows))
-        due = self._due(rows)
-        chosen, tokens, seconds, missed = self._choice(rows, shapes, due, spare, hopes=False)
+        due, room = self._due(rows), None if spare is None else spare()
+        chosen, tokens, seconds, missed = self._choice(rows, shapes, due, room, hopes=False)
+        self._kept = None if room is not None or due.any() else (rows, shapes, chosen)
         loss = 0.0
         if self._round % _HOPE_ROUNDS == 0 and self._saved > 0:
-            hopeful, _, longer, _ = self._choice(rows, shapes, due, spare, hopes=True)
+            hopeful, _, longer, _ = self._choice(rows, shapes, due, room, hopes=True)
             if (hopeful != chosen).any():
                 lanes = np.arange(len(rows))
                 made, instead = tokens[lanes, chosen].sum(), tokens[lanes, hopeful].sum()
                 lost = float(longer / seconds - instead / made)  # in rounds as they would be
                 if lost <= self._saved:
-                    chosen, loss = hopeful, max(lost, 0.0)
+                    chosen, loss, self._kept = hopeful, max(lost, 0.0), None
         self._open = rows, chosen, loss, missed
         return chosen
 
     def narrow(self, shapes: Int32) -> Int32:
         """Take narrower shapes for the rows of the latest choice, int32 [B], and return them."""
+        self._kept = None
         if self._open is not None:
             self._open = self._open[0], shapes, 0.0, self._open[3]
         return shapes
@@ -177,8 +194,20 @@ class BudgetController:
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """Learn from a round of the start, whose lanes all had this shape."""
-        if (index := self._index.get(shape)) is not None:
-            self._cost.tell(index, batch_size, seconds)
+        self.on_mixed_seconds({shape: batch_size}, seconds)
+
+    def on_mixed_seconds(self, counts: Mapping[Shape, int], seconds: float) -> None:
+        """Learn from a round of the start, by the lanes of each shape."""
+        self._told.append((counts, seconds))
+        self._tell(counts, seconds)
+
+    def _tell(self, counts: Mapping[Shape, int], seconds: float) -> None:
+        lanes = np.zeros(len(self._index), np.int64)
+        for shape, num_lanes in counts.items():
+            if (index := self._index.get(shape)) is None:
+                return
+            lanes[index] = num_lanes
+        self._cost.tell(lanes, seconds)
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """Return the narrowest candidate: the rows of a round are chosen by `choose`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,19 +24,35 @@ Float64 = npt.NDArray[np.float64]
 _MOST_MIXES = 128  # compositions of rounds that are kept; the oldest of service goes first
 _WEIGHT = 0.2  # of a new measurement of a composition
 _NUM_RATIOS = 9  # rounds whose median is the load
-_REFIT = 64  # the most rounds in service from one fit to the next
+_NUM_NEW = 4  # rounds of a shape, after those of another, whose load was another's
+_REFIT = 256  # the most rounds in service from one fit to the next
 _NUM_RIDGES = 10
 _NEAR = 2.0  # how fast rounds count less, by octaves of their rows, squared
+_FIRM = 1e-9  # makes the equations of columns that depend on each other solvable
 _BETTER = 0.9  # a ridge must leave less than this share of the error without one
 # Before any measurement: shares of a plain round of one row.
 _PER_STEP, _PER_NODE, _PER_ROW = 0.1, 0.02, 0.02
+
+
+@dataclass(slots=True)
+class _Fit:
+    """The shares of a round of about so many rows; see `RoundCost`."""
+
+    number: int  # of the fits that were due when it was made
+    base: Float64  # [2], of a round and of each of its rows
+    charge: Float64
+    lane: Float64
+    ridge: float
+    slope: float
+    #: What rounds of one shape took over what the shares say, by shape: the sizes, and the ratios.
+    ratios: dict[int, tuple[list[int], list[float]]] | None = None
 
 
 class RoundCost:
     """A fitted sum of shares, and the load that the latest rounds had beside it.
 
     Attributes:
-        load: measured seconds over fitted ones, the median of the latest rounds.
+        load: measured seconds over known ones, the median of the latest rounds.
         ridge, slope: nodes of a verify without a cost of their own, seconds of each one beyond.
         charge, lane: float64 [S], seconds of a shape once, and of each of its rows.
         nodes: float64 [S], nodes of a row's verify.
@@ -47,8 +64,12 @@ class RoundCost:
         self.nodes: Float64 = np.array([shape.num_draft_tokens for shape in shapes], np.float64)
         self._seconds: dict[tuple[int, ...], float] = {}  # by the lanes of each shape
         self._told: set[tuple[int, ...]] = set()  # those that were measured at the start
-        self._since, self._until = 0, 4  # rounds since the latest fit, and until the next
-        self._octave = -1  # of the sizes that it was for; -1 = fit anew
+        self._since, self._until = 0, 16  # rounds since a fit was due, and until the next is
+        self._fits: dict[int, _Fit] = {}  # by the octave of the sizes that it is for
+        self._number = 0  # fits that were due so far
+        self._size = 0  # rows that the shares are for; 0 = they must be set anew
+        self._latest: tuple[int, ...] | None = None  # lanes of the latest round
+        self._alike = 0  # the next so many rounds like it tell more than the load
         self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)
         self.load, self.ridge, self.slope = 1.0, 0.0, 0.0
         self._base = np.array([1.0, _PER_ROW])
@@ -56,38 +77,48 @@ class RoundCost:
         self.lane: Float64
         self.charge, self.lane = np.zeros((2, len(shapes)))
 
-    def tell(self, shape: int, batch_size: int, seconds: float) -> None:
-        """Add a round of the start, of one shape; of several equal ones the least counts."""
+    def tell(self, counts: Int64, seconds: float) -> None:
+        """Add a round of the start; of several equal ones the least counts.
+
+        `counts` are the lanes of each shape, int64 [S].
+        """
         if not seconds > 0:
             return
-        counts = np.zeros(len(self.nodes), np.int64)
-        counts[shape] = batch_size
         key = tuple(counts.tolist())
         self._seconds[key] = min(seconds, self._seconds.get(key, seconds))
         self._told.add(key)
-        self._octave = -1
+        self._number, self._size = self._number + 1, 0
 
     def observe(self, counts: Int64, seconds: float) -> None:
         """Add a round in service; `counts` are the lanes of each shape, int64 [S]."""
         if not seconds > 0:
             return
-        self.fit(int(counts.sum()))
         key = tuple(counts.tolist())
-        fitted = self.of(counts)
+        known = self._seconds.get(key)
+        if known is None:
+            self.fit(sum(key))
+            known = self.of(counts)
         took = seconds / self.load  # before this round: a stall must not hide in its own load
+        if key != self._latest:
+            self._latest, self._alike = key, -1 if self._latest is None else _NUM_NEW
         # Rounds of one shape alone tell the load: they were measured at the start. What several
-        # shapes take together would pass for load, and never be learned.
-        if np.count_nonzero(counts) == 1:
-            self._ratios.append(seconds / fitted)
-            self.load = float(np.median(self._ratios))
-        known = self._seconds.get(key, fitted)
-        self._seconds[key] = known + _WEIGHT * (min(max(took, known / 2), 2 * known) - known)
+        # shapes take together would pass for load, and never be learned. What one shape takes is
+        # learned beside the load of the rounds before it.
+        learns = True
+        if len(key) - key.count(0) == 1:
+            self._ratios.append(seconds / known)
+            self.load = sorted(self._ratios)[len(self._ratios) // 2]
+            learns = self._alike > 0
+        self._alike -= 1
+        if learns:
+            known += _WEIGHT * (min(max(took, known / 2), 2 * known) - known)
+        self._seconds[key] = known
         if len(self._seconds) > _MOST_MIXES:
             oldest = next((each for each in self._seconds if each not in self._told), key)
             del self._seconds[oldest]
         self._since += 1
         if self._since >= self._until:
-            self._since, self._octave = 0, -1
+            self._since, self._number, self._size = 0, self._number + 1, 0
             self._until = min(2 * self._until, _REFIT)
 
     def base(self, batch_size: int) -> float:
@@ -103,11 +134,25 @@ class RoundCost:
         return float(seconds)
 
     def fit(self, batch_size: int) -> None:
-        """Fit the shares to rounds of about so many rows, if there is something new to fit."""
-        octave = batch_size.bit_length()
-        if octave == self._octave:
+        """Set the shares for rounds of so many rows, if they are not yet.
+
+        The fit is for sizes of about an octave. Then the shares of each shape are scaled, so that
+        rounds of one shape take what was measured: a choice between two shapes for all rows must
+        not hang on the error of the fit.
+        """
+        if batch_size == self._size:
             return
-        self._octave = octave
+        self._size = batch_size
+        octave = batch_size.bit_length()
+        fit = self._fits.get(octave)
+        if fit is None or fit.number < self._number:
+            fit = self._fits[octave] = self._fitted(0.75 * (1 << octave))
+        self._base, self.charge, self.lane = fit.base.copy(), fit.charge.copy(), fit.lane.copy()
+        self.ridge, self.slope = fit.ridge, fit.slope
+        self._meet_uniform(fit, batch_size)
+
+    def _fitted(self, near: float) -> _Fit:
+        """Fit the shares to rounds of about so many rows."""
         counts, seconds = self._samples()
         drafts = np.flatnonzero(self._num_steps)
         # Rows without a draft have a charge too, if rounds of several shapes can tell it.
@@ -116,19 +161,72 @@ class RoundCost:
             charged = np.arange(len(self.nodes))
         sizes, nodes = counts.sum(axis=1), counts @ self.nodes
         own = [np.ones(len(seconds)), sizes, *(counts[:, charged] > 0).T, *counts[:, drafts].T]
-        weights = 1 / (1 + _NEAR * np.log2(sizes / (0.75 * (1 << octave))) ** 2)
-        best = _least_squares(own, seconds, weights)
-        ridge, error = 0.0, best[1] * _BETTER
         places = np.unique(nodes)[:-1]
-        for place in places[:: max(len(places) // _NUM_RIDGES, 1)].tolist():
-            found = _least_squares([*own, np.maximum(nodes - place, 0.0)], seconds, weights)
+        places = places[:: max(len(places) // _NUM_RIDGES, 1)]
+        beyond = np.maximum(nodes - places[:, None], 0.0)
+        weights = 1 / (1 + _NEAR * np.log2(sizes / near) ** 2)
+        problem = _Problem([*own, *beyond], seconds, weights)
+        size = len(own)
+        plain = problem.solve([*range(size)], np.zeros(size))
+        best, ridge, error = plain[0], 0.0, plain[1] * _BETTER
+        for index, place in enumerate(places.tolist()):
+            found = problem.solve([*range(size), size + index], np.append(plain[0], 0.0))
             if found[1] < error:
-                best, ridge, error = found, place, found[1]
-        shares, num = best[0], 2 + len(charged)
-        self._base = np.maximum(shares[:2], [1e-9, 0.0])
-        self.charge[charged] = shares[2:num]
-        self.lane[drafts] = shares[num : num + len(drafts)]
-        self.ridge, self.slope = ridge, float(shares[num + len(drafts)]) if ridge else 0.0
+                best, ridge, error = found[0], place, found[1]
+        shares = problem.unscaled(best)
+        charge, lane = np.zeros((2, len(self.nodes)))
+        num = 2 + len(charged)
+        charge[charged], lane[drafts] = shares[2:num], shares[num:size]
+        slope = 0.0
+        if ridge:
+            at = size + int(np.flatnonzero(places == ridge)[0])
+            slope = float(best[-1] / problem.scale[at])
+        base = np.maximum(shares[:2], [1e-9, 0.0])
+        return _Fit(self._number, base, charge, lane, ridge, slope)
+
+    def _uniform(self, shape: int, batch_size: int) -> float:
+        """Return the seconds of a round of one shape by the shares."""
+        over = max(0.0, batch_size * float(self.nodes[shape]) - self.ridge)
+        own = float(self.charge[shape] + batch_size * self.lane[shape])
+        return self.base(batch_size) + own + self.slope * over
+
+    def _measured(self) -> dict[int, tuple[list[int], list[float]]]:
+        """Return what rounds of one shape took over what the shares say, by shape and size."""
+        found: dict[int, tuple[list[int], list[float]]] = {}
+        for counts, seconds in sorted(self._seconds.items(), key=lambda each: sum(each[0])):
+            if len(counts) - counts.count(0) == 1:
+                size = sum(counts)
+                shape = counts.index(size)
+                sizes, ratios = found.setdefault(shape, ([], []))
+                sizes.append(size)
+                ratios.append(seconds / self._uniform(shape, size))
+        return found
+
+    def _meet_uniform(self, fit: _Fit, batch_size: int) -> None:
+        """Scale the shares so that a round of one shape takes what was measured of its size.
+
+        Between measured sizes, and beyond them, the ratio of measured to fitted counts.
+        """
+        if fit.ratios is None:
+            fit.ratios = self._measured()
+        wanted = {
+            shape: self._uniform(shape, batch_size) * float(np.interp(batch_size, *measured))
+            for shape, measured in fit.ratios.items()
+        }
+        for shape in sorted(wanted, key=lambda shape: self._num_steps[shape]):
+            own = float(self.charge[shape] + batch_size * self.lane[shape])
+            if not self._num_steps[shape]:  # the first, because all rounds have their base
+                share = self.base(batch_size)
+                self._base *= (
+                    max(wanted[shape] - self._uniform(shape, batch_size) + share, 1e-9) / share
+                )
+                continue
+            rest = max(wanted[shape] - self._uniform(shape, batch_size) + own, 0.0)
+            if own > 0:
+                self.charge[shape] *= rest / own
+                self.lane[shape] *= rest / own
+            else:
+                self.lane[shape] = rest / batch_size
 
     def _samples(self) -> tuple[Float64, Float64]:
         """Return compositions, float64 [n, S], and seconds; guesses for shapes without any."""
@@ -148,36 +246,54 @@ class RoundCost:
         return np.array(counts, np.float64), np.array(seconds)
 
 
-def _least_squares(
-    columns: Sequence[Float64], seconds: Float64, weights: Float64
-) -> tuple[Float64, float]:
-    """Return the shares, all 0 or more, with the least squares of relative errors, and these.
+class _Problem:
+    """Shares of columns, all 0 or more, with the least squares of relative errors.
 
-    This is the active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974).
+    The active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974), on the normal
+    equations of columns scaled to 1.
+
+    Attributes:
+        scale: float64 [n], by which a scaled column is greater than the column.
     """
-    matrix = np.stack(columns, axis=1) * (weights / seconds)[:, None]
-    scale = np.maximum(np.abs(matrix).max(axis=0), 1e-12)
-    matrix = matrix / scale
-    wanted = weights
-    size = matrix.shape[1]
-    shares, is_in = np.zeros(size), np.zeros(size, np.bool_)
-    for _ in range(3 * size):
-        slope = matrix.T @ (wanted - matrix @ shares)
-        slope[is_in] = -1.0
-        enters = int(slope.argmax())
-        if slope[enters] <= 1e-10:
-            break
-        is_in[enters] = True
-        while True:
-            found = np.zeros(size)
-            found[is_in] = np.linalg.lstsq(matrix[:, is_in], wanted, rcond=1e-10)[0]
-            leaves = is_in & (found <= 0)
-            if not leaves.any():
+
+    def __init__(self, columns: Sequence[Float64], seconds: Float64, weights: Float64) -> None:
+        """Solve for `seconds`, float64 [m], by columns of m numbers, with the rows' weights."""
+        matrix = np.stack(columns, axis=1) * (weights / seconds)[:, None]
+        self.scale: Float64 = np.maximum(np.abs(matrix).max(axis=0), 1e-12)
+        matrix /= self.scale
+        self._gram = matrix.T @ matrix
+        self._right = matrix.T @ weights
+        self._error = float(weights @ weights)
+
+    def unscaled(self, shares: Float64) -> Float64:
+        """Return the shares of the columns themselves, of the first ones that `shares` has."""
+        return shares / self.scale[: len(shares)]
+
+    def solve(self, columns: Sequence[int], shares: Float64) -> tuple[Float64, float]:
+        """Return the best shares of these columns, scaled, and their error.
+
+        `shares` is where the search begins: 0 or more, and optimal for the columns above 0.
+        """
+        gram = self._gram[np.ix_(columns, columns)] + _FIRM * np.eye(len(columns))
+        right = self._right[[*columns]]
+        is_in = shares > 0
+        for _ in range(3 * len(columns)):
+            slope = right - gram @ shares
+            slope[is_in] = -1.0
+            enters = int(slope.argmax())
+            if slope[enters] <= 1e-10:
                 break
-            step = (shares[leaves] / np.maximum(shares[leaves] - found[leaves], 1e-300)).min()
-            shares = shares + step * (found - shares)
-            is_in &= shares > 1e-12
-            shares[~is_in] = 0.0
-        shares = found
-    error = wanted - matrix @ shares
-    return shares / scale, float(error @ error)
+            is_in[enters] = True
+            while True:
+                some = np.flatnonzero(is_in)
+                found = np.zeros(len(columns))
+                found[some] = np.linalg.solve(gram[np.ix_(some, some)], right[some])
+                leaves = is_in & (found <= 0)
+                if not leaves.any():
+                    break
+                step = (shares[leaves] / np.maximum(shares[leaves] - found[leaves], 1e-300)).min()
+                shares = shares + step * (found - shares)
+                is_in &= shares > 1e-12
+                shares[~is_in] = 0.0
+            shares = found
+        return shares, self._error + float(shares @ (gram @ shares - 2 * right))

@@ -19,6 +19,8 @@ Float64 = npt.NDArray[np.float64]
 _DECAY = 0.98  # of all rows' counts, for each round that drafts the family
 _MOST_TRIES = 400.0  # so that a change of all texts is seen within some dozen rounds
 _PRIOR, _PRIOR_TRIES = 0.6, 2.0  # the rate of the first depth before any round
+_EDGE = 0.01  # the nearest that a rate comes to 0 and to 1, so that odds are finite
+_SPREAD_TRIES = 8.0  # what a variance of 1 of the rows' log odds counts as before there are rows
 _STALE_ROUNDS = 16  # rounds without a family that halve what its counts say against a try
 
 
@@ -48,16 +50,46 @@ class RowAcceptance:
 
     def learn(self, rows: Int32, shapes: Int32, accept_len: Int32) -> None:
         """Count the results of a round's lanes."""
+        many = len(self._unseen) > 1
+        beyond = self._beyond(rows, shapes, accept_len) if many else 0.0
         counts = self._hits, self._tries, self._family, self._num_steps
         totals = count_acceptance(*counts, rows, shapes, accept_len)
         new = totals.T.reshape(self._pooled.shape)
-        drafted = new[1, :, 0] > 0
-        pooled = self._pooled
-        pooled[:, drafted] = pooled[:, drafted] * _DECAY + new[:, drafted]
-        pooled *= np.minimum(1.0, _MOST_TRIES / np.maximum(pooled[1], 1.0))
-        self._unseen[drafted] = 0
-        self._unseen[~drafted] += 1
+        new[0] = np.clip(new[0] - beyond, 0.0, new[1])
+        for family, tries in enumerate(new[1, :, 0].tolist()):
+            self._unseen[family] += 1
+            if not tries:
+                continue
+            self._unseen[family] = 0
+            pooled = self._pooled[:, family]
+            pooled *= _DECAY
+            pooled += new[:, family]
+            if pooled[1, 0] > _MOST_TRIES:  # of all depths, the first has the most
+                pooled *= np.minimum(1.0, _MOST_TRIES / np.maximum(pooled[1], 1.0))
         self._priors.clear()
+
+    def _beyond(self, rows: Int32, shapes: Int32, accept_len: Int32) -> Float64:
+        """Return the hits of a round that its rows owe to their odds, float64 [F, D].
+
+        Families are drafted by rows that gain by them. Without this, one that only hard rows draft
+        would look bad to easy rows.
+        """
+        prior = np.clip(self._prior(hopes=False), _EDGE, 1 - _EDGE)
+        hits, tries = self._hits[rows], self._tries[rows]
+        excess = (hits - tries * prior).sum(axis=(1, 2))
+        information = (tries * (prior * (1 - prior))).sum(axis=(1, 2))
+        told = information > 0.5  # rows that tell how much rows differ, as in the core
+        surplus = (excess[told] ** 2 / information[told] - 1).sum()
+        spread = max((_SPREAD_TRIES + surplus) / (_SPREAD_TRIES + information[told].sum()), 0.05)
+        odds = np.exp(excess / (1 / spread + information))
+        beyond = np.zeros(prior.shape)
+        tried = np.arange(prior.shape[1]) < np.minimum(self._num_steps[shapes], accept_len)[:, None]
+        for family, base in enumerate(prior):
+            mine = self._family[shapes] == family
+            if mine.any():
+                lean = base / (1 - base) * odds[mine, None]
+                beyond[family] = (tried[mine] * (lean / (1 + lean) - base)).sum(axis=0)
+        return beyond
 
     def tokens(self, rows: Int32, *, hopes: bool = False) -> Float64:
         """Return the expected tokens of each row's round with each shape, float64 [B, S].
@@ -73,11 +105,11 @@ class RowAcceptance:
             return known
         hits, tries = self._pooled
         best = int(tries[:, 0].argmax())  # the family that is known best; others lean on it
-        base, lean = np.empty(hits.shape[1]), _PRIOR
-        for depth in range(len(base)):
-            lean = (hits[best, depth] + _PRIOR_TRIES * lean) / (tries[best, depth] + _PRIOR_TRIES)
-            base[depth] = lean
-        rates: Float64 = (hits + _PRIOR_TRIES * base) / (tries + _PRIOR_TRIES)
+        base, lean = [], _PRIOR
+        for hit, tried in zip(hits[best].tolist(), tries[best].tolist(), strict=True):
+            lean = (hit + _PRIOR_TRIES * lean) / (tried + _PRIOR_TRIES)
+            base.append(lean)
+        rates: Float64 = (hits + _PRIOR_TRIES * np.array(base)) / (tries + _PRIOR_TRIES)
         if hopes:
             fresh = tries * 0.5 ** (self._unseen[:, None] / _STALE_ROUNDS)
             rates = rates + (1 - rates) / (1 + fresh)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from specpool._core import Ledger, Shape
 from specpool.adaptive import BudgetController, Controller, CostController, controller_of
-from specpool.assembly.calibration import Tour, calibrate
+from specpool.assembly.calibration import RowTour, Tour, calibrate
 from specpool.assembly.graph_plan import graph_sizes, round_kinds
 from specpool.assembly.ranked import agree_after, log_path
 from specpool.assembly.worker_choice import routed
@@ -93,7 +93,8 @@ class Assembly:
         """Measure the rounds of each shape for a controller that chooses by cost."""
         if not isinstance(self.controller, CostController | BudgetController):
             return
-        tour = Tour(self.controller.candidates)
+        kind = RowTour if isinstance(self.controller, BudgetController) else Tour
+        tour = kind(self.controller.candidates)
         scheduler_config = replace(self.scheduler_config(), prefix_cache=False)
         calibrate(
             self.controller,

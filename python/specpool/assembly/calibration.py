@@ -6,7 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from specpool._core import Ledger, Shape
+from specpool.adaptive import AdaptiveConfig, BudgetController, RangeConfig
+from specpool.adaptive.budget import Spare
+from specpool.arrays import Int32
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.request import Request
 
@@ -25,15 +30,28 @@ TOLD = 3  # the number of a shape's fastest rounds, which the controller gets
 _PROMPT_LEN = 32
 
 
+#: The shapes of a round whose lanes have them by turns: one, or two.
+Kind = tuple[Shape, ...]
+
+
 class Tour:
-    """A controller that runs each candidate in turn, and notes the seconds of its rounds."""
+    """A controller that runs each candidate in turn, and notes the seconds of its rounds.
+
+    Attributes:
+        candidates: the shapes.
+        kinds: the kinds of rounds to be timed.
+    """
 
     def __init__(self, candidates: Sequence[Shape]) -> None:
         """Begin with the first candidate."""
         self.candidates = tuple(candidates)
-        self.shape = self.candidates[0]
-        self.size = 1  # lanes of the rounds that count
-        self.seconds: list[float] = []  # of these rounds of `shape`, the oldest first
+        self.kinds: tuple[Kind, ...] = tuple((shape,) for shape in self.candidates)
+        self.begin(self.kinds[0], 1)
+
+    def begin(self, kind: Kind, size: int) -> None:
+        """Run rounds of this kind; note the seconds of those with `size` lanes."""
+        (self.shape, *_), self.size = kind, size
+        self.seconds: list[float] = []  # the oldest first
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """Return the candidate whose turn it is."""
@@ -50,20 +68,55 @@ class Tour:
             self.seconds.append(seconds)
 
 
+class RowTour(BudgetController):
+    """A `Tour` for a budget: beside rounds of one shape it runs rounds of two.
+
+    In these the lanes have the narrowest candidate and another one by turns.
+    """
+
+    def __init__(self, candidates: Sequence[Shape]) -> None:
+        """Begin with the narrowest candidate."""
+        ranges = {1: RangeConfig(candidates=tuple(candidates))}
+        super().__init__(AdaptiveConfig(ranges=ranges, policy="budget"))
+        narrowest, *others = self.candidates
+        alone: list[Kind] = [(shape,) for shape in self.candidates]
+        self.kinds: tuple[Kind, ...] = (*alone, *((narrowest, shape) for shape in others))
+        self.begin(self.kinds[0], 1)
+
+    def begin(self, kind: Kind, size: int) -> None:
+        """See `Tour.begin`."""
+        self._lines = [self.candidates.index(shape) for shape in kind]
+        self.size, self.seconds = size, list[float]()
+
+    def choose(self, rows: Int32, shapes: Int32, spare: Callable[[], Spare] | None = None) -> Int32:
+        """Return the shapes of the kind by turns, int32 [B]."""
+        lanes = np.arange(len(rows))
+        lines = np.array(self._lines)[lanes % len(self._lines)]
+        chosen: Int32 = shapes[lanes, lines]
+        self._chosen = chosen
+        return chosen
+
+    def observe(self, shapes: Int32, seconds: float) -> None:
+        """Note the seconds of a round of the kind and size."""
+        is_mine = len(shapes) == self.size and (np.sort(shapes) == np.sort(self._chosen)).all()
+        if is_mine:
+            self.seconds.append(seconds)
+
+
 def calibrate(
     controller: Controller,
-    tour: Tour,
+    tour: Tour | RowTour,
     ledger: Ledger,
     build: Callable[[], Loop],
     *,
     max_batch: int,
     of_first: Callable[[float], float] = float,
 ) -> None:
-    """Time rounds of each candidate of `controller` by batch size, and report them to it.
+    """Time rounds of each kind of `tour` by batch size, and report them to `controller`.
 
     Args:
-        controller: gets the fastest rounds of each candidate and size.
-        tour: runs the same candidates in turn.
+        controller: gets the fastest rounds of each kind and size.
+        tour: runs the controller's candidates in turn; a `RowTour` for a budget.
         ledger: must have nothing in flight.
         build: builds a loop whose scheduler has `tour` as its controller.
         max_batch: the sizes are the powers of two up to it, and itself, as far as pages allow.
@@ -84,23 +137,24 @@ def calibrate(
         with loop.recovering():
             for request in requests:
                 scheduler.submit(request)
-            tour.size, tour.seconds = size, []
+            kinds = [kind for kind in tour.kinds if len(kind) <= size]
+            tour.begin(kinds[0], size)
             while not tour.seconds and any(r.finish_reason is None for r in requests):
                 loop.turn()
             num_rows = scheduler.num_running
             if num_rows == size:  # else there are too few pages
-                found: dict[Shape, list[float]] = {shape: [] for shape in tour.candidates}
+                found: dict[Kind, list[float]] = {kind: [] for kind in kinds}
                 for number in range(_PASSES):
                     if number > 1 and is_late():
                         break
-                    for shape in tour.candidates:
-                        tour.shape, tour.seconds = shape, []
+                    for kind in kinds:
+                        tour.begin(kind, size)
                         while len(tour.seconds) < _WARM_UP + _TIMED and _can_go_on(requests):
                             loop.turn()
-                        found[shape] += tour.seconds[_WARM_UP:]
-                for shape, seconds in found.items():  # load only adds seconds
+                        found[kind] += tour.seconds[_WARM_UP:]
+                for kind, seconds in found.items():  # load only adds seconds
                     for least in sorted(seconds)[:TOLD]:
-                        controller.on_round_seconds(shape, size, of_first(least))
+                        _report(controller, kind, size, of_first(least))
             for request in requests:
                 scheduler.abort(request)
             loop.drain()
@@ -108,15 +162,23 @@ def calibrate(
             return
 
 
+def _report(controller: Controller, kind: Kind, size: int, seconds: float) -> None:
+    if isinstance(controller, BudgetController):
+        counts = {shape: -(-(size - at) // len(kind)) for at, shape in enumerate(kind)}
+        controller.on_mixed_seconds(counts, seconds)
+    else:
+        controller.on_round_seconds(kind[0], size, seconds)
+
+
 def _can_go_on(requests: Sequence[Request]) -> bool:
     return all(request.finish_reason is None for request in requests)
 
 
-def _request(number: int, tour: Tour, ledger: Ledger) -> Request:
+def _request(number: int, tour: Tour | RowTour, ledger: Ledger) -> Request:
     """Make a request with a dummy prompt; its output is ignored."""
     shapes = ledger.shapes
     most = max(tour.candidates, key=lambda shape: shape.num_draft_tokens)
-    num_rounds = _PASSES * (_WARM_UP + _TIMED) * len(tour.candidates) + 1
+    num_rounds = _PASSES * (_WARM_UP + _TIMED) * len(tour.kinds) + 1
     num_tokens = num_rounds * max(shape.max_accept_len for shape in tour.candidates)
     prompt_len = min(_PROMPT_LEN, max(ledger.max_context_len // 4, 1))
     return Request(

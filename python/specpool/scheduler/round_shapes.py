@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -229,7 +230,7 @@ class RoundShapes:
         """Let the budget choose; see `choose`."""
         (rows,) = limits.nonzero()
         shapes = np.ascontiguousarray(self._following[:, rows].T)
-        room = None if spare is None else spare(rows, shapes)
+        room = None if spare is None else partial(spare, rows, shapes)
         return self._take(rows, budget.choose(rows.astype(np.int32), shapes, room))
 
     def narrow(self, limits: Int32) -> tuple[Int32, Int64] | None:

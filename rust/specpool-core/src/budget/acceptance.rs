@@ -21,6 +21,9 @@ const LEAST_SPREAD: f64 = 0.05;
 /// The nearest that a prior comes to 0 and to 1, so that odds are finite.
 const EDGE: f64 = 0.01;
 
+/// Sums that are added side by side, so that no addition waits for another.
+const LANES: usize = 4;
+
 /// How deep each shape drafts, and in which family.
 #[derive(Debug, Clone, Copy)]
 pub struct Families<'a> {
@@ -143,47 +146,58 @@ pub fn expected_tokens(
     }
     let num_rows = hits.len().checked_div(per_row).unwrap_or(0);
     let mut tokens = with_room(rows.len() * families.family.len(), "expected tokens")?;
+    // A shape's tokens are where its family's depths are added up; without a draft that is 1, as before any depth.
+    let mut places = with_room(families.family.len(), "expected tokens")?;
+    let per_family = families.family.iter().zip(families.num_steps);
+    places.extend(per_family.map(|(&family, &steps)| family.max(0) as usize * (depth + 1) + steps as usize));
+    let mut edged = with_room(per_row, "expected tokens")?;
+    edged.extend(prior.iter().map(|rate| rate.clamp(EDGE, 1.0 - EDGE)));
     let mut base_odds = with_room(per_row, "expected tokens")?;
-    base_odds.extend(prior.iter().map(|rate| rate.clamp(EDGE, 1.0 - EDGE)).map(|rate| rate / (1.0 - rate)));
+    base_odds.extend(edged.iter().map(|rate| rate / (1.0 - rate)));
     let mut scores = with_room(rows.len(), "expected tokens")?;
     for &row in rows {
         let first = families.row(row, num_rows)?;
-        scores.push(score(&hits[first..first + per_row], &tries[first..first + per_row], prior));
+        scores.push(score(&hits[first..first + per_row], &tries[first..first + per_row], &edged));
     }
     let spread = spread(&scores);
-    let mut reach = crate::memory::filled(0.0, num_families * (depth + 1), "expected tokens")?;
+    let mut rates = crate::memory::filled(0.0, per_row, "expected tokens")?;
+    let mut reach = crate::memory::filled(1.0, num_families * (depth + 1), "expected tokens")?;
     for (&row, &(excess, information)) in rows.iter().zip(&scores) {
         let first = row as usize * per_row;
         let (hits, tries) = (&hits[first..first + per_row], &tries[first..first + per_row]);
         // The posterior mean of the row's log odds: a normal prior, and one step of the likelihood's score.
         let odds = (spread * excess / (1.0 + spread * information)).exp();
-        for family in 0..num_families {
-            let mut reached = 1.0;
-            reach[family * (depth + 1)] = 1.0;
-            for at in 0..depth {
-                let cell = family * depth + at;
-                let lean = base_odds[cell] * odds; // q / (1 - q), so q = lean / (1 + lean)
-                let (hit, tried) = (f64::from(hits[cell]), f64::from(tries[cell]));
-                reached *= (hit * (1.0 + lean) + PRIOR_TRIES * lean) / ((tried + PRIOR_TRIES) * (1.0 + lean));
-                reach[family * (depth + 1) + at + 1] = reach[family * (depth + 1) + at] + reached;
+        // All cells first, so that no division waits for another.
+        for (rate, ((&hit, &tried), &base)) in rates.iter_mut().zip(hits.iter().zip(tries).zip(&base_odds)) {
+            let lean = base * odds; // q / (1 - q), so q = lean / (1 + lean)
+            let (hit, tried) = (f64::from(hit), f64::from(tried));
+            *rate = (hit * (1.0 + lean) + PRIOR_TRIES * lean) / ((tried + PRIOR_TRIES) * (1.0 + lean));
+        }
+        for (reach, rates) in reach.chunks_exact_mut(depth + 1).zip(rates.chunks_exact(depth)) {
+            let (mut reached, mut total) = (1.0, 1.0);
+            for (reach, rate) in reach[1..].iter_mut().zip(rates) {
+                reached *= rate;
+                total += reached;
+                *reach = total;
             }
         }
-        for (&family, &steps) in families.family.iter().zip(families.num_steps) {
-            tokens.push(if family < 0 { 1.0 } else { reach[family as usize * (depth + 1) + steps as usize] });
-        }
+        tokens.extend(places.iter().map(|&place| reach[place]));
     }
     Ok(tokens)
 }
 
-/// Hits beyond those of the prior, and the information in them: their variance by the prior.
-fn score(hits: &[f32], tries: &[f32], prior: &[f64]) -> (f64, f64) {
-    let (mut excess, mut information) = (0.0, 0.0);
-    for ((&right, &tried), &rate) in hits.iter().zip(tries).zip(prior) {
-        let (tried, rate) = (f64::from(tried), rate.clamp(EDGE, 1.0 - EDGE));
-        excess += f64::from(right) - tried * rate;
-        information += tried * rate * (1.0 - rate);
+/// Hits beyond those of the prior, kept from 0 and 1, and the information in them: their variance by it.
+fn score(hits: &[f32], tries: &[f32], edged: &[f64]) -> (f64, f64) {
+    let (mut excess, mut information) = ([0.0; LANES], [0.0; LANES]);
+    let chunks = hits.chunks(LANES).zip(tries.chunks(LANES)).zip(edged.chunks(LANES));
+    for ((hits, tries), rates) in chunks {
+        for (lane, ((&right, &tried), &rate)) in hits.iter().zip(tries).zip(rates).enumerate() {
+            let tried = f64::from(tried);
+            excess[lane] += f64::from(right) - tried * rate;
+            information[lane] += tried * rate * (1.0 - rate);
+        }
     }
-    (excess, information)
+    (excess.iter().sum(), information.iter().sum())
 }
 
 /// The variance of log odds between the rows, by moments: what the scores vary more than by chance.

@@ -1,0 +1,200 @@
+//! `View`: the inputs of a choice, candidate by candidate, and what picks of candidates cost.
+
+use super::{Costs, Rows};
+use crate::error::Result;
+use crate::memory::filled;
+
+/// Sums over the rows, of a token of each.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Sums {
+    /// Rounds by what the row's time is worth.
+    pub(super) worth: f64,
+    pub(super) rounds: f64,
+    /// Seconds of the lanes.
+    pub(super) lanes: f64,
+    pub(super) nodes: f64,
+}
+
+impl Sums {
+    /// Adds `sign` times a row of this worth that takes so many rounds for a token, with this shape.
+    #[inline]
+    pub(super) fn add(&mut self, costs: &Costs<'_>, shape: usize, worth: f64, rounds: f64, sign: f64) {
+        let rounds = sign * rounds;
+        self.worth += worth * rounds;
+        self.rounds += rounds;
+        self.lanes += rounds * costs.lane[shape];
+        self.nodes += rounds * costs.nodes[shape];
+    }
+}
+
+/// A candidate's column of lane seconds and nodes.
+pub(super) enum Column<'a> {
+    /// All rows have the same shape.
+    Alike(usize),
+    /// `[B]`: lane seconds and nodes of each row.
+    Each(&'a [f64], &'a [f64]),
+}
+
+/// The inputs, candidate by candidate, so that a pass runs over neighbours in memory.
+pub(super) struct View<'a> {
+    pub(super) rows: &'a Rows<'a>,
+    pub(super) costs: &'a Costs<'a>,
+    pub(super) num_rows: usize,
+    /// `[C, B]`: rounds that a token takes, 1 over the expected tokens.
+    pub(super) rounds: Vec<f64>,
+    /// `[C, B]`: lane seconds and nodes; empty if each candidate is one shape for all rows.
+    lanes: Vec<f64>,
+    nodes: Vec<f64>,
+    /// `[C, B]`: pages over free pages, summed over the groups; empty = memory does not bind.
+    pub(super) share: Vec<f64>,
+    /// `[C]`: the shapes that a candidate is for any row, as bits.
+    pub(super) used: Vec<u64>,
+}
+
+impl<'a> View<'a> {
+    pub(super) fn new(rows: &'a Rows<'a>, costs: &'a Costs<'a>) -> Result<Self> {
+        let (num_rows, num_candidates, num_shapes) = (rows.worth.len(), rows.num_candidates, costs.lane.len());
+        let cells = num_rows * num_candidates;
+        let mut used = filled(0_u64, num_candidates, "shapes")?;
+        let is_alike = rows.shapes.get(num_candidates..).is_none_or(|rest| *rest == rows.shapes[..rest.len()]);
+        let some = if is_alike { num_candidates.min(rows.shapes.len()) } else { rows.shapes.len() };
+        for shapes in rows.shapes[..some].chunks_exact(num_candidates) {
+            for (used, &shape) in used.iter_mut().zip(shapes) {
+                *used |= 1 << shape;
+            }
+        }
+        let mut rounds = filled(0.0, cells, "rounds")?;
+        if num_rows > 0 {
+            for (at, rounds) in rounds.chunks_exact_mut(num_rows).enumerate() {
+                let shapes = rows.shapes.chunks_exact(num_candidates);
+                for ((rounds, tokens), shapes) in
+                    rounds.iter_mut().zip(rows.tokens.chunks_exact(num_shapes)).zip(shapes)
+                {
+                    *rounds = 1.0 / tokens[shapes[at] as usize];
+                }
+            }
+        }
+        let (mut lanes, mut nodes) = (Vec::new(), Vec::new());
+        if used.iter().any(|used| used.count_ones() > 1) {
+            (lanes, nodes) = (filled(0.0, cells, "seconds")?, filled(0.0, cells, "nodes")?);
+            for (row, shapes) in rows.shapes.chunks_exact(num_candidates).enumerate() {
+                for (at, &shape) in shapes.iter().enumerate() {
+                    lanes[at * num_rows + row] = costs.lane[shape as usize];
+                    nodes[at * num_rows + row] = costs.nodes[shape as usize];
+                }
+            }
+        }
+        Ok(Self { rows, costs, num_rows, rounds, lanes, nodes, share: Vec::new(), used })
+    }
+
+    #[inline]
+    pub(super) fn shape(&self, row: usize, pick: usize) -> usize {
+        self.rows.shapes[row * self.rows.num_candidates + pick] as usize
+    }
+
+    pub(super) fn column(&self, at: usize) -> Column<'_> {
+        if self.used[at].is_power_of_two() {
+            return Column::Alike(self.used[at].trailing_zeros() as usize);
+        }
+        let cells = at * self.num_rows..(at + 1) * self.num_rows;
+        Column::Each(&self.lanes[cells.clone()], &self.nodes[cells])
+    }
+
+    fn tokens(&self, row: usize, pick: usize) -> f64 {
+        self.rows.tokens[row * self.costs.lane.len() + self.shape(row, pick)]
+    }
+
+    /// The base and the charges of these shapes.
+    pub(super) fn fixed(&self, used: u64) -> f64 {
+        let charges = self.costs.charge.iter().enumerate();
+        self.costs.base + charges.map(|(shape, &it)| if used >> shape & 1 == 1 { it } else { 0.0 }).sum::<f64>()
+    }
+
+    /// The nodes that each row has for nothing: its share of the ridge.
+    pub(super) fn given(&self) -> f64 {
+        self.costs.ridge / self.num_rows as f64
+    }
+
+    pub(super) fn shapes_of(&self, picks: &[i32]) -> u64 {
+        picks.iter().enumerate().fold(0, |used, (row, &pick)| used | 1 << self.shape(row, pick as usize))
+    }
+
+    /// The seconds of a round.
+    pub(super) fn seconds(&self, picks: &[i32]) -> f64 {
+        let (mut used, mut seconds, mut nodes) = (0, 0.0, 0.0);
+        for (row, &pick) in picks.iter().enumerate() {
+            let shape = self.shape(row, pick as usize);
+            used |= 1 << shape;
+            seconds += self.costs.lane[shape];
+            nodes += self.costs.nodes[shape];
+        }
+        self.fixed(used) + seconds + self.costs.slope * (nodes - self.costs.ridge).max(0.0)
+    }
+
+    pub(super) fn sums(&self, picks: &[i32]) -> Sums {
+        let mut sums = Sums::default();
+        for (row, &pick) in picks.iter().enumerate() {
+            let rounds = self.rounds[pick as usize * self.num_rows + row];
+            sums.add(self.costs, self.shape(row, pick as usize), self.rows.worth[row], rounds, 1.0);
+        }
+        sums
+    }
+
+    /// The sums if all rows have a candidate that is this shape for each of them.
+    pub(super) fn sums_alike(&self, at: usize, shape: usize) -> Sums {
+        let column = &self.rounds[at * self.num_rows..(at + 1) * self.num_rows];
+        let worth = column.iter().zip(self.rows.worth).map(|(rounds, worth)| rounds * worth).sum();
+        let rounds: f64 = column.iter().sum();
+        Sums { worth, rounds, lanes: rounds * self.costs.lane[shape], nodes: rounds * self.costs.nodes[shape] }
+    }
+
+    /// Nodes beyond the ridge, on average over the rounds.
+    pub(super) fn nodes_over(&self, sums: &Sums) -> f64 {
+        sums.nodes - sums.rounds * self.given()
+    }
+
+    /// The seconds of a token of each row, summed, if the fixed seconds of a round are so many.
+    pub(super) fn total(&self, sums: &Sums, fixed: f64) -> f64 {
+        sums.worth * fixed / self.num_rows as f64 + sums.lanes + self.costs.slope * self.nodes_over(sums).max(0.0)
+    }
+
+    /// The seconds of a token of each row, summed.
+    pub(super) fn cost(&self, picks: &[i32]) -> f64 {
+        self.total(&self.sums(picks), self.fixed(self.shapes_of(picks)))
+    }
+
+    pub(super) fn pages(&self, row: usize, pick: i32, group: usize) -> i64 {
+        let num_groups = self.rows.free.len();
+        let cell = (row * self.rows.num_candidates + pick as usize) * num_groups + group;
+        self.rows.pages.get(cell).map_or(0, |&pages| i64::from(pages))
+    }
+
+    /// Whether the pages are there.
+    pub(super) fn fits(&self, picks: &[i32]) -> bool {
+        self.rows.pages.is_empty()
+            || self.rows.free.iter().enumerate().all(|(group, &free)| {
+                picks.iter().enumerate().map(|(row, &pick)| self.pages(row, pick, group)).sum::<i64>() <= free
+            })
+    }
+
+    pub(super) fn has_target(&self, row: usize) -> bool {
+        self.rows.due[2 * row + 1] > 0.0
+    }
+
+    /// Whether a row with a target misses it in a round of so many seconds.
+    pub(super) fn misses(&self, row: usize, pick: i32, seconds: f64) -> bool {
+        let due = self.rows.due[2 * row] + self.rows.due[2 * row + 1] * seconds;
+        self.has_target(row) && self.tokens(row, pick as usize) < due
+    }
+
+    pub(super) fn num_missed(&self, picks: &[i32], seconds: f64) -> usize {
+        (0..picks.len()).filter(|&row| self.misses(row, picks[row], seconds)).count()
+    }
+
+    /// The worth of the rows that have no target or meet it in a round of so many seconds, over `cost`, that of the
+    /// tokens of all.
+    pub(super) fn goodput(&self, picks: &[i32], seconds: f64, cost: f64) -> f64 {
+        let met = (0..picks.len()).filter(|&row| !self.misses(row, picks[row], seconds));
+        met.map(|row| self.rows.worth[row]).sum::<f64>() / cost
+    }
+}
