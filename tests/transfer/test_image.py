@@ -137,7 +137,7 @@ def test_a_header_of_nested_lists_or_no_object_is_refused():
         refused(Side(), np.frombuffer(fixed + text + image.tobytes(), np.uint8), "cannot be read")
     other = image.copy()
     other[8] = 1
-    refused(Side(), other, "version 1, this specpool reads 2")
+    refused(Side(), other, "version 1, this specpool reads 3")
     other[12:16] = 255
     other[8] = 2
     refused(Side(), other, f"1 to {MAX_HEADER} bytes")
