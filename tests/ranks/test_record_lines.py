@@ -107,6 +107,24 @@ def test_each_group_has_a_key_of_its_own() -> None:
             lines.close()
 
 
+def test_records_that_come_together_or_in_pieces_are_told_apart() -> None:
+    first, other = _pair((b"", b""))
+    records = [Record(n, n, [["forget", bytes(n * n)]]) for n in range(1, 400, 7)]
+    frames = b"".join(record.to_bytes(first.key) for record in records)
+
+    def send() -> None:
+        for at in range(0, len(frames), 999):
+            first.send(frames[at : at + 999])
+
+    sent = _in_thread(lambda: send() or first)
+    assert [Record.of_bytes(other.receive(), other.key) for _ in records] == records
+    sent()
+    first.close()
+    with pytest.raises(ConnectionResetError, match="the connection was closed"):
+        other.receive()
+    other.close()
+
+
 def test_a_rank_that_calls_twice_is_taken_once() -> None:
     board = Board()
     opened = _in_thread(lambda: Lines.open(board, 0, 3, None, 30))

@@ -55,6 +55,7 @@ class Ranks:
         rank: its number, from 0.
         world: how many there are.
         device: where this rank's part of the model lives.
+        key: seals the group's records; another `SPECPOOL_RANKS_KEY` gives another one.
         now: seconds of rank 0's clock at the latest record.
         on_lost: called from another thread when a rank gives no sign of life, with the reason;
             it must end the process.
@@ -91,6 +92,7 @@ class Ranks:
             )
             secret = _key(os.environ.get(KEY_VARIABLE, ""))
             self._lines = Lines.open(self._store, rank, world, host, seconds, secret)
+            self.key = self._lines.key
         except Exception as error:
             raise RankError(
                 f"rank {self.rank} of {self.world} found no group at "
@@ -112,11 +114,6 @@ class Ranks:
     def num_sharers(self) -> int:
         """How many ranks share the memory of this one's device."""
         return local_world(self.world) if self.device == "cpu" else 1
-
-    @property
-    def key(self) -> bytes:
-        """Seals the group's records. Ranks with another `SPECPOOL_RANKS_KEY` have another one."""
-        return self._lines.key
 
     @property
     def leads(self) -> bool:

@@ -21,6 +21,8 @@ _LOOPBACK = "127.0.0.1"
 _KEY = "records"
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")  # the secret, the caller's rank
+#: Most records come whole with one call of the system for so many bytes.
+_PIECE = 64 << 10
 #: Seconds that a caller has for its first bytes.
 _HELLO_SECONDS = 5.0
 
@@ -51,6 +53,7 @@ class Lines:
             timeout: seconds that a call waits for a peer.
         """
         self._sockets, self.key = sockets, key
+        self._held = bytearray()  # what has come of the next record
         for each in sockets:
             each.settimeout(timeout)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -108,13 +111,23 @@ class Lines:
             OSError: rank 0 has gone, or said nothing for `timeout` seconds.
             RankError: what came is no record.
         """
-        head = bytes(_read(self._sockets[0], HEAD_BYTES))
-        return head + _read(self._sockets[0], payload_bytes(head))
+        while (size := _size_of(self._held)) > len(self._held):
+            piece = self._sockets[0].recv(_PIECE)
+            if not piece:
+                raise ConnectionResetError("the connection was closed")
+            self._held += piece
+        frame, self._held = bytes(self._held[:size]), self._held[size:]
+        return frame
 
     def close(self) -> None:
         """Close the sockets."""
         for each in self._sockets:
             each.close()
+
+
+def _size_of(held: bytearray) -> int:
+    """Return the bytes of the record that begins so, as far as they are known."""
+    return HEAD_BYTES + payload_bytes(held) if len(held) >= HEAD_BYTES else HEAD_BYTES
 
 
 def _key_of(token: bytes, secret: bytes) -> bytes:

@@ -119,7 +119,7 @@ class Record:
         return cls(number, digest, *_parts(number, decode(payload)))
 
 
-def payload_bytes(data: bytes) -> int:
+def payload_bytes(data: bytes | bytearray) -> int:
     """Return the length of the payload that a header announces.
 
     Raises:
