@@ -157,7 +157,7 @@ impl Sums {
     }
 
     /// The sums after more blocks. It is compiled once for each kind of vector instructions.
-    #[allow(clippy::inline_always)] // only what is inlined gets the instructions of its caller
+    #[allow(clippy::inline_always, reason = "only what is inlined is compiled for the instructions chosen")]
     #[inline(always)]
     fn with(self, blocks: &[[u8; BLOCK]]) -> Self {
         let Self { mut words, mut sums } = self;
