@@ -2,8 +2,9 @@
 
     python examples/checkpoint.py conversation.row
 
-Each line of the standard input is a turn. Kill the process whenever you like and start it again: the
-conversation goes on after the last turn whose answer was printed, and nothing of it is computed again.
+Each line of the standard input is a turn. Kill the process whenever you like and start it again:
+the conversation goes on after the last turn whose answer was printed, and nothing of it is computed
+again.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def test_a_changed_byte_is_always_found() -> None:
 
 
 def test_a_record_of_another_group_is_found() -> None:
-    with pytest.raises(RankError, match="record 12: its seal does not fit its .* bytes"):
+    with pytest.raises(RankError, match=r"record 12: its seal does not fit its .* bytes"):
         Record.of_bytes(_record().to_bytes(KEY), KEY[::-1])
 
 

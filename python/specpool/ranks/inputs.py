@@ -249,7 +249,7 @@ class Inputs:
 
     @contextmanager
     def applying(self, data: bytes) -> Iterator[Record]:
-        """Check a record's bytes, and let the block make its calls; a turn among them sends nothing.
+        """Check a record, and let the block make its calls; a turn among them sends nothing.
 
         Raises:
             RankError: the bytes are no record of this group, or not the next one.

@@ -2,9 +2,9 @@
 
 A record holds inputs and no plans: each rank makes its own plans of them. A header comes first: the
 payload's bytes, the record's number and rank 0's digest, 64 bits each, and a seal of 16 bytes. The
-seal is a keyed hash of all other bytes. Only who knows the group's key can make it, so a record that
-was altered, or that comes from elsewhere, is found. The number finds one that comes twice, late or
-too early.
+seal is a keyed hash of all other bytes. Only who knows the group's key can make it, so a record
+that was altered, or that comes from elsewhere, is found. The number finds one that comes twice,
+late or too early.
 """
 
 from __future__ import annotations

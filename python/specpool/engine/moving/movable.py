@@ -34,7 +34,8 @@ class Movable:
     def export(self, what: Session | int) -> Export:
         """Take an idle session, or a submitted request by its number, out of this engine.
 
-        Other requests go on, also further samples of the same prompt, which move one by one. End the export by `Export.arrived` or `Export.give_back`.
+        Other requests go on, also further samples of the same prompt, which move one by one. End
+        the export by `Export.arrived` or `Export.give_back`.
 
         Raises:
             ConfigError: the session is closed or busy; the request has ended, or is a turn of a
