@@ -96,11 +96,11 @@ def _measure(ranks: Ranks, rows: int, job: Job) -> dict[str, Any]:
         started = time.perf_counter()
         told = _record(number, rows, job.arrivals)
         if ranks.leads:
-            frame = told.to_bytes()
+            frame = told.to_bytes(ranks.key)
             size = len(frame)
             ranks.send(frame)
         else:
-            heard = Record.of_bytes(ranks.receive())
+            heard = Record.of_bytes(ranks.receive(), ranks.key)
             differences = [
                 own.difference(other)
                 for own, other in zip(told.results, heard.results, strict=True)

@@ -58,6 +58,7 @@ class Side:
         )
         self.pages = PageBytes(self.ledger, self.cache)
         self.layout = Layout.of(self.ledger, self.pages.page_bytes, "bench")
+        self.tokens = list(range(num_tokens))
 
     def fill(self, num_tokens: int) -> int:
         """Return a row of random KV."""
@@ -99,7 +100,7 @@ class Parcel:
         groups = range(len(side.layout.groups))
         self._pages = [ledger.prefix_pages(self._prefix, g)[1] for g in groups]
         self._writer = Writer(
-            side.layout, length=length, drafted_len=length, tokens=range(length), state={}
+            side.layout, length=length, drafted_len=length, tokens=side.tokens, state={}
         )
         self.num_bytes = self._writer.num_bytes
 

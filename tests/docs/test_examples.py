@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_examples_use_public_names_alone():
     found = {
         path.name: names
         for path in (ROOT / "examples").glob("*.py")
-        if (names := re.findall(r"(?:import|[,.]) *(_[a-z]\w*)", path.read_text("utf-8")))
+        if (names := re.findall(r"(?:import |[,.] *)(_[a-z]\w*)", path.read_text("utf-8")))
     }
     assert found == {}
 
@@ -60,6 +61,30 @@ def test_the_scheduler_needs_numpy_alone():
     command = [sys.executable, "-c", code, str(ROOT / "examples" / "scheduler.py")]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "[]"
+
+
+def _turns(path: Path, lines: list[str], *, kill: bool) -> list[str]:
+    """What the checkpoint's example answers; it is killed after the last line, or sees the end."""
+    command = [sys.executable, str(ROOT / "examples" / "checkpoint.py"), str(path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    found = []
+    with subprocess.Popen(command, **pipes) as process:
+        for line in lines:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            found.append(process.stdout.readline().rstrip("\n"))
+        if kill:
+            process.kill()
+    return found
+
+
+def test_a_conversation_goes_on_after_its_process_was_killed(tmp_path):
+    lines = ["The moon ", " and the sun ", " and all the stars "]
+    whole = _turns(tmp_path / "whole", lines, kill=False)
+    parts = [_turns(tmp_path / "parts", [line], kill=True)[0] for line in lines]
+    assert parts == whole
+    reused = [int(re.search(r"(\d+) tokens were there", line)[1]) for line in parts]
+    assert reused[0] == 0 and 0 < reused[1] < reused[2]
 
 
 @pytest.mark.full

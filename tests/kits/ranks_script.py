@@ -291,16 +291,50 @@ def _plant(ranks: Ranks, kind: str, record: int) -> Any:
     if not ranks.leads:
         _planted(kind, record)
     with engine_of("eagle chain D0", ranks) as engine:
+        if kind.startswith(f"forward {ranks.rank} "):
+            _fail_forward(engine, record, kind.split()[-1])
         if not ranks.leads:
             engine.follow()
             return None
-        if kind == "garbage":
-            send, count = ranks.send, iter(range(1, 1 << 30))
-            ranks.send = lambda frame: send(  # type: ignore[method-assign]
-                bytes(range(64)) * 4 if next(count) == record else frame
-            )
+        if kind in TAMPERED:
+            _tamper(ranks, kind, record)
         params = SamplingParams(max_new_tokens=60, ignore_eos=True)
         return [o.token_ids for o in engine.generate(PROMPTS, params)]
+
+
+TAMPERED = ("garbage", "forged", "replayed")
+
+
+def _tamper(ranks: Ranks, kind: str, record: int) -> None:
+    """Change what rank 0 sends at a record; the digest stays that of the record before."""
+    send, sent = ranks.send, list[bytes]()
+
+    def tampered(frame: bytes) -> None:
+        sent.append(frame)
+        match kind if len(sent) == record else "":
+            case "garbage":
+                send(bytes(range(64)) * 4)
+            case "forged":  # a call more or less is not seen by lengths
+                send(frame[:-1] + bytes([frame[-1] ^ 1]))
+            case "replayed":
+                send(sent[-2])
+            case _:
+                send(frame)
+
+    ranks.send = tampered  # type: ignore[method-assign]
+
+
+def _fail_forward(engine: Engine, record: int, error: str) -> None:
+    """Let a forward of this rank fail in the turn of a record."""
+    worker, inputs = engine.core.loop._worker, engine.core.inputs
+    run = worker.run
+
+    def failing(steps: Any) -> Any:
+        if inputs.num_records == record:
+            raise {"RuntimeError": RuntimeError, "ValueError": ValueError}[error]("planted")
+        return run(steps)
+
+    worker.run = failing  # type: ignore[method-assign]
 
 
 def _planted(kind: str, record: int) -> None:

@@ -128,12 +128,42 @@ def test_another_token_on_one_rank_is_found_at_the_next_record() -> None:
     assert "rank 1 has ended: CorruptState" in first.err
 
 
+TAMPERED = {
+    "garbage": "no record: its header says",
+    "forged": "record 5: its seal does not fit its",
+    "replayed": "record 4 came, 5 is the next one",
+}
+
+
 @pytest.mark.full
-def test_bytes_that_are_no_record_end_the_ranks() -> None:
-    first, second = _plant("garbage", 5)
+@pytest.mark.parametrize("kind", TAMPERED)
+def test_a_record_that_is_not_the_next_one_of_rank_0_ends_the_ranks(kind: str) -> None:
+    first, second = _plant(kind, 5)
     assert "RankError" in second.err
-    assert "no record: its header says" in second.err
+    assert TAMPERED[kind] in second.err
     assert "rank 1 has ended: RankError" in first.err
+
+
+@pytest.mark.parametrize(
+    ("rank", "error"),
+    [
+        (1, "RuntimeError"),
+        pytest.param(1, "ValueError", marks=pytest.mark.full),
+        pytest.param(0, "RuntimeError", marks=pytest.mark.full),
+        pytest.param(0, "ValueError", marks=pytest.mark.full),
+    ],
+)
+def test_a_forward_that_fails_on_one_rank_ends_all_and_is_named(rank: int, error: str) -> None:
+    """Law: each rank's last line has the rank, the step and the cause."""
+    ends = _plant(f"forward {rank} {error}", 6)
+    cause = "planted" if error == "ValueError" else "RuntimeError: planted"
+    own = rf"RankError: rank {rank}: the forward of step \d+ failed: {cause}$"
+    other = rf"RankError: rank {rank} has ended: RankError: rank {rank}: the forward of step \d+ "
+    assert abs(ends[0].seconds - ends[1].seconds) < 30  # nobody waits out the timeout of 60 s
+    for each, ended in enumerate(ends):
+        assert ended.code == 1
+        last = ended.err.strip().splitlines()[-1]
+        assert re.search(own if each == rank else other + f"failed: {cause}", last), last
 
 
 @pytest.mark.full

@@ -77,15 +77,52 @@ def test_who_is_no_rank_of_the_group_gets_no_record(stranger: str) -> None:
     others = [Lines.open(board, rank, 3, None, 30) for rank in (2, 1)]
     first = opened()
     record = Record(7, 5, [["forget", bytes(1 << 20)]])
-    sent = _in_thread(lambda: first.send(record.to_bytes()))
+    sent = _in_thread(lambda: first.send(record.to_bytes(first.key)))
     for each in others:
-        assert Record.of_bytes(each.receive()) == record
+        assert Record.of_bytes(each.receive(), each.key) == record
     sent()
     first.close()
     with pytest.raises(ConnectionResetError, match="the connection was closed"):
         others[0].receive()
     for each in others:
         each.close()
+
+
+def _pair(secrets: tuple[bytes, bytes]) -> tuple[Lines, Lines]:
+    """Rank 0's lines and rank 1's, which know these secrets."""
+    board = Board()
+    opened = _in_thread(lambda: Lines.open(board, 0, 2, None, 30, secrets[0]))
+    other = Lines.open(board, 1, 2, None, 30, secrets[1])
+    return opened(), other
+
+
+def test_each_group_has_a_key_of_its_own() -> None:
+    """Law: it is made of the store's secret, and of the one that is never sent."""
+    pairs = [_pair((b"one", b"one")), _pair((b"one", b"one")), _pair((b"one", b"two"))]
+    keys = [lines.key for pair in pairs for lines in pair]
+    assert keys[0] == keys[1] != keys[2] == keys[3]
+    assert keys[4] != keys[5]
+    for pair in pairs:
+        for lines in pair:
+            lines.close()
+
+
+def test_records_that_come_together_or_in_pieces_are_told_apart() -> None:
+    first, other = _pair((b"", b""))
+    records = [Record(n, n, [["forget", bytes(n * n)]]) for n in range(1, 400, 7)]
+    frames = b"".join(record.to_bytes(first.key) for record in records)
+
+    def send() -> None:
+        for at in range(0, len(frames), 999):
+            first.send(frames[at : at + 999])
+
+    sent = _in_thread(lambda: send() or first)
+    assert [Record.of_bytes(other.receive(), other.key) for _ in records] == records
+    sent()
+    first.close()
+    with pytest.raises(ConnectionResetError, match="the connection was closed"):
+        other.receive()
+    other.close()
 
 
 def test_a_rank_that_calls_twice_is_taken_once() -> None:

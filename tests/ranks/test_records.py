@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+import struct
 import tracemalloc
 from typing import Any
 
@@ -20,6 +22,7 @@ from specpool.ranks.wire import request_of, wire_of
 from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.requests.request import Request
 
+KEY = b"a key of a group"
 PLAIN = (
     st.none()
     | st.booleans()
@@ -123,7 +126,7 @@ def _request() -> Request:
 
 def test_a_record_comes_back_as_it_was() -> None:
     record = _record()
-    found = Record.of_bytes(record.to_bytes())
+    found = Record.of_bytes(record.to_bytes(KEY), KEY)
     assert (found.number, found.digest) == (record.number, record.digest)
     assert [call[0] for call in found.inputs] == ["submit", "abort", "cut", "forget", "turn"]
     for own, other in zip(record.results, found.results, strict=True):
@@ -163,21 +166,23 @@ def test_two_results_that_differ_name_the_lane() -> None:
 
 
 def test_a_changed_byte_is_always_found() -> None:
-    """The checksum finds a changed payload; a changed number or digest is compared elsewhere."""
-    whole = _record().to_bytes()
-    for at in range(HEAD_BYTES, len(whole)):
+    """Also one of the header: a forged digest or number is not believed."""
+    whole = _record().to_bytes(KEY)
+    for at in range(len(whole)):
         changed = bytearray(whole)
         changed[at] ^= 0x10
-        with pytest.raises(RankError):
-            Record.of_bytes(bytes(changed))
+        with pytest.raises(RankError, match=r"seal|header|announced"):
+            Record.of_bytes(bytes(changed), KEY)
+
+
+def test_a_record_of_another_group_is_found() -> None:
+    with pytest.raises(RankError, match=r"record 12: its seal does not fit its .* bytes"):
+        Record.of_bytes(_record().to_bytes(KEY), KEY[::-1])
 
 
 def test_random_bytes_are_one_error_and_nothing_else() -> None:
-    """Also with a right checksum, so that the parser behind it is reached."""
-    import struct
-    import zlib
-
-    choice, whole = random.Random(3), _record().to_bytes()[HEAD_BYTES:]
+    """Also with a right seal, so that the parser behind it is reached."""
+    choice, whole = random.Random(3), _record().to_bytes(KEY)[HEAD_BYTES:]
     refused = 0
     for _ in range(20_000):
         payload = bytearray(whole)
@@ -195,9 +200,10 @@ def test_random_bytes_are_one_error_and_nothing_else() -> None:
                     at = choice.randrange(len(payload))
                     del payload[at : at + choice.randint(1, 9)]
                     payload += b"N"
-        head = struct.pack("<qqQQ", len(payload), 1, 0, zlib.crc32(payload))
+        head = struct.pack("<qqQ", len(payload), 1, 0)
+        seal = hashlib.blake2b(head + payload, key=KEY, digest_size=16).digest()
         try:
-            record = Record.of_bytes(head + bytes(payload))
+            record = Record.of_bytes(head + seal + payload, KEY)
             for name, *args in record.inputs:
                 if name == "submit" and args:
                     request_of(args[0], {8: Conversation(8)}, lambda request: None)
@@ -208,12 +214,10 @@ def test_random_bytes_are_one_error_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("length", [-1, MAX_RECORD + 1, 1 << 60])
 def test_a_header_that_announces_too_much_is_refused(length: int) -> None:
-    import struct
-
     with pytest.raises(RankError, match="no record: its header says"):
-        Record.of_bytes(struct.pack("<qqQQ", length, 1, 0, 0) + b"N")
+        Record.of_bytes(struct.pack("<qqQ", length, 1, 0) + bytes(16) + b"N", KEY)
 
 
 def test_a_short_header_is_refused() -> None:
-    with pytest.raises(RankError, match="a record's header has 32 bytes, 5 came"):
-        Record.of_bytes(b"12345")
+    with pytest.raises(RankError, match="a record's header has 40 bytes, 5 came"):
+        Record.of_bytes(b"12345", KEY)

@@ -75,6 +75,13 @@ def test_the_command(monkeypatch, capsys):
     assert "lost sessions" in out and "findings" in out
 
 
+def test_the_command_simulates_replicas_and_ranks(monkeypatch, capsys):
+    options = ["--replicas", "2", "--turns", "50", "--ranks", "3", "--rounds", "500"]
+    assert sim(monkeypatch, *options) == 0
+    out = capsys.readouterr().out
+    assert "sim: seed 0, 2 replicas" in out and "sim: seed 0, 3 ranks" in out
+
+
 def test_the_command_tells_a_broken_law(monkeypatch, capsys):
     replica_plants.append_a_turn_that_is_sent_again(monkeypatch)
     assert sim(monkeypatch, "--replicas", "3", "--turns", "1e5") == 1
@@ -87,7 +94,12 @@ def test_the_command_tells_a_broken_law(monkeypatch, capsys):
     [
         (["--replicas", "0"], "--replicas must be an integer in [1, 10000], got 0"),
         (["--replicas", "2", "--rounds", "9"], "--replicas goes with --turns, not --rounds"),
-        (["--replicas", "2", "--check", "1"], "--replicas checks all laws: leave --check out"),
+        (["--ranks", "2", "--turns", "9"], "--turns runs one process: leave --ranks out"),
+        (["--ranks", "2", "--replicas", "0"], "--replicas must be an integer in [1, 10000], got 0"),
+        (
+            ["--replicas", "2", "--check", "1"],
+            "--replicas and --ranks check all laws: leave --check out",
+        ),
     ],
 )
 def test_a_bad_option_is_one_line(monkeypatch, capsys, args, says):

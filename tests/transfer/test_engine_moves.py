@@ -241,10 +241,6 @@ def test_what_cannot_move_says_why():
         number = engine.submit(PROMPTS[1], GREEDY, session=session)
         with pytest.raises(ConfigError, match="export the session between turns"):
             engine.export(number)
-        several = dataclasses.replace(GREEDY, n=2)
-        number = engine.submit(PROMPTS[1], several)
-        with pytest.raises(ConfigError, match="it has samples that share its prompt"):
-            engine.export(number)
         run(engine)
         with engine.export(session) as export:
             image = export.image()
@@ -252,6 +248,37 @@ def test_what_cannot_move_says_why():
                 other.import_row(image)
             assert not other.core.scheduler.conversations.open
         session.close()
+
+
+@pytest.mark.parametrize("leaves", [0, 1, 2])
+@pytest.mark.parametrize("turns", [0, 1, 4])
+def test_one_of_several_samples_moves_alone(leaves, turns):
+    """Before their prompt has KV, in the middle of it, and when each has a row of its own."""
+    params = dataclasses.replace(DRAWN, n=3)
+    with engine_of(prefill_tokens=16) as one, engine_of() as two:
+        wanted = [output.token_ids for output in one.generate([PROMPTS[0]], params)]
+        found = {}
+
+        def tell(number, item) -> None:
+            if not hasattr(item, "pieces"):
+                found[number] = item
+
+        first = one.submit(PROMPTS[0], params, on_item=tell)
+        for _ in range(turns):
+            one.turn()
+        with one.export(first + leaves) as export:
+            number = two.import_row(export.image(), on_item=lambda _, item: tell("there", item))
+            export.arrived()
+        assert number > 0
+        run(one)
+        run(two)
+        assert found[first + leaves].finish_reason == "moved"
+        for sample, tokens in enumerate(wanted):
+            moved = found["there" if sample == leaves else first + sample]
+            assert moved.token_ids == tokens, sample
+        for engine in (one, two):
+            engine.forget_prefixes()
+            assert_no_page_leaked(engine.ledger)
 
 
 def test_a_row_with_recurrent_state_stays():

@@ -137,9 +137,9 @@ def test_a_header_of_nested_lists_or_no_object_is_refused():
         refused(Side(), np.frombuffer(fixed + text + image.tobytes(), np.uint8), "cannot be read")
     other = image.copy()
     other[8] = 1
-    refused(Side(), other, "version 1, this specpool reads 2")
+    refused(Side(), other, f"version 1, this specpool reads {VERSION}")
     other[12:16] = 255
-    other[8] = 2
+    other[8] = VERSION
     refused(Side(), other, f"1 to {MAX_HEADER} bytes")
 
 

@@ -325,7 +325,7 @@ def sim(
         int,
         typer.Option(
             help="Simulate so many ranks, whose records are late, lost, repeated or changed; "
-            "--rounds counts the turns of all of them."
+            "--rounds counts the turns of all of them. With --replicas: both, one after the other."
         ),
     ] = 1,
     mixed_drafters: Annotated[bool, typer.Option("--mixed-drafters", help=_MIXED)] = False,
@@ -334,20 +334,19 @@ def sim(
     from specpool.cli.sim import fleets, sim_ranks
     from specpool.cli.sim import sim as run
 
-    if mixed_drafters and (replicas is not None or ranks != 1):
-        raise ConfigError("--mixed-drafters runs one process: leave --replicas and --ranks out")
-    if replicas is not None:
-        if rounds is not None:
+    if replicas is not None or ranks != 1:
+        if mixed_drafters:
+            raise ConfigError("--mixed-drafters runs one process: leave --replicas and --ranks out")
+        if rounds is not None and ranks == 1:
             raise ConfigError("--replicas goes with --turns, not --rounds")
-        if check is not None:
-            raise ConfigError("--replicas checks all laws: leave --check out")
-        if not fleets(seed=seed, num_replicas=replicas, turns=2e3 if turns is None else turns):
-            raise typer.Exit(1)
-        return
-    if ranks != 1:
-        if turns is not None:
+        if turns is not None and replicas is None:
             raise ConfigError("--turns runs one process: leave --ranks out")
-        if not sim_ranks(seed=seed, rounds=2e4 if rounds is None else rounds, num_ranks=ranks):
+        if check is not None:
+            raise ConfigError("--replicas and --ranks check all laws: leave --check out")
+        num_turns, num_rounds = 2e3 if turns is None else turns, 2e4 if rounds is None else rounds
+        holds = replicas is None or fleets(seed=seed, num_replicas=replicas, turns=num_turns)
+        holds &= ranks == 1 or sim_ranks(seed=seed, rounds=num_rounds, num_ranks=ranks)
+        if not holds:
             raise typer.Exit(1)
         return
     if rounds is not None and turns is not None:

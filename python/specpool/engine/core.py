@@ -182,6 +182,11 @@ class EngineCore:
             raise ConfigError(f"no request {number!r:.80} is running or waiting")
         return self._submitted[number].request
 
+    def first_sample(self, request: Request) -> Request:
+        """Return the first sample of a submitted request's prompt; itself if that has ended."""
+        found = self._submitted.get(request.request_id - request.sample)
+        return request if found is None else found.request
+
     def abort(self, number: int) -> None:
         """Abort a submitted request; see `Engine.abort`.
 

@@ -263,8 +263,8 @@ class Loop:
                     self._host.restore(launched[0].plan, launched[0].handles)
                     pending.append(None)
         except Exception as error:
-            if self.inputs.is_shared:  # the others may wait in the forward that failed here
-                raise
+            if self.inputs.is_shared:
+                raise self.inputs.failed(launched[0].plan.step, error) from error
             for step in launched:
                 self._fail(step, error)
         else:
@@ -287,7 +287,7 @@ class Loop:
                 self._observe([flying.step], time.perf_counter() - flying.started)
         except Exception as error:
             if self.inputs.is_shared:
-                raise
+                raise self.inputs.failed(flying.step.plan.step, error) from error
             self._fail(flying.step, error)
             return
         self.inputs.result(flying.step.plan.step, result)

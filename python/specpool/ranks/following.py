@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from specpool.errors import CorruptState, RankError, SpecpoolError
 from specpool.ranks.inputs import Inputs
-from specpool.ranks.record import Record
 from specpool.ranks.wire import Equip, request_of
 from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.requests.request import Request
@@ -65,8 +64,7 @@ class Follower:
             RankError: the bytes are no record, or not the next one.
             CorruptState: this rank has parted from rank 0.
         """
-        record = Record.of_bytes(data)
-        with self._inputs.applying(record):
+        with self._inputs.applying(data) as record:
             for name, *args in record.inputs:
                 if name == "end":
                     return False
@@ -84,6 +82,8 @@ class Follower:
             # Rank 0 has met the same error; if it has not, the next digest shows it.
             log.warning("record %d: %s: %s", number, name, error)
         except (TypeError, ValueError, AttributeError) as error:
+            if name in _STEPS:  # it takes no arguments: the error is of what it has run
+                raise
             raise RankError(f"record {number}: {name} cannot be called so: {error}") from error
 
     def _submit(self, wire: Any) -> None:

@@ -37,6 +37,8 @@ log = logging.getLogger("specpool")
 
 #: Seconds between two signs of life, and without one until a rank counts as dead.
 BEAT_SECONDS, SILENT_SECONDS = 0.5, 10.0
+#: Seconds that rank 0 waits after an error, for the others to read it: its store goes with it.
+_LINGER_SECONDS = 4.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -53,6 +55,7 @@ class Ranks:
         rank: its number, from 0.
         world: how many there are.
         device: where this rank's part of the model lives.
+        key: seals the group's records; another `SPECPOOL_RANKS_KEY` gives another one.
         now: seconds of rank 0's clock at the latest record.
         on_lost: called from another thread when a rank gives no sign of life, with the reason;
             it must end the process.
@@ -87,14 +90,17 @@ class Ranks:
                 world_size=world,
                 timeout=timeout,
             )
-            self._lines = Lines.open(self._store, rank, world, host, seconds)
+            secret = _key(os.environ.get(KEY_VARIABLE, ""))
+            self._lines = Lines.open(self._store, rank, world, host, seconds, secret)
+            self.key = self._lines.key
         except Exception as error:
             raise RankError(
                 f"rank {self.rank} of {self.world} found no group at "
                 f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {one_line(error)}"
             ) from error
         self._ended = threading.Event()
-        self._closed = False
+        self._closed = self._failed = False
+        self._why = ""  # another rank has ended, and said this
         self._log: Path | None = None
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
@@ -178,6 +184,7 @@ class Ranks:
 
     def fail(self, error: BaseException) -> None:
         """Tell the others why this rank ends; they may be waiting for it."""
+        self._failed = True
         with contextlib.suppress(Exception):
             self._store.set(f"fail/{self.rank}", one_line(error, 2000))
 
@@ -212,11 +219,14 @@ class Ranks:
         if self._watcher is not threading.current_thread():
             self._watcher.join(2 * BEAT_SECONDS)
         with contextlib.suppress(Exception):
-            self._store.set(f"left/{self.rank}", "1")
+            for key in (f"left/{self.rank}", f"knows/{self.rank}"):
+                self._store.set(key, "1")
         self._lines.close()
         if dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+        if self._failed and self.leads:
+            self._linger()
 
     def __enter__(self) -> Ranks:
         """Return the place itself."""
@@ -249,6 +259,8 @@ class Ranks:
     def _who_is_gone(self) -> str:
         """Find out which rank has gone, in a second or two; "" = none."""
         self._ended.set()  # the caller tells it: this rank ends
+        if self._why:
+            return self._why
         peers = [rank for rank in range(self.world) if rank != self.rank]
         try:
             before = {rank: self._beats.get(f"beat/{rank}") for rank in peers}
@@ -266,6 +278,20 @@ class Ranks:
             return f"rank {(still or left)[0]} is gone"
         return ""
 
+    def _read_why(self, rank: int) -> None:
+        """Keep what a rank says that has ended, as it may take the store with it."""
+        if not self._why and (told := self._said(f"fail/{rank}")):
+            self._why = f"rank {rank} has ended: {told}"
+            self._beats.set(f"knows/{self.rank}", "1")
+
+    def _linger(self) -> None:
+        """Wait until the others have read from the store why this rank ends."""
+        keys, end = [f"knows/{rank}" for rank in range(1, self.world)], time.monotonic()
+        end += _LINGER_SECONDS
+        with contextlib.suppress(Exception):
+            while not self._beats.check(keys) and time.monotonic() < end:
+                time.sleep(0.05)
+
     def _said(self, key: str) -> str:
         return self._beats.get(key).decode(errors="replace") if self._beats.check([key]) else ""
 
@@ -278,15 +304,16 @@ class Ranks:
             try:
                 self._beats.set(f"beat/{self.rank}", str(count))
                 for rank, (value, since) in seen.items():
+                    self._read_why(rank)
                     latest, now = self._said(f"beat/{rank}"), time.monotonic()
                     if latest != value or self._said(f"left/{rank}"):
                         seen[rank] = latest, now
                     elif now - since > SILENT_SECONDS:
-                        told = self._said(f"fail/{rank}")
-                        why = f"ended: {told}" if told else f"been silent for {now - since:.1f} s"
-                        self._lose(f"rank {rank} has {why}; rank {self.rank} ends")
+                        silent = f"rank {rank} has been silent for {now - since:.1f} s"
+                        self._lose(f"{self._why or silent}; rank {self.rank} ends")
             except Exception as error:
-                self._lose(f"rank {self.rank} ends: the group's store is gone: {one_line(error)}")
+                store = f"the group's store is gone: {one_line(error)}"
+                self._lose(f"rank {self.rank} ends: {self._why or store}")
 
     def _lose(self, message: str) -> None:
         if not self._ended.is_set():

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from specpool._core import Ledger
-from specpool.errors import ConfigError, CorruptState, RankError
+from specpool.errors import ConfigError, CorruptState, RankError, one_line
 from specpool.ranks.record import Record, Result
 from specpool.ranks.wire import wire_of
 from specpool.scheduler.pins import Pin
@@ -29,9 +29,13 @@ class Peers(Protocol):
     """The other ranks, as `Inputs` sees them.
 
     Attributes:
+        rank: this rank's number.
+        key: seals the records of this group, 1 to 64 bytes.
         now: seconds of rank 0's clock at the latest record, for decisions that depend on time.
     """
 
+    rank: int
+    key: bytes
     now: float
 
     @property
@@ -210,11 +214,25 @@ class Inputs:
         self.tell_time(now, seconds)
         record = Record(self.num_records + 1, self._digest, notes, self._told, self._counts)
         try:
-            self._peers.send(record.to_bytes())
+            self._peers.send(record.to_bytes(self._peers.key))
         except BaseException as error:
             self.broke(error)
             raise
         self.num_records += 1
+
+    def failed(self, step: int, error: Exception) -> Exception:
+        """Return the error that ends this rank after a forward failed; it names rank and step.
+
+        The other ranks may be waiting in the same forward, so they cannot go on without it.
+        """
+        assert self._peers is not None
+        if isinstance(error, RuntimeError):  # of a collective, if another rank has gone
+            explained = self._peers.explain(error)
+            if explained is not error:
+                return explained
+        return RankError(
+            f"rank {self._peers.rank}: the forward of step {step} failed: {one_line(error, 1000)}"
+        )
 
     def result(self, step: int, result: StepResult) -> None:
         """Note what a step gave."""
@@ -230,20 +248,22 @@ class Inputs:
     # --- on the other ranks -----------------------------------------------------------------------
 
     @contextmanager
-    def applying(self, record: Record) -> Iterator[None]:
+    def applying(self, data: bytes) -> Iterator[Record]:
         """Check a record, and let the block make its calls; a turn among them sends nothing.
 
         Raises:
-            RankError: it is not the next record.
+            RankError: the bytes are no record of this group, or not the next one.
             CorruptState: this rank's digest or results are others than rank 0's.
         """
+        assert self._peers is not None
+        record = Record.of_bytes(data, self._peers.key)
         if record.number != self.num_records + 1:
             raise RankError(f"record {record.number} came, {self.num_records + 1} is the next one")
         self._compare(record)
         self.num_records += 1
         self._is_within = True
         try:
-            yield
+            yield record
         finally:
             self._is_within = False
         self._end_turn()

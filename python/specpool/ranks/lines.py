@@ -5,6 +5,7 @@ A broadcast of gloo passes two threads on each side, which takes longer.
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import secrets
 import socket
@@ -20,6 +21,8 @@ _LOOPBACK = "127.0.0.1"
 _KEY = "records"
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")  # the secret, the caller's rank
+#: Most records come whole with one call of the system for so many bytes.
+_PIECE = 64 << 10
 #: Seconds that a caller has for its first bytes.
 _HELLO_SECONDS = 5.0
 
@@ -35,22 +38,36 @@ class Store(Protocol):
 
 
 class Lines:
-    """This rank's end of the sockets."""
+    """This rank's end of the sockets.
 
-    def __init__(self, sockets: list[socket.socket], timeout: float) -> None:
+    Attributes:
+        key: seals the records of this group, 32 bytes.
+    """
+
+    def __init__(self, sockets: list[socket.socket], key: bytes, timeout: float) -> None:
         """Use these sockets: on rank 0 one to each other rank, else the one to rank 0.
 
         Args:
             sockets: connected ones; `close` closes them.
+            key: seals the records.
             timeout: seconds that a call waits for a peer.
         """
-        self._sockets = sockets
+        self._sockets, self.key = sockets, key
+        self._held = bytearray()  # what has come of the next record
         for each in sockets:
             each.settimeout(timeout)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
-    def open(cls, store: Store, rank: int, world: int, host: str | None, timeout: float) -> Lines:
+    def open(
+        cls,
+        store: Store,
+        rank: int,
+        world: int,
+        host: str | None,
+        timeout: float,
+        secret: bytes = b"",
+    ) -> Lines:
         """Connect rank 0 with the others, which must call it together.
 
         Args:
@@ -60,19 +77,23 @@ class Lines:
             host: the address of rank 0's machine; None = all ranks are on this machine, and
                 nothing listens beyond loopback.
             timeout: seconds that a call waits for a peer.
+            secret: what all ranks know and never send, at most 64 bytes. The key of the records is
+                made of it and of the secret in the store.
 
         Raises:
             RankError: not all ranks came within the timeout.
         """
         if rank:
-            port, token = store.get(_KEY).decode().split()
+            port, text = store.get(_KEY).decode().split()
+            token = bytes.fromhex(text)
             line = socket.create_connection((host or _LOOPBACK, int(port)), timeout)
-            line.sendall(_HELLO.pack(bytes.fromhex(token), rank))
-            return cls([line], timeout)
-        token = secrets.token_hex(_TOKEN_BYTES)
+            line.sendall(_HELLO.pack(token, rank))
+            return cls([line], _key_of(token, secret), timeout)
+        token = secrets.token_bytes(_TOKEN_BYTES)
         with socket.create_server(("" if host else _LOOPBACK, 0), backlog=world) as listener:
-            store.set(_KEY, f"{listener.getsockname()[1]} {token}")
-            return cls(_callers(listener, bytes.fromhex(token), world, timeout), timeout)
+            store.set(_KEY, f"{listener.getsockname()[1]} {token.hex()}")
+            callers = _callers(listener, token, world, timeout)
+            return cls(callers, _key_of(token, secret), timeout)
 
     def send(self, frame: bytes) -> None:
         """Send a record from rank 0 to all others.
@@ -90,13 +111,27 @@ class Lines:
             OSError: rank 0 has gone, or said nothing for `timeout` seconds.
             RankError: what came is no record.
         """
-        head = bytes(_read(self._sockets[0], HEAD_BYTES))
-        return head + _read(self._sockets[0], payload_bytes(head))
+        while (size := _size_of(self._held)) > len(self._held):
+            piece = self._sockets[0].recv(_PIECE)
+            if not piece:
+                raise ConnectionResetError("the connection was closed")
+            self._held += piece
+        frame, self._held = bytes(self._held[:size]), self._held[size:]
+        return frame
 
     def close(self) -> None:
         """Close the sockets."""
         for each in self._sockets:
             each.close()
+
+
+def _size_of(held: bytearray) -> int:
+    """Return the bytes of the record that begins so, as far as they are known."""
+    return HEAD_BYTES + payload_bytes(held) if len(held) >= HEAD_BYTES else HEAD_BYTES
+
+
+def _key_of(token: bytes, secret: bytes) -> bytes:
+    return hashlib.blake2b(token, key=secret, digest_size=32).digest()
 
 
 def _callers(

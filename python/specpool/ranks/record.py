@@ -1,14 +1,17 @@
 """`Record`: what rank 0 tells the others before each turn, as bytes.
 
-A record holds inputs and no plans: each rank makes its own plans of them. A header of four 64-bit
-integers comes first: the payload's bytes, the record's number, rank 0's digest, the payload's
-CRC-32.
+A record holds inputs and no plans: each rank makes its own plans of them. A header comes first: the
+payload's bytes, the record's number and rank 0's digest, 64 bits each, and a seal of 16 bytes. The
+seal is a keyed hash of all other bytes. Only who knows the group's key can make it, so a record
+that was altered, or that comes from elsewhere, is found. The number finds one that comes twice,
+late or too early.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +22,10 @@ from specpool.arrays import Int32
 from specpool.errors import RankError
 from specpool.ranks.codec import decode, encode
 
-_HEAD = struct.Struct("<qqQQ")
+_HEAD = struct.Struct("<qqQ")
+_SEAL_BYTES = 16
 #: Bytes of the header.
-HEAD_BYTES = _HEAD.size
+HEAD_BYTES = _HEAD.size + _SEAL_BYTES
 #: The most bytes of a payload.
 MAX_RECORD = 1 << 28
 
@@ -81,8 +85,8 @@ class Record:
     results: list[Result] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
 
-    def to_bytes(self) -> bytes:
-        """Return the header and the payload.
+    def to_bytes(self, key: bytes) -> bytes:
+        """Return the header and the payload, sealed with `key` (1 to 64 bytes).
 
         Raises:
             RankError: the payload is longer than `MAX_RECORD`, or holds what cannot be sent.
@@ -91,26 +95,31 @@ class Record:
         payload = encode([self.inputs, results, self.counts])
         if len(payload) > MAX_RECORD:
             raise RankError(f"record {self.number} has {len(payload)} bytes, above {MAX_RECORD}")
-        return _HEAD.pack(len(payload), self.number, self.digest, zlib.crc32(payload)) + payload
+        head = _HEAD.pack(len(payload), self.number, self.digest)
+        return head + _seal(key, head, payload) + payload
 
     @classmethod
-    def of_bytes(cls, data: bytes) -> Record:
-        """Read a record.
+    def of_bytes(cls, data: bytes, key: bytes) -> Record:
+        """Read a record that was sealed with `key`. Nothing else in it is looked at before.
 
         Raises:
             RankError: the bytes are none; the message says where.
         """
         length = payload_bytes(data)
-        _, number, digest, check = _HEAD.unpack_from(data)
+        _, number, digest = _HEAD.unpack_from(data)
         payload = memoryview(data)[HEAD_BYTES:]
         if len(payload) != length:
             raise RankError(f"record {number}: {length} bytes announced, {len(payload)} came")
-        if zlib.crc32(payload) != check:
-            raise RankError(f"record {number}: its checksum does not fit its {length} bytes")
+        seal = data[_HEAD.size : HEAD_BYTES]
+        if not hmac.compare_digest(_seal(key, data[: _HEAD.size], payload), seal):
+            raise RankError(
+                f"record {number}: its seal does not fit its {length} bytes: it was altered, or it "
+                "is not from rank 0 of this group"
+            )
         return cls(number, digest, *_parts(number, decode(payload)))
 
 
-def payload_bytes(data: bytes) -> int:
+def payload_bytes(data: bytes | bytearray) -> int:
     """Return the length of the payload that a header announces.
 
     Raises:
@@ -118,10 +127,16 @@ def payload_bytes(data: bytes) -> int:
     """
     if len(data) < HEAD_BYTES:
         raise RankError(f"a record's header has {HEAD_BYTES} bytes, {len(data)} came")
-    length, number, _, _ = _HEAD.unpack_from(data)
+    length, number, _ = _HEAD.unpack_from(data)
     if not 0 <= length <= MAX_RECORD or number < 1:
         raise RankError(f"no record: its header says number {number}, {length} bytes")
     return int(length)
+
+
+def _seal(key: bytes, head: bytes, payload: bytes | memoryview) -> bytes:
+    seal = hashlib.blake2b(head, key=key, digest_size=_SEAL_BYTES)
+    seal.update(payload)
+    return seal.digest()
 
 
 def _parts(number: int, value: Any) -> tuple[list[list[Any]], list[Result], list[int]]:

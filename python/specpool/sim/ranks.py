@@ -22,7 +22,6 @@ from specpool.adaptive import AdaptiveConfig, BudgetController, RangeConfig
 from specpool.errors import CorruptState, RankError
 from specpool.ranks.following import Follower
 from specpool.ranks.inputs import Inputs
-from specpool.ranks.record import HEAD_BYTES
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.requests.conversation import Conversation
@@ -66,11 +65,14 @@ class SimRank:
     """One rank: a ledger, a scheduler, a loop without a model, and a clock that runs wrong.
 
     Attributes:
+        key: seals the records; see `Peers`.
         states: what the rank was like after each record.
         stopped: the error that it stopped with; None = it goes on.
         seconds: its own clock, which nothing may depend on.
         now: rank 0's clock at the latest record; see `Peers`.
     """
+
+    key = b"a simulation's"
 
     def __init__(self, settings: Settings, rank: int, send: Callable[[bytes], None]) -> None:
         self.rank, self._settings, self._send = rank, settings, send
@@ -246,7 +248,7 @@ class RanksSimulation:
             return
         if fault == "changed":
             changed = bytearray(frame)
-            changed[self._rng.randrange(8 if len(frame) > HEAD_BYTES else 0, len(frame))] ^= 0x41
+            changed[self._rng.randrange(len(frame))] ^= 0x41
             frame = bytes(changed)
         if fault == "restarted":
             self.ranks[rank] = self._rank(rank)

@@ -31,7 +31,7 @@ from specpool.transfer.layout import Layout
 
 Bytes = npt.NDArray[np.uint8]
 
-MAGIC, VERSION = b"SPROWKV\0", 2
+MAGIC, VERSION = b"SPROWKV\0", 3
 _FIXED = struct.Struct("<8sIIQ")
 FIXED_BYTES = _FIXED.size
 MAX_HEADER = 64 << 10

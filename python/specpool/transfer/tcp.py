@@ -21,7 +21,7 @@ import hashlib
 import hmac
 import secrets
 import struct
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 
@@ -31,17 +31,20 @@ from specpool.transfer.image import FIXED_BYTES, Bytes, header_bytes, parse_head
 from specpool.transfer.layout import Layout
 from specpool.transfer.parcel import Parcel, TakeIn
 
-_NONCE = _MAC = 32
+_NONCE = MAC_BYTES = 32
 _PIECE = 256 << 10
 _MAX_MESSAGE = 4096
 _REPLY = struct.Struct("<BI")
+#: Brings an image to a receiver.
+Carry = Callable[[Bytes, asyncio.StreamWriter, bytes], Awaitable[None]]
 #: Bytes of the shortest key.
 MIN_KEY = 16
 #: Seconds in which a peer must send or take the next piece.
 TIMEOUT = 10.0
 
 
-def _mac(key: bytes, name: bytes, *parts: bytes) -> bytes:
+def mac(key: bytes, name: bytes, *parts: bytes) -> bytes:
+    """Sign these bytes, for what `name` says."""
     return hmac.digest(key, name + b"\0" + b"".join(parts), hashlib.sha256)
 
 
@@ -142,11 +145,11 @@ class TcpReceiver:
         await self._write(writer, own)
         theirs = await self._read(reader, _NONCE)
         nonces = own + theirs
-        given = await self._read(reader, _MAC)
-        if not hmac.compare_digest(given, _mac(self._key, b"sender", nonces)):
+        given = await self._read(reader, MAC_BYTES)
+        if not hmac.compare_digest(given, mac(self._key, b"sender", nonces)):
             raise TransferError("a peer has a wrong key")
-        await self._write(writer, _mac(self._key, b"receiver", nonces))
-        session = _mac(self._key, b"session", nonces)
+        await self._write(writer, mac(self._key, b"receiver", nonces))
+        session = mac(self._key, b"session", nonces)
         try:
             image = await self._image(reader, session)
             async with self._turn:
@@ -179,27 +182,31 @@ class TcpReceiver:
         """Tell the sender, and undo what was taken in if it does not hear of it."""
         try:
             await self._reply(writer, session, 1, "")
-            if await self._read(reader, _MAC) != _mac(session, b"settled"):
+            if await self._read(reader, MAC_BYTES) != mac(session, b"settled"):
                 raise TransferError("the sender did not settle its row")
         except BaseException:
             await asyncio.to_thread(undo)
             raise
 
-    async def _image(self, reader: asyncio.StreamReader, session: bytes) -> Bytes:
+    async def _head(self, reader: asyncio.StreamReader) -> tuple[bytes, int]:
+        """Read the head of an image; return it, and the bytes that the image must have."""
         head = await self._read(reader, FIXED_BYTES)
         head += await self._read(reader, header_bytes(head))
-        total = parse_header(head, self._layout)[1].total
+        return head, parse_header(head, self._layout)[1].total
+
+    async def _image(self, reader: asyncio.StreamReader, session: bytes) -> Bytes:
+        head, total = await self._head(reader)
         image = np.empty(total, np.uint8)
         image[: len(head)] = np.frombuffer(head, np.uint8)
-        mac, at = hmac.new(session, head, hashlib.sha256), len(head)
+        signed, at = hmac.new(session, head, hashlib.sha256), len(head)
         while at < total:
             piece = await asyncio.wait_for(reader.read(min(_PIECE, total - at)), self._timeout)
             if not piece:
                 raise EOFError(f"the sender is gone after {at} of {total} bytes")
             image[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-            mac.update(piece)
+            signed.update(piece)
             at += len(piece)
-        if not hmac.compare_digest(await self._read(reader, _MAC), mac.digest()):
+        if not hmac.compare_digest(await self._read(reader, MAC_BYTES), signed.digest()):
             raise TransferError("the image is not what the sender has signed")
         return image
 
@@ -208,7 +215,7 @@ class TcpReceiver:
     ) -> None:
         text = message.encode()[:_MAX_MESSAGE]
         reply = _REPLY.pack(is_in, len(text)) + text
-        await self._write(writer, reply + _mac(session, b"reply", reply))
+        await self._write(writer, reply + mac(session, b"reply", reply))
 
     async def _write(self, writer: asyncio.StreamWriter, data: bytes) -> None:
         writer.write(data)
@@ -240,16 +247,45 @@ async def send(
         TransferError: the row did not arrive; the message says why.
         ConfigError: the key is too short.
     """
+
+    async def carry(image: Bytes, writer: asyncio.StreamWriter, session: bytes) -> None:
+        for at in range(0, len(image), _PIECE):
+            writer.write(image[at : at + _PIECE].tobytes())
+            await asyncio.wait_for(writer.drain(), timeout)
+        writer.write(hmac.digest(session, image.data, hashlib.sha256))
+
+    await exchange(parcel, host, port, key, timeout, carry)
+
+
+async def exchange(
+    parcel: Parcel, host: str, port: int, key: bytes, timeout: float, carry: Carry
+) -> None:
+    """Prove the key to a receiver, let `carry` bring it the image, and settle the row; see `send`.
+
+    Args:
+        parcel: the row. It has ended when this returns, or goes on.
+        host: where the receiver listens.
+        port: its port.
+        key: the secret that both sides share.
+        timeout: as in `send`.
+        carry: called with the image, the way to the receiver, and the session's key.
+
+    Raises:
+        TransferError: the row did not arrive; the message says why.
+        ConfigError: the key is too short.
+    """
     try:
         _check_key(key)
-        await _send(parcel, host, port, key, timeout)
+        await _exchange(parcel, host, port, key, timeout, carry)
     except (OSError, EOFError, TimeoutError) as error:
         raise TransferError(f"the row did not arrive at {host}:{port}: {one_line(error)}") from None
     finally:
         parcel.give_back()
 
 
-async def _send(parcel: Parcel, host: str, port: int, key: bytes, timeout: float) -> None:
+async def _exchange(
+    parcel: Parcel, host: str, port: int, key: bytes, timeout: float, carry: Carry
+) -> None:
     image = np.empty(parcel.num_bytes, np.uint8)
     await asyncio.to_thread(parcel.write, image)
     reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), timeout)
@@ -260,28 +296,25 @@ async def _send(parcel: Parcel, host: str, port: int, key: bytes, timeout: float
 
         theirs, own = await read(_NONCE), secrets.token_bytes(_NONCE)
         nonces = theirs + own
-        writer.write(own + _mac(key, b"sender", nonces))
-        if not hmac.compare_digest(await read(_MAC), _mac(key, b"receiver", nonces)):
+        writer.write(own + mac(key, b"sender", nonces))
+        if not hmac.compare_digest(await read(MAC_BYTES), mac(key, b"receiver", nonces)):
             raise TransferError(f"{host}:{port} has another key")
-        session = _mac(key, b"session", nonces)
+        session = mac(key, b"session", nonces)
         with contextlib.suppress(ConnectionError):  # it refuses early: its answer says why
-            for at in range(0, len(image), _PIECE):
-                writer.write(image[at : at + _PIECE].tobytes())
-                await asyncio.wait_for(writer.drain(), timeout)
-            writer.write(hmac.digest(session, image.data, hashlib.sha256))
+            await carry(image, writer, session)
         reply = await read(_REPLY.size, 6 * timeout)
         is_in, size = _REPLY.unpack(reply)
         if size > _MAX_MESSAGE:
             raise TransferError(f"{host}:{port} answers with {size} bytes")
         reply += await read(size)
-        if not hmac.compare_digest(await read(_MAC), _mac(session, b"reply", reply)):
+        if not hmac.compare_digest(await read(MAC_BYTES), mac(session, b"reply", reply)):
             raise TransferError(f"the answer of {host}:{port} is not signed with the key")
         if not is_in:
             raise TransferError(f"{host}:{port} refused the row: {reply[_REPLY.size :].decode()}")
         # Of a row whose last word is lost neither side has anything; the other order could leave it
         # on both.
         parcel.arrived()
-        writer.write(_mac(session, b"settled"))
+        writer.write(mac(session, b"settled"))
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()

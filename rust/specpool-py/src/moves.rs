@@ -98,6 +98,7 @@ pub fn gather_pages<'py>(
     pages: &Bound<'py, PyAny>,
     out: &Bound<'py, PyAny>,
 ) -> PyResult<u64> {
+    let py = out.py();
     let (pages, mut out) = (Input::<i32, 1>::new("pages", pages)?, Output::<u8, 1>::new("out", out)?);
     expect_apart([("out", out.span())], [("pages", pages.span())])?;
     let mut read: Vec<Input<'_, u8, 2>> = memory::with_room(buffers.0.len(), "buffers").map_err(to_py)?;
@@ -108,7 +109,8 @@ pub fn gather_pages<'py>(
     }
     let parts = read.iter().map(|buffer| (buffer.slice(), buffer.dims[1]));
     let parts = memory::collected(parts, "buffers").map_err(to_py)?;
-    pages::gather_pages(&parts, pages.slice(), out.slice()).map_err(to_py)
+    let (pages, out) = (pages.slice(), out.slice());
+    py.detach(|| pages::gather_pages(&parts, pages, out)).map_err(to_py)
 }
 
 #[doc = doc!("scatter_pages")]
@@ -118,6 +120,7 @@ pub fn scatter_pages<'py>(
     pages: &Bound<'py, PyAny>,
     values: &Bound<'py, PyAny>,
 ) -> PyResult<u64> {
+    let py = pages.py();
     let (pages, values) = (Input::<i32, 1>::new("pages", pages)?, Input::<u8, 1>::new("values", values)?);
     let mut written: Vec<Output<'_, u8, 2>> = memory::with_room(buffers.0.len(), "buffers").map_err(to_py)?;
     for array in &buffers.0 {
@@ -130,5 +133,6 @@ pub fn scatter_pages<'py>(
     }
     let parts = written.iter_mut().map(|buffer| (buffer.dims[1], buffer.slice())).map(|(size, bytes)| (bytes, size));
     let mut parts = memory::collected(parts, "buffers").map_err(to_py)?;
-    pages::scatter_pages(&mut parts, pages.slice(), values.slice()).map_err(to_py)
+    let (pages, values) = (pages.slice(), values.slice());
+    py.detach(|| pages::scatter_pages(&mut parts, pages, values)).map_err(to_py)
 }

@@ -34,11 +34,12 @@ class Movable:
     def export(self, what: Session | int) -> Export:
         """Take an idle session, or a submitted request by its number, out of this engine.
 
-        Other requests go on. End the export by `Export.arrived` or `Export.give_back`.
+        Other requests go on, also further samples of the same prompt, which move one by one. End
+        the export by `Export.arrived` or `Export.give_back`.
 
         Raises:
-            ConfigError: the session is closed or busy; the request has ended, is a turn of a
-                session, or has further samples; or the target has recurrent layers.
+            ConfigError: the session is closed or busy; the request has ended, or is a turn of a
+                session; or the target has recurrent layers.
         """
         self.core.prompts.check_open()
         with self.core.lock:

@@ -145,6 +145,8 @@ class Moves:
         core.loop.drain()
         _check_moves(request)
         with core.loop.recovering():
+            # Samples that wait for their prompt's pages run by themselves, or move one by one.
+            core.scheduler.exports.part(core.first_sample(request))
             row = core.scheduler.exports.of_request(request)
             return self._export(row, request.tokens, _request_state(request), request)
 
@@ -268,7 +270,6 @@ def _check_moves(request: Request) -> None:
         raise ConfigError(f"request {number} has ended: {request.finish_reason}")
     reasons = {
         "it is a turn of a session: export the session between turns": request.conversation,
-        "it has samples that share its prompt": request.siblings,
         "it pins its prompt": request.wants_pin,
         "its KV is on its way from the host": request.handle,
         "its KV may be wrong": request.tainted,

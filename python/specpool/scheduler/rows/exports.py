@@ -89,6 +89,10 @@ class Exports:
         self._running.remove(request)
         return export
 
+    def part(self, request: Request) -> None:
+        """Let the further samples of a request's prompt wait by themselves, before one leaves."""
+        self._waiting.part(request)
+
     def arrived(self, export: RowExport) -> None:
         """Give the pages up: another engine has their content. A second call does nothing."""
         if export.prefix in self._prefixes:
