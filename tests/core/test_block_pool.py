@@ -454,7 +454,11 @@ def refused() -> dict[str, Case]:
         "negative": (lambda pool: pool.take(-1), ShapeError, "count must be 0 or more, got -1"),
         "huge": (lambda pool: pool.take(1 << 62), OutOfPages, "need 4611686018427387904, "),
         "few blocks": (lambda pool: pool.put([1] * 4, [1]), ShapeError, "fill 2 blocks, 1 are"),
-        "start": (lambda pool: pool.put([1, 2], [1], 2), ShapeError, "from block 2 on: 1 are given"),
+        "start": (
+            lambda pool: pool.put([1, 2], [1], 2),
+            ShapeError,
+            "from block 2 on: 1 are given",
+        ),
         "number tag": (lambda pool: pool.take(1, tag=7), ShapeError, "a tag must be a str, got 7"),
         "tag of a drop": (lambda pool: pool.drop([2], tag=b"a"), ShapeError, "a str, got b'a'"),
         "bytes": (lambda pool: pool.drop(b"\x02"), ShapeError, "array or a list of ints, got b"),
