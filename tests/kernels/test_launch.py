@@ -184,13 +184,27 @@ def test_a_missing_cupy_is_one_sentence(gpu, monkeypatch):
         slots()
 
 
-def test_an_old_driver_is_one_sentence(gpu, monkeypatch):
-    gpu(FakeCupy(RuntimeError("cudaErrorInsufficientDriver: too old\nmore lines")))
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (RuntimeError("cudaErrorInsufficientDriver: too old\nmore lines"), "too old"),
+        # CuPy for CUDA 12 beside a torch for CUDA 13, whose libraries it does not find.
+        (
+            RuntimeError("CuPy failed to load libnvrtc.so.12: OSError: libnvrtc.so.12: no file\n"),
+            "libnvrtc.so.12",
+        ),
+        (ImportError("libcudart.so.12: cannot open shared object file"), "libcudart.so.12"),
+    ],
+    ids=["old driver", "another CUDA major", "another CUDA major at import"],
+)
+def test_a_cupy_that_cannot_build_is_one_sentence(gpu, monkeypatch, error, says):
+    gpu(FakeCupy(error))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(says)) as caught:
         slots()
+    (first, *_) = str(error).splitlines()
     assert str(caught.value) == (
-        "CuPy 14.0.0 cannot build the kernels for cuda:1 (cudaErrorInsufficientDriver: too old): "
+        f"CuPy 14.0.0 cannot build the kernels for cuda:1 ({first}): "
         "pip install 'specpool[cuda13]', or install a newer driver"
     )
 

@@ -107,6 +107,11 @@ def test_a_bad_option_is_one_line(monkeypatch, capsys, args, says):
     assert capsys.readouterr().err == f"error: {says}\n"
 
 
+def test_a_session_whose_owner_is_listed_later_than_a_turn_waits():
+    """Found by seed 687: the list came after the patience of 0.5 s, but before the client heard."""
+    assert run(687).needless > 0
+
+
 def test_it_needs_no_ray_and_no_torch():
     code = (
         "import specpool.serve.replicas.fleet.fleet, sys; "

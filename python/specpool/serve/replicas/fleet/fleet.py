@@ -224,11 +224,14 @@ class Fleet:
         if replica is None or not replica.is_up:
             return
         self.tally.needless += 1
+        since = sent - self._listed_since[owner]
+        # A proxy waits for `patience`. All lists of the owner have come by then, or maybe not yet.
+        could_know = since + self.settings.patience >= self.settings.list_delay
         # A call that failed may have told the proxy of a death that was none: not in a quiet fleet.
-        if self.settings.is_quiet or all(
-            owner in proxy.replicas and not proxy.was_cut for proxy in self.proxies
+        if self.settings.is_quiet or (
+            could_know
+            and all(owner in proxy.replicas and not proxy.was_cut for proxy in self.proxies)
         ):
-            since = sent - self._listed_since[owner]
             raise FleetLaw(
                 f"a session is lost, and its owner {owner} is there, listed {since:.2f} s before"
             )
