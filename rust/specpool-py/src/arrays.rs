@@ -126,11 +126,11 @@ pub fn int32(name: &str, value: &Bound<'_, PyAny>) -> PyResult<i32> {
 
 /// The name of a request, of a ledger's row or of a pool's blocks.
 pub fn name<'a>(tag: &'a Bound<'_, PyAny>) -> PyResult<&'a str> {
-    let text = tag.cast::<PyString>().ok().and_then(|text| text.to_str().ok());
-    match text {
-        Some(text) => Ok(text),
-        None => Err(shape_error(format!("a tag must be a str, got {}", tag.repr()?))),
-    }
+    let shown = || tag.repr().map(|shown| shown.to_string());
+    let Ok(text) = tag.cast::<PyString>() else {
+        return Err(shape_error(format!("a tag must be a str, got {}", shown()?)));
+    };
+    text.to_str().or_else(|_| Err(shape_error(format!("a tag must be text that UTF-8 can hold, got {}", shown()?))))
 }
 
 /// A row id.
