@@ -225,6 +225,23 @@ def test_hard_rows_do_not_spoil_a_family_for_easy_ones() -> None:
     assert tokens[~is_easy, 3].mean() < 1.6, "trees, which only easy rows have drafted"
 
 
+def test_a_new_row_is_told_what_rows_of_all_kinds_gave() -> None:
+    """Law: rows that chose a family by their own results do not decide what new rows hear of it."""
+    acceptance, rng = RowAcceptance(SHAPES, 33), np.random.default_rng(0)
+    rows, is_easy = np.arange(32, dtype=np.int32), np.arange(32) % 2 == 0
+    for turn in range(600):
+        for row in np.flatnonzero(turn % 96 == 3 * rows).tolist():  # a new request after 96 rounds
+            acceptance.reset(row)
+        age = (turn - 3 * rows) % 96
+        shapes = np.where(is_easy & (age >= 8), 3, 2).astype(np.int32)
+        right = rng.random((32, 3)) < np.where(is_easy, 0.9, 0.1)[:, None]
+        accept_len = (1 + np.cumprod(right, axis=1).sum(axis=1)).astype(np.int32)
+        acceptance.learn(rows, shapes, accept_len)
+    (new,) = acceptance.tokens(np.array([32], np.int32))
+    mean = (3.44 + 1.11) / 2
+    assert abs(new[2] - mean) < 0.5, "chains, which easy rows leave after eight rounds"
+
+
 def test_a_target_makes_rounds_shorter() -> None:
     """Law: rows with a target draft, the others stop drafting, until the target is met."""
     now = 0.0

@@ -22,6 +22,7 @@ _PRIOR, _PRIOR_TRIES = 0.6, 2.0  # the rate of the first depth before any round
 _EDGE = 0.01  # the nearest that a rate comes to 0 and to 1, so that odds are finite
 _SPREAD_TRIES = 8.0  # what a variance of 1 of the rows' log odds counts as before there are rows
 _STALE_ROUNDS = 16  # rounds without a family that halve what its counts say against a try
+_YOUNG_ROUNDS = 16  # rounds of a row from which all rows learn, if there are several families
 
 
 class RowAcceptance:
@@ -42,19 +43,30 @@ class RowAcceptance:
         self._hits, self._tries = np.zeros((2, num_rows, *size), np.float32)
         self._pooled: Float64 = np.zeros((2, *size))  # hits and tries of all rows
         self._unseen = np.zeros(size[0])  # rounds since each family was drafted
+        self._age = np.zeros(num_rows, np.int64)  # rounds of each row
         self._priors: dict[bool, Float64] = {}
 
     def reset(self, row: int) -> None:
         """Forget a row's counts: another request has it."""
-        self._hits[row] = self._tries[row] = 0
+        self._hits[row] = self._tries[row] = self._age[row] = 0
 
     def learn(self, rows: Int32, shapes: Int32, accept_len: Int32) -> None:
-        """Count the results of a round's lanes."""
-        many = len(self._unseen) > 1
-        beyond = self._beyond(rows, shapes, accept_len) if many else 0.0
+        """Count the results of a round's lanes.
+
+        A row's own results decide soon which family it drafts. What it says of that family then
+        says nothing of other rows, so all rows learn from the first rounds of each row alone.
+        """
+        young = np.ones(len(rows), bool)
+        if many := len(self._unseen) > 1:
+            young = self._age[rows] < _YOUNG_ROUNDS
+        self._age[rows] += 1
+        lanes = rows, shapes, accept_len
+        told = [lane[young] for lane in lanes]
+        beyond = self._beyond(*told) if many else 0.0
         counts = self._hits, self._tries, self._family, self._num_steps
-        totals = count_acceptance(*counts, rows, shapes, accept_len)
-        new = totals.T.reshape(self._pooled.shape)
+        if not young.all():
+            count_acceptance(*counts, *(lane[~young] for lane in lanes))
+        new = count_acceptance(*counts, *told).T.reshape(self._pooled.shape)
         new[0] = np.clip(new[0] - beyond, 0.0, new[1])
         for family, tries in enumerate(new[1, :, 0].tolist()):
             self._unseen[family] += 1
