@@ -178,6 +178,13 @@ def test_what_is_no_json_for_us_is_refused(server, raw, headers, status):
     check_error(found[1], status)
 
 
+@pytest.mark.parametrize("raw", [b"[]", b"null", b"3", b'"a"'])
+def test_a_body_that_is_no_object_is_told_so(server, raw):
+    status, found, _ = server.ask("POST", "/v1/completions", raw=raw)
+    assert status == 400
+    assert found["error"]["message"] == "the body must be a JSON object"
+
+
 def test_paths_and_methods_that_are_not_there(server):
     for method, path, status in (
         ("GET", "/v1/none", 404),

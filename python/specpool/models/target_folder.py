@@ -255,7 +255,7 @@ def load_model(
         **{name: "auto" if dtype is None else dtype},
         **options,
     )
-    _check_loaded(folder.name, model, loaded)
+    check_loaded(folder.name, model, loaded)
     found: PreTrainedModel = model
     return found
 
@@ -345,7 +345,7 @@ def _check_size(folder: TargetFolder, files: Sequence[Path], config: Any) -> Non
         )
 
 
-def _check_loaded(name: str, model: Any, loaded: dict[str, Any]) -> None:
+def check_loaded(name: str, model: Any, loaded: dict[str, Any]) -> None:
     """Refuse a checkpoint in which transformers filled missing weights with random numbers."""
     faults = []
     for mismatch in sorted(loaded["mismatched_keys"]):

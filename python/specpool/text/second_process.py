@@ -99,7 +99,10 @@ class SecondProcess:
             timer.cancel()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process; who waits for its answer gets a `ProcessError`."""
+        process = self._process
+        if process is not None and self._owner == os.getpid():
+            process.kill()  # so that whoever has the lock lets it go
         with self._lock:
             self._end()
 

@@ -24,7 +24,7 @@ from specpool.models.files.checkpoint import Weights, find_folder
 from specpool.models.gate import text_config
 from specpool.models.mtp.layout import MtpLayout, find_layout
 from specpool.models.target import TargetModel
-from specpool.models.target_folder import _check_loaded
+from specpool.models.target_folder import check_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -172,7 +172,7 @@ def _one_layer(target: TargetModel, weights: Weights, layout: MtpLayout) -> PreT
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    _check_loaded("the MTP layer", model, loaded)
+    check_loaded("the MTP layer", model, loaded)
     if loaded["unexpected_keys"]:
         raise CheckpointError(f"the MTP layer has unexpected {sorted(loaded['unexpected_keys'])}")
     found: PreTrainedModel = model.to(device=target.device, dtype=target.dtype)

@@ -38,6 +38,8 @@ def read(model: type[B], content: bytes) -> B:
         value = from_json(content)
     except ValueError as error:
         raise bad(f"the body is no JSON: {error!s:.200}", code="invalid_request") from None
+    if not isinstance(value, dict):
+        raise bad("the body must be a JSON object", code="invalid_request")
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -1,0 +1,58 @@
+"""Laws of `SecondProcess`: whatever it does, its parent goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from specpool.text.second_process import ProcessError, SecondProcess
+
+#: Answers the first request, and none after it.
+SILENT = """
+import sys, time
+
+def serve():
+    print("true", flush=True)
+    print(sys.stdin.readline(), end="", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def process(tmp_path, monkeypatch):
+    (tmp_path / "silent_process.py").write_text(SILENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    process = SecondProcess("silent_process", 60)
+    assert process.ask([1, "a"], 60) == [1, "a"]
+    return process
+
+
+def test_it_can_be_closed_while_it_is_asked(process):
+    """Law: who closes it does not wait for an answer, and who asked is told."""
+    found = []
+
+    def ask() -> None:
+        try:
+            process.ask(2, 600)
+        except ProcessError as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (ask, process.close)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)  # so that it is asked by then
+    for thread in threads:
+        thread.join(30)
+    assert [thread.is_alive() for thread in threads] == [False, False]
+    (error,) = found
+    assert str(error) == "the process for it ended" and not error.is_late
+
+
+def test_it_is_killed_when_it_is_late_and_starts_again(process):
+    with pytest.raises(ProcessError, match=r"not ended after 0\.2 s") as caught:
+        process.ask(2, 0.2)
+    assert caught.value.is_late
+    assert process.ask(3, 60) == 3
+    process.close()
