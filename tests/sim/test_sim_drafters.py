@@ -103,6 +103,11 @@ def test_the_check_level_changes_nothing_that_happens_to_mixed_drafters():
         assert tallies[0] == tallies[1] == tallies[2]
 
 
+def test_a_retracted_request_may_be_admitted_again_at_once():
+    """Its new row's epoch may be that of its old row; it may find the tokens that it has left."""
+    assert broken_law(scenario(3865470566401294, mixes_drafters=True)) is None
+
+
 @pytest.mark.parametrize("more", [["--ranks", "3"], ["--replicas", "3"]])
 def test_mixed_drafters_run_one_process(monkeypatch, capsys, more):
     assert sim(monkeypatch, "--mixed-drafters", *more) == 2

@@ -31,10 +31,20 @@ class Indexed:
         self._ledger, self.is_on = ledger, is_on
         self._paths: list[_Path] = []
         self._size = (0, 0, 0)
+        self._looked_twice = False
 
     def look(self) -> None:
         """Read the texts."""
-        self._paths, path, has_draft = [], list[int](), list[bool]()
+        self._paths, self._looked_twice = [], False
+        self._read()
+
+    def look_again(self) -> None:
+        """Read the texts, and keep those of the last look."""
+        self._looked_twice = True
+        self._read()
+
+    def _read(self) -> None:
+        path, has_draft = list[int](), list[bool]()
         for salt, start, tokens, drafted, _ in self._ledger.index_entries() if self.is_on else ():
             path[start:] = tokens.tolist()
             has_draft[start:] = [i < drafted for i in range(len(tokens))]
@@ -45,10 +55,10 @@ class Indexed:
     @property
     def has_changed(self) -> bool:
         """Whether something was added or given up since `look`."""
-        return self._size != self._ledger.index_size
+        return self._looked_twice or self._size != self._ledger.index_size
 
     def known_len(self, tokens: list[int], salt: bytes, *, needs_draft: bool) -> int:
-        """Return how many of the tokens had KV at the last `look`: at most all but the last."""
+        """Return how many of the tokens had KV when it was read: at most all but the last."""
         best = 0
         for path in self._paths:
             if path.salt != salt:

@@ -125,12 +125,15 @@ class Laws:
         if is_flying:
             raise BrokenLaw("a pin is dropped while results are still to come")
 
-    def check_retraction(self, before: list[tuple[Watch, int]], steps: list[Step]) -> None:
+    def check_retraction(
+        self, before: list[tuple[Watch, tuple[int, int]]], steps: list[Step]
+    ) -> None:
         """Check that the last admitted of the least priority was retracted, and one request stays.
 
-        `before` are the requests that ran, with their rows' epochs; `steps` are this turn's steps.
+        `before` are the requests that ran, with their rows and the rows' epochs; `steps` are this
+        turn's steps.
         """
-        kept = [w for w, epoch in before if w.request.row and w.request.epoch == epoch]
+        kept = [w for w, place in before if (w.request.row, w.request.epoch) == place]
         gone = [w for w, _ in before if w not in kept and w.request.finish_reason is None]
         self.note(f"retracted: {[w.arrival.request_id for w in gone]}")
         if not kept and len(gone) == 1 and self._begins_anew == gone[0].request:

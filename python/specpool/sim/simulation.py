@@ -201,11 +201,15 @@ class Simulation:
 
     def _schedule(self) -> list[Step]:
         num_retracted = self._scheduler.num_retracted
-        before = [(w, w.request.epoch) for w in self._watches.values() if w.request.row]
+        before = [
+            (w, (w.request.row, w.request.epoch)) for w in self._watches.values() if w.request.row
+        ]
         self._talks.look()
         if self._scheduler.num_waiting:
             self._indexed.look()
         steps = self._scheduler.schedule()
+        if self._scheduler.num_retracted > num_retracted:
+            self._indexed.look_again()  # a request may be admitted again, and find its own tokens
         self.tally.switches = self._scheduler.round_shapes.switch_ct
         pinned = self._pins.look()
         if len(self._pins.kept) < len(pinned):
