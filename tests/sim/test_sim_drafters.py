@@ -108,6 +108,11 @@ def test_a_retracted_request_may_be_admitted_again_at_once():
     assert broken_law(scenario(3865470566401294, mixes_drafters=True)) is None
 
 
+def test_a_round_may_be_launched_after_results_that_it_was_prepared_without():
+    """A step fails between, and the steps before it are taken over first."""
+    assert broken_law(scenario(3865470566401341, mixes_drafters=True)) is None
+
+
 @pytest.mark.parametrize("more", [["--ranks", "3"], ["--replicas", "3"]])
 def test_mixed_drafters_run_one_process(monkeypatch, capsys, more):
     assert sim(monkeypatch, "--mixed-drafters", *more) == 2

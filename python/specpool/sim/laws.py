@@ -253,14 +253,14 @@ class Laws:
             raise BrokenLaw(f"step {plan.step} prefills {num_tokens} tokens")
 
     def _judged(self, watch: Watch, shape: int) -> int:
-        """Return the shape of a round by its drafter's judgement of the newest tokens."""
-        num_tokens = len(watch.request.tokens)
-        if watch.judged != (watch.request.row, watch.request.epoch, num_tokens):
+        """Return the shape of a round by its drafter's judgement when the round was prepared."""
+        judged, num_tokens = watch.planned
+        if judged != (watch.request.row, watch.request.epoch, num_tokens):
             if num_tokens == watch.admitted_len:  # no token has come since its admission
                 return shape
             raise BrokenLaw(
                 f"request {watch.arrival.request_id} has {num_tokens} tokens, its drafter judged "
-                f"{watch.judged[2]}"
+                f"{judged[2]}"
             )
         return shape if watch.arrival.is_promising(num_tokens) else 0
 

@@ -208,6 +208,9 @@ class Simulation:
         if self._scheduler.num_waiting:
             self._indexed.look()
         steps = self._scheduler.schedule()
+        if self.scenario.settings.mixes_drafters:
+            for watch in self._watches.values():
+                watch.planned = watch.judged, len(watch.request.tokens)
         if self._scheduler.num_retracted > num_retracted:
             self._indexed.look_again()  # a request may be admitted again, and find its own tokens
         self.tally.switches = self._scheduler.round_shapes.switch_ct

@@ -63,6 +63,8 @@ class Watch:
     admitted_len: int = 0  # its tokens at the admission
     # Its row, epoch and tokens when its drafter last said whether a round is worth drafting.
     judged: tuple[int, int, int] = (0, 0, 0)
+    # The same, and its tokens, when the turn's steps were prepared. Results may come before them.
+    planned: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
     num_tokens: int = 0  # at the latest check
     last_step: int = 0  # the latest turn with a step of it, or when it could have none
     may_end: set[str] = field(default_factory=set)  # allowed finish reasons beside the planned one
