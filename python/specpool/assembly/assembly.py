@@ -65,6 +65,7 @@ class Assembly:
             idle_pages=config.session_pages,
             prefix_cache=config.prefix_cache and not self.target.keeps_state,
             forced_shape=forced_shape(config),
+            verify_nodes=config.verify_nodes,
         )
 
     def loop(self, scheduler: Scheduler, *, busy_check: int, peers: Ranks | None = None) -> Loop:

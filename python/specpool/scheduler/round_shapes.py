@@ -12,6 +12,7 @@ import numpy as np
 
 from specpool._core import Shape
 from specpool.adaptive.budget import BudgetController, Spare
+from specpool.adaptive.node_budget import NodeBudget, NodeChoice
 from specpool.arrays import Int32, Int64
 from specpool.errors import ConfigError
 from specpool.shape_names import width_order
@@ -56,10 +57,12 @@ class RoundShapes:
         num_rows: int,
         controller: Controller | None,
         forced_shape: Shape | None = None,
+        verify_nodes: int | None = None,
     ) -> None:
         """Start without requests. Shape indices are into `shapes`, the ledger's.
 
         `forced_shape` is the chain for forced spans, one of `shapes`; None = there is none.
+        `verify_nodes` is the most nodes that the target reads in a round; None = all.
 
         Raises:
             ConfigError: a candidate of the controller is not among `shapes`.
@@ -67,6 +70,10 @@ class RoundShapes:
         self.controller = controller
         self.budget = controller if isinstance(controller, BudgetController) else None
         self._steps = [shape.num_steps for shape in shapes]
+        self._num_nodes: Int32 = np.array([shape.num_draft_tokens for shape in shapes], np.int32)
+        self._nodes: NodeBudget | None = None
+        if verify_nodes is not None:
+            self._nodes = NodeBudget(max(self._steps), fixed=verify_nodes)
         self._index = {shape: index for index, shape in enumerate(shapes)}
         choices = () if controller is None else controller.candidates
         for shape in choices:
@@ -264,6 +271,10 @@ class RoundShapes:
             self.switch_ct += self._ran not in (None, shape)
             self._ran, self._is_open = shape, False
         return self.choice
+
+    def nodes(self, shapes: Int32) -> NodeChoice | None:
+        """Choose the nodes that the target reads of lanes of these shapes; None = all."""
+        return None if self._nodes is None else self._nodes.choose(self._num_nodes[shapes])
 
     def latest(self, rows: Sequence[int]) -> Int32:
         """Return the shapes of these rows by the latest choice, int32 [B]."""

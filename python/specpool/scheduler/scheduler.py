@@ -86,7 +86,8 @@ class Scheduler:
         self._is_starved = False  # a round found no pages: freed pages are for it alone
         self.counts = Counts(ledger.shapes)
         num_rows, forced = ledger.num_rows + 1, config.forced_shape
-        self.round_shapes = RoundShapes(ledger.shapes, num_rows, controller, forced)
+        options = controller, forced, config.verify_nodes
+        self.round_shapes = RoundShapes(ledger.shapes, num_rows, *options)
         self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.page_choices)
         self._waiting = Waiting(shares_prompts=config.shares_prompts)
         running = Running(ledger, self.round_shapes, reads_tokens=config.reads_tokens)
@@ -444,4 +445,5 @@ class Scheduler:
                 return None
             else:
                 of = self._running.by_row[rows].tolist()
-                return Step(plan, of, choice=self.round_shapes.run())
+                nodes = self.round_shapes.nodes(plan.shapes)
+                return Step(plan, of, choice=self.round_shapes.run(), nodes=nodes)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Plan
+from specpool.adaptive.node_budget import NodeChoice
 from specpool.arrays import Int32
 from specpool.memory.host.handle import Handle
 from specpool.scheduler.requests.request import Request, TokenLogprob
@@ -23,6 +24,7 @@ class Step:
     requests: list[Request]  # the plan's lanes
     handles: list[Handle] | None = None  # for a reload: each lane's KV on the host
     choice: Choice | None = None  # for a round: the controller's choice
+    nodes: NodeChoice | None = None  # for a round: how many nodes the target reads; None = all
 
     @property
     def is_decode(self) -> bool:
