@@ -14,14 +14,16 @@ from transformers import AutoModelForCausalLM
 
 from drafter_mix import Mix, Models, run_side_by_side
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
-from specpool.adaptive.node_budget import NodeBudget
+from specpool.adaptive.node_budget import SHARES, NodeBudget, NodeChoice, NodeResults
+from specpool.adaptive.row_acceptance import RowAcceptance
 from specpool.assets import corpus, resolve
 from specpool.attention.lanes import Lanes
 from specpool.attention.seq_lens import SeqLens
 from specpool.draft import DraftTree, EagleDrafter, NgramDrafter
 from specpool.models import TargetModel
 from specpool.worker.parts import Part
-from specpool.worker.selection import select
+from specpool.worker.selection import Selection, select
+from specpool.worker.verify import verify
 from specpool.worker.worker import Worker
 
 # 60 in all; those beyond the first are `make test-full`'s.
@@ -38,7 +40,8 @@ def random_part(rng: random.Random, first: int) -> Part:
     parents = np.full((batch, size), -1, np.int32)
     for lane in range(batch):
         parents[lane, 1:] = [rng.randrange(node) for node in range(1, size)]
-    tree = DraftTree.from_parents(np.zeros((batch, size), np.int64), parents)
+    tokens = [[rng.randrange(3) for _ in range(size)] for _ in range(batch)]
+    tree = DraftTree.from_parents(np.array(tokens, np.int64), parents)
     if rng.random() < 0.8:
         values = [0.0, 0.25, 0.5, 0.5, 1.0, 3.0, -1.0, math.nan, math.inf]
         p = [[rng.choice(values) for _ in range(size)] for _ in range(batch)]
@@ -49,9 +52,9 @@ def random_part(rng: random.Random, first: int) -> Part:
     return Part(lanes, tree, tree.depths, size, None, True, first, None, (), None)
 
 
-def chosen_by_hand(parts: list[Part], num_nodes: int, factors: torch.Tensor) -> list[int]:
-    """The nodes of the greatest least probability on the path, the first of equal ones."""
-    keys, lane = [], 0
+def by_hand(parts: list[Part], factors: torch.Tensor) -> tuple[list[int], list[float]]:
+    """The nodes, those of the greatest least probability on the path first; and these."""
+    found, lane = [], 0
     for part in parts:
         for own in range(part.positions.shape[0]):
             for node in range(part.positions.shape[1]):
@@ -59,30 +62,37 @@ def chosen_by_hand(parts: list[Part], num_nodes: int, factors: torch.Tensor) -> 
                 least = 2.0
                 for each in path[1:]:
                     p = float(part.tree.known_p[own, each])
+                    p = 0.0 if math.isnan(p) else min(max(p, 0.0), 1.0)
                     p *= float(factors[lane, part.tree.depths[own, each]])
-                    least = min(least, 0.0 if math.isnan(p) else min(max(p, 0.0), 1.0))
-                keys.append((-least, len(keys)))
+                    least = min(least, p, 1.0)
+                found.append(least)
             lane += 1
-    return sorted(index for _, index in sorted(keys)[:num_nodes])
+    return sorted(range(len(found)), key=lambda node: (-found[node], node)), found
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_the_likeliest_nodes_are_chosen_with_their_parents(seed):
-    rng = random.Random(seed)
+def random_parts(rng: random.Random) -> tuple[list[Part], NodeChoice]:
     parts: list[Part] = []
     for _ in range(rng.randint(1, 3)):
         parts.append(random_part(rng, sum(part.positions.numel() for part in parts)))
     num_lanes = sum(len(part.positions) for part in parts)
     total = sum(part.positions.numel() for part in parts)
-    num_nodes = rng.randint(num_lanes, total)
-    factors = torch.tensor([[rng.choice([0.5, 1.0, 2.0]) for _ in range(9)]
-                            for _ in range(num_lanes)])  # fmt: skip
-    selection = select(parts, num_nodes, factors)
-    assert selection.nodes.tolist() == chosen_by_hand(parts, num_nodes, factors)
+    factors = [[rng.choice([0.5, 1.0, 2.0]) for _ in range(9)] for _ in range(num_lanes)]
+    grid = np.sort(np.array([rng.randint(1, total) for _ in range(SHARES)]))
+    return parts, NodeChoice(rng.randint(num_lanes, total), np.array(factors, np.float32), grid)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_likeliest_nodes_are_chosen_with_their_parents(seed):
+    parts, choice = random_parts(random.Random(seed))
+    order, least = by_hand(parts, torch.from_numpy(choice.factors))
+    selection = select(parts, choice)
     chosen, num_left_out = set(selection.nodes.tolist()), 0
+    assert sorted(order[: choice.num_nodes]) == selection.nodes.tolist()
+    sums = np.cumsum([min(least[node], 1.0) for node in order])
+    np.testing.assert_allclose(selection.curve.numpy(), sums[choice.grid - 1], rtol=1e-5)
     for part in parts:
         size = part.positions.shape[1]
-        tokens = selection.cut(part).tree.tokens
+        tokens = selection.cut(part).tokens
         for index in range(part.positions.numel()):
             node, root = part.first + index, part.first + index // size * size
             lane, own = divmod(index, size)
@@ -92,7 +102,52 @@ def test_the_likeliest_nodes_are_chosen_with_their_parents(seed):
             num_left_out += node not in chosen
             above = part.tree.mask[lane, own].nonzero().flatten() + root
             assert node not in chosen or set(above.tolist()) <= chosen
-    assert num_left_out == total - num_nodes
+    assert num_left_out == len(order) - choice.num_nodes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_a_round_tells_is_what_a_whole_one_would_have_shown(seed):
+    """The walk over all nodes goes on exactly where a lane says so; nothing else is a miss."""
+    rng = random.Random(seed)
+    parts, choice = random_parts(rng)
+    selection = select(parts, choice)
+    total = sum(part.positions.numel() for part in parts)
+    said = torch.tensor([rng.randrange(3) for _ in range(total)])  # the target's tokens
+    verdicts, whole = [], []
+    for part in parts:
+        tokens = selection.drawn(part, said[selection.nodes])
+        verdicts.append(verify(selection.cut(part), tokens, part.num_steps))
+        whole.append(verify(part.tree, Selection.of(part, said).contiguous(), part.num_steps))
+    results = NodeResults.of(selection.told(parts, verdicts).numpy(), len(choice.factors))
+    cut_lens = torch.cat([verdict.accept_len for verdict in verdicts])
+    lens = torch.cat([verdict.accept_len for verdict in whole])
+    assert results.goes_on.tolist() == (lens > cut_lens).tolist()
+    lane = 0
+    for part in parts:
+        is_chosen = Selection.of(part, selection.is_chosen)
+        for own in range(len(part.positions)):
+            guess = [0.0] * 9
+            for node in range(part.positions.shape[1]):
+                p = float(part.tree.known_p[own, node])
+                p = 0.0 if math.isnan(p) else min(max(p, 0.0), 1.0)
+                guess[part.tree.depths[own, node]] += p * float(is_chosen[own, node])
+            np.testing.assert_allclose(results.guess[lane], guess, rtol=1e-5)
+            lane += 1
+
+
+def test_a_draft_that_was_not_read_is_no_miss():
+    """A lane that goes on counts as one of a lesser shape, all of whose drafts were right."""
+    shapes = [Shape.none(), *(Shape.eagle(depth, 1, depth + 1) for depth in (1, 2, 3, 5))]
+    ours, theirs = (RowAcceptance(shapes, 4) for _ in range(2))
+    rows = np.array([1, 2, 3], np.int32)
+    lens = np.array([3, 1, 2], np.int32)
+    for _ in range(3):
+        goes_on = np.array([True, True, False])
+        ours.learn(rows, np.array([4, 3, 4], np.int32), lens, goes_on)
+        theirs.learn(rows, np.array([3, 1, 4], np.int32), lens + goes_on.astype(np.int32))
+    np.testing.assert_array_equal(ours._hits, theirs._hits)
+    np.testing.assert_array_equal(ours._tries, theirs._tries)
+    np.testing.assert_array_equal(ours.tokens(rows), theirs.tokens(rows))
 
 
 # --- the text ------------------------------------------------------------------------------------
@@ -106,7 +161,7 @@ class Left:
         choose = NodeBudget.choose
 
         def at_random(budget: NodeBudget, *args, **kwargs):
-            nodes = next(each for each in args if isinstance(each, np.ndarray))
+            nodes = args[0]
             total = int(nodes.sum())
             budget._fixed = self.rng.randint(len(nodes), total)
             choice = choose(budget, *args, **kwargs)

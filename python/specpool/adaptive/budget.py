@@ -183,10 +183,16 @@ class BudgetController:
         self.missed_ct += missed
         self._open = None
 
-    def learn(self, rows: Int32, shapes: Int32, accept_len: Int32) -> None:
-        """Learn from the results of a round's lanes; all int32 [B]."""
+    def learn(
+        self,
+        rows: Int32,
+        shapes: Int32,
+        accept_len: Int32,
+        goes_on: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Learn from the results of a round's lanes; int32 [B], and see `RowAcceptance.learn`."""
         self._num_made[rows] += accept_len
-        self._acceptance.learn(rows, shapes, accept_len)
+        self._acceptance.learn(rows, shapes, accept_len, goes_on)
 
     def observe(self, shapes: Int32, seconds: float) -> None:
         """Learn from the seconds of a round whose lanes had these shapes, int32 [B]."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from specpool._core import Shape
 from specpool.adaptive.budget import BudgetController, Spare
-from specpool.adaptive.node_budget import NodeBudget, NodeChoice
+from specpool.adaptive.node_budget import NodeBudget, NodeChoice, NodeResults
 from specpool.arrays import Int32, Int64
 from specpool.errors import ConfigError
 from specpool.shape_names import width_order
@@ -73,7 +73,7 @@ class RoundShapes:
         self._num_nodes: Int32 = np.array([shape.num_draft_tokens for shape in shapes], np.int32)
         self._nodes: NodeBudget | None = None
         if verify_nodes is not None:
-            self._nodes = NodeBudget(max(self._steps), fixed=verify_nodes)
+            self._nodes = NodeBudget(max(self._steps), num_rows, fixed=verify_nodes)
         self._index = {shape: index for index, shape in enumerate(shapes)}
         choices = () if controller is None else controller.candidates
         for shape in choices:
@@ -159,6 +159,8 @@ class RoundShapes:
         """Set the shapes of a row that got a request, and its number of admission."""
         self._admission[row] = admission
         self.put(row, request.choices or request.shape_index)
+        if self._nodes is not None:
+            self._nodes.admit(row)
         if self.budget is not None:
             tpot_ms = request.params.tpot_ms
             self.budget.admit(row, tpot_ms=tpot_ms, priority=request.priority)
@@ -272,9 +274,11 @@ class RoundShapes:
             self._ran, self._is_open = shape, False
         return self.choice
 
-    def nodes(self, shapes: Int32) -> NodeChoice | None:
-        """Choose the nodes that the target reads of lanes of these shapes; None = all."""
-        return None if self._nodes is None else self._nodes.choose(self._num_nodes[shapes])
+    def nodes(self, shapes: Int32, requests: Sequence[Request]) -> NodeChoice | None:
+        """Choose the nodes that the target reads in a round of these lanes; None = all."""
+        if self._nodes is None:
+            return None
+        return self._nodes.choose(self._num_nodes[shapes], *_sources(requests))
 
     def latest(self, rows: Sequence[int]) -> Int32:
         """Return the shapes of these rows by the latest choice, int32 [B]."""
@@ -287,22 +291,28 @@ class RoundShapes:
 
     def learn(
         self,
-        choice: Choice,
+        choice: Choice | None,
         shapes: Int32,
         accept_len: Int32,
         requests: Sequence[Request] = (),
+        nodes: NodeResults | None = None,
     ) -> None:
         """Pass a round's results to the controller: each lane's shape, accept length and request.
 
         Lanes whose drafts were forced do not count: they say nothing about the drafter. No requests
-        = there are none.
+        = there are none. `nodes` is of a round whose nodes were chosen.
         """
+        if nodes is not None and self._nodes is not None:
+            self._nodes.learn(*_sources(requests), accept_len, nodes)
+        if choice is None:
+            return
         assert self.controller is not None
         self.round_cts[choice.shape] += 1
         if self.budget is not None:
             lanes = [lane for lane, request in enumerate(requests) if not request.forced]
             rows = np.array([requests[lane].row for lane in lanes], np.int32)
-            self.budget.learn(rows, shapes[lanes], accept_len[lanes])
+            goes_on = None if nodes is None else nodes.goes_on[lanes]
+            self.budget.learn(rows, shapes[lanes], accept_len[lanes], goes_on)
             return
         chosen = shapes == self._index[choice.shape]
         if any(request.forced for request in requests):
@@ -329,6 +339,12 @@ class RoundShapes:
         shape = None if self.choice is None else self.choice.shape
         missed_ct = 0 if self.budget is None else self.budget.missed_ct
         return AdaptiveStats(shape, self.switch_ct, dict(self.round_cts), missed_ct)
+
+
+def _sources(requests: Sequence[Request]) -> tuple[Int32, Int32]:
+    """Return each lane's row and drafter, int32 [B] each."""
+    rows = np.array([request.row for request in requests], np.int32)
+    return rows, np.array([request.drafter for request in requests], np.int32)
 
 
 def _capped(shape: Shape, shapes: Sequence[Shape], max_steps: int | None) -> Shape:

@@ -282,14 +282,13 @@ class Scheduler:
                 self._come_back(request, end)
             return
         if is_decode:
-            num_new = result.accept_len
-            num_drafts = self.counts.round(num_new, plan.shapes[alive])
+            num_new, shapes = result.accept_len, plan.shapes[alive]
+            num_drafts = self.counts.round(num_new, shapes)
             for lane, (request, num) in enumerate(zip(requests, num_drafts, strict=True)):
                 request.num_drafts += num
                 if request.forced:
                     self.counts.forced(len(request.forced), int(num_new[lane]) - 1)
-            if step.choice is not None:
-                self.round_shapes.learn(step.choice, plan.shapes[alive], num_new, requests)
+            self.round_shapes.learn(step.choice, shapes, num_new, requests, result.nodes)
             if self._ledger.overlap_depth:
                 self._running.accept_len[rows] = num_new
         else:
@@ -445,5 +444,5 @@ class Scheduler:
                 return None
             else:
                 of = self._running.by_row[rows].tolist()
-                nodes = self.round_shapes.nodes(plan.shapes)
+                nodes = self.round_shapes.nodes(plan.shapes, of)
                 return Step(plan, of, choice=self.round_shapes.run(), nodes=nodes)

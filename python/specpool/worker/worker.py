@@ -203,9 +203,7 @@ class Worker:
         parts = self._parts(lanes, plan, requests, wants_p=chooses is not None)
         if chooses is None:
             return self._draft_round(lanes, parts, requests)
-        (factors,) = upload(self._cache.device, chooses.factors)
-        selection = select(parts, chooses.num_nodes, factors)
-        return self._draft_round(lanes, [*map(selection.cut, parts)], requests, selection)
+        return self._draft_round(lanes, parts, requests, select(parts, chooses))
 
     def steps_of(self, kind: RoundKind, lanes: Lanes) -> Iterator[Outcome]:
         """Launch a round whose lanes only the device knows, for the capture of a graph.
@@ -230,26 +228,29 @@ class Worker:
     ) -> Pass:
         """Make the pass that verifies the parts' trees, compacts, and lets the drafters follow.
 
-        With a selection the target reads its nodes alone, and the parts are cut by it.
+        With a selection the target reads its nodes alone.
         """
 
         def follow_up(output: TargetOutput) -> Iterator[Outcome]:
             verdicts = []
             tokens = None if selection is None else self._drawn(parts, selection, output.logits)
             for part in parts:
+                tree = part.tree
                 if selection is None or tokens is None:
                     drawn = self._drawn_at_all(part, output.logits)
                 else:
-                    drawn = selection.drawn(part, tokens)
+                    drawn, tree = selection.drawn(part, tokens), selection.cut(part)
                 if part.is_broken is not None:  # an invalid tree's walk ends at the root
                     drawn = drawn.masked_fill(part.is_broken.unsqueeze(1), NO_TREE)
-                verdicts.append(verify(part.tree, drawn, part.num_steps))
+                verdicts.append(verify(tree, drawn, part.num_steps))
             verdict = Verdict.joined(verdicts, [part.first for part in parts])
+            told = None
             if selection is not None:
+                told = selection.told(parts, verdicts)
                 verdict = replace(verdict, nodes=selection.places[verdict.nodes])
             self._state.put(lanes, lanes.starts + verdict.accept_len, verdict.bonus)
             self._processors.add(lanes, requests, verdict.tokens, verdict.accept_len)
-            yield Outcome.of_verify(verdict, output.logits)
+            yield Outcome.of_verify(verdict, output.logits, told)
             self._forward.keep(verdict.accept_len)
             for part, accepted in zip(parts, verdicts, strict=True):
                 self._compact(part, accepted)
