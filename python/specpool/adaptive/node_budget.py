@@ -6,11 +6,14 @@ such nodes before: by drafter and depth, then by row.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from specpool._core import Shape
 from specpool.arrays import Int32, Int64
 
 Float32 = npt.NDArray[np.float32]
@@ -19,6 +22,12 @@ Float64 = npt.NDArray[np.float64]
 SHARES = 8  # numbers of nodes that a round tells the use of: roots and so many parts of the drafts
 _DECAY, _ROW_DECAY = 0.98, 0.95  # of the counts of a drafter and of a row, each round
 _FIRM, _ROW_FIRM = 4.0, 2.0  # drafts as good as was said that count beside those seen
+_PARTS = np.arange(1, SHARES + 1)
+_LOOK = (
+    32  # rounds that read all nodes, from one look at what the likeliest of them give to the next
+)
+_CURVE_WEIGHT = 0.2  # of a round's curve
+_LEAST_GAIN = 0.01  # tokens of a lane that a choice must gain
 _MOST = 4.0  # the most by which a row is better, or worse, than was said
 
 
@@ -30,11 +39,13 @@ class NodeChoice:
         num_nodes: V, at least the round's lanes; T means all.
         factors: float32 [B, D + 1], by which each lane's `DraftTree.p` counts at each depth.
         grid: int64 [G], numbers of nodes from 1 to T, ascending.
+        spared: seconds that the round is expected to take less than if the target read all.
     """
 
     num_nodes: int
     factors: Float32
     grid: Int64
+    spared: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,57 +56,169 @@ class NodeResults:
         guess: float32 [B, D + 1], the sum of `DraftTree.p` over the nodes read, by depth.
         goes_on: bool [B], whether the walk ended before a right draft that was not read.
         curve: float32 [G], the tokens to expect of the likeliest nodes, for each of the grid.
+        num_lanes: lanes of the round.
     """
 
     guess: Float32
     goes_on: npt.NDArray[np.bool_]
     curve: Float32
+    num_lanes: int
 
     @classmethod
     def of(cls, told: Float32, num_lanes: int) -> NodeResults:
         """Unpack float32 [B * (D + 2) + G]: each lane's guess and whether it goes on; the curve."""
         table = told[:-SHARES].reshape(num_lanes, -1)
-        return cls(table[:, :-1], table[:, -1] > 0, told[-SHARES:])
+        return cls(table[:, :-1], table[:, -1] > 0, told[-SHARES:], num_lanes)
 
     def lanes(self, lives: npt.NDArray[np.bool_]) -> NodeResults:
         """Return the results of the lanes that are set in `lives`, bool [B]."""
-        return NodeResults(self.guess[lives], self.goes_on[lives], self.curve)
+        return NodeResults(self.guess[lives], self.goes_on[lives], self.curve, self.num_lanes)
+
+
+def nodes_of(share: float, num_lanes: int, total: int) -> int:
+    """Return the nodes of a round that reads its roots and a share of its drafts."""
+    return num_lanes + math.ceil(share * (total - num_lanes))
+
+
+class NodeSeconds:
+    """What the choice of a round's nodes takes, and what a node takes, by rounds of the start."""
+
+    def __init__(self) -> None:
+        # (lanes, shape) -> the share of the drafts that was read by choice, None = all without
+        # one -> seconds
+        self._told: dict[tuple[int, Shape], dict[float | None, float]] = {}
+
+    def tell(self, shape: Shape, num_lanes: int, share: float | None, seconds: float) -> None:
+        """Add a round of the start; of several equal ones the least counts.
+
+        Args:
+            shape: of all lanes.
+            num_lanes: rows of the round.
+            share: of the drafts, in (0, 1], that the target read by choice; None = all, without.
+            seconds: what the round took.
+        """
+        of_size = self._told.setdefault((num_lanes, shape), {})
+        of_size[share] = min(seconds, of_size.get(share, seconds))
+
+    def of(self, num_lanes: int) -> tuple[float, float]:
+        """Return the seconds of a choice and of a node in a round of so many rows.
+
+        Sizes between those that were told are interpolated. Without any, a node takes nothing.
+        """
+        found: list[tuple[int, float, float]] = []
+        for (size, shape), seconds in self._told.items():
+            least = min((share for share in seconds if share is not None), default=1.0)
+            if None in seconds and 1.0 in seconds and least < 1.0:
+                total = size * shape.num_draft_tokens
+                left_out = total - nodes_of(least, size, total)
+                node = (seconds[1.0] - seconds[least]) / max(left_out, 1)
+                found.append((size, max(seconds[1.0] - seconds[None], 0.0), max(node, 0.0)))
+        found.sort()
+        if not found:
+            return 0.0, 0.0
+        sizes, choices, nodes = zip(*found, strict=True)
+        choice, node = (float(np.interp(num_lanes, sizes, of)) for of in (choices, nodes))
+        return choice, node
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a policy expects of its latest choice of shapes, for each lane of a round.
+
+    Attributes:
+        num_drafts: right drafts of a lane.
+        rate: tokens per second of the round.
+    """
+
+    num_drafts: float
+    rate: float
 
 
 class NodeBudget:
-    """The choice of each round's nodes."""
+    """The choice of each round's nodes.
 
-    def __init__(self, most_steps: int, num_rows: int, *, fixed: int) -> None:
-        """Read at most `fixed` nodes in a round, but the root of each row in any case.
+    Attributes:
+        outlook: what the policy expects of its latest choice of shapes; None = it has made none.
+        share: of the drafts, those that each round reads whatever pays; None = as many as pay.
+    """
 
-        `most_steps` is the depth of the deepest shape; rows are in `[0, num_rows)`.
+    def __init__(
+        self,
+        most_steps: int,
+        num_rows: int,
+        *,
+        fixed: int | None = None,
+        seconds: NodeSeconds | None = None,
+    ) -> None:
+        """Start without results.
+
+        Args:
+            most_steps: the depth of the deepest shape.
+            num_rows: rows are in `[0, num_rows)`.
+            fixed: the most nodes of each round, but the root of each row is read in any case; None
+                = as many as pay.
+            seconds: the rounds of the start.
         """
         self._num_depths, self._fixed = most_steps + 1, fixed
+        self._seconds = NodeSeconds() if seconds is None else seconds
         self._drafters: dict[int, Float64] = {}  # right drafts and guesses, [2, D + 1]
         self._rows = np.zeros((2, num_rows))  # right drafts, and those to expect
+        self._curve: Float64 | None = None  # of all right drafts, the share in each part of them
+        self._wait = 0  # rounds until the next look at the curve
+        self.outlook: Outlook | None = None
+        self.share: float | None = None
 
     def admit(self, row: int) -> None:
         """Forget a row's counts: another request has it."""
         self._rows[:, row] = 0
 
-    def choose(self, nodes: Int32, rows: Int32, drafters: Int32) -> NodeChoice | None:
+    def choose(self, nodes: Int32, sources: Callable[[], tuple[Int32, Int32]]) -> NodeChoice | None:
         """Choose for a round.
 
         Args:
             nodes: int32 [B], the nodes that each lane drafts, the root included.
-            rows: int32 [B].
-            drafters: int32 [B], the drafter of each lane.
+            sources: returns each lane's row and drafter, int32 [B] each.
 
         Returns:
             The choice; None = the target reads all.
         """
         num_lanes, total = len(nodes), int(nodes.sum())
-        num_nodes = max(self._fixed, num_lanes)
-        if num_nodes >= total:
+        grid = num_lanes + -(-_PARTS * (total - num_lanes) // SHARES)
+        spared = 0.0
+        if self.share is not None:
+            num_nodes = nodes_of(self.share, num_lanes, total)
+        elif self._fixed is not None:
+            num_nodes = max(self._fixed, num_lanes)
+            num_nodes = num_nodes if num_nodes < total else 0
+        else:
+            num_nodes, spared = self._best(num_lanes, grid)
+        if not num_nodes:
             return None
-        parts = np.arange(1, SHARES + 1)
-        grid = num_lanes + -(-parts * (total - num_lanes) // SHARES)
-        return NodeChoice(num_nodes, self.factors(rows, drafters), grid)
+        return NodeChoice(num_nodes, self.factors(*sources()), grid, spared)
+
+    def _best(self, num_lanes: int, grid: Int64) -> tuple[int, float]:
+        """Return how many nodes of the grid to choose, 0 = none, and the seconds that this spares.
+
+        Nodes are worth their tokens, and cost their seconds at the rate of the batch. All nodes are
+        chosen now and then to look at what the likeliest give.
+        """
+        choice, node = self._seconds.of(num_lanes)
+        spared = node * (grid[-1] - grid) - choice
+        outlook = self.outlook
+        if outlook is None or spared[0] <= 0 or grid[-1] == num_lanes:
+            return 0, 0.0
+        best = SHARES - 1
+        if self._curve is not None:
+            gain = spared * outlook.rate
+            gain -= (1 - self._curve) * outlook.num_drafts * num_lanes
+            best = int(gain.argmax())
+            if gain[best] > _LEAST_GAIN * num_lanes:
+                return int(grid[best]), float(spared[best])
+        self._wait -= 1
+        if self._wait > 0:
+            return 0, 0.0
+        self._wait = _LOOK
+        return int(grid[-1]), float(spared[-1])
 
     def factors(self, rows: Int32, drafters: Int32) -> Float32:
         """Return by how much each lane's guess counts at each depth, float32 [B, D + 1]."""
@@ -115,6 +238,11 @@ class NodeBudget:
 
     def learn(self, rows: Int32, drafters: Int32, accept_len: Int32, results: NodeResults) -> None:
         """Learn from a round's lanes, int32 [B] each."""
+        gain = results.curve.astype(np.float64) - results.num_lanes
+        if gain[-1] > 0:
+            share = gain / gain[-1]
+            known = share if self._curve is None else self._curve
+            self._curve = known + _CURVE_WEIGHT * (share - known)
         depths = np.arange(self._num_depths)
         right = (depths < accept_len[:, None]) & (depths > 0)
         for drafter in np.unique(drafters).tolist():

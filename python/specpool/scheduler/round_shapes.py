@@ -58,11 +58,12 @@ class RoundShapes:
         controller: Controller | None,
         forced_shape: Shape | None = None,
         verify_nodes: int | None = None,
+        chooses_nodes: bool = True,
     ) -> None:
         """Start without requests. Shape indices are into `shapes`, the ledger's.
 
         `forced_shape` is the chain for forced spans, one of `shapes`; None = there is none.
-        `verify_nodes` is the most nodes that the target reads in a round; None = all.
+        `verify_nodes` and `chooses_nodes` are as in `SchedulerConfig`.
 
         Raises:
             ConfigError: a candidate of the controller is not among `shapes`.
@@ -71,9 +72,6 @@ class RoundShapes:
         self.budget = controller if isinstance(controller, BudgetController) else None
         self._steps = [shape.num_steps for shape in shapes]
         self._num_nodes: Int32 = np.array([shape.num_draft_tokens for shape in shapes], np.int32)
-        self._nodes: NodeBudget | None = None
-        if verify_nodes is not None:
-            self._nodes = NodeBudget(max(self._steps), num_rows, fixed=verify_nodes)
         self._index = {shape: index for index, shape in enumerate(shapes)}
         choices = () if controller is None else controller.candidates
         for shape in choices:
@@ -94,6 +92,11 @@ class RoundShapes:
         self.page_choices = [*map(self._always, self.all_choices)]
         if self.budget is not None:
             self.budget.attach(shapes, num_rows)
+        self._nodes: NodeBudget | None = None
+        if verify_nodes is not None and chooses_nodes:
+            self._nodes = NodeBudget(max(self._steps), num_rows, fixed=verify_nodes)
+        elif self.budget is not None and chooses_nodes:
+            self._nodes = self.budget.nodes
         # By candidate and row. Without a controller there is one line.
         size = max(len(choices), 1), num_rows
         self._following: Int32 = np.zeros(size, np.int32)
@@ -275,10 +278,13 @@ class RoundShapes:
         return self.choice
 
     def nodes(self, shapes: Int32, requests: Sequence[Request]) -> NodeChoice | None:
-        """Choose the nodes that the target reads in a round of these lanes; None = all."""
-        if self._nodes is None:
+        """Choose the nodes that the target reads in a round of these lanes; None = all.
+
+        A round of a row whose logits are processed reads all: that needs the text at every node.
+        """
+        if self._nodes is None or any(request.changes_logits for request in requests):
             return None
-        return self._nodes.choose(self._num_nodes[shapes], *_sources(requests))
+        return self._nodes.choose(self._num_nodes[shapes], partial(_sources, requests))
 
     def latest(self, rows: Sequence[int]) -> Int32:
         """Return the shapes of these rows by the latest choice, int32 [B]."""

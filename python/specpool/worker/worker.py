@@ -197,13 +197,9 @@ class Worker:
             writes_draft = plan.writes_draft
             return self._plain_round(lanes, requests, writes_draft=writes_draft, greedy=greedy)
         self._catch_up(plan)
-        # A processor needs the text at every node, and a recurrent layer all tokens of a lane.
-        reads_all = self._keeps_state or any(request.changes_logits for request in requests)
-        chooses = None if reads_all else step.nodes
-        parts = self._parts(lanes, plan, requests, wants_p=chooses is not None)
-        if chooses is None:
-            return self._draft_round(lanes, parts, requests)
-        return self._draft_round(lanes, parts, requests, select(parts, chooses))
+        parts = self._parts(lanes, plan, requests, wants_p=step.nodes is not None)
+        selection = None if step.nodes is None else select(parts, step.nodes)
+        return self._draft_round(lanes, parts, requests, selection)
 
     def steps_of(self, kind: RoundKind, lanes: Lanes) -> Iterator[Outcome]:
         """Launch a round whose lanes only the device knows, for the capture of a graph.
