@@ -69,7 +69,9 @@ class EngineConfig:
             = as many as the request's own shape has steps.
         verify_nodes: the most nodes that the target reads in a round, over all rows: the likeliest
             of those that were drafted, and the root of each row in any case. None = all nodes, or
-            with adaptive `budget` as many as pay (docs/budget.md). The text is the same.
+            with adaptive `budget` as many as pay (docs/budget.md). The text is the same. A round
+            reads all nodes if a row's logits are processed or its form followed, if the target has
+            recurrent layers, or if ranks share the target.
         page_size: slots per page, in every group.
         placement: `split` = target layers and draft layers in groups of their own; `shared` = one
             group, the draft's branches in the target's rows (what SGLang does).
@@ -209,7 +211,13 @@ class EngineConfig:
         if self.adaptive is not None:
             from specpool.adaptive import config_of
 
-            object.__setattr__(self, "adaptive", config_of(self.adaptive))
+            found = config_of(self.adaptive)
+            object.__setattr__(self, "adaptive", found)
+            if self.verify_nodes is not None and found.policy != "budget":
+                raise ConfigError(
+                    f"verify_nodes {self.verify_nodes} leaves drafts out, and adaptive "
+                    f"{found.policy!r} learns from whole drafts: take 'budget', or no verify_nodes"
+                )
         if self.graph_sizes is not None:
             check_graph_sizes(self.graph_sizes, self.max_batch)
             object.__setattr__(self, "graph_sizes", tuple(self.graph_sizes))
