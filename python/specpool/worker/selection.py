@@ -58,15 +58,14 @@ class Selection:
 
         `verdicts` are those of the parts.
         """
-        tables, width = [], self.num_depths
+        lanes, width = [], self.num_depths
         for part, verdict in zip(parts, verdicts, strict=True):
             tree, is_chosen = part.tree, self.of(part, self.is_chosen)
             guess = _probability(tree) * is_chosen
             by_depth = guess.new_zeros(len(guess), width)
             by_depth.scatter_add_(1, tree.depths.long().clamp(0, width - 1), guess)
-            tables += [by_depth, _goes_on(tree, is_chosen, verdict).unsqueeze(1)]
-        table = [torch.cat(tables[at::2]) for at in range(2)]
-        return torch.cat([torch.cat(table, 1).view(-1), self.curve])
+            lanes.append(torch.cat([by_depth, _goes_on(tree, verdict).unsqueeze(1)], 1))
+        return torch.cat([torch.cat(lanes).view(-1), self.curve])
 
     @staticmethod
     def of(part: Part, values: Tensor) -> Tensor:
@@ -112,7 +111,7 @@ def _probability(tree: DraftTree) -> Tensor:
     return tree.known_p.nan_to_num(nan=0.0).clamp(0.0, 1.0)
 
 
-def _goes_on(tree: DraftTree, is_chosen: Tensor, verdict: Verdict) -> Tensor:
+def _goes_on(tree: DraftTree, verdict: Verdict) -> Tensor:
     """Return bool [B]: the walk ended before a right draft that the target has not read."""
     lanes, size = tree.tokens.shape
     lens = verdict.accept_len.long().unsqueeze(1)
@@ -120,4 +119,4 @@ def _goes_on(tree: DraftTree, is_chosen: Tensor, verdict: Verdict) -> Tensor:
     is_below = tree.mask.gather(2, last.unsqueeze(1).expand(lanes, size, 1)).squeeze(2)
     is_child = is_below & (tree.depths == tree.depths.gather(1, last) + 1)
     is_right = tree.tokens == verdict.bonus.unsqueeze(1)
-    return (is_child & is_right & ~is_chosen).any(1)
+    return (is_child & is_right).any(1)
