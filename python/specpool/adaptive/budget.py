@@ -16,7 +16,7 @@ import numpy.typing as npt
 from specpool._core import Shape, choose_shapes
 from specpool.adaptive.base import NumCorrectDrafts
 from specpool.adaptive.config import AdaptiveConfig
-from specpool.adaptive.node_budget import NodeBudget, NodeSeconds, Outlook
+from specpool.adaptive.node_budget import NodeBudget, NodeChoice, NodeSeconds, Outlook
 from specpool.adaptive.round_cost import RoundCost
 from specpool.adaptive.row_acceptance import RowAcceptance
 from specpool.arrays import Int32, Int64
@@ -201,9 +201,18 @@ class BudgetController:
         self._num_made[rows] += accept_len
         self._acceptance.learn(rows, shapes, accept_len, goes_on)
 
-    def observe(self, shapes: Int32, seconds: float) -> None:
-        """Learn from the seconds of a round whose lanes had these shapes, int32 [B]."""
-        self._cost.observe(np.bincount(shapes, minlength=len(self._index)), seconds)
+    def observe(self, shapes: Int32, seconds: float, nodes: NodeChoice | None = None) -> None:
+        """Learn from the seconds of a round whose lanes had these shapes, int32 [B].
+
+        `nodes` is the choice of what the target read; None = all. Shapes are known by rounds that
+        read all, so what the choice spares is added.
+        """
+        counts = np.bincount(shapes, minlength=len(self._index))
+        if counts @ self._cost.nodes > len(shapes):
+            self.nodes.observe(nodes, seconds, self._cost.known(counts))
+        if nodes is not None:
+            seconds += nodes.spared * self.nodes.trust * self._cost.load
+        self._cost.observe(counts, seconds)
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """Learn from a round of the start, whose lanes all had this shape."""

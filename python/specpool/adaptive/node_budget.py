@@ -7,6 +7,8 @@ such nodes before: by drafter and depth, then by row.
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,11 +25,12 @@ SHARES = 8  # numbers of nodes that a round tells the use of: roots and so many 
 _DECAY, _ROW_DECAY = 0.98, 0.95  # of the counts of a drafter and of a row, each round
 _FIRM, _ROW_FIRM = 4.0, 2.0  # drafts as good as was said that count beside those seen
 _PARTS = np.arange(1, SHARES + 1)
-_LOOK = (
-    32  # rounds that read all nodes, from one look at what the likeliest of them give to the next
-)
 _CURVE_WEIGHT = 0.2  # of a round's curve
-_LEAST_GAIN = 0.01  # tokens of a lane that a choice must gain
+_LEAST_GAIN = 0.02  # of a round's tokens, which a choice must gain
+_TURN = 32  # drafting rounds in which some read all nodes, so that the others can be compared
+_WHOLE = 4  # of these, the rounds that read all
+_TRIAL, _TRIAL_TURNS = 4, 4  # rounds that try a choice which did not pay, once in so many turns
+_SEEN, _LEAST_SEEN = 12, 3  # rounds of each way that are compared, at most and at least
 _MOST = 4.0  # the most by which a row is better, or worse, than was said
 
 
@@ -39,7 +42,7 @@ class NodeChoice:
         num_nodes: V, at least the round's lanes; T means all.
         factors: float32 [B, D + 1], by which each lane's `DraftTree.p` counts at each depth.
         grid: int64 [G], numbers of nodes from 1 to T, ascending.
-        spared: seconds that the round is expected to take less than if the target read all.
+        spared: seconds, without load, that the round should take less than if the target read all.
     """
 
     num_nodes: int
@@ -140,6 +143,7 @@ class NodeBudget:
     Attributes:
         outlook: what the policy expects of its latest choice of shapes; None = it has made none.
         share: of the drafts, those that each round reads whatever pays; None = as many as pay.
+        trust: what choices spare over what they should by the rounds of the start, in [0, 1].
     """
 
     def __init__(
@@ -164,7 +168,10 @@ class NodeBudget:
         self._drafters: dict[int, Float64] = {}  # right drafts and guesses, [2, D + 1]
         self._rows = np.zeros((2, num_rows))  # right drafts, and those to expect
         self._curve: Float64 | None = None  # of all right drafts, the share in each part of them
-        self._wait = 0  # rounds until the next look at the curve
+        self._round = 0  # drafting rounds in which a choice might have paid
+        self._loads: deque[float] = deque(maxlen=_SEEN)  # rounds that read all, over what is known
+        self._spared: deque[float] = deque(maxlen=_SEEN)  # by choices, over what was expected
+        self.trust = 1.0
         self.outlook: Outlook | None = None
         self.share: float | None = None
 
@@ -199,26 +206,51 @@ class NodeBudget:
     def _best(self, num_lanes: int, grid: Int64) -> tuple[int, float]:
         """Return how many nodes of the grid to choose, 0 = none, and the seconds that this spares.
 
-        Nodes are worth their tokens, and cost their seconds at the rate of the batch. All nodes are
-        chosen now and then to look at what the likeliest give.
+        Nodes are worth their tokens, and cost their seconds at the rate of the batch. Some rounds
+        read all nodes, with and without a choice, so that the choice is based on what is so.
         """
         choice, node = self._seconds.of(num_lanes)
         spared = node * (grid[-1] - grid) - choice
         outlook = self.outlook
         if outlook is None or spared[0] <= 0 or grid[-1] == num_lanes:
             return 0, 0.0
-        best = SHARES - 1
-        if self._curve is not None:
-            gain = spared * outlook.rate
-            gain -= (1 - self._curve) * outlook.num_drafts * num_lanes
-            best = int(gain.argmax())
-            if gain[best] > _LEAST_GAIN * num_lanes:
-                return int(grid[best]), float(spared[best])
-        self._wait -= 1
-        if self._wait > 0:
+        turn, place = divmod(self._round, _TURN)
+        self._round += 1
+        if not place:
+            self._loads.clear()  # load changes
+            if turn % _TRIAL_TURNS == 0:
+                self._spared.clear()
+        if place < _WHOLE:
+            looks = place == _WHOLE - 1 and (self._curve is None or turn % _TRIAL_TURNS == 0)
+            return (int(grid[-1]), float(spared[-1])) if looks else (0, 0.0)
+        if self._curve is None:
             return 0, 0.0
-        self._wait = _LOOK
-        return int(grid[-1]), float(spared[-1])
+        is_trial = turn % _TRIAL_TURNS == 0 and place < _WHOLE + _TRIAL
+        trust = 1.0 if is_trial else self.trust
+        gain = trust * spared * outlook.rate
+        gain -= (1 - self._curve) * outlook.num_drafts * num_lanes
+        best = int(gain.argmax())
+        if gain[best] <= _LEAST_GAIN * (1 + outlook.num_drafts) * num_lanes:
+            return 0, 0.0
+        return int(grid[best]), float(spared[best])
+
+    def observe(self, choice: NodeChoice | None, seconds: float, known: float) -> None:
+        """Learn from a round with drafts.
+
+        Load slows all rounds, so those with a choice are compared with those without.
+
+        Args:
+            choice: of the round's nodes; None = the target read all.
+            seconds: what the round took.
+            known: what such a round takes without load if the target reads all.
+        """
+        if choice is None:
+            self._loads.append(seconds / known)
+        elif choice.spared > 0 and self._loads:
+            spared = known - seconds / statistics.median(self._loads)
+            self._spared.append(spared / choice.spared)
+            if len(self._spared) >= _LEAST_SEEN:
+                self.trust = min(max(statistics.median(self._spared), 0.0), 1.0)
 
     def factors(self, rows: Int32, drafters: Int32) -> Float32:
         """Return by how much each lane's guess counts at each depth, float32 [B, D + 1]."""

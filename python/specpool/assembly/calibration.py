@@ -12,6 +12,7 @@ import numpy as np
 from specpool._core import Ledger, Shape
 from specpool.adaptive import AdaptiveConfig, BudgetController, RangeConfig
 from specpool.adaptive.budget import Spare
+from specpool.adaptive.node_budget import NodeChoice
 from specpool.arrays import Int32
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.request import Request
@@ -31,7 +32,7 @@ TOLD = 3  # the number of a shape's fastest rounds, which the controller gets
 _PROMPT_LEN = 32
 
 
-_LOW_SHARE = 0.5  # of the drafts, read in a round that tells what a node takes
+_LOW_SHARE = 0.25  # of the drafts, read in a round that tells what a node takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class RowTour(BudgetController):
         self._chosen = chosen
         return chosen
 
-    def observe(self, shapes: Int32, seconds: float) -> None:
+    def observe(self, shapes: Int32, seconds: float, nodes: NodeChoice | None = None) -> None:
         """Note the seconds of a round of the kind and size."""
         is_mine = len(shapes) == self.size and (np.sort(shapes) == np.sort(self._chosen)).all()
         if is_mine:

@@ -327,14 +327,16 @@ class RoundShapes:
             num_correct_drafts = accept_len[chosen] - 1
             self.controller.on_verify_complete(choice.shape, choice.batch_size, num_correct_drafts)
 
-    def observe(self, choice: Choice, shapes: Int32, seconds: float) -> None:
+    def observe(
+        self, choice: Choice, shapes: Int32, seconds: float, nodes: NodeChoice | None = None
+    ) -> None:
         """Pass to the controller the seconds of a turn that was this round alone.
 
         Rounds with lanes of other shapes do not count.
         """
         assert self.controller is not None
         if self.budget is not None:
-            self.budget.observe(shapes, seconds)
+            self.budget.observe(shapes, seconds, nodes)
         elif (shapes == self._index[choice.shape]).all():
             self.controller.on_round_seconds(choice.shape, len(shapes), seconds)
 
