@@ -29,7 +29,9 @@ _CURVE_WEIGHT = 0.2  # of a round's curve
 _LEAST_GAIN = 0.02  # of a round's tokens, which a choice must gain
 _TURN = 32  # drafting rounds in which some read all nodes, so that the others can be compared
 _WHOLE = 4  # of these, the rounds that read all
-_TRIAL, _TRIAL_TURNS = 4, 4  # rounds that try a choice which did not pay, once in so many turns
+_TRIAL = 4  # rounds that try a choice anew, whether it pays
+_TRIAL_TURNS, _MOST_TURNS = 4, 32  # turns from one trial to the next; more if it does not pay
+_TRIAL_TRUST = 0.5  # the least in a trial
 _SEEN, _LEAST_SEEN = 12, 3  # rounds of each way that are compared, at most and at least
 _MOST = 4.0  # the most by which a row is better, or worse, than was said
 
@@ -90,6 +92,7 @@ class NodeSeconds:
         # (lanes, shape) -> the share of the drafts that was read by choice, None = all without
         # one -> seconds
         self._told: dict[tuple[int, Shape], dict[float | None, float]] = {}
+        self._by_size: list[tuple[int, float, float]] | None = None  # None = to be computed
 
     def tell(self, shape: Shape, num_lanes: int, share: float | None, seconds: float) -> None:
         """Add a round of the start; of several equal ones the least counts.
@@ -102,12 +105,23 @@ class NodeSeconds:
         """
         of_size = self._told.setdefault((num_lanes, shape), {})
         of_size[share] = min(seconds, of_size.get(share, seconds))
+        self._by_size = None
 
     def of(self, num_lanes: int) -> tuple[float, float]:
         """Return the seconds of a choice and of a node in a round of so many rows.
 
         Sizes between those that were told are interpolated. Without any, a node takes nothing.
         """
+        if self._by_size is None:
+            self._by_size = self._found()
+        if not self._by_size:
+            return 0.0, 0.0
+        sizes, choices, nodes = zip(*self._by_size, strict=True)
+        choice, node = (float(np.interp(num_lanes, sizes, of)) for of in (choices, nodes))
+        return choice, node
+
+    def _found(self) -> list[tuple[int, float, float]]:
+        """Return (rows, seconds of a choice, seconds of a node) of each size that was told."""
         found: list[tuple[int, float, float]] = []
         for (size, shape), seconds in self._told.items():
             least = min((share for share in seconds if share is not None), default=1.0)
@@ -116,12 +130,7 @@ class NodeSeconds:
                 left_out = total - nodes_of(least, size, total)
                 node = (seconds[1.0] - seconds[least]) / max(left_out, 1)
                 found.append((size, max(seconds[1.0] - seconds[None], 0.0), max(node, 0.0)))
-        found.sort()
-        if not found:
-            return 0.0, 0.0
-        sizes, choices, nodes = zip(*found, strict=True)
-        choice, node = (float(np.interp(num_lanes, sizes, of)) for of in (choices, nodes))
-        return choice, node
+        return sorted(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +178,8 @@ class NodeBudget:
         self._rows = np.zeros((2, num_rows))  # right drafts, and those to expect
         self._curve: Float64 | None = None  # of all right drafts, the share in each part of them
         self._round = 0  # drafting rounds in which a choice might have paid
+        self._trial, self._wait = -_TRIAL_TURNS, _TRIAL_TURNS  # turns: the last trial, to the next
+        self._pays = True  # since the last trial a choice was made
         self._loads: deque[float] = deque(maxlen=_SEEN)  # rounds that read all, over what is known
         self._spared: deque[float] = deque(maxlen=_SEEN)  # by choices, over what was expected
         self.trust = 1.0
@@ -217,22 +228,30 @@ class NodeBudget:
         turn, place = divmod(self._round, _TURN)
         self._round += 1
         if not place:
-            self._loads.clear()  # load changes
-            if turn % _TRIAL_TURNS == 0:
-                self._spared.clear()
+            self._begin_turn(turn)
+        is_trial = turn == self._trial
         if place < _WHOLE:
-            looks = place == _WHOLE - 1 and (self._curve is None or turn % _TRIAL_TURNS == 0)
+            looks = place == _WHOLE - 1 and (is_trial or self._curve is None)
             return (int(grid[-1]), float(spared[-1])) if looks else (0, 0.0)
         if self._curve is None:
             return 0, 0.0
-        is_trial = turn % _TRIAL_TURNS == 0 and place < _WHOLE + _TRIAL
-        trust = 1.0 if is_trial else self.trust
+        tries = is_trial and place < _WHOLE + _TRIAL
+        trust = max(self.trust, _TRIAL_TRUST) if tries else self.trust
         gain = trust * spared * outlook.rate
         gain -= (1 - self._curve) * outlook.num_drafts * num_lanes
         best = int(gain.argmax())
         if gain[best] <= _LEAST_GAIN * (1 + outlook.num_drafts) * num_lanes:
             return 0, 0.0
+        self._pays |= not tries
         return int(grid[best]), float(spared[best])
+
+    def _begin_turn(self, turn: int) -> None:
+        """Forget the loads, which change; begin a trial every few turns, whose results count alone."""
+        self._loads.clear()
+        if turn >= self._trial + self._wait:
+            self._wait = _TRIAL_TURNS if self._pays else min(2 * self._wait, _MOST_TURNS)
+            self._trial, self._pays = turn, False
+            self._spared.clear()
 
     def observe(self, choice: NodeChoice | None, seconds: float, known: float) -> None:
         """Learn from a round with drafts.
