@@ -46,6 +46,16 @@ MIXES = (
 )
 NUM_SEEDS = 2
 REAL_CANDIDATES = tuple(parse_shape("shape", n) for n in ("none", "chain:1", "chain:3"))
+#: Shapes with many nodes, for the choice of nodes.
+WIDE_CANDIDATES = tuple(
+    parse_shape("shape", n) for n in ("none", "chain:3", "tree:3x4x12", "tree:5x4x16")
+)
+ALL_NODES = 1 << 30  # more than a round drafts
+#: Policies that choose nodes, and the same ones without that.
+NODE_PAIRS = {
+    "chains": ("budget", "budget, all nodes"),
+    "chains and trees": ("budget, trees", "budget, trees, all nodes"),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,8 +271,15 @@ def real(batch_sizes: Sequence[int], num_tokens: int, repeats: int, device: str)
 
         engines = {"none": plain}
         engines |= {name_of(s): another(shape=s) for s in REAL_CANDIDATES if s.num_steps}
-        for name in ("cost", "budget"):
-            engines[name] = another(shape=None, adaptive=policy(name, REAL_CANDIDATES))
+        engines["cost"] = another(shape=None, adaptive=policy("cost", REAL_CANDIDATES))
+        for kind, candidates in (
+            ("chains", REAL_CANDIDATES),
+            ("chains and trees", WIDE_CANDIDATES),
+        ):
+            with_it, without = NODE_PAIRS[kind]
+            chosen = policy("budget", candidates)
+            engines[with_it] = another(shape=None, adaptive=chosen)
+            engines[without] = another(shape=None, adaptive=chosen, verify_nodes=ALL_NODES)
         try:
             return [
                 line
@@ -306,17 +323,27 @@ def _real_lines(
     for name, found in texts.items():
         if found != texts["none"]:
             raise CorruptState(f"batch {size}: the texts of {name} are not plain decoding's")
-    best = max((n for n in engines if n not in ("cost", "budget")), key=rates.__getitem__)
+    static = [name for name, engine in engines.items() if engine.config.adaptive is None]
+    best = max(static, key=rates.__getitem__)
     references = (
         (f"best shape, {best}", best, BEST_SHARE),
         ("policy 'cost'", "cost", MORE_THAN_BATCH if size > 1 else None),
         ("plain decoding", "none", PLAIN_SHARE),
     )
     unit = "tokens/s of processor time"
-    return [
-        Line(Result(f"the shipped pair, {size} rows", rates["budget"], unit, text, rates[key]), at)
-        for text, key, at in references
+    pair = f"the shipped pair, {size} rows"
+    nodes = [
+        Line(
+            Result(
+                f"{pair}, {kind}, nodes chosen", rates[with_it], unit, "all nodes", rates[without]
+            )
+        )
+        for kind, (with_it, without) in NODE_PAIRS.items()
     ]
+    return [
+        Line(Result(pair, rates["budget"], unit, text, rates[key]), at)
+        for text, key, at in references
+    ] + nodes
 
 
 # --- the command ---------------------------------------------------------------------------------

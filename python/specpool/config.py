@@ -67,6 +67,11 @@ class EngineConfig:
         forced_steps: the most tokens that a round drafts where the form of a request's text
             (`SamplingParams.structured`) forces them; memory is laid out for a chain of so many. 0
             = as many as the request's own shape has steps.
+        verify_nodes: the most nodes that the target reads in a round, over all rows: the likeliest
+            of those that were drafted, and the root of each row in any case. None = all nodes, or
+            with adaptive `budget` as many as pay (docs/budget.md). The text is the same. A round
+            reads all nodes if a row's logits are processed or its form followed, if the target has
+            recurrent layers, or if ranks share the target.
         page_size: slots per page, in every group.
         placement: `split` = target layers and draft layers in groups of their own; `shared` = one
             group, the draft's branches in the target's rows (what SGLang does).
@@ -125,6 +130,7 @@ class EngineConfig:
     shape: Shape | None = None
     shapes: tuple[Shape, ...] = ()
     forced_steps: int = 0
+    verify_nodes: int | None = None
     page_size: int = 16
     placement: Placement = "split"
     policy: Policy = "exact"
@@ -164,6 +170,8 @@ class EngineConfig:
         ):
             raise ConfigError(f"shapes must be a tuple of specpool.Shape, got {self.shapes!r:.80}")
         check_int("forced_steps", self.forced_steps, 0, 63)
+        if self.verify_nodes is not None:
+            check_int("verify_nodes", self.verify_nodes, 1, 1 << 30)
         check_int("page_size", self.page_size, 1, 1 << 20)
         check_choice("placement", self.placement, get_args(Placement))
         check_choice("policy", self.policy, get_args(Policy))
@@ -203,7 +211,13 @@ class EngineConfig:
         if self.adaptive is not None:
             from specpool.adaptive import config_of
 
-            object.__setattr__(self, "adaptive", config_of(self.adaptive))
+            found = config_of(self.adaptive)
+            object.__setattr__(self, "adaptive", found)
+            if self.verify_nodes is not None and found.policy != "budget":
+                raise ConfigError(
+                    f"verify_nodes {self.verify_nodes} leaves drafts out, and adaptive "
+                    f"{found.policy!r} learns from whole drafts: take 'budget', or no verify_nodes"
+                )
         if self.graph_sizes is not None:
             check_graph_sizes(self.graph_sizes, self.max_batch)
             object.__setattr__(self, "graph_sizes", tuple(self.graph_sizes))

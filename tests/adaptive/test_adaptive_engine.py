@@ -312,7 +312,7 @@ def test_a_turns_seconds_are_of_the_round_that_the_device_ran(build, monkeypatch
     loop = engine.core.loop
     seen, turns = [], []
     monkeypatch.setattr(
-        loop.scheduler.round_shapes, "observe", lambda choice, shapes, took: seen.append(choice)
+        loop.scheduler.round_shapes, "observe", lambda choice, *others: seen.append(choice)
     )
     observe = loop._observe_round
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from specpool._core import Shape, choose_shapes
 from specpool.adaptive.base import NumCorrectDrafts
 from specpool.adaptive.config import AdaptiveConfig
+from specpool.adaptive.node_budget import NodeBudget, NodeChoice, NodeSeconds, Outlook
 from specpool.adaptive.round_cost import RoundCost
 from specpool.adaptive.row_acceptance import RowAcceptance
 from specpool.arrays import Int32, Int64
@@ -39,6 +40,7 @@ class BudgetController:
 
     Attributes:
         candidates: the shapes that it may choose, the narrowest first.
+        nodes: chooses the nodes that the target reads.
         missed_ct: rows, counted in each round, that were expected to miss their target in it.
     """
 
@@ -58,6 +60,7 @@ class BudgetController:
         self._clock = clock
         self.missed_ct = 0
         self._told: list[tuple[Mapping[Shape, int], float]] = []  # rounds of the start
+        self._node_seconds = NodeSeconds()
         self.attach([*self.candidates], 1)
 
     def attach(self, shapes: Sequence[Shape], num_rows: int) -> None:
@@ -68,6 +71,8 @@ class BudgetController:
         self._index = {shape: index for index, shape in enumerate(shapes)}
         self._acceptance = RowAcceptance(shapes, num_rows)
         self._cost = RoundCost(shapes)
+        most = max((shape.num_steps for shape in shapes), default=0)
+        self.nodes = NodeBudget(most, num_rows, seconds=self._node_seconds)
         self._latest = np.full(num_rows, -1, np.int32)  # the shape of each row's round before
         self._worth = np.ones(num_rows)
         self._per_token = np.zeros(num_rows)  # the target in tokens per second; 0 = none
@@ -107,6 +112,8 @@ class BudgetController:
         self._cost.fit(len(rows))
         due, room = self._due(rows), None if spare is None else spare()
         chosen, tokens, seconds, missed = self._choice(rows, shapes, due, room, hopes=False)
+        made = float(tokens[np.arange(len(rows)), chosen].sum())
+        self.nodes.outlook = Outlook(made / len(rows) - 1, made / seconds)
         self._kept = None if room is not None or due.any() else (rows, shapes, chosen)
         loss = 0.0
         if self._round % _HOPE_ROUNDS == 0 and self._saved > 0:
@@ -183,14 +190,29 @@ class BudgetController:
         self.missed_ct += missed
         self._open = None
 
-    def learn(self, rows: Int32, shapes: Int32, accept_len: Int32) -> None:
-        """Learn from the results of a round's lanes; all int32 [B]."""
+    def learn(
+        self,
+        rows: Int32,
+        shapes: Int32,
+        accept_len: Int32,
+        goes_on: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Learn from the results of a round's lanes; int32 [B], and see `RowAcceptance.learn`."""
         self._num_made[rows] += accept_len
-        self._acceptance.learn(rows, shapes, accept_len)
+        self._acceptance.learn(rows, shapes, accept_len, goes_on)
 
-    def observe(self, shapes: Int32, seconds: float) -> None:
-        """Learn from the seconds of a round whose lanes had these shapes, int32 [B]."""
-        self._cost.observe(np.bincount(shapes, minlength=len(self._index)), seconds)
+    def observe(self, shapes: Int32, seconds: float, nodes: NodeChoice | None = None) -> None:
+        """Learn from the seconds of a round whose lanes had these shapes, int32 [B].
+
+        `nodes` is the choice of what the target read; None = all. Shapes are known by rounds that
+        read all, so what the choice spares is added.
+        """
+        counts = np.bincount(shapes, minlength=len(self._index))
+        if counts @ self._cost.nodes > len(shapes):
+            self.nodes.observe(nodes, seconds, self._cost.known(counts))
+        if nodes is not None:
+            seconds += nodes.spared * self.nodes.trust * self._cost.load
+        self._cost.observe(counts, seconds)
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """Learn from a round of the start, whose lanes all had this shape."""
@@ -200,6 +222,12 @@ class BudgetController:
         """Learn from a round of the start, by the lanes of each shape."""
         self._told.append((counts, seconds))
         self._tell(counts, seconds)
+
+    def on_node_seconds(
+        self, shape: Shape, batch_size: int, share: float | None, seconds: float
+    ) -> None:
+        """Learn from a round of the start, whose lanes all had this shape; see `NodeSeconds`."""
+        self._node_seconds.tell(shape, batch_size, share, seconds)
 
     def _tell(self, counts: Mapping[Shape, int], seconds: float) -> None:
         lanes = np.zeros(len(self._index), np.int64)

@@ -94,10 +94,7 @@ class RoundCost:
         if not seconds > 0:
             return
         key = tuple(counts.tolist())
-        known = self._seconds.get(key)
-        if known is None:
-            self.fit(sum(key))
-            known = self.of(counts)
+        known = self.known(counts)
         took = seconds / self.load  # before this round: a stall must not hide in its own load
         if key != self._latest:
             self._latest, self._alike = key, -1 if self._latest is None else _NUM_NEW
@@ -120,6 +117,14 @@ class RoundCost:
         if self._since >= self._until:
             self._since, self._number, self._size = 0, self._number + 1, 0
             self._until = min(2 * self._until, _REFIT)
+
+    def known(self, counts: Int64) -> float:
+        """Return the seconds of a round as measured, or else as fitted, without load."""
+        known = self._seconds.get(tuple(counts.tolist()))
+        if known is None:
+            self.fit(int(counts.sum()))
+            known = self.of(counts)
+        return known
 
     def base(self, batch_size: int) -> float:
         """Return the seconds of a round of so many rows without drafts."""

@@ -38,6 +38,11 @@ class RowAcceptance:
             family.append(keys.setdefault(key, len(keys)) if shape.num_steps else -1)
         self._family: Int32 = np.array(family, np.int32)
         self._num_steps: Int32 = np.array([shape.num_steps for shape in shapes], np.int32)
+        # For counting, each shape also stands there with every lesser depth d, at d * S + shape.
+        depths = np.arange(1, self._num_steps.max(initial=0) + 1, dtype=np.int32)
+        lesser = np.minimum(depths[:, None], self._num_steps).reshape(-1)
+        self._counted_steps: Int32 = np.concatenate([self._num_steps, lesser])
+        self._counted_family: Int32 = np.tile(self._family, len(depths) + 1)
         depth = max(int(self._num_steps.max(initial=0)), 1)
         size = max(len(keys), 1), depth
         self._hits, self._tries = np.zeros((2, num_rows, *size), np.float32)
@@ -50,12 +55,26 @@ class RowAcceptance:
         """Forget a row's counts: another request has it."""
         self._hits[row] = self._tries[row] = self._age[row] = 0
 
-    def learn(self, rows: Int32, shapes: Int32, accept_len: Int32) -> None:
+    def learn(
+        self,
+        rows: Int32,
+        shapes: Int32,
+        accept_len: Int32,
+        goes_on: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
         """Count the results of a round's lanes.
+
+        Where a lane `goes_on`, bool [B], the next draft was right too, but the target did not read
+        it. So it counts as a hit, and the drafts behind it do not count. None = no lane does.
 
         A row's own results decide soon which family it drafts. What it says of that family then
         says nothing of other rows, so all rows learn from the first rounds of each row alone.
         """
+        if goes_on is not None and goes_on.any():
+            goes_on = goes_on & (accept_len <= self._num_steps[shapes])
+            lesser = accept_len * len(self._family) + shapes
+            shapes = np.where(goes_on, lesser, shapes).astype(np.int32)
+            accept_len = accept_len + goes_on.astype(np.int32)
         young = np.ones(len(rows), bool)
         if many := len(self._unseen) > 1:
             young = self._age[rows] < _YOUNG_ROUNDS
@@ -63,7 +82,7 @@ class RowAcceptance:
         lanes = rows, shapes, accept_len
         told = [lane[young] for lane in lanes]
         beyond = self._beyond(*told) if many else 0.0
-        counts = self._hits, self._tries, self._family, self._num_steps
+        counts = self._hits, self._tries, self._counted_family, self._counted_steps
         if not young.all():
             count_acceptance(*counts, *(lane[~young] for lane in lanes))
         new = count_acceptance(*counts, *told).T.reshape(self._pooled.shape)
@@ -95,9 +114,11 @@ class RowAcceptance:
         spread = max((_SPREAD_TRIES + surplus) / (_SPREAD_TRIES + information[told].sum()), 0.05)
         odds = np.exp(excess / (1 / spread + information))
         beyond = np.zeros(prior.shape)
-        tried = np.arange(prior.shape[1]) < np.minimum(self._num_steps[shapes], accept_len)[:, None]
+        tried = (
+            np.arange(prior.shape[1]) < np.minimum(self._counted_steps[shapes], accept_len)[:, None]
+        )
         for family, base in enumerate(prior):
-            mine = self._family[shapes] == family
+            mine = self._counted_family[shapes] == family
             if mine.any():
                 lean = base / (1 - base) * odds[mine, None]
                 beyond[family] = (tried[mine] * (lean / (1 + lean) - base)).sum(axis=0)

@@ -65,6 +65,8 @@ class Assembly:
             idle_pages=config.session_pages,
             prefix_cache=config.prefix_cache and not self.target.keeps_state,
             forced_shape=forced_shape(config),
+            verify_nodes=config.verify_nodes,
+            chooses_nodes=not self.target.keeps_state and self.ranks is None,
         )
 
     def loop(self, scheduler: Scheduler, *, busy_check: int, peers: Ranks | None = None) -> Loop:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from specpool._core import Ledger, Shape
 from specpool.adaptive import AdaptiveConfig, BudgetController, RangeConfig
 from specpool.adaptive.budget import Spare
+from specpool.adaptive.node_budget import NodeChoice
 from specpool.arrays import Int32
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.request import Request
@@ -30,8 +32,20 @@ TOLD = 3  # the number of a shape's fastest rounds, which the controller gets
 _PROMPT_LEN = 32
 
 
-#: The shapes of a round whose lanes have them by turns: one, or two.
-Kind = tuple[Shape, ...]
+_LOW_SHARE = 0.25  # of the drafts, read in a round that tells what a node takes
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of rounds.
+
+    Attributes:
+        shapes: the lanes have them by turns: one, or two.
+        share: of the drafts, those that the target reads by choice; None = all, without a choice.
+    """
+
+    shapes: tuple[Shape, ...]
+    share: float | None = None
 
 
 class Tour:
@@ -45,12 +59,12 @@ class Tour:
     def __init__(self, candidates: Sequence[Shape]) -> None:
         """Begin with the first candidate."""
         self.candidates = tuple(candidates)
-        self.kinds: tuple[Kind, ...] = tuple((shape,) for shape in self.candidates)
+        self.kinds: tuple[Kind, ...] = tuple(Kind((shape,)) for shape in self.candidates)
         self.begin(self.kinds[0], 1)
 
     def begin(self, kind: Kind, size: int) -> None:
         """Run rounds of this kind; note the seconds of those with `size` lanes."""
-        (self.shape, *_), self.size = kind, size
+        (self.shape, *_), self.size = kind.shapes, size
         self.seconds: list[float] = []  # the oldest first
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
@@ -71,7 +85,8 @@ class Tour:
 class RowTour(BudgetController):
     """A `Tour` for a budget: beside rounds of one shape it runs rounds of two.
 
-    In these the lanes have the narrowest candidate and another one by turns.
+    In these the lanes have the narrowest candidate and another one by turns. Rounds of the widest
+    candidate also run with chosen nodes, all of them and some.
     """
 
     def __init__(self, candidates: Sequence[Shape]) -> None:
@@ -79,13 +94,16 @@ class RowTour(BudgetController):
         ranges = {1: RangeConfig(candidates=tuple(candidates))}
         super().__init__(AdaptiveConfig(ranges=ranges, policy="budget"))
         narrowest, *others = self.candidates
-        alone: list[Kind] = [(shape,) for shape in self.candidates]
-        self.kinds: tuple[Kind, ...] = (*alone, *((narrowest, shape) for shape in others))
+        alone = [Kind((shape,)) for shape in self.candidates]
+        chosen = [Kind((others[-1],), share) for share in (1.0, _LOW_SHARE)] if others else []
+        pairs = [Kind((narrowest, shape)) for shape in others]
+        self.kinds: tuple[Kind, ...] = (*alone, *pairs, *chosen)
         self.begin(self.kinds[0], 1)
 
     def begin(self, kind: Kind, size: int) -> None:
         """See `Tour.begin`."""
-        self._lines = [self.candidates.index(shape) for shape in kind]
+        self._lines = [self.candidates.index(shape) for shape in kind.shapes]
+        self.nodes.share = kind.share
         self.size, self.seconds = size, list[float]()
 
     def choose(self, rows: Int32, shapes: Int32, spare: Callable[[], Spare] | None = None) -> Int32:
@@ -96,7 +114,7 @@ class RowTour(BudgetController):
         self._chosen = chosen
         return chosen
 
-    def observe(self, shapes: Int32, seconds: float) -> None:
+    def observe(self, shapes: Int32, seconds: float, nodes: NodeChoice | None = None) -> None:
         """Note the seconds of a round of the kind and size."""
         is_mine = len(shapes) == self.size and (np.sort(shapes) == np.sort(self._chosen)).all()
         if is_mine:
@@ -137,7 +155,7 @@ def calibrate(
         with loop.recovering():
             for request in requests:
                 scheduler.submit(request)
-            kinds = [kind for kind in tour.kinds if len(kind) <= size]
+            kinds = [kind for kind in tour.kinds if len(kind.shapes) <= size]
             tour.begin(kinds[0], size)
             while not tour.seconds and any(r.finish_reason is None for r in requests):
                 loop.turn()
@@ -163,11 +181,15 @@ def calibrate(
 
 
 def _report(controller: Controller, kind: Kind, size: int, seconds: float) -> None:
-    if isinstance(controller, BudgetController):
-        counts = {shape: -(-(size - at) // len(kind)) for at, shape in enumerate(kind)}
+    if not isinstance(controller, BudgetController):
+        controller.on_round_seconds(kind.shapes[0], size, seconds)
+        return
+    num = len(kind.shapes)
+    if num == 1:
+        controller.on_node_seconds(kind.shapes[0], size, kind.share, seconds)
+    if kind.share is None:
+        counts = {shape: -(-(size - at) // num) for at, shape in enumerate(kind.shapes)}
         controller.on_mixed_seconds(counts, seconds)
-    else:
-        controller.on_round_seconds(kind[0], size, seconds)
 
 
 def _can_go_on(requests: Sequence[Request]) -> bool:

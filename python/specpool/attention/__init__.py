@@ -3,13 +3,21 @@
 from specpool.attention.attend import attend
 from specpool.attention.backend import BACK_ENDS, BackEnd, back_end, check_trees, start_back_end
 from specpool.attention.graph_recorder import GraphRecorder, Started
-from specpool.attention.view import AttentionBatch, AttentionView, JoinedView, TokenReads, View
+from specpool.attention.view import (
+    AttentionBatch,
+    AttentionView,
+    ChosenView,
+    JoinedView,
+    TokenReads,
+    View,
+)
 
 __all__ = [
     "BACK_ENDS",
     "AttentionBatch",
     "AttentionView",
     "BackEnd",
+    "ChosenView",
     "GraphRecorder",
     "JoinedView",
     "Started",

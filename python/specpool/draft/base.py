@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -30,6 +30,9 @@ class DraftTree:
     end with an error.
 
     All fields are on one device: the engine's, or a CPU for proposals that the host made.
+
+    `p` only decides which nodes the target reads if it does not read all (docs/budget.md), so wrong
+    values cost speed and change no text.
     """
 
     tokens: Tensor  # int64 [B, N]
@@ -37,6 +40,9 @@ class DraftTree:
     mask: Tensor  # bool [B, N, N], a node's ancestors and itself
     first_child: Tensor  # int32 [B, N], -1 = none
     next_sibling: Tensor  # int32 [B, N], -1 = none
+    p: Tensor | None = (
+        None  # float32 [B, N], that all drafts up to the node are right; None = unknown
+    )
 
     def check(self, shape: Shape, batch: int) -> None:
         """Check types, dtypes and sizes for trees of this shape, without reading values.
@@ -62,6 +68,11 @@ class DraftTree:
                     f"{name} of the draft trees is {want} {list(size)} on {self.tokens.device}, "
                     f"got {got} {list(value.shape)} on {value.device}"
                 )
+        p = self.p
+        if p is not None and (p.dtype, p.shape) != (torch.float32, flat):
+            raise ShapeError(
+                f"p of the draft trees is float32 {list(flat)}, got {p.dtype} {list(p.shape)}"
+            )
 
     def check_values(self, root_tokens: Int64, vocab_size: int) -> None:
         """Check that the fields describe one tree; a wrong tree could change the text.
@@ -144,19 +155,29 @@ class DraftTree:
         """Return the trees of both, one after the other; both are on one device."""
         names = ("tokens", "depths", "mask", "first_child", "next_sibling")
         pairs = ((getattr(first, name), getattr(second, name)) for name in names)
-        return cls(*(torch.cat(pair) for pair in pairs))
+        p = None
+        if first.p is not None or second.p is not None:
+            p = torch.cat([first.known_p, second.known_p])
+        return replace(cls(*(torch.cat(pair) for pair in pairs)), p=p)
+
+    @property
+    def known_p(self) -> Tensor:
+        """`p`, or float32 [B, N] of ones if the drafter does not say."""
+        return torch.ones_like(self.tokens, dtype=torch.float32) if self.p is None else self.p
 
     def of(self, lanes: Tensor) -> DraftTree:
         """Return the trees of some lanes, int64 [n] on the trees' device."""
         fields = (self.tokens, self.depths, self.mask, self.first_child, self.next_sibling)
-        return DraftTree(*(field.index_select(0, lanes) for field in fields))
+        p = None if self.p is None else self.p.index_select(0, lanes)
+        return replace(DraftTree(*(field.index_select(0, lanes) for field in fields)), p=p)
 
     def to(self, device: torch.device) -> DraftTree:
         """Return the same trees on `device`; trees of a GPU stay there if `device` is a CPU."""
         if self.tokens.device == device or device.type == "cpu":
             return self
         fields = (self.tokens, self.depths, self.mask, self.first_child, self.next_sibling)
-        return DraftTree(*upload(device, *(field.numpy() for field in fields)))
+        there = DraftTree(*upload(device, *(field.numpy() for field in fields)))
+        return there if self.p is None else replace(there, p=self.p.to(device))
 
     @classmethod
     def from_parents(cls, tokens: Int64, parents: Int32) -> DraftTree:

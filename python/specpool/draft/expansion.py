@@ -23,7 +23,7 @@ class Chains:
     def draft(self, part: DraftPart, level: Level) -> Drafting:
         """Draft the chains of a part; `level` follows the roots."""
         lanes, num_steps = part.lanes, part.shape.num_steps
-        drafts = [level.ids[:, 0]]
+        drafts, levels = [level.ids[:, 0]], [level]
         if num_steps > 1:
             lens = lanes.seq_lens.ahead(self._first) if self._first else lanes.seq_lens
             ahead = Lanes(lanes.rows, lens, num_steps - 1)
@@ -31,12 +31,17 @@ class Chains:
             for step, view in enumerate(chain_views(self._cache, self._group, ahead)):
                 level = yield Ask(drafts[-1], positions[:, step], view, level.hidden)
                 drafts.append(level.ids[:, 0])
+                levels.append(level)
         nodes = torch.stack([part.root_tokens, *drafts], 1)
         links = self._links.get(nodes.shape)
         if links is None:
             size = *nodes.shape, nodes.device
             links = self._links[nodes.shape] = chain_links(*size)
-        return DraftTree(nodes, *links)
+        p = None
+        if part.wants_p:
+            of_drafts = [each.p[:, 0] for each in levels if each.p is not None]
+            p = torch.stack([torch.ones_like(of_drafts[0]), *of_drafts], 1).cumprod(1)
+        return DraftTree(nodes, *links, p=p)
 
 
 def draft_trees(part: DraftPart, level: Level, branches: Branches, first: int) -> Drafting:
@@ -69,7 +74,14 @@ def draft_trees(part: DraftPart, level: Level, branches: Branches, first: int) -
             parents = torch.zeros_like(parents)
         positions = (lanes.starts + (step + first)).unsqueeze(1).expand(-1, topk).reshape(-1)
         level = yield Ask(ids, positions, branches.view(step + first, parents), hidden)
+    num_nodes = shape.num_draft_tokens
     tokens, depths, mask, first_child, next_sibling, _ = kernels.build_tree(
-        *candidates, part.root_tokens, topk=topk, num_draft_tokens=shape.num_draft_tokens
+        *candidates, part.root_tokens, topk=topk, num_draft_tokens=num_nodes
     )
-    return DraftTree(tokens, depths, mask, first_child, next_sibling)
+    p = None
+    if part.wants_p:  # of the candidates that became nodes, in their order
+        of_all = candidates[0]
+        best = of_all.argsort(dim=1, descending=True, stable=True)[:, : num_nodes - 1]
+        p = torch.ones(batch, num_nodes, device=device)
+        p[:, 1:] = of_all.gather(1, best.sort(1).values)
+    return DraftTree(tokens, depths, mask, first_child, next_sibling, p)

@@ -104,8 +104,10 @@ class HeadDrafter:
         rows = [part.lanes.rows for part in parts]
         hidden = self._hidden.index_select(0, rows[0] if len(rows) == 1 else torch.cat(rows))
 
+        wants_p = topk > 1 or any(part.wants_p for part in parts)
+
         def level_of(hidden: Tensor) -> Level:
-            if topk > 1:
+            if wants_p:
                 return Level(*self.head.topk(hidden, topk), hidden)
             return Level(None, self.head.best(hidden).unsqueeze(1), hidden)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specpool._core import Shape
-from specpool.attention import AttentionView, JoinedView, View
+from specpool.attention import AttentionView, ChosenView, JoinedView, View
 from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
 
@@ -28,11 +28,13 @@ class DraftPart:
         lanes: B lanes; `starts` are the roots' positions.
         shape: the shape of all lanes.
         root_tokens: int64 [B], on the device.
+        wants_p: whether the trees' `p` is wanted, which costs chains a softmax for each draft.
     """
 
     lanes: Lanes
     shape: Shape
     root_tokens: Tensor
+    wants_p: bool = False
 
 
 class SideBySide(Protocol):
@@ -70,7 +72,7 @@ class Ask:
 class Level:
     """The results of a forward: the likeliest next tokens of each of its T tokens."""
 
-    p: Tensor | None  # float32 [T, K or more], best first; None = all parts are chains
+    p: Tensor | None  # float32 [T, K or more], best first; None = chains, whose p is not wanted
     ids: Tensor  # int64 [T, K or more]
     hidden: Tensor | None = None
 
@@ -110,7 +112,7 @@ def _joined(asks: Sequence[Ask]) -> Ask:
     """Return one forward for all."""
     if len(asks) == 1:
         return asks[0]
-    views: list[AttentionView] = []
+    views: list[AttentionView | ChosenView] = []
     for ask in asks:
         views += ask.view.views if isinstance(ask.view, JoinedView) else [ask.view]
     hidden = [ask.hidden for ask in asks if ask.hidden is not None]

@@ -321,7 +321,8 @@ class Loop:
         alone = len(ran) == len(steps) == 1 and steps[0].choice is not None
         if alone and (choice := ran[0].choice) is not None:
             observe, shapes = self.scheduler.round_shapes.observe, ran[0].plan.shapes
-            self.inputs.measured(lambda told: observe(choice, shapes, told), seconds)
+            nodes = ran[0].nodes
+            self.inputs.measured(lambda told: observe(choice, shapes, told, nodes), seconds)
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests of a failed forward, after taking over all steps launched before it."""

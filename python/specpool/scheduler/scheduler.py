@@ -86,7 +86,8 @@ class Scheduler:
         self._is_starved = False  # a round found no pages: freed pages are for it alone
         self.counts = Counts(ledger.shapes)
         num_rows, forced = ledger.num_rows + 1, config.forced_shape
-        self.round_shapes = RoundShapes(ledger.shapes, num_rows, controller, forced)
+        options = controller, forced, config.verify_nodes, config.chooses_nodes
+        self.round_shapes = RoundShapes(ledger.shapes, num_rows, *options)
         self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.page_choices)
         self._waiting = Waiting(shares_prompts=config.shares_prompts)
         running = Running(ledger, self.round_shapes, reads_tokens=config.reads_tokens)
@@ -281,14 +282,13 @@ class Scheduler:
                 self._come_back(request, end)
             return
         if is_decode:
-            num_new = result.accept_len
-            num_drafts = self.counts.round(num_new, plan.shapes[alive])
+            num_new, shapes = result.accept_len, plan.shapes[alive]
+            num_drafts = self.counts.round(num_new, shapes)
             for lane, (request, num) in enumerate(zip(requests, num_drafts, strict=True)):
                 request.num_drafts += num
                 if request.forced:
                     self.counts.forced(len(request.forced), int(num_new[lane]) - 1)
-            if step.choice is not None:
-                self.round_shapes.learn(step.choice, plan.shapes[alive], num_new, requests)
+            self.round_shapes.learn(step.choice, shapes, num_new, requests, result.nodes)
             if self._ledger.overlap_depth:
                 self._running.accept_len[rows] = num_new
         else:
@@ -444,4 +444,5 @@ class Scheduler:
                 return None
             else:
                 of = self._running.by_row[rows].tolist()
-                return Step(plan, of, choice=self.round_shapes.run())
+                nodes = self.round_shapes.nodes(plan.shapes, of)
+                return Step(plan, of, choice=self.round_shapes.run(), nodes=nodes)

@@ -63,13 +63,17 @@ class Proposer:
         for source, indices in mine.items():
             drafter = self._drafters[source]
             parts = [wanted[index][0] for index in indices]
-            if len(parts) > 1 and drafts_side_by_side(drafter):
+            by_part = len(parts) == 1 and not parts[0].wants_p
+            if not by_part and drafts_side_by_side(drafter):
                 for index, tree in zip(indices, drafter.propose_parts(parts), strict=True):
                     part = wanted[index][0]
                     checked = self._checked(tree, part.shape, part.root_tokens, None)
                     found[index] = *checked, source
         return [
-            found.get(index) or self.propose(part.lanes, part.shape, part.root_tokens, requests)
+            found.get(index)
+            or self.propose(
+                part.lanes, part.shape, part.root_tokens, requests, wants_p=part.wants_p
+            )
             for index, (part, requests) in enumerate(wanted)
         ]
 
@@ -81,7 +85,13 @@ class Proposer:
         return sorted({*by}) if requests else [0]
 
     def propose(
-        self, lanes: Lanes, shape: Shape, roots: Tensor, requests: Sequence[Request]
+        self,
+        lanes: Lanes,
+        shape: Shape,
+        roots: Tensor,
+        requests: Sequence[Request],
+        *,
+        wants_p: bool = False,
     ) -> Proposal:
         """Make the trees of a part of a round.
 
@@ -93,6 +103,7 @@ class Proposer:
             shape: the shape of all lanes.
             roots: int64 [B], on the device.
             requests: one per lane; none in a capture.
+            wants_p: see `DraftPart`.
 
         Returns:
             The trees, safe for verify to walk, and bool [B], the lanes whose tree was invalid and
@@ -105,7 +116,7 @@ class Proposer:
         sources = self._sources(requests)
         if len(sources) == 1:
             (source,) = sources
-            trees = self._of(source, lanes, shape, roots, requests)
+            trees = self._of(source, DraftPart(lanes, shape, roots, wants_p), requests)
             return *trees, None if source == _FORCED else source
         of_lane = np.array([_FORCED if each.forced else each.drafter for each in requests])
         mine = [np.flatnonzero(of_lane == source) for source in sources]
@@ -114,7 +125,8 @@ class Proposer:
         for source, place, lane in zip(sources, places, mine, strict=True):
             some = lanes.filter(of_lane == source).part(0, len(lane), shape.num_draft_tokens)
             theirs = [requests[i] for i in lane.tolist()]
-            tree, is_broken = self._of(source, some, shape, roots[place], theirs)
+            part = DraftPart(some, shape, roots[place], wants_p)
+            tree, is_broken = self._of(source, part, theirs)
             found.append(tree.to(self._device))
             broken.append(is_broken)
         tree = functools.reduce(DraftTree.joined, found).of(order)
@@ -127,26 +139,25 @@ class Proposer:
         return tree, torch.cat(flags)[order], None
 
     def _of(
-        self, source: int, lanes: Lanes, shape: Shape, roots: Tensor, requests: Sequence[Request]
+        self, source: int, part: DraftPart, requests: Sequence[Request]
     ) -> tuple[DraftTree, Tensor | None]:
         """Get the trees of lanes that have one source: a drafter, or `_FORCED`."""
         if source == _FORCED:
-            return _forced_trees(requests, shape).to(self._device), None
-        return self._of_drafter(self._drafters[source], lanes, shape, roots, requests)
+            return _forced_trees(requests, part.shape).to(self._device), None
+        return self._of_drafter(self._drafters[source], part, requests)
 
     def _of_drafter(
-        self,
-        drafter: Drafter,
-        lanes: Lanes,
-        shape: Shape,
-        roots: Tensor,
-        requests: Sequence[Request],
+        self, drafter: Drafter, part: DraftPart, requests: Sequence[Request]
     ) -> tuple[DraftTree, Tensor | None]:
         """Ask the drafter for the trees of these lanes and check them; see `propose`."""
-        texts = None
+        shape, roots, texts = part.shape, part.root_tokens, None
+        if part.wants_p and drafts_side_by_side(drafter):
+            (tree,) = drafter.propose_parts([part])
+            return self._checked(tree, shape, roots, None)
         if drafter.reads_tokens and requests:
             texts = [request.tokens for request in requests]
-        return self._checked(drafter.propose(lanes, shape, roots, texts), shape, roots, texts)
+        tree = drafter.propose(part.lanes, shape, roots, texts)
+        return self._checked(tree, shape, roots, texts)
 
     def _checked(
         self,
@@ -173,7 +184,7 @@ class Proposer:
         tokens, depths, is_broken = kernels.check_tree(
             tree.tokens, tree.depths, *links, roots, vocab_size=self._vocab_size
         )
-        return DraftTree(tokens, depths, *links), is_broken
+        return DraftTree(tokens, depths, *links, p=tree.p), is_broken
 
 
 def _forced_trees(requests: Sequence[Request], shape: Shape) -> DraftTree:

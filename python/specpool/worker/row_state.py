@@ -135,11 +135,11 @@ class RowState:
         for rows_state, value in zip(state, values, strict=True):
             rows_state.index_copy_(0, rows, value)
 
-    def draw(self, lanes: Lanes, logits: Tensor, positions: Tensor, *, greedy: bool) -> Tensor:
+    def draw(self, rows: Tensor, logits: Tensor, positions: Tensor, *, greedy: bool) -> Tensor:
         """Choose the target's own token at each node: the likeliest, or drawn with the row's seed.
 
         Args:
-            lanes: B lanes.
+            rows: int32 [B], the rows of B lanes.
             logits: [B * n, V], n nodes per lane.
             positions: int32 [B, n], the position of each token to choose.
             greedy: every lane takes the likeliest token; False = by the rows' parameters.
@@ -154,7 +154,7 @@ class RowState:
                 parameters = tuple(parameter[:size] for parameter in self._greedy)
                 self._greedy_of[size] = parameters
         else:
-            each = lanes.rows.repeat_interleave(positions.shape[1], output_size=size)
+            each = rows.repeat_interleave(positions.shape[1], output_size=size)
             temperature, top_p, min_p, top_k, seeds = (
                 state.index_select(0, each)
                 for state in (

@@ -8,6 +8,7 @@ copied right after verify, while draft-extend still runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool._core import Ledger, Plan, Shape
-from specpool.attention import BackEnd, Started
+from specpool.attention import AttentionView, BackEnd, ChosenView, Started
 from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import Lanes, causal_view, own_view
 from specpool.attention.seq_lens import SeqLens
@@ -39,6 +40,7 @@ from specpool.worker.proposer import Proposal, Proposer
 from specpool.worker.recurrent_forward import StateForward
 from specpool.worker.results import Outcome, PendingStep
 from specpool.worker.row_state import RowState
+from specpool.worker.selection import Selection, select
 from specpool.worker.verify import Verdict, verify
 
 
@@ -133,7 +135,7 @@ class Worker:
                 pending = [replayed]
             else:
                 passes = [
-                    (self._round if step.is_decode else self._prefill)(step.plan, step.requests)
+                    self._round(step) if step.is_decode else self._prefill(step.plan, step.requests)
                     for step in steps
                 ]
                 pending = self._forward.run(passes)
@@ -170,7 +172,7 @@ class Worker:
             positions = new_lens.unsqueeze(1)
             self._processors.start(lanes, requests, done)
             logits = self._processors.process(output.logits, lanes, requests, done=done)
-            drawn = self._state.draw(lanes, logits, positions, greedy=greedy)
+            drawn = self._state.draw(lanes.rows, logits, positions, greedy=greedy)
             if self._has_windows:  # the last token may not see an earlier token that is NaN
                 spoiled = not_finite(lanes, output.hidden)
                 drawn = drawn.masked_fill(spoiled.unsqueeze(1), -1)
@@ -187,14 +189,17 @@ class Worker:
             requests, lanes, tokens, lanes.lasts, wants_features, follow_up, done=done
         )
 
-    def _round(self, plan: Plan, requests: Sequence[Request]) -> Pass:
+    def _round(self, step: Step) -> Pass:
+        plan, requests = step.plan, step.requests
         lanes = self._state.lanes(plan.rows, plan.lo, plan.hi)
         greedy = are_greedy(requests)
         if not plan.shapes.any():
             writes_draft = plan.writes_draft
             return self._plain_round(lanes, requests, writes_draft=writes_draft, greedy=greedy)
         self._catch_up(plan)
-        return self._draft_round(lanes, self._parts(lanes, plan, requests), requests)
+        parts = self._parts(lanes, plan, requests, wants_p=step.nodes is not None)
+        selection = None if step.nodes is None else select(parts, step.nodes)
+        return self._draft_round(lanes, parts, requests, selection)
 
     def steps_of(self, kind: RoundKind, lanes: Lanes) -> Iterator[Outcome]:
         """Launch a round whose lanes only the device knows, for the capture of a graph.
@@ -211,34 +216,61 @@ class Worker:
         yield from self._forward.steps(one)
 
     def _draft_round(
-        self, lanes: Lanes, parts: Sequence[Part], requests: Sequence[Request]
+        self,
+        lanes: Lanes,
+        parts: Sequence[Part],
+        requests: Sequence[Request],
+        selection: Selection | None = None,
     ) -> Pass:
-        """Make the pass that verifies the parts' trees, compacts, and lets the drafters follow."""
+        """Make the pass that verifies the parts' trees, compacts, and lets the drafters follow.
+
+        With a selection the target reads its nodes alone.
+        """
 
         def follow_up(output: TargetOutput) -> Iterator[Outcome]:
             verdicts = []
+            tokens = None if selection is None else self._drawn(parts, selection, output.logits)
             for part in parts:
-                size = part.positions.numel()
-                logits = output.logits[part.first : part.first + size]
-                logits = self._processors.process(
-                    logits, part.lanes, part.requests, part.tree, part.on_host
-                )
-                positions = part.positions + 1
-                drawn = self._state.draw(part.lanes, logits, positions, greedy=part.greedy)
+                tree = part.tree
+                if selection is None or tokens is None:
+                    drawn = self._drawn_at_all(part, output.logits)
+                else:
+                    drawn, tree = selection.drawn(part, tokens), selection.cut(part)
                 if part.is_broken is not None:  # an invalid tree's walk ends at the root
                     drawn = drawn.masked_fill(part.is_broken.unsqueeze(1), NO_TREE)
-                verdicts.append(verify(part.tree, drawn, part.num_steps))
+                verdicts.append(verify(tree, drawn, part.num_steps))
             verdict = Verdict.joined(verdicts, [part.first for part in parts])
+            told = None
+            if selection is not None:
+                told = selection.told(parts, verdicts)
+                verdict = replace(verdict, nodes=selection.places[verdict.nodes])
             self._state.put(lanes, lanes.starts + verdict.accept_len, verdict.bonus)
             self._processors.add(lanes, requests, verdict.tokens, verdict.accept_len)
-            yield Outcome.of_verify(verdict, output.logits)
+            yield Outcome.of_verify(verdict, output.logits, told)
             self._forward.keep(verdict.accept_len)
             for part, accepted in zip(parts, verdicts, strict=True):
                 self._compact(part, accepted)
             self._followers.draft_round(lanes, parts, verdicts, verdict, output)
 
         wants_features = self._followers.wants_features
-        return self._tree_pass(requests, lanes, parts, wants_features, follow_up)
+        return self._tree_pass(requests, lanes, parts, selection, wants_features, follow_up)
+
+    def _drawn_at_all(self, part: Part, logits: Tensor) -> Tensor:
+        """Choose the target's tokens at all nodes of a part, int64 [B, N]."""
+        mine = logits[part.first : part.first + part.positions.numel()]
+        mine = self._processors.process(mine, part.lanes, part.requests, part.tree, part.on_host)
+        positions = part.positions + 1
+        return self._state.draw(part.lanes.rows, mine, positions, greedy=part.greedy)
+
+    def _drawn(self, parts: Sequence[Part], selection: Selection, logits: Tensor) -> Tensor:
+        """Choose the target's tokens at the nodes of a selection, int64 [V]."""
+        rows = torch.cat(
+            [part.lanes.rows.unsqueeze(1).expand_as(part.positions).reshape(-1) for part in parts]
+        )
+        positions = torch.cat([part.positions.view(-1) for part in parts])
+        rows, positions = (each.index_select(0, selection.nodes) for each in (rows, positions))
+        greedy = all(part.greedy for part in parts)
+        return self._state.draw(rows, logits, positions.unsqueeze(1) + 1, greedy=greedy).view(-1)
 
     def _plain_round(
         self, lanes: Lanes, requests: Sequence[Request], *, writes_draft: bool, greedy: bool
@@ -254,7 +286,7 @@ class Worker:
             new_lens = lanes.starts + 1
             positions = new_lens.unsqueeze(1)
             logits = self._processors.process(output.logits, lanes, requests)
-            drawn = self._state.draw(lanes, logits, positions, greedy=greedy)
+            drawn = self._state.draw(lanes.rows, logits, positions, greedy=greedy)
             self._state.put(lanes, new_lens, drawn[:, 0])
             self._processors.add(lanes, requests, drawn)
             yield Outcome(drawn, False, output.logits)
@@ -267,13 +299,15 @@ class Worker:
     def _catch_up(self, plan: Plan) -> None:
         self._followers.catch_up(plan, self._state)
 
-    def _parts(self, lanes: Lanes, plan: Plan, requests: Sequence[Request]) -> list[Part]:
+    def _parts(
+        self, lanes: Lanes, plan: Plan, requests: Sequence[Request], *, wants_p: bool
+    ) -> list[Part]:
         """Split the lanes into runs that share a shape, and propose the trees of all."""
         shapes = plan.shapes
         ends = [*(np.flatnonzero(np.diff(shapes)) + 1).tolist(), len(shapes)]
         starts = [0, *ends[:-1]]
         wanted = [
-            self._wanted(lanes, start, end, self._shapes[shapes[start]])
+            self._wanted(lanes, start, end, self._shapes[shapes[start]], wants_p=wants_p)
             for start, end in zip(starts, ends, strict=True)
         ]
         of = [requests[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -289,10 +323,13 @@ class Worker:
             first += part.positions.numel()
         return parts
 
-    def _wanted(self, lanes: Lanes, start: int, end: int, shape: Shape) -> DraftPart:
+    def _wanted(
+        self, lanes: Lanes, start: int, end: int, shape: Shape, *, wants_p: bool = False
+    ) -> DraftPart:
         """Return what the lanes `[start, end)` are to draft, all with one shape."""
         part = lanes.part(start, end, shape.num_draft_tokens)
-        return DraftPart(part, shape, self._state.root_tokens.index_select(0, part.rows))
+        roots = self._state.root_tokens.index_select(0, part.rows)
+        return DraftPart(part, shape, roots, wants_p)
 
     def _part(
         self,
@@ -357,6 +394,7 @@ class Worker:
         requests: Sequence[Request],
         lanes: Lanes,
         parts: Sequence[Part],
+        selection: Selection | None,
         wants_features: bool,
         follow_up: Callable[[TargetOutput], Iterator[Outcome]],
     ) -> Pass:
@@ -380,10 +418,13 @@ class Worker:
             tokens = torch.cat([part.tree.tokens.view(-1) for part in parts])
         if self._keeps_state:  # all trees are chains
             return self._causal_pass(requests, lanes, tokens, None, False, follow_up, is_round=True)
-        views = {}
+        views: dict[int, AttentionView | ChosenView] = {}
         for group in self._fields:
             slots = lanes.slots(self._cache, group)
-            views[group] = own_view(self._cache, group, lanes, slots, masks, by_lane, by_lane)
+            view = own_view(self._cache, group, lanes, slots, masks, by_lane, by_lane)
+            views[group] = view if selection is None else selection.view(view)
         flat = torch.cat([positions.view(-1) for positions in of_parts])
+        if selection is not None:
+            tokens, flat = (each.index_select(0, selection.nodes) for each in (tokens, flat))
         wants = None, wants_features, True
         return Pass(requests, lanes, tokens, flat.long(), views, *wants, follow_up)
