@@ -1,6 +1,6 @@
 //! `Solver`: looks for the picks that cost the least; docs/budget.md has its rules and why they hold.
 
-use super::view::{Column, Sums, View};
+use super::view::{Column, Outcome, Sums, View};
 use super::{Costs, Rows, check};
 use crate::error::Result;
 use crate::memory::filled;
@@ -371,42 +371,60 @@ impl<'a> Solver<'a> {
         regret
     }
 
-    /// Looks for the choice with the most worth of rows that meet their targets. Rows with a target get the cheapest
-    /// candidate that meets it; the others draft less and less, so that rounds become shorter.
+    /// Looks for the choice with the most worth of rows that meet their targets over the cost: one candidate for all
+    /// rows, and choices in which the rows draft less and less, so that rounds become shorter, and rows that miss a
+    /// target take a wider candidate.
     pub(super) fn meet_targets(&mut self) {
-        let mut seconds = self.view.seconds(&self.best);
-        if self.view.num_missed(&self.best, seconds) == 0 {
+        let found = self.view.outcome(&self.best);
+        if found.num_missed == 0 {
             return;
         }
-        let mut most = (self.view.goodput(&self.best, seconds, self.best_cost), -self.best_cost);
         let mut fixed = self.view.fixed(self.best_used);
+        let (mut seconds, mut most) = (found.seconds, (found.goodput, -self.best_cost));
+        for at in 0..self.view.rows.num_candidates {
+            self.picks.fill(at as i32);
+            self.keep_in_time(&mut most);
+        }
         for _ in 0..NUM_RENTS {
             self.pick(fixed, self.node, self.page);
-            for row in 0..self.view.num_rows {
-                if self.view.has_target(row) {
-                    self.serve(row, seconds);
-                }
+            self.serve(fixed, seconds, most.0);
+            let found = self.keep_in_time(&mut most);
+            if found.num_missed == 0 {
+                break; // shorter rounds can only cost tokens
             }
-            seconds = self.view.seconds(&self.picks);
-            let cost = self.view.cost(&self.picks);
-            let found = (self.view.goodput(&self.picks, seconds, cost), -cost);
-            if found > most && self.view.fits(&self.picks) {
-                most = found;
-                self.best_cost = cost;
-                self.best.copy_from_slice(&self.picks);
-            }
-            fixed /= RENT_STEP;
+            (seconds, fixed) = (found.seconds, fixed / RENT_STEP);
         }
     }
 
-    /// Gives a row the candidate of the fewest seconds that meets its target in a round of so many, if there is one.
-    fn serve(&mut self, row: usize, seconds: f64) {
-        let mut least = f64::INFINITY;
-        for at in 0..self.view.rows.num_candidates {
-            let shape = self.view.shape(row, at);
-            let own = self.view.costs.lane[shape] + self.node * (self.view.costs.nodes[shape] - self.view.given());
-            if own < least && !self.view.misses(row, at as i32, seconds) {
-                (least, self.picks[row]) = (own, at as i32);
+    /// Keeps the picks if they fit and have more goodput, or as much at less cost, than `most`.
+    fn keep_in_time(&mut self, most: &mut (f64, f64)) -> Outcome {
+        let found = self.view.outcome(&self.picks);
+        if (found.goodput, -found.cost) > *most && self.view.fits(&self.picks) {
+            *most = (found.goodput, -found.cost);
+            self.best_cost = found.cost;
+            self.best.copy_from_slice(&self.picks);
+        }
+        found
+    }
+
+    /// Gives each row that would miss its target in a round of so many seconds the cheapest candidate that meets it,
+    /// if it is worth more than the cost of a token that it adds: the row's worth over that must be above `goodput`,
+    /// the worth over the cost of all.
+    fn serve(&mut self, fixed: f64, seconds: f64, goodput: f64) {
+        let (view, rent, given) = (&self.view, fixed / self.view.num_rows as f64, self.view.given());
+        for &row in &view.targets {
+            if !view.misses(row, self.picks[row], seconds) {
+                continue;
+            }
+            let worth = view.rows.worth[row];
+            let mut least = self.cost[row] + worth / goodput;
+            for at in 0..view.rows.num_candidates {
+                let (shape, cell) = (view.shape(row, at), at * view.num_rows + row);
+                let own = view.costs.lane[shape] + self.node * (view.costs.nodes[shape] - given);
+                let cost = (worth * rent + own) * view.rounds[cell];
+                if cost < least && !view.misses(row, at as i32, seconds) {
+                    (least, self.picks[row]) = (cost, at as i32);
+                }
             }
         }
     }
