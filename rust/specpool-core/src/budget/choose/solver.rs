@@ -1,6 +1,6 @@
 //! `Solver`: looks for the picks that cost the least; docs/budget.md has its rules and why they hold.
 
-use super::view::{Column, Outcome, Sums, View};
+use super::view::{Column, Sums, View};
 use super::{Costs, Rows, check};
 use crate::error::Result;
 use crate::memory::filled;
@@ -15,6 +15,8 @@ const CHARGE_ROUNDS: usize = 3;
 /// Rents that are tried for rows without a target, each the one before over `RENT_STEP`.
 const NUM_RENTS: usize = 10;
 const RENT_STEP: f64 = 1.8;
+/// Times that the rows that miss their targets are looked for in rounds of the seconds found before.
+const NUM_SERVES: usize = 3;
 
 /// The cost of some picks by the price of nodes: `seconds + price * over`.
 #[derive(Clone, Copy)]
@@ -371,57 +373,72 @@ impl<'a> Solver<'a> {
         regret
     }
 
-    /// Looks for the choice with the most worth of rows that meet their targets over the cost: one candidate for all
-    /// rows, and choices in which the rows draft less and less, so that rounds become shorter, and rows that miss a
-    /// target take a wider candidate.
+    /// Looks for the choice with the most worth of rows that meet their targets over the cost. It begins with one
+    /// candidate for all rows, then with choices in which all rows draft less and less, so that rounds become shorter;
+    /// rows that would miss a target then take a wider candidate.
     pub(super) fn meet_targets(&mut self) {
         let found = self.view.outcome(&self.best);
         if found.num_missed == 0 {
             return;
         }
-        let mut fixed = self.view.fixed(self.best_used);
-        let (mut seconds, mut most) = (found.seconds, (found.goodput, -self.best_cost));
+        let (mut fixed, mut most) = (self.view.fixed(self.best_used), (found.goodput, -self.best_cost));
         for at in 0..self.view.rows.num_candidates {
             self.picks.fill(at as i32);
-            self.keep_in_time(&mut most);
+            self.serve(self.view.fixed(self.view.used[at]), &mut most);
         }
         for _ in 0..NUM_RENTS {
             self.pick(fixed, self.node, self.page);
-            self.serve(fixed, seconds, most.0);
-            let found = self.keep_in_time(&mut most);
-            if found.num_missed == 0 {
+            if self.serve(fixed, &mut most) {
                 break; // shorter rounds can only cost tokens
             }
-            (seconds, fixed) = (found.seconds, fixed / RENT_STEP);
+            fixed /= RENT_STEP;
         }
     }
 
-    /// Keeps the picks if they fit and have more goodput, or as much at less cost, than `most`.
-    fn keep_in_time(&mut self, most: &mut (f64, f64)) -> Outcome {
-        let found = self.view.outcome(&self.picks);
-        if (found.goodput, -found.cost) > *most && self.view.fits(&self.picks) {
-            *most = (found.goodput, -found.cost);
-            self.best_cost = found.cost;
-            self.best.copy_from_slice(&self.picks);
+    /// Widens rows of the picks that would miss their target, and keeps what is better than `most`, a goodput and the
+    /// cost below 0. Wider rows make rounds longer, so their targets need more, and this is done a few times. Returns
+    /// whether all targets are met.
+    fn serve(&mut self, fixed: f64, most: &mut (f64, f64)) -> bool {
+        let narrow = self.picks.clone();
+        let mut seconds = self.view.seconds(&self.picks);
+        for _ in 0..NUM_SERVES {
+            self.picks.copy_from_slice(&narrow);
+            self.widen_late_rows(fixed, seconds, most.0);
+            let found = self.view.outcome(&self.picks);
+            if (found.goodput, -found.cost) > *most && self.view.fits(&self.picks) {
+                *most = (found.goodput, -found.cost);
+                self.best_cost = found.cost;
+                self.best.copy_from_slice(&self.picks);
+            }
+            if found.num_missed == 0 {
+                return true;
+            }
+            if found.seconds <= seconds {
+                break;
+            }
+            seconds = found.seconds;
         }
-        found
+        false
     }
 
     /// Gives each row that would miss its target in a round of so many seconds the cheapest candidate that meets it,
-    /// if it is worth more than the cost of a token that it adds: the row's worth over that must be above `goodput`,
-    /// the worth over the cost of all.
-    fn serve(&mut self, fixed: f64, seconds: f64, goodput: f64) {
+    /// if that is worth what it costs: the row's worth over the cost that it adds must be above `goodput`, the worth
+    /// over the cost of all.
+    fn widen_late_rows(&mut self, fixed: f64, seconds: f64, goodput: f64) {
         let (view, rent, given) = (&self.view, fixed / self.view.num_rows as f64, self.view.given());
         for &row in &view.targets {
-            if !view.misses(row, self.picks[row], seconds) {
+            let (pick, worth) = (self.picks[row], view.rows.worth[row]);
+            if !view.misses(row, pick, seconds) {
                 continue;
             }
-            let worth = view.rows.worth[row];
-            let mut least = self.cost[row] + worth / goodput;
-            for at in 0..view.rows.num_candidates {
-                let (shape, cell) = (view.shape(row, at), at * view.num_rows + row);
+            let cost = |at: usize| {
+                let shape = view.shape(row, at);
                 let own = view.costs.lane[shape] + self.node * (view.costs.nodes[shape] - given);
-                let cost = (worth * rent + own) * view.rounds[cell];
+                (worth * rent + own) * view.rounds[at * view.num_rows + row]
+            };
+            let mut least = cost(pick as usize) + worth / goodput;
+            for at in 0..view.rows.num_candidates {
+                let cost = cost(at);
                 if cost < least && !view.misses(row, at as i32, seconds) {
                     (least, self.picks[row]) = (cost, at as i32);
                 }
