@@ -1,9 +1,10 @@
-"""A simulated device for the budget: a roofline of published figures, and rows of mixed difficulty.
+"""Simulated devices for the budget, of published figures, and rows of mixed difficulty.
 
-A forward reads its weights and the rows' keys and values once, and computes each node: it takes the
-longer of both times. The draft head does the same once a step, for each shape of the round. Tokens
-are counted by their expectation, so that a figure depends on the policy alone; the results that the
-policy sees are drawn.
+A forward of a roofline reads its weights and the rows' keys and values once, and computes each
+node: it takes the longer of both times. A device with a measured curve takes the seconds of its
+linear layers from there. The draft head runs once for each depth, for all rows that draft so deep.
+Throughput counts tokens by their expectation, so that a figure depends on the policy alone. The
+results that the policy sees, and the tokens by which a request meets its target, are drawn.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benches.budget_curves import LLAMA_8B_A100, LLAMA_70B_4_A100, Curve
 from specpool._core import Shape
 from specpool.adaptive import BudgetController, Controller
 from specpool.scheduler.round_shapes import RoundShapes
@@ -36,9 +38,10 @@ CONTEXT_LEN = 1024  # tokens of a row, on average
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A model on a card.
+    """A model on a card, or on several that share each layer.
 
     The share of the peak that a kernel reaches is assumed: 0.6 of the arithmetic, 0.8 of the bytes.
+    With a curve, weights and arithmetic of the target are those of its output layer alone.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Device:
     peak_flops: float
     peak_bytes: float
     overhead: float  # seconds of a forward beside the kernels
+    curve: Curve = ()  # measured milliseconds of the linear layers, by nodes
 
     def forward(self, nodes: float, rows: int, *, head: bool = False) -> float:
         """Seconds of one forward of so many nodes."""
@@ -58,28 +62,56 @@ class Device:
         )
         kv = rows * CONTEXT_LEN * self.token_bytes * (1 / 32 if head else 1.0)
         bytes_time = (weights + kv) / (0.8 * self.peak_bytes)
-        return self.overhead * (0.2 if head else 1) + max(
-            bytes_time, nodes * flops / (0.6 * self.peak_flops)
-        )
+        seconds = max(bytes_time, nodes * flops / (0.6 * self.peak_flops))
+        if self.curve and not head:
+            seconds += float(np.interp(nodes, *zip(*self.curve, strict=True))) / 1e3
+        return self.overhead * (0.2 if head else 1) + seconds
 
     def round(self, shapes: Sequence[Shape], counts: Sequence[int]) -> float:
         """Seconds of a round in which `counts` lanes have each shape."""
         rows = sum(counts)
         nodes = sum(n * shape.num_draft_tokens for n, shape in zip(counts, shapes, strict=True))
         seconds = self.forward(nodes, rows)
-        for n, shape in zip(counts, shapes, strict=True):
-            if n and shape.num_steps:
-                seconds += shape.num_steps * self.forward(n * shape.topk, n, head=True)
+        used = [(n, shape) for n, shape in zip(counts, shapes, strict=True) if n]
+        for depth in range(max(shape.num_steps for _, shape in used)):
+            drafting = [(n, shape.topk) for n, shape in used if shape.num_steps > depth]
+            nodes, rows = sum(n * topk for n, topk in drafting), sum(n for n, _ in drafting)
+            seconds += self.forward(nodes, rows, head=True)
         return seconds
 
 
 # Peaks: NVIDIA's data sheets. H100 SXM: 3.35 TB/s, 989 TFLOP/s in bf16 without sparsity. H200: 4.8
 # TB/s, 1,979 TFLOP/s in fp8. Models: the published configs of Llama 3.1. 8B in bf16: 16.1 GB, 128
 # KiB of KV a token. 70B in fp8: 70.6 GB, 160 KiB a token (8-bit KV). Heads: EAGLE-3's one layer and
-# a draft vocabulary of 32,000.
+# a draft vocabulary of 32,000. A100 of 80 GB: 2.04 TB/s, 312 TFLOP/s in bf16; each of four reads a
+# quarter of the output layer and of 320 KiB of KV a token, and the draft head runs on one.
 DEVICES = (
     Device("8B on an H100", 16.1e9, 0.85e9, 131072, 16.1e9, 0.85e9, 989e12, 3.35e12, 2e-4),
     Device("70B on an H200", 70.6e9, 1.6e9, 163840, 141e9, 3.2e9, 1979e12, 4.8e12, 4e-4),
+    Device(
+        "8B on an A100, measured",
+        1.05e9,
+        0.85e9,
+        131072,
+        1.05e9,
+        0.85e9,
+        312e12,
+        2.04e12,
+        2e-4,
+        LLAMA_8B_A100,
+    ),
+    Device(
+        "70B on four A100, measured",
+        0.53e9,
+        3.2e9,
+        81920,
+        0.53e9,
+        3.2e9,
+        312e12,
+        2.04e12,
+        4e-4,
+        LLAMA_70B_4_A100,
+    ),
 )
 
 
@@ -91,6 +123,14 @@ class Mix:
     rates: tuple[float, ...]  # the acceptance rates of requests, which take turns
     target_share: float = 0.0  # of the requests
     tpot_ms: float = 0.0
+    relaxed_ms: float = 0.0  # the target of the other requests; 0 = none
+
+    @property
+    def kinds(self) -> list[tuple[float, float, float]]:
+        """The share of the requests, acceptance rate and target of each kind of request."""
+        share, size = self.target_share, len(self.rates)
+        targets = [(share, self.tpot_ms), (1 - share, self.relaxed_ms)]
+        return [(part / size, rate, ms) for part, ms in targets if part for rate in self.rates]
 
 
 @dataclass(slots=True)
@@ -134,7 +174,7 @@ class Rows:
         self._number[row] += 1
         self.rate[row] = self.mix.rates[number % num_rates]
         has_target = (number // num_rates * 0.618034) % 1 < self.mix.target_share
-        self.target[row] = self.mix.tpot_ms if has_target else 0.0
+        self.target[row] = self.mix.tpot_ms if has_target else self.mix.relaxed_ms
         self.made[row], self.began[row] = 0.0, now
 
     def right(self, shape: Shape) -> Float64:
@@ -199,7 +239,7 @@ def run(
         if choice is not None:
             round_shapes.learn(choice, lanes, accept_len, requests)
             round_shapes.observe(choice, lanes, seconds * float(1 + 0.03 * rows.rng.normal()))
-        rows.made += expected
+        rows.made += accept_len  # as a request sees it: one that was unlucky is late
         for row in np.flatnonzero(rows.made >= rows.left).tolist():
             took, target = 1e3 * (now - rows.began[row]) / rows.made[row], rows.target[row]
             found.num_targets += target > 0

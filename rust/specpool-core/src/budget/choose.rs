@@ -81,19 +81,18 @@ pub fn choose(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<Choice> {
     solver.try_alike();
     solver.solve();
     solver.drop_charges();
-    let has_targets = rows.due.iter().any(|&due| due != 0.0);
-    if has_targets {
+    if !solver.view.targets.is_empty() {
         solver.meet_targets();
     }
     let (picks, num_rows) = (solver.best, rows.worth.len() as f64);
-    let seconds = solver.view.seconds(&picks);
+    let found = solver.view.outcome(&picks);
     // Without a choice that fits, the first candidates are returned.
-    let cost = if solver.best_cost.is_finite() { solver.best_cost } else { solver.view.cost(&picks) };
+    let cost = if solver.best_cost.is_finite() { solver.best_cost } else { found.cost };
     Ok(Choice {
-        num_missed: if has_targets { solver.view.num_missed(&picks, seconds) } else { 0 },
+        num_missed: found.num_missed,
         rate: num_rows / cost,
         bound: num_rows / solver.least.clamp(f64::MIN_POSITIVE, cost),
-        seconds,
+        seconds: found.seconds,
         picks,
     })
 }

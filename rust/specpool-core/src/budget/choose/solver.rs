@@ -15,6 +15,8 @@ const CHARGE_ROUNDS: usize = 3;
 /// Rents that are tried for rows without a target, each the one before over `RENT_STEP`.
 const NUM_RENTS: usize = 10;
 const RENT_STEP: f64 = 1.8;
+/// Times that the rows that miss their targets are looked for in rounds of the seconds found before.
+const NUM_SERVES: usize = 3;
 
 /// The cost of some picks by the price of nodes: `seconds + price * over`.
 #[derive(Clone, Copy)]
@@ -371,42 +373,75 @@ impl<'a> Solver<'a> {
         regret
     }
 
-    /// Looks for the choice with the most worth of rows that meet their targets. Rows with a target get the cheapest
-    /// candidate that meets it; the others draft less and less, so that rounds become shorter.
+    /// Looks for the choice with the most worth of rows that meet their targets over the cost. It begins with one
+    /// candidate for all rows, then with choices in which all rows draft less and less, so that rounds become shorter;
+    /// rows that would miss a target then take a wider candidate.
     pub(super) fn meet_targets(&mut self) {
-        let mut seconds = self.view.seconds(&self.best);
-        if self.view.num_missed(&self.best, seconds) == 0 {
+        let found = self.view.outcome(&self.best);
+        if found.num_missed == 0 {
             return;
         }
-        let mut most = (self.view.goodput(&self.best, seconds, self.best_cost), -self.best_cost);
-        let mut fixed = self.view.fixed(self.best_used);
+        let (mut fixed, mut most) = (self.view.fixed(self.best_used), (found.goodput, -self.best_cost));
+        for at in 0..self.view.rows.num_candidates {
+            self.picks.fill(at as i32);
+            self.serve(self.view.fixed(self.view.used[at]), &mut most);
+        }
         for _ in 0..NUM_RENTS {
             self.pick(fixed, self.node, self.page);
-            for row in 0..self.view.num_rows {
-                if self.view.has_target(row) {
-                    self.serve(row, seconds);
-                }
-            }
-            seconds = self.view.seconds(&self.picks);
-            let cost = self.view.cost(&self.picks);
-            let found = (self.view.goodput(&self.picks, seconds, cost), -cost);
-            if found > most && self.view.fits(&self.picks) {
-                most = found;
-                self.best_cost = cost;
-                self.best.copy_from_slice(&self.picks);
+            if self.serve(fixed, &mut most) {
+                break; // shorter rounds can only cost tokens
             }
             fixed /= RENT_STEP;
         }
     }
 
-    /// Gives a row the candidate of the fewest seconds that meets its target in a round of so many, if there is one.
-    fn serve(&mut self, row: usize, seconds: f64) {
-        let mut least = f64::INFINITY;
-        for at in 0..self.view.rows.num_candidates {
-            let shape = self.view.shape(row, at);
-            let own = self.view.costs.lane[shape] + self.node * (self.view.costs.nodes[shape] - self.view.given());
-            if own < least && !self.view.misses(row, at as i32, seconds) {
-                (least, self.picks[row]) = (own, at as i32);
+    /// Widens rows of the picks that would miss their target, and keeps what is better than `most`, a goodput and the
+    /// cost below 0. Wider rows make rounds longer, so their targets need more, and this is done a few times. Returns
+    /// whether all targets are met.
+    fn serve(&mut self, fixed: f64, most: &mut (f64, f64)) -> bool {
+        let narrow = self.picks.clone();
+        let mut seconds = self.view.seconds(&self.picks);
+        for _ in 0..NUM_SERVES {
+            self.picks.copy_from_slice(&narrow);
+            self.widen_late_rows(fixed, seconds, most.0);
+            let found = self.view.outcome(&self.picks);
+            if (found.goodput, -found.cost) > *most && self.view.fits(&self.picks) {
+                *most = (found.goodput, -found.cost);
+                self.best_cost = found.cost;
+                self.best.copy_from_slice(&self.picks);
+            }
+            if found.num_missed == 0 {
+                return true;
+            }
+            if found.seconds <= seconds {
+                break;
+            }
+            seconds = found.seconds;
+        }
+        false
+    }
+
+    /// Gives each row that would miss its target in a round of so many seconds the cheapest candidate that meets it,
+    /// if that is worth what it costs: the row's worth over the cost that it adds must be above `goodput`, the worth
+    /// over the cost of all.
+    fn widen_late_rows(&mut self, fixed: f64, seconds: f64, goodput: f64) {
+        let (view, rent, given) = (&self.view, fixed / self.view.num_rows as f64, self.view.given());
+        for &row in &view.targets {
+            let (pick, worth) = (self.picks[row], view.rows.worth[row]);
+            if !view.misses(row, pick, seconds) {
+                continue;
+            }
+            let cost = |at: usize| {
+                let shape = view.shape(row, at);
+                let own = view.costs.lane[shape] + self.node * (view.costs.nodes[shape] - given);
+                (worth * rent + own) * view.rounds[at * view.num_rows + row]
+            };
+            let mut least = cost(pick as usize) + worth / goodput;
+            for at in 0..view.rows.num_candidates {
+                let cost = cost(at);
+                if cost < least && !view.misses(row, at as i32, seconds) {
+                    (least, self.picks[row]) = (cost, at as i32);
+                }
             }
         }
     }

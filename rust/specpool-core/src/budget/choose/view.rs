@@ -35,6 +35,18 @@ pub(super) enum Column<'a> {
     Each(&'a [f64], &'a [f64]),
 }
 
+/// What picks give to rows with targets.
+pub(super) struct Outcome {
+    /// Of the round.
+    pub(super) seconds: f64,
+    /// Of a token of each row, summed.
+    pub(super) cost: f64,
+    /// The worth of the rows that have no target, or meet it in this round, over `cost`.
+    pub(super) goodput: f64,
+    /// Rows that miss their target in this round.
+    pub(super) num_missed: usize,
+}
+
 /// The inputs, candidate by candidate, so that a pass runs over neighbours in memory.
 pub(super) struct View<'a> {
     pub(super) rows: &'a Rows<'a>,
@@ -49,6 +61,10 @@ pub(super) struct View<'a> {
     pub(super) share: Vec<f64>,
     /// `[C]`: the shapes that a candidate is for any row, as bits.
     pub(super) used: Vec<u64>,
+    /// The rows with a target.
+    pub(super) targets: Vec<usize>,
+    /// Of all rows, summed.
+    worth: f64,
 }
 
 impl<'a> View<'a> {
@@ -84,7 +100,9 @@ impl<'a> View<'a> {
                 }
             }
         }
-        Ok(Self { rows, costs, num_rows, rounds, lanes, nodes, share: Vec::new(), used })
+        let targets = (0..num_rows).filter(|&row| rows.due[2 * row + 1] > 0.0).collect();
+        let worth = rows.worth.iter().sum();
+        Ok(Self { rows, costs, num_rows, rounds, lanes, nodes, share: Vec::new(), used, targets, worth })
     }
 
     #[inline]
@@ -158,11 +176,6 @@ impl<'a> View<'a> {
         sums.worth * fixed / self.num_rows as f64 + sums.lanes + self.costs.slope * self.nodes_over(sums).max(0.0)
     }
 
-    /// The seconds of a token of each row, summed.
-    pub(super) fn cost(&self, picks: &[i32]) -> f64 {
-        self.total(&self.sums(picks), self.fixed(self.shapes_of(picks)))
-    }
-
     pub(super) fn pages(&self, row: usize, pick: i32, group: usize) -> i64 {
         let num_groups = self.rows.free.len();
         let cell = (row * self.rows.num_candidates + pick as usize) * num_groups + group;
@@ -177,24 +190,23 @@ impl<'a> View<'a> {
             })
     }
 
-    pub(super) fn has_target(&self, row: usize) -> bool {
-        self.rows.due[2 * row + 1] > 0.0
-    }
-
-    /// Whether a row with a target misses it in a round of so many seconds.
+    /// Whether a row, which must have a target, misses it in a round of so many seconds.
     pub(super) fn misses(&self, row: usize, pick: i32, seconds: f64) -> bool {
         let due = self.rows.due[2 * row] + self.rows.due[2 * row + 1] * seconds;
-        self.has_target(row) && self.tokens(row, pick as usize) < due
+        self.tokens(row, pick as usize) < due
     }
 
-    pub(super) fn num_missed(&self, picks: &[i32], seconds: f64) -> usize {
-        (0..picks.len()).filter(|&row| self.misses(row, picks[row], seconds)).count()
-    }
-
-    /// The worth of the rows that have no target or meet it in a round of so many seconds, over `cost`, that of the
-    /// tokens of all.
-    pub(super) fn goodput(&self, picks: &[i32], seconds: f64, cost: f64) -> f64 {
-        let met = (0..picks.len()).filter(|&row| !self.misses(row, picks[row], seconds));
-        met.map(|row| self.rows.worth[row]).sum::<f64>() / cost
+    /// What these picks give to rows with targets.
+    pub(super) fn outcome(&self, picks: &[i32]) -> Outcome {
+        let (seconds, sums, used) = (self.seconds(picks), self.sums(picks), self.shapes_of(picks));
+        let (mut worth, mut num_missed) = (self.worth, 0);
+        for &row in &self.targets {
+            if self.misses(row, picks[row], seconds) {
+                worth -= self.rows.worth[row];
+                num_missed += 1;
+            }
+        }
+        let cost = self.total(&sums, self.fixed(used));
+        Outcome { seconds, cost, goodput: worth.max(0.0) / cost, num_missed }
     }
 }
