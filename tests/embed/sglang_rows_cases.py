@@ -21,6 +21,7 @@ import torch
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.session import streaming_session
+from sglang_accelerator import on_host
 from sglang_grid import grid, own_end, parts
 from sglang_loop import Loop, Outcome, Setup, run
 
@@ -62,7 +63,7 @@ def audited(loop: Loop) -> None:
 def same_rows(loop: Loop, batch: Any) -> None:
     """SGLang's table, lengths and protected prefixes are the ledger's."""
     book = loop.req_to_token_pool.book
-    page_size, table = loop.setup.page_size, loop.req_to_token_pool.req_to_token.numpy()
+    page_size, table = loop.setup.page_size, on_host(loop.req_to_token_pool.req_to_token).numpy()
     for req in batch.reqs:
         row, held = req.kv.req_pool_idx, int(book.ledger.allocated_len(0)[req.kv.req_pool_idx])
         pages = book.ledger.page_table(0)[row, : held // page_size]
@@ -263,15 +264,10 @@ SERVED = {
 def test_what_it_cannot_serve_has_one_reason(change: dict[str, Any], reason: str) -> None:
     arguments = {"decoupled_spec_role": "null", "disaggregation_mode": "null", "dcp_size": 1}
     settings = SimpleNamespace(**(SERVED | arguments))
-    assert limits.reasons(settings, settings, "cpu") == []
+    assert limits.reasons(settings, settings) == []
     vars(settings).update(change)
-    (line,) = limits.reasons(settings, settings, "cpu")
+    (line,) = limits.reasons(settings, settings)
     assert line.startswith(reason)
-
-
-def test_the_tree_of_an_accelerator_is_refused() -> None:
-    (line,) = limits.reasons(SimpleNamespace(), SimpleNamespace(**SERVED), "cuda")
-    assert line.startswith("page ids of the radix tree lie on the device")
 
 
 def test_decoding_without_drafts_ends_the_process_with_the_reason() -> None:
