@@ -116,6 +116,22 @@ def test_sessions_of_sglangs_own_read_kv_that_nobody_wrote() -> None:
     assert target_faults(run_once(replace(setup, level="rows"), prepare=audited)) == []
 
 
+def test_a_retraction_more_is_of_a_request_that_sglangs_own_lets_wait() -> None:
+    """A row holds fewer slots after its first round, so SGLang admits a request earlier.
+
+    It admits more than surely fits. With as many rows as its own memory runs, none is retracted.
+    """
+    setup = Setup(page_size=16, shape=(3, 1, 4), num_sessions=2, num_tokens=420, num_requests=12,
+                  seed=17)  # fmt: skip
+    own = run_once(setup)
+    assert (own.error, own.retracted, own.most_running) == ("", 0, 6)
+    for level in ("reserve", "rows"):
+        outcome = run_once(replace(setup, level=level))
+        assert (outcome.error, outcome.retracted, outcome.most_running) == ("", 1, 7)
+        outcome = run_once(replace(setup, level=level, num_rows=own.most_running))
+        assert (outcome.error, outcome.retracted, outcome.most_running) == ("", 0, 6)
+
+
 CROWDED = Setup(level="rows", page_size=16, shape=(3, 1, 4), num_sessions=2, num_tokens=420,
                 num_requests=12, seed=33)  # fmt: skip
 
