@@ -311,6 +311,16 @@ def test_frees_on_their_way_count_as_free_and_are_waited_for_only_when_needed(
     pool.pool.check()
 
 
+def test_only_the_oldest_frees_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = slow_pool(monkeypatch, 8)
+    row = pool.alloc(32)
+    for start in range(0, 32, 8):
+        pool.free(row[start : start + 8])
+    assert len(pool.alloc(12)) == 12
+    assert (SlowDevice.waits, pool.available_size()) == (2, 20)
+    pool.pool.check()
+
+
 def test_few_copies_are_on_their_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = slow_pool(monkeypatch, 200)
     rows = [pool.alloc(4) for _ in range(150)]

@@ -14,6 +14,7 @@ import logging
 import multiprocessing
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang_accelerator import Accelerator
 from sglang_device import STOP, Device
 from sglang_traffic import Traffic
 from sglang_worker import EagleWorker, Worker
@@ -67,6 +69,7 @@ class Setup:
     )
     spread: int = 3  # turns of the loop between two requests, on average; 0 sends all at once
     mixed: bool = False  # decode rows ride along with a chunk of prefill
+    device: str = "cpu"  # or "cuda": the accelerator of `sglang_accelerator`, which is not there
     seed: int = 0
 
     @property
@@ -93,6 +96,9 @@ class Outcome:
     sum_running: int = 0  # running rows, summed over decodes
     slots_ahead: int = 0  # slots that rows hold beyond their committed tokens, likewise
     seen: set[str] = dataclasses.field(default_factory=set)  # what happened at all
+    #: Waits for the accelerator, and copies that may wait, by who makes them.
+    waits: Counter[str] = dataclasses.field(default_factory=Counter)
+    pageable: Counter[str] = dataclasses.field(default_factory=Counter)
     error: str = ""
 
     @property
@@ -140,6 +146,12 @@ class Event:
     def synchronize(self) -> None: ...
 
 
+class Host:
+    """The device module of a CPU."""
+
+    Event = Event
+
+
 def arguments(setup: Setup) -> ServerArgs:
     """SGLang's settings of a run."""
     eagle: dict[str, Any] = {}
@@ -185,8 +197,8 @@ class Loop(Scheduler):
         self.max_req_len = setup.num_tokens
         self.simulated = Device(size + setup.page_size, setup.page_size)
         width = self.max_req_len + 4 + get_req_to_token_extra_context_len()
-        pool = memory_pool.ReqToTokenPool(setup.num_rows, width, "cpu", False)
-        settings = (torch.float16, "cpu", self.simulated.target, False)
+        pool = memory_pool.ReqToTokenPool(setup.num_rows, width, setup.device, False)
+        settings = (torch.float16, setup.device, self.simulated.target, False)
         if setup.page_size == 1:
             allocator = token.TokenToKVPoolAllocator(size, *settings)
         else:
@@ -208,7 +220,7 @@ class Loop(Scheduler):
 
     def _init_engine(self) -> None:
         setup = self.setup
-        self.page_size, self.device, self.is_generation = setup.page_size, "cpu", True
+        self.page_size, self.device, self.is_generation = setup.page_size, setup.device, True
         self.enable_overlap, self.enable_overlap_mlx = setup.overlap, False
         self.spec_algorithm = SpeculativeAlgorithm.from_string(
             None if setup.shape is None else "EAGLE"
@@ -281,14 +293,17 @@ class Loop(Scheduler):
         self.is_mixed_chunk = self.setup.chunk is not None and self.setup.mixed
 
     def init_streams_here(self) -> None:
-        self.device_module = SimpleNamespace(Event=Event)
+        self.device_module = torch.get_device_module(self.device) if self.device != "cpu" else Host
         self.schedule_stream = self.forward_stream = self.copy_stream = Stream()
         self.forward_stream_ctx = self.copy_stream_ctx = contextlib.nullcontext()
         self._confidence_budget_prepare = None
         self.enable_async_d2h_copy = False
         self.batch_record_buf, self.batch_record_ct = [None] * 2, 0
         self.future_map = self.spec_algorithm.create_future_map(
-            "cpu", self.req_to_token_pool, needs_cpu_seq_lens=True, needs_confidence_relay=False
+            self.device,
+            self.req_to_token_pool,
+            needs_cpu_seq_lens=True,
+            needs_confidence_relay=False,
         )
 
     def init_load_inquirer_here(self) -> None:
@@ -441,6 +456,17 @@ def run(
         child.join()
 
 
+@contextlib.contextmanager
+def accelerated(setup: Setup) -> Iterator[Accelerator | None]:
+    """The accelerator of a run; None on a CPU."""
+    if setup.device == "cpu":
+        yield None
+        return
+    with Accelerator() as accelerator:
+        accelerator.install()
+        yield accelerator
+
+
 def _child(setup: Setup, prepare: Callable[[Loop], None] | None, out: Any) -> None:
     logging.disable(logging.WARNING)
     outcome = Outcome()
@@ -449,12 +475,16 @@ def _child(setup: Setup, prepare: Callable[[Loop], None] | None, out: Any) -> No
         os.environ["SPECPOOL_SGLANG_DRIFT"] = "exit"
         load_plugins()
         sglang_torch.install()
-        loop = Loop(setup)
-        outcome = loop.outcome
-        if prepare is not None:
-            prepare(loop)
-        (loop.event_loop_overlap if setup.overlap else loop.event_loop_normal)()
-        outcome = loop.finish()
+        with accelerated(setup) as accelerator:
+            loop = Loop(setup)
+            outcome = loop.outcome
+            if accelerator is not None:
+                outcome.waits, outcome.pageable = accelerator.waits, accelerator.pageable
+                accelerator.serve(loop.model_worker)
+            if prepare is not None:
+                prepare(loop)
+            (loop.event_loop_overlap if setup.overlap else loop.event_loop_normal)()
+            outcome = loop.finish()
     except BaseException:
         outcome.error = traceback.format_exc()
     out.send(outcome)

@@ -13,7 +13,8 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache import allocation, allocation_sizing
 from sglang.srt.mem_cache.allocator import paged, token
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import RuntimeContext
+from sglang.srt.runtime_context import RuntimeContext, get_spec, publish
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import eagle_utils, eagle_worker_common
 
 from specpool.plugins.sglang import drift, reserve
@@ -50,7 +51,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(RuntimeContext, "config_bag", lambda _, name: bags[name])
     parallel = SimpleNamespace(attn_dcp_size=1)
     monkeypatch.setattr(allocation_sizing, "get_parallel", lambda: parallel)
-    spec.schedule, spec.disagg = bags["schedule"], disagg
+    spec.schedule, spec.disagg, spec.bags = bags["schedule"], disagg, bags
     return spec
 
 
@@ -150,9 +151,25 @@ def test_what_is_not_plain_eagle_keeps_sglangs_reserve(settings: SimpleNamespace
         where = settings.disagg if "decoupled_spec_role" in change else settings
         before = {name: getattr(where, name) for name in change}
         vars(where).update(change)
+        if where is settings.disagg:  # written when settings are published: another object
+            settings.bags["spec"] = SimpleNamespace(**vars(settings))
         assert lens(rows, reserve=2048, page_size=64) == own
         assert reserve._table(64) is None
         vars(where).update(before)
+        settings.bags["spec"] = settings
+        assert lens(rows, reserve=2048, page_size=64) != own
+
+
+def test_published_settings_are_another_object_and_their_leaves_are_its_own() -> None:
+    arguments = {"model_path": "dummy", "device": "cpu", "attention_backend": "torch_native"}
+    seen = []
+    for _ in range(2):
+        publish(ServerArgs(**arguments), role="scheduler")
+        seen.append(get_spec())
+        reserve._leaves(vars(seen[-1]))
+        with seen[-1].override(speculative_num_steps=7):
+            assert 7 in reserve._leaves(vars(seen[-1]))
+    assert seen[0] is not seen[1]
 
 
 def write_rows(

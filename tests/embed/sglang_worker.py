@@ -40,6 +40,7 @@ class Worker:
             spec_algorithm=SimpleNamespace(is_standalone=lambda: False),
             token_to_kv_pool=device.draft,
             last_shared_read_runner=None,
+            model_config=SimpleNamespace(model_is_mrope=False),
         )
 
     def on_verify_complete_cpu(self, *_: Any, **__: Any) -> None:

@@ -15,14 +15,14 @@ from specpool.plugins.sglang import slots
 
 
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("cases", ["", "reserve_", "loop_", "rows_"])
+@pytest.mark.parametrize("cases", ["", "reserve_", "loop_", "rows_", "accelerator_"])
 def test_on_sglang(cases: str) -> None:
     run_cases("sglang", f"sglang_{cases}cases.py")
 
 
 @pytest.mark.full
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("cases", ["loop_", "rows_"])
+@pytest.mark.parametrize("cases", ["loop_", "rows_", "accelerator_"])
 def test_the_rest_on_sglang(cases: str) -> None:
     run_cases("sglang", f"sglang_{cases}cases.py", chosen="full")
 

@@ -158,7 +158,7 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
             if self.page_size == 1:
                 return torch.from_numpy(pages)
             return torch.from_numpy(slots.of_pages(pages, self.page_size))
-        down = self._down(pages)
+        down = upload(pages, self.device)
         offsets = torch.arange(self.page_size, device=self.device)
         return (down[:, None] * self.page_size + offsets).reshape(-1)
 
@@ -203,7 +203,7 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         kernel = paged.alloc_extend_kernel[(len(prefix),)]
         lanes = paged.next_power_of_2(len(prefix))
         # One entry more: the kernel reads an id for a request that takes none, and drops it.
-        down = self._down(np.append(pages, 0))
+        down = upload(np.append(pages, 0), self.device)
         kernel(prefix_lens, seq_lens, last_loc, down, out, lanes, self.page_size)
         return out
 
@@ -228,7 +228,7 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
 
         out = torch.empty((len(opens),), dtype=torch.int64, device=self.device)
         kernel = paged.alloc_decode_kernel[(len(opens),)]
-        down = self._down(np.append(pages, 0))
+        down = upload(np.append(pages, 0), self.device)
         kernel(seq_lens, last_loc, down, out, paged.next_power_of_2(len(opens)), self.page_size)
         return out
 
@@ -236,9 +236,9 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         pool = self.pool
         if pool is None:
             return None if count else np.empty(0, np.int64)
-        # Frees that are needed are waited for; of the others, only what landed long ago.
-        if self.frees.num_pages:
-            self._land(0 if count > pool.num_free else MOST_COPIES)
+        # The oldest frees are waited for as long as pages lack; the others are on their way.
+        while count > pool.num_free and self.frees.num_pages:
+            self._land(self.frees.num_copies - 1)
         try:
             # The history has it too; a log is read where there is none.
             tag = f"{VERBS[verb]}, call {self.history.call + 1}" if self.is_recorded else None
@@ -249,10 +249,6 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
             raise AllocatorError(f"{VERBS[verb]}: {error}") from error
         self.history.took(verb, pages, counts)
         return pages
-
-    def _down(self, pages: npt.NDArray[Any]) -> torch.Tensor:
-        ids = torch.from_numpy(pages).pin_memory()
-        return ids.to(self.device, non_blocking=True)
 
     # Freeing. Inside a group frees wait for its end.
 
@@ -398,6 +394,11 @@ def _new_pool(num_pages: int, page_size: int) -> BlockPool | None:
     if path:
         record.close_at_exit(pool)
     return pool
+
+
+def upload(ints: npt.NDArray[Any], device: Any) -> torch.Tensor:
+    """Return the numbers on the device, by a copy that is not waited for."""
+    return torch.from_numpy(ints).pin_memory().to(device, non_blocking=True)
 
 
 def _host(ints: Any) -> npt.NDArray[np.int64]:

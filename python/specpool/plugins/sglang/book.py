@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +16,7 @@ from specpool import Group, Ledger, OutOfPages, Shape, SpecpoolError
 from specpool._core import decode_into, launch_into, round_slots, sizing_row_width, slot_ranges
 from specpool.plugins import record
 from specpool.plugins.sglang import limits
-from specpool.plugins.sglang.allocator import AllocatorError
+from specpool.plugins.sglang.allocator import AllocatorError, upload
 
 _I32 = npt.NDArray[np.int32]
 #: The ledger's index of the one shape.
@@ -56,7 +57,10 @@ class Book:
     def __init__(self, pool: Any) -> None:
         self.pool = pool
         self.allocator: Any = None
-        #: SGLang's table, int32 [rows, slots of a row]: its own memory.
+        table: torch.Tensor = pool.req_to_token
+        #: What SGLang's table on an accelerator holds, on the host; None where it is there itself.
+        self.mirror = None if table.is_cpu else torch.zeros(table.shape, dtype=table.dtype)
+        #: The array of a table on the host, int32 [rows, slots of a row]: the same memory.
         self.slot_table = kept(lambda table: table.numpy())
         #: A batch's rows, int32 [requests]: a copy, since SGLang has int64.
         self.rows_of = kept(lambda rows: rows.numpy().astype(np.int32))
@@ -71,7 +75,7 @@ class Book:
     @cached_property
     def ledger(self) -> Ledger:
         """The ledger; SGLang's settings are published before its first use."""
-        limits.check(self.pool.device)
+        limits.check()
         allocator, shape = self.allocator, limits.shape()
         if allocator is None or not allocator.num_pages:
             raise AllocatorError("the row pool has no allocator with a page")
@@ -131,6 +135,36 @@ class Book:
         if ledger is not None:
             ledger.close()
 
+    # The table of rows.
+
+    @property
+    def host_table(self) -> torch.Tensor:
+        """The slots of each row, int32 [rows, slots of a row], on the host."""
+        return self.pool.req_to_token if self.mirror is None else self.mirror
+
+    @contextmanager
+    def table_on_host(self) -> Iterator[None]:
+        """Within it SGLang reads and writes the table on the host."""
+        table, self.pool.req_to_token = self.pool.req_to_token, self.host_table
+        try:
+            yield
+        finally:
+            self.pool.req_to_token = table
+
+    def publish(self, rows: _I32, starts: _I32, ends: _I32) -> None:
+        """Copy cells `starts` to `ends` of each row to the accelerator's table, if there is one.
+
+        It is one copy, whatever the number of rows, and it is not waited for.
+        """
+        lens = ends - starts
+        if self.mirror is None or not lens.any():
+            return
+        first = rows.astype(np.int64) * self.mirror.shape[1] + starts
+        cells = np.repeat(first - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())
+        slots = self.slot_table(self.mirror).reshape(-1)[cells]
+        down = upload(np.stack((cells, slots)), self.pool.device)
+        self.pool.req_to_token.view(-1)[down[0]] = down[1].to(torch.int32)
+
     # What a step does.
 
     def extend(self, rows: _I32, starts: _I32, ends: _I32) -> torch.Tensor | None:
@@ -152,14 +186,18 @@ class Book:
                     f"{starts.tolist()}"
                 )
             plan = ledger.prepare_extend(rows, ends)
-            launch_into(ledger, plan.step, self.slot_table(self.pool.req_to_token))
+            launch_into(ledger, plan.step, self.slot_table(self.host_table))
         except OutOfPages:
             return None
         except SpecpoolError as error:
             raise AllocatorError(str(error)) from error
         page_size = self.allocator.page_size
         slots = slot_ranges(ledger.page_table(0), page_size, rows, starts, ends - starts)
-        return torch.from_numpy(slots)
+        if self.mirror is None:
+            return torch.from_numpy(slots)
+        # SGLang writes the cells of the text; those behind it, to the end of a page, it does not.
+        self.publish(rows, ends, ledger.allocated_len(0)[rows])
+        return upload(slots, self.pool.device)
 
     def tokens_required(self, rows: _I32) -> int:
         """Return the slots that the next round of these rows will take."""
@@ -173,14 +211,17 @@ class Book:
         Raises:
             AllocatorError: the ledger refuses; nothing has changed.
         """
+        ledger = self.ledger
+        before = None if self.mirror is None else ledger.allocated_len(0)[rows]
         try:
-            table = self.slot_table(self.pool.req_to_token)
-            step, held = decode_into(self.ledger, rows, ROUND, table)
+            step, held = decode_into(ledger, rows, ROUND, self.slot_table(self.host_table))
         except OutOfPages:
             return None
         except SpecpoolError as error:
             raise AllocatorError(str(error)) from error
         self.rounds.append((step, len(held)))
+        if before is not None:
+            self.publish(rows, before, np.array(held, np.int32))
         return held
 
     def resolve(self, accept_lens: torch.Tensor) -> None:

@@ -71,6 +71,7 @@ ROWS_SIGNATURES = {
     _MEMORY + "base_prefix_cache:BasePrefixCache.free_kv_row": "self, kv, ranges",
     _MEMORY + "common:evict_from_tree_cache": "tree_cache, num_tokens",
     _TREE + "checkpoint_into_tree": "self, req, up_to, kwargs",
+    _TREE + "path_device_indices": "self, node",
     _TREE + "prefix_device_indices": "self, req",
     _BATCH + "new_tokens_required_next_decode": "self, selected_indices",
     "sglang.srt.speculative.eagle_utils:eagle_prepare_for_decode": "batch",

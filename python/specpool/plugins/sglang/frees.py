@@ -29,6 +29,11 @@ class FreesInFlight:
         self._copies: deque[tuple[torch.Tensor, Any]] = deque()
         self.num_pages = 0
 
+    @property
+    def num_copies(self) -> int:
+        """How many copies are under way."""
+        return len(self._copies)
+
     def start(self, pages: torch.Tensor) -> None:
         """Start a copy of page ids, int64 [n]; it waits for nothing."""
         up = torch.empty(pages.shape, dtype=torch.int64, pin_memory=True)

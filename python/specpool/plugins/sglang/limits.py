@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from sglang.srt.runtime_context import get_server_args, get_spec
 
 from specpool import Shape
@@ -13,13 +12,13 @@ from specpool import Shape
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
 
 
-def check(device: Any) -> None:
+def check() -> None:
     """End the process if the settings need what the ledger does not do.
 
     Raises:
         SystemExit: one line for each reason.
     """
-    if found := reasons(get_server_args(), get_spec(), device):
+    if found := reasons(get_server_args(), get_spec()):
         lines = "\n".join(f"specpool: SPECPOOL_SGLANG=rows: {reason}" for reason in found)
         raise SystemExit(f"{lines}\nspecpool: use SPECPOOL_SGLANG=reserve or pages")
 
@@ -33,7 +32,7 @@ def shape() -> Shape:
     )
 
 
-def reasons(arguments: Any, spec: Any, device: Any) -> list[str]:
+def reasons(arguments: Any, spec: Any) -> list[str]:
     """Return why these settings cannot be served, a line each."""
     algorithm = spec.speculative_algorithm
 
@@ -55,8 +54,5 @@ def reasons(arguments: Any, spec: Any, device: Any) -> list[str]:
         "a dLLM writes its blocks again": has("dllm_algorithm"),
         "context parallel decoding widens pages": has("dcp_size", 1),
         "unified memory shares pages with other pools": has("enable_unified_memory"),
-        "page ids of the radix tree lie on the device; reading them would wait for it": (
-            torch.device(device).type != "cpu"
-        ),
     }
     return [reason for reason, holds in refused.items() if holds]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 from sglang.srt.runtime_context import get_disagg, get_spec
@@ -75,33 +76,40 @@ def tokens_required(
 
 
 def _table(page_size: int) -> Table | None:
-    """The table of SGLang's settings now; None if its own reserve has to stay. O(1)."""
+    """The table of SGLang's settings now; None if its own reserve has to stay. O(1).
+
+    SGLang may change a leaf of its settings at any time, and tells nobody. Reading all in one call
+    and comparing them with the last ones takes less time than looking a table up by them. The role
+    of the process is written only when settings are published, and then `spec` is another object.
+    """
+    global _last
     spec = get_spec()
-    return _table_of(
-        spec.speculative_algorithm,
-        # Its shape may change between the reserve and the round.
-        spec.speculative_adaptive
-        # Its draft layers each write a window of their own.
-        or spec.enable_multi_layer_eagle
-        # Its rounds come from another process.
-        or get_disagg().decoupled_spec_role != "null",
-        spec.speculative_num_steps,
-        spec.speculative_eagle_topk,
-        spec.speculative_num_draft_tokens,
-        page_size,
-    )
+    leaves = _leaves(vars(spec))
+    last_spec, last_leaves, last_size, table = _last
+    if spec is not last_spec or leaves != last_leaves or page_size != last_size:
+        table = _table_of(leaves, get_disagg().decoupled_spec_role, page_size)
+        _last = spec, leaves, page_size, table
+    return table
 
 
-@lru_cache(maxsize=64)
-def _table_of(
-    algorithm: str | None,
-    is_special: bool,
-    num_steps: int | None,
-    topk: int | None,
-    num_draft_tokens: int | None,
-    page_size: int,
-) -> Table | None:
-    if algorithm not in ALGORITHMS or is_special:
+#: The leaves that `_table_of` names.
+_leaves = itemgetter(
+    "speculative_algorithm",
+    "speculative_adaptive",
+    "enable_multi_layer_eagle",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+)
+#: The settings of the last call, and its table.
+_last: tuple[Any, tuple[Any, ...], int, Table | None] = None, (), 0, None
+
+
+def _table_of(leaves: tuple[Any, ...], role: str, page_size: int) -> Table | None:
+    algorithm, is_adaptive, is_multi_layer, num_steps, topk, num_draft_tokens = leaves
+    # Of an adaptive shape the reserve and the round may see two; several draft layers each write
+    # a window of their own; with a role the rounds come from another process.
+    if algorithm not in ALGORITHMS or is_adaptive or is_multi_layer or role != "null":
         return None
     num_steps = num_steps or 1
     return ahead(num_steps, topk or 1, num_draft_tokens or num_steps + 1, page_size)

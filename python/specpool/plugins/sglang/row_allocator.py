@@ -19,6 +19,9 @@ class SpecpoolRowAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] # 
 
     Rows give back by their finish. What is freed here is the tree's: an eviction, or the
     duplicates of a checkpoint, which the rebind that follows gives back.
+
+    The tree takes its device from this allocator's, and is given slots on the host (`row_tree`):
+    so on an accelerator, too, the ids of its pages are read without a wait.
     """
 
     # Of the base, which has no types.
@@ -36,7 +39,7 @@ class SpecpoolRowAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] # 
         need_sort: bool,
     ) -> None:
         self.book: Book | None = None
-        super().__init__(size, page_size, dtype, device, kvcache, need_sort)
+        super().__init__(size, page_size, dtype, "cpu", kvcache, need_sort)
         self.debug_mode = False  # composites of SGLang read it; the checks here are always on
         self.clear()
 
@@ -134,7 +137,7 @@ class SpecpoolRowAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] # 
     def free(self, free_index: torch.Tensor) -> None:
         """Give up the tree's pages of these slots, each page once."""
         if free_index.numel():
-            pages = free_index.numpy() // self.page_size
+            pages = _host(free_index) // self.page_size
             self._drop(np.unique(pages) if self.page_size > 1 else pages)
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
@@ -146,7 +149,7 @@ class SpecpoolRowAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] # 
         if start_pos % self.page_size:
             raise AllocatorError(f"segment start {start_pos} is not page-aligned")
         if free_index.numel():
-            self._drop(free_index.numpy()[:: self.page_size] // self.page_size)
+            self._drop(_host(free_index)[:: self.page_size] // self.page_size)
 
     def free_page_ids(self, page_ids: torch.Tensor) -> None:
         """Give up these pages of the tree's.
@@ -155,7 +158,7 @@ class SpecpoolRowAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] # 
             AllocatorError: a page is not the tree's, or is named twice.
         """
         if page_ids.numel():
-            self._drop(page_ids.numpy())
+            self._drop(_host(page_ids))
 
     def _drop(self, pages: Any) -> None:
         book = self._book()
@@ -175,3 +178,14 @@ class SpecpoolRowTokenAllocator(SpecpoolRowAllocator):
         self, size: int, dtype: torch.dtype, device: str, kvcache: Any, need_sort: bool
     ) -> None:
         super().__init__(size, 1, dtype, device, kvcache, need_sort)
+
+
+def _host(ids: torch.Tensor) -> Any:
+    """The numbers of a tensor on the host.
+
+    Raises:
+        AllocatorError: it is not there: the tree did not give it, and reading it would wait.
+    """
+    if not ids.is_cpu:
+        raise AllocatorError(f"a free of {ids.numel()} slots or pages on {ids.device}: no tree's")
+    return ids.numpy()

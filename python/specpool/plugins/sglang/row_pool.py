@@ -56,7 +56,8 @@ class SpecpoolRows(ReqToTokenPool):  # type: ignore[misc] # no stubs
                 row = book.ledger.admit(req.rid)
             else:
                 page_size = book.allocator.page_size
-                slots = book.batch.tree_cache.prefix_device_indices(req).numpy()
+                path = book.batch.tree_cache.path_device_indices(req.last_node)
+                slots = path[: req.prefix_len].numpy()
                 pages = (slots[::page_size] // page_size).astype(np.int32)
                 row = book.ledger.admit_lent(pages, req.prefix_len, req.rid)
         except SpecpoolError as error:

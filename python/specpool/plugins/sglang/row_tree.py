@@ -7,14 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 
 from specpool import SpecpoolError
-from specpool.plugins.sglang.allocator import AllocatorError
+from specpool.plugins.sglang.allocator import AllocatorError, upload
 from specpool.plugins.sglang.book import Book
 
 
 def free_kv_row(own: Callable[..., None], cache: Any, kv: Any, ranges: Any) -> None:
     """Free nothing: the row's finish, which follows, gives back all of it."""
+
+
+def prefix_slots(own: Callable[..., torch.Tensor], cache: Any, req: Any) -> torch.Tensor:
+    """The slots that a request matched, where SGLang's kernels read them."""
+    book: Book = cache.req_to_token_pool.book
+    slots = own(cache, req)
+    return slots if book.mirror is None else upload(slots.numpy(), book.pool.device)
 
 
 def checkpoint(
@@ -30,11 +38,13 @@ def checkpoint(
     row, first = kv.req_pool_idx, kv.cache_protected_len // page_size
     book.duplicates = []
     try:
-        own(cache, req, up_to=up_to, **options)
+        with book.table_on_host():
+            own(cache, req, up_to=up_to, **options)
     finally:
         dropped, book.duplicates = book.duplicates, None
     last = kv.cache_protected_len // page_size
-    cells = book.pool.req_to_token.numpy()[row, first * page_size : last * page_size : page_size]
+    table = book.slot_table(book.host_table)
+    cells = table[row, first * page_size : last * page_size : page_size]
     pages = cells // page_size
     own_pages = book.ledger.page_table(0)[row, first:last].copy()
     taken = pages == own_pages
@@ -53,5 +63,6 @@ def checkpoint(
                 book.ledger.lend(row, *span)
             else:
                 book.ledger.rebind(row, *span, pages[start:end])
+                book.publish(*(np.array([number], np.int32) for number in (row, *span)))
     except SpecpoolError as error:
         raise AllocatorError(str(error)) from error

@@ -37,11 +37,13 @@ def install() -> None:
         HookRegistry.register(memory + target, cls, HookType.REPLACE)
     batch = "sglang.srt.managers.schedule_batch.ScheduleBatch."
     results = "sglang.srt.managers.scheduler_components.batch_result_processor."
+    tree = memory + "unified_radix_cache.UnifiedRadixCache."
     session = "sglang.srt.session.streaming_session.StreamingSession."
     hooks: dict[str, Callable[..., Any]] = {
         memory + "allocation.alloc_for_extend": alloc_for_extend,
         memory + "base_prefix_cache.BasePrefixCache.free_kv_row": row_tree.free_kv_row,
-        memory + "unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree": row_tree.checkpoint,
+        tree + "checkpoint_into_tree": row_tree.checkpoint,
+        tree + "prefix_device_indices": row_tree.prefix_slots,
         batch + "new_tokens_required_next_decode": tokens_required,
         "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode": prepare_round,
         results + "SchedulerBatchResultProcessor._resolve_spec_v2_tokens": resolve_round,
