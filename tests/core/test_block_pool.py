@@ -537,7 +537,7 @@ def test_a_refused_call_changes_nothing(name: str) -> None:
         ({"num_blocks": 0}, r"num_blocks must be in \[1, 2147483646\], got 0"),
         ({"block_size": 0}, r"block_size must be in \[1, 1048576\], got 0"),
         ({"first_id": 2}, r"first_id must be in \[0, 1\], got 2"),
-        ({"num_blocks": "many"}, "a whole number of 64 bits is needed, got 'many'"),
+        ({"num_blocks": "many"}, "num_blocks must be a whole number of 64 bits, got 'many'"),
     ],
 )
 def test_a_bad_setting_is_refused(options: dict[str, Any], says: str) -> None:

@@ -65,8 +65,23 @@ class KVCacheManager:
     def __init__(self, block_pool: Any) -> None:
         self.block_pool = block_pool
 
-    def allocate_slots(self, request: Any, num_blocks: int) -> Any:
-        return self.block_pool.get_new_blocks(num_blocks)
+    # vLLM's parameters. The stand-in takes a block for each new token, and reads no other.
+    def allocate_slots(
+        self,
+        request: Any,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: Any = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> Any:
+        return self.block_pool.get_new_blocks(num_new_tokens)
 
 
 @contextmanager

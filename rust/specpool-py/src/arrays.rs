@@ -41,7 +41,16 @@ impl<'a, 'py, T: FromPyObjectOwned<'py>> FromPyObject<'a, 'py> for List<T> {
             return Err(PyTypeError::new_err("a list is needed, got a str or bytes"));
         }
         let sequence = value.cast::<PySequence>()?;
-        expect_lanes("a list", sequence.len().unwrap_or(0))?;
+        let len = sequence.len().unwrap_or(0);
+        expect_lanes("a list", len)?;
+        // A plain list needs no iterator, which would take twice as long.
+        if let Ok(list) = value.cast_exact::<PyList>() {
+            let mut items = memory::with_room(len, "a list").map_err(to_py)?;
+            for item in list.iter().take(len) {
+                items.push(item.extract::<T>().map_err(Into::into)?);
+            }
+            return Ok(Self(items));
+        }
         let mut items = Vec::new();
         for item in sequence.try_iter()? {
             expect_lanes("a list", items.len() + 1)?;
@@ -53,42 +62,64 @@ impl<'a, 'py, T: FromPyObjectOwned<'py>> FromPyObject<'a, 'py> for List<T> {
     }
 }
 
-/// A whole number in a configuration; anything else is a `ConfigError`.
-#[derive(Clone, Copy)]
-pub struct ConfigInt(pub i64);
+/// A whole number in a configuration, or the text of what was given in its place: only the function that takes it knows
+/// its name. Anything else is a `ConfigError`.
+pub struct ConfigInt(Result<i64, String>);
 
-/// A whole number among a kernel's arguments; anything else is a `ShapeError`.
-#[derive(Clone, Copy)]
-pub struct ShapeInt(pub i64);
+/// A whole number among a kernel's arguments, as [`ConfigInt`]; anything else is a `ShapeError`.
+pub struct ShapeInt(Result<i64, String>);
 
-/// Replaces Python's error for an argument that is no number, or does not fit, by `refuse` of the argument's text. Any
-/// other error that the argument's own methods raise, Ctrl-C included, is passed on.
-fn refused(error: PyErr, value: &Bound<'_, PyAny>, refuse: impl FnOnce(String) -> PyErr) -> PyErr {
+impl ConfigInt {
+    pub fn of(number: i64) -> Self {
+        Self(Ok(number))
+    }
+
+    /// The number, or an error with the argument's name.
+    pub fn get(self, name: &str) -> PyResult<i64> {
+        self.0.map_err(|shown| config_error(not_whole(name, &shown)))
+    }
+}
+
+impl ShapeInt {
+    pub fn of(number: i64) -> Self {
+        Self(Ok(number))
+    }
+
+    /// The number, or an error with the argument's name.
+    pub fn get(self, name: &str) -> PyResult<i64> {
+        self.0.map_err(|shown| shape_error(not_whole(name, &shown)))
+    }
+}
+
+fn not_whole(name: &str, shown: &str) -> String {
+    format!("{name} must be a whole number of 64 bits, got {shown}")
+}
+
+/// The text of an argument for which Python's error says that it is no number, or does not fit. Any other error that the
+/// argument's own methods raise, Ctrl-C included, is passed on.
+fn shown(error: PyErr, value: &Bound<'_, PyAny>) -> PyResult<String> {
     let py = value.py();
     let is_ours = error.is_instance_of::<PyTypeError>(py)
         || error.is_instance_of::<PyValueError>(py)
         || error.is_instance_of::<PyOverflowError>(py);
-    if !is_ours {
-        return error;
-    }
-    match value.repr() {
-        Ok(shown) => refuse(shown.to_string()),
-        Err(error) => error,
-    }
+    if is_ours { value.repr().map(|text| text.to_string()) } else { Err(error) }
 }
 
-/// The number, or the error of `refuse` instead of Python's own `OverflowError` or `TypeError`.
-fn whole(value: Borrowed<'_, '_, PyAny>, refuse: fn(String) -> PyErr) -> PyResult<i64> {
-    value.extract().map_err(|error| {
-        refused(error, &value, |shown| refuse(format!("a whole number of 64 bits is needed, got {shown}")))
-    })
+/// Replaces Python's error for such an argument by `refuse` of its text.
+fn refused(error: PyErr, value: &Bound<'_, PyAny>, refuse: impl FnOnce(String) -> PyErr) -> PyErr {
+    shown(error, value).map_or_else(|error| error, refuse)
+}
+
+/// The number, or the text of what was given in its place.
+fn whole(value: Borrowed<'_, '_, PyAny>) -> PyResult<Result<i64, String>> {
+    value.extract().map_or_else(|error| shown(error, &value).map(Err), |number| Ok(Ok(number)))
 }
 
 impl<'a, 'py> FromPyObject<'a, 'py> for ConfigInt {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        whole(value, config_error).map(Self)
+        whole(value).map(Self)
     }
 }
 
@@ -96,7 +127,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for ShapeInt {
     type Error = PyErr;
 
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
-        whole(value, shape_error).map(Self)
+        whole(value).map(Self)
     }
 }
 
@@ -162,7 +193,8 @@ pub fn prefix(value: &Bound<'_, PyAny>) -> PyResult<u64> {
 }
 
 /// A count or index in `[least, 2^20]`.
-pub fn count(name: &str, ShapeInt(value): ShapeInt, least: i64) -> PyResult<usize> {
+pub fn count(name: &str, value: ShapeInt, least: i64) -> PyResult<usize> {
+    let value = value.get(name)?;
     if (least..=MAX_COUNT).contains(&value) {
         return Ok(value as usize);
     }
@@ -170,7 +202,8 @@ pub fn count(name: &str, ShapeInt(value): ShapeInt, least: i64) -> PyResult<usiz
 }
 
 /// A size of `least` or more.
-pub fn at_least(name: &str, ShapeInt(value): ShapeInt, least: i64) -> PyResult<usize> {
+pub fn at_least(name: &str, value: ShapeInt, least: i64) -> PyResult<usize> {
+    let value = value.get(name)?;
     usize::try_from(value)
         .ok()
         .filter(|_| value >= least)

@@ -27,7 +27,7 @@ const LARGE_BYTES: usize = 32 << 20;
 #[pyfunction]
 #[pyo3(signature = (
     keys, values, new_keys, new_values, write_slots, q, out, pages, kv_lens, q_lens, *, page_size, scaling, bias=None,
-    window=None, softcap=None, sinks=None, num_threads=ShapeInt(1)
+    window=None, softcap=None, sinks=None, num_threads=ShapeInt::of(1)
 ))]
 pub fn attend_pages<'py>(
     py: Python<'py>,

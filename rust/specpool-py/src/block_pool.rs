@@ -35,8 +35,8 @@ impl BlockPool {
 #[pymethods]
 impl BlockPool {
     #[new]
-    #[pyo3(signature = (num_blocks, block_size, *, first_id=ConfigInt(0), caching=true, fencing=false, digest=false,
-        record=None, record_limit=ConfigInt(1 << 30)),
+    #[pyo3(signature = (num_blocks, block_size, *, first_id=ConfigInt::of(0), caching=true, fencing=false, digest=false,
+        record=None, record_limit=ConfigInt::of(1 << 30)),
         text_signature = "(num_blocks, block_size, *, first_id=0, caching=True, fencing=False, digest=False, \
         record=None, record_limit=1073741824)")]
     #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "a configuration, all by keyword")]
@@ -51,11 +51,11 @@ impl BlockPool {
         record_limit: ConfigInt,
     ) -> PyResult<Self> {
         let config = BlockPoolConfig {
-            first_id: first_id.0,
+            first_id: first_id.get("first_id")?,
             caching,
             fencing,
             digest,
-            ..BlockPoolConfig::new(num_blocks.0, block_size.0)
+            ..BlockPoolConfig::new(num_blocks.get("num_blocks")?, block_size.get("block_size")?)
         };
         let build = |log: Option<(&Path, u64)>| match log {
             None => specpool_core::BlockPool::new(config),
@@ -206,7 +206,7 @@ impl BlockPool {
     }
 
     #[doc = doc!("BlockPool.put")]
-    #[pyo3(signature = (tokens, blocks, start=ShapeInt(0), salt=Salt::default()),
+    #[pyo3(signature = (tokens, blocks, start=ShapeInt::of(0), salt=Salt::default()),
         text_signature = "($self, tokens, blocks, start=0, salt=b'')")]
     fn put<'py>(
         &mut self,

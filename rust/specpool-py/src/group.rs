@@ -24,8 +24,8 @@ impl Group {
         window: Option<ConfigInt>,
     ) -> PyResult<Self> {
         let layout = self::layout(layout, config_error)?;
-        let window = window.map(|number| number.0);
-        let (page_size, num_pages) = (page_size.0, num_pages.0);
+        let window = window.map(|number| number.get("window")).transpose()?;
+        let (page_size, num_pages) = (page_size.get("page_size")?, num_pages.get("num_pages")?);
         let spec = specpool_core::Group { name, page_size, num_pages, hosts_drafts, layout, window };
         spec.check().map_err(to_py)?;
         Ok(Self(spec))

@@ -48,9 +48,9 @@ type IndexEntry<'py> = (Bound<'py, PyBytes>, usize, Ints<'py>, usize, Vec<Ints<'
 #[pymethods]
 impl Ledger {
     #[new]
-    #[pyo3(signature = (groups, shapes, *, num_rows, max_context_len, max_batch=None, overlap_depth=ConfigInt(0),
+    #[pyo3(signature = (groups, shapes, *, num_rows, max_context_len, max_batch=None, overlap_depth=ConfigInt::of(0),
         policy="exact", row_width=None, draft_kv=true, max_chunk=None, sessions=false, page_fencing=true, digest=false,
-        record=None, record_limit=ConfigInt(1 << 30)),
+        record=None, record_limit=ConfigInt::of(1 << 30)),
         text_signature = "(groups, shapes, *, num_rows, max_context_len, max_batch=None, overlap_depth=0, policy='exact', \
         row_width=None, draft_kv=True, max_chunk=None, sessions=False, page_fencing=True, digest=False, \
         record=None, record_limit=1073741824)")]
@@ -75,14 +75,16 @@ impl Ledger {
         let config = LedgerConfig {
             groups: groups.0.into_iter().map(|group| group.0).collect(),
             shapes: shapes.0.into_iter().map(|shape| shape.0).collect(),
-            num_rows: num_rows.0,
-            max_context_len: max_context_len.0,
-            max_batch: max_batch.map(|number| number.0),
-            overlap_depth: overlap_depth.0,
+            num_rows: num_rows.get("num_rows")?,
+            max_context_len: max_context_len.get("max_context_len")?,
+            max_batch: max_batch.map(|number| number.get("max_batch")).transpose()?,
+            overlap_depth: overlap_depth.get("overlap_depth")?,
             policy: self::policy(policy)?,
-            row_width: row_width.map(|widths| widths.0.into_iter().map(|number| number.0).collect()),
+            row_width: row_width
+                .map(|widths| widths.0.into_iter().map(|number| number.get("row_width")).collect())
+                .transpose()?,
             draft_kv,
-            max_chunk: max_chunk.map(|number| number.0),
+            max_chunk: max_chunk.map(|number| number.get("max_chunk")).transpose()?,
             sessions,
             page_fencing,
             digest,

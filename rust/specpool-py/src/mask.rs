@@ -60,7 +60,7 @@ fn of_lanes<'py, T: Copy + numpy::Element>(
         q_positions: q_positions.as_ref().map(Input::slice),
         own_positions: own_positions.as_ref().map(Input::slice),
         own_width,
-        window: window.map(|window| window.0),
+        window: window.map(|window| window.get("window")).transpose()?,
     };
     array(py, visibility(&lanes, columns).map_err(to_py)?, [n, queries, columns])
 }

@@ -29,10 +29,11 @@ pub fn built<T>(
     limit: ConfigInt,
     build: impl FnOnce(Option<(&Path, u64)>) -> CoreResult<T>,
 ) -> PyResult<T> {
+    let limit = limit.get("record_limit")?;
     let is_asked_for = record.is_some();
     let Some(path) = record.or_else(path_of_environment) else { return build(None).map_err(to_py) };
     let limit =
-        u64::try_from(limit.0).map_err(|_| config_error(format!("record_limit must be 0 or more, got {}", limit.0)))?;
+        u64::try_from(limit).map_err(|_| config_error(format!("record_limit must be 0 or more, got {limit}")))?;
     let made = build(Some((&path, limit))).map_err(to_py)?;
     if !is_asked_for {
         OF_ENVIRONMENT.fetch_add(1, Ordering::Relaxed);

@@ -10,14 +10,15 @@ use crate::errors::{config_error, to_py};
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Shape(pub specpool_core::Shape);
 
-fn field(name: &str, value: i64) -> PyResult<u32> {
+fn field(name: &str, value: ConfigInt) -> PyResult<u32> {
+    let value = value.get(name)?;
     u32::try_from(value).map_err(|_| config_error(format!("{name} must be in [0, 1048576], got {value}")))
 }
 
 /// A core shape from raw numbers.
 pub fn shape(num_steps: ConfigInt, topk: ConfigInt, num_draft_tokens: ConfigInt) -> PyResult<specpool_core::Shape> {
     let (s, k, n) =
-        (field("num_steps", num_steps.0)?, field("topk", topk.0)?, field("num_draft_tokens", num_draft_tokens.0)?);
+        (field("num_steps", num_steps)?, field("topk", topk)?, field("num_draft_tokens", num_draft_tokens)?);
     specpool_core::Shape::new(s, k, n).map_err(to_py)
 }
 

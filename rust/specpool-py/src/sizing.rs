@@ -55,7 +55,7 @@ pub fn sizing_alloc_len_per_decode(
     layout: &str,
 ) -> PyResult<i64> {
     let shape = shape(num_steps, topk, num_draft_tokens)?;
-    Ok(geometry(page_size.0, hosts_drafts, layout)?.alloc_len_per_decode(shape))
+    Ok(geometry(page_size.get("page_size")?, hosts_drafts, layout)?.alloc_len_per_decode(shape))
 }
 
 #[doc = doc!("sizing_row_headroom")]
@@ -67,7 +67,7 @@ pub fn sizing_row_headroom(
     topk: ConfigInt,
     num_draft_tokens: ConfigInt,
 ) -> PyResult<i64> {
-    sizing::row_headroom(page_size.0, shape(num_steps, topk, num_draft_tokens)?).map_err(to_py)
+    sizing::row_headroom(page_size.get("page_size")?, shape(num_steps, topk, num_draft_tokens)?).map_err(to_py)
 }
 
 #[doc = doc!("sizing_need_exact")]
@@ -85,28 +85,30 @@ pub fn sizing_need_exact(
     layout: &str,
 ) -> PyResult<i64> {
     let shape = shape(num_steps, topk, num_draft_tokens)?;
-    let reserve = Reserve::exact(geometry(page_size.0, hosts_drafts, layout)?, shape);
-    sizing::need(&reserve, lo.0, hi.0).map_err(to_py)
+    let reserve = Reserve::exact(geometry(page_size.get("page_size")?, hosts_drafts, layout)?, shape);
+    sizing::need(&reserve, lo.get("lo")?, hi.get("hi")?).map_err(to_py)
 }
 
 #[doc = doc!("sizing_need_double_buffer")]
 #[pyfunction]
 #[pyo3(signature = (*, lo, alloc_len, overlap_depth))]
 pub fn sizing_need_double_buffer(lo: ConfigInt, alloc_len: ConfigInt, overlap_depth: ConfigInt) -> PyResult<i64> {
-    let reserve = Reserve::double_buffer(1, alloc_len.0, overlap_depth.0).map_err(to_py)?;
-    sizing::need(&reserve, lo.0, lo.0).map_err(to_py)
+    let reserve =
+        Reserve::double_buffer(1, alloc_len.get("alloc_len")?, overlap_depth.get("overlap_depth")?).map_err(to_py)?;
+    let lo = lo.get("lo")?;
+    sizing::need(&reserve, lo, lo).map_err(to_py)
 }
 
 #[doc = doc!("sizing_next_allocated")]
 #[pyfunction]
 #[pyo3(signature = (*, allocated, need, page_size))]
 pub fn sizing_next_allocated(allocated: ConfigInt, need: ConfigInt, page_size: ConfigInt) -> PyResult<i64> {
-    sizing::next_allocated(allocated.0, need.0, page_size.0).map_err(to_py)
+    sizing::next_allocated(allocated.get("allocated")?, need.get("need")?, page_size.get("page_size")?).map_err(to_py)
 }
 
 #[doc = doc!("sizing_row_width")]
 #[pyfunction]
-#[pyo3(signature = (shapes, *, page_size, max_context_len, overlap_depth=ConfigInt(0), policy="exact",
+#[pyo3(signature = (shapes, *, page_size, max_context_len, overlap_depth=ConfigInt::of(0), policy="exact",
     hosts_drafts=true, layout="holey"),
     text_signature = "(shapes, *, page_size, max_context_len, overlap_depth=0, policy='exact', hosts_drafts=True, \
     layout='holey')")]
@@ -120,13 +122,20 @@ pub fn sizing_row_width(
     layout: &str,
 ) -> PyResult<i64> {
     let shapes: Vec<_> = shapes.into_iter().map(|shape| shape.0).collect();
-    let geometry = geometry(page_size.0, hosts_drafts, layout)?;
-    sizing::row_width(geometry, &shapes, max_context_len.0, overlap_depth.0, self::policy(policy)?).map_err(to_py)
+    let geometry = geometry(page_size.get("page_size")?, hosts_drafts, layout)?;
+    sizing::row_width(
+        geometry,
+        &shapes,
+        max_context_len.get("max_context_len")?,
+        overlap_depth.get("overlap_depth")?,
+        self::policy(policy)?,
+    )
+    .map_err(to_py)
 }
 
 #[doc = doc!("sizing_pages_needed")]
 #[pyfunction]
-#[pyo3(signature = (shapes, shape, *, lo, hi, page_size, overlap_depth=ConfigInt(0), policy="exact",
+#[pyo3(signature = (shapes, shape, *, lo, hi, page_size, overlap_depth=ConfigInt::of(0), policy="exact",
     hosts_drafts=true, layout="holey"),
     text_signature = "(shapes, shape, *, lo, hi, page_size, overlap_depth=0, policy='exact', hosts_drafts=True, \
     layout='holey')")]
@@ -143,18 +152,20 @@ pub fn sizing_pages_needed(
     layout: &str,
 ) -> PyResult<i64> {
     let shapes: Vec<_> = shapes.into_iter().map(|shape| shape.0).collect();
-    let geometry = geometry(page_size.0, hosts_drafts, layout)?;
-    let reserves = Reserve::for_shapes(geometry, &shapes, self::policy(policy)?, overlap_depth.0).map_err(to_py)?;
-    let reserve = usize::try_from(shape.0)
+    let geometry = geometry(page_size.get("page_size")?, hosts_drafts, layout)?;
+    let reserves = Reserve::for_shapes(geometry, &shapes, self::policy(policy)?, overlap_depth.get("overlap_depth")?)
+        .map_err(to_py)?;
+    let shape = shape.get("shape")?;
+    let reserve = usize::try_from(shape)
         .ok()
         .and_then(|at| reserves.get(at))
-        .ok_or_else(|| config_error(format!("shape {} is not in 0..{}", shape.0, reserves.len())))?;
-    sizing::pages_needed(reserve, lo.0, hi.0).map_err(to_py)
+        .ok_or_else(|| config_error(format!("shape {shape} is not in 0..{}", reserves.len())))?;
+    sizing::pages_needed(reserve, lo.get("lo")?, hi.get("hi")?).map_err(to_py)
 }
 
 #[doc = doc!("sizing_most_window_pages")]
 #[pyfunction]
-#[pyo3(signature = (shapes, *, window, max_chunk, page_size, overlap_depth=ConfigInt(0), policy="exact",
+#[pyo3(signature = (shapes, *, window, max_chunk, page_size, overlap_depth=ConfigInt::of(0), policy="exact",
     hosts_drafts=true, layout="holey"),
     text_signature = "(shapes, *, window, max_chunk, page_size, overlap_depth=0, policy='exact', hosts_drafts=True, \
     layout='holey')")]
@@ -170,7 +181,15 @@ pub fn sizing_most_window_pages(
     layout: &str,
 ) -> PyResult<i64> {
     let shapes: Vec<_> = shapes.into_iter().map(|shape| shape.0).collect();
-    let geometry = geometry(page_size.0, hosts_drafts, layout)?;
+    let geometry = geometry(page_size.get("page_size")?, hosts_drafts, layout)?;
     let policy = self::policy(policy)?;
-    sizing::most_window_pages(geometry, &shapes, window.0, max_chunk.0, overlap_depth.0, policy).map_err(to_py)
+    sizing::most_window_pages(
+        geometry,
+        &shapes,
+        window.get("window")?,
+        max_chunk.get("max_chunk")?,
+        overlap_depth.get("overlap_depth")?,
+        policy,
+    )
+    .map_err(to_py)
 }

@@ -23,7 +23,7 @@ struct Table<'py> {
 
 impl<'py> Table<'py> {
     fn new(page_table: &Bound<'py, PyAny>, page_size: ShapeInt) -> PyResult<Self> {
-        Ok(Self { pages: Input::new("page_table", page_table)?, page_size: page_size.0 })
+        Ok(Self { pages: Input::new("page_table", page_table)?, page_size: page_size.get("page_size")? })
     }
 
     fn view(&self) -> PyResult<TableView<'_>> {
@@ -31,20 +31,23 @@ impl<'py> Table<'py> {
     }
 }
 
-fn drafts(num_steps: ShapeInt, topk: ShapeInt, page_size: ShapeInt, layout: &str) -> PyResult<Drafts> {
-    let layout = self::layout(layout, shape_error)?;
-    let (num_steps, topk) = (count("num_steps", num_steps, 1)?, count("topk", topk, 1)?);
-    Drafts::new(num_steps, topk, page_size.0, layout).map_err(to_py)
+/// The numbers of steps and of branches.
+fn branches(num_steps: ShapeInt, topk: ShapeInt) -> PyResult<(usize, usize)> {
+    Ok((count("num_steps", num_steps, 1)?, count("topk", topk, 1)?))
+}
+
+fn drafts((num_steps, topk): (usize, usize), page_size: i64, layout: &str) -> PyResult<Drafts> {
+    Drafts::new(num_steps, topk, page_size, self::layout(layout, shape_error)?).map_err(to_py)
 }
 
 fn ancestor_array<'py>(
     ancestors: Option<&Bound<'py, PyAny>>,
     lanes: usize,
-    topk: ShapeInt,
+    topk: usize,
 ) -> PyResult<Option<Input<'py, i32, 3>>> {
     let ancestors = Input::<i32, 3>::optional("ancestors", ancestors)?;
     if let Some(ancestors) = &ancestors {
-        expect_dims("ancestors", ancestors.dims, [lanes, topk.0 as usize, ancestors.dims[2]])?;
+        expect_dims("ancestors", ancestors.dims, [lanes, topk, ancestors.dims[2]])?;
     }
     Ok(ancestors)
 }
@@ -130,9 +133,10 @@ pub fn draft_write_positions<'py>(
     layout: &str,
 ) -> PyResult<Array3<'py, i32>> {
     let roots = Input::<i32, 1>::new("roots", roots)?;
-    let drafts = drafts(num_steps, topk, page_size, layout)?;
+    let (num_steps, topk) = branches(num_steps, topk)?;
+    let drafts = drafts((num_steps, topk), page_size.get("page_size")?, layout)?;
     let positions = drafts.write_positions(roots.slice()).map_err(to_py)?;
-    array(py, positions, [roots.dims[0], topk.0 as usize, num_steps.0 as usize])
+    array(py, positions, [roots.dims[0], topk, num_steps])
 }
 
 #[doc = doc!("draft_write_slots")]
@@ -151,9 +155,10 @@ pub fn draft_write_slots<'py>(
     let table = Table::new(page_table, page_size)?;
     let rows = Input::new("rows", rows)?;
     let roots = per_lane(&rows, "roots", roots)?;
-    let drafts = drafts(num_steps, topk, page_size, layout)?;
+    let (num_steps, topk) = branches(num_steps, topk)?;
+    let drafts = drafts((num_steps, topk), table.page_size, layout)?;
     let slots = drafts.write_slots(&table.view()?, rows.slice(), roots.slice()).map_err(to_py)?;
-    array(py, slots, [rows.dims[0], topk.0 as usize, num_steps.0 as usize])
+    array(py, slots, [rows.dims[0], topk, num_steps])
 }
 
 #[doc = doc!("advance_ancestors")]
@@ -194,7 +199,8 @@ pub fn draft_read_indices<'py>(
     let table = Table::new(page_table, page_size)?;
     let rows = Input::new("rows", rows)?;
     let roots = per_lane(&rows, "roots", roots)?;
-    let (drafts, step) = (drafts(num_steps, topk, page_size, layout)?, count("step", step, 0)?);
+    let (num_steps, topk) = branches(num_steps, topk)?;
+    let (drafts, step) = (drafts((num_steps, topk), table.page_size, layout)?, count("step", step, 0)?);
     let ancestor_lines = ancestor_array(ancestors, rows.dims[0], topk)?;
     let ancestors = ancestor_lines.as_ref().map(Input::slice);
     let reads = drafts.read_indices(&table.view()?, rows.slice(), roots.slice(), step, ancestors).map_err(to_py)?;
@@ -236,12 +242,14 @@ pub fn draft_visibility<'py>(
     ancestors: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<(Array3<'py, bool>, Array2<'py, i32>)> {
     let roots = Input::<i32, 1>::new("roots", roots)?;
-    let (drafts, step) = (drafts(num_steps, topk, page_size, layout)?, count("step", step, 0)?);
+    let (num_steps, topk) = branches(num_steps, topk)?;
+    let drafts = drafts((num_steps, topk), page_size.get("page_size")?, layout)?;
+    let step = count("step", step, 0)?;
     let ancestors = ancestor_array(ancestors, roots.dims[0], topk)?;
     let seen = drafts.visibility(roots.slice(), step, ancestors.as_ref().map(Input::slice)).map_err(to_py)?;
     let (own_mask, own_positions) = seen;
     let (n, width) = (roots.dims[0], own_positions.width);
-    Ok((array(py, own_mask.cells, [n, topk.0 as usize, width])?, array(py, own_positions.cells, [n, width])?))
+    Ok((array(py, own_mask.cells, [n, topk, width])?, array(py, own_positions.cells, [n, width])?))
 }
 
 #[doc = doc!("branch_pages")]
@@ -260,9 +268,10 @@ pub fn branch_pages<'py>(
     let table = Table::new(page_table, page_size)?;
     let rows = Input::new("rows", rows)?;
     let roots = per_lane(&rows, "roots", roots)?;
-    let (drafts, step) = (drafts(num_steps, topk, page_size, "holey")?, count("step", step, 0)?);
+    let (num_steps, topk) = branches(num_steps, topk)?;
+    let (drafts, step) = (drafts((num_steps, topk), table.page_size, "holey")?, count("step", step, 0)?);
     let pages = drafts.branch_pages(&table.view()?, rows.slice(), roots.slice(), step).map_err(to_py)?;
-    array(py, pages.cells, [rows.dims[0] * topk.0 as usize, pages.width])
+    array(py, pages.cells, [rows.dims[0] * topk, pages.width])
 }
 
 #[doc = doc!("prefix_tail_moves")]
@@ -280,7 +289,7 @@ pub fn prefix_tail_moves<'py>(
     let table = Table::new(page_table, page_size)?;
     let rows = Input::new("rows", rows)?;
     let roots = per_lane(&rows, "roots", roots)?;
-    let drafts = drafts(num_steps, topk, page_size, "holey")?;
+    let drafts = drafts(branches(num_steps, topk)?, table.page_size, "holey")?;
     Ok(move_arrays(py, drafts.prefix_tail_moves(&table.view()?, rows.slice(), roots.slice()).map_err(to_py)?))
 }
 
@@ -304,7 +313,8 @@ pub fn branch_copy_moves<'py>(
     let parents = Input::<i32, 2>::new("branch_parents", branch_parents)?;
     let topk = parents.dims[1];
     expect_dims("branch_parents", parents.dims, [rows.dims[0], topk])?;
-    let (drafts, step) = (drafts(num_steps, ShapeInt(topk as i64), page_size, layout)?, count("step", step, 0)?);
+    let branches = branches(num_steps, ShapeInt::of(topk as i64))?;
+    let (drafts, step) = (drafts(branches, table.page_size, layout)?, count("step", step, 0)?);
     let moves = drafts.branch_copy_moves(&table.view()?, rows.slice(), roots.slice(), step, parents.slice());
     Ok(move_arrays(py, moves.map_err(to_py)?))
 }

@@ -21,17 +21,19 @@ impl SuffixIndex {
 }
 
 /// A text's number; a negative one is none.
-fn number(ConfigInt(text): ConfigInt) -> PyResult<u64> {
+fn number(text: ConfigInt) -> PyResult<u64> {
+    let text = text.get("text")?;
     u64::try_from(text).map_err(|_| config_error(format!("there is no text {text}")))
 }
 
 #[pymethods]
 impl SuffixIndex {
     #[new]
-    #[pyo3(signature = (max_tokens, *, max_context=ConfigInt(32)), text_signature = "(max_tokens, *, max_context=32)")]
+    #[pyo3(signature = (max_tokens, *, max_context=ConfigInt::of(32)), text_signature = "(max_tokens, *, max_context=32)")]
     #[allow(clippy::needless_pass_by_value, reason = "extracted arguments are owned")]
     fn new(max_tokens: ConfigInt, max_context: ConfigInt) -> PyResult<Self> {
-        specpool_core::SuffixIndex::new(max_tokens.0, max_context.0).map(|index| Self(index, false)).map_err(to_py)
+        let (max_tokens, max_context) = (max_tokens.get("max_tokens")?, max_context.get("max_context")?);
+        specpool_core::SuffixIndex::new(max_tokens, max_context).map(|index| Self(index, false)).map_err(to_py)
     }
 
     #[doc = doc!("SuffixIndex.begin")]

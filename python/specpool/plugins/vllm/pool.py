@@ -17,13 +17,14 @@ from vllm.v1.core import block_pool, kv_cache_coordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from specpool import BlockPool, SpecpoolError
+from specpool import BlockPool, OutOfPages, SpecpoolError
 from specpool.plugins import record
 
 _log = logging.getLogger("specpool.plugins.vllm")
 
 OwnBlockPool: Any = block_pool.BlockPool
 _own_insert = OwnBlockPool._insert_block_hash
+_own_cache = OwnBlockPool.cache_full_blocks
 own_allocate_slots: Any = KVCacheManager.allocate_slots
 
 
@@ -32,6 +33,8 @@ class SpecpoolBlock(KVCacheBlock):  # type: ignore[misc] # no stubs
 
     __slots__ = ()
     pool: SpecpoolBlockPool
+    # vLLM's property of this name only reads the slot. The slot itself is read without a call.
+    block_hash = KVCacheBlock._block_hash
 
     def __init__(self, block_id: int, pool: SpecpoolBlockPool) -> None:
         block: Any = self  # its slots are the base's, which has no types
@@ -110,25 +113,34 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
 
     # What vLLM takes and frees.
 
+    def get_num_free_blocks(self) -> int:
+        """Return how many blocks can be taken, cached ones among them. O(1)."""
+        core = self.core
+        return core.num_free + core.num_cached
+
     def get_new_blocks(self, num_blocks: int) -> list[SpecpoolBlock]:
         """Take blocks; free ones first, then the least recently used cached ones.
 
         Raises:
             ValueError: there are not enough.
         """
-        if num_blocks > self.get_num_free_blocks():
-            raise ValueError(f"Cannot get {num_blocks} free blocks from the pool")
+        try:
+            taken = self.core.take(num_blocks, None, self.tag).tolist()
+        except OutOfPages:
+            raise ValueError(f"Cannot get {num_blocks} free blocks from the pool") from None
         blocks = self.blocks
-        new = [blocks[block] for block in self.core.take(num_blocks, tag=self.tag).tolist()]
+        new = [blocks[block] for block in taken]
         if self._reuse_watchers:
             self._notify_reuse(new)
         collector = self.metrics_collector
-        for block in new:
-            if collector and self.enable_caching:
+        if collector and self.enable_caching:
+            for block in new:
                 collector.on_block_evicted(block)
+        for block in new:
             if block._block_hash is not None:  # the core gave it up
                 self._emit_block_removed_events(self._forget(block))
-            if collector:
+        if collector:
+            for block in new:
                 collector.on_block_allocated(block)
         return new
 
@@ -138,11 +150,11 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         Raises:
             PageStateError: a block is free, and nobody knows what it holds.
         """
-        held = [block for block in blocks if not block.is_null]
-        self.core.take(0, hold=[block.block_id for block in held])
+        self.core.take(0, [block.block_id for block in blocks if not block.is_null])
         if self.metrics_collector:
-            for block in held:
-                self.metrics_collector.on_block_accessed(block)
+            for block in blocks:
+                if not block.is_null:
+                    self.metrics_collector.on_block_accessed(block)
 
     def free_blocks(self, ordered_blocks: Iterable[SpecpoolBlock]) -> None:
         """Let go of blocks; the first one is given up first. A refused call changes nothing.
@@ -208,11 +220,19 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         Raises:
             PageStateError: a block is not held.
         """
-        parts = num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask
         new: list[int] = []
         self._new = new
         try:
-            super().cache_full_blocks(request, blocks, *parts)
+            _own_cache(
+                self,
+                request,
+                blocks,
+                num_cached_blocks,
+                num_full_blocks,
+                block_size,
+                kv_cache_group_id,
+                block_mask,
+            )
         finally:
             self._new = None
         self.core.keep(new)
@@ -225,10 +245,10 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
     def _insert_block_hash(self, key: Any, block: SpecpoolBlock, num_tokens: int | None) -> None:
         if block.pool is not self:
             raise ForeignBlockError(f"cache of block {block.block_id}: it is not of this pool")
-        is_new = block._block_hash is None
+        new, is_new = self._new, block._block_hash is None
         _own_insert(self, key, block, num_tokens)
-        if self._new is not None:
-            self._new.append(block.block_id)
+        if new is not None:
+            new.append(block.block_id)
         elif is_new:
             self.core.keep([block.block_id])
 
@@ -264,10 +284,43 @@ def install() -> None:
     KVCacheManager.allocate_slots = _allocate_slots
 
 
+# The parameters are named one by one, because `*args, **kwargs` would cost a tenth of vLLM's call.
+# The defaults are vLLM's own.
 @functools.wraps(own_allocate_slots)
-def _allocate_slots(manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def _allocate_slots(
+    manager: Any,
+    request: Any,
+    num_new_tokens: Any,
+    num_new_computed_tokens: Any,
+    new_computed_blocks: Any,
+    num_lookahead_tokens: Any,
+    num_external_computed_tokens: Any,
+    delay_cache_blocks: Any,
+    num_encoder_tokens: Any,
+    full_sequence_must_fit: Any,
+    reserved_blocks: Any,
+    has_scheduled_reqs: Any,
+    skip_zeroing_group_ids: Any,
+) -> Any:
     manager.block_pool.tag = request.request_id
-    return own_allocate_slots(manager, request, *args, **kwargs)
+    return own_allocate_slots(
+        manager,
+        request,
+        num_new_tokens,
+        num_new_computed_tokens,
+        new_computed_blocks,
+        num_lookahead_tokens,
+        num_external_computed_tokens,
+        delay_cache_blocks,
+        num_encoder_tokens,
+        full_sequence_must_fit,
+        reserved_blocks,
+        has_scheduled_reqs,
+        skip_zeroing_group_ids,
+    )
+
+
+_allocate_slots.__defaults__ = own_allocate_slots.__defaults__  # type: ignore[attr-defined]
 
 
 def _new_core(num_gpu_blocks: int) -> BlockPool:

@@ -20,7 +20,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from specpool.plugins.vllm.pool import SpecpoolBlockPool, own_allocate_slots
+from specpool.plugins.vllm.pool import OwnBlockPool, SpecpoolBlockPool, own_allocate_slots
 
 #: Methods whose drafters are known to write as above.
 METHODS = ("eagle", "eagle3", "mtp")
@@ -28,6 +28,8 @@ METHODS = ("eagle", "eagle3", "mtp")
 
 def install() -> None:
     """Wrap what reserves slots, and what looks hits up."""
+    # Of managers and pools that were made before, and of pools that are vLLM's own.
+    KVCacheManager.spare_lookahead, OwnBlockPool.next_tokens = 0, None
     wrap(Scheduler, "__init__", _init_scheduler)
     wrap(KVCacheManager, "__init__", _init_manager)
     wrap(KVCacheManager, "get_computed_blocks", _get_computed_blocks)
@@ -76,7 +78,6 @@ def _init_scheduler(own: Any, scheduler: Any, vllm_config: Any, *args: Any, **kw
 
 def _init_manager(own: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
     own(manager, *args, **kwargs)
-    manager.spare_lookahead = 0
     coordinator, pool = manager.coordinator, manager.block_pool
     if (
         isinstance(pool, SpecpoolBlockPool)
@@ -91,25 +92,59 @@ def _init_manager(own: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
 
 
 @functools.wraps(own_allocate_slots)
-def _allocate_slots(manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def _allocate_slots(
+    manager: Any,
+    request: Any,
+    num_new_tokens: Any,
+    num_new_computed_tokens: Any,
+    new_computed_blocks: Any,
+    num_lookahead_tokens: Any,
+    num_external_computed_tokens: Any,
+    delay_cache_blocks: Any,
+    num_encoder_tokens: Any,
+    full_sequence_must_fit: Any,
+    reserved_blocks: Any,
+    has_scheduled_reqs: Any,
+    skip_zeroing_group_ids: Any,
+) -> Any:
     pool = manager.block_pool
     pool.tag = request.request_id
-    given = kwargs.get("num_lookahead_tokens", 0)
-    if given:
-        kwargs["num_lookahead_tokens"] = given - getattr(manager, "spare_lookahead", 0)
-    if getattr(pool, "next_tokens", None) is not None:
-        external = kwargs.get("num_external_computed_tokens")
-        if external:
+    if num_lookahead_tokens:
+        num_lookahead_tokens -= manager.spare_lookahead
+    if pool.next_tokens is not None:
+        if num_external_computed_tokens:
             # Another engine computed these, and with which next token nobody knows.
-            local = args[1] if len(args) > 1 else kwargs.get("num_new_computed_tokens", 0)
-            request.specpool_unproved = request.num_computed_tokens + local + external
-        mark = request.__dict__.get("specpool_mark")
-        if mark is not None and request.num_tokens > mark[1]:
-            # Unless the block was given up meanwhile, as those of a preempted request may be.
-            if pool.next_tokens.get(mark[0]) is mark:
-                pool.next_tokens[mark[0]] = request.all_token_ids[mark[1]]
-            request.specpool_mark = None
-    return own_allocate_slots(manager, request, *args, **kwargs)
+            computed = request.num_computed_tokens + num_new_computed_tokens
+            request.specpool_unproved = computed + num_external_computed_tokens
+        _note_mark(pool, request)
+    return own_allocate_slots(
+        manager,
+        request,
+        num_new_tokens,
+        num_new_computed_tokens,
+        new_computed_blocks,
+        num_lookahead_tokens,
+        num_external_computed_tokens,
+        delay_cache_blocks,
+        num_encoder_tokens,
+        full_sequence_must_fit,
+        reserved_blocks,
+        has_scheduled_reqs,
+        skip_zeroing_group_ids,
+    )
+
+
+_allocate_slots.__defaults__ = own_allocate_slots.__defaults__  # type: ignore[attr-defined]
+
+
+def _note_mark(pool: Any, request: Any) -> None:
+    """Note the token behind a request's last full block, once it is sampled."""
+    mark = request.__dict__.get("specpool_mark")
+    if mark is not None and request.num_tokens > mark[1]:
+        # Unless the block was given up meanwhile, as those of a preempted request may be.
+        if pool.next_tokens.get(mark[0]) is mark:
+            pool.next_tokens[mark[0]] = request.all_token_ids[mark[1]]
+        request.specpool_mark = None
 
 
 def _note_next(
@@ -133,7 +168,7 @@ def _is_provable(request: Any) -> bool:
 
 def _get_computed_blocks(own: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     pool = manager.block_pool
-    if getattr(pool, "next_tokens", None) is None or not _is_provable(request):
+    if pool.next_tokens is None or not _is_provable(request):
         return own(manager, request, *args, **kwargs)
     pool.reading = request.all_token_ids
     try:
