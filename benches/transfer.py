@@ -19,7 +19,7 @@ from specpool.cli.options import checks
 from specpool.cli.options.drafts import drafts_of
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
 from specpool.errors import CorruptState
-from specpool.transfer.image import Bytes, Image, Run, Writer
+from specpool.transfer.image import Bytes, Image, Run, Told, Wait, Writer
 from specpool.transfer.layout import Layout
 from specpool.transfer.parcel import load, save
 from specpool.transfer.shared_memory import SharedMemoryReceiver, SharedMemorySender, send
@@ -75,9 +75,9 @@ class Side:
         held: Int32 = table[table > 0]
         return held
 
-    def take_in(self, data: Bytes) -> int:
+    def take_in(self, data: Bytes, wait: Wait | None = None) -> int:
         """Check an image, take a row for it and write its pages."""
-        image = Image(data, self.layout)
+        image = Image(data, self.layout, wait)
         row = self.ledger.import_row(image.header.length, image.header.drafted_len)
         held = [self.held(g, row) for g in range(len(self.layout.groups))]
 
@@ -104,9 +104,9 @@ class Parcel:
         )
         self.num_bytes = self._writer.num_bytes
 
-    def write(self, image: Bytes) -> None:
+    def write(self, image: Bytes, told: Told | None = None) -> None:
         """Write the image."""
-        self._writer.write(image, self._read)
+        self._writer.write(image, self._read, told)
 
     def _read(self, run: Run, out: Bytes) -> int:
         pages = self._pages[run.group][run.place]
@@ -173,8 +173,8 @@ class Move:
         send(Parcel(self._here, self._row), self._path)
         return self._swapped(start, self._arrived.pop())
 
-    def _take_in(self, image: Bytes) -> Callable[[], None]:
-        side, row = self._there, self._there.take_in(image)
+    def _take_in(self, image: Bytes, wait: Wait | None = None) -> Callable[[], None]:
+        side, row = self._there, self._there.take_in(image, wait)
         self._arrived.append(row)
         return lambda: side.ledger.abort(row)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from specpool import Group, Ledger, Shape
 from specpool._core import checksum
-from specpool.transfer.image import Image, Run, Writer
+from specpool.transfer.image import Image, Run, Told, Wait, Writer
 from specpool.transfer.layout import Layout
 
 GROUPS = [
@@ -45,9 +45,9 @@ class Side:
     def content(self, row: int) -> list[bytes]:
         return [memory[self.pages(g, row)].tobytes() for g, memory in enumerate(self.memory)]
 
-    def take_in(self, data: np.ndarray):
+    def take_in(self, data: np.ndarray, wait: Wait | None = None):
         """Take an image in, as an engine would; return what undoes it."""
-        image = Image(data, self.layout)
+        image = Image(data, self.layout, wait)
         row = self.ledger.import_row(image.header.length, image.header.drafted_len)
 
         def write(run: Run, of_run: np.ndarray) -> int:
@@ -96,13 +96,13 @@ class Parcel:
     def num_bytes(self) -> int:
         return self.writer.num_bytes
 
-    def write(self, image: np.ndarray) -> None:
+    def write(self, image: np.ndarray, told: Told | None = None) -> None:
         def read(run: Run, out: np.ndarray) -> int:
             pages = self.pages[run.group][run.place]
             out[:] = self.side.memory[run.group][pages].reshape(-1)
             return checksum(out)
 
-        self.writer.write(image, read)
+        self.writer.write(image, read, told)
 
     def image(self) -> np.ndarray:
         image = np.empty(self.num_bytes, np.uint8)

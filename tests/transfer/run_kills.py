@@ -118,9 +118,9 @@ def receive(line: Connection, way: str, folder: str, lines: int | None) -> None:
     known, side = contents(), Side(num_rows=8)
     lock = threading.Lock()  # the audit and the thread that takes in
 
-    def take_in(data: Any) -> Any:
+    def take_in(data: Any, wait: Any = None) -> Any:
         with lock:
-            undo = side.take_in(data)
+            undo = side.take_in(data, wait)
             if len(side.rows) > 2:  # the engine has finished it
                 side.ledger.finish(side.rows.pop(0))
 

@@ -22,6 +22,7 @@ from specpool._core import checksum
 from specpool.assets import corpus
 from specpool.models import TargetModel
 from specpool.testing import assert_no_page_leaked
+from specpool.transfer import image as image_module
 from specpool.transfer.image import Image, Writer
 
 PROMPTS = corpus.prompts(6, 60)
@@ -305,6 +306,117 @@ def test_a_full_engine_takes_the_text_alone():
         assert moved.append(PROMPTS[1], GREEDY).output().token_ids == wanted
         moved.close()
         session.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_an_engine_decodes_on_while_a_row_arrives(monkeypatch, depth, params):
+    """Its texts, and the text of the row, are as if each were alone."""
+    monkeypatch.setattr(image_module, "RUN_BYTES", 4096)
+    with engine_of() as one, engine_of(overlap_depth=depth) as two:
+        (alone,) = two.generate([PROMPTS[3]], params)
+        two.forget_prefixes()
+        session = one.open_session()
+        session.append(PROMPTS[0], params).output()
+        with one.export(session) as export:
+            image = export.image()
+        wanted = session.append(PROMPTS[1], params).output().token_ids
+        session.close()
+        items, num_runs, found = [], [], []
+        two.submit(PROMPTS[3], params, on_item=lambda number, item: items.append(item))
+
+        def wait(num: int) -> None:
+            num_runs.append(num)
+            two.turn()
+
+        two.take_in(found.append)(image, wait)
+        assert num_runs == list(range(1, len(num_runs) + 1)) and len(num_runs) > 8
+        assert len(items) > 3, "nothing was decoded between two runs"
+        run(two)
+        assert outputs(items)[-1].token_ids == alone.token_ids
+        second = found[0].append(PROMPTS[1], params).output()
+        assert second.token_ids == wanted
+        assert second.num_reused >= export.length - 2
+        found[0].close()
+        two.forget_prefixes()
+        assert_no_page_leaked(two.ledger)
+
+
+@pytest.mark.parametrize("ends", ["a damaged run", "a lost sender", "Ctrl-C"])
+def test_a_row_that_breaks_off_leaves_nothing_and_ends_no_other(monkeypatch, ends):
+    monkeypatch.setattr(image_module, "RUN_BYTES", 4096)
+    with engine_of() as one, engine_of() as two:
+        (alone,) = two.generate([PROMPTS[3]], GREEDY)
+        two.forget_prefixes()
+        session = one.open_session()
+        session.append(PROMPTS[0], GREEDY).output()
+        with one.export(session) as export:
+            image = export.image()
+        items = []
+        two.submit(PROMPTS[3], GREEDY, on_item=lambda number, item: items.append(item))
+        two.turn()
+        if ends == "a damaged run":
+            image[-1] ^= 1
+        errors = {"a lost sender": TransferError("it is gone"), "Ctrl-C": KeyboardInterrupt()}
+
+        def wait(num: int) -> None:
+            if num == 5 and ends in errors:
+                raise errors[ends]
+
+        with pytest.raises((TransferError, KeyboardInterrupt)):
+            two.take_in(lambda found: None)(image, wait)
+        assert not two.core.scheduler.conversations.open
+        run(two)
+        assert outputs(items)[-1].token_ids == alone.token_ids
+        two.forget_prefixes()
+        assert_no_page_leaked(two.ledger)
+
+
+@pytest.mark.parametrize("kind", ["session", "request"])
+@pytest.mark.parametrize("loses", ["its pages to a request", "nothing to Ctrl-C elsewhere"])
+def test_a_row_may_lose_its_place_while_it_arrives(monkeypatch, kind, loses):
+    """A request that needs the pages takes them: then the row's text goes on without KV."""
+    monkeypatch.setattr(image_module, "RUN_BYTES", 4096)
+    with engine_of() as one, engine_of(num_pages=75, max_batch=2) as two:
+        told, found = [], []
+        if kind == "session":
+            session = one.open_session()
+            session.append(PROMPTS[0], GREEDY).output()
+            with one.export(session) as export:
+                image = export.image()
+            wanted = session.append(PROMPTS[1], GREEDY).output().token_ids
+            session.close()
+        else:
+            wanted = one.generate([PROMPTS[0]], GREEDY)[0].token_ids
+            number = one.submit(PROMPTS[0], GREEDY, on_item=lambda _, item: told.append(item))
+            while not told:
+                one.turn()
+            with one.export(number) as export:
+                image = export.image()
+
+        def wait(num: int) -> None:
+            if num == 5 and loses.startswith("its pages"):
+                (output,) = two.generate([PROMPTS[3] * 3], GREEDY)
+                assert output.finish_reason == "length"
+            elif num == 5:
+                two.core.scheduler.recover("Ctrl-C")
+
+        told.clear()
+        take_in = two.take_in(found.append, on_item=lambda _, item: told.append(item))
+        take_in(image, wait)
+        output = None
+        if kind == "session":
+            output = found[0].append(PROMPTS[1], GREEDY).output()
+            found[0].close()
+        else:
+            run(two)
+            output = outputs(told)[-1]
+        assert output.token_ids == wanted
+        is_kept = loses.startswith("nothing")
+        assert (output.num_reused >= export.length - 2) == is_kept
+        assert not two.core.scheduler.conversations.open
+        two.forget_prefixes()
+        assert_no_page_leaked(two.ledger)
 
 
 def test_the_lengths_and_the_number_of_a_request_that_has_not_begun():

@@ -158,10 +158,11 @@ def test_a_half_written_image_is_none():
     image = np.zeros(parcel.num_bytes, np.uint8)
     written = []
 
-    def dies(run, out) -> None:
+    def dies(run, out) -> int:
         written.append(run)
         if len(written) == 2:
             raise KeyboardInterrupt
+        return 0
 
     with pytest.raises(KeyboardInterrupt):
         parcel.writer.write(image, dies)

@@ -7,7 +7,9 @@ import contextlib
 import fcntl
 import os
 import random
+import re
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -354,12 +356,78 @@ def test_a_sender_that_hangs_up_before_its_last_word_leaves_no_row(tmp_path):
         with socket.socket(socket.AF_UNIX) as peer:
             peer.connect(path)
             socket.send_fds(peer, [b"\1"], [descriptor])
+            peer.sendall(b"\3\3")
             assert peer.recv(5) == b"\1\0\0\0\0" and len(two.rows) == 1
         while receiver._peers:
             time.sleep(0.001)
     os.close(descriptor)
     assert receiver.failures == ["TransferError: the sender did not settle its row"]
     two.check_empty()
+
+
+@needs_memfd
+@pytest.mark.parametrize(
+    ("said", "hangs_up", "why"),
+    [
+        (b"", True, "the sender is gone after run 0 of 2"),
+        (b"\3", True, "the sender is gone after run 1 of 2"),
+        (b"\3", False, "the sender is silent after run 1 of 2"),
+        (b"\3x", False, "the sender says b'x' after run 1 of 2"),
+        (b"\1", False, "the sender says b'\\\\x01' after run 0 of 2"),
+    ],
+)
+def test_a_sender_that_stops_between_two_runs_leaves_no_row(tmp_path, said, hangs_up, why):
+    one, two = Side(), Side()
+    path = str(tmp_path / "rows")
+    parcel, _ = parcel_of(one)
+    with shared_memory.SharedMemoryReceiver(two.take_in, two.layout, path, timeout=0.3) as receiver:
+        descriptor, memory = shared_memory._new(parcel.num_bytes)
+        parcel.write(memory)
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(path)
+            socket.send_fds(peer, [b"\1"], [descriptor])
+            for byte in said:
+                peer.sendall(bytes([byte]))
+                time.sleep(0.02)
+            if not hangs_up:
+                assert re.search(why.encode(), peer.recv(1000))
+        while receiver._peers:
+            time.sleep(0.001)
+    os.close(descriptor)
+    assert len(receiver.failures) == 1 and re.search(why, receiver.failures[0])
+    two.check_empty()
+
+
+@needs_memfd
+def test_the_receiver_takes_runs_in_while_the_sender_writes(tmp_path):
+    """The sender writes its last run only when the receiver has had the one before."""
+    one, two = Side(), Side()
+    parcel, content = parcel_of(one)
+    read, write = threading.Event(), parcel.write
+
+    def take_in(data: np.ndarray, wait):
+        def waits(num_runs: int) -> None:
+            if num_runs == 2:
+                read.set()
+            wait(num_runs)
+
+        return two.take_in(data, waits)
+
+    def slow(image: np.ndarray, told) -> None:
+        def tells(num_runs: int) -> None:
+            told(num_runs)
+            if num_runs == 1:
+                assert read.wait(5), "the receiver waits for the whole image"
+
+        write(image, tells)
+
+    parcel.write = slow
+    path = tmp_path / "rows"
+    with shared_memory.SharedMemoryReceiver(take_in, two.layout, path, timeout=2.0):
+        shared_memory.send(parcel, path)
+    assert [two.content(row) for row in two.rows] == [content]
+    one.check_empty()
+    finish_all(two)
 
 
 @needs_memfd
@@ -403,7 +471,8 @@ def test_memory_that_changes_while_it_is_read_is_found(tmp_path):
     """The checksum is of what was written to the pages, not of what lay there before."""
     one, two = Side(), Side()
 
-    def changed(data: np.ndarray):
+    def changed(data: np.ndarray, wait):
+        wait(2)
         lying = data.copy()
         lying[-1] ^= 1
         return two.take_in(lying)

@@ -5,13 +5,13 @@
   24  header: JSON, at most 64 KiB
       state: JSON of the session or request | tokens: int32 [n]
       checksums: u64 of state, tokens, and each run | padding to 64
-      pages: group after group, a run is at most 4 MiB of whole pages of one group:
+      pages: group after group, a run is at most 1 MiB of whole pages of one group:
              the pages in the keys of the first layer, in its values, and so on
 ```
 
 All numbers are little-endian. A reader knows from the length and its own layout how many bytes
 there must be, so no count of a sender is trusted. The magic is written last: a half-written image
-is none.
+is none. Only where the writer tells the reader which runs are there (`Told`), it comes first.
 """
 
 from __future__ import annotations
@@ -31,14 +31,21 @@ from specpool.transfer.layout import Layout
 
 Bytes = npt.NDArray[np.uint8]
 
-MAGIC, VERSION = b"SPROWKV\0", 3
+MAGIC, VERSION = b"SPROWKV\0", 4
+#: Called by a writer with a number of runs: all before the pages is written, and so many runs.
+Told = Callable[[int], None]
+#: Called by a reader with a number of runs: returns when they are there, or raises `TransferError`.
+Wait = Callable[[int], None]
 _FIXED = struct.Struct("<8sIIQ")
 FIXED_BYTES = _FIXED.size
 MAX_HEADER = 64 << 10
 #: Bytes of the state: the chat messages of a long conversation are the most of it.
 MAX_STATE = 64 << 20
-RUN_BYTES = 4 << 20
+#: Bytes of a run. A reader begins when the first run is there: shorter runs let it begin earlier,
+#: longer ones copy faster.
+RUN_BYTES = 1 << 20
 _ALIGNMENT = 64
+_SUM = struct.Struct("<Q")
 _INT32_MAX = (1 << 31) - 1
 
 
@@ -106,6 +113,10 @@ class Places:
         sizes = (n * g.page_bytes for n, g in zip(counts, layout.groups, strict=True))
         self.total = self.pages + sum(sizes)
 
+    def sum_of(self, run: int) -> int:
+        """Return the offset of a run's checksum; that of the state and the tokens come first."""
+        return self.checksums + _SUM.size * (2 + run)
+
     def runs(self) -> Iterator[Run]:
         """Yield the runs in order."""
         offset = self.pages
@@ -154,32 +165,43 @@ class Writer:
         """Bytes of the image."""
         return self._places.total
 
-    def write(self, image: Bytes, read: Callable[[Run, Bytes], int]) -> None:
+    def write(
+        self, image: Bytes, read: Callable[[Run, Bytes], int], told: Told | None = None
+    ) -> None:
         """Write the image.
 
         Args:
             image: uint8 [num_bytes], written.
             read: copies the pages of a run into its bytes, and returns their checksum.
+            told: called with 0 before the first run, and after each run with their number, so that
+                a reader may begin before the writer has ended.
         """
         places = self._places
         image[:8] = 0  # no image until all is there
-        parts = (self._state, self._tokens.tobytes())
-        sums = []
-        for offset, part in zip((places.state, places.tokens), parts, strict=True):
+        self._write_head(image)
+        magic = np.frombuffer(MAGIC, np.uint8)
+        if told is not None:
+            image[:8] = magic
+            told(0)
+        for num, run in enumerate(places.runs(), 1):
+            found = read(run, image[run.offset : run.offset + run.num_bytes])
+            _SUM.pack_into(image.data, places.sum_of(num - 1), found)
+            if told is not None:
+                told(num)
+        image[:8] = magic
+
+    def _write_head(self, image: Bytes) -> None:
+        """Write everything but the magic, the pages and their checksums."""
+        places, parts = self._places, (self._state, self._tokens.tobytes())
+        for at, (offset, part) in enumerate(zip((places.state, places.tokens), parts, strict=True)):
             here = image[offset : offset + len(part)]
             here[:] = np.frombuffer(part, np.uint8)
-            sums.append(checksum(here))
-        for run in places.runs():
-            here = image[run.offset : run.offset + run.num_bytes]
-            sums.append(read(run, here))
-        end = places.checksums + 8 * len(sums)
-        image[places.checksums : end] = np.array(sums, "<u8").view(np.uint8)
-        image[end : places.pages] = 0
+            _SUM.pack_into(image.data, places.checksums + _SUM.size * at, checksum(here))
+        image[places.sum_of(places.num_runs) : places.pages] = 0
         header = np.frombuffer(self._header, np.uint8)
         image[FIXED_BYTES : FIXED_BYTES + len(header)] = header
         fixed = _FIXED.pack(MAGIC, VERSION, len(header), checksum(header))
         image[8:FIXED_BYTES] = np.frombuffer(fixed[8:], np.uint8)
-        image[:8] = np.frombuffer(MAGIC, np.uint8)
 
 
 def header_bytes(fixed: bytes) -> int:
@@ -259,13 +281,14 @@ class Image:
         tokens: the whole text.
     """
 
-    def __init__(self, data: Bytes, layout: Layout) -> None:
+    def __init__(self, data: Bytes, layout: Layout, wait: Wait | None = None) -> None:
         """Check all but the pages. Of the pages nothing is copied.
 
         Args:
             data: uint8 [n], the whole image. Somebody else may be able to write it: it is read
                 once.
             layout: the receiver's.
+            wait: called before a run is read, if its writer has not ended yet.
 
         Raises:
             TransferError: it is no whole image of a row that fits `layout`, or it is damaged.
@@ -277,16 +300,14 @@ class Image:
                 f"the image has {len(data)} bytes; for {self.header.length} tokens of this layout "
                 f"it must have {places.total}"
             )
-        self._data, self._runs = data, list(places.runs())
-        sums = data[places.checksums : places.checksums + 8 * (2 + places.num_runs)]
-        state, tokens, *self._sums = sums.copy().view("<u8").tolist()
-        self.state = self._read_state(self._part("state", places.state, places.tokens, state))
-        text = self._part("tokens", places.tokens, places.checksums, tokens)
+        self._data, self._places, self._wait = data, places, wait
+        self.state = self._read_state(self._part("state", places.state, places.tokens, 0))
+        text = self._part("tokens", places.tokens, places.checksums, 1)
         self.tokens: list[int] = np.frombuffer(text, "<i4").tolist()
 
-    def _part(self, name: str, start: int, end: int, expected: int) -> bytes:
+    def _part(self, name: str, start: int, end: int, at: int) -> bytes:
         part = self._data[start:end].copy()
-        if checksum(part) != expected:
+        if checksum(part) != self._sum(self._places.checksums + _SUM.size * at):
             raise TransferError(f"the {name} of the image is damaged: its checksum differs")
         return part.tobytes()
 
@@ -310,8 +331,15 @@ class Image:
         Raises:
             TransferError: a run is damaged. The row that it was written to is none.
         """
-        for at, (run, expected) in enumerate(zip(self._runs, self._sums, strict=True)):
-            if write(run, self._data[run.offset : run.offset + run.num_bytes]) != expected:
+        places = self._places
+        for at, run in enumerate(places.runs()):
+            if self._wait is not None:
+                self._wait(at + 1)
+            found = write(run, self._data[run.offset : run.offset + run.num_bytes])
+            if found != self._sum(places.sum_of(at)):
                 raise TransferError(
-                    f"run {at} of {len(self._runs)} of the image is damaged: its checksum differs"
+                    f"run {at} of {places.num_runs} of the image is damaged: its checksum differs"
                 )
+
+    def _sum(self, offset: int) -> int:
+        return int(_SUM.unpack_from(self._data.data, offset)[0])

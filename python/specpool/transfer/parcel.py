@@ -10,11 +10,21 @@ from typing import Protocol
 import numpy as np
 
 from specpool.errors import TransferError
-from specpool.transfer.image import FIXED_BYTES, Bytes, header_bytes, parse_header
+from specpool.transfer.image import FIXED_BYTES, Bytes, Told, Wait, header_bytes, parse_header
 from specpool.transfer.layout import Layout
 
-#: Takes a whole image in, and returns a function that undoes it. It raises what it refuses.
-TakeIn = Callable[[Bytes], Callable[[], None]]
+
+class TakeIn(Protocol):
+    """What a receiver calls with each image, such as `Engine.take_in` returns."""
+
+    def __call__(self, image: Bytes, wait: Wait | None = None) -> Callable[[], None]:
+        """Take an image in, and return a function that undoes it; raise what is refused.
+
+        Args:
+            image: uint8 [n], which is not kept.
+            wait: must be called before a run of pages is read, if the sender still writes them;
+                see `Image`. None = the image is whole.
+        """
 
 
 class Parcel(Protocol):
@@ -24,8 +34,8 @@ class Parcel(Protocol):
     def num_bytes(self) -> int:
         """Bytes of the image."""
 
-    def write(self, image: Bytes) -> None:
-        """Write the image, uint8 [num_bytes]."""
+    def write(self, image: Bytes, told: Told | None = None) -> None:
+        """Write the image, uint8 [num_bytes]; `told` hears what is there: see `Writer.write`."""
 
     def arrived(self) -> None:
         """Give the row up: the other side has it."""

@@ -2,9 +2,13 @@
 
 ```text
   sender    1 and a descriptor: the image lies in this memory | 2: in the memory of the row before
+  sender    3, as often as the image has runs: the next run of pages is written
   receiver  1 or 0 | bytes of the message u32 | message       a refusal ends the connection
   sender    1: it has given its row up                        -> else the receiver undoes its own
 ```
+
+The head of the image is there before the first message, so the receiver takes the runs in while the
+sender writes the next ones.
 
 A connection has one memfd, which stays mapped on both sides, because the system takes longer to
 give memory than a copy takes. It has no name: when both processes have closed it, or are killed, it
@@ -33,7 +37,7 @@ from specpool.transfer.layout import Layout
 from specpool.transfer.parcel import Parcel, TakeIn
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_NEW, _SAME, _SETTLED = b"\1", b"\2", b"\1"
+_NEW, _SAME, _RUN, _SETTLED = b"\1", b"\2", b"\3", b"\1"
 _REPLY = struct.Struct("<BI")
 _MAX_MESSAGE = 4096
 #: Senders that may be connected to a receiver.
@@ -58,7 +62,7 @@ class SharedMemoryReceiver:
         """Listen at `path`.
 
         Args:
-            take_in: called with each whole image, one at a time. It must not keep the image.
+            take_in: called with each image, one at a time, while its sender writes it.
             layout: the engine's.
             path: of the socket. One that a killed process has left is replaced.
             timeout: seconds in which a peer must settle a row.
@@ -133,12 +137,13 @@ class SharedMemoryReceiver:
             try:
                 memory = _received(kind, descriptors, memory)
                 head = memory[: FIXED_BYTES + MAX_HEADER].tobytes()
-                total = parse_header(head, self._layout)[1].total
-                if total > len(memory):
+                places = parse_header(head, self._layout)[1]
+                if places.total > len(memory):
                     raise TransferError(
-                        f"the memory has {len(memory)} bytes, the header says {total}"
+                        f"the memory has {len(memory)} bytes, the header says {places.total}"
                     )
-                undo = self._take_in(memory[:total])
+                runs = _Runs(peer, places.num_runs)
+                undo = self._take_in(memory[: places.total], runs.wait)
             except Exception as error:
                 message = one_line(error, _MAX_MESSAGE // 4).encode()
                 peer.sendall(_REPLY.pack(0, len(message)) + message)
@@ -155,6 +160,31 @@ class SharedMemoryReceiver:
         except BaseException:
             undo()
             raise
+
+
+class _Runs:
+    """The runs that a sender has written, as it says over the connection."""
+
+    def __init__(self, peer: socket.socket, num_runs: int) -> None:
+        self._peer, self._num_runs, self._num_there = peer, num_runs, 0
+
+    def wait(self, num: int) -> None:
+        """Return when so many runs are there.
+
+        Raises:
+            TransferError: the sender is gone, silent, or says something else.
+        """
+        while self._num_there < num:
+            where = f"after run {self._num_there} of {self._num_runs}"
+            try:
+                said = self._peer.recv(self._num_runs - self._num_there)
+            except TimeoutError:
+                raise TransferError(f"the sender is silent {where}") from None
+            if not said:
+                raise TransferError(f"the sender is gone {where}")
+            if said.strip(_RUN):
+                raise TransferError(f"the sender says {said[:80]!r} {where}")
+            self._num_there += len(said)
 
 
 def _listening(path: Path) -> socket.socket:
@@ -260,17 +290,25 @@ class SharedMemorySender:
 
     def _send(self, parcel: Parcel) -> None:
         peer, size = self._connected(), parcel.num_bytes
-        if self._memory is None or len(self._memory) < size:
-            descriptor, memory = _new(max(size, 0 if self._memory is None else 2 * size))
-            try:
-                parcel.write(memory[:size])
+        descriptor, memory = None, self._memory
+        if memory is None or len(memory) < size:
+            descriptor, memory = _new(max(size, 0 if memory is None else 2 * size))
+
+        def told(num_runs: int) -> None:
+            if num_runs:
+                peer.sendall(_RUN)
+            elif descriptor is None:
+                peer.sendall(_SAME)
+            else:
                 socket.send_fds(peer, [_NEW], [descriptor])
-            finally:
+
+        try:
+            with contextlib.suppress(ConnectionError):  # it refuses early: its answer says why
+                parcel.write(memory[:size], told)
+        finally:
+            if descriptor is not None:
                 os.close(descriptor)
-            self._memory = memory
-        else:
-            parcel.write(self._memory[:size])
-            peer.sendall(_SAME)
+        self._memory = memory
         reply = _read(peer, _REPLY.size)
         is_in, left = _REPLY.unpack(reply) if len(reply) == _REPLY.size else (0, 0)
         if not is_in:

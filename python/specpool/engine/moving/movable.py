@@ -17,7 +17,7 @@ from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache
 from specpool.memory.page_bytes import PageBytes
 from specpool.models import TargetModel
-from specpool.transfer.image import Bytes, Image
+from specpool.transfer.image import Bytes, Image, Wait
 from specpool.transfer.layout import Layout
 from specpool.transfer.parcel import TakeIn
 
@@ -58,8 +58,9 @@ class Movable:
     ) -> Session | int:
         """Take in what `Export.write` of an engine with the same models has written.
 
-        A session goes on with its next turn, a request with the next `turn`. Its text is the text
-        that it would have had there. If there is no room for the KV, it is computed again.
+        Other requests go on between two runs of pages. The session goes on with its next turn, the
+        request with the next `turn`. Its text is the text that it would have had there. If there is
+        no room for the KV, it is computed again.
 
         Args:
             image: uint8 [n], read during the call only.
@@ -73,10 +74,7 @@ class Movable:
             TransferError: the image is damaged, or of other models. Nothing has changed.
             ConfigError: this engine cannot run the request.
         """
-        self.core.prompts.check_open()
-        checked = Image(image, self._moves.layout)
-        with self.core.lock:
-            return self._moves.take_in(checked, on_item, decode)
+        return self._import(image, None, decode, on_item, lambda found: None)
 
     def take_in(
         self,
@@ -93,13 +91,23 @@ class Movable:
             on_item: as in `import_row`.
         """
 
-        def take(image: Bytes) -> Callable[[], None]:
-            with self.core.lock:
-                found = self.import_row(image, decode=decode, on_item=on_item)
-                on_arrival(found)
+        def take(image: Bytes, wait: Wait | None = None) -> Callable[[], None]:
+            found = self._import(image, wait, decode, on_item, on_arrival)
             return functools.partial(self._undo, found)
 
         return take
+
+    def _import(
+        self,
+        image: Bytes,
+        wait: Wait | None,
+        decode: bool,
+        on_item: Callable[[int, Chunk | RequestOutput], None] | None,
+        on_arrival: Callable[[Session | int], None],
+    ) -> Session | int:
+        self.core.prompts.check_open()
+        checked = Image(image, self._moves.layout, wait)
+        return self._moves.take_in(checked, on_item, decode, on_arrival)
 
     def _undo(self, found: Session | int) -> None:
         """End what has come in, because its sender has not heard of it and goes on with it."""

@@ -8,22 +8,23 @@ row back. If a peer is lost, the text is prefilled. Half a row is nothing on eit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from specpool._core import Ledger, Shape
 from specpool.engine.core import EngineCore, OnItem
+from specpool.engine.moving.arrivals import Arrival
 from specpool.engine.session import Session
-from specpool.errors import ConfigError, OutOfMemory, OutOfPages, OutOfRows, TransferError
+from specpool.errors import ConfigError, TransferError
 from specpool.memory.page_bytes import PageBytes
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Said
 from specpool.scheduler.requests.request import Request, TokenLogprob
 from specpool.scheduler.rows.exports import RowExport
 from specpool.text.structured.grammar import Grammar
-from specpool.transfer.image import Bytes, Image, Run, Writer
+from specpool.transfer.image import Bytes, Image, Run, Told, Writer
 from specpool.transfer.layout import Layout
 
 _PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]
@@ -59,8 +60,8 @@ class Export:
         """Tokens whose KV goes along; the receiver prefills the others."""
         return self._row.length
 
-    def write(self, image: Bytes) -> None:
-        """Write the image, uint8 [num_bytes]; its first bytes come last.
+    def write(self, image: Bytes, told: Told | None = None) -> None:
+        """Write the image, uint8 [num_bytes]; `told` hears what is there: see `Writer.write`.
 
         Raises:
             ConfigError: the export is over, or `image` has another size.
@@ -71,7 +72,7 @@ class Export:
             raise ConfigError(
                 f"image must be uint8 [{self.num_bytes}], got {image.dtype} {list(image.shape)}"
             )
-        self._writer.write(image, self._read)
+        self._writer.write(image, self._read, told)
 
     def image(self) -> Bytes:
         """Return the image in memory of its own."""
@@ -166,73 +167,60 @@ class Moves:
         )
         return Export(self._core, self._pages, row, writer, owner)
 
-    def take_in(self, image: Image, on_item: OnItem | None, decode: bool) -> Session | int:
-        """Take a session or request in; see `Engine.import_row`."""
-        kind = image.state.get("kind")
+    def take_in(
+        self,
+        image: Image,
+        on_item: OnItem | None,
+        decode: bool,
+        on_arrival: Callable[[Session | int], None],
+    ) -> Session | int:
+        """Take a session or request in; see `Engine.import_row` and `Engine.take_in`.
+
+        Hold no lock: the engine runs between two runs of pages.
+        """
+        enter = self._enter(image, on_item, decode)
+        core, is_request = self._core, image.state["kind"] == "request"
+        takes_kv = core.scheduler.prefix_cache.is_on or not is_request
+        with core.lock, core.loop.recovering():
+            arrival = Arrival(core, self._ledger, self._pages, image, takes_kv)
+        try:
+            arrival.read()
+            with core.lock:
+                with core.loop.recovering():
+                    found = enter(arrival)
+                on_arrival(found)
+            return found
+        except BaseException:
+            with core.lock, core.loop.recovering():
+                arrival.end()
+            raise
+
+    def _enter(
+        self, image: Image, on_item: OnItem | None, decode: bool
+    ) -> Callable[[Arrival], Session | int]:
+        """Check the state of an image; return what makes a session or request of its row."""
+        core, kind = self._core, image.state.get("kind")
         if kind == "session":
-            return self._take_session(image)
-        if kind == "request":
-            return self._take_request(image, on_item, decode)
-        raise TransferError(f"the state is of kind {kind!r:.80}: a session or a request moves")
+            max_tokens = min(_number(image.state, "max_tokens", 2), self.layout.max_context_len)
+            said = _said_of(image)
+            core.prompts.check_tokens("the session", image.tokens)
 
-    def _take_session(self, image: Image) -> Session:
-        core, longest = self._core, self.layout.max_context_len
-        max_tokens = min(_number(image.state, "max_tokens", 2), longest)
-        said = _said_of(image)
-        core.prompts.check_tokens("the session", image.tokens)
-        with core.loop.recovering():
-            conversation = core.scheduler.conversations.new(image.tokens)
-            try:
+            def enter_session(arrival: Arrival) -> Session:
+                conversation = arrival.keep()
                 conversation.said = said
-                row = self._take_row(image, f"session {conversation.number}")
-                if row:
-                    core.scheduler.conversations.keep(conversation, row, image.header.length)
                 return Session(core, conversation, max_tokens)
-            except BaseException:
-                core.scheduler.conversations.close(conversation)
-                raise
 
-    def _take_request(self, image: Image, on_item: OnItem | None, decode: bool) -> int:
-        core = self._core
+            return enter_session
+        if kind != "request":
+            raise TransferError(f"the state is of kind {kind!r:.80}: a session or a request moves")
         request = self._request_of(image)
-        with core.loop.recovering():
+
+        def enter_request(arrival: Arrival) -> int:
             # The KV waits in the prefix cache, where running requests may displace it.
-            row = self._take_row(image, "a request") if core.scheduler.prefix_cache.is_on else 0
-            if row:
-                try:
-                    tokens = np.array(image.tokens[: image.header.length], np.int32)
-                    self._ledger.index(row, tokens, request.salt)
-                finally:
-                    core.scheduler.rows.finish(row)
+            arrival.index(request.salt)
             return core.submit(request, on_item, decode)
 
-    def _take_row(self, image: Image, tag: str) -> int:
-        """Take a row with the image's KV; return 0 if there is none, or no room."""
-        header = image.header
-        if not header.length:
-            return 0
-        while True:
-            try:
-                row = self._ledger.import_row(header.length, header.drafted_len, tag)
-                break
-            except OutOfPages as shortage:
-                if not self._core.scheduler.conversations.reclaim(shortage):
-                    return 0
-            except (OutOfRows, OutOfMemory):
-                return 0
-        try:
-            tables = [self._ledger.page_table(g)[row] for g in range(len(self.layout.groups))]
-            held = [table[table > 0].astype(np.int32) for table in tables]
-
-            def write(run: Run, data: Bytes) -> int:
-                pages = held[run.group][run.place]
-                return self._pages.write(run.group, pages, data)
-
-            image.read(write)
-            return row
-        except BaseException:
-            self._core.scheduler.rows.abort(row)
-            raise
+        return enter_request
 
     def _request_of(self, image: Image) -> Request:
         state = image.state

@@ -120,12 +120,16 @@ class Conversations:
 
         If there are too many idle rows or pages, those idle the longest are dropped.
         """
+        self.hold(conversation, row, num_tokens)
+        while len(self._idle) > self._config.max_idle or self._is_over():
+            self._drop_oldest()
+
+    def hold(self, conversation: Conversation, row: int, num_tokens: int) -> None:
+        """Make a row idle, as `keep` does, without a look at the limits."""
         self._rows.end_turn(row, num_tokens)
         conversation.row, conversation.epoch = row, int(self._ledger.epoch[row])
         self._idle.pop(row, None)  # it becomes the newest, also after a rewind
         self._idle[row] = conversation
-        while len(self._idle) > self._config.max_idle or self._is_over():
-            self._drop_oldest()
 
     def fall_back(self, request: Request) -> bool:
         """Give the request's row back to its conversation, as the last turn has left it.
@@ -210,6 +214,11 @@ class Conversations:
             if copy is not None:
                 self.close(copy)
             raise
+
+    def drop_kv(self, conversation: Conversation) -> None:
+        """Drop the KV of an idle conversation, here and on the host; it keeps its tokens."""
+        self._give_back(conversation)
+        self._handles.drop(conversation)
 
     def reclaim(self, shortage: OutOfPages) -> bool:
         """Drop the row that is idle the longest; return False if that would free no page."""
