@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from specpool import kernels
+from specpool._core import Shape
 from specpool.attention.lanes import Lanes, chain_views
 from specpool.draft.base import DraftTree, Links, chain_links
 from specpool.draft.branches import Branches, new_candidates
 from specpool.draft.side_by_side import Ask, Drafting, DraftPart, Level
+from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache
 
 
@@ -31,7 +36,10 @@ class Chains:
             for step, view in enumerate(chain_views(self._cache, self._group, ahead)):
                 level = yield Ask(drafts[-1], positions[:, step], view, level.hidden)
                 drafts.append(level.ids[:, 0])
-        nodes = torch.stack([part.root_tokens, *drafts], 1)
+        return self.of(torch.stack([part.root_tokens, *drafts], 1))
+
+    def of(self, nodes: Tensor) -> DraftTree:
+        """Return the chains of tokens, int64 [B, N], the roots first."""
         links = self._links.get(nodes.shape)
         if links is None:
             size = *nodes.shape, nodes.device
@@ -50,14 +58,10 @@ def draft_trees(part: DraftPart, level: Level, branches: Branches, first: int) -
     """
     lanes, shape = part.lanes, part.shape
     num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.seq_lens)
-    device = part.root_tokens.device
-    candidates = new_candidates(batch, shape, device)
-    each = torch.arange(batch, device=device).unsqueeze(1)  # [B, 1]
-    scores = None
+    selection = Selection(part)
+    each = torch.arange(batch, device=part.root_tokens.device).unsqueeze(1)  # [B, 1]
     for step in range(num_steps):
-        assert level.p is not None
-        likeliest = level.p[:, :topk].contiguous(), level.ids[:, :topk].contiguous()
-        ids, parents, scores = kernels.select_topk(step, *likeliest, scores, *candidates)
+        ids, parents = selection.add(level)
         if step == num_steps - 1:
             break
         # The lane of the last step that each branch continues. Step 0 has one lane per row.
@@ -69,7 +73,68 @@ def draft_trees(part: DraftPart, level: Level, branches: Branches, first: int) -
             parents = torch.zeros_like(parents)
         positions = (lanes.starts + (step + first)).unsqueeze(1).expand(-1, topk).reshape(-1)
         level = yield Ask(ids, positions, branches.view(step + first, parents), hidden)
-    tokens, depths, mask, first_child, next_sibling, _ = kernels.build_tree(
-        *candidates, part.root_tokens, topk=topk, num_draft_tokens=shape.num_draft_tokens
-    )
-    return DraftTree(tokens, depths, mask, first_child, next_sibling)
+    return selection.trees()
+
+
+class Selection:
+    """The best paths of a part's trees, found level by level.
+
+    A level keeps the K paths of the largest products of probabilities, and the trees get the N - 1
+    best of all that were found. A path never comes without its start; among equals the earlier wins.
+    """
+
+    def __init__(self, part: DraftPart) -> None:
+        """Select the trees of `part`."""
+        self._part, self._step = part, 0
+        self._scores: Tensor | None = None
+        lanes, roots = part.lanes, part.root_tokens
+        self._candidates = new_candidates(len(lanes.seq_lens), part.shape, roots.device)
+
+    def add(self, level: Level) -> tuple[Tensor, Tensor]:
+        """Add the tokens that follow the kept paths; the first time, those that follow the roots.
+
+        Args:
+            level: B lanes, then B * K.
+
+        Returns:
+            The last tokens of the paths that are kept now, int64 [B * K], and the path that each
+            continues, int64 [B, K].
+        """
+        assert level.p is not None
+        topk = self._part.shape.topk
+        likeliest = level.p[:, :topk].contiguous(), level.ids[:, :topk].contiguous()
+        ids, parents, self._scores = kernels.select_topk(
+            self._step, *likeliest, self._scores, *self._candidates
+        )
+        self._step += 1
+        return ids, parents
+
+    def trees(self) -> DraftTree:
+        """Return the trees of the best paths."""
+        shape = self._part.shape
+        tokens, depths, mask, first_child, next_sibling, _ = kernels.build_tree(
+            *self._candidates,
+            self._part.root_tokens,
+            topk=shape.topk,
+            num_draft_tokens=shape.num_draft_tokens,
+        )
+        return DraftTree(tokens, depths, mask, first_child, next_sibling)
+
+
+def check_shapes(shapes: Sequence[Shape], num_tokens: int, who: str) -> None:
+    """Check that trees of these shapes can be selected level by level.
+
+    Args:
+        shapes: the shapes that may run.
+        num_tokens: tokens that the drafter can propose.
+        who: what knows these tokens, for the message.
+
+    Raises:
+        ConfigError: a shape cannot, or its topk is above `num_tokens`.
+    """
+    for shape in shapes:
+        if shape.num_draft_tokens > 1:
+            Shape.eagle(shape.num_steps, shape.topk, shape.num_draft_tokens)
+    topk = max(shape.topk for shape in shapes)
+    if topk > num_tokens:
+        raise ConfigError(f"topk {topk} is above the {num_tokens} tokens that {who}")
