@@ -1,4 +1,4 @@
-"""The embedded toys: a byte-level Llama, two EAGLE heads and a block drafter for it, a smaller Llama."""
+"""The embedded toys: a byte-level Llama, and four drafters for it."""
 
 from __future__ import annotations
 

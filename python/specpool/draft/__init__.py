@@ -1,8 +1,8 @@
 """Drafters: they propose the tokens that the target model verifies.
 
 `EagleDrafter` runs an EAGLE head, `BlockDrafter` a block drafter (DFlash), `MTPDrafter` the MTP
-layer of the target's checkpoint, `LMDrafter` a small language model. `NgramDrafter` searches the text for earlier copies of its last
-tokens. `SuffixDrafter` counts what followed them, in one text
+layer of the target's checkpoint, `LMDrafter` a small language model. `NgramDrafter` searches the
+text for earlier copies of its last tokens. `SuffixDrafter` counts what followed them, in one text
 or in all. `ScriptedDrafter` knows the text and errs at a given
 rate, for tests and benchmarks. A drafter of your own needs the attributes and methods of `Drafter`.
 If it also has those of `Choosy`, it can skip rounds that are not worth drafting; with those of

@@ -122,8 +122,8 @@ class BlockDrafter(ByParts):
         selection = Selection(part)
         selection.add(Level(p[:, 0], ids[:, 0]))
         for step in range(1, num_steps):  # the same tokens follow each of the K paths
-            mine = (each[:, step].repeat_interleave(topk, 0) for each in (p, ids))
-            selection.add(Level(*mine))
+            mine = (each[:, step, None].expand(-1, topk, -1) for each in (p, ids))
+            selection.add(Level(*(each.flatten(0, 1) for each in mine)))
         return selection.trees()
 
     def _forward(self, blocks: Sequence[Lanes], tokens: Tensor) -> Tensor:

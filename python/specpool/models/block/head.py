@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 
-import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
@@ -105,7 +104,7 @@ class BlockHead:
         return self._stack.keys_values(x, positions)
 
     def block(self, root_tokens: Tensor, num_steps: int) -> Tensor:
-        """Return blocks of a root and `num_steps` masks, int64 [B * (S + 1)], of roots int64 [B]."""
+        """Return a block of each root, int64 [B], and S masks: int64 [B * (S + 1)]."""
         mask = self.config.mask_token_id
         return F.pad(root_tokens.unsqueeze(1), (0, num_steps), value=mask).view(-1)
 
