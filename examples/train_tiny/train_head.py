@@ -1,4 +1,4 @@
-"""Train an EAGLE-1 or EAGLE-3 head, or an MTP layer, and save it in the published layout.
+"""Train an EAGLE-1 or EAGLE-3 head, a block drafter or an MTP layer; save the published layout.
 
     python train_head.py TARGET OUT --kind eagle3 --minutes 2
 
@@ -6,7 +6,8 @@ An MTP layer is part of its target's checkpoint, so OUT becomes a copy of TARGET
 
 A head drafts several tokens in a row, each time from its own last output, so it is trained that
 way (the "training-time test" of EAGLE-3, arXiv 2503.01840; HASS, arXiv 2408.15766): UNROLL steps,
-in which step j reads what step j - 1 put out.
+in which step j reads what step j - 1 put out. A block drafter drafts in one forward; see
+`block_head.py`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 import typer
+from block_head import BlockHead, block_config, block_loss
 from corpus import BOS, EOS, batches, train_tokens, validation_tokens
 from safetensors.torch import load_file, save_file
 from torch import nn
 from train_target import BATCH_SIZE, training
 from transformers import LlamaForCausalLM
 
-from specpool.draft import MTPDrafter
+from specpool.draft import BlockDrafter, MTPDrafter
 from specpool.models import TargetModel
 from specpool.models.eagle.head import EagleHead
 
@@ -44,6 +46,7 @@ class Kind(str, Enum):
     eagle = "eagle"
     eagle3 = "eagle3"
     mtp = "mtp"
+    block = "block"
 
 
 class RMSNorm(nn.Module):
@@ -301,7 +304,7 @@ def head_config(
     return config
 
 
-def save(head: Head, config: dict[str, Any], out: Path) -> None:
+def save(head: Head | BlockHead, config: dict[str, Any], out: Path) -> None:
     """Write `out` in fp16; the target's tables are not part of a head."""
     out.mkdir(parents=True, exist_ok=True)
     state = head.state_dict()
@@ -325,7 +328,8 @@ def main(
     target: Annotated[Path, typer.Argument(help="Folder of the target model.")],
     out: Annotated[Path, typer.Argument(help="Folder to write to.")],
     kind: Annotated[
-        Kind, typer.Option(help="eagle = EAGLE-1 and 2; mtp = an MTP layer.")
+        Kind,
+        typer.Option(help="eagle = EAGLE-1 and 2; mtp = an MTP layer; block = a block drafter."),
     ] = Kind.eagle3,
     minutes: Annotated[float, typer.Option(min=0.01, help="Training time.")] = 2.0,
 ) -> None:
@@ -334,9 +338,17 @@ def main(
     model = LlamaForCausalLM.from_pretrained(target).float()
     model.eval().requires_grad_(False)
     depth = model.config.num_hidden_layers
-    feature_layers = (depth // 4, depth // 2, depth - 1) if kind is Kind.eagle3 else ()
-    config = head_config(model, kind, feature_layers)
-    head = Head(config, kind, model)
+    head: Head | BlockHead
+    if kind is Kind.block:
+        config, step_loss = block_config(model), block_loss
+        # The outputs of layers are the inputs of the next ones.
+        feature_layers = tuple(i + 1 for i in config["dflash_config"]["target_layer_ids"])
+        head = BlockHead(config, model)
+    else:
+        step_loss = unroll
+        feature_layers = (depth // 4, depth // 2, depth - 1) if kind is Kind.eagle3 else ()
+        config = head_config(model, kind, feature_layers)
+        head = Head(config, kind, model)
     print(f"{sum(p.numel() for p in head.parameters()) / 1e6:.2f} M parameters")
 
     optimizer = torch.optim.AdamW(head.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
@@ -344,7 +356,7 @@ def main(
     for step, rate in training(minutes, warmup=40):
         optimizer.param_groups[0]["lr"] = LR * rate
         tokens = next(data)
-        loss, agreement = unroll(head, tokens, *run_target(model, tokens, feature_layers))
+        loss, agreement = step_loss(head, tokens, *run_target(model, tokens, feature_layers))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -354,10 +366,11 @@ def main(
                 f"step {step}: loss {loss.item():.3f}, agreement {_percents(agreement)}", flush=True
             )
 
+    head.eval()
     held_out = itertools.islice(batches(validation_tokens(), BATCH_SIZE, LENGTH, seed=9), 10)
     with torch.no_grad():
         agreements = [
-            unroll(head, tokens, *run_target(model, tokens, feature_layers))[1]
+            step_loss(head, tokens, *run_target(model, tokens, feature_layers))[1]
             for tokens in held_out
         ]
     print(f"held-out agreement per step: {_percents(torch.stack(agreements).mean(0))}")
@@ -366,10 +379,19 @@ def main(
 
 
 def write(
-    head: Head, config: dict[str, Any], model: LlamaForCausalLM, target: Path, out: Path
+    head: Head | BlockHead,
+    config: dict[str, Any],
+    model: LlamaForCausalLM,
+    target: Path,
+    out: Path,
 ) -> None:
     """Write the head, and load it as an engine does."""
     depth = model.config.num_hidden_layers
+    if isinstance(head, BlockHead):
+        save(head, config, out)
+        with TargetModel.from_pretrained(target, dtype="float32") as loaded:
+            BlockDrafter.from_pretrained(out, loaded)
+        return
     if head.kind is Kind.mtp:
         save_mtp(head, target, depth, out)
         with TargetModel.from_pretrained(out, dtype="float32") as loaded:

@@ -17,7 +17,9 @@ PARAMS = SamplingParams(max_new_tokens=32, ignore_eos=True)
 SHAPES = [Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 12)]
 
 
-@pytest.mark.parametrize("draft", ["specpool/tiny-draft", "specpool/tiny-eagle"])
+@pytest.mark.parametrize(
+    "draft", ["specpool/tiny-draft", "specpool/tiny-eagle", "specpool/tiny-block"]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_text_stays_and_the_draft_group_needs_fewer_pages(draft, shape, depth):

@@ -211,7 +211,7 @@ def test_names_of_drafters_are_checked(target):
 
 def test_a_head_is_told_from_a_language_model(tmp_path):
     assert is_language_model(resolve(DRAFT)) and is_language_model(resolve("specpool/tiny"))
-    for name in ("specpool/tiny-eagle", "specpool/tiny-eagle3"):
+    for name in ("specpool/tiny-block", "specpool/tiny-eagle", "specpool/tiny-eagle3"):
         assert not is_language_model(resolve(name))
     (tmp_path / "config.json").write_text("{")
     assert not is_language_model(tmp_path)

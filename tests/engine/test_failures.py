@@ -25,7 +25,7 @@ from interrupter import FOLDER, Interrupter
 from scheduler_loop import parts_with_ledger
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
 from specpool.assets import corpus, resolve
-from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
+from specpool.draft import BlockDrafter, DraftTree, EagleDrafter, ScriptedDrafter
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.models import EagleHead, TargetModel
 
@@ -220,8 +220,10 @@ def test_a_drafter_that_raises_returns_every_page(target, texts, monkeypatch, me
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(("shape", "layout"), [((3, 1, 4), "dense"), ((4, 4, 16), "holey")])
-def test_a_broken_head_costs_speed_and_no_text(target, texts, value, shape, layout):
-    drafter = eagle(target)
+@pytest.mark.parametrize("draft", [EagleDrafter, BlockDrafter])
+def test_a_broken_head_costs_speed_and_no_text(target, texts, value, shape, layout, draft):
+    name = "specpool/tiny-block" if draft is BlockDrafter else "specpool/tiny-eagle3"
+    drafter = draft.from_pretrained(resolve(name), target)
     drafter.head._fc = torch.full_like(drafter.head._fc, value)
     config = dataclasses.replace(CONFIG, shape=Shape.eagle(*shape), layout=layout)
     assert tokens_of(Engine(target, drafter, config=config).generate(*JOB)) == texts

@@ -15,8 +15,9 @@ from families import FAMILIES, make_config, make_model
 from lossless import Comparison, Reference
 from specpool import Engine, SamplingParams, Shape
 from specpool.assets import corpus, resolve
-from specpool.draft import EagleDrafter, ScriptedDrafter
+from specpool.draft import BlockDrafter, EagleDrafter, ScriptedDrafter
 from specpool.models import EagleHead, TargetModel
+from specpool.models.block.head import BlockHead
 
 NUM_TOKENS = 208
 # On, before and after the edge of a page, for each page size of the grid.
@@ -25,7 +26,8 @@ PAGE_SIZES = (1, 2, 3, 16, 64)
 TOPKS = (1, 2, 4, 8)
 PLACEMENTS = ("split", "shared")
 LAYOUTS = ("dense", "holey")
-HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
+BLOCK = "specpool/tiny-block"
+HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3", BLOCK)
 SHAPES = {1: (3, 1, 4), 2: (3, 2, 6), 4: (4, 4, 16), 8: (3, 8, 24)}
 
 
@@ -44,8 +46,9 @@ def target() -> Iterator[TargetModel]:
 
 
 @pytest.fixture(scope="module")
-def heads(target: TargetModel) -> dict[str, EagleHead]:
-    return {n: EagleDrafter.from_pretrained(resolve(n), target).head for n in HEADS}
+def heads(target: TargetModel) -> dict[str, EagleHead | BlockHead]:
+    kinds = {n: BlockDrafter if n == BLOCK else EagleDrafter for n in HEADS}
+    return {n: kind.from_pretrained(resolve(n), target).head for n, kind in kinds.items()}
 
 
 def prompts(batch: int, page_size: int) -> list[list[int]]:
@@ -58,7 +61,7 @@ def prompts(batch: int, page_size: int) -> list[list[int]]:
 
 def run_case(
     target: TargetModel,
-    head: EagleHead,
+    head: EagleHead | BlockHead,
     reference: Reference,
     *,
     page_size: int,
@@ -80,7 +83,11 @@ def run_case(
         max_batch=batch,
         **{"max_context_len": 320, **options},
     )
-    drafter = EagleDrafter(head, ancestry=config.ancestry)
+    drafter = (
+        BlockDrafter(head)
+        if isinstance(head, BlockHead)
+        else EagleDrafter(head, ancestry=config.ancestry)
+    )
     engine = Engine(target, drafter, config=config)
     texts = prompts(batch, page_size)
     outputs = engine.generate(texts, SamplingParams(max_new_tokens=num_tokens, ignore_eos=True))
@@ -96,7 +103,7 @@ def run_case(
 def _part() -> Iterator[tuple[int, int, str, str, int, str]]:
     """Every page size with every topk, placements, layouts, batches and heads taking turns."""
     for index, (page_size, topk) in enumerate(itertools.product(PAGE_SIZES, TOPKS)):
-        head = HEADS[(index + index // 4) % 2]
+        head = HEADS[(index + index // 4) % len(HEADS)]
         placement, layout = PLACEMENTS[(index // 2) % 2], LAYOUTS[(index + index // 3) % 2]
         yield page_size, topk, placement, layout, 1 + index * 5 % 8, head
 
@@ -195,7 +202,7 @@ def _family_cases() -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("draft", "shape"), [(None, None), *zip(HEADS, ((3, 1, 4), (4, 4, 16)), strict=True)]
+    ("draft", "shape"), [(None, None), *zip(HEADS, ((3, 1, 4), (4, 4, 16), (7, 1, 8)), strict=True)]
 )
 def test_bfloat16_stays_within_one_rounding_of_the_logits(draft, shape):
     """In 16 bits a near-tie may go either way, nothing else.

@@ -15,17 +15,24 @@ from transformers import AutoModelForCausalLM
 import mtp_checkpoints
 from specpool import Engine, EngineConfig, RequestOutput, SamplingParams, Shape
 from specpool.assets import corpus, resolve
-from specpool.draft import Drafter, EagleDrafter, LMDrafter, MTPDrafter, named_drafter
+from specpool.draft import (
+    BlockDrafter,
+    Drafter,
+    EagleDrafter,
+    LMDrafter,
+    MTPDrafter,
+    named_drafter,
+)
 from specpool.models import EagleHead, TargetModel
 from specpool.models.mtp.layer import MtpLayer
 
 CONTEXT = 128
 SHAPES = [(3, 1, 4), (4, 4, 12), (2, 2, 4), (6, 1, 7)]
-NAMES = ("eagle", "eagle3", "lm", "mtp", "ngram", "suffix", "suffix:shared")
+NAMES = ("block", "eagle", "eagle3", "lm", "mtp", "ngram", "suffix", "suffix:shared")
 
 
 class Models:
-    """The shipped target, both heads, the draft model, and a random MTP layer of the target."""
+    """The shipped target, its heads, the draft model, and a random MTP layer of the target."""
 
     def __init__(self, folder: Path) -> None:
         shutil.copytree(resolve("specpool/tiny"), folder, dirs_exist_ok=True)
@@ -35,6 +42,7 @@ class Models:
         self._mtp = MtpLayer.from_pretrained(folder, self.target)
         self._draft = AutoModelForCausalLM.from_pretrained(resolve("specpool/tiny-draft")).float()
         self._lm = TargetModel(self._draft)
+        self._block = BlockDrafter.from_pretrained(resolve("specpool/tiny-block"), self.target).head
         self._heads = {name: self._head(f"specpool/tiny-{name}") for name in ("eagle", "eagle3")}
 
     def _head(self, name: str) -> EagleHead:
@@ -44,6 +52,8 @@ class Models:
         """A new drafter of the same models."""
         if name in self._heads:
             return EagleDrafter(self._heads[name], ancestry=ancestry)
+        if name == "block":
+            return BlockDrafter(self._block)
         if name == "lm":
             return LMDrafter(self._lm, vocab_size=self.target.vocab_size)
         if name == "mtp":

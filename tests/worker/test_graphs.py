@@ -102,6 +102,8 @@ CASES = {
         {"head": "tiny-eagle3", "page_size": 16, "layout": "holey", "ancestry": "branch"},
     ),
     "fewer nodes than steps": (Shape.eagle(5, 2, 4), {"page_size": 4, "layout": "holey"}),
+    "block": (SEVEN, {"head": "tiny-block", "page_size": 3}),
+    "block tree": (TREE, {"head": "tiny-block", "page_size": 4, "layout": "holey"}),
     "none": (NONE, {"page_size": 4}),
 }
 
@@ -122,7 +124,7 @@ def random_case(seed: int) -> tuple[dict[str, Any], list, list, tuple[int, ...]]
     num_nodes = num_steps + 1 if topk == 1 else rng.randint(2, min(most, 14))
     options = {
         "shape": Shape.eagle(num_steps, topk, num_nodes),
-        "head": rng.choice(["tiny-eagle", "tiny-eagle3"]),
+        "head": rng.choice(["tiny-block", "tiny-eagle", "tiny-eagle3"]),
         "page_size": rng.choice([1, 4, 16]),
         "layout": rng.choice(["dense", "holey"]),
         "placement": rng.choice(["split", "shared"]),

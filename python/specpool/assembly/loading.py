@@ -13,10 +13,17 @@ import torch
 from specpool.assembly.ranked import agree_before, for_ranks
 from specpool.assets import resolve
 from specpool.config import EngineConfig
-from specpool.draft import Drafter, EagleDrafter, LMDrafter, MTPDrafter, named_drafter
+from specpool.draft import (
+    BlockDrafter,
+    Drafter,
+    EagleDrafter,
+    LMDrafter,
+    MTPDrafter,
+    named_drafter,
+)
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
-from specpool.models.files.draft_kind import is_language_model
+from specpool.models.files.draft_kind import is_block_head, is_language_model
 from specpool.models.files.names import MTP, find_model
 from specpool.models.placement import check_dtype
 from specpool.models.target_folder import find_target, load_config
@@ -81,6 +88,11 @@ def load(
     drafts = _named(draft)
     if ranks is not None and MTP in drafts.values():
         raise ConfigError(f"draft 'mtp': an MTP layer does not run on {ranks.world} ranks")
+    for one in drafts.values() if ranks is not None else ():
+        if isinstance(one, str | PathLike) and is_block_head(_source(one)):
+            raise ConfigError(
+                f"draft {one!s:.80}: a block drafter does not run on {ranks.world} ranks"
+            )
     check_dtype(dtype)
     folder = None
     if isinstance(target, str | PathLike):
@@ -161,7 +173,7 @@ def _drafter(
     *,
     trust_remote_code: bool,
 ) -> Drafter:
-    """Load one draft for the target: its MTP layer, or by files, an EAGLE head or a model."""
+    """Load one draft for the target: its MTP layer, or by files, a head or a model."""
     if hasattr(draft, "propose"):
         return cast("Drafter", draft)
     if draft == MTP:
@@ -172,7 +184,9 @@ def _drafter(
             )
         return MTPDrafter.from_pretrained(loaded.folder, loaded.target, ancestry=config.ancestry)
     if isinstance(draft, str | PathLike):
-        source = resolve(draft) if isinstance(draft, str) else draft
+        source = _source(draft)
+        if is_block_head(source):
+            return BlockDrafter.from_pretrained(source, loaded.target)
         if not is_language_model(source):
             return EagleDrafter.from_pretrained(
                 source, loaded.target, ancestry=config.ancestry, feature_layers=feature_layers
@@ -185,6 +199,11 @@ def _drafter(
         max_context_len=config.max_context_len,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _source(draft: str | PathLike[str]) -> str | PathLike[str]:
+    """Return the folder or hub name of a draft."""
+    return resolve(draft) if isinstance(draft, str) else draft
 
 
 def _known(draft: Draft) -> Path | str:

@@ -1,4 +1,4 @@
-"""The embedded toys: a byte-level Llama, its two EAGLE heads and a smaller Llama that drafts."""
+"""The embedded toys: a byte-level Llama, and four drafters for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ EMBEDDED = {
     "specpool/tiny": "tiny/target",
     "specpool/tiny-eagle": "tiny/eagle1",
     "specpool/tiny-eagle3": "tiny/eagle3",
+    "specpool/tiny-block": "tiny/block",
     "specpool/tiny-draft": "tiny/draft",
 }
 

@@ -263,10 +263,12 @@ def _run_lookup(
 
 def _second(engine: Engine, draft: str) -> Drafter:
     """Return a second drafter of the same model, because a drafter serves one engine only."""
-    from specpool.draft import EagleDrafter, LMDrafter, MTPDrafter, named_drafter
+    from specpool.draft import BlockDrafter, EagleDrafter, LMDrafter, MTPDrafter, named_drafter
 
     if isinstance(engine.drafter, EagleDrafter):
         return EagleDrafter(engine.drafter.head)
+    if isinstance(engine.drafter, BlockDrafter):
+        return BlockDrafter(engine.drafter.head)
     if isinstance(engine.drafter, MTPDrafter):
         return MTPDrafter(engine.drafter.head)
     if isinstance(engine.drafter, LMDrafter):

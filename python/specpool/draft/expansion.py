@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from specpool import kernels
+from specpool._core import Shape
 from specpool.attention.lanes import Lanes, chain_views
 from specpool.draft.base import DraftTree, Links, chain_links
 from specpool.draft.branches import Branches, new_candidates
 from specpool.draft.side_by_side import Ask, Drafting, DraftPart, Level
+from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache
 
 
@@ -32,15 +37,18 @@ class Chains:
                 level = yield Ask(drafts[-1], positions[:, step], view, level.hidden)
                 drafts.append(level.ids[:, 0])
                 levels.append(level)
-        nodes = torch.stack([part.root_tokens, *drafts], 1)
-        links = self._links.get(nodes.shape)
-        if links is None:
-            size = *nodes.shape, nodes.device
-            links = self._links[nodes.shape] = chain_links(*size)
         p = None
         if part.wants_p:
             of_drafts = [each.p[:, 0] for each in levels if each.p is not None]
             p = torch.stack([torch.ones_like(of_drafts[0]), *of_drafts], 1).cumprod(1)
+        return self.of(torch.stack([part.root_tokens, *drafts], 1), p)
+
+    def of(self, nodes: Tensor, p: Tensor | None = None) -> DraftTree:
+        """Return the chains of tokens, int64 [B, N], the roots first; `p` as in `DraftTree`."""
+        links = self._links.get(nodes.shape)
+        if links is None:
+            size = *nodes.shape, nodes.device
+            links = self._links[nodes.shape] = chain_links(*size)
         return DraftTree(nodes, *links, p=p)
 
 
@@ -55,14 +63,10 @@ def draft_trees(part: DraftPart, level: Level, branches: Branches, first: int) -
     """
     lanes, shape = part.lanes, part.shape
     num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.seq_lens)
-    device = part.root_tokens.device
-    candidates = new_candidates(batch, shape, device)
-    each = torch.arange(batch, device=device).unsqueeze(1)  # [B, 1]
-    scores = None
+    selection = Selection(part)
+    each = torch.arange(batch, device=part.root_tokens.device).unsqueeze(1)  # [B, 1]
     for step in range(num_steps):
-        assert level.p is not None
-        likeliest = level.p[:, :topk].contiguous(), level.ids[:, :topk].contiguous()
-        ids, parents, scores = kernels.select_topk(step, *likeliest, scores, *candidates)
+        ids, parents = selection.add(level)
         if step == num_steps - 1:
             break
         # The lane of the last step that each branch continues. Step 0 has one lane per row.
@@ -74,14 +78,75 @@ def draft_trees(part: DraftPart, level: Level, branches: Branches, first: int) -
             parents = torch.zeros_like(parents)
         positions = (lanes.starts + (step + first)).unsqueeze(1).expand(-1, topk).reshape(-1)
         level = yield Ask(ids, positions, branches.view(step + first, parents), hidden)
-    num_nodes = shape.num_draft_tokens
-    tokens, depths, mask, first_child, next_sibling, _ = kernels.build_tree(
-        *candidates, part.root_tokens, topk=topk, num_draft_tokens=num_nodes
-    )
-    p = None
-    if part.wants_p:  # of the candidates that became nodes, in their order
-        of_all = candidates[0]
-        best = of_all.argsort(dim=1, descending=True, stable=True)[:, : num_nodes - 1]
-        p = torch.ones(batch, num_nodes, device=device)
-        p[:, 1:] = of_all.gather(1, best.sort(1).values)
-    return DraftTree(tokens, depths, mask, first_child, next_sibling, p)
+    return selection.trees()
+
+
+class Selection:
+    """The best paths of a part's trees, found level by level.
+
+    A level keeps the K paths of the largest products of probabilities, and the trees get the N - 1
+    best of all that were found. A path never comes without its start. Among equals the earlier wins.
+    """
+
+    def __init__(self, part: DraftPart) -> None:
+        """Select the trees of `part`."""
+        self._part, self._step = part, 0
+        self._scores: Tensor | None = None
+        lanes, roots = part.lanes, part.root_tokens
+        self._candidates = new_candidates(len(lanes.seq_lens), part.shape, roots.device)
+
+    def add(self, level: Level) -> tuple[Tensor, Tensor]:
+        """Add the tokens that follow the kept paths; the first time, those that follow the roots.
+
+        Args:
+            level: B lanes, then B * K.
+
+        Returns:
+            The last tokens of the paths that are kept now, int64 [B * K], and the path that each
+            continues, int64 [B, K].
+        """
+        assert level.p is not None
+        topk = self._part.shape.topk
+        likeliest = level.p[:, :topk].contiguous(), level.ids[:, :topk].contiguous()
+        ids, parents, self._scores = kernels.select_topk(
+            self._step, *likeliest, self._scores, *self._candidates
+        )
+        self._step += 1
+        return ids, parents
+
+    def trees(self) -> DraftTree:
+        """Return the trees of the best paths."""
+        shape = self._part.shape
+        tokens, depths, mask, first_child, next_sibling, _ = kernels.build_tree(
+            *self._candidates,
+            self._part.root_tokens,
+            topk=shape.topk,
+            num_draft_tokens=shape.num_draft_tokens,
+        )
+        p = None
+        if self._part.wants_p:  # of the candidates that became nodes, in their order
+            of_all = self._candidates[0]
+            best = of_all.argsort(dim=1, descending=True, stable=True)
+            chosen = best[:, : shape.num_draft_tokens - 1].sort(1).values
+            p = of_all.new_ones(len(of_all), shape.num_draft_tokens)
+            p[:, 1:] = of_all.gather(1, chosen)
+        return DraftTree(tokens, depths, mask, first_child, next_sibling, p)
+
+
+def check_shapes(shapes: Sequence[Shape], num_tokens: int, who: str) -> None:
+    """Check that trees of these shapes can be selected level by level.
+
+    Args:
+        shapes: the shapes that may run.
+        num_tokens: tokens that the drafter can propose.
+        who: what knows these tokens, for the message.
+
+    Raises:
+        ConfigError: a shape cannot, or its topk is above `num_tokens`.
+    """
+    for shape in shapes:
+        if shape.num_draft_tokens > 1:
+            Shape.eagle(shape.num_steps, shape.topk, shape.num_draft_tokens)
+    topk = max(shape.topk for shape in shapes)
+    if topk > num_tokens:
+        raise ConfigError(f"topk {topk} is above the {num_tokens} tokens that {who}")

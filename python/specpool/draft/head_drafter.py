@@ -17,8 +17,8 @@ from specpool.attention import View
 from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
 from specpool.draft.branches import Branches, DenseBranches, HoleyBranches, draft_window
-from specpool.draft.expansion import Chains, draft_trees
-from specpool.draft.side_by_side import Ask, DraftPart, Level, run_side_by_side
+from specpool.draft.expansion import Chains, check_shapes, draft_trees
+from specpool.draft.side_by_side import Ask, ByParts, DraftPart, Level, run_side_by_side
 from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache, LayerKV
 
@@ -41,7 +41,7 @@ class Head(Protocol):
         """Return probabilities float32 [n, k] and tokens int64 [n, k], best first."""
 
 
-class HeadDrafter:
+class HeadDrafter(ByParts):
     """What drafters with a head share: their attachment, and their trees.
 
     The next round computes the top-K probabilities and ids from the row's feature, with the K of
@@ -67,15 +67,7 @@ class HeadDrafter:
             raise ConfigError(
                 "this drafter is attached to another engine: make a new one of the same head"
             )
-        for shape in shapes:
-            if shape.num_draft_tokens > 1:
-                Shape.eagle(shape.num_steps, shape.topk, shape.num_draft_tokens)
-        topk = max(shape.topk for shape in shapes)
-        if topk > self.head.draft_vocab_size:
-            raise ConfigError(
-                f"topk {topk} is above the {self.head.draft_vocab_size} tokens that the draft"
-                " head knows"
-            )
+        check_shapes(shapes, self.head.draft_vocab_size, "the draft head knows")
         self._attached = True
         self._cache, self._group, self._layout = cache, group, layout
         self._last_position = cache.max_context_len - 1
@@ -87,16 +79,6 @@ class HeadDrafter:
         self._hidden = torch.zeros(
             num_rows, self.head.hidden_size, dtype=cache.dtype, device=cache.device
         )
-
-    def propose(
-        self,
-        lanes: Lanes,
-        shape: Shape,
-        root_tokens: Tensor,
-        tokens: Sequence[Sequence[int]] | None,
-    ) -> DraftTree:
-        """Propose a tree for each lane; see `Drafter.propose`."""
-        return self.propose_parts([DraftPart(lanes, shape, root_tokens)])[0]
 
     def propose_parts(self, parts: Sequence[DraftPart]) -> list[DraftTree]:
         """Propose the trees of each part; see `SideBySide.propose_parts`."""

@@ -20,9 +20,10 @@ from specpool.attention.lanes import Lanes, causal_view
 from specpool.attention.seq_lens import SeqLens
 from specpool.draft.base import DraftTree
 from specpool.draft.branches import Branches, DenseBranches, HoleyBranches, draft_window
-from specpool.draft.expansion import Chains, draft_trees
+from specpool.draft.expansion import Chains, check_shapes, draft_trees
 from specpool.draft.side_by_side import (
     Ask,
+    ByParts,
     Drafting,
     DraftPart,
     Level,
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-class LMDrafter:
+class LMDrafter(ByParts):
     """A drafter with a small language model of the target's tokenizer.
 
     The model may know fewer or more tokens than the target: it never proposes a token that the
@@ -139,15 +140,8 @@ class LMDrafter:
             raise ConfigError(
                 "this drafter is attached to another engine: make a new one of the same model"
             )
-        for shape in shapes:
-            if shape.num_draft_tokens > 1:
-                Shape.eagle(shape.num_steps, shape.topk, shape.num_draft_tokens)
-        topk = max(shape.topk for shape in shapes)
-        if topk > self._num_tokens:
-            raise ConfigError(
-                f"topk {topk} is above the {self._num_tokens} tokens that the draft model and its "
-                "target share"
-            )
+        who = "the draft model and its target share"
+        check_shapes(shapes, self._num_tokens, who)
         _check_context(self.max_context_len, cache.max_context_len)
         self._attached = True
         self._cache, self._group, self._layout = cache, group, layout
@@ -192,16 +186,6 @@ class LMDrafter:
         lens = SeqLens(starts, lanes.seq_lens.lo * 0, lanes.seq_lens.hi + num_steps)
         last = tokens.view(len(starts), -1)[:, num_steps]
         self.read(Lanes(lanes.rows.masked_fill(~is_whole, 0), lens, 1), last)
-
-    def propose(
-        self,
-        lanes: Lanes,
-        shape: Shape,
-        root_tokens: Tensor,
-        tokens: Sequence[Sequence[int]] | None,
-    ) -> DraftTree:
-        """Propose a tree for each lane; see `Drafter.propose`."""
-        return self.propose_parts([DraftPart(lanes, shape, root_tokens)])[0]
 
     def propose_parts(self, parts: Sequence[DraftPart]) -> list[DraftTree]:
         """Propose the trees of each part; see `SideBySide.propose_parts`."""

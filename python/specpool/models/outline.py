@@ -13,6 +13,7 @@ from typing import Any
 
 from specpool.errors import CheckpointError, ConfigError
 from specpool.memory.layer_kv import LayerKV
+from specpool.models.block.config import BlockConfig
 from specpool.models.eagle.config import EagleConfig
 from specpool.models.files.checkpoint import (
     check_counts,
@@ -22,6 +23,7 @@ from specpool.models.files.checkpoint import (
     weight_bytes,
     weight_files,
 )
+from specpool.models.files.draft_kind import is_block_config
 from specpool.models.files.headers import main_dtype, read_header
 from specpool.models.files.names import fetch_config, find_model
 from specpool.models.files.plain_config import FAMILIES, PlainConfig
@@ -191,10 +193,11 @@ def _integer(config: Any, key: str) -> int:
 
 
 def head_outline(source: str | os.PathLike[str]) -> Outline:
-    """Return the outline of an EAGLE head; of safetensors files only the headers are read.
+    """Return the outline of a head; of safetensors files only the headers are read.
 
     Raises:
-        CheckpointError: there is nothing at `source`, or it is not an EAGLE head.
+        CheckpointError: there is nothing at `source`, or it is neither an EAGLE head nor a block
+            drafter.
     """
     folder = find_folder(source)
     files = weight_files(folder)
@@ -208,7 +211,9 @@ def head_outline(source: str | os.PathLike[str]) -> Outline:
 
         weights = Weights(folder)
     try:
-        config = EagleConfig.parse(raw, weights)
+        config: BlockConfig | EagleConfig = (
+            BlockConfig.parse(raw) if is_block_config(raw) else EagleConfig.parse(raw, weights)
+        )
     except CheckpointError as error:
         raise CheckpointError(f"{source}: {error}") from error
     dtype = main_dtype(files)

@@ -180,7 +180,7 @@ def _draft_layers(draft: str | None, target: Outline, head: Outline | None) -> t
 
 
 def _draft_outline(draft: str, question: Question) -> Outline:
-    """Return the outline of a draft model: of an EAGLE head, or of a language model."""
+    """Return the outline of a draft model: of a head, or of a language model."""
     from specpool.models.files.draft_kind import is_language_model
     from specpool.models.outline import head_outline, target_outline
 

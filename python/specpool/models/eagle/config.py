@@ -103,11 +103,7 @@ class EagleConfig:
         hidden_size, num_heads = spec.integer("hidden_size"), spec.integer("num_attention_heads")
         num_kv_heads = spec.integer("num_key_value_heads", default=num_heads)
         head_dim = spec.integer("head_dim", default=hidden_size // num_heads)
-        if num_heads % num_kv_heads or head_dim % 2:
-            raise CheckpointError(
-                f"config.json: {num_heads} heads over {num_kv_heads} key-value heads of size "
-                f"{head_dim}; the first must divide by the second, the size by 2"
-            )
+        _check_heads(num_heads, num_kv_heads, head_dim)
         num_layers = spec.integer("num_hidden_layers", default=1)
         if num_layers > max(1, len(weights)):
             raise CheckpointError(
@@ -142,6 +138,45 @@ class EagleConfig:
             feature_layers=(
                 spec.feature_layers() if feature_layers is None else tuple(feature_layers)
             ),
+        )
+
+    @classmethod
+    def of_layers(cls, spec: ConfigReader) -> EagleConfig:
+        """Read the decoder layers alone, of a config in the words of Llama or Qwen3.
+
+        Raises:
+            CheckpointError: a key is missing or has a wrong value.
+        """
+        hidden_size, num_heads = spec.integer("hidden_size"), spec.integer("num_attention_heads")
+        vocab_size, (theta, scaling) = spec.integer("vocab_size"), spec.rope()
+        num_kv_heads = spec.integer("num_key_value_heads", default=num_heads)
+        head_dim = spec.integer("head_dim", default=hidden_size // num_heads)
+        _check_heads(num_heads, num_kv_heads, head_dim)
+        return cls(
+            kind="eagle",
+            hidden_size=hidden_size,
+            target_hidden_size=None,
+            vocab_size=vocab_size,
+            draft_vocab_size=vocab_size,
+            num_layers=spec.integer("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            intermediate_size=spec.integer("intermediate_size"),
+            rms_norm_eps=spec.number("rms_norm_eps", default=1e-6),
+            hidden_act=str(spec.layer.get("hidden_act") or "silu"),
+            qkv_bias=False,
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position_embeddings=spec.integer("max_position_embeddings", default=2048),
+            sliding_window=None,
+            norm_before_residual=False,
+            norm_output=False,
+            norm_before_fc=None,
+            fc_norm=None,
+            use_aux_hidden_state=False,
+            num_aux_hidden_states=None,
+            feature_layers=None,
         )
 
 
@@ -253,6 +288,14 @@ class ConfigReader:
             told = "; ".join(f"{name} means the inputs of {ids}" for name, ids in found.items())
             raise CheckpointError(f"config.json: {told}; say which with feature_layers")
         return next(iter(found.values()), None)
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise CheckpointError(
+            f"config.json: {num_heads} heads over {num_kv_heads} key-value heads of size "
+            f"{head_dim}; the first must divide by the second, the size by 2"
+        )
 
 
 def _ids(key: str, value: Any) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ modules. The caller passes the attention function, because only it knows the pag
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -281,6 +281,20 @@ class EagleHead:
             gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
             hidden = _add_linear(hidden, self._act(gate) * up, layer.down, layer.down_bias)
         return hidden
+
+    def keys_values(
+        self, x: torch.Tensor, positions: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each layer's rotated keys and values, [T, Hk, D] each, of one input of all layers.
+
+        Args:
+            x: [T, h], normed already: no layer's input norm is applied.
+            positions: int64 [T].
+        """
+        rope = self._rope.index_select(0, positions).unbind(1)
+        for layer in self._layers:
+            _, k, v = self._qkv(layer, x, rope, skip_q=True)
+            yield k, v
 
     def _qkv(
         self, layer: _Layer, x: torch.Tensor, rope: Sequence[torch.Tensor], *, skip_q: bool

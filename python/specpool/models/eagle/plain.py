@@ -6,6 +6,7 @@ configs. The layers of `EagleHead` have none of these.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,34 +102,8 @@ def _head(model: TargetModel, weights: dict[str, torch.Tensor]) -> EagleHead:
     """Return a head of the model's layers; its `fc` is not used."""
     config: Any = model.config
     spec = ConfigReader(config.to_dict())
-    num_heads = spec.integer("num_attention_heads")
-    theta, scaling = spec.rope()
-    described = EagleConfig(
-        kind="eagle",
-        hidden_size=model.hidden_size,
-        target_hidden_size=None,
-        vocab_size=model.vocab_size,
-        draft_vocab_size=model.vocab_size,
-        num_layers=model.num_layers,
-        num_heads=num_heads,
-        num_kv_heads=spec.integer("num_key_value_heads", default=num_heads),
-        head_dim=spec.integer("head_dim", default=model.hidden_size // num_heads),
-        intermediate_size=spec.integer("intermediate_size"),
-        rms_norm_eps=spec.number("rms_norm_eps", default=1e-6),
-        hidden_act=str(config.hidden_act),
-        qkv_bias=False,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=model.max_context_len,
-        sliding_window=None,
-        norm_before_residual=False,
-        norm_output=False,
-        norm_before_fc=None,
-        fc_norm=None,
-        use_aux_hidden_state=False,
-        num_aux_hidden_states=None,
-        feature_layers=None,
-    )
+    sizes = {"vocab_size": model.vocab_size, "max_position_embeddings": model.max_context_len}
+    described = replace(EagleConfig.of_layers(spec), **sizes, draft_vocab_size=model.vocab_size)
     held = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
     return EagleHead(
         described,

@@ -125,7 +125,7 @@ def _check_tensors(
     optional: dict[str, Shape] = {"fc.bias": (h,), "embed_tokens.weight": (vocab, h)}
     ignored = list(IGNORED)
     for i in range(config.num_layers):
-        layer_required, layer_optional = _layer_shapes(config, i)
+        layer_required, layer_optional = layer_shapes(config, i)
         required |= layer_required
         optional |= layer_optional
     if config.kind == "eagle":
@@ -164,7 +164,7 @@ def _check_tensors(
             )
 
 
-def _layer_shapes(config: EagleConfig, index: int) -> tuple[dict[str, Shape], dict[str, Shape]]:
+def layer_shapes(config: EagleConfig, index: int) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """Return the shapes of the tensors that layer `index` must have, and may have."""
     h, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim

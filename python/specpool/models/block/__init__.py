@@ -1,0 +1,1 @@
+"""Block drafters (DFlash): small models whose one forward proposes a block of tokens."""
