@@ -155,9 +155,9 @@ pub fn sizing_pages_needed(
 #[doc = doc!("sizing_most_window_pages")]
 #[pyfunction]
 #[pyo3(signature = (shapes, *, window, max_chunk, page_size, overlap_depth=ConfigInt(0), policy="exact",
-    hosts_drafts=true, layout="holey"),
+    hosts_drafts=true, layout="holey", sink=ConfigInt(0)),
     text_signature = "(shapes, *, window, max_chunk, page_size, overlap_depth=0, policy='exact', hosts_drafts=True, \
-    layout='holey')")]
+    layout='holey', sink=0)")]
 #[expect(clippy::too_many_arguments, reason = "keywords of a Python function")]
 pub fn sizing_most_window_pages(
     shapes: Vec<Shape>,
@@ -168,9 +168,10 @@ pub fn sizing_most_window_pages(
     policy: &str,
     hosts_drafts: bool,
     layout: &str,
+    sink: ConfigInt,
 ) -> PyResult<i64> {
     let shapes: Vec<_> = shapes.into_iter().map(|shape| shape.0).collect();
     let geometry = geometry(page_size.0, hosts_drafts, layout)?;
-    let policy = self::policy(policy)?;
-    sizing::most_window_pages(geometry, &shapes, window.0, max_chunk.0, overlap_depth.0, policy).map_err(to_py)
+    let (policy, kept) = (self::policy(policy)?, (window.0, sink.0));
+    sizing::most_window_pages(geometry, &shapes, kept, max_chunk.0, overlap_depth.0, policy).map_err(to_py)
 }
