@@ -208,10 +208,11 @@ def sizing_most_window_pages(
     policy: _Policy = "exact",
     hosts_drafts: bool = True,
     layout: _Layout = "holey",
+    sink: int = 0,
 ) -> int:
     """Return the most pages of a window group that a row of any length holds.
 
-    A row keeps only its window. The bound is what a row holds when a prepare begins, and what the
+    A row keeps only its window, and the pages of its first `sink` tokens. The bound is what a row holds when a prepare begins, and what the
     prepare claims: an extend of `max_chunk` tokens, or a round of any of the shapes with
     `overlap_depth` others in flight.
     """
@@ -231,6 +232,8 @@ class Group:
             or K == 1 it equals "dense".
         window: w, for sliding-window layers: a query sees the last `w` positions, its own
             included. A prepare gives back the pages wholly below. None: a query sees all positions.
+        sink: of a group with a window: a query sees the first `sink` positions too, and a row keeps
+            their pages; `sink + window` is at most the ledger's `max_context_len`.
 
     Raises:
         ConfigError: a value is out of range; the message names the group, the value and the range.
@@ -245,6 +248,7 @@ class Group:
         hosts_drafts: bool = False,
         layout: _Layout = "dense",
         window: int | None = None,
+        sink: int = 0,
     ) -> Group: ...
     @property
     def name(self) -> str:
@@ -264,6 +268,9 @@ class Group:
     @property
     def window(self) -> int | None:
         """w, for sliding-window layers; None if a query sees all positions."""
+    @property
+    def sink(self) -> int:
+        """First positions that a query sees beside its window; 0: none."""
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
@@ -1003,7 +1010,8 @@ class Ledger:
         Cost: O(1).
         """
     def evicted_len(self, group: int) -> _I32:
-        """Return a view, [num_rows + 1]: e, slots below the window that were given back.
+        """Return a view, [num_rows + 1]: e, slots below the window that were given back, all but the
+        sink's.
 
         Cost: O(1).
         """
@@ -1099,6 +1107,7 @@ class Ledger:
         Cost: O(pages).
 
         Raises:
+            ConfigError: a group has a sink.
             ShapeError: a bound is no page edge of every group or past resolved_len, the range is
                 empty, or it leaves a gap behind protected_len.
             NotReady: a step that is not complete writes these pages, or a page copy into the row is
@@ -1116,6 +1125,7 @@ class Ledger:
         Cost: O(pages of the row).
 
         Raises:
+            ConfigError: as `lend`.
             ShapeError: as `lend`; a wrong number of pages; one that is named twice, that the row
                 holds at another position, or that was lent without draft KV which the row has.
             PageStateError: a page is not lent.
@@ -1131,6 +1141,7 @@ class Ledger:
         Cost: O(pages).
 
         Raises:
+            ConfigError: as `lend`.
             ShapeError: `length` is no multiple of all page sizes in 1..=L, the number of pages is
                 wrong, one is named twice, or there is none within a window.
             PageStateError: a page is not lent.
@@ -1180,6 +1191,9 @@ class Ledger:
         """
     def prefix_pages(self, prefix: int, group: int) -> tuple[int, NDArray[np.int32]]:
         """Return the column of a prefix's first page in the group, and its pages, int32 [n].
+
+        In a group with a sink, the pages of the sink's columns that lie before that column come
+        first: `min(ceil(sink / P), column)` of them.
 
         Cost: O(pages).
 
@@ -2163,6 +2177,7 @@ def attention_mask(
     own_positions: _I32 | None = None,
     num_queries: int | None = None,
     window: int | None = None,
+    sink: int = 0,
 ) -> _Bool:
     """Return the mask of one forward: the columns that each query sees, [n, Q, num_columns].
 
@@ -2180,6 +2195,7 @@ def attention_mask(
         own_positions: [n, W]: the own cells' positions in the sequence; None = starts + j.
         num_queries: Q, if neither own_mask nor q_positions gives it; None = the greatest of q_lens.
         window: a query sees only cells whose position is greater than its own minus this.
+        sink: beside its window, a query sees the cells whose position is less than this.
     """
 
 def attend_pages(
@@ -2242,5 +2258,6 @@ def attention_bias(
     own_positions: _I32 | None = None,
     num_queries: int | None = None,
     window: int | None = None,
+    sink: int = 0,
 ) -> _F32:
     """Return `attention_mask` as a bias: 0 if the query sees the column, else -inf."""

@@ -21,7 +21,7 @@ from specpool.memory.kv_cache import KVCache, first_cells
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """The position that each lane's pages begin at.
+    """The position that each lane's pages begin at; see `KVCache.pages_of` for a sink.
 
     Attributes:
         on_device: int32 [B], or one number for all lanes.
@@ -156,7 +156,8 @@ class Lanes:
         if isinstance(first, int):
             return found, Origins(first, first)
         assert window is not None
-        return found, Origins(first, first_cells(lens.lo, window, cache.page_sizes[group]))
+        size, num_sinks = cache.page_sizes[group], cache.num_sinks(group)
+        return found, Origins(first, first_cells(lens.lo, window, size, num_sinks))
 
     def slots(self, cache: KVCache, group: int) -> Tensor:
         """Return the slots of the tokens' KV, int64 [T]; padding goes to the sink, slot 0."""
@@ -172,6 +173,25 @@ class Lanes:
         if self.lens is not None and self.padding is not None:
             slots = slots.masked_fill(self.padding, 0)
         return slots.long()
+
+
+def _sink(cache: KVCache, group: int, window: int | None) -> int:
+    """Return how many first tokens a layer with this window sees beside it.
+
+    The sink is a part of the draft window, which has one key less than the group. A layer that was
+    trained with a shorter window sees that alone.
+    """
+    kept = cache.windows[group]
+    return cache.sinks[group] if window is not None and window + 1 == kept else 0
+
+
+def _only_masked(cache: KVCache, group: int) -> bool:
+    """Return whether a query of the group sees cells that no window names.
+
+    NOTE: views of such a group must set none of `decode_len`, `is_causal`, `causal_lens` and `own`,
+    so that every layer uses the view's mask, whatever window it asks for.
+    """
+    return cache.chunks[group] is not None or cache.sinks[group] > 0
 
 
 def causal_view(cache: KVCache, group: int, lanes: Lanes) -> AttentionView:
@@ -216,8 +236,8 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
     pages, origins = lanes.pages(cache, group)
     num_columns = pages.shape[1] * cache.page_sizes[group]
     slots = lanes.slots(cache, group).view(-1, num_views)
-    chunk = cache.chunks[group]
-    length = lanes.seq_lens.common if chunk is None else None
+    chunk, is_masked = cache.chunks[group], _only_masked(cache, group)
+    length = None if is_masked else lanes.seq_lens.common
     kv_lens, is_exact = _kv_lens(lanes, origins, 1), lanes.seq_lens.is_exact
     biases: dict[int | None, Tensor] = {}  # window -> the bias of all forwards
 
@@ -229,6 +249,7 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
                 num_columns,
                 num_queries=num_views,
                 window=window,
+                sink=_sink(cache, group, window),
             )
             if chunk is not None:
                 bias = _causal_chunks(bias, chunk, lanes, origins)
@@ -245,8 +266,8 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
             decode_len=None if length is None else length + 1 + step - int(origins.on_device),
             reader=cache.reader,
             kv_lens=None if kv_lens is None else kv_lens + np.int32(step),
-            is_causal=is_exact and kv_lens is not None and chunk is None,
-            causal_lens=_causal_lens(lanes, origins, step + 1) if chunk is None else None,
+            is_causal=is_exact and kv_lens is not None and not is_masked,
+            causal_lens=None if is_masked else _causal_lens(lanes, origins, step + 1),
             attend_with=cache.attend_with,
             scratch=cache.scratch,
         )
@@ -314,6 +335,7 @@ def own_view(
             q_positions=origins.since(q_positions),
             own_positions=origins.since(own_positions),
             window=window,
+            sink=_sink(cache, group, window),
         )
         if chunk is None:
             return bias
@@ -330,7 +352,7 @@ def own_view(
         reader=cache.reader,
         kv_lens=_kv_lens(lanes, origins, lanes.widths if ragged else num_cells),
         own=None
-        if chunk is not None
+        if _only_masked(cache, group)
         else OwnCells(
             lambda: origins.since(lanes.starts),
             own_mask,
@@ -391,9 +413,6 @@ def _chunks(
 ) -> Tensor:
     """Hide from each query the columns before its own chunk.
 
-    NOTE: views of chunked groups must set neither `decode_len` nor `is_causal`, so that every layer
-    uses this mask, whatever window it asks for.
-
     Args:
         bias: float32 [B, Q, C], 0 or -inf; columns are positions from `origins` on.
         chunk: positions of a chunk; the first begins at position 0.
@@ -417,6 +436,7 @@ def _causal(
 ) -> AttentionView:
     num_columns = pages.shape[1] * cache.page_sizes[group]
     widths, chunk = lanes.widths, cache.chunks[group]
+    is_masked = _only_masked(cache, group)
 
     def bias_for(window: int | None) -> Tensor:
         num_queries = widths if isinstance(widths, int) else int(widths.max())
@@ -426,11 +446,12 @@ def _causal(
             num_columns,
             num_queries=num_queries,
             window=window,
+            sink=_sink(cache, group, window),
         )
         return bias if chunk is None else _causal_chunks(bias, chunk, lanes, origins)
 
     # Plain decoding needs no mask if the host knows that all lanes read equally many cells.
-    is_plain = isinstance(widths, int) and widths == 1 and chunk is None
+    is_plain = isinstance(widths, int) and widths == 1 and not is_masked
     length, first = lanes.seq_lens.common if is_plain else None, origins.on_host
     decode_len = length + 1 - first if length is not None and isinstance(first, int) else None
     kv_lens = _kv_lens(lanes, origins, widths)
@@ -443,8 +464,8 @@ def _causal(
         decode_len=decode_len,
         reader=cache.reader,
         kv_lens=kv_lens,
-        is_causal=kv_lens is not None and lanes.seq_lens.is_exact and chunk is None,
-        causal_lens=_causal_lens(lanes, origins, None) if chunk is None else None,
+        is_causal=kv_lens is not None and lanes.seq_lens.is_exact and not is_masked,
+        causal_lens=None if is_masked else _causal_lens(lanes, origins, None),
         attend_with=cache.attend_with,
         scratch=cache.scratch,
     )

@@ -25,6 +25,7 @@ def attention_bias(
     own_positions: Tensor | None = None,
     num_queries: int,
     window: int | None = None,
+    sink: int = 0,
 ) -> Tensor:
     """Make a bias, float32 [B, num_queries, num_columns]: 0 if a query sees a column, else -inf.
 
@@ -35,6 +36,7 @@ def attention_bias(
     number("num_queries", num_queries, 1)
     if window is not None:
         number("window", window, 1)
+    number("sink", sink, 0)
     columns = torch.arange(num_columns, device=device)
     first = starts.view(-1, 1, 1)
     queries = torch.arange(num_queries, device=device)
@@ -42,15 +44,16 @@ def attention_bias(
         positions = first + queries.view(1, -1, 1)
         visible = columns <= positions
         if window is not None:
-            visible &= columns > positions - window
+            visible &= (columns > positions - window) | (columns < sink)
     else:
         if q_positions is None or own_positions is None:
             raise ShapeError("own_mask needs q_positions and own_positions")
         visible = (columns < first).expand(-1, num_queries, -1)
         positions, own = q_positions.unsqueeze(2), own_mask
         if window is not None:
-            visible = visible & (columns > positions - window)
-            own = own & (own_positions.unsqueeze(1) > positions - window)
+            visible = visible & ((columns > positions - window) | (columns < sink))
+            at = own_positions.unsqueeze(1)
+            own = own & ((at > positions - window) | (at < sink))
         cells = first + torch.arange(own_mask.shape[2], device=device)
         visible = visible.scatter(2, cells.expand_as(own).long(), own)
     visible[:, :, 0] |= queries >= q_lens.unsqueeze(1)

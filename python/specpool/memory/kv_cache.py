@@ -25,15 +25,19 @@ from specpool.memory.scratch import Scratch
 from specpool.num_bytes import show_bytes
 
 
-def first_cells(least: Int32, window: int, page_size: int) -> Int32:
+def first_cells(least: Int32, window: int, page_size: int, num_sinks: int = 0) -> Int32:
     """Return the first cell of the page in which a window begins, int32 [B].
+
+    Behind the pages of a sink, return how many cells lie between the sink and that page.
 
     Args:
         least: int32 [B], the least query position of each row.
         window: cells that a query sees, its own included.
         page_size: slots per page.
+        num_sinks: pages of the sink.
     """
-    return np.maximum(least - (window - 1), 0) // page_size * page_size
+    pages = np.maximum(least - (window - 1), 0) // page_size
+    return np.maximum(pages - num_sinks, 0) * page_size
 
 
 class KVCache:
@@ -75,6 +79,7 @@ class KVCache:
         self.scratch = Scratch()  # one forward runs at a time
         self.page_sizes = [group.page_size for group in ledger.groups]
         self.windows = [group.window for group in ledger.groups]
+        self.sinks = [group.sink for group in ledger.groups]
         self.layer_groups = list(layer_groups)
         # Per group: the chunk size if its layers use chunked attention, else None. The probe
         # refuses groups that mix both.
@@ -147,7 +152,7 @@ class KVCache:
         """Return the pages of each row that a forward's queries can see, and where they begin.
 
         In a window group the pages begin at the window of the first query, so that the read does
-        not grow with the rows.
+        not grow with the rows. The pages of a sink come before them.
 
         Args:
             group: the group of the pages.
@@ -157,17 +162,21 @@ class KVCache:
 
         Returns:
             The pages, int32 [B, C], page 0 if a row has none; and the position that each row's
-            pages begin at, int32 [B], or one number for all rows.
+            pages begin at, int32 [B], or one number for all rows. With a sink it is how many cells
+            were left out behind the sink: a later cell c stands at position c + that number.
         """
         table, size, window = self.tables[group], self.page_sizes[group], self.windows[group]
         if window is None:
             return table[:, : -(-int(ends.max()) // size)].index_select(0, rows), 0
-        firsts = first_cells(least, window, size) // size
+        num_sinks = self.num_sinks(group)
+        firsts = first_cells(least, window, size, num_sinks) // size
         num_columns = int((-(-ends // size) - firsts).max())
         first = int(firsts[0])
-        if (firsts == first).all():
+        if (firsts == first).all() and (first == 0 or num_sinks == 0):
             return table[:, first : first + num_columns].index_select(0, rows), first * size
-        columns = np.minimum(firsts[:, None] + np.arange(num_columns), table.shape[1] - 1)
+        at = np.arange(num_columns)
+        columns = np.where(at < num_sinks, at, firsts[:, None] + at)
+        columns = np.minimum(columns, table.shape[1] - 1)
         index, origins = upload(self.device, columns.astype(np.int64), firsts * size)
         return table[rows.long().unsqueeze(1), index], origins
 
@@ -188,12 +197,22 @@ class KVCache:
         """
         table, size, window = self.tables[group], self.page_sizes[group], self.windows[group]
         assert window is not None
+        num_sinks = self.num_sinks(group)
         firsts = torch.clamp(starts - (window - 1), min=0) // size
         # Enough columns for a window that begins anywhere in a page.
-        num_columns = (window - 1 + num_cells + size - 2) // size + 1
-        columns = firsts.unsqueeze(1) + torch.arange(num_columns, device=self.device)
+        num_columns = (window - 1 + num_cells + size - 2) // size + 1 + num_sinks
+        at = torch.arange(num_columns, device=self.device)
+        if num_sinks:
+            firsts = torch.clamp(firsts - num_sinks, min=0)
+        columns = firsts.unsqueeze(1) + at
+        if num_sinks:
+            columns = torch.where(at < num_sinks, at, columns)
         index = columns.clamp(max=table.shape[1] - 1)
         return table[rows.long().unsqueeze(1), index], (firsts * size).int()
+
+    def num_sinks(self, group: int) -> int:
+        """Return how many pages of the group a row's sink takes."""
+        return -(-self.sinks[group] // self.page_sizes[group])
 
     @property
     def reader(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:

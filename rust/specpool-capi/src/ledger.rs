@@ -190,7 +190,7 @@ unsafe fn settings(config: &LedgerSettings) -> Outcome<LedgerConfig> {
         let layout = if group.holey { Layout::Holey } else { Layout::Dense };
         let &GroupConfig { page_size, num_pages, hosts_drafts, window, .. } = group;
         let window = Some(window).filter(|&window| window != 0);
-        groups.push(Group { name: name.into(), page_size, num_pages, hosts_drafts, layout, window });
+        groups.push(Group { name: name.into(), page_size, num_pages, hosts_drafts, layout, window, sink: 0 });
     }
     let shapes = unsafe { read("shapes", config.shapes, config.num_shapes)? };
     let shapes = shapes.iter().map(|shape| Shape::new(shape.num_steps, shape.topk, shape.num_draft_tokens));

@@ -13,7 +13,7 @@ const CUT: u64 = 300_000;
 
 /// A group. Its pool is set later.
 fn group(name: &str, page_size: i64, hosts_drafts: bool, layout: Layout, window: Option<i64>) -> Group {
-    Group { name: name.into(), page_size, num_pages: 1 << 20, hosts_drafts, layout, window }
+    Group { name: name.into(), page_size, num_pages: 1 << 20, hosts_drafts, layout, window, sink: 0 }
 }
 
 /// Sets every pool to the least that the ledger accepts plus `slack` pages.
@@ -140,6 +140,39 @@ fn windows() -> Vec<Case> {
     cases
 }
 
+/// Windows beside a sink: alone with sessions, with rounds in flight, and shared.
+fn sinks() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (page_size, window, sink, len) in [(1, 1, 1, 3), (1, 2, 1, 5), (1, 1, 2, 5), (2, 1, 1, 5), (2, 2, 2, 6)] {
+        for (depth, sessions) in [(0, true), (1, false)] {
+            let sliding = Group { sink, ..group("window", page_size, true, Layout::Dense, Some(window)) };
+            let mut config = LedgerConfig::new(vec![sliding], vec![shape(1, 1, 2)], 1, len);
+            (config.overlap_depth, config.sessions, config.max_chunk) = (depth, sessions, Some(2));
+            let alphabet = Alphabet { turns: sessions, ..Alphabet::plain(&[1, 2], 2) };
+            let name = format!("sink P={page_size} w={window} sink={sink} D={depth} sessions={sessions}");
+            let is_quick = page_size == 1 && window == 1 && sink == 1;
+            cases.push(Case { is_quick, ..case(name, config, 0, alphabet, None) });
+        }
+    }
+    for (page_size, failures) in [(1, false), (2, false), (1, true)] {
+        let sliding = Group { sink: 1, ..group("window", page_size, true, Layout::Dense, Some(1)) };
+        let mut config = LedgerConfig::new(vec![sliding], vec![], 2, 4);
+        (config.sessions, config.max_chunk) = (true, Some(2));
+        let alphabet = Alphabet { turns: true, forks: true, max_prefixes: 1, failures, ..Alphabet::plain(&[1, 2], 2) };
+        let name = format!("sink sharing P={page_size} w=1 sink=1 failures={failures}");
+        cases.push(case(name, config, 1, alphabet, Some(CUT)));
+    }
+    for page_size in [1, 2] {
+        let sliding = Group { sink: 1, ..group("window", page_size, true, Layout::Dense, Some(1)) };
+        let mut config = LedgerConfig::new(vec![sliding], vec![], 1, 5);
+        config.max_chunk = Some(2);
+        let alphabet = Alphabet { cancels: false, max_exports: 1, ..Alphabet::plain(&[1, 2], 2) };
+        let name = format!("sink moving P={page_size} w=1 sink=1");
+        cases.push(case(name, config, 1, alphabet, Some(CUT)));
+    }
+    cases
+}
+
 /// A prefix cache outside the ledger: pages that are lent, rows on them, and rows that are bound to them.
 fn lending() -> Vec<Case> {
     let mut cases = Vec::new();
@@ -232,5 +265,5 @@ fn others() -> Vec<Case> {
 /// Every case of the proof.
 #[must_use]
 pub fn all() -> Vec<Case> {
-    [others(), windows(), sharing(), lending(), moving(), pools(), rounds()].concat()
+    [others(), windows(), sinks(), sharing(), lending(), moving(), pools(), rounds()].concat()
 }

@@ -68,6 +68,7 @@ impl Connector {
     fn check(&self, ledger: &Ledger, device: &Device, is_quiet: bool) -> Result<(), Fault> {
         for (group, rows) in self.copies.iter().enumerate() {
             let evicted = ledger.evicted_len(group).map_err(|error| error.to_string())?;
+            let sink = ledger.group_spec(group).map_err(|error| error.to_string())?.sink as i32;
             for (row, copies) in rows.iter().enumerate() {
                 let sequence = &device.rows[row].sequence;
                 let differs = |at: &usize| copies[*at] != 0 && Some(&copies[*at]) != sequence.get(*at);
@@ -76,7 +77,9 @@ impl Connector {
                 }
                 let resolved = ledger.resolved_len()[row];
                 let is_missing = |at: &i32| copies.get(*at as usize).is_none_or(|&tag| tag == 0);
-                if is_quiet && let Some(at) = (evicted[row]..resolved).find(is_missing) {
+                if is_quiet
+                    && let Some(at) = (0..resolved).filter(|&at| at < sink || at >= evicted[row]).find(is_missing)
+                {
                     return Err(format!("position {at} of row {row} in group {group} was never told"));
                 }
             }

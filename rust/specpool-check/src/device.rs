@@ -8,7 +8,7 @@
 //! One round of a row at root s, in one group:
 //!
 //! ```text
-//!   reads [0, s), or [s-w+1, s) in a window group: the root is the query that sees furthest back
+//!   reads [0, s), or [s-w+1, s) and the sink in a window group: the root is the query that sees furthest back
 //!   writes the drafts' cells (where drafts live), [s, s+N) in verification, then keeps [s, s+accept_len)
 //! ```
 
@@ -207,8 +207,12 @@ impl Device {
         let num_drafted = if spec.hosts_drafts && self.facts.draft_kv { drafted as usize } else { 0 };
         let num_written = if self.facts.has_target[group] { sequence.len() } else { 0 };
         for (layer, end) in [(&self.target[group], num_written), (&self.draft[group], num_drafted)] {
-            for (position, &tag) in sequence.iter().enumerate().take(end).skip(run.first_column * page_size) {
-                let page = run.pages[position / page_size - run.first_column];
+            for (position, &tag) in sequence.iter().enumerate().take(end) {
+                let page = match position / page_size {
+                    column if column < run.num_sinks => run.pages[column],
+                    column if column < run.first_column => continue,
+                    column => run.pages[column - run.first_column + run.num_sinks],
+                };
                 let found = layer[page.at() * page_size + position % page_size];
                 if found != tag {
                     return Err(format!(

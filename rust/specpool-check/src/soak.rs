@@ -61,6 +61,7 @@ pub fn random_config(rng: &mut Rng) -> LedgerConfig {
         hosts_drafts,
         layout: if hosts_drafts { layout } else { Layout::Dense },
         window: window(rng),
+        sink: 0,
     };
     let mut groups = vec![group("draft", rng, true)];
     if rng.flip() {
@@ -82,6 +83,8 @@ pub fn random_config(rng: &mut Rng) -> LedgerConfig {
     config.max_batch = rng.flip().then(|| 1 + rng.below(num_rows));
     for group in &mut config.groups {
         group.window = group.window.map(|window| window.min(config.max_context_len));
+        let most = group.window.map_or(0, |window| config.max_context_len - window);
+        group.sink = if rng.flip() { rng.below(most.min(12) + 1) } else { 0 };
     }
     for at in 0..config.groups.len() {
         let accepts = |num_pages: i64| {

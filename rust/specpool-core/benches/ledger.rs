@@ -27,7 +27,7 @@ impl Load {
     fn new(page_size: i64, shape: Shape, batch: usize) -> Self {
         let num_pages = batch as i64 * 2 * i64::from(END) / page_size;
         let (hosts_drafts, layout) = (true, Layout::Dense);
-        let group = Group { name: "kv".into(), page_size, num_pages, hosts_drafts, layout, window: None };
+        let group = Group { name: "kv".into(), page_size, num_pages, hosts_drafts, layout, window: None, sink: 0 };
         let config = LedgerConfig::new(vec![group], vec![shape], 2 * batch as i64, i64::from(END) + 16);
         let ledger = Ledger::new(config).unwrap();
         let mut load =

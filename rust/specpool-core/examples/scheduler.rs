@@ -150,7 +150,7 @@ impl Scheduler {
 /// Too few pages for eight rows.
 pub(crate) fn run() -> Result<String> {
     let (hosts_drafts, layout) = (true, Layout::Dense);
-    let group = Group { name: "kv".into(), page_size: 4, num_pages: 64, hosts_drafts, layout, window: None };
+    let group = Group { name: "kv".into(), page_size: 4, num_pages: 64, hosts_drafts, layout, window: None, sink: 0 };
     let mut config = LedgerConfig::new(vec![group], vec![Shape::eagle(3, 2, 6)?], 8, 128);
     config.overlap_depth = 1;
     let (ledger, waiting, running) = (Ledger::new(config)?, VecDeque::new(), Vec::new());

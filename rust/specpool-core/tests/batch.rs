@@ -9,7 +9,7 @@ const NUM_ROWS: usize = 80;
 fn ledger() -> (Ledger, Vec<i32>) {
     let group = |name: &str, page_size, hosts_drafts| {
         let (num_pages, layout) = (1 << 14, Layout::Holey);
-        Group { name: name.into(), page_size, num_pages, hosts_drafts, layout, window: None }
+        Group { name: name.into(), page_size, num_pages, hosts_drafts, layout, window: None, sink: 0 }
     };
     let shapes = vec![Shape::eagle(3, 1, 4).unwrap(), Shape::eagle(2, 3, 8).unwrap(), Shape::new(0, 1, 6).unwrap()];
     let groups = vec![group("target", 4, false), group("draft", 3, true)];

@@ -359,6 +359,7 @@ fn a_recorded_run_replays_and_a_damaged_one_says_where() {
         hosts_drafts: false,
         layout: Layout::Dense,
         window: None,
+        sink: 0,
     };
     let config = LedgerConfig::new(vec![group], vec![], 2, 8);
     Ledger::recorded(config, &path, 1 << 20).unwrap().close().unwrap();

@@ -5,7 +5,7 @@ use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Policy, Shape};
 const MOST: i64 = i32::MAX as i64;
 
 fn group(page_size: i64, num_pages: i64, window: Option<i64>) -> Group {
-    Group { name: "kv".into(), page_size, num_pages, hosts_drafts: false, layout: Layout::Dense, window }
+    Group { name: "kv".into(), page_size, num_pages, hosts_drafts: false, layout: Layout::Dense, window, sink: 0 }
 }
 
 /// One group, a chain of 4 nodes that accepts up to 4, overlap 1, rows of 100 tokens: 108 slots wide.

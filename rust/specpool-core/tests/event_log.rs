@@ -19,6 +19,7 @@ fn config() -> LedgerConfig {
         hosts_drafts: layout == Layout::Holey,
         layout,
         window: (page_size == 4).then_some(9),
+        sink: 0,
     };
     let groups = vec![group("target", 16, Layout::Dense), group("draft äöü", 4, Layout::Holey)];
     let mut config = LedgerConfig::new(groups, vec![Shape::eagle(5, 8, 64).unwrap()], MAX_LANES as i64, 100);

@@ -100,7 +100,7 @@ fn any_config() -> impl Strategy<Value = LedgerConfig> {
         let layout = if holey { Layout::Holey } else { Layout::Dense };
         let of = |name: &str, (page_size, window, _): (i64, Option<i64>, i64), hosts_drafts: bool| {
             let layout = if hosts_drafts { layout } else { Layout::Dense };
-            Group { name: name.into(), page_size, num_pages: 1 << 20, hosts_drafts, layout, window }
+            Group { name: name.into(), page_size, num_pages: 1 << 20, hosts_drafts, layout, window, sink: 0 }
         };
         let split = second.map(|second| of("target", second, false));
         let groups: Vec<Group> = split.into_iter().chain([of("draft", first, true)]).collect();
@@ -366,7 +366,8 @@ fn pages_needed_suffices_and_is_reached() {
     {
         for (hosts_drafts, layout) in [(false, Layout::Dense), (true, Layout::Dense), (true, Layout::Holey)] {
             for (s, k, n) in (0..4).flat_map(|s| (1..4).flat_map(move |k| [1, 2, 5, 9].map(|n| (s, k, n)))) {
-                let group = Group { name: "kv".into(), page_size, num_pages: 200, hosts_drafts, layout, window: None };
+                let group =
+                    Group { name: "kv".into(), page_size, num_pages: 200, hosts_drafts, layout, window: None, sink: 0 };
                 // The same shape twice would add nothing: shape 0 is there already.
                 let shape = if (s, k, n) == (0, 1, 1) { continue } else { Shape::new(s, k, n).unwrap() };
                 let mut config = LedgerConfig::new(vec![group], vec![shape], 1, L.into());
@@ -394,6 +395,7 @@ fn a_shape_written_by_hand_is_checked_too() {
         hosts_drafts: true,
         layout: Layout::Holey,
         window: None,
+        sink: 0,
     };
     for (num_steps, topk, num_draft_tokens) in [(u32::MAX, u32::MAX, 4), (2, 0, 4), (2, 1, 0)] {
         let shape = Shape { num_steps, topk, num_draft_tokens };

@@ -4,7 +4,15 @@
 use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, PageState, Row, Shape};
 
 fn group(name: &str, page_size: i64, window: Option<i64>) -> Group {
-    Group { name: name.into(), page_size, num_pages: 24, hosts_drafts: window.is_none(), layout: Layout::Dense, window }
+    Group {
+        name: name.into(),
+        page_size,
+        num_pages: 24,
+        hosts_drafts: window.is_none(),
+        layout: Layout::Dense,
+        window,
+        sink: 0,
+    }
 }
 
 fn ledger(groups: Vec<Group>) -> Ledger {

@@ -6,7 +6,7 @@ use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Row, Shape};
 /// A chain that accepts 1 to 4 tokens, one round of overlap, rows of 20 tokens.
 fn ledger() -> (Ledger, Row) {
     let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    let group = Group { name, page_size: 4, num_pages: 40, hosts_drafts: true, layout, window };
+    let group = Group { name, page_size: 4, num_pages: 40, hosts_drafts: true, layout, window, sink: 0 };
     let chain = Shape::eagle(3, 1, 4).unwrap();
     let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 3, 20) };
     let mut ledger = Ledger::new(config).unwrap();
@@ -264,7 +264,7 @@ fn a_row_that_was_cut_below_an_unfinished_copy_can_be_shared() {
 #[test]
 fn a_batch_names_each_row_once() {
     let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    let group = Group { name, page_size: 4, num_pages: 400, hosts_drafts: true, layout, window };
+    let group = Group { name, page_size: 4, num_pages: 400, hosts_drafts: true, layout, window, sink: 0 };
     let mut ledger = Ledger::new(LedgerConfig::new(vec![group], vec![], 40, 20)).unwrap();
     let live: Vec<i32> = (0..30).map(|_| ledger.admit(None).unwrap().0).collect();
     for len in 1..live.len() {

@@ -155,6 +155,7 @@ fn real_log(num_rows: i64) -> Vec<u8> {
         hosts_drafts: window.is_none(),
         layout: Layout::Dense,
         window,
+        sink: 0,
     };
     let groups = vec![group("full", None), group("window", Some(5))];
     let mut config = LedgerConfig::new(groups, vec![Shape::eagle(2, 2, 4).unwrap()], num_rows, 40);

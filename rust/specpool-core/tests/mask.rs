@@ -11,6 +11,7 @@ const ONE: MaskLanes = MaskLanes {
     own_positions: None,
     own_width: 0,
     window: None,
+    sink: 0,
 };
 
 fn picture(lanes: &MaskLanes, columns: usize) -> Vec<String> {
@@ -22,6 +23,10 @@ fn picture(lanes: &MaskLanes, columns: usize) -> Vec<String> {
 fn causal_prefix_padding_and_window() {
     assert_eq!(picture(&ONE, 5), ["111..", "1111.", "1...."]);
     assert_eq!(picture(&MaskLanes { window: Some(2), ..ONE }, 5), [".11..", "..11.", "1...."]);
+    assert_eq!(picture(&MaskLanes { window: Some(2), sink: 1, ..ONE }, 5), ["111..", "1.11.", "1...."]);
+    assert_eq!(picture(&MaskLanes { window: Some(1), sink: 3, ..ONE }, 5), ["111..", "1111.", "1...."]);
+    let error = attention_mask(&MaskLanes { sink: -1, ..ONE }, 5).unwrap_err();
+    assert_eq!(error.to_string(), "sink must be 0 or more, got -1");
 }
 
 #[test]
@@ -31,6 +36,7 @@ fn own_cells_by_mask_and_position() {
     assert_eq!(picture(&lanes, 5), ["111.1", "111.."]);
     let lanes = MaskLanes { q_positions: Some(&[5, 3]), own_positions: Some(&[2, 3, 5]), window: Some(2), ..lanes };
     assert_eq!(picture(&lanes, 5), ["....1", "..1.."]);
+    assert_eq!(picture(&MaskLanes { sink: 3, ..lanes }, 5), ["111.1", "111.."]);
 }
 
 #[test]

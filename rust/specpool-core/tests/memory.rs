@@ -109,6 +109,7 @@ fn groups() -> Vec<Group> {
         hosts_drafts,
         layout,
         window,
+        sink: 0,
     };
     vec![
         group("full", 4, false, Layout::Dense, None),
@@ -424,6 +425,7 @@ fn a_round_without_memory_is_not_run() {
         own_positions: None,
         own_width: 0,
         window: None,
+        sink: 0,
     };
     pure("attention_mask", || attention_mask(&lanes, 9));
     pure("attention_bias", || attention_bias(&lanes, 9));

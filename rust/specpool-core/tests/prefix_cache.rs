@@ -18,7 +18,7 @@ use specpool_core::{
 const SALTS: [&[u8]; 2] = [b"", b"tenant"];
 
 fn group(name: &str, page_size: i64, num_pages: i64, window: Option<i64>) -> Group {
-    Group { name: name.into(), page_size, num_pages, hosts_drafts: true, layout: Layout::Dense, window }
+    Group { name: name.into(), page_size, num_pages, hosts_drafts: true, layout: Layout::Dense, window, sink: 0 }
 }
 
 fn new_ledger(groups: Vec<Group>, num_rows: i64, overlap_depth: i64, page_fencing: bool) -> Result<Ledger, Error> {

@@ -4,7 +4,7 @@ use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, PageNames,
 
 fn group(page_size: i64, num_pages: i64, window: Option<i64>) -> Group {
     let name = format!("{page_size} {}", window.unwrap_or(0));
-    Group { name, page_size, num_pages, hosts_drafts: true, layout: Layout::Dense, window }
+    Group { name, page_size, num_pages, hosts_drafts: true, layout: Layout::Dense, window, sink: 0 }
 }
 
 fn config(groups: Vec<Group>) -> LedgerConfig {

@@ -8,7 +8,7 @@ const TARGET: usize = 0;
 const WINDOW: usize = 1;
 
 fn group(name: &str, page_size: i64, num_pages: i64, window: Option<i64>) -> Group {
-    Group { name: name.into(), page_size, num_pages, hosts_drafts: false, layout: Layout::Dense, window }
+    Group { name: name.into(), page_size, num_pages, hosts_drafts: false, layout: Layout::Dense, window, sink: 0 }
 }
 
 fn config() -> LedgerConfig {

@@ -15,6 +15,7 @@ fn config() -> LedgerConfig {
         hosts_drafts: false,
         layout: Layout::Dense,
         window: None,
+        sink: 0,
     };
     let draft = Group {
         name: "draft".into(),
@@ -23,6 +24,7 @@ fn config() -> LedgerConfig {
         hosts_drafts: true,
         layout: Layout::Holey,
         window: None,
+        sink: 0,
     };
     let window = Group { name: "window".into(), page_size: 3, num_pages: 60, window: Some(5), ..full.clone() };
     let shapes = vec![Shape::eagle(2, 2, 4).unwrap(), Shape::eagle(1, 1, 2).unwrap()];

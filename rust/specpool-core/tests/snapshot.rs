@@ -4,7 +4,7 @@ use specpool_core::{Error, Group, KvEvent, Layout, Ledger, LedgerConfig, Row, Sh
 
 fn ledger() -> Ledger {
     let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    let group = Group { name, page_size: 4, num_pages: 40, hosts_drafts: true, layout, window };
+    let group = Group { name, page_size: 4, num_pages: 40, hosts_drafts: true, layout, window, sink: 0 };
     Ledger::new(LedgerConfig::new(vec![group], vec![Shape::eagle(3, 1, 4).unwrap()], 3, 60)).unwrap()
 }
 

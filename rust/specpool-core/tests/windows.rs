@@ -15,6 +15,7 @@ fn with_pages(page_size: i64, window: i64, num_pages: i64, sessions: bool) -> Le
         hosts_drafts: false,
         layout: Layout::Dense,
         window: Some(window),
+        sink: 0,
     };
     let mut config = LedgerConfig::new(vec![group], vec![Shape::eagle(1, 1, 2).unwrap()], 2, 60);
     (config.sessions, config.overlap_depth, config.max_chunk) = (sessions, i64::from(sessions), Some(10));
@@ -160,11 +161,11 @@ fn needs_behind_a_window() {
     let geometry = Geometry::new(1, false, Layout::Dense).unwrap();
     let chain = [Shape::NONE, Shape::eagle(1, 1, 2).unwrap()];
     for (max_chunk, pages) in [(1, 10), (4, 10), (5, 11), (10, 16)] {
-        let most = sizing::most_window_pages(geometry, &chain, 6, max_chunk, 1, Policy::Exact);
+        let most = sizing::most_window_pages(geometry, &chain, (6, 0), max_chunk, 1, Policy::Exact);
         assert_eq!(most, Ok(pages), "a chunk of {max_chunk}");
     }
     for (window, max_chunk, depth) in [(0, 1, 0), (1, 0, 0), (1, 1, -1)] {
-        let most = sizing::most_window_pages(geometry, &chain, window, max_chunk, depth, Policy::Exact);
+        let most = sizing::most_window_pages(geometry, &chain, (window, 0), max_chunk, depth, Policy::Exact);
         assert!(matches!(most, Err(Error::Config(_))), "{most:?}");
     }
 }

@@ -14,7 +14,8 @@ pub struct Group(pub specpool_core::Group);
 #[pymethods]
 impl Group {
     #[new]
-    #[pyo3(signature = (name, *, page_size, num_pages, hosts_drafts=false, layout="dense", window=None))]
+    #[pyo3(signature = (name, *, page_size, num_pages, hosts_drafts=false, layout="dense", window=None, sink=ConfigInt(0)),
+        text_signature = "(name, *, page_size, num_pages, hosts_drafts=False, layout='dense', window=None, sink=0)")]
     fn new(
         name: String,
         page_size: ConfigInt,
@@ -22,11 +23,13 @@ impl Group {
         hosts_drafts: bool,
         layout: &str,
         window: Option<ConfigInt>,
+        sink: ConfigInt,
     ) -> PyResult<Self> {
         let layout = self::layout(layout, config_error)?;
         let window = window.map(|number| number.get("window")).transpose()?;
         let (page_size, num_pages) = (page_size.get("page_size")?, num_pages.get("num_pages")?);
-        let spec = specpool_core::Group { name, page_size, num_pages, hosts_drafts, layout, window };
+        let sink = sink.get("sink")?;
+        let spec = specpool_core::Group { name, page_size, num_pages, hosts_drafts, layout, window, sink };
         spec.check().map_err(to_py)?;
         Ok(Self(spec))
     }
@@ -67,11 +70,18 @@ impl Group {
         self.0.window
     }
 
+    #[doc = doc!("Group.sink")]
+    #[getter]
+    fn sink(&self) -> i64 {
+        self.0.sink
+    }
+
     fn __repr__(&self) -> String {
         let flag = if self.0.hosts_drafts { "True" } else { "False" };
         let window = self.0.window.map_or(String::new(), |window| format!(", window={window}"));
+        let sink = if self.0.sink == 0 { String::new() } else { format!(", sink={}", self.0.sink) };
         format!(
-            "Group('{}', page_size={}, num_pages={}, hosts_drafts={flag}, layout='{}'{window})",
+            "Group('{}', page_size={}, num_pages={}, hosts_drafts={flag}, layout='{}'{window}{sink})",
             self.0.name,
             self.0.page_size,
             self.0.num_pages,

@@ -22,6 +22,7 @@ fn of_lanes<'py, T: Copy + numpy::Element>(
     own_positions: Option<&Bound<'py, PyAny>>,
     num_queries: Option<ShapeInt>,
     window: Option<ShapeInt>,
+    sink: ShapeInt,
     visibility: fn(&MaskLanes, usize) -> CoreResult<Vec<T>>,
 ) -> PyResult<MaskArray<'py, T>> {
     let starts = Input::<i32, 1>::new("starts", starts)?;
@@ -61,6 +62,7 @@ fn of_lanes<'py, T: Copy + numpy::Element>(
         own_positions: own_positions.as_ref().map(Input::slice),
         own_width,
         window: window.map(|window| window.get("window")).transpose()?,
+        sink: sink.get("sink")?,
     };
     array(py, visibility(&lanes, columns).map_err(to_py)?, [n, queries, columns])
 }
@@ -68,8 +70,10 @@ fn of_lanes<'py, T: Copy + numpy::Element>(
 #[doc = doc!("attention_mask")]
 #[pyfunction]
 #[pyo3(signature = (
-    starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None
-))]
+    starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None,
+    sink=ShapeInt(0)
+), text_signature = "(starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, \
+    num_queries=None, window=None, sink=0)")]
 pub fn attention_mask<'py>(
     py: Python<'py>,
     starts: &Bound<'py, PyAny>,
@@ -80,16 +84,31 @@ pub fn attention_mask<'py>(
     own_positions: Option<&Bound<'py, PyAny>>,
     num_queries: Option<ShapeInt>,
     window: Option<ShapeInt>,
+    sink: ShapeInt,
 ) -> PyResult<MaskArray<'py, bool>> {
     let visibility = mask::attention_mask;
-    of_lanes(py, starts, q_lens, num_columns, own_mask, q_positions, own_positions, num_queries, window, visibility)
+    of_lanes(
+        py,
+        starts,
+        q_lens,
+        num_columns,
+        own_mask,
+        q_positions,
+        own_positions,
+        num_queries,
+        window,
+        sink,
+        visibility,
+    )
 }
 
 #[doc = doc!("attention_bias")]
 #[pyfunction]
 #[pyo3(signature = (
-    starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None
-))]
+    starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None,
+    sink=ShapeInt(0)
+), text_signature = "(starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, \
+    num_queries=None, window=None, sink=0)")]
 pub fn attention_bias<'py>(
     py: Python<'py>,
     starts: &Bound<'py, PyAny>,
@@ -100,7 +119,20 @@ pub fn attention_bias<'py>(
     own_positions: Option<&Bound<'py, PyAny>>,
     num_queries: Option<ShapeInt>,
     window: Option<ShapeInt>,
+    sink: ShapeInt,
 ) -> PyResult<MaskArray<'py, f32>> {
     let visibility = mask::attention_bias;
-    of_lanes(py, starts, q_lens, num_columns, own_mask, q_positions, own_positions, num_queries, window, visibility)
+    of_lanes(
+        py,
+        starts,
+        q_lens,
+        num_columns,
+        own_mask,
+        q_positions,
+        own_positions,
+        num_queries,
+        window,
+        sink,
+        visibility,
+    )
 }

@@ -166,9 +166,9 @@ pub fn sizing_pages_needed(
 #[doc = doc!("sizing_most_window_pages")]
 #[pyfunction]
 #[pyo3(signature = (shapes, *, window, max_chunk, page_size, overlap_depth=ConfigInt::of(0), policy="exact",
-    hosts_drafts=true, layout="holey"),
+    hosts_drafts=true, layout="holey", sink=ConfigInt::of(0)),
     text_signature = "(shapes, *, window, max_chunk, page_size, overlap_depth=0, policy='exact', hosts_drafts=True, \
-    layout='holey')")]
+    layout='holey', sink=0)")]
 #[expect(clippy::too_many_arguments, reason = "keywords of a Python function")]
 pub fn sizing_most_window_pages(
     shapes: Vec<Shape>,
@@ -179,17 +179,12 @@ pub fn sizing_most_window_pages(
     policy: &str,
     hosts_drafts: bool,
     layout: &str,
+    sink: ConfigInt,
 ) -> PyResult<i64> {
     let shapes: Vec<_> = shapes.into_iter().map(|shape| shape.0).collect();
     let geometry = geometry(page_size.get("page_size")?, hosts_drafts, layout)?;
     let policy = self::policy(policy)?;
-    sizing::most_window_pages(
-        geometry,
-        &shapes,
-        window.get("window")?,
-        max_chunk.get("max_chunk")?,
-        overlap_depth.get("overlap_depth")?,
-        policy,
-    )
-    .map_err(to_py)
+    let (max_chunk, overlap_depth) = (max_chunk.get("max_chunk")?, overlap_depth.get("overlap_depth")?);
+    let kept = (window.get("window")?, sink.get("sink")?);
+    sizing::most_window_pages(geometry, &shapes, kept, max_chunk, overlap_depth, policy).map_err(to_py)
 }

@@ -97,13 +97,20 @@ impl Lane<'_> {
         self.device.facts.groups[group].window.map_or(0, |window| (position - window + 1 - more).max(0))
     }
 
+    /// Checks what a query at `end` sees before it: its window, and the sink.
+    fn check_seen(&self, group: usize, end: i64, of_draft: bool) -> Result<(), Fault> {
+        let start = self.window_start(group, end);
+        self.check_reads(group, 0..self.device.facts.groups[group].sink.min(start), of_draft)?;
+        self.check_reads(group, start..end, of_draft)
+    }
+
     fn read_prefix(&self, end: i64, drafts: bool) -> Result<(), Fault> {
         for group in 0..self.device.facts.groups.len() {
             if self.device.facts.has_target[group] {
-                self.check_reads(group, self.window_start(group, end)..end, false)?;
+                self.check_seen(group, end, false)?;
             }
             if drafts && self.device.facts.groups[group].hosts_drafts {
-                self.check_reads(group, self.window_start(group, end)..end, true)?;
+                self.check_seen(group, end, true)?;
             }
         }
         Ok(())

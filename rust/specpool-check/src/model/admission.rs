@@ -26,14 +26,26 @@ impl Model {
         spec.window.map_or(0, |window| (i64::from(len) - window + 1).max(0) / spec.page_size * spec.page_size)
     }
 
-    /// The columns that must be held for anything to follow `len` tokens.
+    /// Columns of the sink.
+    pub(super) fn sinks(&self, group: usize) -> i64 {
+        let spec = &self.groups[group];
+        (spec.sink + spec.page_size - 1) / spec.page_size
+    }
+
+    /// The columns that must be held for anything to follow `len` tokens, besides the sink.
     pub(super) fn window_columns(&self, group: usize, len: i32) -> std::ops::Range<i64> {
         let page_size = self.groups[group].page_size;
         self.evict_to(group, len) / page_size..(i64::from(len) + page_size - 1) / page_size
     }
 
+    /// All columns that must be held for anything to follow `len` tokens.
+    pub(super) fn needed_columns(&self, group: usize, len: i32) -> Vec<i64> {
+        let window = self.window_columns(group, len);
+        (0..window.end).filter(|column| window.contains(column) || *column < self.sinks(group)).collect()
+    }
+
     fn holds_window(&self, group: usize, held: &Holding, len: i32) -> bool {
-        self.window_columns(group, len).all(|column| held.table.contains_key(&column))
+        self.needed_columns(group, len).iter().all(|column| held.table.contains_key(column))
     }
 
     /// Pages of a copied tail, per group.

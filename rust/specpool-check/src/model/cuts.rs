@@ -14,7 +14,7 @@ impl Model {
         (0..self.groups.len()).all(|group| {
             let held = &self.rows[row].groups[group];
             let on_edge = i64::from(len) % self.groups[group].page_size == 0;
-            let holds_all = self.window_columns(group, len).all(|column| held.has_column(column));
+            let holds_all = self.needed_columns(group, len).iter().all(|&column| held.has_column(column));
             holds_all && (i64::from(len) >= held.protected || on_edge)
         })
     }

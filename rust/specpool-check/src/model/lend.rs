@@ -10,6 +10,11 @@ impl Model {
         self.groups.iter().all(|spec| i64::from(len) % spec.page_size == 0)
     }
 
+    /// Refuses a group with a sink.
+    fn check_no_sink(&self) -> Result<(), Refusal> {
+        if self.groups.iter().any(|spec| spec.sink > 0) { Err(Refusal::Config) } else { Ok(()) }
+    }
+
     fn check_range(&self, row: usize, start: i32, end: i32) -> Result<(), Refusal> {
         let state = &self.rows[row];
         let is_in = 0 <= start && start < end && end <= state.resolved && self.is_edge(start) && self.is_edge(end);
@@ -30,6 +35,7 @@ impl Model {
 
     /// `name` is the ledger's page in a column of the row.
     pub(crate) fn lend(&mut self, row: i32, start: i32, end: i32, name: impl Fn(usize, i64) -> i32) -> Outcome {
+        self.check_no_sink()?;
         let row = self.live(row)?;
         self.check_range(row, start, end)?;
         self.check_final(row, end)?;
@@ -79,6 +85,7 @@ impl Model {
     }
 
     pub(crate) fn rebind(&mut self, row: i32, start: i32, end: i32, pages: &[i32]) -> Outcome {
+        self.check_no_sink()?;
         let row = self.live(row)?;
         self.check_range(row, start, end)?;
         let mut bound = Vec::new();
@@ -113,6 +120,7 @@ impl Model {
     }
 
     pub(crate) fn admit_lent(&mut self, pages: &[i32], len: i32) -> Outcome {
+        self.check_no_sink()?;
         if len < 1 || len > self.max_context_len || !self.is_edge(len) {
             return Err(Refusal::Shape);
         }

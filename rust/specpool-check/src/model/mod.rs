@@ -69,6 +69,8 @@ pub(crate) struct ModelGroup {
     pub(crate) num_pages: usize,
     /// w.
     pub(crate) window: Option<i64>,
+    /// First tokens that every query sees, whatever its window.
+    pub(crate) sink: i64,
     /// The reserve of each shape.
     pub(crate) reserves: Vec<Reserve>,
 }
@@ -268,6 +270,7 @@ impl Model {
                     page_size: group.page_size,
                     num_pages: group.num_pages as usize,
                     window: group.window,
+                    sink: group.sink,
                     reserves: Reserve::for_shapes(geometry, &config.shapes, config.policy, depth).unwrap(),
                 }
             })

@@ -12,7 +12,8 @@ impl Model {
     fn evictions(&self, group: usize, row: usize) -> Vec<(i64, PageId)> {
         let state = &self.rows[row];
         let edge = self.evict_to(group, self.settled(row)) / self.groups[group].page_size;
-        state.groups[group].table.range(..edge).map(|(&column, &page)| (column, page)).collect()
+        let sinks = self.sinks(group);
+        state.groups[group].table.range(sinks..edge.max(sinks)).map(|(&column, &page)| (column, page)).collect()
     }
 
     /// Whether the checkpoint keeps the page at that column.

@@ -12,9 +12,9 @@ impl Model {
         self.check_still(at)?;
         let mut groups = Vec::new();
         for (group, held) in state.groups.iter().enumerate() {
-            let (columns, page_size) = (self.window_columns(group, state.resolved), self.groups[group].page_size);
-            let end = columns.end * page_size;
-            let table = held.table.range(columns).map(|(&column, &page)| (column, page)).collect();
+            let (columns, page_size) = (self.needed_columns(group, state.resolved), self.groups[group].page_size);
+            let end = self.window_columns(group, state.resolved).end * page_size;
+            let table = columns.iter().map(|column| (*column, held.table[column])).collect();
             let evicted = self.evict_to(group, state.resolved);
             let kept = Holding { allocated: end, protected: end, evicted, table, ..Holding::default() };
             self.shared.extend(kept.pages().map(|page| (group, page)));
@@ -32,14 +32,14 @@ impl Model {
             return Err(Refusal::Shape);
         }
         self.check_free_row()?;
-        let columns: Vec<_> = (0..self.groups.len()).map(|group| self.window_columns(group, len)).collect();
-        let need: Vec<usize> = columns.iter().map(|range| (range.end - range.start) as usize).collect();
+        let columns: Vec<_> = (0..self.groups.len()).map(|group| self.needed_columns(group, len)).collect();
+        let need: Vec<usize> = columns.iter().map(Vec::len).collect();
         self.check_pages(&need, &vec![0; self.groups.len()])?;
         let row = self.take_row();
         for (group, columns) in columns.into_iter().enumerate() {
-            let page_size = self.groups[group].page_size;
-            let (allocated, evicted) = (columns.end * page_size, columns.start * page_size);
-            let table = columns.map(|column| (column, self.new_page())).collect();
+            let (page_size, window) = (self.groups[group].page_size, self.window_columns(group, len));
+            let (allocated, evicted) = (window.end * page_size, window.start * page_size);
+            let table = columns.into_iter().map(|column| (column, self.new_page())).collect();
             self.rows[row].groups[group] = Holding { allocated, evicted, table, ..Holding::default() };
         }
         (self.rows[row].resolved, self.rows[row].drafted) = (len, drafted);

@@ -24,6 +24,8 @@ pub struct MaskLanes<'a> {
     pub own_width: usize,
     /// A query sees only positions above its own position minus this.
     pub window: Option<i64>,
+    /// Beside its window, a query sees positions below this.
+    pub sink: i64,
 }
 
 /// `[n, Q, num_columns]`: true where the query sees the column. Padded queries see column 0 only.
@@ -70,6 +72,7 @@ fn visibility<T: Copy>(lanes: &MaskLanes, num_columns: usize, unseen: T, seen: T
             if (from as usize) < start {
                 cells[from as usize..start].fill(seen);
             }
+            cells[..start.min(lanes.sink as usize)].fill(seen);
             match lanes.own_mask {
                 None => cells[start..=start + query].fill(seen),
                 Some(own_mask) => {
@@ -90,7 +93,7 @@ fn visibility<T: Copy>(lanes: &MaskLanes, num_columns: usize, unseen: T, seen: T
             if lanes.window.is_some() {
                 for (j, cell) in cells.iter_mut().skip(start).take(own).enumerate() {
                     let position = lanes.own_positions.map_or((start + j) as i64, |own| i64::from(own[lane * w + j]));
-                    if position < from {
+                    if position < from && position >= lanes.sink {
                         *cell = unseen;
                     }
                 }
@@ -113,6 +116,9 @@ impl MaskLanes<'_> {
         }
         if self.window.is_some_and(|window| window < 1) {
             return Err(Error::Shape(format!("window must be 1 or more, got {}", self.window.unwrap_or(0))));
+        }
+        if self.sink < 0 {
+            return Err(Error::Shape(format!("sink must be 0 or more, got {}", self.sink)));
         }
         if let Some(own_mask) = self.own_mask {
             same_len("own_mask", own_mask.len(), fit("own_mask", &[n, q, w])?)?;

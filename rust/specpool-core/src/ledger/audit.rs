@@ -207,7 +207,6 @@ impl Ledger {
             }
         };
         for row in (0..=self.rows.num_rows()).map(|row| Row(row as i32)) {
-            let held = group.held_columns(row);
             let own = (group.protected[row.at()].max(0) as usize).div_ceil(group.page_size as usize);
             let row_name = || self.rows.describe(row);
             for (column, &cell) in group.table.row(row).iter().enumerate() {
@@ -217,7 +216,7 @@ impl Ledger {
                     let of_row = Finding::of_row(row.at(), Some(at), text);
                     report.push(Finding { page: record.map(|record| record.page), ..of_row });
                 };
-                if !held.contains(&column) {
+                if !group.is_held(row, column) {
                     if cell != 0 {
                         found(format!("{} column {column} of group {name} is page {cell}, beyond its end", row_name()));
                     }
@@ -297,12 +296,14 @@ impl Ledger {
     fn audit_checkpoint(&self, at: usize, row: Row, report: &mut Vec<Finding>) {
         let group = &self.groups[at];
         let needed = group.checkpoint_columns(self.rows.checkpoint(row));
-        let below = group.held_columns(row).start;
-        let is_right = |kept: &Kept| needed.contains(&(kept.column as usize)) && (kept.column as usize) < below;
+        let below = group.bounds(row).start;
+        let is_right = |kept: &Kept| {
+            let column = kept.column as usize;
+            needed.contains(&column) && column < below && !group.is_held(row, column)
+        };
         let kept = group.kept(row);
-        let held = |column: usize| group.held_columns(row).contains(&column);
         let kept_at = |column: usize| kept.iter().any(|kept| kept.column as usize == column);
-        let is_complete = needed.clone().all(|column| held(column) || kept_at(column));
+        let is_complete = needed.clone().all(|column| group.is_held(row, column) || kept_at(column));
         if !kept.iter().all(is_right) || !is_complete || !kept.is_sorted_by_key(|kept| kept.column) {
             let text = format!(
                 "{} in group {}: the checkpoint needs columns {needed:?}, e is at {below}, kept are {kept:?}",

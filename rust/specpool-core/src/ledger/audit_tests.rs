@@ -14,6 +14,7 @@ fn busy() -> (Ledger, Row) {
         hosts_drafts: true,
         layout: Layout::Dense,
         window: None,
+        sink: 0,
     };
     let shapes = vec![Shape::eagle(3, 1, 4).unwrap()];
     let mut config = LedgerConfig::new(vec![group], shapes, 2, 40);
@@ -209,6 +210,7 @@ fn indexed() -> Ledger {
         hosts_drafts: true,
         layout: Layout::Dense,
         window: None,
+        sink: 0,
     };
     let mut ledger = Ledger::new(LedgerConfig::new(vec![group], vec![], 4, 40)).unwrap();
     for (last, salt) in [(8, &b""[..]), (9, b""), (8, b"tenant")] {

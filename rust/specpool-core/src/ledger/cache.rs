@@ -87,7 +87,7 @@ impl Ledger {
     /// ```
     /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
     /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
     /// # let chain = Shape::eagle(3, 1, 4)?;
     /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
     /// # let mut ledger = Ledger::new(config)?;
@@ -177,9 +177,9 @@ impl Ledger {
         }
         self.check_no_copy_into(row, Verb::Index.name())?;
         for (at, group) in self.groups.iter().enumerate() {
-            let held = group.held_columns(row);
-            let last = tokens.len().div_ceil(group.page_size as usize).min(held.end);
-            let checked = group.check_columns(row, held.start.min(last)..last);
+            let bounds = group.bounds(row);
+            let last = tokens.len().div_ceil(group.page_size as usize).min(bounds.end);
+            let checked = group.check_columns(row, group.columns_in(bounds.start, 0..last));
             checked.map_err(|record| self.page_error(at, record))?;
         }
         Ok(())
@@ -283,8 +283,8 @@ impl Ledger {
             let protected = &mut group.protected[row.at()];
             *protected = (*protected).max(end as i32);
             let to = end.div_ceil(group.page_size as usize);
-            let held = group.held_columns(row);
-            for column in held.start..to.min(held.end) {
+            let bounds = group.bounds(row);
+            for column in group.columns_in(bounds.start, 0..to.min(bounds.end)) {
                 group.pool.freeze(Page(group.table.row(row)[column]));
             }
             for at in 0..group.kept(row).len() {
@@ -459,7 +459,7 @@ impl Ledger {
         let shorter = |(at, group): (usize, &GroupState)| {
             group.spec.window?;
             let is_missing = |&column: &usize| hit.page(&self.index, at, column) == Page::SINK;
-            let missing = group.window_columns(hit.len).rev().find(is_missing)?;
+            let missing = group.needed_columns(hit.len).rev().find(is_missing)?;
             Some((missing as i64 * group.page_size) as i32)
         };
         self.groups.iter().enumerate().filter_map(shorter).min()
@@ -470,7 +470,7 @@ impl Ledger {
         let mut starts = with_room(self.groups.len(), "a row")?;
         for (at, group) in self.groups.iter().enumerate() {
             let page = |column: usize| hit.page(&self.index, at, column);
-            starts.push(Self::start(group.page_size, group.evict_to(hit.len), hit.len, page)?);
+            starts.push(Self::start(group, group.evict_to(hit.len), hit.len, page)?);
         }
         Ok(starts)
     }
@@ -586,8 +586,7 @@ impl Ledger {
 /// The row's page at a column of an entry that begins at `start` tokens; page 0 if the row does not hold it.
 fn row_page(row: Row, group: &GroupState, start: usize, column: usize) -> Page {
     let column = start / group.page_size as usize + column;
-    let is_held = group.held_columns(row).contains(&column);
-    if is_held { Page(group.table.row(row)[column]) } else { Page::SINK }
+    if group.is_held(row, column) { Page(group.table.row(row)[column]) } else { Page::SINK }
 }
 
 /// Refuses a salt that is too long.

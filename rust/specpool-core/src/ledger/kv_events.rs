@@ -114,7 +114,7 @@ impl Ledger {
     /// ```
     /// # use specpool_core::{Group, KvEvent, Layout, Ledger, LedgerConfig, Row, Shape};
     /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
     /// # let chain = Shape::eagle(3, 1, 4)?;
     /// # let mut ledger = Ledger::new(LedgerConfig::new(vec![group], vec![chain], 8, 100))?;
     /// ledger.watch_kv()?;
@@ -171,7 +171,7 @@ impl Ledger {
         let changed =
             rows().filter(|&at| feed.cut[at] < feed.told[at] || settled[at] > feed.told[at] || evicted(feed, at));
         let mut events = Vec::new();
-        room(&mut events, changed.count() * (1 + 2 * self.groups.len()) + feed.copies.len(), "KV events")?;
+        room(&mut events, changed.count() * (1 + 3 * self.groups.len()) + feed.copies.len(), "KV events")?;
 
         // What is void comes first: its pages may be those of a commit.
         for at in rows() {
@@ -183,11 +183,12 @@ impl Ledger {
             let told = feed.told[at];
             for (group, (state, was)) in self.groups.iter().zip(&mut feed.evicted).enumerate() {
                 was[at] = was[at].min(told);
-                let (start, end) = (was[at], state.evicted[at].min(told));
+                let end = state.evicted[at].min(told);
+                let start = was[at].max(state.sink_len() as i32);
                 if start < end {
                     events.push(KvEvent::Evict { row, group, start, end });
-                    was[at] = end;
                 }
+                was[at] = was[at].max(end);
             }
         }
         let completed = self.steps.completed();
@@ -202,13 +203,14 @@ impl Ledger {
         for at in rows() {
             let (row, told, end) = (Row(at as i32), feed.told[at], settled[at]);
             for (group, (state, was)) in self.groups.iter().zip(&mut feed.evicted).enumerate() {
-                let now = state.evicted[at];
-                // A cut to a checkpoint brings the window below it back.
-                if now < was[at] {
-                    events.push(KvEvent::Commit { row, group, start: now, end: was[at] });
-                }
-                if told.max(now) < end {
-                    events.push(KvEvent::Commit { row, group, start: told.max(now), end });
+                let (now, sink) = (state.evicted[at], state.sink_len() as i32);
+                // A cut to a checkpoint brings the window below it back. The sink never went.
+                let back = (now.max(sink), was[at]);
+                let gone = if now > sink { now } else { 0 };
+                for (start, end) in [back, (told, sink.min(gone).min(end)), (told.max(gone), end)] {
+                    if start < end {
+                        events.push(KvEvent::Commit { row, group, start, end });
+                    }
                 }
                 was[at] = now;
             }

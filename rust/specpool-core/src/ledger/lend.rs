@@ -9,6 +9,7 @@ use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
 use crate::log::event::Event;
 use crate::memory::{collected, with_room};
+use crate::state::group::GroupState;
 use crate::state::lent_pages::Unnamed;
 use crate::verb::Verb;
 
@@ -21,8 +22,8 @@ impl Ledger {
     /// read-only stays the beginning of the row. O(pages).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Shape`] (unknown row; a bound that is no page edge of every group, or
-    /// past `resolved_len`; an empty range; a gap behind `protected_len`), [`Error::NotReady`] (a step that is not
+    /// In this order, changing nothing: [`Error::Config`] (a group has a sink), [`Error::Shape`] (unknown row; a bound
+    /// that is no page edge of every group, or past `resolved_len`; an empty range; a gap behind `protected_len`), [`Error::NotReady`] (a step that is not
     /// complete writes these pages; a page copy into the row is not finished), [`Error::PageState`] (a page that is
     /// lent already).
     ///
@@ -30,7 +31,7 @@ impl Ledger {
     /// ```
     /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
     /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
     /// # let chain = Shape::eagle(3, 1, 4)?;
     /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
     /// # let mut ledger = Ledger::new(config)?;
@@ -52,6 +53,7 @@ impl Ledger {
     /// ```
     pub fn lend(&mut self, row: Row, start: i32, end: i32) -> Result<()> {
         self.gate()?;
+        self.check_no_sink(Verb::Lend.name())?;
         let row = self.rows.check_live(row.0)?;
         self.check_lendable(Verb::Lend, row, start, end)?;
         for (at, group) in self.groups.iter().enumerate() {
@@ -88,13 +90,14 @@ impl Ledger {
     /// are as in [`Ledger::lend`]. O(pages of the row).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Shape`] (as `lend`; a wrong number of pages; a page where the row
+    /// In this order, changing nothing: [`Error::Config`] as `lend`, [`Error::Shape`] (as `lend`; a wrong number of pages; a page where the row
     /// holds none, or none where it holds one), [`Error::PageState`] (a page that is not lent), [`Error::Shape`] (one
     /// that is named twice; one that the row holds at another position; one without draft KV that the row has: lend the
     /// row's page instead), [`Error::NotReady`]
     /// as `lend`, [`Error::OutOfMemory`].
     pub fn rebind(&mut self, row: Row, start: i32, end: i32, pages: &[i32]) -> Result<()> {
         self.gate()?;
+        self.check_no_sink(Verb::Rebind.name())?;
         let row = self.rows.check_live(row.0)?;
         self.check_range(Verb::Rebind, row, start, end)?;
         self.check_num_pages(Verb::Rebind, end - start, pages.len())?;
@@ -147,12 +150,13 @@ impl Ledger {
     /// window. Draft KV is valid up to the first page that was lent without. O(pages).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Shape`] (`len` is no page edge of every group, or not in
+    /// In this order, changing nothing: [`Error::Config`] as `lend`, [`Error::Shape`] (`len` is no page edge of every group, or not in
     /// `1..=max_context_len`; a wrong number of pages; no page within the window below `len`), [`Error::PageState`] (a
     /// page that is not lent), [`Error::Shape`] (one that is named twice), [`Error::OutOfRows`],
     /// [`Error::OutOfMemory`].
     pub fn admit_lent(&mut self, pages: &[i32], len: i32, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
+        self.check_no_sink("admit_lent")?;
         let (edge, most) = (self.page_edge(), self.max_context_len);
         if len < 1 || len > most || i64::from(len) % edge != 0 {
             return Err(Error::Shape(format!(
@@ -216,6 +220,17 @@ impl Ledger {
     /// As [`Ledger::group_spec`]; [`Error::OutOfMemory`].
     pub fn lent_pages(&self, group: usize) -> Result<Vec<i32>> {
         crate::memory::gathered(self.group(group)?.pool.lent_pages().map(|page| page.0), "the lent pages")
+    }
+
+    /// Refuses a group with a sink: what is lent is the end of a range, and a sink is its beginning.
+    fn check_no_sink(&self, verb: &str) -> Result<()> {
+        match self.groups.iter().find(|group| group.spec.sink > 0) {
+            Some(GroupState { spec, .. }) => Err(Error::Config(format!(
+                "{verb}: the pages of a group with a sink cannot be lent, group {} has a sink of {}",
+                spec.name, spec.sink
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// Columns of `len` tokens in the group.

@@ -73,8 +73,8 @@ impl Ledger {
                 for lens in lengths {
                     word(lens[row.at()] as u64);
                 }
-                for &page in &group.table.row(row)[group.held_columns(row)] {
-                    word(names.name(at, page));
+                for column in group.held_columns(row) {
+                    word(names.name(at, group.table.row(row)[column]));
                 }
                 for kept in group.kept(row) {
                     word(u64::from(kept.column));

@@ -91,7 +91,7 @@ impl Ledger {
     /// ```
     /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
     /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
     /// # let chain = Shape::eagle(3, 1, 4)?;
     /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
     /// # let mut ledger = Ledger::new(config)?;
@@ -148,7 +148,7 @@ impl Ledger {
             let Some(window) = group.spec.window else { return all };
             let chunk = self.max_chunk.min(lo).into();
             let ahead = sizing::most_ahead(&group.reserves, &self.shapes, chunk, self.overlap_depth.into());
-            all.min(sizing::window_pages(group.page_size, window, ahead))
+            all.min(sizing::window_pages(group.page_size, window, group.spec.sink, ahead))
         };
         Ok(self.groups.iter().map(pages).collect())
     }
@@ -167,7 +167,7 @@ impl Ledger {
     /// ```
     /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
     /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
     /// # let chain = Shape::eagle(3, 1, 4)?;
     /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
     /// # let mut ledger = Ledger::new(config)?;

@@ -220,7 +220,8 @@ impl Ledger {
         Ok(&self.group(group)?.protected)
     }
 
-    /// `int32 [num_rows + 1]`: e, slots below the row's window that were given back in the group; a multiple of P.
+    /// `int32 [num_rows + 1]`: e, slots below the row's window that were given back in the group, all but those of the
+    /// sink; a multiple of P.
     ///
     /// # Errors
     /// As [`Ledger::group_spec`].

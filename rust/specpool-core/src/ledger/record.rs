@@ -157,6 +157,7 @@ mod tests {
             hosts_drafts: false,
             layout: Layout::Dense,
             window: None,
+            sink: 0,
         };
         let mut config = LedgerConfig::new(vec![group], vec![], 3, 40);
         config.digest = true;

@@ -8,8 +8,8 @@ use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, ceil_align};
 use crate::log::event::Event;
-use crate::memory::{collected, copied, room, with_room};
-use crate::state::group::GroupState;
+use crate::memory::{copied, room, with_room};
+use crate::state::group::{Columns, GroupState};
 use crate::state::page_copy::{PageCopy, TailCopy};
 use crate::state::step::{StepKind, StepRecord};
 use crate::verb::Verb;
@@ -28,9 +28,9 @@ pub(crate) struct Prefix {
 /// A prefix's pages in one group.
 #[derive(Debug, Clone)]
 pub(crate) struct PrefixPages {
-    /// e: slots below it are not held.
+    /// e: slots below it are not held, except the sink's.
     pub(super) evicted: i32,
-    /// The pages of the columns from e on.
+    /// The pages of the sink's columns below e, and of the columns from e on.
     pub(crate) held: Vec<Page>,
 }
 
@@ -74,7 +74,7 @@ impl Ledger {
     /// ```
     /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
     /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
     /// # let chain = Shape::eagle(3, 1, 4)?;
     /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
     /// # let mut ledger = Ledger::new(config)?;
@@ -120,7 +120,7 @@ impl Ledger {
         self.check_no_copy_into(row, Verb::PinPrefix.name())?;
         for group in &self.groups {
             let (evicted, needed) = (i64::from(group.evicted[at]), group.evict_to(length));
-            if evicted > needed && !group.window_columns(length).is_empty() {
+            if group.lacks_window(evicted, length) {
                 return Err(Error::NotReady(format!(
                     "pin_prefix of {} in group {}: the window below {length} needs the slots from {needed} on, held \
                      are those from {evicted} on",
@@ -133,8 +133,9 @@ impl Ledger {
         for group in &self.groups {
             let evicted = i64::from(group.evicted[at]).min(group.evict_to(length));
             let columns = group.columns(evicted, end(group.page_size).into());
-            let row = &group.table.row(row)[columns];
-            let held = collected(row.iter().map(|&page| Page(page)), "the pages of a prefix")?;
+            let row = group.table.row(row);
+            let columns = group.columns_in(columns.start, 0..columns.end);
+            let held = pages_of(columns, |column| Page(row[column]), "the pages of a prefix")?;
             pages.push(PrefixPages { evicted: evicted as i32, held });
         }
         for (at, group) in pages.iter().enumerate() {
@@ -190,7 +191,7 @@ impl Ledger {
     /// ```
     /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
     /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
     /// # let chain = Shape::eagle(3, 1, 4)?;
     /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
     /// # let mut ledger = Ledger::new(config)?;
@@ -218,8 +219,8 @@ impl Ledger {
         }
         let mut starts = with_room(self.groups.len(), "a row")?;
         for (group, pages) in self.groups.iter().zip(&found.pages) {
-            let (window, held) = (group.window_columns(len), i64::from(pages.evicted));
-            if held > group.evict_to(len) && !window.is_empty() {
+            let held = i64::from(pages.evicted);
+            if group.lacks_window(held, len) {
                 return Err(Error::NotReady(format!(
                     "admit on prefix {prefix} in group {}: the window below {len} needs the slots from {} on, held \
                      are those from {held} on",
@@ -229,8 +230,9 @@ impl Ledger {
             }
             let evicted = held.min(group.evict_to(len));
             let first = (held / group.page_size) as usize;
-            let page = |column: usize| pages.held[column - first];
-            starts.push(Self::start(group.page_size, evicted, len, page)?);
+            let sinks = group.columns_in(first, 0..first).count();
+            let page = |column: usize| pages.held[if column < sinks { column } else { column - first + sinks }];
+            starts.push(Self::start(group, evicted, len, page)?);
         }
         let row = self.new_row(starts, (len, drafted.min(len)), tag, 0, Verb::Admit)?;
         self.note(&Event::Admit { prefix, len, row, tag });
@@ -249,7 +251,7 @@ impl Ledger {
     /// ```
     /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
     /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
     /// # let chain = Shape::eagle(3, 1, 4)?;
     /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
     /// # let mut ledger = Ledger::new(config)?;
@@ -274,7 +276,7 @@ impl Ledger {
         for (group_at, group) in self.groups.iter().enumerate() {
             let evicted = i64::from(group.evicted[at]);
             let row = group.table.row(parent);
-            let start = Self::start(group.page_size, evicted, len, |column| Page(row[column]))?;
+            let start = Self::start(group, evicted, len, |column| Page(row[column]))?;
             self.check_pages_of(group_at, parent, &start.shared)?;
             starts.push(start);
         }
@@ -288,11 +290,11 @@ impl Ledger {
     }
 
     /// What a row of `len` tokens starts with; `page` returns the page of a column.
-    pub(super) fn start(page_size: i64, evicted: i64, len: i32, page: impl Fn(usize) -> Page) -> Result<Start> {
-        let whole = i64::from(len) / page_size;
-        let columns = (evicted / page_size) as usize..whole as usize;
-        let shared = collected(columns.map(&page), "the pages of a row")?;
-        let tail = (i64::from(len) % page_size != 0).then(|| page(whole as usize));
+    pub(super) fn start(group: &GroupState, evicted: i64, len: i32, page: impl Fn(usize) -> Page) -> Result<Start> {
+        let whole = (i64::from(len) / group.page_size) as usize;
+        let columns = group.columns_in((evicted / group.page_size) as usize, 0..whole);
+        let shared = pages_of(columns, &page, "the pages of a row")?;
+        let tail = (i64::from(len) % group.page_size != 0).then(|| page(whole));
         Ok(Start { evicted: evicted as i32, shared, tail })
     }
 
@@ -335,10 +337,10 @@ impl Ledger {
             }
             let group = &mut self.groups[at];
             let first = (i64::from(start.evicted) / group.page_size) as usize;
-            for (column, &page) in start.shared.iter().enumerate() {
-                group.set(row, first + column, page);
-            }
             let whole = i64::from(len) / group.page_size * group.page_size;
+            for (column, &page) in group.columns_in(first, 0..(whole / group.page_size) as usize).zip(&start.shared) {
+                group.set(row, column, page);
+            }
             group.evicted[row.at()] = start.evicted;
             group.protected[row.at()] = whole as i32;
             group.allocated[row.at()] = whole as i32;
@@ -425,6 +427,13 @@ impl Ledger {
     pub(crate) fn prefix_holders(&self, group: usize) -> impl Iterator<Item = Page> + '_ {
         self.prefixes.iter().flat_map(move |(_, prefix)| prefix.pages[group].held.iter().copied())
     }
+}
+
+/// The pages of the columns.
+pub(super) fn pages_of(columns: Columns, page: impl Fn(usize) -> Page, what: &'static str) -> Result<Vec<Page>> {
+    let mut pages = with_room(columns.clone().count(), what)?;
+    pages.extend(columns.map(page));
+    Ok(pages)
 }
 
 #[cfg(test)]

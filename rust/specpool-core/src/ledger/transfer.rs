@@ -5,17 +5,20 @@
 //! [`Ledger::admit_on`]. An import is a row on pages of its own, whose contents the caller brings.
 
 use super::Ledger;
-use super::share::{Prefix, PrefixPages};
+use super::share::{Prefix, PrefixPages, pages_of};
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, ceil_align};
 use crate::log::event::Event;
-use crate::memory::{collected, room, with_room};
+use crate::memory::{room, with_room};
 use crate::verb::Verb;
 
 /// The pages of a prefix in one group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PrefixRun<'a> {
-    /// The column of the first page. What lies before it is below the window.
+    /// The first pages of `pages` that are of the group's sink: their columns are 0, 1, and so on. 0 without a sink, and
+    /// if the window reaches back to the sink.
+    pub num_sinks: usize,
+    /// The column of the first other page. What lies before it is below the window.
     pub first_column: usize,
     /// One page for each column.
     pub pages: &'a [Page],
@@ -35,7 +38,7 @@ impl Ledger {
     /// ```
     /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
     /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window };
+    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
     /// # let chain = Shape::eagle(3, 1, 4)?;
     /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
     /// # let mut ledger = Ledger::new(config.clone())?;
@@ -69,8 +72,8 @@ impl Ledger {
         self.check_give_back(row)?;
         let mut pages = with_room(self.groups.len(), "an export")?;
         for (group_at, group) in self.groups.iter().enumerate() {
-            let cells = &group.table.row(row)[group.window_columns(len)];
-            let held = collected(cells.iter().map(|&page| Page(page)), "the pages of an export")?;
+            let cells = group.table.row(row);
+            let held = pages_of(group.needed_columns(len), |column| Page(cells[column]), "the pages of an export")?;
             self.check_pages_of(group_at, row, &held)?;
             pages.push(PrefixPages { evicted: group.evict_to(len) as i32, held });
         }
@@ -107,7 +110,7 @@ impl Ledger {
         }
         let row = self.next_free_row()?;
         for at in 0..self.groups.len() {
-            let (need, pool) = (self.groups[at].window_columns(len).len(), &self.groups[at].pool);
+            let (need, pool) = (self.groups[at].needed_columns(len).count(), &self.groups[at].pool);
             if need > pool.num_free() + pool.num_cached() {
                 return Err(self.out_of_pages(at, need, pool.num_free()));
             }
@@ -115,16 +118,18 @@ impl Ledger {
         self.recorder.make_room(0, tag)?;
         let kept = self.rows.make_room(tag)?;
         for group in &mut self.groups {
-            let need = group.window_columns(len).len();
+            let need = group.needed_columns(len).count();
             group.make_room(need, need)?;
         }
         let step = self.steps.next();
         self.rows.admit(kept, step);
         for at in 0..self.groups.len() {
-            self.evict_cached(at, self.groups[at].window_columns(len).len(), Verb::ImportRow);
+            self.evict_cached(at, self.groups[at].needed_columns(len).count(), Verb::ImportRow);
             let group = &mut self.groups[at];
-            let first = group.evict_to(len) as i32;
-            (group.evicted[row.at()], group.allocated[row.at()], group.protected[row.at()]) = (first, first, 0);
+            let first = group.evict_to(len);
+            (group.allocated[row.at()], group.protected[row.at()]) = (0, 0);
+            group.grow(row, group.sink_len().min(first), step, Verb::ImportRow)?;
+            (group.evicted[row.at()], group.allocated[row.at()]) = (first as i32, first as i32);
             let end = ceil_align(len.into(), group.page_size);
             group.grow(row, end, step, Verb::ImportRow)?;
         }
@@ -139,9 +144,11 @@ impl Ledger {
     /// # Errors
     /// [`Error::Shape`] when there is no such prefix, or no such group.
     pub fn prefix_pages(&self, prefix: u64, group: usize) -> Result<PrefixRun<'_>> {
-        let (pages, page_size) = (&self.prefix(prefix)?.pages, self.group(group)?.page_size);
+        let (pages, state) = (&self.prefix(prefix)?.pages, self.group(group)?);
         let PrefixPages { evicted, held } = &pages[group];
-        Ok(PrefixRun { first_column: (i64::from(*evicted) / page_size) as usize, pages: held })
+        let first_column = (i64::from(*evicted) / state.page_size) as usize;
+        let num_sinks = state.columns_in(first_column, 0..first_column).count();
+        Ok(PrefixRun { num_sinks, first_column, pages: held })
     }
 
     /// Below this, a prefix or an export has draft KV. O(1).

@@ -16,6 +16,10 @@ pub(crate) const BLOCK_MAGIC: [u8; 8] = *b"\x89SPBLK\r\n";
 /// The format that this version writes and reads.
 pub(crate) const VERSION: u64 = 1;
 
+/// Bits of a group's flags.
+const IS_HOLEY: u8 = 1;
+const HAS_SINK: u8 = 2;
+
 /// `[magic][version][length][body][checksum]`.
 pub(crate) fn encode(config: &LedgerConfig) -> Vec<u8> {
     head(MAGIC, |body| put_config(body, config))
@@ -58,8 +62,12 @@ fn put_config(out: &mut Vec<u8>, config: &LedgerConfig) {
         put_setting(out, group.page_size);
         put_setting(out, group.num_pages);
         out.push(group.hosts_drafts.into());
-        out.push((group.layout == Layout::Holey).into());
+        let holey = if group.layout == Layout::Holey { IS_HOLEY } else { 0 };
+        out.push(holey | if group.sink > 0 { HAS_SINK } else { 0 });
         put_optional(out, group.window);
+        if group.sink > 0 {
+            put_setting(out, group.sink);
+        }
     }
     put_varint(out, config.shapes.len() as u64);
     for shape in &config.shapes {
@@ -120,14 +128,15 @@ pub(crate) fn decode(body: &[u8]) -> Decoded<(String, LedgerConfig)> {
 
 fn config(input: &mut Bytes<'_>) -> Decoded<LedgerConfig> {
     let groups = list(input, |input| {
-        Ok(Group {
-            name: input.text()?,
-            page_size: setting(input)?,
-            num_pages: setting(input)?,
-            hosts_drafts: input.flag()?,
-            layout: if input.flag()? { Layout::Holey } else { Layout::Dense },
-            window: optional(input)?,
-        })
+        let (name, page_size, num_pages) = (input.text()?, setting(input)?, setting(input)?);
+        let (hosts_drafts, flags) = (input.flag()?, input.byte()?);
+        if flags & !(IS_HOLEY | HAS_SINK) != 0 {
+            return Err(format!("a group has flags of {flags}"));
+        }
+        let layout = if flags & IS_HOLEY == 0 { Layout::Dense } else { Layout::Holey };
+        let window = optional(input)?;
+        let sink = if flags & HAS_SINK == 0 { 0 } else { setting(input)? };
+        Ok(Group { name, page_size, num_pages, hosts_drafts, layout, window, sink })
     })?;
     let shapes = list(input, |input| {
         let mut field = || u32::try_from(input.varint()?).map_err(|_| "a shape is out of range".to_owned());

@@ -18,7 +18,7 @@ use crate::state::step::Plan;
 /// use specpool_core::{Group, Layout, Ledger, LedgerConfig, Replay};
 ///
 /// let group =
-///     Group { name: "kv".into(), page_size: 4, num_pages: 64, hosts_drafts: false, layout: Layout::Dense, window: None };
+///     Group { name: "kv".into(), page_size: 4, num_pages: 64, hosts_drafts: false, layout: Layout::Dense, window: None, sink: 0 };
 /// let path = std::env::temp_dir().join(format!("specpool-doc-{}.log", std::process::id()));
 /// let mut ledger = Ledger::recorded(LedgerConfig::new(vec![group], vec![], 2, 100), &path, 1 << 20)?;
 /// let row = ledger.admit(Some("request-1"))?;

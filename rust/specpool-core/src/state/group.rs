@@ -7,6 +7,8 @@
 //!   [0, e/P) evicted: 0 in the table; of these a session's checkpoint may keep some, outside the table
 //!   [e/P, p/P) shared, read-only | [p/P, a/P) the row's own | [a/P, ..) 0
 //! ```
+//!
+//! The columns of a sink, `[0, ceil(sink/P))`, are never evicted.
 
 use crate::check::in_range;
 use crate::digest::Digest;
@@ -37,6 +39,9 @@ pub struct Group {
     /// w: a query sees only the last `w` positions, its own included (sliding-window layers); `None`: it sees all of
     /// them.
     pub window: Option<i64>,
+    /// Beside its window, a query sees the first `sink` positions (attention sinks). Only a group with a window has
+    /// them; 0: none.
+    pub sink: i64,
 }
 
 impl Group {
@@ -59,6 +64,12 @@ impl Group {
             && let Err(error) = in_range("window", window, 1, i32::MAX.into())
         {
             return refuse(error.to_string());
+        }
+        if let Err(error) = in_range("sink", self.sink, 0, i32::MAX.into()) {
+            return refuse(error.to_string());
+        }
+        if self.sink > 0 && self.window.is_none() {
+            return refuse(format!("sink {} needs a window: without one a query sees all positions", self.sink));
         }
         let (limit, slots) = (1_i128 << 31, (i128::from(self.num_pages) + 1) * i128::from(self.page_size));
         if slots > limit {
@@ -110,6 +121,8 @@ pub(crate) struct GroupState {
     pub(crate) page_size: i64,
     /// w; in a full group a number longer than any row.
     window: i64,
+    /// Columns of the sink, which no row gives up.
+    sinks: usize,
     /// Slots of a row, a multiple of `page_size`.
     pub(crate) row_width: i64,
     /// The reserve of each shape.
@@ -129,6 +142,9 @@ pub(crate) struct GroupState {
     num_kept: usize,
 }
 
+/// Columns of a row, ascending: those of the sink, then those from e on.
+pub(crate) type Columns = std::iter::Chain<std::ops::Range<usize>, std::ops::Range<usize>>;
+
 type Held = std::result::Result<(), PageRecord>;
 
 impl GroupState {
@@ -140,6 +156,12 @@ impl GroupState {
             return Err(refuse(format!(
                 "window {window} must be at most max_context_len {}: a longer one hides nothing, leave it out",
                 sizes.max_context_len
+            )));
+        }
+        if let Some(window) = spec.window.filter(|window| spec.sink > sizes.max_context_len - window) {
+            return Err(refuse(format!(
+                "sink {} + window {window} must be at most max_context_len {}: longer ones hide nothing, leave them out",
+                spec.sink, sizes.max_context_len
             )));
         }
         let geometry = spec.geometry()?;
@@ -178,6 +200,7 @@ impl GroupState {
         Ok(Self {
             page_size,
             window: spec.window.unwrap_or(1 << 40),
+            sinks: ceil_div(spec.sink, page_size) as usize,
             row_width,
             reserves,
             pool: PagePool::new(num_pages)?,
@@ -198,10 +221,33 @@ impl GroupState {
         if below <= 0 { 0 } else { below / self.page_size * self.page_size }
     }
 
-    /// Columns that a row of `len` tokens must hold to go on from there: its window, and the page of its last token if
-    /// that page is partly filled.
+    /// Columns that a row of `len` tokens must hold to go on from there, besides the sink: its window, and the page of
+    /// its last token if that page is partly filled.
     pub(crate) fn window_columns(&self, len: i32) -> std::ops::Range<usize> {
         self.columns(self.evict_to(len), ceil_align(len.into(), self.page_size))
+    }
+
+    /// All columns that a row of `len` tokens must hold to go on from there.
+    pub(crate) fn needed_columns(&self, len: i32) -> Columns {
+        let window = self.window_columns(len);
+        self.columns_in(window.start, 0..window.end)
+    }
+
+    /// The columns of a range that are held if all below `evicted` left, except the sink.
+    pub(crate) fn columns_in(&self, evicted: usize, columns: std::ops::Range<usize>) -> Columns {
+        let std::ops::Range { start, end } = columns;
+        (start..self.sinks.min(evicted).min(end)).chain(evicted.max(start)..end)
+    }
+
+    /// Whether a holder of every column but those of `[sink, evicted)` lacks a part of the window below `len`.
+    pub(crate) fn lacks_window(&self, evicted: i64, len: i32) -> bool {
+        let window = self.window_columns(len);
+        window.start.max(self.sinks) < window.end.min((evicted / self.page_size) as usize)
+    }
+
+    /// Slots of the sink, whole pages.
+    pub(crate) fn sink_len(&self) -> i64 {
+        self.sinks as i64 * self.page_size
     }
 
     /// Columns of the slots `[from, to)`, multiples of P.
@@ -210,15 +256,28 @@ impl GroupState {
         (from as u32 / page_size) as usize..(to as u32 / page_size) as usize
     }
 
-    /// Columns of the row that are in the table.
-    pub(crate) fn held_columns(&self, row: Row) -> std::ops::Range<usize> {
+    /// `e / P` and `a / P` of the row.
+    pub(crate) fn bounds(&self, row: Row) -> std::ops::Range<usize> {
         self.columns(self.evicted[row.at()].into(), self.allocated[row.at()].into())
     }
 
-    /// Columns of the tokens `[start, end)` that are in the table; the bounds are page edges below `allocated_len`.
+    /// Columns of the row that are in the table.
+    pub(crate) fn held_columns(&self, row: Row) -> Columns {
+        let bounds = self.bounds(row);
+        self.columns_in(bounds.start, 0..bounds.end)
+    }
+
+    /// Whether the column of the row is in the table.
+    pub(crate) fn is_held(&self, row: Row, column: usize) -> bool {
+        let bounds = self.bounds(row);
+        column < bounds.end && (column >= bounds.start || column < self.sinks)
+    }
+
+    /// Columns of the tokens `[start, end)` that are in the table of a group without a sink; the bounds are page edges
+    /// below `allocated_len`.
     pub(crate) fn clamped_columns(&self, row: Row, start: i32, end: i32) -> std::ops::Range<usize> {
         let columns = self.columns(start.into(), end.into());
-        self.held_columns(row).start.clamp(columns.start, columns.end)..columns.end
+        self.bounds(row).start.clamp(columns.start, columns.end)..columns.end
     }
 
     pub(crate) fn kept(&self, row: Row) -> &[Kept] {
@@ -227,7 +286,7 @@ impl GroupState {
 
     /// The page of a column, in the table or kept by the row's checkpoint.
     fn page_of(&self, row: Row, column: usize) -> Option<Page> {
-        if self.held_columns(row).contains(&column) {
+        if self.is_held(row, column) {
             return Some(Page(self.table.row(row)[column]));
         }
         let kept = self.kept(row);
@@ -255,9 +314,8 @@ impl GroupState {
     /// checkpoint's pages outside it were evicted by a prepare, and a prepare ends the idle time.
     pub(crate) fn set_idle(&mut self, row: Row, is_idle: bool) {
         let count = if is_idle { PagePool::rest } else { PagePool::wake };
-        let held = self.held_columns(row);
-        for &page in self.table.row(row).get(held).unwrap_or_default() {
-            count(&mut self.pool, Page(page));
+        for column in self.held_columns(row) {
+            self.table.row(row).get(column).iter().for_each(|&&page| count(&mut self.pool, Page(page)));
         }
     }
 
@@ -276,10 +334,10 @@ impl GroupState {
         if self.window == 1 {
             return missing as i32 * page_size; // A page edge, where the window is empty.
         }
-        // A shorter length needs its last page. Below e, only a checkpoint keeps that page.
+        // A shorter length needs its last page. Below e, only a checkpoint keeps that page, or the sink has it.
         let kept = self.kept(row);
         match kept.partition_point(|kept| (kept.column as usize) < missing) {
-            0 => 0,
+            0 => self.sink_len() as i32,
             below => (kept[below - 1].column as i32 + 1) * page_size,
         }
     }
@@ -340,15 +398,14 @@ impl GroupState {
     }
 
     /// Whether the row holds every page of these columns of the table.
-    pub(crate) fn check_columns(&self, row: Row, mut columns: std::ops::Range<usize>) -> Held {
+    pub(crate) fn check_columns(&self, row: Row, mut columns: impl Iterator<Item = usize>) -> Held {
         columns.try_for_each(|column| self.pool.check_held(Page(self.table.row(row)[column]), row))
     }
 
     /// Whether the row holds every page that a cut to `len` would drop.
     pub(crate) fn check_cut(&self, row: Row, len: i32) -> Held {
-        let held = self.held_columns(row);
-        let first = (ceil_div(len.into(), self.page_size) as usize).max(held.start);
-        self.check_columns(row, first..held.end)?;
+        let (bounds, first) = (self.bounds(row), ceil_div(len.into(), self.page_size) as usize);
+        self.check_columns(row, self.columns_in(bounds.start, first..bounds.end))?;
         self.kept(row).iter().try_for_each(|kept| self.pool.check_held(kept.page, row))
     }
 
@@ -365,8 +422,8 @@ impl GroupState {
 
     /// Takes the row's pages from `to` slots on, last first, so that an undone claim leaves the pool as it was.
     pub(crate) fn shrink(&mut self, row: Row, to: i64, fence: Fence, verb: Verb) -> Held {
-        let held = self.held_columns(row);
-        for column in (((to / self.page_size) as usize).max(held.start)..held.end).rev() {
+        let (bounds, first) = (self.bounds(row), (to / self.page_size) as usize);
+        for column in self.columns_in(bounds.start, first..bounds.end).rev() {
             self.drop_column(row, column, fence, verb)?;
         }
         self.allocated[row.at()] = self.allocated[row.at()].min(to as i32);
@@ -375,10 +432,11 @@ impl GroupState {
 
     /// Columns that leave the table when e rises to `to`.
     pub(crate) fn evicted_columns(&self, row: Row, to: i64) -> std::ops::Range<usize> {
-        self.columns(self.evicted[row.at()].into(), to.max(self.evicted[row.at()].into()))
+        let from = i64::from(self.evicted[row.at()]).max(self.sink_len());
+        self.columns(from, to.max(from))
     }
 
-    /// The columns that the row's checkpoint of `checkpoint` tokens holds.
+    /// The columns that the row's checkpoint of `checkpoint` tokens holds, besides the sink.
     pub(crate) fn checkpoint_columns(&self, checkpoint: Option<i32>) -> std::ops::Range<usize> {
         checkpoint.map_or(0..0, |len| self.window_columns(len))
     }
@@ -461,7 +519,7 @@ impl GroupState {
     /// A copy for a snapshot. It has no delta, and cells that hold nothing are not touched.
     pub(crate) fn try_clone(&self) -> Result<Self> {
         let what = "lengths of a group";
-        let columns = |row: Row| self.held_columns(row).end;
+        let columns = |row: Row| self.bounds(row).end;
         Ok(Self {
             spec: self.spec.clone(),
             reserves: memory::copied(&self.reserves, "the reserves of a group")?,
@@ -499,7 +557,8 @@ impl GroupState {
         for at in 1..self.allocated.len() {
             let row = Row(at as i32);
             // Lengths that were written behind the ledger's back are reported by the audit and must not panic here.
-            digest.ints(self.table.row(row).get(self.held_columns(row)).unwrap_or_default());
+            let held = self.held_columns(row).filter_map(|column| self.table.row(row).get(column));
+            digest.numbers(held.copied());
             for kept in self.kept(row) {
                 digest.ints(&[i64::from(kept.column), i64::from(kept.page.0)]);
             }
@@ -515,10 +574,11 @@ fn least_pages(spec: &Group, sizes: &Sizes<'_>, reserves: &[Reserve], row_width:
     let Some(window) = spec.window else { return row };
     let ahead = sizing::most_ahead(reserves, sizes.shapes, sizes.max_chunk, sizes.overlap_depth);
     let checkpoint = if sizes.sessions { ceil_div(window - 1, page_size) + 1 } else { 0 };
-    let pages = sizing::window_pages(page_size, window, ahead) + checkpoint;
+    let pages = sizing::window_pages(page_size, window, spec.sink, ahead) + checkpoint;
     if pages >= row.0 {
         return row; // Every page of a row has its own column.
     }
     let kept = if sizes.sessions { format!(" and the {checkpoint} pages of a checkpoint") } else { String::new() };
-    (pages, format!("a window of {window} with {ahead} slots ahead{kept}"))
+    let sink = if spec.sink > 0 { format!("a sink of {} and ", spec.sink) } else { String::new() };
+    (pages, format!("{sink}a window of {window} with {ahead} slots ahead{kept}"))
 }

@@ -268,29 +268,30 @@ pub(crate) fn most_ahead(reserves: &[Reserve], shapes: &[Shape], max_chunk: i64,
     max_chunk.max(reserve)
 }
 
-/// The most pages of a row that keeps a window and claims `ahead` slots beyond its `resolved_len`.
-pub(crate) fn window_pages(page_size: i64, window: i64, ahead: i64) -> i64 {
-    ceil_div(window - 1 + ahead, page_size) + 1
+/// The most pages of a row that keeps a window and a sink and claims `ahead` slots beyond its `resolved_len`.
+pub(crate) fn window_pages(page_size: i64, window: i64, sink: i64, ahead: i64) -> i64 {
+    ceil_div(sink, page_size) + ceil_div(window - 1 + ahead, page_size) + 1
 }
 
-/// The most pages of a window group that a row of any length holds, whatever rounds of these shapes it runs and
-/// however many of them are in flight (docs/contract.md, Geometry and groups).
+/// The most pages of a group with this window and sink that a row of any length holds, whatever rounds of these shapes
+/// it runs and however many of them are in flight (docs/contract.md, Geometry and groups).
 ///
 /// # Errors
 /// [`Error::Config`] when a number is out of range.
 pub fn most_window_pages(
     geometry: Geometry,
     shapes: &[Shape],
-    window: i64,
+    (window, sink): (i64, i64),
     max_chunk: i64,
     overlap_depth: i64,
     policy: Policy,
 ) -> Result<i64> {
     in_range("window", window, 1, MAX_LEN)?;
+    in_range("sink", sink, 0, MAX_LEN)?;
     in_range("max_chunk", max_chunk, 1, MAX_LEN)?;
     in_range("overlap_depth", overlap_depth, 0, MAX_COUNT)?;
     let reserves = Reserve::for_shapes(geometry, shapes, policy, overlap_depth)?;
-    Ok(window_pages(geometry.page_size, window, most_ahead(&reserves, shapes, max_chunk, overlap_depth)))
+    Ok(window_pages(geometry.page_size, window, sink, most_ahead(&reserves, shapes, max_chunk, overlap_depth)))
 }
 
 /// `ceil_align(max(allocated, need), page_size)`.

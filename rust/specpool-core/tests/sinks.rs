@@ -1,0 +1,181 @@
+//! Sinks: a group with a window keeps the pages of a row's first tokens, whatever the window has passed.
+
+use specpool_core::{Error, Group, KvEvent, Layout, Ledger, LedgerConfig, Replay, Row, Shape};
+
+/// Pages of 2 slots, a window of 3 and a sink of 3 tokens, which are two pages.
+fn config() -> LedgerConfig {
+    let group = Group {
+        name: "draft".into(),
+        page_size: 2,
+        num_pages: 40,
+        hosts_drafts: true,
+        layout: Layout::Dense,
+        window: Some(3),
+        sink: 3,
+    };
+    let mut config = LedgerConfig::new(vec![group], vec![Shape::eagle(1, 1, 2).unwrap()], 3, 60);
+    (config.sessions, config.max_chunk) = (true, Some(10));
+    config
+}
+
+fn ledger() -> Ledger {
+    Ledger::new(config()).unwrap()
+}
+
+fn extend(ledger: &mut Ledger, row: Row, lens: &[i32]) {
+    for &len in lens {
+        let step = ledger.prepare_extend(&[row.0], &[len], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        ledger.complete(step).unwrap();
+        ledger.check().unwrap();
+    }
+}
+
+/// A row of 14 tokens, of which the slots 4 to 9 are gone: its window began at 10 - 2 = 8 when it had 10.
+fn slid(ledger: &mut Ledger) -> Row {
+    let row = ledger.admit(None).unwrap();
+    extend(ledger, row, &[10, 12, 14]);
+    row
+}
+
+/// The columns in which the row holds a page.
+fn columns(ledger: &Ledger, row: Row) -> Vec<usize> {
+    let cells = ledger.page_table(0).unwrap().row(row);
+    (0..cells.len()).filter(|&column| cells[column] != 0).collect()
+}
+
+#[test]
+fn the_first_pages_stay_and_a_cut_goes_back_to_them() {
+    let mut ledger = ledger();
+    let row = slid(&mut ledger);
+    assert_eq!(columns(&ledger, row), [0, 1, 5, 6]);
+    assert_eq!(ledger.evicted_len(0).unwrap()[row.at()], 10);
+    assert_eq!(ledger.trim(row, 9).unwrap(), 4, "the window below 9 is gone, the one below 4 is the sink");
+    assert_eq!((columns(&ledger, row), ledger.evicted_len(0).unwrap()[row.at()]), (vec![0, 1], 2));
+    ledger.check().unwrap();
+    extend(&mut ledger, row, &[6, 9]);
+    ledger.trim(row, 1).unwrap();
+    assert_eq!(columns(&ledger, row), [0]);
+    ledger.check().unwrap();
+}
+
+#[test]
+fn a_row_of_any_length_holds_no_more_than_it_is_promised() {
+    let mut ledger = ledger();
+    let row = ledger.admit(None).unwrap();
+    let most = ledger.pages_needed(40, 50, 1).unwrap()[0] as usize;
+    assert_eq!(most, 2 + (3 - 1 + 10_usize).div_ceil(2) + 1);
+    let lens: Vec<i32> = (1..=5).map(|chunk| chunk * 10).collect();
+    for len in lens {
+        extend(&mut ledger, row, &[len]);
+        assert!(columns(&ledger, row).len() <= most, "{:?} of {len} tokens", columns(&ledger, row));
+    }
+}
+
+#[test]
+fn a_prefix_an_export_and_an_import_have_the_sink() {
+    let mut ledger = ledger();
+    let row = slid(&mut ledger);
+    let prefix = ledger.pin_prefix(row, 14).unwrap();
+    let run = ledger.prefix_pages(prefix, 0).unwrap();
+    assert_eq!((run.num_sinks, run.first_column, run.pages.len()), (2, 5, 4));
+    assert!(matches!(ledger.admit_on(prefix, Some(9), None), Err(Error::NotReady(_))));
+    let other = ledger.admit_on(prefix, Some(13), None).unwrap();
+    assert_eq!(columns(&ledger, other), [0, 1, 5, 6]);
+    let begun = ledger.admit_on(prefix, Some(3), None).unwrap();
+    assert_eq!(columns(&ledger, begun), [0, 1], "a length inside the sink is whole too");
+    ledger.check().unwrap();
+    ledger.finish(begun).unwrap();
+
+    extend(&mut ledger, row, &[15]);
+    let export = ledger.export(row).unwrap();
+    let run = ledger.prefix_pages(export, 0).unwrap();
+    assert_eq!((run.num_sinks, run.first_column, run.pages.len()), (2, 6, 4));
+    let taken = ledger.import_row(15, 15, None).unwrap();
+    assert_eq!(columns(&ledger, taken), [0, 1, 6, 7]);
+    ledger.check().unwrap();
+}
+
+#[test]
+fn a_hit_needs_the_sink_and_the_window() {
+    let mut config = config();
+    config.groups[0].num_pages = 12;
+    let mut ledger = Ledger::new(config).unwrap();
+    let row = slid(&mut ledger);
+    let text: Vec<i32> = (1..=14).collect();
+    assert_eq!(ledger.index(row, &text, b"").unwrap(), 14);
+    let hit = |ledger: &Ledger| ledger.match_prefix(&text, b"", Some(14), true).unwrap().len;
+    assert_eq!(hit(&ledger), 14);
+    assert_eq!(ledger.match_prefix(&text[..9], b"", Some(9), true).unwrap().len, 4);
+    let again = ledger.admit_cached(&text, b"", Some(14), true, None).unwrap();
+    assert_eq!(columns(&ledger, again), [0, 1, 6]);
+    ledger.finish(again).unwrap();
+    ledger.finish(row).unwrap();
+    ledger.check().unwrap();
+    // Other rows take every page: the index gives up the last pages of the text first, and then its sink.
+    let mut hits = vec![hit(&ledger)];
+    let others = [(); 3].map(|()| ledger.admit(None).unwrap());
+    for len in 1..=8 {
+        for row in others {
+            if ledger.prepare_extend(&[row.0], &[len], true).map(|plan| ledger.launch(plan.step).unwrap()).is_ok() {
+                hits.push(hit(&ledger));
+            }
+        }
+    }
+    ledger.check().unwrap();
+    hits.dedup();
+    assert_eq!(hits, [14, 12, 4, 2, 0]);
+}
+
+#[test]
+fn a_connector_is_told_that_the_sink_stays() {
+    let mut ledger = ledger();
+    ledger.watch_kv().unwrap();
+    let row = slid(&mut ledger);
+    let (group, sink) = (0, 4);
+    assert_eq!(
+        ledger.take_kv_events().unwrap(),
+        [KvEvent::Commit { row, group, start: 0, end: sink }, KvEvent::Commit { row, group, start: 10, end: 14 }]
+    );
+    extend(&mut ledger, row, &[16]);
+    assert_eq!(
+        ledger.take_kv_events().unwrap(),
+        [KvEvent::Evict { row, group, start: 10, end: 12 }, KvEvent::Commit { row, group, start: 14, end: 16 }]
+    );
+}
+
+#[test]
+fn a_log_knows_the_sink() {
+    let path = std::env::temp_dir().join(format!("specpool-sinks-{}.log", std::process::id()));
+    let mut ledger = Ledger::recorded(config(), &path, 1 << 20).unwrap();
+    slid(&mut ledger);
+    let digest = ledger.digest();
+    ledger.close().unwrap();
+    let mut replay = Replay::open(&path).unwrap();
+    let mut again = replay.ledger().unwrap();
+    while replay.advance(&mut again).unwrap().is_some() {}
+    assert_eq!((again.digest(), again.group_spec(0).unwrap().sink), (digest, 3));
+    std::fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn what_cannot_work_is_refused_with_its_numbers() {
+    let refused = |group: Group, parts: &str| {
+        let error = Ledger::new(LedgerConfig { groups: vec![group], ..config() }).unwrap_err().to_string();
+        assert!(error.contains(parts), "{error}");
+    };
+    let group = config().groups.remove(0);
+    refused(Group { sink: -1, ..group.clone() }, "group draft: sink must be in [0, 2147483647], got -1");
+    refused(Group { window: None, ..group.clone() }, "group draft: sink 3 needs a window");
+    refused(Group { sink: 58, ..group.clone() }, "sink 58 + window 3 must be at most max_context_len 60");
+    // A window of 3 behind 10 slots ahead and a checkpoint, and the sink.
+    refused(Group { num_pages: 10, ..group.clone() }, "num_pages must be at least 11, a sink of 3 and a window of 3");
+    assert!(Ledger::new(LedgerConfig { groups: vec![Group { sink: 57, ..group }], ..config() }).is_ok());
+
+    let mut ledger = ledger();
+    let row = slid(&mut ledger);
+    let lent = [ledger.lend(row, 0, 4), ledger.rebind(row, 0, 4, &[1, 2]), ledger.admit_lent(&[1], 2, None).map(drop)];
+    for error in lent.map(Result::unwrap_err) {
+        assert!(matches!(&error, Error::Config(text) if text.contains("group draft has a sink of 3")), "{error}");
+    }
+}
