@@ -14,7 +14,7 @@ pub struct Group(pub specpool_core::Group);
 #[pymethods]
 impl Group {
     #[new]
-    #[pyo3(signature = (name, *, page_size, num_pages, hosts_drafts=false, layout="dense", window=None, sink=ConfigInt(0)),
+    #[pyo3(signature = (name, *, page_size, num_pages, hosts_drafts=false, layout="dense", window=None, sink=ConfigInt::of(0)),
         text_signature = "(name, *, page_size, num_pages, hosts_drafts=False, layout='dense', window=None, sink=0)")]
     fn new(
         name: String,
