@@ -170,8 +170,6 @@ class EngineConfig:
         ):
             raise ConfigError(f"shapes must be a tuple of specpool.Shape, got {self.shapes!r:.80}")
         check_int("forced_steps", self.forced_steps, 0, 63)
-        if self.verify_nodes is not None:
-            check_int("verify_nodes", self.verify_nodes, 1, 1 << 30)
         check_int("page_size", self.page_size, 1, 1 << 20)
         check_choice("placement", self.placement, get_args(Placement))
         check_choice("policy", self.policy, get_args(Policy))
@@ -211,15 +209,22 @@ class EngineConfig:
         if self.adaptive is not None:
             from specpool.adaptive import config_of
 
-            found = config_of(self.adaptive)
-            object.__setattr__(self, "adaptive", found)
-            if self.verify_nodes is not None and found.policy != "budget":
-                raise ConfigError(
-                    f"verify_nodes {self.verify_nodes} leaves drafts out, and adaptive "
-                    f"{found.policy!r} learns from whole drafts: take 'budget', or no verify_nodes"
-                )
+            object.__setattr__(self, "adaptive", config_of(self.adaptive))
+        self._check_nodes()
         if self.graph_sizes is not None:
             check_graph_sizes(self.graph_sizes, self.max_batch)
             object.__setattr__(self, "graph_sizes", tuple(self.graph_sizes))
         check_int("busy_check", self.busy_check, 0, 2)
         check_choice("on_finding", self.on_finding, get_args(OnFinding))
+
+    def _check_nodes(self) -> None:
+        """Raise `ConfigError` if `verify_nodes` is wrong, or does not go with the policy."""
+        if self.verify_nodes is None:
+            return
+        check_int("verify_nodes", self.verify_nodes, 1, 1 << 30)
+        policy = getattr(self.adaptive, "policy", "budget")
+        if policy != "budget":
+            raise ConfigError(
+                f"verify_nodes {self.verify_nodes} leaves drafts out, and adaptive {policy!r} "
+                "learns from whole drafts: take 'budget', or no verify_nodes"
+            )

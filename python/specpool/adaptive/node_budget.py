@@ -246,7 +246,7 @@ class NodeBudget:
         return int(grid[best]), float(spared[best])
 
     def _begin_turn(self, turn: int) -> None:
-        """Forget the loads, which change; begin a trial every few turns, whose results count alone."""
+        """Forget the loads, which change, and every few turns the results: begin a trial."""
         self._loads.clear()
         if turn >= self._trial + self._wait:
             self._wait = _TRIAL_TURNS if self._pays else min(2 * self._wait, _MOST_TURNS)
