@@ -49,7 +49,11 @@ def drafters(
     results = _compare("small model", DRAFT, new, steps, tokens, repeats)
     for draft in ("ngram", "suffix"):
         results += _compare(draft, draft, edited, steps, tokens, repeats)
-    for name, draft in (("small model", DRAFT), ("EAGLE head", "specpool/tiny-eagle")):
+    for name, draft in (
+        ("small model", DRAFT),
+        ("EAGLE head", "specpool/tiny-eagle"),
+        ("block drafter", "specpool/tiny-block"),
+    ):
         results.append(_windowed(name, draft, new, steps, tokens))
     where = machine(threads=threads, packages=("torch", "transformers"))
     report("bench drafters", where, results, json_only=json, plot=plot)

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from transformers import AutoModelForCausalLM
 from block_oracle import PlainBlock
 from proposals import check, record
 from specpool import CheckpointError, ConfigError, Engine, EngineConfig, SamplingParams, Shape
+from specpool.assembly.loading import load
 from specpool.assets import corpus, resolve
 from specpool.cli import main
 from specpool.draft import BlockDrafter
 from specpool.models import TargetModel
+from specpool.models.files.draft_kind import is_block_head
 
 DRAFT = "specpool/tiny-block"
 PROMPTS = [p[:n] for p, n in zip(corpus.prompts(3), (17, 30, 9), strict=True)]
@@ -133,7 +136,7 @@ def test_the_whole_block_is_drafted_by_one_forward():
         ran, run = [], engine.drafter.head.forward
         engine.drafter.head.forward = lambda *given: ran.append(len(given[0])) or run(*given)
         (output,) = engine.generate(PROMPTS[:1], GREEDY)
-    assert ran == [8] * output.num_drafts and max(output.accept_lens) > 4
+    assert ran == [8] * len(output.accept_lens) and max(output.accept_lens) > 4
 
 
 # --- loading -------------------------------------------------------------------------------------
@@ -204,6 +207,30 @@ def test_a_shape_longer_than_the_block_is_refused(target):
     Engine(target, drafter, config=EngineConfig(max_context_len=128))
     with pytest.raises(ConfigError, match="attached to another engine"):
         Engine(target, drafter, config=EngineConfig(max_context_len=128))
+
+
+def test_a_block_drafter_is_told_by_its_config(tmp_path):
+    assert is_block_head(resolve(DRAFT))
+    for name in ("specpool/tiny", "specpool/tiny-eagle", "specpool/tiny-eagle3"):
+        assert not is_block_head(resolve(name))
+    assert not is_block_head(tmp_path)
+    for raw in ({"architectures": ["DFlashDraftModel"]}, {"dflash_config": {}}):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        assert is_block_head(tmp_path)
+    assert not is_block_head(tmp_path / "config.json")
+
+
+def test_ranks_are_refused_before_anything_loads():
+    options = dict.fromkeys(("dtype", "device", "tokenizer", "feature_layers"))
+    with pytest.raises(ConfigError, match="a block drafter does not run on 2 ranks"):
+        load(
+            "no such target",
+            DRAFT,
+            config=EngineConfig(),
+            trust_remote_code=False,
+            ranks=SimpleNamespace(world=2),
+            **options,
+        )
 
 
 def test_a_plan_counts_its_layers(monkeypatch, capsys):

@@ -88,8 +88,8 @@ def load(
     drafts = _named(draft)
     if ranks is not None and MTP in drafts.values():
         raise ConfigError(f"draft 'mtp': an MTP layer does not run on {ranks.world} ranks")
-    for one in drafts.values() if ranks is not None else ():
-        if isinstance(one, str | PathLike) and is_block_head(_source(one)):
+    for one in drafts.values():
+        if ranks is not None and isinstance(one, str | PathLike) and is_block_head(_source(one)):
             raise ConfigError(
                 f"draft {one!s:.80}: a block drafter does not run on {ranks.world} ranks"
             )

@@ -146,6 +146,7 @@ class BlockDrafter(ByParts):
     def _view(self, block: Lanes, *, causal: bool) -> AttentionView:
         """Return the view in which a block sees its row's context and its own tokens."""
         num_lanes, width = len(block.seq_lens), block.widths
+        assert isinstance(width, int)
         sees = torch.ones(width, width, dtype=torch.bool, device=self._cache.device)
         positions = block.positions.view(num_lanes, width).int()
         return own_view(

@@ -85,7 +85,7 @@ class Selection:
     """The best paths of a part's trees, found level by level.
 
     A level keeps the K paths of the largest products of probabilities, and the trees get the N - 1
-    best of all that were found. A path never comes without its start. Among equals the earlier wins.
+    best of all that were found. A path never comes without its start. Of equals the first wins.
     """
 
     def __init__(self, part: DraftPart) -> None:

@@ -94,12 +94,12 @@ class Engine(Movable, KeepsPrefixes):
 
         Args:
             target: a folder, a hub name, `specpool/tiny` (embedded), or a loaded model.
-            draft: an EAGLE head or a small language model of the target's tokenizer (folder, hub
-                name, `specpool/tiny-eagle`, `specpool/tiny-eagle3`, `specpool/tiny-draft`, a loaded
-                model), `mtp` (the MTP layer in the target's checkpoint), `ngram` or `ngram:6`
-                (prompt lookup, see `named_drafter`), a drafter object, or None for plain decoding.
-                Or several of them, in a list or by name; `SamplingParams.drafter` names one, else
-                the first drafts.
+            draft: an EAGLE head, a block drafter or a small language model of the target's
+                tokenizer (folder, hub name, `specpool/tiny-eagle`, `specpool/tiny-eagle3`,
+                `specpool/tiny-block`, `specpool/tiny-draft`, a loaded model), `mtp` (the MTP layer
+                in the target's checkpoint), `ngram` or `ngram:6` (prompt lookup, see
+                `named_drafter`), a drafter object, or None for plain decoding. Or several of them,
+                in a list or by name; `SamplingParams.drafter` names one, else the first drafts.
             dtype: `float32`, `bfloat16`, `float16`, `auto` (the checkpoint's) or a torch dtype;
                 None = float32 on a CPU, else `auto`. A loaded model keeps its own.
             device: where the models and the KV live. A loaded model stays where it is.

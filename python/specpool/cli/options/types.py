@@ -13,8 +13,9 @@ Target = Annotated[
     str, typer.Option(help="Target model: a folder, a hub name, or specpool/tiny (embedded).")
 ]
 _DRAFT_HELP = (
-    "EAGLE head or small language model: a folder, a hub name, specpool/tiny-eagle, "
-    "specpool/tiny-eagle3, specpool/tiny-draft; 'mtp' = the MTP layer in the target's checkpoint; "
+    "EAGLE head, block drafter or small language model: a folder, a hub name, specpool/tiny-eagle, "
+    "specpool/tiny-eagle3, specpool/tiny-block, specpool/tiny-draft; 'mtp' = the MTP layer in the "
+    "target's checkpoint; "
     "'ngram' or 'ngram:6' = prompt lookup and 'suffix' = suffix decoding, on any model; or "
     "'none'.{} [default: specpool/tiny-eagle with the embedded target, else none]"
 )

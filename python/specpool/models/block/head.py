@@ -51,9 +51,9 @@ class BlockHead:
         self.config, self.block_size = config, config.block_size
         self.feature_layers = config.feature_layers(target.num_layers)
         self.layer_kv, self.draft_vocab_size = config.layer_kv, target.vocab_size
-        place = {"device": target.device, "dtype": target.dtype}
         self._fc, self._hidden_norm = (
-            weights[name].to(**place) for name in ("fc.weight", "hidden_norm.weight")
+            weights[name].to(device=target.device, dtype=target.dtype)
+            for name in ("fc.weight", "hidden_norm.weight")
         )
         self._stack = EagleHead(
             config.layers,
@@ -61,7 +61,8 @@ class BlockHead:
             feature_layers=(),
             embedding=target.embedding_weight.detach(),
             target_head=target.compute_logits,
-            **place,
+            dtype=target.dtype,
+            device=target.device,
         )
 
     @classmethod
