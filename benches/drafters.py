@@ -3,8 +3,8 @@
 Batch 1 on a CPU, greedy, the shipped toys: the same target, the same draft model, as many drafts a
 round on both sides. Prompts for prompt lookup repeat a passage, as an edited text does. Both sides
 must write the text of plain decoding. Time is the CPU time of this process, so that other programs
-count little. The accept length with a draft window is printed beside that without one, and so is that
-with a sink too.
+count little. The accept lengths with a draft window, alone and with a sink, are printed beside that
+without one.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def _windowed(
         lens.append(statistics.mean(n for output in outputs for n in output.accept_lens))
     if any(text != texts[0] for text in texts):
         raise CorruptState("a text with a draft window is not the text without one")
-    kept = [f"draft window of {DRAFT_WINDOW}", f"draft window of {DRAFT_WINDOW}, sink of {DRAFT_SINK}"]
+    window = f"draft window of {DRAFT_WINDOW}"
+    kept = [window, f"{window}, sink of {DRAFT_SINK}"]
     return [
         Result(
             name=f"{name}, chain of {steps}, {what}: accept length",

@@ -77,8 +77,8 @@ class EngineConfig:
         draft_window: the last tokens of a row that keep draft KV, a number from 2. A draft token
             sees no others, so a row's draft pages do not grow with its text. None = all tokens.
             Needs placement `split`.
-        draft_sink: the first tokens of a row that keep draft KV beside its `draft_window` (attention
-            sinks), at most as many as the window; a draft token sees them too.
+        draft_sink: the first tokens of a row that keep draft KV beside its `draft_window`
+            (attention sinks), at most as many as the window; a draft token sees them too.
         max_batch: the most requests that run at once.
         max_sessions: the most sessions that keep KV between their turns. If there are more, the
             session whose turn ended longest ago loses its KV; it keeps its tokens, and its next

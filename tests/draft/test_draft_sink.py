@@ -1,4 +1,4 @@
-"""Laws of `draft_sink`: the draft group keeps a row's first tokens too, and the text stays the same."""
+"""Laws of `draft_sink`: the draft group keeps a row's first tokens too; the text stays the same."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_a_drawn_text_stays():
 @pytest.mark.parametrize("host_bytes", [0, 1 << 22])
 def test_the_text_stays_when_rows_are_retracted_and_come_back(host_bytes):
     """With host memory they come back by copies, else by a prefill; both bring the sink back."""
-    plain = run("specpool/tiny-eagle", shape=CHAIN)[0]
+    prompts = [prompt[:30] for prompt in corpus.prompts(6)]
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    plain = run("specpool/tiny-eagle", params, prompts, shape=CHAIN)[0]
     options = {"shape": CHAIN, "page_size": 4, "max_context_len": 200, "prefill_tokens": 16}
     with Engine.from_pretrained(
         draft="specpool/tiny-eagle",
@@ -62,7 +64,7 @@ def test_the_text_stays_when_rows_are_retracted_and_come_back(host_bytes):
         **options,
         **SINK,
     ) as engine:
-        outputs = engine.generate(PROMPTS, GREEDY)
+        outputs = engine.generate(prompts, params)
         assert [output.token_ids for output in outputs] == plain
         assert engine.stats().retracted_ct > 0
         if host_bytes:
@@ -131,9 +133,7 @@ def test_a_query_sees_the_sink_and_its_window_and_nothing_else():
                 law = {p for p in range(at + 1) if p < sink or p > at - window}
                 slots = {int(table[p // size]) * size + p % size for p in law}
                 columns = mask[query].nonzero()[:, 0]
-                read = {
-                    int(view.read_pages[0, c // size]) * size + int(c) % size for c in columns
-                }
+                read = {int(view.read_pages[0, c // size]) * size + int(c) % size for c in columns}
                 assert read == slots, f"query {at}"
 
 
@@ -152,7 +152,8 @@ def test_a_sink_counts_in_sizing():
     window, sink = pages(draft_window=64), pages(draft_window=64, draft_sink=9)
     assert (sink[0].window, sink[0].sink) == (65, 9)
     assert sink[1] == window[1] + 3
-    assert sink[0].num_pages == window[0].num_pages + (4 + 16 + 1) * 3  # rows, sessions, and one more
+    num_rows = 4 + 16 + 1  # rows, sessions, and one more
+    assert sink[0].num_pages == window[0].num_pages + num_rows * 3
     long = pages(draft_window=2048, draft_sink=2048)[0]
     assert (long.window, long.sink) == (None, 0), "a window and a sink that hide nothing"
 

@@ -142,8 +142,8 @@ class GroupSizes:
     def window_pages(self, group: GroupSize, num_rows: int, num_steps: int = 1) -> int:
         """Return the pages of a window group that `num_rows` rows of any length need.
 
-        A row needs the pages of its window and sink, the claim of a round, and one more page because a
-        window may begin and end inside a page. One further row's share is for a session's
+        A row needs the pages of its window and sink, the claim of a round, and one more page
+        because a window may begin and end inside a page. One further row's share is for a session's
         checkpoint or a pinned text. The chunks of `num_steps` prefill steps are added.
         """
         of_row = self._most_window_pages(group, 1)

@@ -36,8 +36,9 @@ def first_cells(least: Int32, window: int, page_size: int, num_sinks: int = 0) -
         page_size: slots per page.
         num_sinks: pages of the sink.
     """
-    pages = np.maximum(least - (window - 1), 0) // page_size
-    return np.maximum(pages - num_sinks, 0) * page_size
+    pages: Int32 = np.maximum(least - (window - 1), 0) // page_size
+    cells: Int32 = np.maximum(pages - num_sinks, 0) * page_size
+    return cells
 
 
 class KVCache:

@@ -191,7 +191,8 @@ def _least_pages(config: LedgerConfig, facts: dict[str, Any]) -> int:
     chunk = min(config.max_chunk or config.max_context_len, config.max_context_len)
     ahead = max(chunk, _reserve(config, facts))
     checkpoint = -(-(window - 1) // size) + 1 if config.sessions else 0
-    kept = -(-facts["sink"] // size) + checkpoint
+    sink: int = facts["sink"]
+    kept = -(-sink // size) + checkpoint
     return min(width // size, -(-(window - 1 + ahead) // size) + 1 + kept)
 
 

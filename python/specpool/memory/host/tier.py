@@ -13,6 +13,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from specpool._core import Ledger, Plan
 from specpool.arrays import Int32
 from specpool.config import Offload
