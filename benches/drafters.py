@@ -3,7 +3,8 @@
 Batch 1 on a CPU, greedy, the shipped toys: the same target, the same draft model, as many drafts a
 round on both sides. Prompts for prompt lookup repeat a passage, as an edited text does. Both sides
 must write the text of plain decoding. Time is the CPU time of this process, so that other programs
-count little. The accept length with a draft window is printed beside that without one.
+count little. The accept lengths with a draft window, alone and with a sink, are printed beside that
+without one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from specpool.sampling_params import SamplingParams
 DRAFT = "specpool/tiny-draft"
 #: Tokens; the rows are longer.
 DRAFT_WINDOW = 32
+DRAFT_SINK = 4
 _Side = Callable[[], list[list[int]]]
 
 
@@ -54,7 +56,7 @@ def drafters(
         ("EAGLE head", "specpool/tiny-eagle"),
         ("block drafter", "specpool/tiny-block"),
     ):
-        results.append(_windowed(name, draft, new, steps, tokens))
+        results += _windowed(name, draft, new, steps, tokens)
     where = machine(threads=threads, packages=("torch", "transformers"))
     report("bench drafters", where, results, json_only=json, plot=plot)
 
@@ -124,31 +126,37 @@ def _compare(
 
 def _windowed(
     name: str, draft: str, prompts: Sequence[list[int]], steps: int, tokens: int
-) -> Result:
-    """Return the accept length with a draft window, beside that without one."""
+) -> list[Result]:
+    """Return the accept lengths with a draft window, alone and with a sink, beside that without."""
     from specpool.engine.engine import Engine
 
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     lens, texts = [], []
-    for window in (DRAFT_WINDOW, None):
+    for window, sink in ((DRAFT_WINDOW, 0), (DRAFT_WINDOW, DRAFT_SINK), (None, 0)):
         with Engine.from_pretrained(
             draft=draft,
             shape=Shape.eagle(steps, 1, steps + 1),
             draft_window=window,
+            draft_sink=sink,
             max_context_len=1024,
         ) as engine:
             outputs = engine.generate(prompts, params)
         texts.append([output.token_ids for output in outputs])
         lens.append(statistics.mean(n for output in outputs for n in output.accept_lens))
-    if texts[0] != texts[1]:
+    if any(text != texts[0] for text in texts):
         raise CorruptState("a text with a draft window is not the text without one")
-    return Result(
-        name=f"{name}, chain of {steps}, draft window of {DRAFT_WINDOW}: accept length",
-        value=lens[0],
-        unit="tokens a round",
-        reference="all tokens kept",
-        reference_value=lens[1],
-    )
+    window = f"draft window of {DRAFT_WINDOW}"
+    kept = [window, f"{window}, sink of {DRAFT_SINK}"]
+    return [
+        Result(
+            name=f"{name}, chain of {steps}, {what}: accept length",
+            value=length,
+            unit="tokens a round",
+            reference="all tokens kept",
+            reference_value=lens[-1],
+        )
+        for what, length in zip(kept, lens, strict=False)
+    ]
 
 
 def _in_turn(

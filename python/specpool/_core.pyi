@@ -212,9 +212,9 @@ def sizing_most_window_pages(
 ) -> int:
     """Return the most pages of a window group that a row of any length holds.
 
-    A row keeps only its window, and the pages of its first `sink` tokens. The bound is what a row holds when a prepare begins, and what the
-    prepare claims: an extend of `max_chunk` tokens, or a round of any of the shapes with
-    `overlap_depth` others in flight.
+    A row keeps only its window, and the pages of its first `sink` tokens. The bound is what a row
+    holds when a prepare begins, and what the prepare claims: an extend of `max_chunk` tokens, or a
+    round of any of the shapes with `overlap_depth` others in flight.
     """
 
 # --- Ledger (docs/contract.md, The ledger) ---
@@ -1010,8 +1010,9 @@ class Ledger:
         Cost: O(1).
         """
     def evicted_len(self, group: int) -> _I32:
-        """Return a view, [num_rows + 1]: e, slots below the window that were given back, all but the
-        sink's.
+        """Return a view, [num_rows + 1]: e, slots below the window that were given back.
+
+        The sink's slots stay.
 
         Cost: O(1).
         """

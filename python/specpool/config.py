@@ -82,6 +82,8 @@ class EngineConfig:
         draft_window: the last tokens of a row that keep draft KV, a number from 2. A draft token
             sees no others, so a row's draft pages do not grow with its text. None = all tokens.
             Needs placement `split`.
+        draft_sink: the first tokens of a row that keep draft KV beside its `draft_window`
+            (attention sinks), at most as many as the window; a draft token sees them too.
         max_batch: the most requests that run at once.
         max_sessions: the most sessions that keep KV between their turns. If there are more, the
             session whose turn ended longest ago loses its KV; it keeps its tokens, and its next
@@ -137,6 +139,7 @@ class EngineConfig:
     layout: Layout = "auto"
     ancestry: Ancestry = "exact"
     draft_window: int | None = None
+    draft_sink: int = 0
     max_batch: int = 8
     max_sessions: int = 16
     session_pages: int | None = None
@@ -182,6 +185,13 @@ class EngineConfig:
                     f"draft_window {self.draft_window} needs placement 'split': a shared group has "
                     "the target's layers too, which see all tokens"
                 )
+        check_int("draft_sink", self.draft_sink, 0, 1 << 30)
+        if self.draft_sink and self.draft_sink > (self.draft_window or 0):
+            window = "no draft_window" if self.draft_window is None else self.draft_window
+            raise ConfigError(
+                f"draft_sink {self.draft_sink} needs a draft_window of at least as many tokens, "
+                f"got {window}"
+            )
         check_int("max_batch", self.max_batch, 1, 1 << 16)
         check_int("max_sessions", self.max_sessions, 0, 1 << 16)
         if self.session_pages is not None:

@@ -199,6 +199,7 @@ class Recorded:
         table = np.concatenate([np.zeros_like(table[:1]), table])
         self.device, self.tables = torch.device("cpu"), [torch.from_numpy(table)]
         self.page_sizes, self.windows, self.chunks = [page_size], [None], [None]
+        self.sinks, self.num_sinks = [0], [0]
         self.reader, self.attend_with, self.scratch = None, None, None
         # Each slot's number, in itself: a copied prefix says where it came from.
         num_slots = (int(table.max()) + 1) * page_size

@@ -112,6 +112,7 @@ class Mix:
         }
         if self.options["placement"] == "split" and rng.random() < 0.25:
             self.options["draft_window"] = rng.choice([4, 24])
+            self.options["draft_sink"] = rng.choice([0, 1, 4])
         prompts = corpus.prompts(rng.randint(3, 6), 60)
         common = corpus.prompts(1, 40)[0]
         self.talks = [self._talk(prompt, common, shapes, seed) for prompt in prompts]

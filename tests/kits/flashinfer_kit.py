@@ -79,6 +79,7 @@ class Pages:
         table[1:] = np.array(ids).reshape(num_rows, per_row)
         self.device, self.dtype = rig.device, rig.dtype
         self.page_sizes, self.windows, self.chunks = [page_size], [window], [None]
+        self.sinks, self.num_sinks = [0], [0]
         self.tables = [torch.from_numpy(table).to(rig.device)]
         self.reader, self.attend_with, self.scratch = None, None, None
         generator = torch.Generator().manual_seed(seed)

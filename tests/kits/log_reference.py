@@ -147,19 +147,23 @@ def read(data: bytes) -> Log:
     return log
 
 
+def _read_group(head: Reader) -> dict[str, Any]:
+    group = {
+        "name": head.text(),
+        "page_size": head.number(),
+        "num_pages": head.number(),
+        "hosts_drafts": head.flag(),
+    }
+    flags = head.number()
+    group["layout"] = "holey" if flags & 1 else "dense"
+    group["window"] = head.optional()
+    return group | {"sink": head.number() if flags & 2 else 0}
+
+
 def _read_head(head: Reader, log: Log) -> None:
     log.made_by = head.text()
     log.config = {
-        "groups": head.many(
-            lambda: {
-                "name": head.text(),
-                "page_size": head.number(),
-                "num_pages": head.number(),
-                "hosts_drafts": head.flag(),
-                "layout": "holey" if head.flag() else "dense",
-                "window": head.optional(),
-            }
-        ),
+        "groups": head.many(lambda: _read_group(head)),
         "shapes": head.many(lambda: (head.number(), head.number(), head.number())),
         "num_rows": head.number(),
         "max_context_len": head.number(),

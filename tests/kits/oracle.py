@@ -31,7 +31,7 @@ class Oracle(Lending, Moving):
         length = shared.length if length is None else length
         if not 0 <= length <= shared.length:
             raise Refused("ShapeError")
-        if not all(self._window(at, length) <= shared.tables[at].keys() for at in self._all):
+        if not all(self._needed(at, length) <= shared.tables[at].keys() for at in self._all):
             raise Refused("NotReady")
         self._check_free_row()
         return self._share(shared.tables, shared.evicted, length, shared.drafted)
@@ -292,7 +292,8 @@ class Oracle(Lending, Moving):
         one.idle, one.checkpoint = True, cut
         for at, part in enumerate(one.parts):
             if self.groups[at].window is not None:
-                part.kept = {column: part.table[column] for column in self._window(at, cut)}
+                kept = self._window(at, cut) - self._sinks(at)
+                part.kept = {column: part.table[column] for column in kept}
         self._sweep()
         return cut
 
@@ -323,7 +324,7 @@ class Oracle(Lending, Moving):
         ends = [ceil_align(length, group.page_size) for group in self.groups]
         if self._first_written(one) < max(ends):
             raise Refused("NotReady")
-        if not all(self._window(at, length) <= one.parts[at].table.keys() for at in self._all):
+        if not all(self._needed(at, length) <= one.parts[at].table.keys() for at in self._all):
             raise Refused("NotReady")
         if self._is_being_copied(one):
             raise Refused("NotReady")
@@ -479,7 +480,7 @@ class Oracle(Lending, Moving):
 
     def _can_end_at(self, row: Row, length: int) -> bool:
         return all(
-            self._window(at, length) <= part.table.keys() | part.kept.keys()
+            self._needed(at, length) <= part.table.keys() | part.kept.keys()
             and (length >= part.protected or length % self.groups[at].page_size == 0)
             for at, part in enumerate(row.parts)
         )

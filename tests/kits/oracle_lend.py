@@ -18,6 +18,7 @@ class Lending(State):
     _is_being_copied: Any
 
     def lend(self, row: int, start: int, end: int) -> None:
+        self._check_no_sink()
         one = self._row(row)
         self._check_range(one, start, end)
         self._check_final(one, end)
@@ -31,6 +32,7 @@ class Lending(State):
         self._protect(one, end)
 
     def rebind(self, row: int, start: int, end: int, pages: Sequence[int]) -> None:
+        self._check_no_sink()
         one = self._row(row)
         self._check_range(one, start, end)
         cells = list(self._range(one, start, end))
@@ -69,6 +71,7 @@ class Lending(State):
         self._sweep()
 
     def admit_lent(self, pages: Sequence[int], length: int) -> Row:
+        self._check_no_sink()
         if not 1 <= length <= self.context or not self._is_edge(length):
             raise Refused("ShapeError")
         counts = [length // group.page_size for group in self.groups]
@@ -96,6 +99,10 @@ class Lending(State):
         for page in self._named(group, pages):
             del self.lent[page]
         self._sweep()
+
+    def _check_no_sink(self) -> None:
+        if any(group.sink for group in self.groups):
+            raise Refused("ConfigError")
 
     def _is_edge(self, length: int) -> bool:
         return all(length % group.page_size == 0 for group in self.groups)

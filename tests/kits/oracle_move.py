@@ -27,7 +27,7 @@ class Moving(State):
         if self._is_being_copied(one):
             raise Refused("NotReady")
         tables = [
-            {at: page for at, page in part.table.items() if at in self._window(group, one.resolved)}
+            {at: page for at, page in part.table.items() if at in self._needed(group, one.resolved)}
             for group, part in enumerate(one.parts)
         ]
         for table in tables:
@@ -44,7 +44,7 @@ class Moving(State):
         if not 1 <= length <= self.context or not 0 <= drafted_len <= length:
             raise Refused("ShapeError")
         self._check_free_row()
-        columns = [self._window(at, length) for at in self._all]
+        columns = [self._needed(at, length) for at in self._all]
         self._check_pages(map(len, columns), [])
         row = Row(0, [], resolved=length, drafted=drafted_len)
         for at, group in enumerate(self.groups):

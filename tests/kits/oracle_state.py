@@ -32,6 +32,7 @@ class Group:
     hosts_drafts: bool
     layout: str
     window: int | None
+    sink: int
 
 
 @dataclass(eq=False)
@@ -263,8 +264,17 @@ class State:
         window = self.groups[at].window
         return 0 if window is None else self._floor(at, max(0, length - window + 1))
 
-    def _window(self, at: int, length: int) -> set[int]:
+    def _sinks(self, at: int) -> set[int]:
+        """Columns of the first tokens, which no row gives up."""
+        return set(range(-(-self.groups[at].sink // self.groups[at].page_size)))
+
+    def _needed(self, at: int, length: int) -> set[int]:
         """Columns that a row of `length` tokens must hold to go on."""
+        columns = set(range(-(-length // self.groups[at].page_size)))
+        return self._window(at, length) | self._sinks(at) & columns
+
+    def _window(self, at: int, length: int) -> set[int]:
+        """Columns of the window of a row of `length` tokens."""
         size = self.groups[at].page_size
         return set(range(self._evict_to(at, length) // size, -(-length // size)))
 
@@ -300,7 +310,9 @@ class State:
         """Columns that leave the row's table when it is prepared."""
         to = self._evict_to(at, row.reads_from)
         return [
-            column for column in row.parts[at].table if column < to // self.groups[at].page_size
+            column
+            for column in row.parts[at].table
+            if column < to // self.groups[at].page_size and column not in self._sinks(at)
         ]
 
     def _sweep(self) -> None:

@@ -13,31 +13,10 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool.arrays import Int32
-from specpool.attention.seq_lens import SeqLens
+from specpool.attention.seq_lens import Origins, SeqLens
 from specpool.attention.view import AttentionView, OwnCells, TokenReads
 from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache, first_cells
-
-
-@dataclass(frozen=True, slots=True)
-class Origins:
-    """The position that each lane's pages begin at; see `KVCache.pages_of` for a sink.
-
-    Attributes:
-        on_device: int32 [B], or one number for all lanes.
-        on_host: the same on the host; None = only the device knows them.
-    """
-
-    on_device: Tensor | int
-    on_host: Int32 | int | None
-
-    def since(self, positions: Tensor) -> Tensor:
-        """Subtract each lane's origin from its positions, int32 [B] or [B, n]."""
-        origins = self.on_device
-        if isinstance(origins, int):
-            return positions - origins if origins else positions
-        return positions - (origins if positions.ndim == 1 else origins.unsqueeze(1))
-
 
 _FIRST = Origins(0, 0)
 
@@ -156,7 +135,7 @@ class Lanes:
         if isinstance(first, int):
             return found, Origins(first, first)
         assert window is not None
-        size, num_sinks = cache.page_sizes[group], cache.num_sinks(group)
+        size, num_sinks = cache.page_sizes[group], cache.num_sinks[group]
         return found, Origins(first, first_cells(lens.lo, window, size, num_sinks))
 
     def slots(self, cache: KVCache, group: int) -> Tensor:

@@ -6,6 +6,7 @@ Only this file reads and writes the host's copy and its sum, so that the two alw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -152,3 +153,23 @@ class SeqLens:
     ) -> SeqLens:
         hi = change(self.hi)
         return SeqLens(on_device, hi if self.lo is self.hi else change(self.lo), hi, late)
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """The position that each lane's pages begin at; see `KVCache.pages_of` for a sink.
+
+    Attributes:
+        on_device: int32 [B], or one number for all lanes.
+        on_host: the same on the host; None = only the device knows them.
+    """
+
+    on_device: Tensor | int
+    on_host: Int32 | int | None
+
+    def since(self, positions: Tensor) -> Tensor:
+        """Subtract each lane's origin from its positions, int32 [B] or [B, n]."""
+        origins = self.on_device
+        if isinstance(origins, int):
+            return positions - origins if origins else positions
+        return positions - (origins if positions.ndim == 1 else origins.unsqueeze(1))

@@ -186,11 +186,13 @@ class BusyCheck:
             own = ledger.allocated_len(g).astype(np.int64)
             # A page of the prefix cache may be partly filled; it is shared as a whole.
             shared_end = -(-protected // group.page_size) * group.page_size
-            own -= np.maximum(shared_end, ledger.evicted_len(g))
+            evicted = ledger.evicted_len(g)
+            sinks = np.minimum(-(-group.sink // group.page_size) * group.page_size, evicted)
+            own -= np.maximum(shared_end, evicted) - np.maximum(sinks - shared_end, 0)
             own[out_of_use] = 0
             held = int(own.sum()) // group.page_size + ledger.shared_pages(g)
             held += lost[g] + self._num_kept(g)
-            slots = ledger.allocated_len(g).astype(np.int64) - ledger.evicted_len(g)
+            slots = ledger.allocated_len(g).astype(np.int64) - evicted + sinks
             num_cells = int(slots.sum()) // group.page_size
             if not out_of_use and num_cells != ledger.held_cells(g):
                 text = f"group {group.name}: the rows' lengths are those of {num_cells} pages"
@@ -210,10 +212,12 @@ class BusyCheck:
         if window is None:
             return 0
         num_kept, evicted, protected = 0, ledger.evicted_len(g), ledger.protected_len(g)
+        sinks = -(-self._groups[g].sink // size)
         for row in np.flatnonzero(evicted).tolist():
             length = ledger.checkpoint_len(row)
             if length is not None and row not in self.rows:
                 first = max(max(0, length - window + 1) // size, -(-int(protected[row]) // size))
+                first = max(first, sinks)
                 num_kept += max(0, min(-(-length // size), int(evicted[row]) // size) - first)
         return num_kept
 
@@ -284,7 +288,9 @@ class BusyCheck:
         ledger, P = self._ledger, self._groups[group].page_size
         columns = np.arange(ledger.pages_per_row(group))
         held = columns < ledger.allocated_len(group)[:, None] // P
-        held &= columns >= ledger.evicted_len(group)[:, None] // P
+        held &= (columns * P < self._groups[group].sink) | (
+            columns >= ledger.evicted_len(group)[:, None] // P
+        )
         names_it = (held & (ledger.page_table(group) == page)).any(axis=1)
         rows = set(np.flatnonzero(names_it).tolist())
         return rows | {ledger.page_record(group, page)[1]} if page > 0 else rows

@@ -46,6 +46,7 @@ class GroupSize:
     hosts_drafts: bool
     layout: Literal["dense", "holey"]
     window: int | None = None  # positions that a query sees, its own included; None = all
+    sink: int = 0  # first positions that a query sees beside its window
 
     @property
     def row_width(self) -> int:
@@ -141,8 +142,8 @@ class GroupSizes:
     def window_pages(self, group: GroupSize, num_rows: int, num_steps: int = 1) -> int:
         """Return the pages of a window group that `num_rows` rows of any length need.
 
-        A row needs the pages of its window, the claim of a round, and one more page because a
-        window may begin and end inside a page. One further row's share is for a session's
+        A row needs the pages of its window and sink, the claim of a round, and one more page
+        because a window may begin and end inside a page. One further row's share is for a session's
         checkpoint or a pinned text. The chunks of `num_steps` prefill steps are added.
         """
         of_row = self._most_window_pages(group, 1)
@@ -152,7 +153,7 @@ class GroupSizes:
 
     def _settled_pages(self, group: GroupSize) -> int:
         """Return the most pages of a window group that a decoding row holds, fenced included."""
-        passed = self._most_window_pages(replace(group, window=1), 1)
+        passed = self._most_window_pages(replace(group, window=1, sink=0), 1)
         return self._most_window_pages(group, 1) + self.overlap_depth * passed
 
     def pages_needed(self, lo: int, hi: int, shape: int) -> tuple[int, ...]:
@@ -180,7 +181,7 @@ class GroupSizes:
         chunk = min(prompt_len, self.max_chunk)
         for at, group in enumerate(self.groups):
             if group.window is not None:
-                passed = self._most_window_pages(replace(group, window=1), chunk)
+                passed = self._most_window_pages(replace(group, window=1, sink=0), chunk)
                 all_pages = sizing_pages_needed(
                     self.shapes, shape, lo=prompt_len, hi=hi, **self._reserves(group)
                 )
@@ -210,7 +211,11 @@ class GroupSizes:
     def _most_window_pages(self, group: GroupSize, max_chunk: int) -> int:
         assert group.window is not None
         return sizing_most_window_pages(
-            self.shapes, window=group.window, max_chunk=max_chunk, **self._reserves(group)
+            self.shapes,
+            window=group.window,
+            sink=group.sink,
+            max_chunk=max_chunk,
+            **self._reserves(group),
         )
 
     def _reserves(self, group: GroupSize) -> _Reserves:
@@ -232,6 +237,7 @@ class GroupSizes:
                 hosts_drafts=group.hosts_drafts,
                 layout=group.layout,
                 window=group.window,
+                sink=group.sink,
             )
             for group in self.groups
         ]
@@ -311,7 +317,9 @@ def _without_pages(
     drafts = any(shape.num_draft_tokens > 1 for shape in shapes)
     layout: Literal["dense", "holey"] = "dense" if config.layout == "auto" else config.layout
 
-    def bare(name: str, token_bytes: int, hosts: bool, window: int | None = None) -> GroupSize:
+    def bare(
+        name: str, token_bytes: int, hosts: bool, window: int | None = None, sink: int = 0
+    ) -> GroupSize:
         return GroupSize(
             name=name,
             page_size=config.page_size,
@@ -321,6 +329,7 @@ def _without_pages(
             hosts_drafts=hosts,
             layout=layout,
             window=window,
+            sink=sink,
         )
 
     groups = []
@@ -333,11 +342,11 @@ def _without_pages(
         groups.append(bare("kv", full_bytes + draft_bytes, hosts))
     groups += [bare(f"window {w}", windows[w], False, w) for w in sorted(windows)]
     if has_own:
-        window = config.draft_window
+        window, sink = config.draft_window, config.draft_sink
         if window is not None:
             # One cell more: a catch-up runs the token before the root again.
-            window = window + 1 if window + 1 < max_context_len else None
-        groups.append(bare("draft", draft_bytes, True, window))
+            window = window + 1 if window + 1 + sink < max_context_len else None
+        groups.append(bare("draft", draft_bytes, True, window, 0 if window is None else sink))
     return tuple(groups), len(groups) - 1 if has_own else 0
 
 

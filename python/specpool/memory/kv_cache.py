@@ -36,8 +36,9 @@ def first_cells(least: Int32, window: int, page_size: int, num_sinks: int = 0) -
         page_size: slots per page.
         num_sinks: pages of the sink.
     """
-    pages = np.maximum(least - (window - 1), 0) // page_size
-    return np.maximum(pages - num_sinks, 0) * page_size
+    pages: Int32 = np.maximum(least - (window - 1), 0) // page_size
+    cells: Int32 = np.maximum(pages - num_sinks, 0) * page_size
+    return cells
 
 
 class KVCache:
@@ -80,6 +81,7 @@ class KVCache:
         self.page_sizes = [group.page_size for group in ledger.groups]
         self.windows = [group.window for group in ledger.groups]
         self.sinks = [group.sink for group in ledger.groups]
+        self.num_sinks = [-(-group.sink // group.page_size) for group in ledger.groups]  # pages
         self.layer_groups = list(layer_groups)
         # Per group: the chunk size if its layers use chunked attention, else None. The probe
         # refuses groups that mix both.
@@ -168,7 +170,7 @@ class KVCache:
         table, size, window = self.tables[group], self.page_sizes[group], self.windows[group]
         if window is None:
             return table[:, : -(-int(ends.max()) // size)].index_select(0, rows), 0
-        num_sinks = self.num_sinks(group)
+        num_sinks = self.num_sinks[group]
         firsts = first_cells(least, window, size, num_sinks) // size
         num_columns = int((-(-ends // size) - firsts).max())
         first = int(firsts[0])
@@ -197,7 +199,7 @@ class KVCache:
         """
         table, size, window = self.tables[group], self.page_sizes[group], self.windows[group]
         assert window is not None
-        num_sinks = self.num_sinks(group)
+        num_sinks = self.num_sinks[group]
         firsts = torch.clamp(starts - (window - 1), min=0) // size
         # Enough columns for a window that begins anywhere in a page.
         num_columns = (window - 1 + num_cells + size - 2) // size + 1 + num_sinks
@@ -209,10 +211,6 @@ class KVCache:
             columns = torch.where(at < num_sinks, at, columns)
         index = columns.clamp(max=table.shape[1] - 1)
         return table[rows.long().unsqueeze(1), index], (firsts * size).int()
-
-    def num_sinks(self, group: int) -> int:
-        """Return how many pages of the group a row's sink takes."""
-        return -(-self.sinks[group] // self.page_sizes[group])
 
     @property
     def reader(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:

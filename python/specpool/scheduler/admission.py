@@ -142,12 +142,14 @@ class Admission:
         """
         ledger, size = self._ledger, self._ledger.groups[g].page_size
         evicted = ledger.evicted_len(g) // size
-        shared = np.maximum(-(-ledger.protected_len(g) // size) - evicted, 0)
+        sinks = np.minimum(-(-ledger.groups[g].sink // size), evicted)
+        protected = -(-ledger.protected_len(g) // size)
+        shared = np.maximum(protected - evicted, 0) + np.minimum(protected, sinks)
         # Idle rows give their pages back when they are needed. A turn that has not prepared its
         # first step is still counted as idle; then it is not known whose the pages are.
         num_idle, reclaimable = 0, ledger.reclaimable_pages(g)
         if reclaimable and not ledger.idle[rows].any():
-            own = np.maximum(ledger.allocated_len(g) // size - evicted - shared, 0)
+            own = np.maximum(ledger.allocated_len(g) // size - evicted + sinks - shared, 0)
             num_idle = max(reclaimable - int(own[ledger.idle].sum()), 0)
         return int(shared[rows].sum()) - (ledger.shared_pages(g) - num_idle)
 

@@ -190,12 +190,13 @@ class FakeDevice:
                     self._sequence(row).failed = True
 
     def check_row(self, row: int, length: int) -> None:
-        """Check that a row's KV is right from its `evicted_len` to `length`."""
+        """Check that a row's KV is right in its sink and from its `evicted_len` to `length`."""
         self._run_up_to(max((_step(unit) for unit in self._queue), default=0))
         for group in range(len(self._groups)):
             line = self._ledger.full_table(group)[row]
             first = int(self._ledger.evicted_len(group)[row])
-            self._read(f"row {row}", group, line, row, range(first, length), self._target)
+            for positions in range(min(self._groups[group].sink, first)), range(first, length):
+                self._read(f"row {row}", group, line, row, positions, self._target)
 
     def check_complete(self) -> None:
         """Check that every step that is complete in the ledger was launched here, and has run.
@@ -348,7 +349,8 @@ class FakeDevice:
                 continue
             first = 0 if spec.window is None else max(0, end - spec.window + 1)
             line = unit.lines[group]
-            self._read(_name(unit), group, line, unit.row, range(first, end), memory)
+            for positions in range(min(spec.sink, first)), range(first, end):
+                self._read(_name(unit), group, line, unit.row, positions, memory)
 
     def _read(
         self,

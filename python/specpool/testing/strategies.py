@@ -161,11 +161,14 @@ def _ledger_configs(
         size = draw(st.sampled_from(list(page_sizes)))
         hosts_drafts, layout = draw(st.booleans()), draw(st.sampled_from(_LAYOUTS))
         window = draw(st.none() | st.integers(1, context)) if windows else None
+        sink = 0 if window is None else draw(st.sampled_from([0, 0, 0, 1, 2, 5]))
+        sink = min(sink, context - (window or 0))
         facts: dict[str, Any] = {
             "page_size": size,
             "hosts_drafts": hosts_drafts,
             "layout": layout,
             "window": window,
+            "sink": sink,
         }
         pages = _least_pages(config, facts) + draw(st.integers(0, spare_pages))
         groups.append(Group(f"kv{at}", num_pages=pages, **facts))
@@ -188,7 +191,9 @@ def _least_pages(config: LedgerConfig, facts: dict[str, Any]) -> int:
     chunk = min(config.max_chunk or config.max_context_len, config.max_context_len)
     ahead = max(chunk, _reserve(config, facts))
     checkpoint = -(-(window - 1) // size) + 1 if config.sessions else 0
-    return min(width // size, -(-(window - 1 + ahead) // size) + 1 + checkpoint)
+    sink: int = facts["sink"]
+    kept = -(-sink // size) + checkpoint
+    return min(width // size, -(-(window - 1 + ahead) // size) + 1 + kept)
 
 
 def _reserve(config: LedgerConfig, facts: dict[str, Any]) -> int:

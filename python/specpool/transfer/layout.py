@@ -19,17 +19,20 @@ class GroupLayout:
         page_size: slots per page.
         page_bytes: bytes of one page in all layers of the group.
         window: keys that a query sees; None = all.
+        sink: first tokens that a query sees beside its window.
     """
 
     name: str
     page_size: int
     page_bytes: int
     window: int | None
+    sink: int = 0
 
-    def columns(self, length: int) -> range:
+    def columns(self, length: int) -> list[int]:
         """Return the columns that a row of `length` tokens needs to go on."""
-        start = 0 if self.window is None else max(length - self.window + 1, 0)
-        return range(start // self.page_size, -(-length // self.page_size))
+        start = 0 if self.window is None else max(length - self.window + 1, 0) // self.page_size
+        sinks = min(start, -(-self.sink // self.page_size))
+        return [*range(sinks), *range(start, -(-length // self.page_size))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,16 @@ class Layout:
         return cls(
             model,
             ledger.max_context_len,
-            tuple(GroupLayout(g.name, g.page_size, n, g.window) for g, n in groups),
+            tuple(GroupLayout(g.name, g.page_size, n, g.window, g.sink) for g, n in groups),
         )
 
     @property
     def key(self) -> str:
         """A hash of all but `max_context_len`, 32 hexadecimal digits."""
-        parts = [self.model, *([g.name, g.page_size, g.page_bytes, g.window] for g in self.groups)]
+        parts: list[object] = [self.model]
+        for g in self.groups:
+            sink = [g.sink] if g.sink else []
+            parts.append([g.name, g.page_size, g.page_bytes, g.window, *sink])
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def num_pages(self, length: int) -> list[int]:

@@ -71,7 +71,7 @@ fn of_lanes<'py, T: Copy + numpy::Element>(
 #[pyfunction]
 #[pyo3(signature = (
     starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None,
-    sink=ShapeInt(0)
+    sink=ShapeInt::of(0)
 ), text_signature = "(starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, \
     num_queries=None, window=None, sink=0)")]
 pub fn attention_mask<'py>(
@@ -106,7 +106,7 @@ pub fn attention_mask<'py>(
 #[pyfunction]
 #[pyo3(signature = (
     starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None,
-    sink=ShapeInt(0)
+    sink=ShapeInt::of(0)
 ), text_signature = "(starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, \
     num_queries=None, window=None, sink=0)")]
 pub fn attention_bias<'py>(

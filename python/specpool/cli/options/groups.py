@@ -50,6 +50,7 @@ class LayoutOptions:
     policy: o.Policy = "exact"
     layout: o.Layout = "auto"
     draft_window: o.DraftWindow = None
+    draft_sink: o.DraftSink = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

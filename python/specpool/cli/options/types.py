@@ -34,6 +34,10 @@ DraftWindow = Annotated[
         help="Last tokens of a row that keep draft KV; drafts see no others. [default: all]"
     ),
 ]
+DraftSink = Annotated[
+    int,
+    typer.Option(help="First tokens of a row that keep draft KV too, beside --draft-window."),
+]
 ShapeText = Annotated[
     str | None,
     typer.Option(

@@ -173,7 +173,7 @@ function drawPools() {
     const fact = (label, number) => el("span", {}, label + " ", el("b", {}, String(number)));
     return el("section", {},
       el("h2", {}, `Pool ${group.name}`, el("small", {}, `${plural(group.num_pages, "page")} of ${plural(group.page_size, "slot")}` +
-        (group.window ? `, window of ${group.window}` : "") + (group.hosts_drafts ? `, hosts drafts, ${group.layout}` : ", no drafts"))),
+        (group.window ? `, window of ${group.window}` : "") + (group.sink ? `, sink of ${group.sink}` : "") + (group.hosts_drafts ? `, hosts drafts, ${group.layout}` : ", no drafts"))),
       el("div", {class: "counts"}, fact("in rows and prefixes", used), fact("shared", counts[SHARED]), fact("fenced", state.fenced), fact("cached", state.cached), fact("free", state.free), fact("reclaimable", state.reclaimable)),
       grid, rest > 0 ? el("p", {class: "quiet"}, `${plural(rest, "more page")}: free throughout`) : "");
   }));

@@ -54,6 +54,7 @@ def write(
                 "hosts_drafts": group.hosts_drafts,
                 "layout": group.layout,
                 "window": group.window,
+                "sink": group.sink,
                 "shown": shown[at],  # the last page that was ever held
             }
             for at, group in enumerate(ledger.groups)

@@ -110,6 +110,7 @@ def _pool(console: Console, ledger: Ledger, picture: Picture, at: int) -> None:
     group, pool = ledger.groups[at], picture.groups[at]
     count = np.bincount(pool.states[1:], minlength=5)
     window = f", window of {group.window}" if group.window is not None else ""
+    window += f", sink of {group.sink}" if group.sink else ""
     drafts = f", hosts drafts, {group.layout}" if group.hosts_drafts else ""
     title = Text(f"\n{printable(group.name)}", "bold")
     title.append(

@@ -301,6 +301,7 @@ def _object(answer: Answer) -> dict[str, Any]:
                 "hosts_drafts": group.hosts_drafts,
                 "layout": group.layout,
                 "window": group.window,
+                "sink": group.sink,
                 "page_size": group.page_size,
                 "page_bytes": group.page_bytes,
                 "num_pages": group.num_pages,

@@ -68,7 +68,8 @@ class Handle:
         drafted_len: positions below it have valid draft KV.
         last_start: the earliest start of a reload's last extend. An extend from there evicts all
             pages that are not on the host.
-        columns: for each group, the first column of the page table that is held.
+        columns: for each group, the first column of the page table that is held, besides those of
+            a sink.
         pages: for each group, the host pages from that column on.
         blocks: of a lent handle, the blocks that the pages belong to; () = they are its own.
     """

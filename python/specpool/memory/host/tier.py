@@ -13,6 +13,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from specpool._core import Ledger, Plan
 from specpool.arrays import Int32
 from specpool.config import Offload
@@ -81,6 +83,7 @@ class HostTier:
         self.texts = HostTexts(ledger, copies, self._pages, self._numbers, self._is_worth)
         self._sizes = [group.page_size for group in ledger.groups]
         self._windows = [group.window for group in ledger.groups]
+        self._sinks = [-(-group.sink // group.page_size) for group in ledger.groups]
         self._handles: dict[int, Handle] = {}
         self._offload_ct = self._reload_ct = self._drop_ct = 0
         self._full_ct = self._unfit_ct = self._failed_ct = self._lent_ct = 0
@@ -216,7 +219,7 @@ class HostTier:
             end, _ = self.next_extend(handle, start)
             for g, (size, window) in enumerate(zip(self._sizes, self._windows, strict=True)):
                 below = 0 if window is None else max(0, start - window + 1) // size
-                most[g] = max(most[g], -(-end // size) - below)
+                most[g] = max(most[g], -(-end // size) - max(below - self._sinks[g], 0))
             start = end
         for g, (spec, need) in enumerate(zip(self.ledger.groups, most, strict=True)):
             free, fenced = self.ledger.free_pages(g), self.ledger.fenced_pages(g)
@@ -255,8 +258,9 @@ class HostTier:
             self.drop(handle)
             return None
         kept, spare = [], []
-        for size, first, pages in zip(self._sizes, handle.columns, handle.pages, strict=True):
-            num_pages = max(-(-length // size) - first, 0)
+        firsts = zip(self._sizes, handle.columns, self._sinks, strict=True)
+        for (size, first, sinks), pages in zip(firsts, handle.pages, strict=True):
+            num_pages = min(sinks, first) + max(-(-length // size) - first, 0)
             kept.append(pages[:num_pages])
             spare.append(pages[num_pages:])
         shorter = replace(
@@ -356,11 +360,15 @@ class HostTier:
         return own | self.texts.held(group)
 
     def _held(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return, for each group, the row's first column with a page and its number of pages."""
+        """Return, for each group, the row's first column behind a gap and its number of pages.
+
+        The columns of a sink lie before the gap.
+        """
         length, sizes = int(self.ledger.resolved_len[row]), self._sizes
         firsts = [int(self.ledger.evicted_len(g)[row]) // size for g, size in enumerate(sizes)]
         ends = [-(-length // size) for size in sizes]
-        return tuple(firsts), tuple(b - a for a, b in zip(firsts, ends, strict=True))
+        held = zip(firsts, ends, self._sinks, strict=True)
+        return tuple(firsts), tuple(b - a + min(sinks, a) for a, b, sinks in held)
 
     def _last_start(self, row: int) -> int:
         """Return the earliest start for the last extend of a reload.
@@ -385,9 +393,11 @@ class HostTier:
         moves = []
         for g, (size, first) in enumerate(zip(self._sizes, handle.columns, strict=True)):
             to = -(-end // size)
-            begin = min(max(start // size, first), to)
-            pages = handle.pages[g][begin - first : to - first]
-            moves.append((self.ledger.page_table(g)[row, begin:to], pages))
+            sinks = min(self._sinks[g], first)  # they come first
+            columns = np.arange(start // size, to)
+            columns = columns[(columns < sinks) | (columns >= first)]
+            pages = handle.pages[g][np.where(columns < sinks, columns, columns - first + sinks)]
+            moves.append((self.ledger.page_table(g)[row, columns], pages))
         return moves
 
     def _check(self, handle: Handle) -> None:

@@ -1,0 +1,172 @@
+"""Laws of `draft_sink`: the draft group keeps a row's first tokens too; the text stays the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
+from specpool.assets import corpus
+from specpool.attention.lanes import Lanes, causal_view
+from specpool.attention.seq_lens import SeqLens
+from specpool.memory.group_sizes import size_groups
+
+PROMPTS = [p[:n] for p, n in zip(corpus.prompts(3), (100, 130, 9), strict=True)]
+CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 12)
+GREEDY = SamplingParams(max_new_tokens=32, ignore_eos=True)
+DRAWN = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=0.8, seed=3)
+SINK = {"draft_window": 16, "draft_sink": 5}
+
+
+def _lens(start):
+    lens = np.array([start], np.int32)
+    return SeqLens(torch.from_numpy(lens), lens, lens)
+
+
+def run(draft, params=GREEDY, prompts=PROMPTS, **options):
+    """Return the texts and what the engine's draft group held at most."""
+    options = {"page_size": 4, "max_context_len": 200, "prefill_tokens": 16} | options
+    with Engine.from_pretrained(draft=draft, busy_check=2, **options) as engine:
+        outputs = engine.generate(prompts, params)
+        return [output.token_ids for output in outputs], engine.peak_pages[1]
+
+
+@pytest.mark.parametrize("draft", ["specpool/tiny-draft", "specpool/tiny-eagle"])
+@pytest.mark.parametrize(("shape", "layout"), [(CHAIN, "dense"), (TREE, "dense"), (TREE, "holey")])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_text_stays_and_the_draft_group_needs_fewer_pages(draft, shape, layout, depth):
+    options = {"shape": shape, "overlap_depth": depth, "layout": layout}
+    texts, pages = zip(*(run(draft, **options, **more) for more in ({}, SINK)), strict=True)
+    assert texts[0] == texts[1]
+    assert pages[1] < pages[0] * 0.75
+
+
+def test_a_drawn_text_stays():
+    drawn = [run("specpool/tiny-eagle", DRAWN, shape=TREE, **more)[0] for more in ({}, SINK)]
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1 << 22])
+def test_the_text_stays_when_rows_are_retracted_and_come_back(host_bytes):
+    """With host memory they come back by copies, else by a prefill; both bring the sink back."""
+    prompts = [prompt[:30] for prompt in corpus.prompts(6)]
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    plain = run("specpool/tiny-eagle", params, prompts, shape=CHAIN)[0]
+    options = {"shape": CHAIN, "page_size": 4, "max_context_len": 200, "prefill_tokens": 16}
+    with Engine.from_pretrained(
+        draft="specpool/tiny-eagle",
+        num_pages=56,
+        host_bytes=host_bytes,
+        offload="always" if host_bytes else "cost",
+        headroom=0,
+        busy_check=2,
+        **options,
+        **SINK,
+    ) as engine:
+        outputs = engine.generate(prompts, params)
+        assert [output.token_ids for output in outputs] == plain
+        assert engine.stats().retracted_ct > 0
+        if host_bytes:
+            assert engine.stats().host.reload_ct > 0
+
+
+def test_a_session_and_the_prefix_cache_keep_the_text():
+    options = {"shape": CHAIN, "page_size": 4, "max_context_len": 200, "prefill_tokens": 16}
+    texts, cached = [], []
+    for more in ({}, SINK):
+        with Engine.from_pretrained(
+            draft="specpool/tiny-eagle", busy_check=2, **options, **more
+        ) as engine:
+            session = engine.open_session()
+            turns = [session.append(text[:40], GREEDY).output().token_ids for text in PROMPTS[:2]]
+            session.close()
+            again = [engine.generate([PROMPTS[1]], GREEDY)[0] for _ in range(2)]
+            texts.append([*turns, *(output.token_ids for output in again)])
+            cached.append(engine.stats().prefix.hit_ct)
+    assert texts[0] == texts[1]
+    assert cached[1] > 0
+
+
+def test_a_row_moves_with_its_sink():
+    options = {"draft": "specpool/tiny-eagle", "shape": CHAIN, "page_size": 4, **SINK}
+    options |= {"max_context_len": 200, "busy_check": 2}
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    with Engine.from_pretrained(**options) as one, Engine.from_pretrained(**options) as two:
+        with one.open_session() as stays:
+            expected = [stays.append(text[:60], params).output() for text in PROMPTS[:2]]
+        leaves = one.open_session()
+        assert leaves.append(PROMPTS[0][:60], params).output().token_ids == expected[0].token_ids
+        with one.export(leaves) as export:
+            arrived = two.import_row(export.image())
+            export.arrived()
+        found = arrived.append(PROMPTS[1][:60], params).output()
+        assert found.token_ids == expected[1].token_ids
+        assert found.accept_lens == expected[1].accept_lens, "the draft KV came along"
+
+
+def test_a_query_sees_the_sink_and_its_window_and_nothing_else():
+    """The law, cell by cell, against every start: [0, sink) and (p - window, p]."""
+    window, sink, size = 6, 3, 2
+    with Engine.from_pretrained(
+        draft="specpool/tiny-eagle",
+        page_size=size,
+        max_context_len=60,
+        draft_window=window,
+        draft_sink=sink,
+    ) as engine:
+        cache, ledger = engine.cache, engine.ledger
+        row = ledger.admit()
+        for end in range(4, 60, 4):
+            step = ledger.prepare_extend([row], [end]).step
+            ledger.launch(step)
+            cache.apply_delta(step)
+            ledger.complete(step)
+            begin = end - 4
+            lens = _lens(begin)
+            rows = torch.tensor([row], dtype=torch.int32)
+            view = causal_view(cache, 1, Lanes(rows, lens, 4))
+            mask = view.mask(window)[0] == 0
+            table = ledger.page_table(1)[row]
+            for query in range(4):
+                at = begin + query
+                law = {p for p in range(at + 1) if p < sink or p > at - window}
+                slots = {int(table[p // size]) * size + p % size for p in law}
+                columns = mask[query].nonzero()[:, 0]
+                read = {int(view.read_pages[0, c // size]) * size + int(c) % size for c in columns}
+                assert read == slots, f"query {at}"
+
+
+def test_a_sink_counts_in_sizing():
+    def pages(**more):
+        sizes = size_groups(
+            EngineConfig(max_batch=4, page_size=4, **more),
+            {None: 1024},
+            256,
+            shapes=[CHAIN],
+            max_context_len=1 << 12,
+            kv_bytes=1 << 26,
+        )
+        return sizes.groups[1], sizes.pages_needed(4000, 4000, 1)[1]
+
+    window, sink = pages(draft_window=64), pages(draft_window=64, draft_sink=9)
+    assert (sink[0].window, sink[0].sink) == (65, 9)
+    assert sink[1] == window[1] + 3
+    num_rows = 4 + 16 + 1  # rows, sessions, and one more
+    assert sink[0].num_pages == window[0].num_pages + num_rows * 3
+    long = pages(draft_window=2048, draft_sink=2048)[0]
+    assert (long.window, long.sink) == (None, 0), "a window and a sink that hide nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"draft_sink": -1}, r"draft_sink must be an integer in \[0, "),
+        ({"draft_sink": "all"}, "draft_sink"),
+        ({"draft_sink": 4}, "draft_sink 4 needs a draft_window .* got no draft_window"),
+        ({"draft_sink": 9, "draft_window": 8}, "draft_sink 9 needs .* as many tokens, got 8"),
+    ],
+)
+def test_bad_sinks_are_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig(**options)
