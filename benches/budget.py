@@ -128,6 +128,7 @@ def _decision_cases(num_rows: int) -> dict[str, Callable[[], object]]:
                 candidates,
                 acceptance.tokens(rows),
                 worth=budget._worth[rows],
+                gives=np.ones(num_rows),
                 due=np.zeros((num_rows, 2)) if due is None else due,
                 base=cost.base(num_rows),
                 ridge=cost.ridge,

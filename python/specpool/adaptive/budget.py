@@ -141,12 +141,17 @@ class BudgetController:
         tokens = self._acceptance.tokens(rows, hopes=hopes)
         latest = self._latest[rows]
         kept = lanes[latest >= 0]
+        gives = np.ones(len(rows))
+        if len(kept):
+            gives[kept] = tokens[kept, latest[kept]]
+            gives[latest < 0] = gives[kept].mean()
         tokens[kept, latest[kept]] *= _KEEP
         pages, free = (None, None) if spare is None else spare
         picks, _, _, seconds, missed = choose_shapes(
             shapes,
             tokens,
             worth=self._worth[rows],
+            gives=gives,
             due=due,
             base=cost.base(len(rows)),
             ridge=cost.ridge,
