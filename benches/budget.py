@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from benches import budget_model as model
 from benches.budget_bound import most_goodput
+from benches.lines import Line, table_of
 from specpool import _core
 from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig, BudgetController, Controller, controller_of
@@ -49,24 +49,6 @@ NUM_SEEDS = 2
 GOODPUT_SEEDS = 4  # whether a request is in time hangs on a few tokens, so more are needed
 URGENT_BATCH_SIZES = (64, 128, 256)
 REAL_CANDIDATES = tuple(parse_shape("shape", n) for n in ("none", "chain:1", "chain:3"))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Line:
-    """A figure and its target."""
-
-    result: Result
-    least: float | None = None  # of its ratio
-    most: float | None = None  # of its value
-
-    @property
-    def target(self) -> str:
-        """The target as the table shows it."""
-        if self.least is not None:
-            return f">= {self.least:g} {'met' if self.result.ratio >= self.least else 'missed'}"
-        if self.most is not None:
-            return f"<= {self.most:g} {'met' if self.result.value <= self.most else 'missed'}"
-        return ""
 
 
 def policy(name: str, candidates: Sequence[Shape]) -> AdaptiveConfig:
@@ -387,28 +369,9 @@ def budget(
         print_json(machine(device, threads, ("numpy", "torch")), results)
     else:
         console = Console()
-        Console(width=max(console.width, 150)).print(_table(lines))
+        Console(width=max(console.width, 150)).print(table_of("bench budget", _CAPTION, lines))
     if plot is not None:
         draw("bench budget", [each for each in results if each.unit == "tokens/s"], plot)
-
-
-def _table(lines: Sequence[Line]) -> Table:
-    table = Table(title="bench budget", caption=_CAPTION)
-    for column in ("", "value", "unit", "reference", "its value", "ratio", "target"):
-        right = column in ("value", "its value", "ratio")
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
-    for line in lines:
-        r = line.result
-        table.add_row(
-            r.name,
-            f"{r.value:.4g}",
-            r.unit,
-            r.reference,
-            f"{r.reference_value:.4g}",
-            f"{r.ratio:.3g}",
-            line.target,
-        )
-    return table
 
 
 _CAPTION = (

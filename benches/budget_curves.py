@@ -1,10 +1,10 @@
 """Measured milliseconds of a forward's linear layers, by its tokens, as others published them.
 
 Source: Vidur (Agrawal et al., MLSys 2024), github.com/microsoft/vidur, MIT licence, commit
-7d47513,
-data/profiling/compute/a100/meta-llama/*/mlp.csv: the medians of the projections, norms,
-activations, rotary embeddings and additions of one layer, summed, times the number of layers. Attention's reads
-of keys and values, the output layer and messages between cards are not in them.
+7d47513, the files data/profiling/compute/a100/meta-llama/*/mlp.csv. The medians of one layer's
+projections, norms, activations, rotary embeddings and additions are summed, times the number of
+layers. Not in them: attention's reads of keys and values, the output layer, and messages between
+cards.
 """
 
 from __future__ import annotations

@@ -64,7 +64,8 @@ class Device:
         bytes_time = (weights + kv) / (0.8 * self.peak_bytes)
         seconds = max(bytes_time, nodes * flops / (0.6 * self.peak_flops))
         if self.curve and not head:
-            seconds += float(np.interp(nodes, *zip(*self.curve, strict=True))) / 1e3
+            sizes, milliseconds = (np.array(column) for column in zip(*self.curve, strict=True))
+            seconds += float(np.interp(nodes, sizes, milliseconds)) / 1e3
         return self.overhead * (0.2 if head else 1) + seconds
 
     def round(self, shapes: Sequence[Shape], counts: Sequence[float]) -> float:
