@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from benches import adaptive_model as model
+from benches.lines import Line, table_of
 from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig, controller_of
 from specpool.assets import corpus
@@ -57,34 +57,6 @@ NUM_ROUNDS = 15  # rounds of each shape and batch size in a pass
 PROMPT_LEN = 128
 
 BEST_SHARE, REAL_BEST_SHARE, PLAIN_SHARE, MOST_US = 0.95, 0.93, 0.95, 20.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Line:
-    """A figure and its target."""
-
-    result: Result
-    least: float | None = None  # of its ratio
-    most: float | None = None  # of its value
-
-    @property
-    def target(self) -> str:
-        """The target as the table shows it."""
-        if self.least is not None:
-            met = self.result.ratio >= self.least
-            return f">= {self.least:g} {'met' if met else '[bold]missed[/bold]'}"
-        if self.most is not None:
-            met = self.result.value <= self.most
-            return f"<= {self.most:g} {'met' if met else '[bold]missed[/bold]'}"
-        return ""
-
-    def results(self) -> list[Result]:
-        """The figure, and its ratio beside what it should be."""
-        result = self.result
-        if self.least is None:
-            return [result]
-        name = f"{result.name}, of {result.reference}"
-        return [result, Result(name, result.ratio, "times", "target, at least", self.least)]
 
 
 class Engines:
@@ -450,30 +422,9 @@ def adaptive(
     else:
         # Wide enough for every column, also if the output is not a terminal.
         console = Console()
-        Console(width=max(console.width, 164)).print(_table(lines))
+        Console(width=max(console.width, 164)).print(table_of("bench adaptive", _CAPTION, lines))
     if plot is not None:
         draw("bench adaptive", [each for each in results if each.unit == "tokens/s"], plot)
-
-
-def _table(lines: Sequence[Line]) -> Table:
-    table = Table(title="bench adaptive", caption=_CAPTION)
-    for column in ("", "value", "unit", "reference", "its value", "ratio", "target"):
-        right = column in ("value", "its value", "ratio")
-        table.add_column(column, justify="right" if right else "left", no_wrap=True)
-    before = ""
-    for line in lines:
-        r = line.result
-        table.add_row(
-            r.name if r.name != before else "",
-            f"{r.value:.4g}",
-            r.unit,
-            r.reference,
-            f"{r.reference_value:.4g}",
-            f"{r.ratio:.3g}",
-            line.target,
-        )
-        before = r.name
-    return table
 
 
 _CAPTION = (

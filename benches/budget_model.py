@@ -55,7 +55,7 @@ class Device:
     overhead: float  # seconds of a forward beside the kernels
     curve: Curve = ()  # measured milliseconds of the linear layers, by nodes
 
-    def forward(self, nodes: float, rows: int, *, head: bool = False) -> float:
+    def forward(self, nodes: float, rows: float, *, head: bool = False) -> float:
         """Seconds of one forward of so many nodes."""
         weights, flops = (
             (self.head_bytes, self.head_flops) if head else (self.weight_bytes, self.token_flops)
@@ -64,10 +64,11 @@ class Device:
         bytes_time = (weights + kv) / (0.8 * self.peak_bytes)
         seconds = max(bytes_time, nodes * flops / (0.6 * self.peak_flops))
         if self.curve and not head:
-            seconds += float(np.interp(nodes, *zip(*self.curve, strict=True))) / 1e3
+            sizes, milliseconds = (np.array(column) for column in zip(*self.curve, strict=True))
+            seconds += float(np.interp(nodes, sizes, milliseconds)) / 1e3
         return self.overhead * (0.2 if head else 1) + seconds
 
-    def round(self, shapes: Sequence[Shape], counts: Sequence[int]) -> float:
+    def round(self, shapes: Sequence[Shape], counts: Sequence[float]) -> float:
         """Seconds of a round in which `counts` lanes have each shape."""
         rows = sum(counts)
         nodes = sum(n * shape.num_draft_tokens for n, shape in zip(counts, shapes, strict=True))

@@ -1857,6 +1857,7 @@ def choose_shapes(
     tokens: _F64,
     *,
     worth: _F64,
+    gives: _F64,
     due: _F64,
     base: float,
     ridge: float,
@@ -1877,6 +1878,8 @@ def choose_shapes(
         shapes: [B, C], the index of the shape of each row's candidates, the narrowest first.
         tokens: float64 [B, S], expected tokens of each row with each shape.
         worth: float64 [B], what a token of the row is worth.
+        gives: float64 [B], tokens of the row's rounds so far, above 0. The fewer, the longer a row
+            is in the batch, so it stands for as many of the batch's tokens.
         due: float64 [B, 2], the tokens that the row's round has to give: a constant, and per second
             of the round; 0, 0 = the row has no target.
         base: seconds, above 0.

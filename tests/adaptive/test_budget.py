@@ -465,6 +465,7 @@ def test_the_core_refuses_arrays_that_do_not_fit() -> None:
     """Law: one `ShapeError` with the numbers, for any array that is wrong."""
     good: dict[str, Any] = {
         "worth": np.ones(2),
+        "gives": np.ones(2),
         "due": np.zeros((2, 2)),
         "base": 1.0,
         "ridge": 0.0,
@@ -477,6 +478,8 @@ def test_the_core_refuses_arrays_that_do_not_fit() -> None:
     assert choose_shapes(shapes, tokens, **good)[0].tolist() == [0, 0]
     wrong: list[dict[str, Any]] = [
         {"worth": np.ones(3)},
+        {"gives": np.ones(3)},
+        {"gives": np.zeros(2)},
         {"due": np.zeros((2, 3))},
         {"lane": np.zeros(2)},
         {"base": 0.0},

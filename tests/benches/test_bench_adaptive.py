@@ -7,7 +7,8 @@ import json
 import pytest
 
 from benches import adaptive_model as model
-from benches.adaptive import OURS, THEIRS, Line
+from benches.adaptive import OURS, THEIRS
+from benches.lines import Line
 from cli_kit import call
 from specpool import Shape
 from specpool.adaptive import AdaptiveConfig, controller_of

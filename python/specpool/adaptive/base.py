@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 from specpool._core import Shape
 
+#: Rounds until a controller that compares costs chooses anew.
+CHOICE_ROUNDS = 4
 NumCorrectDrafts = Sequence[int] | npt.NDArray[np.int32]
 
 

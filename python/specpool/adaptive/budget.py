@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Shape, choose_shapes
-from specpool.adaptive.base import NumCorrectDrafts
+from specpool.adaptive.base import CHOICE_ROUNDS, NumCorrectDrafts
 from specpool.adaptive.config import AdaptiveConfig
 from specpool.adaptive.node_budget import NodeBudget, NodeChoice, NodeSeconds, Outlook
 from specpool.adaptive.round_cost import RoundCost
@@ -27,10 +27,9 @@ from specpool.shape_names import width_order
 Spare = tuple[Int32, Int64] | None
 
 _KEEP = 1.02  # a row's shape of the round before counts as so many times its tokens
-_CHOICE_ROUNDS = 4  # rounds until a choice is made anew
 _HOPE_SHARE = 0.01  # the share of the tokens that hopeful rounds may cost
 _MOST_SAVED = 2.0  # the most of that to save up, in rounds
-_HOPE_ROUNDS = 8  # from one look for a hopeful round to the next, a multiple of `_CHOICE_ROUNDS`
+_HOPE_ROUNDS = 8  # from one look for a hopeful round to the next, a multiple of `CHOICE_ROUNDS`
 _HORIZON = 16.0  # rounds in which a row makes up for what it is behind its target
 MOST_PRIORITY = 8  # steps of priority beyond which a token is worth no more, or no less
 
@@ -105,7 +104,7 @@ class BudgetController:
             shapes: int32 [B, C], the shape that each candidate is for each row.
             spare: returns the pages for width; None = memory does not bind.
         """
-        if (kept := self._kept) is not None and self._round % _CHOICE_ROUNDS:
+        if (kept := self._kept) is not None and self._round % CHOICE_ROUNDS:
             if np.array_equal(kept[0], rows) and np.array_equal(kept[1], shapes):
                 self._open = rows, kept[2], 0.0, 0
                 return kept[2]
@@ -148,12 +147,17 @@ class BudgetController:
         tokens = self._acceptance.tokens(rows, hopes=hopes)
         latest = self._latest[rows]
         kept = lanes[latest >= 0]
+        gives = np.ones(len(rows))
+        if len(kept):
+            gives[kept] = tokens[kept, latest[kept]]
+            gives[latest < 0] = gives[kept].mean()
         tokens[kept, latest[kept]] *= _KEEP
         pages, free = (None, None) if spare is None else spare
         picks, _, _, seconds, missed = choose_shapes(
             shapes,
             tokens,
             worth=self._worth[rows],
+            gives=gives,
             due=due,
             base=cost.base(len(rows)),
             ridge=cost.ridge,

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 
 from specpool._core import Shape
 from specpool.adaptive.acceptance import Acceptance
-from specpool.adaptive.base import NumCorrectDrafts
+from specpool.adaptive.base import CHOICE_ROUNDS, NumCorrectDrafts
 from specpool.adaptive.config import AdaptiveConfig
 from specpool.adaptive.round_seconds import RoundSeconds
 from specpool.adaptive.router import StepRouter
 from specpool.shape_names import depth_order
 
 _GAIN = 1.02  # another shape must promise this many times the current one's rate
-_CHOICE_ROUNDS = 4  # rounds until a choice is made anew
 _PROBE_SHARE = 0.01  # the share of the time for probes
 _MOST_SPARE = 2.0  # the most of that time to save up, in rounds
 _PROBE_ROUNDS = 16  # the least rounds from one probe to the next
@@ -99,8 +98,8 @@ class CostController:
 
     def _choice(self, key: int, batch_size: int) -> Shape:
         """Return the shape with the most tokens per second, chosen anew every few rounds."""
-        since, shape = self._chosen.get((key, batch_size), (-_CHOICE_ROUNDS, None))
-        if shape is None or self._round - since >= _CHOICE_ROUNDS:
+        since, shape = self._chosen.get((key, batch_size), (-CHOICE_ROUNDS, None))
+        if shape is None or self._round - since >= CHOICE_ROUNDS:
             batch_range = self._ranges[key]
             rates = {shape: self._rate(shape, batch_size) for shape in batch_range}
             shape = max(batch_range, key=rates.__getitem__)

@@ -13,6 +13,7 @@ struct Case {
     shapes: Vec<i32>,
     tokens: Vec<f64>,
     worth: Vec<f64>,
+    gives: Vec<f64>,
     due: Vec<f64>,
     pages: Vec<i32>,
     free: Vec<i64>,
@@ -35,6 +36,7 @@ impl Case {
             shapes: &self.shapes,
             tokens: &self.tokens,
             worth: &self.worth,
+            gives: &self.gives,
             due: &self.due,
             pages: &self.pages,
             free: &self.free,
@@ -54,12 +56,15 @@ impl Case {
         self.shapes[row * self.num_candidates + pick] as usize
     }
 
-    /// Seconds of a token of each row, summed: the mean round of rows that stay for equal tokens, simulated by its
-    /// averages, over what it gives. Written apart from the core.
+    /// Seconds of the tokens that the rows stand for: the mean round, simulated by its averages, over what it gives.
+    /// Written apart from the core.
     fn cost(&self, picks: &[usize]) -> f64 {
         let shapes: Vec<usize> = picks.iter().enumerate().map(|(row, &pick)| self.shape(row, pick)).collect();
-        let stay: Vec<f64> =
-            shapes.iter().enumerate().map(|(row, &s)| 1.0 / self.tokens[row * self.lane.len() + s]).collect();
+        let stay: Vec<f64> = shapes
+            .iter()
+            .enumerate()
+            .map(|(row, &s)| self.gives[row] / self.tokens[row * self.lane.len() + s])
+            .collect();
         let rows = self.num_rows() as f64;
         let total: f64 = stay.iter().sum();
         // The share of the rounds' lanes that is of each row's kind, times the lanes.
@@ -111,7 +116,7 @@ impl Case {
     fn checked(&self, choice: &Choice) -> f64 {
         let picks: Vec<usize> = choice.picks.iter().map(|&pick| pick as usize).collect();
         let (cost, seconds) = (self.cost(&picks), self.seconds(&picks));
-        assert!((self.num_rows() as f64 / cost - choice.rate).abs() <= 1e-9 * choice.rate);
+        assert!((self.gives.iter().sum::<f64>() / cost - choice.rate).abs() <= 1e-9 * choice.rate);
         assert!((seconds - choice.seconds).abs() <= 1e-9 * seconds);
         assert!(self.fits(&picks), "{picks:?} needs more than {:?} pages", self.free);
         cost
@@ -119,7 +124,7 @@ impl Case {
 
     /// The least cost that the choice's bound allows.
     fn least(&self, choice: &Choice) -> f64 {
-        self.num_rows() as f64 / choice.bound
+        self.gives.iter().sum::<f64>() / choice.bound
     }
 
     /// What one row can save at most.
@@ -166,6 +171,7 @@ prop_compose! {
             num_candidates,
             tokens,
             worth: (0..num_rows).map(|_| 0.5 + die()).collect(),
+            gives: (0..num_rows).map(|_| 1.0 + 3.0 * die()).collect(),
             due: vec![0.0; 2 * num_rows],
             pages: if paged { pages } else { Vec::new() },
             free: if paged { vec![(die() * 2.0 * cells as f64) as i64] } else { Vec::new() },
@@ -254,7 +260,7 @@ fn goodput(case: &Case, picks: &[i32]) -> (f64, usize) {
     for (row, &pick) in picks.iter().enumerate() {
         let tokens = case.tokens[row * case.lane.len() + case.shape(row, pick)];
         if tokens >= case.due[2 * row] + case.due[2 * row + 1] * seconds {
-            worth += case.worth[row];
+            worth += case.worth[row] * case.gives[row];
         } else {
             missed += 1;
         }
@@ -269,6 +275,7 @@ fn easy_rows_draft_and_hard_rows_do_not() {
         shapes: vec![0, 1, 0, 1],
         tokens: vec![1.0, 3.0, 1.0, 1.1],
         worth: vec![1.0, 1.0],
+        gives: vec![1.0, 1.0],
         due: vec![0.0; 4],
         pages: Vec::new(),
         free: Vec::new(),
@@ -292,6 +299,7 @@ fn the_long_run_counts_and_not_the_next_round() {
         shapes: vec![0, 1, 0, 1],
         tokens: vec![1.0, 4.0, 1.0, 1.8],
         worth: vec![1.0, 1.0],
+        gives: vec![1.0, 1.0],
         due: vec![0.0; 4],
         pages: Vec::new(),
         free: Vec::new(),
@@ -309,9 +317,37 @@ fn the_long_run_counts_and_not_the_next_round() {
     assert!((choice.rate - 3.310_344).abs() < 1e-5 && (2.0 / case.cost(&[1, 0]) - 2.909_09).abs() < 1e-5);
 }
 
+/// Two rows in three that are seen in a batch are hard, because each takes as long as two easy ones. So three rows
+/// stand for as many hard tokens as easy ones, and the nodes of the round they are in are those of the mean round.
+#[test]
+fn a_batch_that_stays_as_it_is_has_the_nodes_of_its_mean_round() {
+    let case = Case {
+        num_candidates: 2,
+        shapes: vec![0, 1, 0, 1, 0, 1],
+        tokens: vec![1.0, 4.0, 1.0, 2.0, 1.0, 2.0],
+        worth: vec![1.0; 3],
+        gives: vec![4.0, 2.0, 2.0],
+        due: vec![0.0; 6],
+        pages: Vec::new(),
+        free: Vec::new(),
+        base: 1.0,
+        ridge: 12.0,
+        slope: 10.0,
+        charge: vec![0.0, 0.0],
+        lane: vec![0.0, 0.1],
+        nodes: vec![1.0, 4.0],
+    };
+    let choice = case.choose();
+    assert_eq!(choice.picks, [1, 1, 1], "12 nodes ride along");
+    assert!((choice.rate - 8.0 / choice.seconds).abs() < 1e-9, "the mean round is the round that is seen");
+    let tight = Case { ridge: 11.0, ..case };
+    assert!(tight.choose().picks.contains(&0), "the 12th node is dear");
+}
+
 #[test]
 fn no_rows_no_choice() {
-    let rows = Rows { num_candidates: 1, shapes: &[], tokens: &[], worth: &[], due: &[], pages: &[], free: &[] };
+    let rows =
+        Rows { num_candidates: 1, shapes: &[], tokens: &[], worth: &[], gives: &[], due: &[], pages: &[], free: &[] };
     let costs = Costs { base: 1.0, ridge: 0.0, slope: 0.0, charge: &[0.0], lane: &[0.0], nodes: &[1.0] };
     assert_eq!(choose(&rows, &costs).unwrap().picks, Vec::<i32>::new());
 }
@@ -323,6 +359,7 @@ fn wrong_numbers_are_refused() {
         shapes: &[0],
         tokens: &[1.0],
         worth: &[1.0],
+        gives: &[1.0],
         due: &[0.0, 0.0],
         pages: &[],
         free: &[],
@@ -334,6 +371,7 @@ fn wrong_numbers_are_refused() {
         Rows { tokens: &[f64::NAN], ..rows },
         Rows { tokens: &[0.5], ..rows },
         Rows { worth: &[-1.0], ..rows },
+        Rows { gives: &[0.0], ..rows },
         Rows { due: &[f64::NAN, 0.0], ..rows },
         Rows { pages: &[1, 2], free: &[1], ..rows },
         Rows { num_candidates: 0, ..rows },

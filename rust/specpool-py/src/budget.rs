@@ -87,12 +87,13 @@ type Chosen<'py> = (Bound<'py, PyArray1<i32>>, f64, f64, f64, usize);
 
 #[doc = doc!("choose_shapes")]
 #[pyfunction]
-#[pyo3(signature = (shapes, tokens, *, worth, due, base, ridge, slope, charge, lane, nodes, pages = None, free = None))]
+#[pyo3(signature = (shapes, tokens, *, worth, gives, due, base, ridge, slope, charge, lane, nodes, pages = None, free = None))]
 pub fn choose_shapes<'py>(
     py: Python<'py>,
     shapes: &Bound<'py, PyAny>,
     tokens: &Bound<'py, PyAny>,
     worth: &Bound<'py, PyAny>,
+    gives: &Bound<'py, PyAny>,
     due: &Bound<'py, PyAny>,
     base: f64,
     ridge: f64,
@@ -106,12 +107,14 @@ pub fn choose_shapes<'py>(
     let shapes = Input::<i32, 2>::new("shapes", shapes)?;
     let tokens = Input::<f64, 2>::new("tokens", tokens)?;
     let worth = Input::<f64, 1>::new("worth", worth)?;
+    let gives = Input::<f64, 1>::new("gives", gives)?;
     let due = Input::<f64, 2>::new("due", due)?;
     let charge = Input::<f64, 1>::new("charge", charge)?;
     let lane = Input::<f64, 1>::new("lane", lane)?;
     let nodes = Input::<f64, 1>::new("nodes", nodes)?;
     let [batch, num_candidates] = shapes.dims;
     expect_dims("worth", worth.dims, [batch])?;
+    expect_dims("gives", gives.dims, [batch])?;
     expect_dims("tokens", tokens.dims, [batch, lane.dims[0]])?;
     expect_dims("due", due.dims, [batch, 2])?;
     let pages = Input::<i32, 3>::optional("pages", pages)?;
@@ -129,6 +132,7 @@ pub fn choose_shapes<'py>(
         shapes: shapes.slice(),
         tokens: tokens.slice(),
         worth: worth.slice(),
+        gives: gives.slice(),
         due: due.slice(),
         pages,
         free,

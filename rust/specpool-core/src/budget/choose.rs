@@ -45,6 +45,9 @@ pub struct Rows<'a> {
     pub tokens: &'a [f64],
     /// `[B]`: what the row's time is worth.
     pub worth: &'a [f64],
+    /// `[B]`: tokens of the row's rounds so far, above 0. A row is in the batch for the longer, the fewer it gives, so
+    /// it stands for as many of the batch's tokens as one of its rounds gives.
+    pub gives: &'a [f64],
     /// `[B, 2]`: tokens that a round must give, as a constant and per second of the round; (0, 0) = no target.
     pub due: &'a [f64],
     /// `[B, C, G]`: pages that a candidate needs beyond the row's first; empty = memory does not bind.
@@ -84,14 +87,14 @@ pub fn choose(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<Choice> {
     if !solver.view.targets.is_empty() {
         solver.meet_targets();
     }
-    let (picks, num_rows) = (solver.best, rows.worth.len() as f64);
+    let (picks, given) = (solver.best, rows.gives.iter().sum::<f64>());
     let found = solver.view.outcome(&picks);
     // Without a choice that fits, the first candidates are returned.
     let cost = if solver.best_cost.is_finite() { solver.best_cost } else { found.cost };
     Ok(Choice {
         num_missed: found.num_missed,
-        rate: num_rows / cost,
-        bound: num_rows / solver.least.clamp(f64::MIN_POSITIVE, cost),
+        rate: given / cost,
+        bound: given / solver.least.clamp(f64::MIN_POSITIVE, cost),
         seconds: found.seconds,
         picks,
     })
@@ -108,6 +111,7 @@ fn check(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<()> {
     }
     same_len("shapes", rows.shapes.len(), num_rows * num_candidates)?;
     same_len("tokens", rows.tokens.len(), num_rows * num_shapes)?;
+    same_len("gives", rows.gives.len(), num_rows)?;
     same_len("due", rows.due.len(), 2 * num_rows)?;
     if !rows.pages.is_empty() {
         same_len("pages", rows.pages.len(), num_rows * num_candidates * rows.free.len())?;
@@ -117,12 +121,13 @@ fn check(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<()> {
         let wrong = rows.shapes.iter().find(|&&shape| shape < 0 || shape as usize >= num_shapes).unwrap_or(&0);
         return Err(Error::Shape(format!("shape {wrong} is not in [0, {num_shapes})")));
     }
-    let fields: [(&str, &[f64], f64); 6] = [
+    let fields: [(&str, &[f64], f64); 7] = [
         ("charge", costs.charge, 0.0),
         ("lane", costs.lane, 0.0),
         ("nodes", costs.nodes, 0.0),
         ("tokens", rows.tokens, 1.0),
         ("worth", rows.worth, 0.0),
+        ("gives", rows.gives, f64::MIN_POSITIVE),
         ("ridge and slope", &[costs.ridge, costs.slope], 0.0),
     ];
     for (name, values, least) in fields {

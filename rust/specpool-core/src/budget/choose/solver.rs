@@ -436,7 +436,7 @@ impl<'a> Solver<'a> {
                 let own = view.costs.lane[shape] + self.node * (view.costs.nodes[shape] - given);
                 (worth * rent + own) * view.rounds[at * view.num_rows + row]
             };
-            let mut least = cost(pick as usize) + worth / goodput;
+            let mut least = cost(pick as usize) + worth * view.rows.gives[row] / goodput;
             for at in 0..view.rows.num_candidates {
                 let cost = cost(at);
                 if cost < least && !view.misses(row, at as i32, seconds) {

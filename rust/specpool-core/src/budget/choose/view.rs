@@ -41,7 +41,7 @@ pub(super) struct Outcome {
     pub(super) seconds: f64,
     /// Of a token of each row, summed.
     pub(super) cost: f64,
-    /// The worth of the rows that have no target, or meet it in this round, over `cost`.
+    /// The worth of the tokens of rows that have no target, or meet it in this round, over `cost`.
     pub(super) goodput: f64,
     /// Rows that miss their target in this round.
     pub(super) num_missed: usize,
@@ -52,7 +52,7 @@ pub(super) struct View<'a> {
     pub(super) rows: &'a Rows<'a>,
     pub(super) costs: &'a Costs<'a>,
     pub(super) num_rows: usize,
-    /// `[C, B]`: rounds that a token takes, 1 over the expected tokens.
+    /// `[C, B]`: rounds that the row's part of the batch's tokens takes: what it gives over the expected tokens.
     pub(super) rounds: Vec<f64>,
     /// `[C, B]`: lane seconds and nodes; empty if each candidate is one shape for all rows.
     lanes: Vec<f64>,
@@ -63,7 +63,7 @@ pub(super) struct View<'a> {
     pub(super) used: Vec<u64>,
     /// The rows with a target.
     pub(super) targets: Vec<usize>,
-    /// Of all rows, summed.
+    /// Of the tokens of all rows, summed.
     worth: f64,
 }
 
@@ -82,11 +82,9 @@ impl<'a> View<'a> {
         let mut rounds = filled(0.0, cells, "rounds")?;
         if num_rows > 0 {
             for (at, rounds) in rounds.chunks_exact_mut(num_rows).enumerate() {
-                let shapes = rows.shapes.chunks_exact(num_candidates);
-                for ((rounds, tokens), shapes) in
-                    rounds.iter_mut().zip(rows.tokens.chunks_exact(num_shapes)).zip(shapes)
-                {
-                    *rounds = 1.0 / tokens[shapes[at] as usize];
+                let cells = rows.tokens.chunks_exact(num_shapes).zip(rows.shapes.chunks_exact(num_candidates));
+                for ((rounds, gives), (tokens, shapes)) in rounds.iter_mut().zip(rows.gives).zip(cells) {
+                    *rounds = gives / tokens[shapes[at] as usize];
                 }
             }
         }
@@ -101,7 +99,7 @@ impl<'a> View<'a> {
             }
         }
         let targets = (0..num_rows).filter(|&row| rows.due[2 * row + 1] > 0.0).collect();
-        let worth = rows.worth.iter().sum();
+        let worth = rows.worth.iter().zip(rows.gives).map(|(worth, gives)| worth * gives).sum();
         Ok(Self { rows, costs, num_rows, rounds, lanes, nodes, share: Vec::new(), used, targets, worth })
     }
 
@@ -202,7 +200,7 @@ impl<'a> View<'a> {
         let (mut worth, mut num_missed) = (self.worth, 0);
         for &row in &self.targets {
             if self.misses(row, picks[row], seconds) {
-                worth -= self.rows.worth[row];
+                worth -= self.rows.worth[row] * self.rows.gives[row];
                 num_missed += 1;
             }
         }
