@@ -282,11 +282,40 @@ def test_one_of_several_samples_moves_alone(leaves, turns):
             assert_no_page_leaked(engine.ledger)
 
 
-def test_a_row_with_recurrent_state_stays():
-    model = TargetModel(make_model(make_config("mamba")))
-    with Engine(model, config=EngineConfig(max_context_len=64)) as engine:
-        with pytest.raises(ConfigError, match="'mamba' has recurrent layers"):
-            engine.export(engine.open_session())
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("family", ["mamba", "bamba"])
+def test_the_text_of_a_row_with_recurrent_state_moves_alone(family, params):
+    """Its state is computed again from the text, which stays the same."""
+    model = TargetModel(make_model(make_config(family)))
+    config = EngineConfig(max_context_len=128)
+    first, second = (np.random.default_rng(at).integers(5, 90, 12).tolist() for at in range(2))
+    with Engine(model, config=config) as one, Engine(model, config=config) as two:
+        with one.open_session() as stays:
+            wanted = [stays.append(each, params).output().token_ids for each in (first, second)]
+        session = one.open_session()
+        session.append(first, params).output()
+        with one.export(session) as export:
+            moved = two.import_row(export.image())
+            export.arrived()
+        assert export.length == 0 and session.closed
+        assert moved.append(second, params).output().token_ids == wanted[1]
+        moved.close()
+
+        (alone,) = one.generate([first], params)
+        told, there = [], []
+        number = one.submit(first, params, on_item=lambda _, item: told.append(item))
+        while len(told) < 3:
+            one.turn()
+        with one.export(number) as export:
+            assert export.length == 0
+            two.import_row(export.image(), on_item=lambda _, item: there.append(item))
+            export.arrived()
+        run(one)
+        run(two)
+        assert outputs(told)[-1].finish_reason == "moved"
+        assert outputs(there)[-1].token_ids == alone.token_ids
+        for engine in (one, two):
+            assert_no_page_leaked(engine.ledger)
 
 
 def test_a_full_engine_takes_the_text_alone():

@@ -35,11 +35,12 @@ class Movable:
         """Take an idle session, or a submitted request by its number, out of this engine.
 
         Other requests go on, also further samples of the same prompt, which move one by one. End
-        the export by `Export.arrived` or `Export.give_back`.
+        the export by `Export.arrived` or `Export.give_back`. If the target has recurrent layers, the
+        text goes without KV, which the receiver computes again.
 
         Raises:
-            ConfigError: the session is closed or busy; the request has ended, or is a turn of a
-                session; or the target has recurrent layers.
+            ConfigError: the session is closed or busy; or the request has ended, or is a turn of a
+                session.
         """
         self.core.prompts.check_open()
         with self.core.lock:
@@ -124,14 +125,11 @@ class Movable:
 
     @functools.cached_property
     def _moves(self) -> Moves:
-        if self.target.keeps_state:
-            raise ConfigError(
-                f"{self.target.config.model_type!r} has recurrent layers: a row's pages are not "
-                "all that it needs to go on, so it cannot move"
-            )
         if self.core.inputs.is_shared:
             raise ConfigError("rows of ranks cannot move: each rank holds a part of their KV")
         pages = PageBytes(self.ledger, self.cache)
         key = model_key(self.target, [*self.drafters.values()])
         layout = Layout.of(self.ledger, pages.page_bytes, key)
-        return Moves(self.core, self.ledger, pages, layout)
+        # The state of recurrent layers is not in pages, and pages without it are of no use.
+        takes_kv = not self.target.keeps_state
+        return Moves(self.core, self.ledger, pages, layout, takes_kv=takes_kv)

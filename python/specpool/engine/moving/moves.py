@@ -121,9 +121,20 @@ class Export:
 class Moves:
     """The exports and imports of an engine."""
 
-    def __init__(self, core: EngineCore, ledger: Ledger, pages: PageBytes, layout: Layout) -> None:
-        """Move rows of `ledger`, whose pages `pages` reads and writes."""
+    def __init__(
+        self, core: EngineCore, ledger: Ledger, pages: PageBytes, layout: Layout, *, takes_kv: bool
+    ) -> None:
+        """Move rows of `ledger`, whose pages `pages` reads and writes.
+
+        Args:
+            core: runs the sessions and requests.
+            ledger: has their rows.
+            pages: reads and writes the pages.
+            layout: of the rows.
+            takes_kv: whether KV goes along; else the text goes alone.
+        """
         self._core, self._ledger, self._pages, self.layout = core, ledger, pages, layout
+        self._takes_kv = takes_kv
 
     def export_session(self, session: Session) -> Export:
         """Take an idle session out; see `Engine.export`."""
@@ -148,7 +159,7 @@ class Moves:
         with core.loop.recovering():
             # Samples that wait for their prompt's pages run by themselves, or move one by one.
             core.scheduler.exports.part(core.first_sample(request))
-            row = core.scheduler.exports.of_request(request)
+            row = core.scheduler.exports.of_request(request, takes_kv=self._takes_kv)
             return self._export(row, request.tokens, _request_state(request), request)
 
     def _export(
