@@ -234,13 +234,11 @@ def test_what_cannot_move_says_why():
             engine.export(5)
         session = engine.open_session()
         turn = session.append(PROMPTS[0], GREEDY)
-        with pytest.raises(ConfigError, match=r"its turn .* has not ended"):
-            engine.export(session)
         turn.output()
         with pytest.raises(ConfigError, match="one of this engine's"):
             other.export(session)
         number = engine.submit(PROMPTS[1], GREEDY, session=session)
-        with pytest.raises(ConfigError, match="export the session between turns"):
+        with pytest.raises(ConfigError, match="is a turn of session 1: export the session"):
             engine.export(number)
         run(engine)
         with engine.export(session) as export:
@@ -249,6 +247,125 @@ def test_what_cannot_move_says_why():
                 other.import_row(image)
             assert not other.core.scheduler.conversations.open
         session.close()
+
+
+def in_mid_turn(engine: Engine, num_before: int, num_turns: int, params: SamplingParams):
+    """Return a session after so many turns and what its next one tells, so far into that one."""
+    session, told = engine.open_session(), []
+    for at in range(num_before):
+        session.append(PROMPTS[at], params).output()
+    engine.submit(
+        PROMPTS[num_before], params, session=session, on_item=lambda _, item: told.append(item)
+    )
+    for _ in range(num_turns):
+        engine.turn()
+    return session, told
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kind", ["plain", "eagle chain", "eagle tree", "ngram"])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize("num_turns", [0, 1, 4])
+def test_a_session_moves_in_mid_turn(kind, params, depth, num_before, num_turns):
+    """The turn ends there, and the next one goes on from it; also if it has not begun."""
+    with engine_of(kind, overlap_depth=depth) as one, engine_of(kind, overlap_depth=depth) as two:
+        with one.open_session() as stays:
+            wanted = [stays.append(PROMPTS[at], params).output().token_ids for at in range(3)]
+        one.forget_prefixes()
+        session, here = in_mid_turn(one, num_before, num_turns, params)
+        there = []
+        with one.export(session) as export:
+            for refused in (lambda: one.export(session), session.fork):
+                with pytest.raises(ConfigError, match="it is being exported"):
+                    refused()
+            moved = two.import_row(export.image(), on_item=lambda _, item: there.append(item))
+            export.arrived()
+        assert session.closed and moved.is_busy
+        run(one)
+        run(two)
+        assert outputs(here)[-1].finish_reason == "moved"
+        output = outputs(there)[-1]
+        assert output.token_ids == wanted[num_before]
+        assert output.num_reused >= export.length - 2 and bool(export.length) == bool(num_turns)
+        assert (
+            moved.append(PROMPTS[num_before + 1], params).output().token_ids
+            == (wanted[num_before + 1])
+        )
+        moved.close()
+        for engine in (one, two):
+            engine.forget_prefixes()
+            assert_no_page_leaked(engine.ledger)
+
+
+@pytest.mark.parametrize("num_turns", [0, 4])
+def test_a_turn_that_does_not_arrive_goes_on_where_it_was(num_turns):
+    with engine_of() as engine:
+        with engine.open_session() as stays:
+            wanted = [stays.append(PROMPTS[at], DRAWN).output().token_ids for at in range(3)]
+        engine.forget_prefixes()
+        session, told = in_mid_turn(engine, 1, num_turns, DRAWN)
+        with engine.export(session) as export:
+            engine.turn()
+            assert export.image().size == export.num_bytes
+        run(engine)
+        assert outputs(told)[-1].token_ids == wanted[1]
+        assert session.append(PROMPTS[2], DRAWN).output().token_ids == wanted[2]
+        session.close()
+        session, told = in_mid_turn(engine, 1, num_turns, DRAWN)
+        with engine.export(session):
+            session.close()  # its client ends it on the way
+        run(engine)
+        assert outputs(told)[-1].finish_reason == "abort"
+        assert not engine.core.scheduler.conversations.open
+        engine.forget_prefixes()
+        assert_no_page_leaked(engine.ledger)
+
+
+def test_a_moved_turn_that_is_aborted_leaves_the_session_as_it_was_before():
+    chat = [{"role": "user", "content": "The moon"}]
+    with engine_of() as one, engine_of() as two:
+        for engine in (one, two):
+            engine.core.tokenizer.chat_template = (
+                "{% for m in messages %}{{ m.content }} {% endfor %}"
+            )
+        with one.open_session() as stays:
+            wanted = [stays.append(chat, GREEDY).output() for _ in range(3)]
+        session, told = one.open_session(), []
+        session.append(chat, GREEDY).output()
+        one.submit(chat, GREEDY, session=session, on_item=lambda _, item: told.append(item))
+        while not told:
+            one.turn()
+        held, ends = session.num_tokens, session.turn_ends
+        with one.export(session) as export:
+            image = export.image()
+            moved = [two.import_row(image) for _ in range(2)]
+            export.arrived()
+        run(one)
+        moved[0].abort()
+        assert moved[0].num_tokens == held and moved[0].turn_ends == ends
+        run(two)  # to the end of the other one's turn
+        for session in moved:
+            if session is moved[0]:
+                assert session.append(chat, GREEDY).output().token_ids == wanted[1].token_ids
+            assert session.append(chat, GREEDY).output().token_ids == wanted[2].token_ids
+            session.close()
+        state = Image(image, two.layout).state
+        tokens = Image(image, two.layout).tokens
+        for changes, why in (
+            ({"turn": 5}, "turn must be an object"),
+            ({"history": [1, "2"]}, "history must be token ids"),
+            ({"turn": state["turn"] | {"messages": "x"}}, "messages must be those of a chat"),
+            ({"turn": state["turn"] | {"said": 5}}, "said must be a list"),
+            ({"turn": state["turn"] | {"prompt_len": 1 << 40}}, "prompt_len is"),
+            ({"history": []}, "a turn of the session is wrong"),
+        ):
+            with pytest.raises(TransferError, match=why):
+                two.import_row(image_of_text(two, tokens, state | changes))
+        assert not two.core.scheduler.conversations.open
+        two.forget_prefixes()
+        assert_no_page_leaked(two.ledger)
 
 
 @pytest.mark.parametrize("leaves", [0, 1, 2])

@@ -32,15 +32,17 @@ class Movable:
     cache: KVCache
 
     def export(self, what: Session | int) -> Export:
-        """Take an idle session, or a submitted request by its number, out of this engine.
+        """Take a session, or a submitted request by its number, out of this engine.
+
+        A turn of the session that waits or runs goes along, and ends here as "moved".
 
         Other requests go on, also further samples of the same prompt, which move one by one. End
-        the export by `Export.arrived` or `Export.give_back`. If the target has recurrent layers, the
-        text goes without KV, which the receiver computes again.
+        the export by `Export.arrived` or `Export.give_back`. If the target has recurrent layers,
+        the text goes without KV, which the receiver computes again.
 
         Raises:
-            ConfigError: the session is closed or busy; or the request has ended, or is a turn of a
-                session.
+            ConfigError: the session is closed, or on its way already; or the request has ended, or
+                is a turn of a session: export the session.
         """
         self.core.prompts.check_open()
         with self.core.lock:
@@ -66,7 +68,8 @@ class Movable:
         Args:
             image: uint8 [n], read during the call only.
             decode: as in `submit`, for a request.
-            on_item: as in `submit`; the first chunk has the output so far.
+            on_item: as in `submit`, also for the turn of a session; the first chunk has the output
+                so far.
 
         Returns:
             The session, or the request's number.
