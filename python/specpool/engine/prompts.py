@@ -152,8 +152,11 @@ class Prompts:
         priority: int,
         forwards: list[int],
         logprobs: list[TokenLogprob],
+        max_tokens: int | None = None,
     ) -> Request:
         """Make the request that goes on where another engine's has stopped; nothing is queued yet.
+
+        `max_tokens` limits the text of a session's turn.
 
         Raises:
             ConfigError: this engine could not run it.
@@ -166,7 +169,8 @@ class Prompts:
                 f"{name} has {len(tokens) - prompt_len} tokens of output, at most "
                 f"{params.max_new_tokens}: it should have ended"
             )
-        request = self._request(name, 0, tokens[:prompt_len], params, shape, priority)
+        prompt = tokens[:prompt_len]
+        request = self._request(name, 0, prompt, params, shape, priority, max_tokens)
         if len(tokens) >= request.max_len:
             raise ConfigError(
                 f"{name} has {len(tokens)} tokens, this engine ends it at {request.max_len}"

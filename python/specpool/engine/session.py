@@ -224,14 +224,16 @@ class Session:
                     core.inputs.close(copy)
             raise
 
-    def leaving(self) -> Conversation:
-        """Return the conversation for an export.
+    def leaving(self) -> tuple[Conversation, Request | None]:
+        """Return the conversation for an export, and the turn that waits or runs.
 
         Raises:
-            ConfigError: the session is closed or busy.
+            ConfigError: the session is closed, or being exported.
         """
-        self._check_idle("export")
-        return self._conversation
+        turn = self._turn()
+        if turn is None or self._conversation.leaves:
+            self._check_idle("export")
+        return self._conversation, turn
 
     def abort(self) -> None:
         """Abort the turn that waits or runs, if any; the session is as it was before the turn."""

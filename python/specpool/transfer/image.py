@@ -105,7 +105,8 @@ class Places:
         self.tokens = self.state + header.state_bytes
         self.checksums = self.tokens + 4 * header.num_tokens
         counts = layout.num_pages(header.length) if header.length else [0] * len(layout.groups)
-        most = [max(RUN_BYTES // group.page_bytes, 1) for group in layout.groups]
+        # A model without attention has pages of no bytes.
+        most = [max(RUN_BYTES // max(group.page_bytes, 1), 1) for group in layout.groups]
         self.num_runs = sum(-(-n // per) for n, per in zip(counts, most, strict=True))
         end = self.checksums + 8 * (2 + self.num_runs)
         self.pages = -(-end // _ALIGNMENT) * _ALIGNMENT

@@ -146,7 +146,8 @@ class SharedMemoryReceiver:
                 undo = self._take_in(memory[: places.total], runs.wait)
             except Exception as error:
                 message = one_line(error, _MAX_MESSAGE // 4).encode()
-                peer.sendall(_REPLY.pack(0, len(message)) + message)
+                with contextlib.suppress(OSError):  # why the row did not come says more
+                    peer.sendall(_REPLY.pack(0, len(message)) + message)
                 raise
             self._settle(peer, undo)
         return memory

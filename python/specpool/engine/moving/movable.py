@@ -32,14 +32,17 @@ class Movable:
     cache: KVCache
 
     def export(self, what: Session | int) -> Export:
-        """Take an idle session, or a submitted request by its number, out of this engine.
+        """Take a session, or a submitted request by its number, out of this engine.
+
+        A turn of the session that waits or runs goes along, and ends here as "moved".
 
         Other requests go on, also further samples of the same prompt, which move one by one. End
-        the export by `Export.arrived` or `Export.give_back`.
+        the export by `Export.arrived` or `Export.give_back`. If the target has recurrent layers,
+        the text goes without KV, which the receiver computes again.
 
         Raises:
-            ConfigError: the session is closed or busy; the request has ended, or is a turn of a
-                session; or the target has recurrent layers.
+            ConfigError: the session is closed, or on its way already; or the request has ended, or
+                is a turn of a session: export the session.
         """
         self.core.prompts.check_open()
         with self.core.lock:
@@ -65,7 +68,8 @@ class Movable:
         Args:
             image: uint8 [n], read during the call only.
             decode: as in `submit`, for a request.
-            on_item: as in `submit`; the first chunk has the output so far.
+            on_item: as in `submit`, also for the turn of a session; the first chunk has the output
+                so far.
 
         Returns:
             The session, or the request's number.
@@ -124,14 +128,11 @@ class Movable:
 
     @functools.cached_property
     def _moves(self) -> Moves:
-        if self.target.keeps_state:
-            raise ConfigError(
-                f"{self.target.config.model_type!r} has recurrent layers: a row's pages are not "
-                "all that it needs to go on, so it cannot move"
-            )
         if self.core.inputs.is_shared:
             raise ConfigError("rows of ranks cannot move: each rank holds a part of their KV")
         pages = PageBytes(self.ledger, self.cache)
         key = model_key(self.target, [*self.drafters.values()])
         layout = Layout.of(self.ledger, pages.page_bytes, key)
-        return Moves(self.core, self.ledger, pages, layout)
+        # The state of recurrent layers is not in pages, and pages without it are of no use.
+        takes_kv = not self.target.keeps_state
+        return Moves(self.core, self.ledger, pages, layout, takes_kv=takes_kv)

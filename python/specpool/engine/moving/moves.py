@@ -20,7 +20,7 @@ from specpool.engine.session import Session
 from specpool.errors import ConfigError, TransferError
 from specpool.memory.page_bytes import PageBytes
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.conversation import Conversation, Said
+from specpool.scheduler.requests.conversation import Conversation, Message, Said
 from specpool.scheduler.requests.request import Request, TokenLogprob
 from specpool.scheduler.rows.exports import RowExport
 from specpool.text.structured.grammar import Grammar
@@ -92,6 +92,9 @@ class Export:
                 scheduler.conversations.close(self._owner)
             else:
                 scheduler.abort(self._owner, "moved")
+                if (conversation := self._owner.conversation) is not None:
+                    conversation.leaves = False
+                    scheduler.conversations.close(conversation)
 
     def give_back(self) -> None:
         """Let the session or request go on here. After the end it does nothing."""
@@ -102,6 +105,8 @@ class Export:
             if isinstance(self._owner, Conversation):
                 exports.return_conversation(self._row, self._owner)
             else:
+                if (conversation := self._owner.conversation) is not None:
+                    conversation.leaves = False
                 exports.return_request(self._row, self._owner)
 
     def _read(self, run: Run, out: Bytes) -> int:
@@ -121,17 +126,30 @@ class Export:
 class Moves:
     """The exports and imports of an engine."""
 
-    def __init__(self, core: EngineCore, ledger: Ledger, pages: PageBytes, layout: Layout) -> None:
-        """Move rows of `ledger`, whose pages `pages` reads and writes."""
+    def __init__(
+        self, core: EngineCore, ledger: Ledger, pages: PageBytes, layout: Layout, *, takes_kv: bool
+    ) -> None:
+        """Move rows of `ledger`, whose pages `pages` reads and writes.
+
+        Args:
+            core: runs the sessions and requests.
+            ledger: has their rows.
+            pages: reads and writes the pages.
+            layout: of the rows.
+            takes_kv: whether KV goes along; else the text goes alone.
+        """
         self._core, self._ledger, self._pages, self.layout = core, ledger, pages, layout
+        self._takes_kv = takes_kv
 
     def export_session(self, session: Session) -> Export:
-        """Take an idle session out; see `Engine.export`."""
+        """Take a session out, with its turn if one waits or runs; see `Engine.export`."""
         core = self._core
-        conversation = session.leaving()
-        core.loop.drain()  # a round of the last turn may be under way
-        state = {"kind": "session", "max_tokens": session.max_tokens}
+        core.loop.drain()  # a round of a turn may be under way, and may end it
+        conversation, turn = session.leaving()
+        state: dict[str, Any] = {"kind": "session", "max_tokens": session.max_tokens}
         state["said"] = [_said_state(said) for said in conversation.said]
+        if turn is not None:
+            return self._export_turn(turn, conversation, state)
         with core.loop.recovering():
             try:
                 row = core.scheduler.exports.of_conversation(conversation)
@@ -140,15 +158,38 @@ class Moves:
                 conversation.leaves = False
                 raise
 
+    def _export_turn(
+        self, turn: Request, conversation: Conversation, state: dict[str, Any]
+    ) -> Export:
+        """Take a session out with the turn that waits or runs: its row, if it has one."""
+        core = self._core
+        _check_moves(turn)
+        said, messages = [_said_state(each) for each in turn.said], _messages_state(turn.messages)
+        state["turn"] = _request_state(turn) | {"said": said, "messages": messages}
+        state["history"] = conversation.tokens
+        with core.loop.recovering():
+            conversation.leaves = True
+            try:
+                row = core.scheduler.exports.of_request(turn, takes_kv=self._takes_kv)
+                return self._export(row, turn.tokens, state, turn)
+            except BaseException:
+                conversation.leaves = False
+                raise
+
     def export_request(self, request: Request) -> Export:
         """Take a submitted request out; see `Engine.export`."""
         core = self._core
         core.loop.drain()
+        if request.conversation is not None:
+            raise ConfigError(
+                f"request {request.request_id} is a turn of session "
+                f"{request.conversation.number}: export the session"
+            )
         _check_moves(request)
         with core.loop.recovering():
             # Samples that wait for their prompt's pages run by themselves, or move one by one.
             core.scheduler.exports.part(core.first_sample(request))
-            row = core.scheduler.exports.of_request(request)
+            row = core.scheduler.exports.of_request(request, takes_kv=self._takes_kv)
             return self._export(row, request.tokens, _request_state(request), request)
 
     def _export(
@@ -179,8 +220,8 @@ class Moves:
         Hold no lock: the engine runs between two runs of pages.
         """
         enter = self._enter(image, on_item, decode)
-        core, is_request = self._core, image.state["kind"] == "request"
-        takes_kv = core.scheduler.prefix_cache.is_on or not is_request
+        core, is_idle = self._core, image.state["kind"] == "session" and "turn" not in image.state
+        takes_kv = core.scheduler.prefix_cache.is_on or is_idle
         with core.lock, core.loop.recovering():
             arrival = Arrival(core, self._ledger, self._pages, image, takes_kv)
         try:
@@ -202,7 +243,9 @@ class Moves:
         core, kind = self._core, image.state.get("kind")
         if kind == "session":
             max_tokens = min(_number(image.state, "max_tokens", 2), self.layout.max_context_len)
-            said = _said_of(image)
+            if "turn" in image.state:
+                return self._enter_turn(image, on_item, decode, max_tokens)
+            said = _said_of(image.state, len(image.tokens))
             core.prompts.check_tokens("the session", image.tokens)
 
             def enter_session(arrival: Arrival) -> Session:
@@ -213,7 +256,7 @@ class Moves:
             return enter_session
         if kind != "request":
             raise TransferError(f"the state is of kind {kind!r:.80}: a session or a request moves")
-        request = self._request_of(image)
+        request = self._request_of(image.state, image.tokens)
 
         def enter_request(arrival: Arrival) -> int:
             # The KV waits in the prefix cache, where running requests may displace it.
@@ -222,16 +265,45 @@ class Moves:
 
         return enter_request
 
-    def _request_of(self, image: Image) -> Request:
-        state = image.state
+    def _enter_turn(
+        self, image: Image, on_item: OnItem | None, decode: bool, max_tokens: int
+    ) -> Callable[[Arrival], Session]:
+        """Check the state of a session with its turn; return what makes them of its row."""
+        core, turn, history = self._core, image.state["turn"], image.state.get("history")
+        if not isinstance(turn, dict):
+            raise TransferError(f"turn must be an object, got {turn!r:.80}")
+        if not isinstance(history, list) or any(type(n) is not int for n in history):
+            raise TransferError(f"history must be token ids, got {history!r:.80}")
+        core.prompts.check_tokens("the session", history)
+        said = _said_of(image.state, len(history))
+        request = self._request_of(turn, image.tokens, max_tokens)
+        request.said = _said_of(turn, request.prompt_len)
+        request.messages = _messages_of(turn)
+
+        def enter(arrival: Arrival) -> Session:
+            arrival.index(request.salt)
+            conversation = core.scheduler.conversations.new(history)
+            conversation.said, request.conversation = said, conversation
+            try:
+                core.submit(request, on_item, decode)
+            except BaseException:
+                core.scheduler.conversations.close(conversation)
+                raise
+            return Session(core, conversation, max_tokens)
+
+        return enter
+
+    def _request_of(
+        self, state: Mapping[str, Any], tokens: list[int], max_tokens: int | None = None
+    ) -> Request:
         params = _params_of(state.get("params"))
         prompt_len = _number(state, "prompt_len", 1)
-        if prompt_len > len(image.tokens):
-            raise TransferError(f"prompt_len is {prompt_len} of {len(image.tokens)} tokens")
+        if prompt_len > len(tokens):
+            raise TransferError(f"prompt_len is {prompt_len} of {len(tokens)} tokens")
         forwards, flags = state.get("forwards"), state.get("shape")
         if not isinstance(forwards, list) or not all(type(n) is int and n for n in forwards):
             raise TransferError(f"forwards must be a list of lengths, got {forwards!r:.80}")
-        num_output = len(image.tokens) - prompt_len
+        num_output = len(tokens) - prompt_len
         if sum(map(abs, forwards)) != num_output:
             raise TransferError(
                 f"{len(forwards)} forwards gave {sum(map(abs, forwards))} tokens, the output has "
@@ -241,13 +313,14 @@ class Moves:
         priority = _number(state, "priority", -(1 << 31))
         seed = _number(state, "seed", 0)
         return self._core.prompts.moved(
-            image.tokens,
+            tokens,
             prompt_len,
             dataclasses.replace(params, seed=seed, n=1),
             _shape_of(flags, self._ledger),
             priority,
             forwards,
             logprobs,
+            max_tokens,
         )
 
 
@@ -257,7 +330,6 @@ def _check_moves(request: Request) -> None:
     if request.finish_reason is not None:
         raise ConfigError(f"request {number} has ended: {request.finish_reason}")
     reasons = {
-        "it is a turn of a session: export the session between turns": request.conversation,
         "it pins its prompt": request.wants_pin,
         "its KV is on its way from the host": request.handle,
         "its KV may be wrong": request.tainted,
@@ -319,28 +391,39 @@ def _shape_of(state: object, ledger: Ledger) -> Shape | None:
 
 
 def _said_state(said: Said) -> dict[str, Any]:
-    messages = None if said.messages is None else [dict(message) for message in said.messages]
     answer = {"answer_ids": said.answer_ids, "stop": list(said.stop)}
-    return {"end": said.end, "messages": messages, **answer}
+    return {"end": said.end, "messages": _messages_state(said.messages), **answer}
 
 
-def _said_of(image: Image) -> list[Said]:
-    turns, least, found = image.state.get("said"), 0, []
+def _messages_state(messages: tuple[Message, ...] | None) -> list[dict[str, Any]] | None:
+    return None if messages is None else [dict(message) for message in messages]
+
+
+def _messages_of(turn: Mapping[str, Any]) -> tuple[Message, ...] | None:
+    messages = turn.get("messages")
+    if messages is None:
+        return None
+    if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
+        raise TransferError(f"messages must be those of a chat, got {messages!r:.80}")
+    return tuple(messages)
+
+
+def _said_of(state: Mapping[str, Any], num_tokens: int) -> list[Said]:
+    turns, least, found = state.get("said"), 0, []
     if not isinstance(turns, list):
         raise TransferError(f"said must be a list of turns, got {turns!r:.80}")
     for turn in turns:
         if not isinstance(turn, dict):
             raise TransferError(f"a turn must be an object, got {turn!r:.80}")
         end, ids, stop = _number(turn, "end", least), turn.get("answer_ids"), turn.get("stop")
-        messages = turn.get("messages")
-        is_chat = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
-        if end > len(image.tokens) or not (messages is None or is_chat):
+        messages = _messages_of(turn)
+        if end > num_tokens:
             raise TransferError(f"a turn of the session is wrong: {turn!r:.200}")
         if not (isinstance(ids, list) and all(type(n) is int for n in ids)):
             raise TransferError(f"answer_ids must be token ids, got {ids!r:.80}")
         if not (isinstance(stop, list) and all(isinstance(s, str) for s in stop)):
             raise TransferError(f"stop must be strings, got {stop!r:.80}")
-        found.append(Said(end, None if messages is None else tuple(messages), ids, tuple(stop)))
+        found.append(Said(end, messages, ids, tuple(stop)))
         least = end
     return found
 

@@ -72,16 +72,16 @@ class Exports:
         self._conversations.forget(conversation.row)
         return export
 
-    def of_request(self, request: Request) -> RowExport:
+    def of_request(self, request: Request, *, takes_kv: bool = True) -> RowExport:
         """Take a request that runs or waits from its queue, and its row if it has one.
 
-        No step of the row is in flight.
+        No step of the row is in flight. Without `takes_kv` the row is given back at once.
         """
         if request in self._waiting:
             self._waiting.remove(request)
             return self._without_kv()
         self._rows.before_release(request)  # the prefix cache keeps what it has computed
-        has_kv = self._ledger.resolved_len[request.row] > 0
+        has_kv = takes_kv and self._ledger.resolved_len[request.row] > 0
         export = self._of_row(request.row) if has_kv else self._without_kv()
         if not has_kv:
             self._rows.retract(request.row)
