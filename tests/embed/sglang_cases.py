@@ -226,6 +226,8 @@ def test_sizes_that_fit_no_page() -> None:
         allocator.AllocatorError, match=r"alloc_extend of 3 tokens: from \[4\] to \[2\]"
     ):
         pool.alloc_extend(lens(4), lens(4), lens(2), lens(2), lens(7), 3)
+    with pytest.raises(allocator.AllocatorError, match=r"from \[4, 4\] to \[2, 8\]"):
+        pool.alloc_extend(*(lens(4, 4),) * 2, *(lens(2, 8),) * 2, lens(7, 11), 2)
     assert pool.available_size() == 64
     empty = allocator.SpecpoolPagedAllocator(3, 4, *SETTINGS)
     assert (empty.available_size(), empty.alloc(4), len(empty.alloc(0))) == (0, None, 0)

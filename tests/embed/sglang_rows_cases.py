@@ -317,6 +317,55 @@ def test_errors_at_the_border_are_assertions() -> None:
     assert not outcome.error, outcome.error
 
 
+def test_a_call_in_mid_flight_that_does_not_fit_changes_nothing() -> None:
+    def prepare(loop: Loop) -> None:
+        pages, book = loop.token_to_kv_pool_allocator, loop.req_to_token_pool.book
+        run_batch, tried = loop.run_batch, loop.outcome.seen
+
+        def trying(batch: Any, **options: Any) -> Any:
+            if batch.forward_mode.is_decode() and len(batch.reqs) > 1:
+                before = book.ledger.state_hash()
+                for clear in (pages.clear, loop.req_to_token_pool.clear):
+                    with pytest.raises(AllocatorError, match=r"clear with \d rounds in flight"):
+                        clear()
+                pages.free_group_begin()
+                with pytest.raises(AllocatorError, match="clear inside a group of frees"):
+                    pages.clear()
+                pages.free_group_end()
+                rows = np.array([req.kv.req_pool_idx for req in batch.reqs], np.int32)
+                starts = book.ledger.resolved_len[rows] - 1
+                starts[-1] += 2  # the first row would be cut, the last one has a hole
+                with pytest.raises(AllocatorError, match="tokens, the batch begins at"):
+                    book.extend(rows, starts, starts + 9)
+                assert book.ledger.state_hash() == before
+                tried.add("refused")
+            return run_batch(batch, **options)
+
+        loop.run_batch = trying
+
+    outcome = run(BUSY, prepare=prepare)
+    assert (outcome.error, outcome.faults, outcome.leaks) == ("", [], [])
+    assert "refused" in outcome.seen
+
+
+def test_a_checkpoint_of_which_the_tree_dropped_another_page_is_refused() -> None:
+    def prepare(loop: Loop) -> None:
+        book, insert = loop.req_to_token_pool.book, loop.tree_cache.insert
+
+        def dropping(parameters: Any) -> Any:
+            result = insert(parameters)
+            book.duplicates.append(1)
+            return result
+
+        loop.tree_cache.insert = dropping
+
+    outcome = run(BUSY, prepare=prepare)
+    assert re.search(
+        r"checkpoint of row \d+: the tree dropped pages \[1.*\], it had \[.*\] already",
+        outcome.error,
+    ), outcome.error
+
+
 def test_a_grammar_that_keeps_nothing_leaves_the_round_counted() -> None:
     """SGLang's own length stays below the row's; the row goes with its request."""
 

@@ -173,18 +173,18 @@ class Book:
         None means that pages lack, and nothing has changed.
 
         Raises:
-            AllocatorError: a row does not end at its lane of `starts`, or the ledger refuses.
+            AllocatorError: a row ends before its lane of `starts`, or the ledger refuses.
         """
         ledger = self.ledger
         try:
-            for row in rows[ledger.resolved_len[rows] > starts].tolist():
-                ledger.trim(row, int(starts[rows == row][0]))
             at = ledger.resolved_len[rows]
-            if (at != starts).any():
+            if (at < starts).any():
                 raise AllocatorError(
                     f"rows {rows.tolist()} have {at.tolist()} tokens, the batch begins at "
                     f"{starts.tolist()}"
                 )
+            for lane in np.flatnonzero(at > starts).tolist():
+                ledger.trim(int(rows[lane]), int(starts[lane]))
             plan = ledger.prepare_extend(rows, ends)
             launch_into(ledger, plan.step, self.slot_table(self.host_table))
         except OutOfPages:
