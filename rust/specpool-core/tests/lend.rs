@@ -202,6 +202,30 @@ fn draft_kv_is_noted_when_a_page_is_lent() {
 }
 
 #[test]
+fn a_page_whose_last_slot_is_the_last_with_draft_kv_is_lent_with_it() {
+    let mut ledger = one();
+    let row = filled(&mut ledger, 8);
+    extend(&mut ledger, row, 12, false);
+    ledger.lend(row, 0, 12).unwrap();
+    let pages = cells(&ledger, row, 3);
+    let hit = ledger.admit_lent(&pages, 12, None).unwrap();
+    assert_eq!(ledger.drafted_len()[hit.at()], 8);
+}
+
+#[test]
+fn a_closed_ledger_lends_nothing() {
+    let mut ledger = one();
+    let row = filled(&mut ledger, 8);
+    ledger.lend(row, 0, 4).unwrap();
+    let pages = cells(&ledger, row, 1);
+    ledger.close().unwrap();
+    refused(&mut ledger, |ledger| ledger.lend(row, 4, 8), "closed");
+    refused(&mut ledger, |ledger| ledger.rebind(row, 0, 4, &pages), "closed");
+    refused(&mut ledger, |ledger| ledger.admit_lent(&pages, 4, None), "closed");
+    refused(&mut ledger, |ledger| ledger.release_lent(0, &pages), "closed");
+}
+
+#[test]
 fn a_window_that_has_passed_lends_nothing() {
     let mut ledger = ledger(vec![group("full", 4, None), group("window", 2, Some(4))]);
     let row = filled(&mut ledger, 12);
