@@ -3,7 +3,7 @@
 # `rust/specpool-py/build.rs` makes the docstrings below those of the compiled module, so `help()`
 # shows them. `python -m mypy.stubtest specpool._core` checks the types.
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any, Literal, TypeAlias, final, overload
 
@@ -386,12 +386,23 @@ class BlockPool:
             RecordError: the file cannot be written.
         """
     @staticmethod
-    def replay(path: str | PathLike[str]) -> tuple[BlockPool, int, str]:
+    def replay(
+        path: str | PathLike[str],
+        *,
+        most: int | None = None,
+        show: Callable[[int, str, str | None], object] | None = None,
+    ) -> tuple[BlockPool, int, str | None]:
         """Run an event log again.
+
+        Args:
+            path: the log.
+            most: stop after this many calls; None = at the log's end.
+            show: called after each call, with its number from 1, its text (`take(2) -> [0, 1]`)
+                and its tag, if there is one. What it raises ends the replay.
 
         Returns:
             the pool in its last state; how many calls that took; and how the log ends: closed,
-            limit or open (its writer still runs, or died).
+            limit or open (its writer still runs, or died), or None: the replay stopped before.
 
         Cost: that of the calls.
 

@@ -159,6 +159,46 @@ def test_the_spare_slot_is_of_drafters_that_write_step_by_step() -> None:
     assert scheduler.kv_cache_manager.spare_lookahead == 1
 
 
+def test_what_stays_vllms_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    from specpool.plugins.vllm import speculative
+
+    speculative._say.cache_clear()
+    scheduler = SimpleNamespace(kv_cache_manager=manager(ours(), 8, SIZE))
+    for changes in (
+        {},
+        {"num_lookahead_tokens": 0, "method": "ngram"},
+        {"method": "draft_model"},
+        {"method": "draft_model"},
+        {"parallel_drafting": True},
+        {"use_step3p5_mtp": lambda: True},
+    ):
+        speculative._init_scheduler(lambda *args: None, scheduler, settings_of(**changes))
+    assert [line.split(": ", 2)[2] for line in caplog.messages] == [
+        "drafter 'draft_model' writes elsewhere than eagle, eagle3, mtp do",
+        "parallel drafting writes the positions of all drafts in one forward",
+        "MTP of several modules writes windows of its own, or elsewhere",
+    ]
+    caplog.clear()
+    manager(ours(), 8, SIZE)
+    manager(ours(), 8, SIZE, use_eagle=True, enable_caching=False)
+    managed = manager(ours(), 8, SIZE, use_eagle=True)
+    assert caplog.messages == []
+    for _ in "ab":
+        manager(ours(), 8, SIZE, use_eagle=True, window=2 * SIZE)
+    manager(OWN_POOL, 8, SIZE, use_eagle=True)
+    image = request("i", range(9), SIZE)
+    image.resumable = True
+    managed.get_computed_blocks(image)
+    managed.get_computed_blocks(image)
+    managed.allocate_slots(request("x", range(9), SIZE), 1, num_external_computed_tokens=SIZE)
+    said = [line.removeprefix("specpool: ") for line in caplog.messages]
+    assert said[:2] == [
+        "hits drop their last block, as vLLM's do: the model has several groups of KV",
+        "hits drop their last block, as vLLM's do: the pool is a BlockPool",
+    ]
+    assert [line.split(" ", 2)[:2] for line in said[2:]] == [["requests", "with"], ["a", "block"]]
+
+
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_a_round_has_the_slots_that_its_drafter_writes_and_no_block_more(

@@ -215,7 +215,11 @@ def replay(
         Path | None, typer.Option(help="Find the first event that differs from this log's.")
     ] = None,
     at: Annotated[
-        int | None, typer.Option(help="Show the state right after this step's preparation.")
+        int | None,
+        typer.Option(
+            help="Show the state right after this step's preparation; of a block pool's log, "
+            "after this call."
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The summary alone.")] = False,
 ) -> None:
@@ -230,8 +234,11 @@ def replay(
     if quiet and (against is not None or at is not None):
         raise ConfigError("--quiet is for a whole log: leave out --against and --at")
     if blocks.is_pool_log(log):
-        _refuse_for_a_pool(log, {"--against": against, "--at": at})
-        blocks.show(log, blocks=False)
+        _refuse_for_a_pool(log, {"--against": against})
+        if at is None:
+            blocks.replay(log, quiet=quiet)
+        else:
+            blocks.show(log, at=at)
         return
     if against is not None:
         if not command.against(log, against, Console(highlight=False)):
@@ -243,7 +250,7 @@ def replay(
 
 
 def _refuse_for_a_pool(log: Path, options: dict[str, object]) -> None:
-    """Refuse options that ask for rows and steps, which a block pool does not have."""
+    """Refuse options that need a ledger's rows or its events."""
     given = [name for name, value in options.items() if value is not None]
     if given:
         names = " and ".join(given)
@@ -255,7 +262,10 @@ def inspect(
     log: Log,
     at: Annotated[
         int | None,
-        typer.Option(help="Right after this step's preparation. [default: the log's end]"),
+        typer.Option(
+            help="Right after this step's preparation; of a block pool's log, after this call. "
+            "[default: the log's end]"
+        ),
     ] = None,
     row: Annotated[
         int | None, typer.Option(help="Row to draw. [default: one with a round in flight]")
@@ -281,8 +291,8 @@ def inspect(
         if html is None:
             raise ConfigError("--frames needs a page: give --html too")
     if blocks.is_pool_log(log):
-        _refuse_for_a_pool(log, {"--at": at, "--row": row, "--html": html})
-        blocks.show(log, blocks=True)
+        _refuse_for_a_pool(log, {"--row": row, "--html": html})
+        blocks.show(log, at=at)
         return
     if html is None:
         command.show(log, Console(highlight=False), step=at, row=row)

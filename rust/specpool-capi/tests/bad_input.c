@@ -53,6 +53,34 @@ static void on_event(void *context, const specpool_kv_event *event) {
   *(int *)context += event->kind == SPECPOOL_COMMIT && event->start == 0 && event->end == 9 && pages[0] > 0;
 }
 
+// Takes a block and gives it back, many times. Another thread may be inside the pool: then the call is refused.
+static void *hammer(void *unused) {
+  for (int turn = 0; turn < 200; turn++) {
+    int32_t block;
+    specpool_status status = specpool_pool_take(pool, 1, NULL, 0, "hammer", &block);
+    if (status != SPECPOOL_OK && status != SPECPOOL_BUSY && status != SPECPOOL_OUT_OF_PAGES) abort();
+    while (status == SPECPOOL_OK) {
+      specpool_status dropped = specpool_pool_drop(pool, &block, 1, -1);
+      if (dropped == SPECPOOL_OK) break;
+      if (dropped != SPECPOOL_BUSY) abort();
+    }
+  }
+  return unused;
+}
+
+static void on_nested(void *context, const specpool_kv_event *event) {
+  (void)event;
+  *(int *)context += 100;
+}
+
+// Asks for events again, and destroys the ledger that tells them.
+static void on_last_event(void *context, const specpool_kv_event *event) {
+  *(int *)context += 1;
+  if (specpool_ledger_poll_kv_events(ledger, on_nested, context) != (*(int *)context == 1 ? SPECPOOL_OK : SPECPOOL_BAD_HANDLE)) abort();
+  specpool_status destroyed = specpool_ledger_destroy(ledger);
+  if (destroyed != (*(int *)context == 1 ? SPECPOOL_OK : SPECPOOL_BAD_HANDLE) || event->row < 1) abort();
+}
+
 int main(void) {
   specpool_pool_config wrong = specpool_pool_config_default(0, 4);
   specpool_pool_config right = specpool_pool_config_default(8, 4);
@@ -161,7 +189,25 @@ int main(void) {
   pthread_join(thread, NULL);
   if (of_other != 0 || !strstr(specpool_error_message(), "0x0")) return 1;
 
-  if (specpool_pool_destroy(pool) != SPECPOOL_OK || specpool_ledger_destroy(ledger) != SPECPOOL_OK) return 1;
+  pthread_t threads[4];
+  specpool_pool_info info, after;
+  if (specpool_pool_info_of(pool, &info) != SPECPOOL_OK) return 1;
+  for (int at = 0; at < 4; at++) pthread_create(&threads[at], NULL, hammer, NULL);
+  for (int at = 0; at < 4; at++) pthread_join(threads[at], NULL);
+  if (specpool_pool_info_of(pool, &after) != SPECPOOL_OK || specpool_pool_check(pool) != SPECPOOL_OK) return 1;
+  if (after.num_free + after.num_cached != info.num_free + info.num_cached) return 1;
+
+  // A callback that calls back, and destroys what it was called for: the other events are still told.
+  DONE(specpool_ledger_finish(ledger, row));
+  DONE(specpool_ledger_admit(ledger, "last", &row));
+  DONE(specpool_ledger_prepare_extend(ledger, &row, (int32_t[]){9}, 1, true, &plan));
+  DONE(specpool_ledger_launch(ledger, plan.step));
+  DONE(specpool_ledger_complete(ledger, plan.step));
+  int num_told = 0;
+  if (specpool_ledger_poll_kv_events(ledger, on_last_event, &num_told) != SPECPOOL_OK || num_told < 2) return 1;
+  if (specpool_ledger_poll_kv_events(ledger, on_last_event, &num_told) != SPECPOOL_BAD_HANDLE) return 1;
+
+  if (specpool_pool_destroy(pool) != SPECPOOL_OK) return 1;
   puts("every bad input was refused");
   return 0;
 }

@@ -8,6 +8,8 @@
 mod log;
 mod verbs;
 
+pub use log::ReplayedCall;
+
 use std::sync::Arc;
 
 use crate::check::in_range;
@@ -259,7 +261,7 @@ impl BlockPool {
     pub fn taken(&self) -> Result<Vec<i32>> {
         let mut taken = with_room(self.pool.num_mapped(), "the taken blocks")?;
         let is_taken = |state| !matches!(state, PageState::Free | PageState::Cached);
-        let records = self.pool.records(self.pool.num_mapped() - 1).skip(1);
+        let records = self.pool.records(self.pool.num_mapped());
         taken.extend(records.filter(|record| is_taken(record.state)).map(|record| self.id(record.page)));
         Ok(taken)
     }

@@ -33,7 +33,7 @@ pub mod suffix;
 pub mod tree;
 pub mod verb;
 
-pub use block_pool::{BlockPool, BlockPoolConfig, BlockRecord};
+pub use block_pool::{BlockPool, BlockPoolConfig, BlockRecord, ReplayedCall};
 pub use digest::Digest;
 pub use error::{Error, Result};
 pub use ids::{Page, Row};

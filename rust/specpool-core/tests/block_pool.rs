@@ -427,3 +427,171 @@ fn states_that_differ_have_different_hashes() {
         assert!(!hashes[..at].contains(hash), "{at}");
     }
 }
+
+fn says<T>(outcome: Result<T, Error>, text: &str) {
+    let error = outcome.err().expect("it should be refused").to_string();
+    assert!(error.contains(text), "{error}");
+}
+
+#[test]
+fn a_setting_out_of_its_range_is_refused_with_the_range() {
+    let most = i64::from(i32::MAX);
+    let new = |num_blocks, block_size, first_id| {
+        BlockPool::new(BlockPoolConfig { first_id, ..BlockPoolConfig::new(num_blocks, block_size) })
+    };
+    says(new(0, 1, 0), "num_blocks must be in [1, 2147483646], got 0");
+    says(new(most, 1, 0), "num_blocks must be in [1, 2147483646], got 2147483647");
+    says(new(1, (1 << 20) + 1, 0), "block_size must be in [1, 1048576], got 1048577");
+    says(new(1, 1, 2), "first_id must be in [0, 1], got 2");
+    assert!(new(most - 1, 1 << 20, 1).is_ok());
+}
+
+#[test]
+fn a_block_of_no_pool_is_refused_with_those_that_there_are() {
+    for (first_id, text) in [(0, "the pool's blocks are 0 to 3"), (1, "the pool's blocks are 1 to 4")] {
+        let mut pool = BlockPool::new(BlockPoolConfig { first_id, ..BlockPoolConfig::new(4, 2) }).unwrap();
+        let blocks = pool.take(4, &[], None).unwrap();
+        for block in [blocks[0] - 1, blocks[3] + 1, i32::MIN, i32::MAX] {
+            says(pool.refs(block), &format!("query of block {block}: {text}"));
+            says(pool.drop(&[blocks[0], block], None), &format!("drop of block {block}: {text}"));
+            says(pool.put(&[1, 2], &[block], 0, b""), &format!("put of block {block}: {text}"));
+        }
+        assert_eq!(pool.taken(), Ok(blocks));
+    }
+}
+
+#[test]
+fn a_block_must_be_held_to_be_noted_and_named_once() {
+    let mut pool = pool(6, 2);
+    let blocks = pool.take(3, &[], None).unwrap();
+    says(pool.put(&[1, 2, 3, 4], &[blocks[0], 4], 0, b""), "put of block 4: nobody holds it");
+    says(pool.put(&[1, 2, 3, 4], &[blocks[0], blocks[0]], 0, b""), "put of block 0: it is named twice");
+    says(pool.take(1, &[blocks[0], 5], None), "take of block 5: nobody holds it and it is not cached");
+    says(pool.fits(1, &[5]), "fits of block 5: nobody holds it and it is not cached");
+    assert_eq!(pool.index_size().0, 0);
+    assert_eq!(pool.put(&[1, 2, 3, 4], &blocks[..2], 0, b""), Ok(vec![0, 1]));
+    // The text is known: a block that is put for it must be held, too, and hold nothing else.
+    says(pool.put(&[1, 2, 3, 4], &[0, 4], 1, b""), "put of block 4: nobody holds it");
+    says(pool.put(&[1, 2, 3, 4], &[1, 0], 0, b""), "put of block 1: it is known to hold other tokens");
+    says(pool.put(&[7, 8], &[1], 0, b""), "put of block 1: it is known to hold other tokens");
+    pool.drop(&blocks[..2], None).unwrap();
+    says(pool.put(&[1, 2, 3, 4], &[0, 1], 1, b""), "put of block 1: nobody holds it");
+    assert_eq!(pool.put(&[1, 2, 3, 4], &[0, 1], 2, b""), Ok(vec![]));
+    assert_eq!(pool.taken(), Ok(vec![2]));
+    pool.check().unwrap();
+}
+
+#[test]
+fn a_salt_of_more_than_256_bytes_is_refused_by_every_verb() {
+    let mut pool = pool(2, 1);
+    let salt = [b'a'; 257];
+    pool.take(1, &[], None).unwrap();
+    says(pool.match_prefix(&[1], &salt, None), "257");
+    says(pool.put(&[1], &[0], 0, &salt), "257");
+    says(pool.forget(Some(&salt)), "257");
+    assert_eq!(pool.put(&[1], &[0], 0, &salt[1..]), Ok(vec![0]));
+}
+
+#[test]
+fn without_caching_a_put_names_the_blocks_themselves() {
+    let mut pool = BlockPool::new(BlockPoolConfig { caching: false, ..BlockPoolConfig::new(4, 1) }).unwrap();
+    let blocks = pool.take(3, &[], None).unwrap();
+    assert_eq!(pool.put(&[1, 2, 3], &blocks, 1, b""), Ok(vec![1, 2]));
+    assert_eq!(pool.put(&[1], &blocks, 2, b""), Ok(vec![]));
+    pool.keep(&blocks).unwrap();
+    assert_eq!((pool.index_size(), pool.match_prefix(&[1, 2], b"", None)), ((0, 0), Ok(vec![])));
+}
+
+#[test]
+fn without_fencing_a_step_is_refused() {
+    let mut pool = pool(2, 1);
+    pool.take(1, &[], None).unwrap();
+    says(pool.drop(&[0], Some(1)), "drop after step 1: the pool was built without fencing");
+    says(pool.complete(1), "complete of step 1: the pool was built without fencing");
+    assert_eq!(pool.refs(0), Ok(1));
+}
+
+#[test]
+fn a_preview_is_what_is_taken_and_no_block_twice() {
+    let mut pool = pool(7, 1);
+    let blocks = pool.take(6, &[], None).unwrap();
+    pool.put(&[1, 2, 3], &blocks[..3], 0, b"").unwrap();
+    pool.put(&[1, 9], &[0, 3], 0, b"").unwrap();
+    pool.keep(&blocks[4..5]).unwrap();
+    for given in [&blocks[..3], &blocks[3..]] {
+        pool.drop(given, None).unwrap();
+    }
+    let all = pool.preview(usize::MAX).unwrap();
+    assert_eq!((all.len(), all.iter().collect::<BTreeSet<_>>().len()), (7, 7));
+    for count in 0..=7 {
+        assert_eq!(pool.preview(count).unwrap(), all[..count], "{count}");
+    }
+    assert_eq!(pool.take(7, &[], None), Ok(all));
+}
+
+#[test]
+fn dropped_blocks_are_given_again_in_their_order() {
+    let mut pool = pool(4, 1);
+    let blocks = pool.take(4, &[], None).unwrap();
+    pool.drop(&blocks, None).unwrap();
+    assert_eq!(pool.take(4, &[], None), Ok(blocks));
+}
+
+#[test]
+fn tags_are_of_the_last_take_and_the_last_drop() {
+    let mut pool = pool(8, 1);
+    let tagged = pool.take(2, &[], Some("one")).unwrap();
+    pool.drop_by(&tagged, None, Some("two")).unwrap();
+    let record = pool.record_of(1).unwrap();
+    assert_eq!((record.tag, record.dropped_by, record.last_verb), (Some("one"), Some("two"), Verb::Drop));
+    says(pool.drop(&[1], None), "last tag \"one\", last verb drop by \"two\"");
+    // Now without tags, beside blocks that had none before.
+    let blocks = pool.take(8, &[], None).unwrap();
+    for &block in &blocks {
+        let record = pool.record_of(block).unwrap();
+        assert_eq!((record.tag, record.dropped_by), (None, None));
+    }
+    pool.drop(&blocks, None).unwrap();
+    assert_eq!(pool.record_of(1).unwrap().dropped_by, None);
+    pool.take(8, &[], None).unwrap();
+    pool.drop_by(&[6], None, Some("three")).unwrap();
+    assert_eq!(pool.record_of(6).unwrap().dropped_by, Some("three"));
+    assert_eq!(pool.record_of(7).unwrap().dropped_by, None);
+}
+
+#[test]
+fn a_closed_pool_refuses_every_verb_and_answers_questions() {
+    let mut pool = BlockPool::new(BlockPoolConfig { fencing: true, ..BlockPoolConfig::new(4, 1) }).unwrap();
+    pool.take(2, &[], None).unwrap();
+    pool.put(&[1], &[0], 0, b"").unwrap();
+    pool.keep(&[1]).unwrap();
+    pool.close().unwrap();
+    let before = pool.state_hash();
+    let refused = [
+        pool.take(1, &[], None).map(drop),
+        pool.drop(&[0], None),
+        pool.put(&[1], &[0], 0, b"").map(drop),
+        pool.keep(&[1]),
+        pool.unkeep(&[1]),
+        pool.forget(None),
+        pool.complete(1),
+    ];
+    for outcome in refused {
+        assert_eq!(outcome, Err(Error::Order("the pool is closed".into())));
+    }
+    assert_eq!((pool.state_hash(), pool.fits(2, &[]), pool.taken()), (before, Ok(true), Ok(vec![0, 1])));
+}
+
+#[test]
+fn what_is_kept_and_what_is_complete_is_part_of_the_state() {
+    let made = |kept: &[i32], step| {
+        let mut pool = BlockPool::new(BlockPoolConfig { fencing: true, ..BlockPoolConfig::new(4, 1) }).unwrap();
+        pool.take(2, &[], None).unwrap();
+        pool.keep(kept).unwrap();
+        pool.complete(step).unwrap();
+        pool.check().unwrap();
+        pool.state_hash()
+    };
+    let hashes = [made(&[], 0), made(&[], 1), made(&[0], 0), made(&[1], 0), made(&[0, 1], 0)];
+    assert_eq!(hashes.iter().collect::<BTreeSet<_>>().len(), hashes.len());
+}

@@ -210,6 +210,92 @@ fn draft_kv_is_noted_when_a_page_is_lent() {
 }
 
 #[test]
+fn a_page_whose_last_slot_is_the_last_with_draft_kv_is_lent_with_it() {
+    let mut ledger = one();
+    let row = filled(&mut ledger, 8);
+    extend(&mut ledger, row, 12, false);
+    ledger.lend(row, 0, 12).unwrap();
+    let pages = cells(&ledger, row, 3);
+    let hit = ledger.admit_lent(&pages, 12, None).unwrap();
+    assert_eq!(ledger.drafted_len()[hit.at()], 8);
+}
+
+#[test]
+fn a_rebind_may_begin_behind_what_the_row_shares_already() {
+    let mut ledger = one();
+    let (first, second) = (filled(&mut ledger, 14), filled(&mut ledger, 14));
+    ledger.lend(first, 0, 12).unwrap();
+    let (pages, own) = (cells(&ledger, first, 3), cells(&ledger, second, 3));
+    ledger.rebind(second, 0, 4, &pages[..1]).unwrap();
+    ledger.rebind(second, 4, 12, &pages[1..]).unwrap();
+    assert_eq!(cells(&ledger, second, 3), pages);
+    assert_eq!(ledger.free_pages(0).unwrap(), 24 - 5); // three lent ones, and the last one of each row
+    assert_eq!(ledger.page_record(0, Page(own[2])).unwrap().state, PageState::Free);
+    ledger.check().unwrap();
+}
+
+#[test]
+fn a_rebind_waits_for_the_step_that_writes_the_range_and_for_copies() {
+    let mut ledger = one();
+    let (first, second) = (filled(&mut ledger, 14), filled(&mut ledger, 10));
+    ledger.lend(first, 0, 12).unwrap();
+    let pages = cells(&ledger, first, 3);
+    let round = ledger.prepare_decode(&[second.0], &[1], true).unwrap().step;
+    ledger.launch(round).unwrap();
+    ledger.resolve(round, &[2]).unwrap();
+    let text = format!("step {round} writes from position 10 on and is not complete, the range ends at 12");
+    refused(&mut ledger, |ledger| ledger.rebind(second, 0, 12, &pages), &text);
+    ledger.rebind(second, 0, 8, &pages[..2]).unwrap();
+    ledger.complete(round).unwrap();
+    ledger.rebind(second, 8, 12, &pages[2..]).unwrap();
+    extend(&mut ledger, second, 14, true);
+    let twin = ledger.fork(second, None).unwrap();
+    refused(&mut ledger, |ledger| ledger.rebind(twin, 0, 4, &pages[..1]), "is not finished");
+}
+
+#[test]
+fn each_verb_of_lending_is_part_of_the_digest() {
+    let mut ledger = one();
+    let (first, second) = (filled(&mut ledger, 9), filled(&mut ledger, 9));
+    let mut digests = vec![ledger.digest()];
+    ledger.lend(first, 0, 8).unwrap();
+    digests.push(ledger.digest());
+    let pages = cells(&ledger, first, 2);
+    ledger.rebind(second, 0, 8, &pages).unwrap();
+    digests.push(ledger.digest());
+    ledger.admit_lent(&pages, 8, None).unwrap();
+    digests.push(ledger.digest());
+    ledger.release_lent(0, &pages).unwrap();
+    digests.push(ledger.digest());
+    assert!(digests.windows(2).all(|pair| pair[0] != pair[1]), "{digests:?}");
+}
+
+#[test]
+fn a_row_may_begin_on_one_token_and_on_the_longest_text() {
+    for (page_size, len) in [(1, 1), (4, 24)] {
+        let mut ledger = ledger(vec![Group { num_pages: 64, ..group("kv", page_size, None) }]);
+        let row = filled(&mut ledger, len);
+        ledger.lend(row, 0, len).unwrap();
+        let pages = cells(&ledger, row, len as usize / page_size as usize);
+        let hit = ledger.admit_lent(&pages, len, None).unwrap();
+        assert_eq!(ledger.resolved_len()[hit.at()], len);
+    }
+}
+
+#[test]
+fn a_closed_ledger_lends_nothing() {
+    let mut ledger = one();
+    let row = filled(&mut ledger, 8);
+    ledger.lend(row, 0, 4).unwrap();
+    let pages = cells(&ledger, row, 1);
+    ledger.close().unwrap();
+    refused(&mut ledger, |ledger| ledger.lend(row, 4, 8), "closed");
+    refused(&mut ledger, |ledger| ledger.rebind(row, 0, 4, &pages), "closed");
+    refused(&mut ledger, |ledger| ledger.admit_lent(&pages, 4, None), "closed");
+    refused(&mut ledger, |ledger| ledger.release_lent(0, &pages), "closed");
+}
+
+#[test]
 fn a_window_that_has_passed_lends_nothing() {
     let mut ledger = ledger(vec![group("full", 4, None), group("window", 2, Some(4))]);
     let row = filled(&mut ledger, 12);

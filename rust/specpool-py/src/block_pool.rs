@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use numpy::PyArray1;
 use pyo3::prelude::*;
-use pyo3::types::{PySlice, PyTuple};
-use specpool_core::{BlockPoolConfig, Result as CoreResult};
+use pyo3::types::{PyList, PySlice, PyTuple};
+use specpool_core::{BlockPoolConfig, Error as CoreError, Result as CoreResult};
 
 use crate::arrays::{ConfigInt, Salt, ShapeInt, at_least, copied, int_array, int32, ints, name, step, widened};
 use crate::errors::{guarded, to_py};
@@ -66,9 +66,26 @@ impl BlockPool {
 
     #[doc = doc!("BlockPool.replay")]
     #[staticmethod]
-    fn replay(path: PathBuf) -> PyResult<(Self, u64, &'static str)> {
-        let (pool, num_calls, end) = specpool_core::BlockPool::replay(&path).map_err(to_py)?;
-        Ok((Self(pool, false), num_calls, end.name()))
+    #[pyo3(signature = (path, *, most=None, show=None))]
+    fn replay(
+        path: PathBuf,
+        most: Option<ShapeInt>,
+        show: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<(Self, u64, Option<&'static str>)> {
+        let most = most.map_or(Ok(u64::MAX), |most| at_least("most", most, 0).map(|most| most as u64))?;
+        let mut raised = None;
+        let replayed = specpool_core::BlockPool::replay_to(&path, most, |call| {
+            let Some(show) = show else { return Ok(()) };
+            show.call1((call.index, call.to_string(), call.tag)).map(drop).map_err(|error| {
+                raised = Some(error);
+                CoreError::Order("show raised an exception".into())
+            })
+        });
+        if let Some(error) = raised {
+            return Err(error);
+        }
+        let (pool, num_calls, end) = replayed.map_err(to_py)?;
+        Ok((Self(pool, false), num_calls, end.map(specpool_core::LogEnd::name)))
     }
 
     #[doc = doc!("BlockPool.digest")]
@@ -224,9 +241,6 @@ impl BlockPool {
             && let Ok(anchor) = blocks.get_item(start - 2)?.extract::<i32>()
             && self.0.is_indexed(anchor).unwrap_or(false)
         {
-            let behind = |values: &Bound<'py, PyAny>, from: usize| {
-                values.get_item(PySlice::new(py, from as isize, isize::MAX, 1))
-            };
             let (tokens, blocks) = (behind(tokens, (start - 1) * self.size())?, behind(blocks, start - 1)?);
             let (tokens, blocks) = (ints("tokens", &tokens)?, ints("blocks", &blocks)?);
             return copied(py, &self.change(|pool| pool.put_behind(Some(anchor), &tokens, &blocks, 1, &salt.0))?);
@@ -300,6 +314,14 @@ impl BlockPool {
             self.0.num_cached(),
             self.0.num_fenced()
         )
+    }
+}
+
+/// `values[from:]`.
+fn behind<'py>(values: &Bound<'py, PyAny>, from: usize) -> PyResult<Bound<'py, PyAny>> {
+    match values.cast_exact::<PyList>() {
+        Ok(list) => Ok(list.get_slice(from, list.len()).into_any()),
+        Err(_) => values.get_item(PySlice::new(values.py(), from as isize, isize::MAX, 1)),
     }
 }
 

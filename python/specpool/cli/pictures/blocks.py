@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from specpool import BlockPool
+from specpool.checks import check_int
 from specpool.cli.pictures.terminal import printable
+from specpool.errors import RecordError
 
 MAGIC = b"\x89SPBLK\r\n"  # how such a log begins
 MOST_LINES = 40
@@ -27,18 +29,43 @@ def is_pool_log(log: Path) -> bool:
         return False
 
 
-def show(log: Path, *, blocks: bool) -> None:
-    """Run the log again, and print a summary; with `blocks`, also those that are in use.
+def replay(log: Path, *, quiet: bool) -> None:
+    """Run the log again; print every call (unless `quiet`) and a summary.
 
     Raises:
         RecordError: the log cannot be read, or the replay differs.
     """
-    pool, calls, end = BlockPool.replay(log)
-    print(f"{log}: {calls} calls, {ENDS[end]}")
-    print(f"final digest {pool.digest or 0:016x}, as recorded")
-    if blocks:
-        print(f"{pool!r}".strip("<>"))
-        print("\n".join(_in_use(pool)))
+    _summary(log, *BlockPool.replay(log, show=None if quiet else _print_call))
+
+
+def show(log: Path, *, at: int | None) -> None:
+    """Print a summary and the blocks that are in use, at the log's end or right after call `at`.
+
+    Raises:
+        RecordError: the log has no such call, or cannot be replayed up to it.
+        ConfigError: `at` is below 0.
+    """
+    if at is not None:
+        check_int("at", at, 0, 1 << 62)
+    pool, calls, end = BlockPool.replay(log, most=at)
+    if at is not None and calls < at:
+        raise RecordError(f"{log} has {calls} calls, there is no call {at}")
+    _summary(log, pool, calls, end)
+    print(f"{pool!r}".strip("<>"))
+    print("\n".join(_in_use(pool)))
+
+
+def _print_call(index: int, text: str, tag: str | None) -> None:
+    name = f"  # {printable(tag)}" if tag else ""
+    print(f"{index:>8}  {text}{name}")
+
+
+def _summary(log: Path, pool: BlockPool, calls: int, end: str | None) -> None:
+    if end is None:
+        print(f"{log}: after {calls} calls")
+    else:
+        print(f"{log}: {calls} calls, {ENDS[end]}")
+    print(f"{'final ' if end else ''}digest {pool.digest or 0:016x}, as recorded")
 
 
 def _in_use(pool: BlockPool) -> list[str]:

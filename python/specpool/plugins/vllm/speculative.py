@@ -12,6 +12,7 @@ noted, and a hit whose text goes on with the same token keeps the block: nothing
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
 from specpool.plugins.vllm.pool import OwnBlockPool, SpecpoolBlockPool, own_allocate_slots
+
+_log = logging.getLogger("specpool.plugins.vllm")
 
 #: Methods whose drafters are known to write as above.
 METHODS = ("eagle", "eagle3", "mtp")
@@ -57,38 +60,59 @@ def wrap(owner: Any, name: str, outer: Callable[..., Any]) -> None:
 def spare_lookahead(vllm_config: Any) -> int:
     """Return how many of vLLM's lookahead slots no step of the drafter writes."""
     spec = vllm_config.speculative_config
-    if (
-        spec is None
-        or spec.method not in METHODS
-        # One forward writes the positions of all drafts.
-        or spec.parallel_drafting
-        # Modules of their own each write a window; others write no KV, or elsewhere.
-        or spec.use_multi_module_mtp()
-        or spec.use_gemma4_mtp()
-        or spec.use_step3p5_mtp()
-    ):
+    if spec is None or vllm_config.num_lookahead_tokens <= 0 or _why_none_is_spare(spec):
         return 0
-    return 1 if vllm_config.num_lookahead_tokens > 0 else 0
+    return 1
+
+
+def _why_none_is_spare(spec: Any) -> str | None:
+    if spec.method not in METHODS:
+        return f"drafter {spec.method!r} writes elsewhere than {', '.join(METHODS)} do"
+    if spec.parallel_drafting:
+        return "parallel drafting writes the positions of all drafts in one forward"
+    if spec.use_multi_module_mtp() or spec.use_gemma4_mtp() or spec.use_step3p5_mtp():
+        return "MTP of several modules writes windows of its own, or elsewhere"
+    return None
+
+
+@functools.cache
+def _say(text: str) -> None:
+    """Log a line once a process: what vLLM does itself, although the level could do it."""
+    _log.warning("specpool: %s", text)
 
 
 def _init_scheduler(own: Any, scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     own(scheduler, vllm_config, *args, **kwargs)
     scheduler.kv_cache_manager.spare_lookahead = spare_lookahead(vllm_config)
+    spec = vllm_config.speculative_config
+    if spec is not None and vllm_config.num_lookahead_tokens > 0:
+        why = _why_none_is_spare(spec)
+        if why:
+            _say(f"a round reserves as much as vLLM does: {why}")
 
 
 def _init_manager(own: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
     own(manager, *args, **kwargs)
     coordinator, pool = manager.coordinator, manager.block_pool
-    if (
-        isinstance(pool, SpecpoolBlockPool)
-        and manager.enable_caching
-        and type(coordinator) is UnitaryKVCacheCoordinator
-        and coordinator.drop_eagle_group_ids
-        # Drafters that read more than the next token need more than it.
-        and coordinator.num_reprefillable_tokens == 0
-        and type(coordinator.single_type_managers[0]) is FullAttentionManager
-    ):
+    if not manager.enable_caching or not coordinator.drop_eagle_group_ids:
+        return  # no hit drops a block
+    why = _why_no_hit_is_proved(coordinator, pool)
+    if why:
+        _say(f"hits drop their last block, as vLLM's do: {why}")
+    else:
         pool.next_tokens = {}
+
+
+def _why_no_hit_is_proved(coordinator: Any, pool: Any) -> str | None:
+    if not isinstance(pool, SpecpoolBlockPool):
+        return f"the pool is a {type(pool).__name__}"
+    if type(coordinator) is not UnitaryKVCacheCoordinator:
+        return "the model has several groups of KV"
+    if coordinator.num_reprefillable_tokens:
+        return "the drafter reads more than the next token"
+    if type(coordinator.single_type_managers[0]) is not FullAttentionManager:
+        return f"its group is a {type(coordinator.single_type_managers[0]).__name__}'s"
+    return None
 
 
 @functools.wraps(own_allocate_slots)
@@ -116,6 +140,7 @@ def _allocate_slots(
             # Another engine computed these, and with which next token nobody knows.
             computed = request.num_computed_tokens + num_new_computed_tokens
             request.specpool_unproved = computed + num_external_computed_tokens
+            _say("a block of another engine drops as vLLM's does: its next token is not known")
         _note_mark(pool, request)
     return own_allocate_slots(
         manager,
@@ -163,7 +188,13 @@ def _note_next(
 
 def _is_provable(request: Any) -> bool:
     # An image's tokens are all the same, and embeddings have none; a resumed text may change.
-    return not (request.mm_features or request.prompt_embeds is not None or request.resumable)
+    if request.mm_features or request.prompt_embeds is not None or request.resumable:
+        _say(
+            "requests with images, prompt embeddings or a session drop the last block of a hit, as "
+            "vLLM's do: their tokens do not tell what follows"
+        )
+        return False
+    return True
 
 
 def _get_computed_blocks(own: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

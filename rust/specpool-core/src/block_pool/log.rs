@@ -6,7 +6,7 @@ use std::path::Path;
 use super::{BlockPool, BlockPoolConfig};
 use crate::error::{Error, Result};
 use crate::ledger::MAX_SALT;
-use crate::log::call::{Ints, Salt};
+use crate::log::call::{Ints, Salt, Salted, list};
 use crate::log::codec::{Bytes, Decoded, put_bytes, put_int, put_ints, put_text, put_varint};
 use crate::log::event_log::EventLog;
 use crate::log::log_header::{self, BLOCK_MAGIC, MAGIC, setting};
@@ -116,6 +116,52 @@ impl BlockCall<'_> {
     }
 }
 
+impl std::fmt::Display for BlockCall<'_> {
+    /// Shows the call as it would be written: `take(2, hold=[5])`.
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let verb = self.name();
+        match self {
+            Self::Take { count, hold } if hold.is_empty() => write!(formatter, "{verb}({count})"),
+            Self::Take { count, hold } => write!(formatter, "{verb}({count}, hold={})", list(hold, "blocks")),
+            Self::Drop { blocks, after: Some(step) } => {
+                write!(formatter, "{verb}({}, after={step})", list(blocks, "blocks"))
+            }
+            Self::Drop { blocks, after: None } | Self::Keep { blocks } | Self::Unkeep { blocks } => {
+                write!(formatter, "{verb}({})", list(blocks, "blocks"))
+            }
+            Self::Put { anchor, tokens, blocks, start, salt } => {
+                let (tokens, blocks) = (list(tokens, "tokens"), list(blocks, "blocks"));
+                write!(formatter, "{verb}({tokens}, {blocks}, start={start}{})", Salted(salt))?;
+                anchor.map_or(Ok(()), |block| write!(formatter, " behind block {block}"))
+            }
+            Self::Forget { salt: Some(salt) } => write!(formatter, "{verb}(b\"{}\")", salt.escape_ascii()),
+            Self::Forget { salt: None } => write!(formatter, "{verb}()"),
+            Self::Complete { step } => write!(formatter, "{verb}({step})"),
+        }
+    }
+}
+
+/// A call of a log that has just run again. It is shown with what it gave: `take(2, hold=[5]) -> [6, 7]`.
+#[derive(Debug)]
+pub struct ReplayedCall<'a> {
+    /// Its number in the log, from 1.
+    pub index: u64,
+    /// The tag of a take or a drop.
+    pub tag: Option<&'a str>,
+    call: &'a BlockCall<'a>,
+    given: &'a [i32],
+}
+
+impl std::fmt::Display for ReplayedCall<'_> {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(formatter, "{}", self.call)?;
+        match self.given {
+            [] => Ok(()),
+            given => write!(formatter, " -> {}", list(given, "blocks")),
+        }
+    }
+}
+
 fn header(config: &BlockPoolConfig) -> Vec<u8> {
     log_header::head(BLOCK_MAGIC, |body| {
         for value in [config.num_blocks, config.block_size, config.first_id] {
@@ -161,12 +207,28 @@ impl BlockPool {
     /// [`Error::Record`] when the file is no log of a pool, is damaged, or when the replay does something else than
     /// the pool did; it names the call and its place.
     pub fn replay(path: &Path) -> Result<(Self, u64, LogEnd)> {
+        let (pool, num_calls, end) = Self::replay_to(path, u64::MAX, |_| Ok(()))?;
+        Ok((pool, num_calls, end.unwrap_or(LogEnd::Open)))
+    }
+
+    /// As [`replay`](Self::replay), but it stops after `most` calls, and calls `visit` after each. There is no end if it
+    /// stopped before the log's.
+    ///
+    /// # Errors
+    /// As [`replay`](Self::replay), and what `visit` returns.
+    pub fn replay_to(
+        path: &Path,
+        most: u64,
+        mut visit: impl FnMut(&ReplayedCall<'_>) -> Result<()>,
+    ) -> Result<(Self, u64, Option<LogEnd>)> {
         let mut frames = Frames::open(path)?;
         let body = frames.head(BLOCK_MAGIC, (&MAGIC, "it is the log of a Ledger: specpool replay reads it"))?;
         let config = config(&body).map_err(|why| frames.refusal(0, &format!("its head is damaged: {why}")))?;
         let mut pool = Self::new(config)?;
         let mut num_calls = 0;
-        while let Some((frame, (call, tag))) = frames.next(|frame| BlockCall::decode(&frame.body))? {
+        while num_calls < most
+            && let Some((frame, (call, tag))) = frames.next(|frame| BlockCall::decode(&frame.body))?
+        {
             let differs = |why: String| {
                 let Frame { index, offset, .. } = frame;
                 let (name, verb) = (frames.name(), call.name());
@@ -174,28 +236,32 @@ impl BlockPool {
                     "event log {name}, event {index} ({verb}) at byte {offset}: the replay differs: {why}"
                 ))
             };
-            pool.run(&call, tag.as_deref()).map_err(|error| differs(format!("it is refused: {error}")))?;
+            let tag = tag.as_deref();
+            let given = pool.run(&call, tag).map_err(|error| differs(format!("it is refused: {error}")))?;
             let digest = pool.digest().unwrap_or_default();
             if digest != frame.digest {
                 return Err(differs(format!("the digest is {digest:016x}, the log has {:016x}", frame.digest)));
             }
             num_calls = frame.index;
+            visit(&ReplayedCall { index: num_calls, tag, call: &call, given: &given })?;
         }
-        Ok((pool, num_calls, frames.end().unwrap_or(LogEnd::Open)))
+        Ok((pool, num_calls, frames.end()))
     }
 
-    fn run(&mut self, call: &BlockCall<'_>, tag: Option<&str>) -> Result<()> {
+    /// Makes the call; returns the blocks that it gives.
+    fn run(&mut self, call: &BlockCall<'_>, tag: Option<&str>) -> Result<Vec<i32>> {
         match call {
-            BlockCall::Take { count, hold } => self.take(*count, hold, tag).map(drop),
-            BlockCall::Drop { blocks, after } => self.drop_by(blocks, *after, tag),
+            BlockCall::Take { count, hold } => return self.take(*count, hold, tag),
             BlockCall::Put { anchor, tokens, blocks, start, salt } => {
-                self.put_behind(*anchor, tokens, blocks, *start, salt).map(drop)
+                return self.put_behind(*anchor, tokens, blocks, *start, salt);
             }
+            BlockCall::Drop { blocks, after } => self.drop_by(blocks, *after, tag),
             BlockCall::Forget { salt } => self.forget(salt.as_deref()),
             BlockCall::Complete { step } => self.complete(*step),
             BlockCall::Keep { blocks } => self.keep(blocks),
             BlockCall::Unkeep { blocks } => self.unkeep(blocks),
         }
+        .map(|()| Vec::new())
     }
 
     /// The running hash over all calls that changed the pool and the blocks that they gave, if it is kept.

@@ -225,7 +225,7 @@ impl BlockPool {
     }
 
     /// As [`put`](Self::put), of the part of a text that lies behind the block `anchor`, which the index knows: tokens,
-    /// blocks and `start` count from there. O(tokens), and O(blocks before it) for the check of the salt.
+    /// blocks and `start` count from there. O(tokens).
     ///
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (fewer blocks than the tokens fill, `start` behind them,
@@ -300,11 +300,8 @@ impl BlockPool {
     fn entry_at(&self, block: i32, root: u32) -> Result<u32> {
         let page = self.page("put", block)?;
         let entry = self.pool.entry_of(page);
-        let mut top = if entry == KEPT { NONE } else { entry };
-        while self.index.parent(top) != NONE {
-            top = self.index.parent(top);
-        }
-        if top != NONE && top == root {
+        let is_known = ![NONE, KEPT].contains(&entry);
+        if is_known && self.index.root_of(entry) == root {
             return Ok(entry);
         }
         Err(self.refusal("put behind", page, "it is not known under this salt"))

@@ -417,7 +417,8 @@ fn salt(input: &mut Bytes<'_>) -> Decoded<Salt<'static>> {
 /// Lanes that are shown before a list is cut off.
 const MAX_SHOWN: usize = 16;
 
-fn list(values: &[i32], of: &str) -> String {
+/// Numbers as a list, cut off behind the first ones; `of` says what they are.
+pub(crate) fn list(values: &[i32], of: &str) -> String {
     if values.len() <= MAX_SHOWN {
         return format!("{values:?}");
     }
@@ -474,7 +475,7 @@ impl std::fmt::Display for Call<'_> {
 }
 
 /// A salt as a further argument; the empty salt is left out.
-struct Salted<'a>(&'a [u8]);
+pub(crate) struct Salted<'a>(pub(crate) &'a [u8]);
 
 impl std::fmt::Display for Salted<'_> {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

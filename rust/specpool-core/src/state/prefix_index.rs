@@ -22,6 +22,8 @@ struct Entry {
     len: u32,
     /// How many of the tokens have draft KV.
     drafted: u32,
+    /// The root of its salt; itself for a root.
+    root: u32,
     salt: Box<[u8]>,
     children: Vec<u32>,
 }
@@ -118,6 +120,11 @@ impl PrefixIndex {
     /// The entry before, or the root of its salt; [`NONE`] for a root.
     pub(crate) fn parent(&self, entry: u32) -> u32 {
         self.entries[entry as usize].parent
+    }
+
+    /// The root of the entry's salt. O(1).
+    pub(crate) fn root_of(&self, entry: u32) -> u32 {
+        self.entries[entry as usize].root
     }
 
     pub(crate) fn children(&self, entry: u32) -> &[u32] {
@@ -236,7 +243,7 @@ impl PrefixIndex {
     pub(crate) fn add_root(&mut self, salt: Box<[u8]>) -> u32 {
         let place = self.place_of_root(&salt).unwrap_or_else(|place| place);
         let root = self.take();
-        self.entries[root as usize] = Entry { salt, ..Entry::default() };
+        self.entries[root as usize] = Entry { root, salt, ..Entry::default() };
         self.roots.insert(place, root);
         root
     }
@@ -244,7 +251,8 @@ impl PrefixIndex {
     /// Adds an entry without pages as the child at `place`, from [`nearest_child`](Self::nearest_child).
     pub(crate) fn add(&mut self, parent: u32, place: usize, tokens: &[i32]) -> u32 {
         let entry = self.take();
-        self.entries[entry as usize] = Entry { parent, ..Entry::default() };
+        let root = self.root_of(parent);
+        self.entries[entry as usize] = Entry { parent, root, ..Entry::default() };
         self.entries[parent as usize].children.insert(place, entry);
         self.grow(entry, tokens);
         entry
@@ -413,6 +421,9 @@ impl PrefixIndex {
             }
             if children.iter().any(|&child| self.parent(child) != parent) {
                 found(parent, "has children of another entry");
+            }
+            if children.iter().any(|&child| self.root_of(child) != self.root_of(parent)) {
+                found(parent, "has children of another root");
             }
         }
         if (num_entries, num_tokens) != (self.num_entries(), self.num_tokens) {
