@@ -18,7 +18,7 @@ from specpool.attention import AttentionView, JoinedView, View, attend
 from specpool.attention.lanes import Lanes, own_view
 from specpool.draft.base import DraftTree
 from specpool.draft.branches import draft_window
-from specpool.draft.expansion import Chains, Selection, check_shapes
+from specpool.draft.expansion import Chains, BestPaths, check_shapes
 from specpool.draft.side_by_side import ByParts, DraftPart, Level
 from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache, LayerKV
@@ -115,16 +115,26 @@ class BlockDrafter(ByParts):
         num_lanes, num_steps, _ = hidden.shape
         topk = part.shape.topk
         if topk == 1:
-            drafts = self.head.best(hidden.flatten(0, 1)).view(num_lanes, num_steps)
-            return self._chains.of(torch.cat([part.root_tokens.unsqueeze(1), drafts], 1))
+            return self._chain(part, hidden)
         p, ids = self.head.topk(hidden.flatten(0, 1), topk)
         p, ids = p.view(num_lanes, num_steps, topk), ids.view(num_lanes, num_steps, topk)
-        selection = Selection(part)
-        selection.add(Level(p[:, 0], ids[:, 0]))
+        paths = BestPaths(part)
+        paths.add(Level(p[:, 0], ids[:, 0]))
         for step in range(1, num_steps):  # the same tokens follow each of the K paths
             mine = (each[:, step, None].expand(-1, topk, -1) for each in (p, ids))
-            selection.add(Level(*(each.flatten(0, 1) for each in mine)))
-        return selection.trees()
+            paths.add(Level(*(each.flatten(0, 1) for each in mine)))
+        return paths.trees()
+
+    def _chain(self, part: DraftPart, hidden: Tensor) -> DraftTree:
+        """Build the chains of a part from what its masks' rows predict, [B, S, h]."""
+        size, rows, p = hidden.shape[:2], hidden.flatten(0, 1), None
+        if part.wants_p:
+            likeliest, ids = self.head.topk(rows, 1)
+            p = torch.cat([torch.ones_like(likeliest[: size[0]]), likeliest.view(size)], 1)
+            p = p.cumprod(1)
+        else:
+            ids = self.head.best(rows)
+        return self._chains.of(torch.cat([part.root_tokens.unsqueeze(1), ids.view(size)], 1), p)
 
     def _forward(self, blocks: Sequence[Lanes], tokens: Tensor) -> Tensor:
         """Run the blocks of all parts, int64 [T]; return [T, h]."""

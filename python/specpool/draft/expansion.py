@@ -63,10 +63,10 @@ def draft_trees(part: DraftPart, level: Level, branches: Branches, first: int) -
     """
     lanes, shape = part.lanes, part.shape
     num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.seq_lens)
-    selection = Selection(part)
+    paths = BestPaths(part)
     each = torch.arange(batch, device=part.root_tokens.device).unsqueeze(1)  # [B, 1]
     for step in range(num_steps):
-        ids, parents = selection.add(level)
+        ids, parents = paths.add(level)
         if step == num_steps - 1:
             break
         # The lane of the last step that each branch continues. Step 0 has one lane per row.
@@ -78,10 +78,10 @@ def draft_trees(part: DraftPart, level: Level, branches: Branches, first: int) -
             parents = torch.zeros_like(parents)
         positions = (lanes.starts + (step + first)).unsqueeze(1).expand(-1, topk).reshape(-1)
         level = yield Ask(ids, positions, branches.view(step + first, parents), hidden)
-    return selection.trees()
+    return paths.trees()
 
 
-class Selection:
+class BestPaths:
     """The best paths of a part's trees, found level by level.
 
     A level keeps the K paths of the largest products of probabilities, and the trees get the N - 1
