@@ -31,8 +31,9 @@ class DraftTree:
 
     All fields are on one device: the engine's, or a CPU for proposals that the host made.
 
-    `p` only decides which nodes the target reads if it does not read all (docs/budget.md), so wrong
-    values cost speed and change no text.
+    `p` is how likely it is that all drafts up to a node are right, the root's 1. It only decides
+    which nodes the target reads if it does not read all (docs/budget.md). Wrong values cost speed
+    and change no text.
     """
 
     tokens: Tensor  # int64 [B, N]
@@ -40,9 +41,7 @@ class DraftTree:
     mask: Tensor  # bool [B, N, N], a node's ancestors and itself
     first_child: Tensor  # int32 [B, N], -1 = none
     next_sibling: Tensor  # int32 [B, N], -1 = none
-    p: Tensor | None = (
-        None  # float32 [B, N], that all drafts up to the node are right; None = unknown
-    )
+    p: Tensor | None = None  # float32 [B, N], see above; None = the drafter does not say
 
     def check(self, shape: Shape, batch: int) -> None:
         """Check types, dtypes and sizes for trees of this shape, without reading values.
