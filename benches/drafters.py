@@ -145,8 +145,8 @@ def _windowed(
         lens.append(statistics.mean(n for output in outputs for n in output.accept_lens))
     if any(text != texts[0] for text in texts):
         raise CorruptState("a text with a draft window is not the text without one")
-    window = f"draft window of {DRAFT_WINDOW}"
-    kept = [window, f"{window}, sink of {DRAFT_SINK}"]
+    alone = f"draft window of {DRAFT_WINDOW}"
+    kept = [alone, f"{alone}, sink of {DRAFT_SINK}"]
     return [
         Result(
             name=f"{name}, chain of {steps}, {what}: accept length",
