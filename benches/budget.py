@@ -243,6 +243,8 @@ def _goodput(device: model.Device, mix: model.Mix, size: int, rounds: int) -> li
     best = max((*static, "cost"), key=good.__getitem__)
     name, unit = f"{device.name}, {size} rows, {mix.name}", "tokens/s in time"
     alike, apart = most_goodput(device, mix, size)
+    if not alike or not good[best]:  # no shape for all meets any target: there is no ratio
+        return []
     return [
         Line(
             Result(name, good["budget"], unit, f"best for the batch, {best}", good[best]),
