@@ -18,7 +18,7 @@ from specpool.attention import AttentionView, JoinedView, View, attend
 from specpool.attention.lanes import Lanes, own_view
 from specpool.draft.base import DraftTree
 from specpool.draft.branches import draft_window
-from specpool.draft.expansion import Chains, BestPaths, check_shapes
+from specpool.draft.expansion import BestPaths, Chains, check_shapes
 from specpool.draft.side_by_side import ByParts, DraftPart, Level
 from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache, LayerKV
