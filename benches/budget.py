@@ -53,11 +53,10 @@ REAL_CANDIDATES = tuple(parse_shape("shape", n) for n in ("none", "chain:1", "ch
 WIDE_CANDIDATES = tuple(
     parse_shape("shape", n) for n in ("none", "chain:3", "tree:3x4x12", "tree:5x4x16")
 )
-ALL_NODES = 1 << 30  # more than a round drafts
 #: Policies that choose nodes, and the same ones without that.
 NODE_PAIRS = {
-    "chains": ("budget", "budget, all nodes"),
-    "chains and trees": ("budget, trees", "budget, trees, all nodes"),
+    "chains": ("budget, chosen nodes", "budget"),
+    "chains and trees": ("budget, trees, chosen nodes", "budget, trees"),
 }
 
 
@@ -291,8 +290,8 @@ def real(batch_sizes: Sequence[int], num_tokens: int, repeats: int, device: str)
         ):
             with_it, without = NODE_PAIRS[kind]
             chosen = policy("budget", candidates)
-            engines[with_it] = another(shape=None, adaptive=chosen)
-            engines[without] = another(shape=None, adaptive=chosen, verify_nodes=ALL_NODES)
+            engines[with_it] = another(shape=None, adaptive=chosen, verify_nodes="auto")
+            engines[without] = another(shape=None, adaptive=chosen)
         try:
             return [
                 line

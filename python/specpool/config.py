@@ -68,10 +68,10 @@ class EngineConfig:
             (`SamplingParams.structured`) forces them; memory is laid out for a chain of so many. 0
             = as many as the request's own shape has steps.
         verify_nodes: the most nodes that the target reads in a round, over all rows: the likeliest
-            of those that were drafted, and the root of each row in any case. None = all nodes, or
-            with adaptive `budget` as many as pay (docs/budget.md). The text is the same. A round
-            reads all nodes if a row's logits are processed or its form followed, if the target has
-            recurrent layers, or if ranks share the target.
+            of those that were drafted, and the root of each row in any case. None = all nodes,
+            `auto` = as many as pay, which needs adaptive `budget` (docs/budget.md). The text is
+            the same. A round reads all nodes if a row's logits are processed or its form followed,
+            if the target has recurrent layers, or if ranks share the target.
         page_size: slots per page, in every group.
         placement: `split` = target layers and draft layers in groups of their own; `shared` = one
             group, the draft's branches in the target's rows (what SGLang does).
@@ -132,7 +132,7 @@ class EngineConfig:
     shape: Shape | None = None
     shapes: tuple[Shape, ...] = ()
     forced_steps: int = 0
-    verify_nodes: int | None = None
+    verify_nodes: int | Literal["auto"] | None = None
     page_size: int = 16
     placement: Placement = "split"
     policy: Policy = "exact"
@@ -231,9 +231,13 @@ class EngineConfig:
         """Raise `ConfigError` if `verify_nodes` is wrong, or does not go with the policy."""
         if self.verify_nodes is None:
             return
+        policy = getattr(self.adaptive, "policy", None)
+        if self.verify_nodes == "auto":
+            if policy != "budget":
+                raise ConfigError(f"verify_nodes 'auto' needs adaptive 'budget', got {policy!r}")
+            return
         check_int("verify_nodes", self.verify_nodes, 1, 1 << 30)
-        policy = getattr(self.adaptive, "policy", "budget")
-        if policy != "budget":
+        if policy not in (None, "budget"):
             raise ConfigError(
                 f"verify_nodes {self.verify_nodes} leaves drafts out, and adaptive {policy!r} "
                 "learns from whole drafts: take 'budget', or no verify_nodes"

@@ -221,7 +221,8 @@ def test_the_text_of_a_budget_of_nodes_is_that_of_plain_decoding(depth, monkeypa
         "max_context_len": 128,
         "overlap_depth": depth,
     }
-    with Engine.from_pretrained(**options, adaptive=CONFIG, busy_check=2) as engine:
+    auto: dict[str, Any] = {"adaptive": CONFIG, "verify_nodes": "auto"}
+    with Engine.from_pretrained(**options, **auto, busy_check=2) as engine:
         budget = engine.core.loop.scheduler.round_shapes.budget
         assert budget is not None
         budget.nodes._seconds = Dear()
@@ -273,12 +274,21 @@ def test_other_policies_learn_from_whole_drafts() -> None:
         with pytest.raises(ConfigError, match=f"verify_nodes 8 leaves .* adaptive '{policy}'"):
             EngineConfig(adaptive=policy, verify_nodes=8)
     assert EngineConfig(adaptive="budget", verify_nodes=8).verify_nodes == 8
+    for policy in ("cost", None):
+        with pytest.raises(ConfigError, match=f"'auto' needs adaptive 'budget', got {policy!r}"):
+            EngineConfig(adaptive=policy, verify_nodes="auto")
+    with pytest.raises(ConfigError, match="verify_nodes must be an integer in .* got 'all'"):
+        EngineConfig(adaptive="budget", verify_nodes="all")  # type: ignore[arg-type]
 
 
 def test_the_start_measures_what_a_node_takes() -> None:
     """The tour tells each batch size's rounds with all nodes, all by choice, and some."""
     with Engine.from_pretrained(
-        draft="specpool/tiny-eagle", max_batch=2, max_context_len=128, adaptive=CONFIG
+        draft="specpool/tiny-eagle",
+        max_batch=2,
+        max_context_len=128,
+        adaptive=CONFIG,
+        verify_nodes="auto",
     ) as engine:
         scheduler: Scheduler = engine.core.loop.scheduler
         budget = scheduler.round_shapes.budget

@@ -95,9 +95,11 @@ class Assembly:
         """Measure the rounds of each shape for a controller that chooses by cost."""
         if not isinstance(self.controller, CostController | BudgetController):
             return
-        kind = RowTour if isinstance(self.controller, BudgetController) else Tour
-        tour = kind(self.controller.candidates)
         scheduler_config = replace(self.scheduler_config(), prefix_cache=False)
+        tour: Tour | RowTour = Tour(self.controller.candidates)
+        if isinstance(self.controller, BudgetController):
+            chooses = self.config.verify_nodes == "auto" and scheduler_config.chooses_nodes
+            tour = RowTour(self.controller.candidates, chooses_nodes=chooses)
         calibrate(
             self.controller,
             tour,

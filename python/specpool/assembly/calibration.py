@@ -86,16 +86,17 @@ class RowTour(BudgetController):
     """A `Tour` for a budget: beside rounds of one shape it runs rounds of two.
 
     In these the lanes have the narrowest candidate and another one by turns. Rounds of the widest
-    candidate also run with chosen nodes, all of them and some.
+    candidate may also run with chosen nodes, all of them and some.
     """
 
-    def __init__(self, candidates: Sequence[Shape]) -> None:
-        """Begin with the narrowest candidate."""
+    def __init__(self, candidates: Sequence[Shape], *, chooses_nodes: bool = False) -> None:
+        """Begin with the narrowest candidate; `chooses_nodes` adds the rounds of chosen nodes."""
         ranges = {1: RangeConfig(candidates=tuple(candidates))}
         super().__init__(AdaptiveConfig(ranges=ranges, policy="budget"))
         narrowest, *others = self.candidates
         alone = [Kind((shape,)) for shape in self.candidates]
-        chosen = [Kind((others[-1],), share) for share in (1.0, _LOW_SHARE)] if others else []
+        shares = (1.0, _LOW_SHARE) if chooses_nodes else ()
+        chosen = [Kind((shape,), share) for shape in others[-1:] for share in shares]
         pairs = [Kind((narrowest, shape)) for shape in others]
         self.kinds: tuple[Kind, ...] = (*alone, *pairs, *chosen)
         self.begin(self.kinds[0], 1)

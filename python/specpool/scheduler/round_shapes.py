@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class RoundShapes:
         num_rows: int,
         controller: Controller | None,
         forced_shape: Shape | None = None,
-        verify_nodes: int | None = None,
+        verify_nodes: int | Literal["auto"] | None = None,
         chooses_nodes: bool = True,
     ) -> None:
         """Start without requests. Shape indices are into `shapes`, the ledger's.
@@ -93,10 +93,11 @@ class RoundShapes:
         if self.budget is not None:
             self.budget.attach(shapes, num_rows)
         self._nodes: NodeBudget | None = None
-        if verify_nodes is not None and chooses_nodes:
+        if verify_nodes == "auto":
+            if self.budget is not None and chooses_nodes:
+                self._nodes = self.budget.nodes
+        elif verify_nodes is not None and chooses_nodes:
             self._nodes = NodeBudget(max(self._steps), num_rows, fixed=verify_nodes)
-        elif self.budget is not None and chooses_nodes:
-            self._nodes = self.budget.nodes
         # By candidate and row. Without a controller there is one line.
         size = max(len(choices), 1), num_rows
         self._following: Int32 = np.zeros(size, np.int32)
