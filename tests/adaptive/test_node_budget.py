@@ -277,7 +277,7 @@ def test_other_policies_learn_from_whole_drafts() -> None:
     for policy in ("cost", None):
         with pytest.raises(ConfigError, match=f"'auto' needs adaptive 'budget', got {policy!r}"):
             EngineConfig(adaptive=policy, verify_nodes="auto")
-    with pytest.raises(ConfigError, match="verify_nodes must be an integer in .* got 'all'"):
+    with pytest.raises(ConfigError, match=r"verify_nodes must be an integer in .* got 'all'"):
         EngineConfig(adaptive="budget", verify_nodes="all")  # type: ignore[arg-type]
 
 
