@@ -178,20 +178,7 @@ class EngineConfig:
         check_choice("policy", self.policy, get_args(Policy))
         check_choice("layout", self.layout, get_args(Layout))
         check_choice("ancestry", self.ancestry, get_args(Ancestry))
-        if self.draft_window is not None:
-            check_int("draft_window", self.draft_window, 2, 1 << 30)
-            if self.placement == "shared":
-                raise ConfigError(
-                    f"draft_window {self.draft_window} needs placement 'split': a shared group has "
-                    "the target's layers too, which see all tokens"
-                )
-        check_int("draft_sink", self.draft_sink, 0, 1 << 30)
-        if self.draft_sink and self.draft_sink > (self.draft_window or 0):
-            window = "no draft_window" if self.draft_window is None else self.draft_window
-            raise ConfigError(
-                f"draft_sink {self.draft_sink} needs a draft_window of at least as many tokens, "
-                f"got {window}"
-            )
+        self._check_draft_window()
         check_int("max_batch", self.max_batch, 1, 1 << 16)
         check_int("max_sessions", self.max_sessions, 0, 1 << 16)
         if self.session_pages is not None:
@@ -220,25 +207,41 @@ class EngineConfig:
             from specpool.adaptive import config_of
 
             object.__setattr__(self, "adaptive", config_of(self.adaptive))
-        self._check_nodes()
+        if self.verify_nodes is not None:
+            self._check_nodes(self.verify_nodes)
         if self.graph_sizes is not None:
             check_graph_sizes(self.graph_sizes, self.max_batch)
             object.__setattr__(self, "graph_sizes", tuple(self.graph_sizes))
         check_int("busy_check", self.busy_check, 0, 2)
         check_choice("on_finding", self.on_finding, get_args(OnFinding))
 
-    def _check_nodes(self) -> None:
+    def _check_draft_window(self) -> None:
+        """Raise `ConfigError` if `draft_window` or `draft_sink` cannot work."""
+        if self.draft_window is not None:
+            check_int("draft_window", self.draft_window, 2, 1 << 30)
+            if self.placement == "shared":
+                raise ConfigError(
+                    f"draft_window {self.draft_window} needs placement 'split': a shared group has "
+                    "the target's layers too, which see all tokens"
+                )
+        check_int("draft_sink", self.draft_sink, 0, 1 << 30)
+        if self.draft_sink and self.draft_sink > (self.draft_window or 0):
+            window = "no draft_window" if self.draft_window is None else self.draft_window
+            raise ConfigError(
+                f"draft_sink {self.draft_sink} needs a draft_window of at least as many tokens, "
+                f"got {window}"
+            )
+
+    def _check_nodes(self, nodes: object) -> None:
         """Raise `ConfigError` if `verify_nodes` is wrong, or does not go with the policy."""
-        if self.verify_nodes is None:
-            return
         policy = getattr(self.adaptive, "policy", None)
-        if self.verify_nodes == "auto":
+        if nodes == "auto":
             if policy != "budget":
                 raise ConfigError(f"verify_nodes 'auto' needs adaptive 'budget', got {policy!r}")
             return
-        check_int("verify_nodes", self.verify_nodes, 1, 1 << 30)
+        check_int("verify_nodes", nodes, 1, 1 << 30)
         if policy not in (None, "budget"):
             raise ConfigError(
-                f"verify_nodes {self.verify_nodes} leaves drafts out, and adaptive {policy!r} "
+                f"verify_nodes {nodes} leaves drafts out, and adaptive {policy!r} "
                 "learns from whole drafts: take 'budget', or no verify_nodes"
             )

@@ -207,9 +207,9 @@ class Lockstep:
         device._next_token += length
         for at, group in enumerate(self.ledger.groups):
             line, size = self.ledger.page_table(at)[row], group.page_size
-            first = int(self.ledger.evicted_len(at)[row])
-            sink = min(-(-group.sink // size) * size, first)  # A cut may end in any of these cells.
-            for position in (*range(sink), *range(first, length)):
+            begin = int(self.ledger.evicted_len(at)[row])
+            sink = min(-(-group.sink // size) * size, begin)  # a cut may end in any of these cells
+            for position in (*range(sink), *range(begin, length)):
                 slot = int(line[position // size]) * size + position % size
                 device._target[at][slot] = first + position
                 if position < drafted_len:

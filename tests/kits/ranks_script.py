@@ -256,7 +256,7 @@ def _timed(ranks: Ranks) -> Any:
     time.perf_counter = lambda: next(ticks)  # each rank's own, so that nothing else can agree
     _spy(CostController, "on_round_seconds", lambda _, shape, size, seconds: told.append(seconds))
     _spy(BudgetController, "on_round_seconds", lambda _, shape, size, seconds: told.append(seconds))
-    _spy(BudgetController, "observe", lambda _, shapes, seconds: told.append(seconds))
+    _spy(BudgetController, "observe", lambda _, shapes, seconds, *__: told.append(seconds))
     _spy(BudgetController, "choose", lambda self, *_: told.append(self._clock()))
     texts = {}
     for policy in ("cost", "budget"):

@@ -475,7 +475,7 @@ def test_a_step_that_the_device_never_saw_is_named(call):
 
 # --- Strategies ---
 
-GROUP_FACTS = ("page_size", "num_pages", "hosts_drafts", "layout", "window")
+GROUP_FACTS = ("page_size", "num_pages", "hosts_drafts", "layout", "window", "sink")
 
 
 @settings(QUICK, max_examples=200)

@@ -104,7 +104,7 @@ def test_a_round_beside_another_step_is_not_replayed_alone():
         request = SimpleNamespace(params=SamplingParams(), changes_logits=False, drafter=0)
         plan = plan_of(rows=[1], lo=[5], hi=[5], allocated_after=[[32], [32]])
         plan.shapes, plan.writes_draft = np.ones(1, np.int32), True
-        step = SimpleNamespace(is_decode=True, plan=plan, requests=[request])
+        step = SimpleNamespace(is_decode=True, plan=plan, requests=[request], nodes=None)
         graphs = engine.core.worker.graphs
         assert graphs.replay([step, SimpleNamespace(is_decode=False)], len) is None
         assert capture.replays == 0 and graphs.stats().eager_ct == 1
