@@ -39,6 +39,7 @@ class Lockstep:
         verb, arguments = self._fit(operation)
         changes = verb not in ("take_delta", "ack_delta")
         hash_before, digest_before = self.ledger.state_hash(), self.ledger.digest
+        evicted = self._evicted_lens()
         estimate = self._estimate(verb, arguments)
         try:
             answer = apply(self.ledger, (verb, arguments))
@@ -66,10 +67,14 @@ class Lockstep:
                 assert self.ledger.state_hash() == self.undo[1], "a cancel has not restored all"
             if changes:
                 self.undo = None
-            if verb in ("prepare_extend", "prepare_decode") and not wanted.evicted:
+            # What has left a window does not come back; it may leave pages of a sink behind.
+            if verb in ("prepare_extend", "prepare_decode") and self._evicted_lens() == evicted:
                 self.undo = answer.step, hash_before
         self.compare()
         return answer
+
+    def _evicted_lens(self) -> list[list[int]]:
+        return [self.ledger.evicted_len(at).tolist() for at in range(len(self.ledger.groups))]
 
     def snapshot(self) -> None:
         """Keeps the state of all three, if nothing is in flight."""
