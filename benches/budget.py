@@ -222,7 +222,7 @@ def _some_targets(device: model.Device, size: int) -> model.Mix:
 
 
 def _urgent(device: model.Device) -> model.Mix:
-    """Urgent and relaxed requests; AdaServe (arXiv:2501.12162) is for such mixes, the numbers are ours.
+    """Urgent and relaxed requests, as AdaServe (arXiv:2501.12162) serves; the numbers are ours.
 
     Code completion may take 1.2 times as long as plain decoding without other requests, chats 50 ms
     a token. Six of ten requests are urgent.
