@@ -58,7 +58,7 @@ def _settings(page_size: int, shape: Shape) -> Iterator[None]:
         mock.patch.object(sizing, "get_parallel", lambda: SimpleNamespace(attn_dcp_size=1)),
         mock.patch.object(allocation, "attention_backends", lambda: ("torch_native",) * 2),
         mock.patch.object(allocation, "assign_req_to_token_pool_func", _write_rows),
-        mock.patch.object(limits, "check", lambda _: None),
+        mock.patch.object(limits, "check", lambda: None),
     ):
         yield
 
