@@ -255,15 +255,9 @@ def _budget(candidates: Sequence[Shape]) -> Controller:
     """The policy of rows, as if rounds of so many rows and nodes had been timed on an H100."""
     ranges = {1: RangeConfig(candidates=tuple(candidates))}
     controller = BudgetController(AdaptiveConfig(ranges=ranges, policy="budget"))
-    attach = controller.attach
-
-    def told(shapes: Sequence[Shape], num_rows: int) -> None:
-        attach(shapes, num_rows)
-        for each in candidates:
-            for size in (1, 8, 32, 128):
-                controller.on_round_seconds(each, size, DEVICES[0].round([each], [size]))
-
-    controller.attach = told  # type: ignore[method-assign]
+    for each in candidates:
+        for size in (1, 8, 32, 128):
+            controller.on_round_seconds(each, size, DEVICES[0].round([each], [size]))
     return controller
 
 

@@ -224,7 +224,7 @@ def test_the_text_of_a_budget_of_nodes_is_that_of_plain_decoding(depth, monkeypa
     auto: dict[str, Any] = {"adaptive": CONFIG, "verify_nodes": "auto"}
     with Engine.from_pretrained(**options, **auto, busy_check=2) as engine:
         budget = engine.core.loop.scheduler.round_shapes.budget
-        assert budget is not None
+        assert budget is not None and budget.nodes is not None
         budget.nodes._seconds = Dear()
         choices.clear()
         found = [output.token_ids for output in engine.generate(prompts, params)]
@@ -238,7 +238,7 @@ def test_the_seconds_of_a_round_count_as_if_it_had_read_all() -> None:
     shape = CONFIG.candidates[-1]
     whole, partly = (BudgetController(CONFIG) for _ in range(2))
     for budget in (whole, partly):
-        budget.attach([*CONFIG.candidates], 2)
+        budget.attach([*CONFIG.candidates], 2, chooses_nodes=budget is partly)
         for each in CONFIG.candidates:
             budget.on_round_seconds(each, 1, 1.0 + 0.1 * each.num_draft_tokens)
     shapes = np.full(1, len(CONFIG.candidates) - 1, np.int32)

@@ -157,8 +157,9 @@ def run(words: list[str], document: str) -> Iterator[int]:
     """Run one command; gives its exit code."""
     with pytest.MonkeyPatch.context() as patch:
         if found := re.fullmatch(r"([A-Z_]+)=(.*)", words[0]):  # read once in a process
-            run = [str(ROOT / words[2]), *words[3:]] if words[1] == "python" else ["-m", *words[1:]]
-            command = [sys.executable, *run]
+            is_script = words[1] == "python"
+            program = [str(ROOT / words[2]), *words[3:]] if is_script else ["-m", *words[1:]]
+            command = [sys.executable, *program]
             yield subprocess.run(
                 command, env=os.environ | {found[1]: found[2]}, stdout=subprocess.DEVNULL
             ).returncode

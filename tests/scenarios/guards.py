@@ -618,14 +618,14 @@ GUARDS = [
         "a pin needs its window",
         "ledger/share.rs::pin_prefix",
         "            if group.lacks_window(evicted, length) {\n",
-        "            if group.lacks_window(0 * evicted, length) {\n",
+        "            if group.lacks_window(0, length) {\n",
     ),
     guard(
         76,
         "an admit needs its window",
         "ledger/share.rs::admit_on",
         "            if group.lacks_window(held, len) {\n",
-        "            if group.lacks_window(0 * held, len) {\n",
+        "            if group.lacks_window(0, len) {\n",
     ),
     guard(
         76,

@@ -39,7 +39,7 @@ class BudgetController:
 
     Attributes:
         candidates: the shapes that it may choose, the narrowest first.
-        nodes: chooses the nodes that the target reads.
+        nodes: chooses the nodes that the target reads; None = it reads all.
         missed_ct: rows, counted in each round, that were expected to miss their target in it.
     """
 
@@ -62,16 +62,21 @@ class BudgetController:
         self._node_seconds = NodeSeconds()
         self.attach([*self.candidates], 1)
 
-    def attach(self, shapes: Sequence[Shape], num_rows: int) -> None:
+    def attach(
+        self, shapes: Sequence[Shape], num_rows: int, *, chooses_nodes: bool = False
+    ) -> None:
         """Serve rows in `[0, num_rows)`; shape indices are into `shapes`.
 
-        Results are forgotten, but not the rounds of the start.
+        With `chooses_nodes`, the nodes that the target reads are chosen too. Results are forgotten,
+        but not the rounds of the start.
         """
         self._index = {shape: index for index, shape in enumerate(shapes)}
         self._acceptance = RowAcceptance(shapes, num_rows)
         self._cost = RoundCost(shapes)
-        most = max((shape.num_steps for shape in shapes), default=0)
-        self.nodes = NodeBudget(most, num_rows, seconds=self._node_seconds)
+        self.nodes: NodeBudget | None = None
+        if chooses_nodes:
+            most = max((shape.num_steps for shape in shapes), default=0)
+            self.nodes = NodeBudget(most, num_rows, seconds=self._node_seconds)
         self._latest = np.full(num_rows, -1, np.int32)  # the shape of each row's round before
         self._worth = np.ones(num_rows)
         self._per_token = np.zeros(num_rows)  # the target in tokens per second; 0 = none
@@ -111,8 +116,9 @@ class BudgetController:
         self._cost.fit(len(rows))
         due, room = self._due(rows), None if spare is None else spare()
         chosen, tokens, seconds, missed = self._choice(rows, shapes, due, room, hopes=False)
-        made = float(tokens[np.arange(len(rows)), chosen].sum())
-        self.nodes.outlook = Outlook(made / len(rows) - 1, made / seconds)
+        if self.nodes is not None:
+            made = float(tokens[np.arange(len(rows)), chosen].sum())
+            self.nodes.outlook = Outlook(made / len(rows) - 1, made / seconds)
         self._kept = None if room is not None or due.any() else (rows, shapes, chosen)
         loss = 0.0
         if self._round % _HOPE_ROUNDS == 0 and self._saved > 0:
@@ -212,10 +218,11 @@ class BudgetController:
         read all, so what the choice spares is added.
         """
         counts = np.bincount(shapes, minlength=len(self._index))
-        if counts @ self._cost.nodes > len(shapes):
-            self.nodes.observe(nodes, seconds, self._cost.known(counts))
-        if nodes is not None:
-            seconds += nodes.spared * self.nodes.trust * self._cost.load
+        if self.nodes is not None:
+            if counts @ self._cost.nodes > len(shapes):
+                self.nodes.observe(nodes, seconds, self._cost.known(counts))
+            if nodes is not None:
+                seconds += nodes.spared * self.nodes.trust * self._cost.load
         self._cost.observe(counts, seconds)
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:

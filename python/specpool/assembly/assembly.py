@@ -53,6 +53,7 @@ class Assembly:
     def scheduler_config(self) -> SchedulerConfig:
         """Return the options of a scheduler for these parts."""
         config, drafters = self.config, [*self.drafters.values()]
+        reads_all = self.target.keeps_state or self.ranks is not None
         return SchedulerConfig(
             max_batch=config.max_batch,
             prefill_tokens=config.prefill_tokens,
@@ -65,8 +66,7 @@ class Assembly:
             idle_pages=config.session_pages,
             prefix_cache=config.prefix_cache and not self.target.keeps_state,
             forced_shape=forced_shape(config),
-            verify_nodes=config.verify_nodes,
-            chooses_nodes=not self.target.keeps_state and self.ranks is None,
+            verify_nodes=None if reads_all else config.verify_nodes,
         )
 
     def loop(self, scheduler: Scheduler, *, busy_check: int, peers: Ranks | None = None) -> Loop:
@@ -98,7 +98,7 @@ class Assembly:
         scheduler_config = replace(self.scheduler_config(), prefix_cache=False)
         tour: Tour | RowTour = Tour(self.controller.candidates)
         if isinstance(self.controller, BudgetController):
-            chooses = self.config.verify_nodes == "auto" and scheduler_config.chooses_nodes
+            chooses = scheduler_config.verify_nodes == "auto"
             tour = RowTour(self.controller.candidates, chooses_nodes=chooses)
         calibrate(
             self.controller,

@@ -104,7 +104,8 @@ class RowTour(BudgetController):
     def begin(self, kind: Kind, size: int) -> None:
         """See `Tour.begin`."""
         self._lines = [self.candidates.index(shape) for shape in kind.shapes]
-        self.nodes.share = kind.share
+        if self.nodes is not None:
+            self.nodes.share = kind.share
         self.size, self.seconds = size, list[float]()
 
     def choose(self, rows: Int32, shapes: Int32, spare: Callable[[], Spare] | None = None) -> Int32:

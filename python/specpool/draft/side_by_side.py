@@ -44,7 +44,7 @@ class SideBySide(Protocol):
         """Propose the trees of each part; see `Drafter.propose`."""
 
 
-class ByParts:
+class ByParts(SideBySide):
     """The `propose` of drafters that draft side by side: a single part."""
 
     def propose(
@@ -56,10 +56,6 @@ class ByParts:
     ) -> DraftTree:
         """Propose a tree for each lane; see `Drafter.propose`."""
         return self.propose_parts([DraftPart(lanes, shape, root_tokens)])[0]
-
-    def propose_parts(self, parts: Sequence[DraftPart]) -> list[DraftTree]:
-        """Propose the trees of each part; see `SideBySide.propose_parts`."""
-        raise NotImplementedError
 
 
 def drafts_side_by_side(drafter: object) -> TypeGuard[SideBySide]:

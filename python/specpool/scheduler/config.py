@@ -30,7 +30,6 @@ class SchedulerConfig:
             longer than the request's own shape; None = they are drafted within that.
         verify_nodes: the most nodes that the target reads in a round; None = all, `auto` = as many
             as the budget chooses.
-        chooses_nodes: whether the target may leave nodes out; if not, it always reads all.
     """
 
     max_batch: int
@@ -45,4 +44,3 @@ class SchedulerConfig:
     prefix_cache: bool = False
     forced_shape: Shape | None = None
     verify_nodes: int | Literal["auto"] | None = None
-    chooses_nodes: bool = True

@@ -58,12 +58,11 @@ class RoundShapes:
         controller: Controller | None,
         forced_shape: Shape | None = None,
         verify_nodes: int | Literal["auto"] | None = None,
-        chooses_nodes: bool = True,
     ) -> None:
         """Start without requests. Shape indices are into `shapes`, the ledger's.
 
         `forced_shape` is the chain for forced spans, one of `shapes`; None = there is none.
-        `verify_nodes` and `chooses_nodes` are as in `SchedulerConfig`.
+        `verify_nodes` is as in `SchedulerConfig`.
 
         Raises:
             ConfigError: a candidate of the controller is not among `shapes`.
@@ -90,13 +89,11 @@ class RoundShapes:
             self.all_choices += [(*each, self.forced) for each in [*alone, *self.all_choices]]
         self._shapes = [*shapes]
         self.page_choices = [*map(self._always, self.all_choices)]
-        if self.budget is not None:
-            self.budget.attach(shapes, num_rows)
         self._nodes: NodeBudget | None = None
-        if verify_nodes == "auto":
-            if self.budget is not None and chooses_nodes:
-                self._nodes = self.budget.nodes
-        elif verify_nodes is not None and chooses_nodes:
+        if self.budget is not None:
+            self.budget.attach(shapes, num_rows, chooses_nodes=verify_nodes == "auto")
+            self._nodes = self.budget.nodes
+        if isinstance(verify_nodes, int):
             self._nodes = NodeBudget(max(self._steps), num_rows, fixed=verify_nodes)
         # By candidate and row. Without a controller there is one line.
         size = max(len(choices), 1), num_rows

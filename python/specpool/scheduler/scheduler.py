@@ -86,7 +86,7 @@ class Scheduler:
         self._is_starved = False  # a round found no pages: freed pages are for it alone
         self.counts = Counts(ledger.shapes)
         num_rows, forced = ledger.num_rows + 1, config.forced_shape
-        options = controller, forced, config.verify_nodes, config.chooses_nodes
+        options = controller, forced, config.verify_nodes
         self.round_shapes = RoundShapes(ledger.shapes, num_rows, *options)
         self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.page_choices)
         self._waiting = Waiting(shares_prompts=config.shares_prompts)

@@ -63,8 +63,7 @@ class Proposer:
         for source, indices in mine.items():
             drafter = self._drafters[source]
             parts = [wanted[index][0] for index in indices]
-            by_part = len(parts) == 1 and not parts[0].wants_p
-            if not by_part and drafts_side_by_side(drafter):
+            if drafts_side_by_side(drafter):
                 for index, tree in zip(indices, drafter.propose_parts(parts), strict=True):
                     part = wanted[index][0]
                     checked = self._checked(tree, part.shape, part.root_tokens, None)
@@ -151,7 +150,7 @@ class Proposer:
     ) -> tuple[DraftTree, Tensor | None]:
         """Ask the drafter for the trees of these lanes and check them; see `propose`."""
         shape, roots, texts = part.shape, part.root_tokens, None
-        if part.wants_p and drafts_side_by_side(drafter):
+        if drafts_side_by_side(drafter):
             (tree,) = drafter.propose_parts([part])
             return self._checked(tree, shape, roots, None)
         if drafter.reads_tokens and requests:
