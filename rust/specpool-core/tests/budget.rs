@@ -228,7 +228,8 @@ proptest! {
         prop_assert_eq!(&case.choose(), &choice);
     }
 
-    /// Rows with targets: the goodput is no less than that of the fastest choice, and what is missed is counted.
+    /// Rows with targets: the goodput is no less than that of the fastest choice, nor than that of one candidate for
+    /// all rows, and what is missed is counted.
     #[test]
     fn targets_raise_the_goodput(case in case(true, true, false), tight in 0.2_f64..4.0) {
         let mut free = case.clone();
@@ -241,6 +242,10 @@ proptest! {
         let after = case.choose();
         let (good, missed) = goodput(&case, &after.picks);
         prop_assert!(good >= goodput(&case, &before.picks).0 - 1e-9);
+        for pick in 0..case.num_candidates {
+            let alike = goodput(&case, &vec![pick as i32; case.num_rows()]).0;
+            prop_assert!(good >= alike * (1.0 - 1e-9), "{} with candidate {} for all, {} instead", alike, pick, good);
+        }
         prop_assert_eq!(missed, after.num_missed);
     }
 }
