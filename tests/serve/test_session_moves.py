@@ -177,7 +177,7 @@ def test_a_parcel_that_comes_again_does_nothing(sides):
     assert back.num_moves == 3 and there.sessions.find(ident).offset > 0
     run(there.sessions.close(ident))
     run(there.sessions.take_in(back))
-    assert code_of(there.sessions.find, ident) == (404, "session_not_found")
+    assert code_of(there.sessions.find, ident) == (410, "session_lost")
 
 
 def test_two_parcels_at_once_are_one_session(sides):

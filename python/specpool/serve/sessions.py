@@ -36,8 +36,7 @@ class SessionRecord:
         is_busy: a turn, a rewind, a fork or a move is under way.
         used: seconds by the clock of `Sessions` at the end of the latest call.
         num_moves: how often the session has come from another server.
-        is_leaving: it is on its way to another server, and answers nothing until that one has said
-            no.
+        is_leaving: it is on its way to another one, and answers nothing until that one says no.
     """
 
     ident: str
@@ -88,6 +87,7 @@ class Sessions:
         config: ServeConfig,
         tag: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        secret: Callable[[int], str] = secrets.token_hex,
     ) -> None:
         """Start without sessions.
 
@@ -97,8 +97,9 @@ class Sessions:
             tag: begins the id of each session, so that a router knows whose it is. No two servers
                 may ever have the same, not even one after the other. None = a random one.
             clock: seconds that never jump.
+            secret: returns so many random bytes in hex, for the rest of an id.
         """
-        self._clock = clock
+        self._clock, self._secret = clock, secret
         self._client, self._config = client, config
         # A session lives in one server's memory: its name says in which.
         self._tag = tag or secrets.token_hex(4)
@@ -106,8 +107,7 @@ class Sessions:
         self._num_opening = 0  # the engine has not answered yet
         self._settling: set[asyncio.Task[None]] = set()
         self.others: Others | None = None
-        # Sessions that have moved, and are here no more -> their `num_moves` when they were here.
-        self._past: OrderedDict[str, int] = OrderedDict()
+        self._past: OrderedDict[str, int] = OrderedDict()  # moved, not here -> `num_moves` here
         self._taking_in = asyncio.Lock()
 
     def __len__(self) -> int:
@@ -131,9 +131,9 @@ class Sessions:
     def may_come(self, ident: str) -> bool:
         """Return whether a session is not here, but may be on its way to this server."""
         record = self._records.get(ident)
-        if record is not None:
-            return record.is_leaving
-        return ident in self._past or not self._is_own(ident)
+        if record is None:
+            return ident in self._past or not self._is_own(ident)
+        return record.is_leaving
 
     async def reach(self, ident: str) -> None:
         """Wait a moment for a session that may be on its way to this server."""
@@ -144,8 +144,7 @@ class Sessions:
         """Return a session.
 
         Raises:
-            ApiError: there is none of this name: 503 if it moves or belongs to another server, 410
-                if another server had it, else 404.
+            ApiError: there is none: 503 if it moves, 410 if it was at another server, else 404.
         """
         record = self._records.get(ident)
         if record is not None and not record.is_leaving:
@@ -159,7 +158,7 @@ class Sessions:
                 retry=True,
                 headers={"retry-after": "1"},
             )
-        if not self._is_own(ident) and ident not in self._past:
+        if not self._is_own(ident) or ident in self._past:
             raise ApiError(
                 410,
                 "the session was in another server's memory, which is gone: open a new one and "
@@ -306,7 +305,7 @@ class Sessions:
         await self._client.call("close", record.conversation.number)
 
     async def pack(self, ident: str) -> tuple[SessionRecord, SessionParcel]:
-        """Return an idle session for another server; it answers nothing until `unpack` or `leave`.
+        """Return an idle session for another server; it answers nothing until `unpack`.
 
         Cost: a copy of its KV, between two turns of the engine.
 
@@ -343,11 +342,14 @@ class Sessions:
             self._remember(record.ident, record.num_moves)
             await self._client.call("close", record.conversation.number)
 
-    async def take_in(self, parcel: SessionParcel) -> None:
+    async def take_in(self, parcel: SessionParcel, *, takes_new: bool = True) -> None:
         """Take in a session of another server. If it came before, nothing happens.
 
-        The session's text is here afterwards, and its KV if there is room and the engines are
-        alike. On an error nothing has changed.
+        Its KV comes along if there is room and the engines are alike. On an error nothing changes.
+
+        Args:
+            parcel: the session.
+            takes_new: False = refuse what has not come before.
 
         Raises:
             ApiError: another model, no room, or a session of this name is here.
@@ -359,6 +361,8 @@ class Sessions:
             latest = self._past.get(parcel.ident, -1) if old is None else old.num_moves
             if latest >= parcel.num_moves:
                 return
+            if not takes_new:
+                raise ApiError(503, "this replica leaves too", code="replica_leaves")
             if parcel.model != self._model:
                 raise ApiError(
                     409,
@@ -440,7 +444,7 @@ class Sessions:
             self._num_opening -= 1
 
     def _keep(self, conversation: Conversation, max_tokens: int) -> SessionRecord:
-        ident = f"{self._tag}.{secrets.token_hex(16)}"
+        ident = f"{self._tag}.{self._secret(16)}"
         record = SessionRecord(ident, conversation, max_tokens, used=self._clock())
         self._records[record.ident] = record
         return record
