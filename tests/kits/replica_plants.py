@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 from specpool.serve.replicas.fleet.engine import SimEngine
 from specpool.serve.replicas.fleet.fleet import Fleet
 from specpool.serve.replicas.fleet.proxy import SimProxy
 from specpool.serve.replicas.fleet.replica import SimReplica
-from specpool.serve.replicas.routing import Routing
+from specpool.serve.replicas.mover import Mover
 from specpool.serve.sessions import Sessions
 
 
@@ -23,12 +24,6 @@ def hash_the_session_instead_of_its_owner(patch):
             self._pass(call, request, tag)
 
     patch.setattr(SimProxy, "_to_owner", to_owner)
-
-
-def do_not_wait_for_a_late_list(patch):
-    knows = Routing.knows
-    table = {"unknown": "gone", "gone": "gone", "here": "here"}
-    patch.setattr(Routing, "knows", lambda self, tag: table[knows(self, tag)])
 
 
 def spill_when_the_owner_is_loaded(patch):
@@ -145,6 +140,110 @@ def answer_with_the_newest_session(patch):
 
     find_record = Sessions.find
     patch.setattr(Sessions, "find", find)
+
+
+# --- sessions that move ---
+
+
+def leave_without_the_sessions(patch):
+    async def close(self, seconds=0.0):
+        return 0
+
+    patch.setattr(Mover, "close", close)
+
+
+def pass_on_own_sessions_alone(patch):
+    """What has come from others ends with the replica."""
+    misplaced = Mover._misplaced
+
+    def own(self):
+        return [each for each in misplaced(self) if each.ident.startswith(self._tag)]
+
+    patch.setattr(Mover, "_misplaced", own)
+
+
+def answer_for_a_session_that_leaves(patch):
+    find = Sessions.find
+
+    def careless(self, ident):
+        record = self._records.get(ident)
+        if record is not None and record.is_leaving:
+            record.is_busy = False
+            return record
+        return find(self, ident)
+
+    patch.setattr(Sessions, "find", careless)
+
+
+def go_on_here_if_no_answer_comes(patch):
+    """The other replica may have the session, and answers for it too."""
+
+    async def is_taken(self, parcel):
+        return await self._peers.send(self._place_of(parcel.ident), parcel) == "taken"
+
+    patch.setattr(Mover, "_is_taken", is_taken)
+
+
+def forget_a_session_before_the_answer(patch):
+    async def careless(self, parcel):
+        await self._peers.send(self._place_of(parcel.ident), parcel)
+        return True
+
+    patch.setattr(Mover, "_is_taken", careless)
+
+
+def take_a_parcel_in_again(patch):
+    """It came before, and turns have been said since."""
+    take_in = Sessions.take_in
+
+    async def careless(self, parcel, **options):
+        self._past.pop(parcel.ident, None)
+        record = self._records.pop(parcel.ident, None)
+        if record is not None:
+            await self._client.call("close", record.conversation.number)
+        await take_in(self, parcel, **options)
+
+    patch.setattr(Sessions, "take_in", careless)
+
+
+def do_not_wait_for_a_session_on_its_way(patch):
+    async def wait_for(self, ident):
+        pass
+
+    patch.setattr(Mover, "wait_for", wait_for)
+
+
+def send_a_session_anywhere(patch):
+    """Routers look for it on the ring."""
+    place_of = Mover._place_of
+
+    def anywhere(self, ident):
+        place = place_of(self, ident)
+        others = sorted(self._tags - {self._tag})
+        return place if place in (None, self._tag) or not others else others[0]
+
+    patch.setattr(Mover, "_place_of", anywhere)
+
+
+def leave_the_last_turn_behind(patch):
+    pack = Sessions.pack
+
+    async def short(self, ident):
+        record, parcel = await pack(self, ident)
+        said = parcel.said[:-1]
+        tokens = parcel.tokens[: said[-1].end if said else 0]
+        return record, dataclasses.replace(parcel, tokens=tokens, said=said, image=None)
+
+    patch.setattr(Sessions, "pack", short)
+
+
+def keep_the_row_of_a_session_that_left(patch):
+    async def leave(self, record):
+        if self._records.get(record.ident) is record:
+            self._forget(record)
+            self._remember(record.ident, record.num_moves)
+
+    patch.setattr(Sessions, "leave", leave)
 
 
 def _nothing():

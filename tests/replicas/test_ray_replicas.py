@@ -95,17 +95,22 @@ def sessions_on_both(cluster: Cluster, number: int) -> dict[str, list[str]]:
     return found
 
 
-def test_a_thousand_turns_are_right(two):
-    """Law: each of 1,000 turns goes to its session's replica, and says what an engine says."""
-    prompts = ["seq: 2, 4, ", "and on ", "seq: 3, 6, ", "x", "seq: 9, "]
+PROMPTS = ["seq: 2, 4, ", "and on ", "seq: 3, 6, ", "x", "seq: 9, "]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the turns of a session with `PROMPTS` say, by an engine."""
     with Engine.from_pretrained(
         draft="specpool/tiny-eagle", page_size=4, max_context_len=256
     ) as engine:
-        session = engine.open_session()
-        expected = [
-            session.append(prompt, SamplingParams(max_new_tokens=4)).output().text
-            for prompt in prompts
-        ]
+        session, params = engine.open_session(), SamplingParams(max_new_tokens=4)
+        return [session.append(prompt, params).output().text for prompt in PROMPTS]
+
+
+def test_a_thousand_turns_are_right(two, expected):
+    """Law: each of 1,000 turns goes to its session's replica, and says what an engine says."""
+    prompts = PROMPTS
     idents = two.open_sessions(200)
     assert len(by_owner(idents)) == 2
 
@@ -172,13 +177,12 @@ def test_a_killed_replica_takes_only_its_own_with_it(two):
     for each in streams[other]:
         each.join(60)
         assert each.error is None and len(each.text) > 100
-    for _ in range(5):
+    for lost in owned[victim][3:8]:  # it might be on its way: a turn waits for it
         for ident in owned[other][3:]:
             status, body = two.ask("GET", f"/v1/sessions/{ident}")
             assert status == 200, body
-        for ident in owned[victim][3:]:
-            status, body = two.turn(ident, 0, "seq: 2, ")
-            assert (status, body["error"]["code"]) == (410, "session_lost")
+        status, body = two.turn(lost, 0, "seq: 2, ")
+        assert (status, body["error"]["code"]) == (410, "session_lost")
     for ident in owned[other][3:]:
         status, body = two.turn(ident, 0, "seq: 2, 4, ")
         assert status == 200, body
@@ -241,15 +245,70 @@ class Load:
             thread.join(120)
 
 
+class Talks:
+    """Threads whose sessions say `PROMPTS` again and again, and go back to their begin."""
+
+    def __init__(self, cluster: Cluster, idents: list[str], expected: list[str]) -> None:
+        self._cluster, self._expected = cluster, expected
+        self._is_over, self._lock = threading.Event(), threading.Lock()
+        self.count = self.num_again = 0
+        self.failures = []
+        self._threads = [threading.Thread(target=self._one, args=(idents[i::4],)) for i in range(4)]
+        for thread in self._threads:
+            thread.start()
+
+    def _one(self, idents: list[str]) -> None:
+        while not self._is_over.is_set() and not self.failures:
+            for ident in idents:
+                offset = 0
+                for prompt, text in zip(PROMPTS, self._expected, strict=True):
+                    status, body = self._patient(self._cluster.turn, ident, offset, prompt)
+                    if status != 200 or body["choices"][0]["text"] != text:
+                        self.failures.append((ident, status, body))
+                        return
+                    offset = body["session"]["offset"]
+                    with self._lock:
+                        self.count += 1
+                path = f"/v1/sessions/{ident}/rewind"
+                self._patient(self._cluster.ask, "POST", path, {"offset": 0})
+            self._is_over.wait(0.2)
+
+    def _patient(self, ask, *args):
+        """Ask again while the session moves, as the `openai` client does."""
+        for _ in range(20):
+            status, body = ask(*args)
+            if status != 503 or body["error"]["code"] != "session_moving":
+                break
+            with self._lock:
+                self.num_again += 1
+            time.sleep(0.5)
+        return status, body
+
+    def end(self) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(120)
+
+
 @pytest.mark.parametrize(
     "words",
     [("--replicas", "2", "--max-queue", "900"), ("--replicas", "1")],
     ids=["update", "less"],
 )
-def test_nothing_that_was_accepted_is_lost(two, words):
-    """Law: while replicas are replaced or removed under load, every request is answered."""
-    before, owned = set(two.replicas()), sessions_on_both(two, 2)
-    load = Load(two)
+def test_nothing_that_was_accepted_is_lost(two, words, expected):
+    """Law: while replicas are replaced or removed under load, every request is answered.
+
+    Every session goes on under its id with its text: those that talk, and those that are idle.
+    """
+    before, owned = set(two.replicas()), sessions_on_both(two, 8)
+    idents = [ident for own in owned.values() for ident in own]
+    idle, talking = idents[::2], idents[1::2]
+    ends = {}
+    for ident in idle:
+        status, body = two.turn(ident, 0, PROMPTS[0])
+        assert status == 200 and body["choices"][0]["text"] == expected[0], body
+        ends[ident] = body["session"]["offset"]
+    load, talks = Load(two), Talks(two, talking, expected)
     try:
         time.sleep(1)
         two.deploy(*words, *OPTIONS)
@@ -257,13 +316,19 @@ def test_nothing_that_was_accepted_is_lost(two, words):
         time.sleep(1)
     finally:
         load.end()
-    print(f"{load.count} requests, {len(load.failures)} failures")
+        talks.end()
+    moved = [ident for ident in idents if ident.partition(".")[0] not in two.replicas()]
+    print(f"{load.count} requests, {talks.count} turns, {len(moved)} sessions have moved")
+    print(f"{len(load.failures)} failures, {talks.num_again} turns were sent again")
     assert load.count > 20 and not load.failures, load.failures[:3]
-    now = set(two.replicas())
-    for tag, idents in owned.items():
-        for ident in idents:
-            status, body = two.turn(ident, 0, "seq: 2, ")
-            assert status == (200 if tag in now else 410), body
+    assert talks.count > len(talking) and not talks.failures, talks.failures[:3]
+    assert len(moved) >= (16 if words[1] == "2" else 8)
+    for ident in idle:
+        status, body = two.turn(ident, ends[ident], PROMPTS[1])
+        assert status == 200 and body["choices"][0]["text"] == expected[1], body
+        assert body["session"]["id"] == ident
+        cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= ends[ident] - 4, body["usage"]  # its KV has come along
 
 
 def test_ranks_of_a_replica_end_with_each_other(cluster):

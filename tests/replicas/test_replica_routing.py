@@ -78,6 +78,29 @@ def test_a_change_moves_few_hints():
             assert routing.hinted(hint, lambda _: 0) == before[hint]
 
 
+def test_a_sessions_place_is_its_owner_and_then_one_on_the_ring():
+    """Law: without its owner, a session's place is the same by every list with these replicas."""
+    rng = random.Random(3)
+    tags = [tag(rng) for _ in range(20)]
+    idents = [f"{rng.choice(tags)}.{rng.getrandbits(128):032x}" for _ in range(500)]
+    routing, other = Routing(0), Routing(1)
+    routing.update(tags)
+    assert [routing.place_of(ident) for ident in idents] == [owner_of(ident) for ident in idents]
+    routing.update(tags[10:])
+    other.update(tags[10:])
+    places = Counter()
+    for ident in idents:
+        owner, place = owner_of(ident), routing.place_of(ident)
+        assert place == other.place_of(ident)
+        if owner in tags[10:]:
+            assert place == owner
+        else:
+            assert place == slow_hinted(set(tags[10:]), ident, Counter())
+            places[place] += 1
+    assert len(places) == 10 and max(places.values()) < 3 * places.total() / 10
+    assert Routing(0).place_of(idents[0]) is None
+
+
 def test_one_hint_does_not_flood_a_replica():
     """Law: with all requests of one hint, no replica has more than 1.25 of the mean and 5."""
     routing, loads = Routing(0), Counter()
@@ -140,7 +163,7 @@ def test_a_path_names_a_session_too(router, end):
 
 
 def test_who_has_left_is_not_waited_for(router):
-    """Law: a turn whose owner died goes to another replica at once, which says 410.
+    """Law: a turn whose owner died goes to its place on the ring at once, from every router.
 
     Nothing else goes to the dead one, though Serve's list has not come yet.
     """
@@ -148,7 +171,8 @@ def test_who_has_left_is_not_waited_for(router):
     start = time.monotonic()
     ranks = choose(router, request(session=f"replica2.{SESSION}"))
     assert time.monotonic() - start < 0.2
-    assert len(ranks) == 1 and "replica2" not in ranks[0]
+    place = slow_hinted({f"replica{i}" for i in (0, 1, 3)}, f"replica2.{SESSION}", Counter())
+    assert ranks == [[place]]
     for i in range(50):
         for pending in (request(), request(x_prefix_hint=str(i))):
             assert not any("replica2" in rank for rank in choose(router, pending))
@@ -205,6 +229,13 @@ def test_hints_and_what_is_none(router):
         found = {rank[0] for rank in (choose(router, pending)[0] for _ in range(40))}
         assert len(found) > 1, pending
     assert choose(router, None) == [[f"replica{i}" for i in range(4)]]
+
+
+def test_a_replica_hears_of_the_others_by_its_router(router, monkeypatch):
+    heard = []
+    monkeypatch.setattr(import_module(type(router).__module__), "listeners", [heard.append])
+    router.update_replicas([RunningReplica(ReplicaID("one")), RunningReplica(ReplicaID("two"))])
+    assert heard == [["one", "two"]]
 
 
 def test_a_session_comes_before_a_hint(router):

@@ -65,6 +65,8 @@ def sim(
 def fleets(*, seed: int, num_replicas: int, turns: float) -> bool:
     """Simulate fleets of replicas until so many turns have ended, and print a table.
 
+    Fleets with all kinds of faults take turns with fleets that are updated twice.
+
     Returns:
         Whether every law held.
 
@@ -78,17 +80,18 @@ def fleets(*, seed: int, num_replicas: int, turns: float) -> bool:
         raise ConfigError("sim --replicas needs starlette: pip install 'specpool[serve]'")
     from specpool.serve.replicas.fleet.client import FleetTally
     from specpool.serve.replicas.fleet.fleet import Fleet
-    from specpool.serve.replicas.fleet.settings import fleet_settings
+    from specpool.serve.replicas.fleet.settings import fleet_settings, update_settings
 
     tally, failure = FleetTally(), ""
     started = time.perf_counter()
     while tally.turns < turns and not failure:
-        settings = fleet_settings(seed * SEEDS + tally.scenarios, num_replicas)
+        make = update_settings if tally.scenarios % 2 else fleet_settings
+        settings = make(seed * SEEDS + tally.scenarios, num_replicas)
         fleet = Fleet(settings)
         try:
             fleet.run()
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}\nFleet(fleet_settings({settings.seed}, "
+            failure = f"{type(error).__name__}: {error}\nFleet({make.__name__}({settings.seed}, "
             failure += f"{num_replicas})).run()"
         tally.add(fleet.tally)
     console = Console(highlight=False)

@@ -210,23 +210,31 @@ class Engine(Movable, KeepsPrefixes):
         with self.core.lock:
             return next(stream, None)
 
-    def open_session(self, *, max_tokens: int | None = None) -> Session:
+    def open_session(self, *, max_tokens: int | None = None, tokens: Sequence[int] = ()) -> Session:
         """Open a conversation that keeps its KV between its turns.
 
         Args:
             max_tokens: the most tokens of all prompts and outputs; None = `max_context_len`.
+            tokens: token ids that the session begins with; the first turn computes their KV.
 
         Raises:
-            ConfigError: `max_tokens` is not in [2, max_context_len], or the engine is closed.
+            ConfigError: `max_tokens` is not in [2, max_context_len], a token is not in the
+                vocabulary, there are `max_tokens` or more, or the engine is closed.
         """
         self.core.prompts.check_open()
         if max_tokens is not None:
             check_int("max_tokens", max_tokens, 2, self.max_context_len)
-        conversation = None
+        most, conversation = max_tokens or self.max_context_len, None
+        self.core.prompts.check_tokens("the session", list(tokens))
+        if len(tokens) >= most:
+            raise ConfigError(
+                f"the session begins with {len(tokens)} tokens; its limit of {most} leaves room "
+                f"for {most - 1}"
+            )
         try:
             with self.core.lock:
-                conversation = self.core.inputs.open()
-                return Session(self.core, conversation, max_tokens or self.max_context_len)
+                conversation = self.core.inputs.open(tokens)
+                return Session(self.core, conversation, most)
         except BaseException:  # such as Ctrl-C: the caller does not get the session
             if conversation is not None:
                 with self.core.lock:

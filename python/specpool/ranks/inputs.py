@@ -110,10 +110,10 @@ class Inputs:
             self._note_end("abort", request.request_id)
             self._scheduler.abort(request)
 
-    def open(self) -> Conversation:
-        """Open a conversation."""
-        self._note("open")
-        return self._scheduler.conversations.new([])
+    def open(self, tokens: Sequence[int] = ()) -> Conversation:
+        """Open a conversation that begins with these tokens."""
+        self._note("open", list(tokens))
+        return self._scheduler.conversations.new(list(tokens))
 
     def fork(self, conversation: Conversation) -> Conversation:
         """Open a conversation with the same tokens."""

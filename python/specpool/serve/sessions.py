@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from specpool.engine.texts import NextTurn, Prompt, Texts
 from specpool.errors import SpecpoolError
@@ -17,7 +18,11 @@ from specpool.scheduler.requests.conversation import Conversation, Said
 from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.client import EngineClient, Stream
 from specpool.serve.bridge.messages import Done
+from specpool.serve.bridge.parcel import SessionParcel
 from specpool.serve.config import ServeConfig
+
+#: Sessions that have moved on or were closed after a move, as far as they are remembered.
+_MOST_PAST = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +33,10 @@ class SessionRecord:
         ident: its name for clients.
         conversation: its tokens and turns, as in the engine; `number` is the engine's.
         max_tokens: the most tokens of all turns.
-        is_busy: a turn, a rewind or a fork is under way.
+        is_busy: a turn, a rewind, a fork or a move is under way.
         used: seconds by the clock of `Sessions` at the end of the latest call.
+        num_moves: how often the session has come from another server.
+        is_leaving: it is on its way to another one, and answers nothing until that one says no.
     """
 
     ident: str
@@ -37,6 +44,8 @@ class SessionRecord:
     max_tokens: int
     is_busy: bool = False
     used: float = 0.0
+    num_moves: int = 0
+    is_leaving: bool = False
 
     @property
     def offset(self) -> int:
@@ -55,8 +64,22 @@ class SessionRecord:
         }
 
 
+class Others(Protocol):
+    """What a server knows of the other ones to which sessions move."""
+
+    async def wait_for(self, ident: str) -> None:
+        """Wait a moment for a session that is not here, if it may be on its way."""
+
+    def is_elsewhere(self, ident: str) -> bool:
+        """Return whether another server is the one that a session belongs to."""
+
+
 class Sessions:
-    """The open sessions of the server."""
+    """The open sessions of the server.
+
+    Attributes:
+        others: the servers to which sessions move; None = there are none.
+    """
 
     def __init__(
         self,
@@ -64,6 +87,7 @@ class Sessions:
         config: ServeConfig,
         tag: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        secret: Callable[[int], str] = secrets.token_hex,
     ) -> None:
         """Start without sessions.
 
@@ -73,14 +97,18 @@ class Sessions:
             tag: begins the id of each session, so that a router knows whose it is. No two servers
                 may ever have the same, not even one after the other. None = a random one.
             clock: seconds that never jump.
+            secret: returns so many random bytes in hex, for the rest of an id.
         """
-        self._clock = clock
+        self._clock, self._secret = clock, secret
         self._client, self._config = client, config
         # A session lives in one server's memory: its name says in which.
         self._tag = tag or secrets.token_hex(4)
         self._records: dict[str, SessionRecord] = {}
         self._num_opening = 0  # the engine has not answered yet
         self._settling: set[asyncio.Task[None]] = set()
+        self.others: Others | None = None
+        self._past: OrderedDict[str, int] = OrderedDict()  # moved, not here -> `num_moves` here
+        self._taking_in = asyncio.Lock()
 
     def __len__(self) -> int:
         return len(self._records)
@@ -100,16 +128,37 @@ class Sessions:
             most = max_tokens or self._client.ready.max_context_len
             return self._keep(Conversation(number), most)
 
+    def may_come(self, ident: str) -> bool:
+        """Return whether a session is not here, but may be on its way to this server."""
+        record = self._records.get(ident)
+        if record is None:
+            return ident in self._past or not self._is_own(ident)
+        return record.is_leaving
+
+    async def reach(self, ident: str) -> None:
+        """Wait a moment for a session that may be on its way to this server."""
+        if self.others is not None and self.may_come(ident):
+            await self.others.wait_for(ident)
+
     def find(self, ident: str) -> SessionRecord:
         """Return a session.
 
         Raises:
-            ApiError: there is none of this name: 410 if another server had it, else 404.
+            ApiError: there is none: 503 if it moves, 410 if it was at another server, else 404.
         """
         record = self._records.get(ident)
-        if record is not None:
+        if record is not None and not record.is_leaving:
             return record
-        if not ident.startswith(f"{self._tag}."):
+        is_elsewhere = self.others is not None and self.others.is_elsewhere(ident)
+        if record is not None or (is_elsewhere and self.may_come(ident)):
+            raise ApiError(
+                503,
+                "the session moves to another replica: send the request again",
+                code="session_moving",
+                retry=True,
+                headers={"retry-after": "1"},
+            )
+        if not self._is_own(ident) or ident in self._past:
             raise ApiError(
                 410,
                 "the session was in another server's memory, which is gone: open a new one and "
@@ -252,8 +301,85 @@ class Sessions:
             ApiError: there is no such session.
         """
         record = self.find(ident)
-        del self._records[ident]
+        self._forget(record)
         await self._client.call("close", record.conversation.number)
+
+    async def pack(self, ident: str) -> tuple[SessionRecord, SessionParcel]:
+        """Return an idle session for another server; it answers nothing until `unpack`.
+
+        Cost: a copy of its KV, between two turns of the engine.
+
+        Raises:
+            ApiError: it is busy, or not here.
+            EngineGone: the engine is gone.
+        """
+        record = self._take(self.find(ident))
+        record.is_leaving = True
+        try:
+            image = await self._client.call("export", record.conversation.number)
+        except BaseException:
+            self.unpack(record)
+            raise
+        return record, SessionParcel(
+            ident=ident,
+            model=self._model,
+            num_moves=record.num_moves + 1,
+            max_tokens=record.max_tokens,
+            tokens=record.conversation.tokens,
+            said=record.conversation.said,
+            idle_seconds=self._clock() - record.used,
+            image=image,
+        )
+
+    def unpack(self, record: SessionRecord) -> None:
+        """Let a session that was packed go on here, because no other server has it."""
+        record.is_busy = record.is_leaving = False
+
+    async def leave(self, record: SessionRecord) -> None:
+        """Forget a session that was packed, because another server has it."""
+        if self._records.get(record.ident) is record:  # else it has come back already
+            self._forget(record)
+            self._remember(record.ident, record.num_moves)
+            await self._client.call("close", record.conversation.number)
+
+    async def take_in(self, parcel: SessionParcel, *, takes_new: bool = True) -> None:
+        """Take in a session of another server. If it came before, nothing happens.
+
+        Its KV comes along if there is room and the engines are alike. On an error nothing changes.
+
+        Args:
+            parcel: the session.
+            takes_new: False = refuse what has not come before.
+
+        Raises:
+            ApiError: another model, no room, or a session of this name is here.
+            ConfigError: the text does not fit the engine.
+            EngineGone: the engine is gone.
+        """
+        async with self._taking_in:  # a parcel that comes again waits until it is clear
+            old = self._records.get(parcel.ident)
+            latest = self._past.get(parcel.ident, -1) if old is None else old.num_moves
+            if latest >= parcel.num_moves:
+                return
+            if not takes_new:
+                raise ApiError(503, "this replica leaves too", code="replica_leaves")
+            if parcel.model != self._model:
+                raise ApiError(
+                    409,
+                    f"the session is of the model {parcel.model}, this server has {self._model}",
+                    code="model_mismatch",
+                )
+            if old is not None and not old.is_leaving:
+                raise ApiError(409, "the session is here already", code="session_exists")
+            with self._room():
+                most = min(parcel.max_tokens, self._client.ready.max_context_len)
+                number = await self._client.call("open", most, parcel.tokens, parcel.image)
+                conversation = Conversation(number, parcel.tokens, parcel.said)
+            record = SessionRecord(parcel.ident, conversation, most, num_moves=parcel.num_moves)
+            record.used = self._clock() - parcel.idle_seconds
+            self._records[parcel.ident] = record
+            if old is not None:  # a copy that was sent away, and has come back longer
+                await self._client.call("close", old.conversation.number)
 
     async def expire(self) -> None:
         """Close the sessions that were idle for too long, for ever; cancel to end."""
@@ -268,6 +394,25 @@ class Sessions:
             if not record.is_busy and record.used < limit:
                 with contextlib.suppress(SpecpoolError):  # its client has closed it meanwhile
                     await self.close(record.ident)
+
+    @property
+    def _model(self) -> tuple[str, str]:
+        """What a server must have for the tokens of a session to mean the same there."""
+        return self._config.names[0], self._client.ready.model_key
+
+    def _is_own(self, ident: str) -> bool:
+        """Return whether this server has opened a session."""
+        return ident.startswith(f"{self._tag}.")
+
+    def _forget(self, record: SessionRecord) -> None:
+        del self._records[record.ident]
+        if record.num_moves:
+            self._remember(record.ident, record.num_moves)
+
+    def _remember(self, ident: str, num_moves: int) -> None:
+        self._past[ident] = max(num_moves, self._past.pop(ident, -1))
+        while len(self._past) > _MOST_PAST:
+            self._past.popitem(last=False)
 
     def _take(self, record: SessionRecord) -> SessionRecord:
         if record.is_busy:
@@ -299,7 +444,7 @@ class Sessions:
             self._num_opening -= 1
 
     def _keep(self, conversation: Conversation, max_tokens: int) -> SessionRecord:
-        ident = f"{self._tag}.{secrets.token_hex(16)}"
+        ident = f"{self._tag}.{self._secret(16)}"
         record = SessionRecord(ident, conversation, max_tokens, used=self._clock())
         self._records[record.ident] = record
         return record

@@ -36,6 +36,12 @@ def model_key(target: TargetModel, drafters: Sequence[Drafter]) -> str:
     return digest.hexdigest()
 
 
+def config_key(target: TargetModel) -> str:
+    """Return a hash of the target's configuration; it reads no weights."""
+    config = json.dumps(_config_of(target), sort_keys=True, default=str)
+    return hashlib.blake2b(config.encode(), digest_size=16).hexdigest()
+
+
 def _add(
     digest: hashlib.blake2b, parts: list[Any], weights: Iterable[tuple[str, torch.Tensor]]
 ) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
 
 from specpool.engine.engine import Engine
+from specpool.engine.moving.identity import config_key
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.engine.session import Session
-from specpool.errors import ConfigError, SpecpoolError
+from specpool.errors import ConfigError, SpecpoolError, TransferError
 from specpool.serve.bridge.forms import Forms
 from specpool.serve.bridge.messages import (
     Abort,
@@ -31,6 +32,8 @@ log = logging.getLogger("specpool.serve")
 
 #: Seconds between two looks at forms that are being compiled, if nothing else runs.
 _COMPILE_POLL = 0.002
+#: The most bytes of a session that is copied with its KV; the text of a larger one goes alone.
+MOST_IMAGE = 256 << 20
 #: The most lists of messages that are taken between two turns.
 _MOST_HEARD = 64
 
@@ -64,6 +67,7 @@ class Runner:
             "stats": engine.stats,
             "pool": self._pool,
             "open": self._open,
+            "export": self._export,
             "fork": self._fork,
             "rewind": lambda number, offset: self._session(number).rewind(offset),
             "close": self._close,
@@ -174,10 +178,40 @@ class Runner:
             raise ConfigError(f"there is no session {number}")
         return self._sessions[number]
 
-    def _open(self, max_tokens: int | None) -> int:
-        session = self._engine.open_session(max_tokens=max_tokens)
+    def _open(
+        self, max_tokens: int | None, tokens: Sequence[int] = (), image: bytes | None = None
+    ) -> int:
+        """Open a session; with these tokens, and with the KV of an image if it is of use here."""
+        session = None if image is None else self._import(image)
+        if session is None:
+            session = self._engine.open_session(max_tokens=max_tokens, tokens=tokens)
         self._sessions[session.number] = session
         return session.number
+
+    def _export(self, number: int) -> bytes | None:
+        """Return a copy of an idle session with its KV; None = its text has to go alone."""
+        session, engine = self._session(number), self._engine
+        if session.is_busy:
+            raise ConfigError(f"session {number} has a turn that has not ended")
+        if engine.core.inputs.is_shared:  # each rank has a part of the KV
+            return None
+        with engine.export(session) as export:
+            if not export.length or export.num_bytes > MOST_IMAGE:
+                return None
+            return export.image().tobytes()
+
+    def _import(self, image: bytes) -> Session | None:
+        """Take a session in; None = its KV is of no use here, as that of another layout."""
+        engine = self._engine
+        if engine.core.inputs.is_shared:
+            return None
+        try:
+            found = engine.import_row(np.frombuffer(image, np.uint8))
+        except TransferError as error:
+            log.info("a session comes without its KV: %s", error)
+            return None
+        assert isinstance(found, Session)
+        return found
 
     def _fork(self, number: int) -> int:
         copy = self._session(number).fork()
@@ -237,6 +271,7 @@ def ready(engine: Engine) -> Ready:
             "kv_bytes": engine.kv_bytes,
         },
         tokenizer=None if engine.tokenizer is None else str(engine.tokenizer.name_or_path),
+        model_key=config_key(engine.target),
     )
 
 

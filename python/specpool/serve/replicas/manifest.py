@@ -20,6 +20,8 @@ _OTHERS = 64
 _PERIOD = 5.0
 #: Seconds that Serve waits for a replica's last request, if requests may take for ever.
 _LONGEST = 3600.0
+#: Seconds that a replica that leaves may take to move its sessions.
+LONGEST_MOVES = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +85,8 @@ def manifest(config: ReplicaConfig, launch: Launch, words: Sequence[str]) -> dic
         # More than the server takes, so that its own 429 answers, and no turn waits in a router.
         "max_ongoing_requests": launch.loading["max_batch"] + server.max_queue + _OTHERS,
         "max_queued_requests": -1,
-        # A replica that leaves first lets its requests end.
-        "graceful_shutdown_timeout_s": drain + 10.0,
+        # A replica that leaves first lets its requests end, and then moves its sessions.
+        "graceful_shutdown_timeout_s": drain + LONGEST_MOVES + 10.0,
         "graceful_shutdown_wait_loop_s": 0.5,
         "health_check_period_s": _PERIOD,
         "health_check_timeout_s": config.stuck_timeout + 10.0,

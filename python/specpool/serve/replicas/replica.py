@@ -10,18 +10,23 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from ray import serve
 from starlette.types import ASGIApp
 
+from specpool.errors import SpecpoolError
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
+from specpool.serve.bridge.parcel import SessionParcel
 from specpool.serve.bridge.process import EngineProcess
 from specpool.serve.bridge.ranked_process import RankedProcess
 from specpool.serve.config import Launch
 from specpool.serve.replicas.figures import publish
+from specpool.serve.replicas.mover import Fate, Mover, Time
+from specpool.serve.replicas.peers import RayPeers
 from specpool.serve.server import tokenizer_of
 from specpool.serve.service import Service
 from specpool.text.chat_template import render
@@ -58,6 +63,7 @@ class Replica:
         )
         self._is_closing = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._moves: set[asyncio.Task[Any]] = set()
         try:
             await self._start(launch)
         except BaseException:
@@ -75,8 +81,11 @@ class Replica:
             bool(launch.loading["trust_remote_code"]),
         )
         await warm
-        tag = serve.get_replica_context().replica_tag
-        self._service = Service(launch.config, self._client, tokenizer, tag)
+        self._tag = serve.get_replica_context().replica_tag
+        self._service = Service(launch.config, self._client, tokenizer, self._tag)
+        time_ = Time(time.monotonic, asyncio.sleep, self._spawn)
+        peers = RayPeers(lambda tags: self._mover.update(tags))
+        self._mover = Mover(self._service.sessions, self._tag, peers, time_)
         self._tasks = [
             asyncio.create_task(self._service.sessions.expire()),
             asyncio.create_task(publish(self._service)),
@@ -86,6 +95,30 @@ class Replica:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the app; Serve calls it once, after `__init__`."""
         return build_app(self._service)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a coroutine beside others; a task that nobody holds may be collected."""
+        task = asyncio.create_task(work)
+        self._moves.add(task)
+        task.add_done_callback(self._moves.discard)
+        return task
+
+    async def take_in(self, tag: str, parcel: SessionParcel) -> Fate:
+        """Take in a session; another replica calls it.
+
+        Args:
+            tag: whom the session is for.
+            parcel: the session.
+        """
+        if tag != self._tag:  # that one has left, and the router has chosen another
+            return "gone"
+        try:
+            # A caller who leaves must not stop it halfway.
+            await asyncio.shield(self._spawn(self._mover.take_in(parcel)))
+        except SpecpoolError as error:
+            log.warning("session %s was refused: %s", parcel.ident, error)
+            return "refused"
+        return "taken"
 
     async def check_health(self) -> None:
         """Say whether the replica can work; Serve calls it every few seconds.
@@ -116,11 +149,17 @@ class Replica:
         os._exit(2)  # Serve sees it at once; its own health check takes several periods
 
     async def __del__(self) -> None:
-        """Stop the engine. Serve calls it when the last request has ended."""
-        if self._is_closing or not hasattr(self, "_service"):
+        """Move the sessions and stop the engine. Serve calls it behind the last request."""
+        if self._is_closing or not hasattr(self, "_mover"):
             return
         self._is_closing = True
         self._service.is_draining = True
+        moving, ended = self._spawn(self._mover.close()), self._spawn(self._client.ended.wait())
+        await asyncio.wait({moving, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if left := len(self._service.sessions):
+            log.warning("%d sessions could not move to another replica, and are lost", left)
+        for task in list(self._moves):
+            task.cancel()
         for task in self._tasks:
             task.cancel()
         with contextlib.suppress(Exception):

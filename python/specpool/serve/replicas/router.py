@@ -1,7 +1,7 @@
 """`SessionOwnerRouter`: Ray Serve's proxies choose a replica by it.
 
 A turn of a session goes to the replica that opened the session, or nowhere: it waits while that
-replica is full. If that replica has left, another one answers 410 `session_lost`.
+replica is full. If that replica has left, the turn goes to where the session moves.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
@@ -20,6 +20,8 @@ from specpool.serve.replicas.routing import MOST_CHARS, MOST_PATIENT, PATIENCE, 
 
 #: The header with a hint of a request's prefix.
 HINT_HEADER = b"x-prefix-hint"
+#: Called with the tags of each list that a router of this process gets, in the router's thread.
+listeners: list[Callable[[list[str]], object]] = []
 _PATH = b"/v1/sessions/"
 
 
@@ -51,6 +53,8 @@ class SessionOwnerRouter(ConsistentHashRouter):  # type: ignore[misc] # it is An
         self._routing.update(self._by_tag)
         self._news.set()
         self._news = asyncio.Event()
+        for hear in listeners:
+            hear([*self._by_tag])
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a replica at once, before Serve's list does."""
@@ -71,11 +75,13 @@ class SessionOwnerRouter(ConsistentHashRouter):  # type: ignore[misc] # it is An
         session = pending_request.metadata.session_id or head.session
         if session:
             owner = owner_of(session)
-            if owner is not None:
-                await self._hear_of(owner)
-                if owner in self._by_tag:
-                    return [[self._by_tag[owner]]]
-            return self._ranks(self._routing.spread())  # any one says 410
+            if owner is None:  # the id has another form: any one says so
+                return self._ranks(self._routing.spread())
+            await self._hear_of(owner)
+            if owner in self._by_tag:
+                return [[self._by_tag[owner]]]
+            place = self._routing.place_of(session)
+            return self._ranks([] if place is None else [place])
         first = self._routing.hinted(head.hint, self._load_of) if head.hint else None
         spread = self._ranks(self._routing.spread())
         return spread if first is None else [*self._ranks([first]), *spread]

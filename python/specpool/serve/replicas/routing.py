@@ -94,6 +94,20 @@ class Routing:
             return "here"
         return "gone" if tag in self._gone else "unknown"
 
+    def place_of(self, session_id: str) -> str | None:
+        """Return the replica that a session belongs to; None = there is no replica.
+
+        It is the owner. If the owner is not here, it is the first replica on the ring behind the
+        id, for all who have the same list. Cost: a search in the ring.
+        """
+        owner = owner_of(session_id)
+        if owner is not None and owner in self._here:
+            return owner
+        if not self._ring:
+            return None
+        start = bisect.bisect(self._ring, (_hash(session_id), ""))
+        return self._ring[start % len(self._ring)][1]
+
     def hinted(self, hint: str, load_of: Callable[[str], float]) -> str | None:
         """Return the replica for a hint; None = there is no replica.
 

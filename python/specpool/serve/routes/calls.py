@@ -69,7 +69,7 @@ class Call:
         names = ", ".join(name.encode("unicode_escape").decode() for name in self.unknown)
         return {"x-specpool-ignored": names[:500]} if names else {}
 
-    def take_session(self) -> SessionRecord | None:
+    async def take_session(self) -> SessionRecord | None:
         """Take the session that the call names, if it does.
 
         Raises:
@@ -90,6 +90,7 @@ class Call:
             return None
         if (self.body.n or 1) > 1:
             raise bad("a turn of a session has one text: fork the session", "n")
+        await self.service.sessions.reach(ident)
         return self.service.sessions.begin(ident, self.body.session_offset)
 
     async def tokenized(
@@ -141,7 +142,7 @@ class Call:
         Raises:
             ApiError: something cannot work.
         """
-        record = self.take_session()
+        record = await self.take_session()
         most = self.service.client.ready.max_context_len if record is None else record.max_tokens
         try:
             self.check_sizes(prompts, most)

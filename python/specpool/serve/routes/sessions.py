@@ -31,19 +31,23 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/v1/sessions/{ident}", summary="Look at a session")
     async def session(ident: str) -> Response:
+        await sessions.reach(ident)
         return json_response(sessions.find(ident).body())
 
     @router.post("/v1/sessions/{ident}/rewind", summary="Forget the tokens from an offset on")
     async def rewind(ident: str, body: RewindRequest) -> Response:
+        await sessions.reach(ident)
         record, kept = await sessions.rewind(ident, body.offset)
         return json_response(record.body() | {"kept_tokens": kept})
 
     @router.post("/v1/sessions/{ident}/fork", summary="Open a copy of a session")
     async def fork(ident: str) -> Response:
+        await sessions.reach(ident)
         return json_response((await sessions.fork(ident)).body())
 
     @router.delete("/v1/sessions/{ident}", summary="Close a session and abort its turn")
     async def close(ident: str) -> Response:
+        await sessions.reach(ident)
         await sessions.close(ident)
         return json_response({"id": ident, "object": "session", "deleted": True})
 

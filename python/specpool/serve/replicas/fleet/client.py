@@ -10,7 +10,6 @@ from specpool.serve.replicas.fleet.engine import MAX_CONTEXT_LEN, answer_of
 from specpool.serve.replicas.fleet.replica import Request
 from specpool.serve.replicas.fleet.settings import FleetSettings
 from specpool.serve.replicas.fleet.world import Cut, FleetLaw, Node, World
-from specpool.serve.replicas.routing import owner_of
 
 #: Seconds that a client waits for an answer.
 _PATIENCE = 20.0
@@ -31,8 +30,10 @@ class FleetTally:
     seen_late: int = 0  # turns that were appended though their answer was lost
     full: int = 0
     lost_sessions: int = 0  # 410
-    needless: int = 0  # of these, the owner was there, and the proxy had not heard of it
+    needless: int = 0  # of these, a replica that has not died had the session
     expired: int = 0
+    moved: int = 0
+    told_moving: int = 0  # 503: a turn met a session that moves
     deaths: int = 0
     proxy_deaths: int = 0
     partitions: int = 0
@@ -145,9 +146,15 @@ class SessionClient(Client):
     session is rewound to what the client has seen; after 410 a new one gets the whole text.
     """
 
-    def __init__(self, *args: Any, check_loss: Callable[[str, float], None], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        check_loss: Callable[[str], None],
+        check_moving: Callable[[str], None],
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._check_loss = check_loss
+        self._check_loss, self._check_moving = check_loss, check_moving
         self._ident = ""
         self._text: list[int] = []  # what the client has seen
         self._held = 0  # how much of it the session has
@@ -179,12 +186,9 @@ class SessionClient(Client):
             "prompt": self._text[self._held :] + prompt,
             "num_new": num_new,
         }
-        sent = self.world.now
-        self.send(request, lambda status, body: self._hear(status, body, prompt, num_new, sent))
+        self.send(request, lambda status, body: self._hear(status, body, prompt, num_new))
 
-    def _hear(
-        self, status: int, body: dict[str, Any], prompt: list[int], num_new: int, sent: float
-    ) -> None:
+    def _hear(self, status: int, body: dict[str, Any], prompt: list[int], num_new: int) -> None:
         code = body.get("code")
         if status == 200:
             self._ended(body, prompt, num_new)
@@ -197,7 +201,10 @@ class SessionClient(Client):
             self._rewind(lambda: self._turn(prompt, num_new))
             return
         if code in ("session_lost", "session_not_found"):
-            self._lose(str(code), sent)
+            self._lose(str(code))
+        if code == "session_moving":
+            self._tally.told_moving += 1
+            self._check_moving(self._ident)
         self._tally.full += status == 429
         self.again(lambda: self._turn(prompt, num_new))
 
@@ -218,16 +225,16 @@ class SessionClient(Client):
         else:
             self._close(self._finish)
 
-    def _lose(self, code: str, sent: float) -> None:
+    def _lose(self, code: str) -> None:
         """Note that the session is gone, which must have a reason."""
-        if code == "session_lost":
-            self._tally.lost_sessions += 1
-            self._check_loss(owner_of(self._ident) or "", sent)
-        else:
-            idle = self.world.now - self._used
-            if idle * (1 + self._settings.skew) < self._settings.session_timeout:
-                raise FleetLaw(f"{self.name}: its session was closed after {idle:.1f} s")
+        idle = self.world.now - self._used
+        if idle * (1 + self._settings.skew) >= self._settings.session_timeout:
             self._tally.expired += 1
+        elif code == "session_not_found":
+            raise FleetLaw(f"{self.name}: its session was closed after {idle:.1f} s")
+        else:
+            self._tally.lost_sessions += 1
+            self._check_loss(self._ident)
         self._ident, self._held = "", 0
 
     def _open(self, then: Callable[[], None]) -> None:
@@ -241,11 +248,9 @@ class SessionClient(Client):
         self.send({"kind": "open"}, hear)
 
     def _rewind(self, then: Callable[[], None]) -> None:
-        sent = self.world.now
-
         def hear(status: int, body: dict[str, Any]) -> None:
             if body.get("code") in ("session_lost", "session_not_found"):
-                self._lose(str(body["code"]), sent)
+                self._lose(str(body["code"]))
             self.again(then)
 
         self.send({"kind": "rewind", "session": self._ident, "offset": self._held}, hear)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from specpool._core import Group, Ledger, Shape, sizing_row_width
+from specpool.errors import OutOfPages, OutOfRows
 from specpool.serve.replicas.fleet.world import FleetLaw
 
 MAX_CONTEXT_LEN = 192
@@ -59,7 +61,7 @@ class SimEngine:
         self._ledger = Ledger(
             [group], [_SHAPE], num_rows=rows, max_context_len=MAX_CONTEXT_LEN, sessions=True
         )
-        self.ready = SimpleNamespace(max_context_len=MAX_CONTEXT_LEN, max_batch=BATCH)
+        self.ready = SimpleNamespace(max_context_len=MAX_CONTEXT_LEN, max_batch=BATCH, model_key="")
         self._rows: dict[int, int] = {}  # session -> its row; 0 = none yet
         self._next = 1
         self.waiting: deque[Work] = deque()
@@ -140,10 +142,28 @@ class SimEngine:
             kept = min(length, int(self._ledger.resolved_len[work.row]))
             self._ledger.end_turn(work.row, kept)
 
-    def _open(self, max_tokens: int | None) -> int:
+    def _open(
+        self,
+        max_tokens: int | None,
+        tokens: Sequence[int] = (),
+        image: tuple[int, int] | None = None,
+    ) -> int:
         number, self._next = self._next, self._next + 1
         self._rows[number] = 0
+        if image is not None:
+            with contextlib.suppress(OutOfRows, OutOfPages):  # then the text is here alone
+                row = self._ledger.import_row(*image)
+                self._ledger.end_turn(row, image[0])
+                self._rows[number] = row
         return number
+
+    def _export(self, number: int) -> tuple[int, int] | None:
+        """Return the tokens with KV and with draft KV, for the pages; None = there is no KV."""
+        row = self._rows[number]
+        if not row or not self._ledger.resolved_len[row]:
+            return None
+        lens = self._ledger.resolved_len, self._ledger.drafted_len
+        return int(lens[0][row]), min(int(each[row]) for each in lens)
 
     def _rewind(self, number: int, offset: int) -> int:
         row = self._rows[number]

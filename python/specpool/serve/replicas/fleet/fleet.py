@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 
 from specpool.serve.replicas.fleet.client import Client, FleetTally, SessionClient, TextClient
 from specpool.serve.replicas.fleet.proxy import SimProxy
 from specpool.serve.replicas.fleet.replica import SimReplica
 from specpool.serve.replicas.fleet.settings import FleetSettings
 from specpool.serve.replicas.fleet.world import FleetLaw, Node, World
+from specpool.serve.replicas.routing import owner_of
+from specpool.serve.sessions import SessionRecord
 
 #: Simulated seconds in which faults happen.
 _STORMY = 30.0
@@ -22,8 +25,9 @@ class Fleet:
     """A run of one scenario. The controller is a part of it.
 
     Laws: no request is lost or answered twice; a session's text is what its client has seen, to the
-    token; a session is lost only with its owner, or by its timeout; a replica that leaves ends no
-    text that it has taken; at the end each replica that is left holds no page, whatever died.
+    token; no two replicas answer for a session; a session is lost only with a replica that had it,
+    or by its timeout; a replica that leaves ends no text that it has taken; at the end each replica
+    that is left holds no page, whatever died.
     """
 
     def __init__(self, settings: FleetSettings) -> None:
@@ -38,12 +42,18 @@ class Fleet:
         self._random: random.Random = self.world.random
         self._controller = Node(self.world, "controller")
         self._listed: dict[str, SimReplica] = {}
-        self._listed_since: dict[str, float] = {}
+        self._replicas: list[SimReplica] = []  # also those that leave
+        # A session -> all replicas that had it; and where it was sent last.
+        self._holders: defaultdict[str, set[str]] = defaultdict(set)
+        self._sent_to: dict[str, str] = {}
+        self._left: set[str] = set()
+        self._killed: set[str] = set()  # or ended when there was no other replica
         self._version = 0
         self._num_proxies = 0
         self.proxies = [self._new_proxy() for _ in range(settings.num_proxies)]
         for _ in range(settings.num_replicas):
-            self._list(self.new_replica())
+            self._list(self.new_replica(), publishes=False)
+        self._publish()
         self._clients = list(self._new_clients())
 
     def run(self) -> FleetTally:
@@ -78,7 +88,7 @@ class Fleet:
     def _new_proxy(self) -> SimProxy:
         self._num_proxies += 1
         proxy = SimProxy(self.world, f"proxy {self._num_proxies}", self.settings)
-        self._tell(proxy)
+        self._tell(proxy, dict(self._listed))
         return proxy
 
     def _new_clients(self) -> Iterator[Client]:
@@ -90,14 +100,31 @@ class Fleet:
             if i % 2:
                 yield TextClient(self.world, name, *rest)
             else:
-                yield SessionClient(self.world, name, *rest, check_loss=self._check_loss)
+                yield SessionClient(
+                    self.world,
+                    name,
+                    *rest,
+                    check_loss=self._check_loss,
+                    check_moving=self._check_moving,
+                )
 
     # --- the controller ---
 
-    def _list(self, replica: SimReplica) -> None:
+    def _list(self, replica: SimReplica, *, publishes: bool = True) -> None:
+        replica.on_holds = lambda ident: self._note_holder(ident, replica.tag)
+        replica.on_sent = self._note_sent
+        replica.on_turn = self._check_alone
+        self._replicas = [*(each for each in self._replicas if each.is_up), replica]
         self._listed[replica.tag] = replica
-        self._listed_since[replica.tag] = self.world.now
-        self._publish()
+        if publishes:
+            self._publish()
+
+    def _note_holder(self, ident: str, tag: str) -> None:
+        self.tally.moved += bool(self._holders[ident])  # else it was opened here
+        self._holders[ident].add(tag)
+
+    def _note_sent(self, ident: str, tag: str) -> None:
+        self._sent_to[ident] = tag
 
     def _unlist(self, replica: SimReplica) -> None:
         replica.is_leaving = True
@@ -106,21 +133,22 @@ class Fleet:
 
     def _publish(self) -> None:
         self._version += 1
-        for proxy in self.proxies:
-            self._tell(proxy)
+        listed = dict(self._listed)
+        nodes: list[SimProxy | SimReplica] = [*self.proxies, *self._replicas]
+        for node in nodes:
+            self._tell(node, listed)
             if self._random.random() < self.settings.list_repeats:
-                self._tell(proxy)
+                self._tell(node, listed)
 
-    def _tell(self, proxy: SimProxy) -> None:
+    def _tell(self, node: SimProxy | SimReplica, listed: Mapping[str, SimReplica]) -> None:
         """Send the list as it is now; a partition delays it until its end."""
-        version, listed = self._version, dict(self._listed)
+        version = self._version
 
         def arrive() -> None:
-            if self.world.is_cut(self._controller, proxy):
-                proxy.was_cut = True
-                self.world.after(1.0, lambda: self._tell(proxy))
-            elif proxy.is_up:
-                proxy.take(version, listed)
+            if self.world.is_cut(self._controller, node):
+                self.world.after(1.0, lambda: self._tell(node, dict(self._listed)))
+            elif node.is_up:
+                node.take(version, listed)
 
         self.world.after(self._random.uniform(0, self.settings.list_delay), arrive)
 
@@ -151,6 +179,7 @@ class Fleet:
             return
         victim = self._random.choice(replicas)
         self.tally.deaths += 1
+        self._killed.add(victim.tag)
         victim.die()
 
         def notice() -> None:
@@ -171,8 +200,9 @@ class Fleet:
 
     def _part(self) -> None:
         self.tally.partitions += 1
-        nodes: list[Node] = [self._controller, *self.proxies, *self._listed.values()]
-        a, b = self._random.choice(self.proxies), self._random.choice(nodes)
+        nodes: list[Node] = [self._controller, *self.proxies, *self._replicas]
+        first: list[Node] = [*self.proxies, *self._replicas]
+        a, b = self._random.choice(first), self._random.choice(nodes)
         if a is not b:
             self.world.cut(a, b, self._random.uniform(0.1, 10))
 
@@ -191,15 +221,21 @@ class Fleet:
 
         next_one()
 
-    def _drain(self, replica: SimReplica, then: object) -> None:
+    def _drain(self, replica: SimReplica, then: Callable[[], None]) -> None:
         if replica.is_up and replica.engine.num_open:
             self.world.after(_WAIT_LOOP, lambda: self._drain(replica, then))
             return
-        if replica.is_up:
+
+        async def leave() -> None:
+            if await replica.mover.close() and not self._listed:
+                self._killed.add(replica.tag)
+            while replica.engine.num_open:  # a router had an old list
+                await self.world.sleep(_WAIT_LOOP)
             self.tally.drained += 1
             self.leave(replica)
+
+        self.world.run(replica, leave())
         self._start_later()
-        assert callable(then)
         self.world.after(self.settings.start_seconds, then)
 
     def leave(self, replica: SimReplica) -> None:
@@ -210,28 +246,57 @@ class Fleet:
         """
         if replica.engine.num_open:
             raise FleetLaw(f"{replica.name} leaves with {replica.engine.num_open} texts")
+        self._left.add(replica.tag)
         replica.die()
 
     # --- laws ---
 
-    def _check_loss(self, owner: str, sent: float) -> None:
-        """Check that a session that is lost has lost its owner, or that nobody could know it.
+    def _check_alone(self, record: SessionRecord) -> None:
+        """Check that the session of a turn is at one replica, which answers for it.
 
         Raises:
-            FleetLaw: the owner is there, and every proxy has heard of it or could have.
+            FleetLaw: another replica would answer too, or will soon.
         """
-        replica = self._listed.get(owner)
-        if replica is None or not replica.is_up:
+        if record.is_leaving:
+            raise FleetLaw(f"session {record.ident} answers while it leaves")
+        found = [
+            each.name
+            for each in self._replicas
+            if each.is_up
+            for other in each.sessions
+            if other.ident == record.ident and not other.is_leaving
+        ]
+        if len(found) != 1:
+            raise FleetLaw(f"session {record.ident} is at {', '.join(found)}")
+
+    def _check_moving(self, ident: str) -> None:
+        """Check that a session that moves, as a client was told, has a reason to do so.
+
+        Raises:
+            FleetLaw: its owner is there, and lists come in time.
+        """
+        owner = self._listed.get(owner_of(ident) or "")
+        if self.settings.is_quiet and owner is not None and owner.is_up:
+            raise FleetLaw(f"session {ident} was said to move, and its owner is there")
+
+    def _check_loss(self, ident: str) -> None:
+        """Check that a session that is lost was lost with a replica that had it.
+
+        If messages are lost or lists come late, a session may come later than a request waits. Or
+        the replica that it was sent to ends before it can be asked whether it has the session.
+
+        Raises:
+            FleetLaw: no replica that had it was killed.
+        """
+        holders = self._holders[ident]
+        if holders & self._killed:
             return
         self.tally.needless += 1
-        since = sent - self._listed_since[owner]
-        # A proxy waits for `patience`. All lists of the owner have come by then, or maybe not yet.
-        could_know = since + self.settings.patience >= self.settings.list_delay
-        # A call that failed may have told the proxy of a death that was none: not in a quiet fleet.
-        if self.settings.is_quiet or (
-            could_know
-            and all(owner in proxy.replicas and not proxy.was_cut for proxy in self.proxies)
-        ):
-            raise FleetLaw(
-                f"a session is lost, and its owner {owner} is there, listed {since:.2f} s before"
-            )
+        is_somewhere = any(
+            each.is_up and ident == record.ident
+            for each in self._replicas
+            for record in each.sessions
+        )
+        is_unsure = self._sent_to.get(ident) in self._left | self._killed
+        if self.settings.moves_in_time or not (is_somewhere or is_unsure):
+            raise FleetLaw(f"session {ident} is lost, and none of {sorted(holders)} was killed")

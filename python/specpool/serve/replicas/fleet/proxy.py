@@ -60,9 +60,17 @@ class SimProxy(Node):
             self._num_patient += 1
         elif is_first or known == "gone" or self.world.now - since >= self._settings.patience:
             self._num_patient -= not is_first
-            self._anywhere(call, request)
+            self._to_place(call, request)
             return
         self.world.after(_POLL, lambda: self._to_owner(call, request, owner, since))
+
+    def _to_place(self, call: Call, request: Request) -> None:
+        """Pass a turn whose owner has left on to where the session moves."""
+        tag = self._routing.place_of(request["session"])
+        if tag is None:
+            self._anywhere(call, request)
+        else:
+            self._pass(call, request, tag)
 
     def _anywhere(self, call: Call, request: Request) -> None:
         tags = self._routing.spread()

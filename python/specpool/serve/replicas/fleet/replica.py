@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import random
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from specpool.engine.texts import NextTurn, Texts
@@ -10,10 +11,12 @@ from specpool.errors import ConfigError
 from specpool.sampling_params import SamplingParams
 from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.messages import Done
+from specpool.serve.bridge.parcel import SessionParcel
 from specpool.serve.config import ServeConfig
 from specpool.serve.replicas.fleet.engine import BATCH, SimEngine, Work
 from specpool.serve.replicas.fleet.settings import FleetSettings
-from specpool.serve.replicas.fleet.world import Call, Node, World
+from specpool.serve.replicas.fleet.world import Call, Cut, Later, Node, World
+from specpool.serve.replicas.mover import Fate, Mover, Time
 from specpool.serve.sessions import SessionRecord, Sessions
 
 _MAX_SESSIONS = 64
@@ -29,7 +32,13 @@ class SimReplica(Node):
         tag: begins the ids of its sessions.
         sessions: the real thing.
         engine: the simulated one.
+        mover: the real thing.
         is_leaving: it is no longer on the controller's list.
+        version: of the list of replicas that it has; 0 = none yet.
+        replicas: the replicas of that list.
+        on_holds: called with each session that is opened or comes here.
+        on_sent: called with each session that is sent, and the tag of the other replica.
+        on_turn: called with the record of each turn that begins here.
     """
 
     def __init__(self, world: World, tag: str, settings: FleetSettings) -> None:
@@ -45,7 +54,17 @@ class SimReplica(Node):
             max_queue=settings.max_queue,
         )
         engine: Any = self.engine
-        self.sessions = Sessions(engine, config, tag, self.clock)
+        names = random.Random(rng.getrandbits(32))
+        self.sessions = Sessions(
+            engine, config, tag, self.clock, lambda num: names.randbytes(num).hex()
+        )
+        self.version = 0
+        self.replicas: Mapping[str, SimReplica] = {}
+        self.on_holds: Callable[[str], None] = lambda ident: None
+        self.on_sent: Callable[[str, str], None] = lambda ident, tag: None
+        self.on_turn: Callable[[SessionRecord], None] = lambda record: None
+        time = Time(self.clock, world.sleep, lambda work: world.run(self, work))
+        self.mover = Mover(self.sessions, tag, self, time)
         self._config, self._settings = config, settings
         self._texts = Texts(None)
         self._is_turning = False
@@ -55,8 +74,53 @@ class SimReplica(Node):
         """Return this node's seconds, which are a little too long or too short."""
         return self._offset + self._rate * self.world.now
 
+    def take(self, version: int, replicas: Mapping[str, SimReplica]) -> None:
+        """Take over a list, unless it is older than what is known."""
+        if version > self.version:
+            self.version, self.replicas = version, replicas
+            self.mover.update(replicas)
+
+    async def send(self, tag: str, parcel: SessionParcel) -> Fate:
+        """Give a session to another replica."""
+        other, later = self.replicas.get(tag), Later()
+        if other is None:
+            return "gone"
+        await self.world.sleep(self.world.random.uniform(0, self._settings.move_seconds))
+        self.on_sent(parcel.ident, tag)
+        self.world.call(self, other, lambda call: other.receive(call, parcel), later.set)
+        answer = await later
+        if isinstance(answer, Cut):
+            return "gone" if answer.is_dead else "unknown"
+        fate: Fate = answer
+        return fate
+
+    def receive(self, call: Call, parcel: SessionParcel) -> None:
+        """Take a session in, and say so."""
+
+        async def take_in() -> None:
+            try:
+                await self.mover.take_in(parcel)
+                self.on_holds(parcel.ident)
+                call.reply("taken")
+            except (ApiError, ConfigError):
+                call.reply("refused")
+
+        self.world.run(self, take_in())
+
     def serve(self, call: Call, request: Request) -> None:
         """Answer a request now, or when its text has ended."""
+
+        async def reach() -> None:
+            await self.sessions.reach(request["session"])
+            if not call.has_left:
+                self._serve(call, request)
+
+        if "session" in request:
+            self.world.run(self, reach())
+        else:
+            self._serve(call, request)
+
+    def _serve(self, call: Call, request: Request) -> None:
         try:
             answer = self._act(call, request)
         except ApiError as error:
@@ -69,7 +133,9 @@ class SimReplica(Node):
     def _act(self, call: Call, request: Request) -> Answer | None:
         kind, ident = request["kind"], request.get("session", "")
         if kind == "open":
-            return 200, _run(self.sessions.open(None)).body()
+            record = _run(self.sessions.open(None))
+            self.on_holds(record.ident)
+            return 200, record.body()
         if kind == "close":
             _run(self.sessions.close(ident))
             return 200, {}
@@ -85,6 +151,7 @@ class SimReplica(Node):
             self._submit(call, work, lambda: None)
             return None
         record = self.sessions.begin(ident, request["offset"])
+        self.on_turn(record)
         turn = self.sessions.turn(record, self._texts, request["prompt"], {})
         self._turn(call, record, turn, request["num_new"])
         return None

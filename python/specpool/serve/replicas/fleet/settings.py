@@ -35,6 +35,7 @@ class FleetSettings:
         think_seconds: mean pause of a client between turns.
         patience: of the routers.
         max_queue: texts that wait at a replica beside those that run.
+        move_seconds: the most that a session's KV takes from one replica to another.
     """
 
     seed: int
@@ -59,11 +60,17 @@ class FleetSettings:
     think_seconds: float = 1.0
     patience: float = PATIENCE
     max_queue: int = 32
+    move_seconds: float = 0.2
 
     @property
     def is_quiet(self) -> bool:
         """Whether every list comes before a router's patience ends."""
         return self.list_delay < self.patience and not self.partitions and not self.proxy_deaths
+
+    @property
+    def moves_in_time(self) -> bool:
+        """Whether a session that moves always comes before a request stops to wait for it."""
+        return self.is_quiet and not self.loss
 
 
 def fleet_settings(seed: int, num_replicas: int = 3) -> FleetSettings:
@@ -93,4 +100,28 @@ def fleet_settings(seed: int, num_replicas: int = 3) -> FleetSettings:
         session_timeout=rng.choice([4.0, 60.0, 60.0]),
         think_seconds=rng.choice([0.05, 0.5, 2.0]),
         max_queue=rng.choice([0, 4, 32]),
+    )
+
+
+def update_settings(seed: int, num_replicas: int = 3) -> FleetSettings:
+    """Return the scenario of a seed in which all replicas are replaced twice while clients talk.
+
+    In half of them replicas die too, and in half of them messages are lost.
+    """
+    rng = random.Random(f"update {seed}")
+    return FleetSettings(
+        seed=seed,
+        num_replicas=num_replicas,
+        num_clients=max(24, 4 * num_replicas),
+        turns_each=rng.randint(6, 14),
+        mean_delay=rng.choice([0.002, 0.02]),
+        loss=rng.uniform(0.005, 0.05) if seed % 2 else 0.0,
+        list_delay=rng.choice([0.01, 0.3, 0.45]),
+        list_repeats=rng.choice([0.0, 0.3]),
+        deaths=rng.uniform(0.02, 0.1) if seed // 2 % 2 else 0.0,
+        updates=2,
+        start_seconds=rng.uniform(0.5, 4),
+        skew=rng.choice([0.0, 0.03]),
+        think_seconds=rng.choice([0.5, 2.0]),
+        move_seconds=rng.choice([0.0, 0.1, 0.3]),
     )

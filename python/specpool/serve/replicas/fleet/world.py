@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,24 @@ class Call:
             self._done(value)
 
 
+class Later:
+    """A value that a coroutine of the simulation waits for."""
+
+    def __init__(self) -> None:
+        self._is_set, self._value = False, None
+        self.then: Callable[[], None] = lambda: None
+
+    def set(self, value: Any = None) -> None:
+        """Let the coroutine go on."""
+        self._is_set, self._value = True, value
+        self.then()
+
+    def __await__(self) -> Generator[Later, None, Any]:
+        if not self._is_set:
+            yield self
+        return self._value
+
+
 class World:
     """Time and the network.
 
@@ -116,6 +134,22 @@ class World:
     def after(self, seconds: float, act: Callable[[], None]) -> None:
         """Do something later."""
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), act))
+
+    def sleep(self, seconds: float) -> Later:
+        """Return what a coroutine waits for to go on after some seconds."""
+        later = Later()
+        self.after(seconds, later.set)
+        return later
+
+    def run(self, node: Node, work: Coroutine[Any, None, Any]) -> None:
+        """Run a coroutine of a node, which may wait for `Later` alone. It ends with its node."""
+        if not node.is_up:
+            work.close()
+            return
+        try:
+            work.send(None).then = lambda: self.run(node, work)
+        except StopIteration:
+            pass
 
     def step(self) -> bool:
         """Do what comes next; return whether there was something."""

@@ -1,0 +1,214 @@
+"""`Mover`: sends each session of a replica to where it belongs. There is no Ray here.
+
+A session belongs to its owner, the replica that opened it. If the owner is not on the list of
+replicas, it belongs to a place on the routers' ring. So the sessions of a replica that leaves
+spread over the others, those of one that has left follow the ring when replicas come and go, and
+no router needs a table. A session is at one replica at a time: it answers nothing from when it is
+sent until the other replica has said no.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from specpool.errors import SpecpoolError
+from specpool.serve.bridge.parcel import SessionParcel
+from specpool.serve.replicas.manifest import LONGEST_MOVES
+from specpool.serve.replicas.routing import MOST_PATIENT, PATIENCE, Routing, owner_of
+from specpool.serve.sessions import SessionRecord, Sessions
+
+#: Seconds after a change of the list until sessions move: the routers hear of it at other times.
+SETTLE = PATIENCE
+#: Seconds that a request waits for a session that may be on its way.
+WAIT = 3.0
+#: Sessions of a replica that move at once.
+MOST_AT_ONCE = 4
+#: Seconds until a session that has come, or was refused, may be sent again.
+_AGAIN = 2.0
+#: Seconds between two looks.
+_LOOK = 0.1
+
+#: What became of a parcel. "taken": the session is there, or was. "refused": neither. "gone": the
+#: other replica has ended without an answer. "unknown": no answer came.
+Fate = Literal["taken", "refused", "gone", "unknown"]
+
+
+class Peers(Protocol):
+    """The way to the other replicas."""
+
+    async def send(self, tag: str, parcel: SessionParcel) -> Fate:
+        """Give a session to the replica of this tag; never raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """What a mover needs of an event loop; the simulation has its own.
+
+    Attributes:
+        now: seconds that never jump.
+        sleep: waits for seconds.
+        spawn: starts a coroutine beside others.
+    """
+
+    now: Callable[[], float]
+    sleep: Callable[[float], Awaitable[Any]]
+    spawn: Callable[[Coroutine[Any, Any, None]], object]
+
+
+class Mover:
+    """Moves the sessions of one replica.
+
+    Attributes:
+        is_closing: the replica ends, and takes no more sessions in.
+    """
+
+    def __init__(self, sessions: Sessions, tag: str, peers: Peers, time: Time) -> None:
+        """Know no replica yet.
+
+        Args:
+            sessions: those of this replica; their `others` is this mover from now on.
+            tag: this replica's.
+            peers: the way to the others.
+            time: the event loop.
+        """
+        self._sessions, self._tag, self._peers, self._time = sessions, tag, peers, time
+        self._tags: set[str] = set()
+        self._was_listed = False
+        self._routing = Routing()  # behind `_tags`, until a session of another owner comes
+        self._changed = 0.0
+        self._later: dict[str, float] = {}  # session -> when it may be sent again
+        self._num_moving = self._num_waiting = 0
+        self._is_looking = False
+        self.is_closing = False
+        sessions.others = self
+
+    def update(self, tags: Iterable[str]) -> None:
+        """Take over the list of the replicas that take requests. Cost: O(sessions here)."""
+        self._tags = set(tags)
+        self._was_listed |= self._tag in self._tags
+        if self.is_closing:
+            self._tags.discard(self._tag)
+        self._changed = self._time.now()
+        self._look()
+
+    async def take_in(self, parcel: SessionParcel) -> None:
+        """Take in a session that another replica sends.
+
+        Raises:
+            ApiError: this replica leaves too, or see `Sessions.take_in`.
+            ConfigError: the text does not fit the engine.
+        """
+        leaves = self.is_closing or (self._was_listed and self._tag not in self._tags)
+        await self._sessions.take_in(parcel, takes_new=not leaves)
+        # Two replicas whose lists differ shall not play ball.
+        self._later[parcel.ident] = self._time.now() + _AGAIN
+        self._look()
+
+    async def close(self, seconds: float = LONGEST_MOVES) -> int:
+        """Move all sessions, because this replica ends; return how many had to stay.
+
+        Sessions that are busy move when their turn has ended.
+
+        Args:
+            seconds: after so many, what is left is given up.
+        """
+        self.is_closing = True
+        self._tags.discard(self._tag)
+        self._changed = min(self._changed, self._time.now() - SETTLE)
+        self._later.clear()
+        self._look()
+        end = self._time.now() + seconds
+        while len(self._sessions) and self._tags and self._time.now() < end:
+            await self._time.sleep(_LOOK)
+        return len(self._sessions)
+
+    # --- for `Sessions` ---
+
+    def is_elsewhere(self, ident: str) -> bool:
+        """Return whether another replica is the one that a session belongs to."""
+        return self._place_of(ident) not in (None, self._tag)
+
+    async def wait_for(self, ident: str) -> None:
+        """Wait for a session that may be on its way here."""
+        if owner_of(ident) is None or self._num_waiting >= MOST_PATIENT:
+            return
+        self._num_waiting += 1
+        end = self._time.now() + WAIT
+        try:
+            while self._sessions.may_come(ident) and self._time.now() < end:
+                if self.is_elsewhere(ident):
+                    return
+                await self._time.sleep(_LOOK / 2)
+        finally:
+            self._num_waiting -= 1
+
+    # --- moves ---
+
+    def _place_of(self, ident: str) -> str | None:
+        owner = owner_of(ident)
+        if owner is None or owner in self._tags:
+            return owner
+        self._routing.update(self._tags)
+        return self._routing.place_of(ident)
+
+    def _look(self) -> None:
+        """Look for sessions to move, until there are none."""
+        if not self._is_looking:
+            self._is_looking = True
+            self._time.spawn(self._move_all())
+
+    async def _move_all(self) -> None:
+        try:
+            while found := self._misplaced():
+                now = self._time.now()
+                if now - self._changed >= SETTLE:
+                    due = [each for each in found if self._later.get(each.ident, 0.0) <= now]
+                    for record in due[: MOST_AT_ONCE - self._num_moving]:
+                        self._num_moving += 1
+                        self._time.spawn(self._move(record.ident))
+                await self._time.sleep(_LOOK)
+            self._later.clear()
+        finally:
+            self._is_looking = False
+
+    def _misplaced(self) -> list[SessionRecord]:
+        """Return the sessions that belong elsewhere, those first whose next turn is near."""
+        found = [each for each in self._sessions if self.is_elsewhere(each.ident)]
+        return sorted(found, key=lambda each: (each.is_busy, -each.used))
+
+    async def _move(self, ident: str) -> None:
+        try:
+            record, parcel = await self._sessions.pack(ident)
+        except SpecpoolError:  # a turn runs, its client has closed it, or the engine is gone
+            self._num_moving -= 1
+            return
+        try:
+            if await self._is_taken(parcel):
+                await self._sessions.leave(record)
+            else:
+                self._later[ident] = self._time.now() + _AGAIN
+                self._sessions.unpack(record)
+        except SpecpoolError:  # the engine is gone
+            pass
+        finally:
+            self._num_moving -= 1
+
+    async def _is_taken(self, parcel: SessionParcel) -> bool:
+        """Send a session; return whether it may be at another replica from now on.
+
+        If no answer comes, the other replica alone knows whether it has the session. It is asked
+        until it says so. If it leaves meanwhile, it may have passed the session on: the copy here
+        must not answer any more.
+        """
+        tag = self._place_of(parcel.ident)
+        if tag is None or tag == self._tag:  # the list has changed meanwhile
+            return False
+        fate = await self._peers.send(tag, parcel)
+        if fate != "unknown":
+            return fate == "taken"
+        while fate == "unknown" and tag in self._tags:
+            await self._time.sleep(_LOOK)
+            fate = await self._peers.send(tag, parcel)
+        return fate != "refused"

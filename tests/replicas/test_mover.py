@@ -1,0 +1,199 @@
+"""When a replica sends its sessions away, how many at once, and for whom a request waits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specpool.serve.api.errors import ApiError
+from specpool.serve.config import ServeConfig
+from specpool.serve.replicas.fleet.engine import SimEngine
+from specpool.serve.replicas.fleet.world import Node, World
+from specpool.serve.replicas.mover import MOST_AT_ONCE, SETTLE, WAIT, Mover, Time
+from specpool.serve.sessions import Sessions
+
+
+class Replica(Node):
+    """A replica in simulated time; `fates` says what becomes of its parcels, "taken" at the end."""
+
+    def __init__(self, tag: str = "own", num: int = 0):
+        super().__init__(World(0, mean_delay=0.001, loss=0.0, silence=2.0), tag)
+        world = self.world
+        clock = lambda: world.now + 1000.0  # noqa: E731
+        self.sessions = Sessions(SimEngine(random.Random(0), 64), ServeConfig(), tag, clock)
+        time = Time(clock, world.sleep, lambda work: world.run(self, work))
+        self.mover = Mover(self.sessions, tag, self, time)
+        self.fates: list[str] = []
+        self.sent: list[tuple[float, str, str]] = []
+        self.num_going = self.most_going = 0
+        self.idents = [self.do(self.sessions.open(None)).ident for _ in range(num)]
+
+    async def send(self, tag, parcel):
+        self.sent.append((self.world.now, tag, parcel.ident))
+        self.num_going += 1
+        self.most_going = max(self.most_going, self.num_going)
+        await self.world.sleep(0.05)
+        self.num_going -= 1
+        return self.fates.pop(0) if self.fates else "taken"
+
+    def start(self, work):
+        """Start a coroutine; its result, or error, comes into the list."""
+        found = []
+
+        async def main():
+            try:
+                found.append(await work)
+            except ApiError as error:
+                found.append(error)
+
+        self.world.run(self, main())
+        return found
+
+    def do(self, work):
+        """Run a coroutine that does not wait."""
+        (found,) = self.start(work)
+        return found
+
+    def run(self, seconds: float) -> None:
+        end = self.world.now + seconds
+        self.world.after(seconds, lambda: None)
+        while self.world.now < end and self.world.step():
+            pass
+
+
+def test_sessions_leave_once_the_replica_is_off_the_list_and_a_few_at_once():
+    """Law: none leaves before routers can know; then all do, 4 at once, the latest used first."""
+    own = Replica(num=10)
+    own.mover.update(["own", "a", "b"])
+    own.run(5)
+    assert not own.sent
+    for ident in own.idents[:3]:
+        own.run(0.1)
+        own.sessions.release(own.sessions.find(ident))
+    own.mover.update(["a", "b"])
+    own.run(SETTLE - 0.1)
+    assert not own.sent
+    own.run(3)
+    assert len(own.sessions) == 0 and own.most_going == MOST_AT_ONCE
+    assert [ident for _, _, ident in own.sent[:3]] == own.idents[2::-1]
+    assert {tag for _, tag, _ in own.sent} == {"a", "b"}
+    own.run(100)
+    assert len(own.sent) == 10
+
+
+def test_a_busy_session_leaves_when_its_turn_has_ended():
+    own = Replica(num=1)
+    record = own.sessions.begin(own.idents[0], 0)
+    own.mover.update(["a"])
+    own.run(30)
+    assert not own.sent
+    own.sessions.release(record)
+    own.run(1)
+    assert len(own.sent) == 1 and len(own.sessions) == 0
+
+
+@pytest.mark.parametrize("fate", ["refused", "gone"])
+def test_a_refused_session_goes_on_here_and_is_sent_again(fate):
+    """Law: it answers between two tries, which are seconds apart."""
+    own = Replica(num=1)
+    own.fates = [fate, fate]
+    own.mover.update(["a"])
+    own.run(1)
+    assert len(own.sent) == 1 and own.sessions.find(own.idents[0])
+    own.run(6)
+    times = [at for at, _, _ in own.sent]
+    assert len(times) == 3 and times[1] - times[0] > 2 and len(own.sessions) == 0
+
+
+def test_without_an_answer_the_same_replica_is_asked_until_it_says_so():
+    """Law: the session answers nothing meanwhile; whom it may be with is the only one asked."""
+    own = Replica(num=1)
+    own.fates = ["unknown"] * 5
+    own.mover.update(["a", "b"])
+    own.run(1)
+    with pytest.raises(ApiError, match="moves to another replica"):
+        own.sessions.find(own.idents[0])
+    own.run(2)
+    assert len({tag for _, tag, _ in own.sent}) == 1 and len(own.sent) == 6
+    assert len(own.sessions) == 0
+
+
+def test_without_an_answer_of_one_that_has_left_the_copy_is_dropped():
+    """Law: it may have passed the session on, so nobody answers for it here any more."""
+    own = Replica(num=1)
+    own.fates = ["unknown"] * 99
+    own.mover.update(["a"])
+    own.run(1)
+    own.mover.update(["b"])
+    own.run(1)
+    assert len(own.sessions) == 0 and {tag for _, tag, _ in own.sent} == {"a"}
+
+
+def test_closing_ends_in_time_and_says_what_is_left():
+    """Law: at once without sessions or others; else when all have left, or the time is over."""
+    assert Replica().do(Replica().mover.close()) == 0
+    alone = Replica(num=2)
+    alone.mover.update(["own"])
+    assert alone.do(alone.mover.close()) == 2
+    own = Replica(num=5)
+    own.mover.update(["own", "a"])
+    own.run(9)
+    found = own.start(own.mover.close(60))
+    own.run(2)
+    assert found == [0] and len(own.sent) == 5
+    stuck = Replica(num=1)
+    stuck.fates = ["refused"] * 99
+    stuck.mover.update(["own", "a"])
+    found = stuck.start(stuck.mover.close(10))
+    stuck.run(9)
+    assert not found
+    stuck.run(2)
+    assert found == [1]
+
+
+def test_one_that_leaves_takes_nothing_new_in():
+    giver, own = Replica("giver", num=2), Replica()
+    own.mover.update(["own", "giver"])
+    parcels = [giver.do(giver.sessions.pack(ident))[1] for ident in giver.idents]
+    assert own.do(own.mover.take_in(parcels[0])) is None
+    own.mover.update(["giver"])
+    assert own.do(own.mover.take_in(parcels[0])) is None  # it came before
+    error = own.do(own.mover.take_in(parcels[1]))
+    assert error.status == 503 and len(own.sessions) == 1
+
+
+def test_a_request_waits_for_a_session_that_may_come():
+    """Law: not for one that was closed here, nor one that belongs elsewhere, nor for ever."""
+    giver, own = Replica("giver", num=1), Replica(num=1)
+    own.mover.update(["own"])
+    _, parcel = giver.do(giver.sessions.pack(giver.idents[0]))
+    found = own.start(own.sessions.reach(parcel.ident))
+    own.run(1)
+    assert not found
+    own.do(own.mover.take_in(parcel))
+    own.run(0.2)
+    assert found == [None] and own.sessions.find(parcel.ident)
+    for ident in (own.idents[0], f"own.{'0' * 32}", "no form", parcel.ident):
+        assert own.start(own.sessions.reach(ident)) == [None]
+    own.mover.update(["own", "giver"])
+    assert own.start(own.sessions.reach("giver.x")) == [None]  # its owner is there
+    with pytest.raises(ApiError, match="moves to another replica"):
+        own.sessions.find("giver.x")
+    own.mover.update(["own"])
+    found = own.start(own.sessions.reach("giver.x"))
+    own.run(WAIT - 0.1)
+    assert not found
+    own.run(0.3)
+    assert found == [None]
+    with pytest.raises(ApiError, match="another server's memory"):
+        own.sessions.find("giver.x")
+
+
+def test_a_flood_of_wrong_ids_does_not_wait():
+    own = Replica()
+    own.mover.update(["own"])
+    found = [own.start(own.sessions.reach(f"gone.{i}")) for i in range(300)]
+    assert sum(each == [None] for each in found) == 300 - 256
+    own.run(WAIT + 1)
+    assert all(each == [None] for each in found)

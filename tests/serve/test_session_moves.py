@@ -1,0 +1,251 @@
+"""A session moves from one server to another: its text, its KV, its name, and who answers."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import pickle
+from collections import deque
+
+import pytest
+
+from specpool import Engine, SamplingParams
+from specpool.engine.texts import Texts
+from specpool.errors import ConfigError
+from specpool.serve.api.errors import ApiError
+from specpool.serve.bridge.runner import Runner, done, ready
+from specpool.serve.config import ServeConfig
+from specpool.serve.sessions import Sessions
+
+GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
+PROMPTS = ["seq: 2, 4, ", "and on ", [5, 6, 7]]
+
+
+class Side:
+    """A server without HTTP: the real sessions, and the real engine behind the runner's verbs."""
+
+    def __init__(self, tag: str, **options):
+        self.config = ServeConfig(max_sessions=options.pop("max_sessions", 4))
+        given = {"draft": "specpool/tiny-eagle", "page_size": 4, "max_context_len": 256}
+        self.engine = Engine.from_pretrained(**given | options)
+        self.runner, self.ready = Runner(self.engine, deque()), ready(self.engine)
+        self.now = 100.0
+        self.sessions = Sessions(self, self.config, tag, lambda: self.now)
+        self.texts = Texts(self.engine.tokenizer)
+        self.calls = []
+
+    async def call(self, verb, *args, timeout=None):
+        self.calls.append(verb)
+        return pickle.loads(pickle.dumps(self.runner.verbs[verb](*args)))
+
+    def turn(self, ident: str, offset: int, prompt, params=GREEDY):
+        """One turn, as the paths of the server run it; returns the output."""
+        record = self.sessions.begin(ident, offset)
+        turn = self.sessions.turn(record, self.texts, prompt, {})
+        session = self.runner._session(record.conversation.number)
+        output = session.append(pickle.loads(pickle.dumps(turn)), params).output()
+        self.sessions.end(record, turn, done(0, output), params, frozenset())
+        return output
+
+    def content(self):
+        """What an arrival that fails must leave as it was."""
+        stats = self.engine.stats()
+        free = [self.engine.ledger.free_pages(g) for g in range(len(self.engine.ledger.groups))]
+        return len(self.sessions), stats.num_sessions, free
+
+
+@pytest.fixture
+def sides():
+    made = []
+
+    def make(tag: str, **options) -> Side:
+        made.append(Side(tag, **options))
+        return made[-1]
+
+    yield make
+    for side in made:
+        side.engine.close()
+
+
+def run(work):
+    return asyncio.run(work)
+
+
+async def moved(here: Side, there: Side, ident: str):
+    """Move a session as the servers do; returns the parcel."""
+    record, parcel = await here.sessions.pack(ident)
+    parcel = pickle.loads(pickle.dumps(parcel))
+    await there.sessions.take_in(parcel)
+    await here.sessions.leave(record)
+    return parcel
+
+
+def code_of(act, *args):
+    with pytest.raises(ApiError) as error:
+        act(*args)
+    return error.value.status, error.value.body["error"]["code"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_session_goes_on_under_its_name_with_its_text_and_kv(sides, temperature):
+    """Law: a turn after the move says what it says without, and computes what is new alone."""
+    here, there, still = sides("here"), sides("there"), sides("still")
+    params = dataclasses.replace(GREEDY, temperature=temperature, seed=5)
+    idents = [run(side.sessions.open(None)).ident for side in (here, still)]
+    offset = 0
+    for index, prompt in enumerate(PROMPTS):
+        found = [
+            side.turn(ident, offset, prompt, params)
+            for side, ident in zip((here if index < 2 else there, still), idents, strict=True)
+        ]
+        assert found[0].token_ids == found[1].token_ids
+        assert found[0].num_reused == found[1].num_reused and (found[0].num_reused or not index)
+        offset = len(found[0].prompt_ids) + 8
+        if index == 1:
+            parcel = run(moved(here, there, idents[0]))
+            assert parcel.image is not None and parcel.ident == idents[0]
+    assert there.sessions.find(idents[0]).offset == offset
+    assert here.content()[:2] == (0, 0)
+
+
+def test_another_layout_takes_the_text_alone(sides):
+    """Law: pages of another size are of no use, and the text goes on as it would have."""
+    here, there = sides("here"), sides("there", page_size=8)
+    ident = run(here.sessions.open(None)).ident
+    output = here.turn(ident, 0, PROMPTS[0])
+    run(moved(here, there, ident))
+    after = there.turn(ident, len(output.prompt_ids) + 8, PROMPTS[1])
+    assert after.num_reused == 0 and after.prompt_ids[: len(output.prompt_ids)] == output.prompt_ids
+
+
+def test_a_session_that_is_too_large_goes_as_text(sides, monkeypatch):
+    monkeypatch.setattr("specpool.serve.bridge.runner.MOST_IMAGE", 100)
+    here, there = sides("here"), sides("there")
+    ident = run(here.sessions.open(None)).ident
+    output = here.turn(ident, 0, PROMPTS[0])
+    assert run(moved(here, there, ident)).image is None
+    assert there.turn(ident, len(output.prompt_ids) + 8, PROMPTS[1]).num_reused == 0
+
+
+def test_it_answers_nothing_while_it_leaves(sides):
+    """Law: a packed session is 503 for every call, is not closed as idle, and goes on if asked."""
+    here = sides("here")
+    ident = run(here.sessions.open(None)).ident
+
+    async def main():
+        record, _ = await here.sessions.pack(ident)
+        for act in (here.sessions.find, lambda i: here.sessions.begin(i, 0)):
+            assert code_of(act, ident) == (503, "session_moving")
+        for work in (
+            here.sessions.pack(ident),
+            here.sessions.rewind(ident, 0),
+            here.sessions.fork(ident),
+            here.sessions.close(ident),
+        ):
+            with pytest.raises(ApiError, match="moves to another replica"):
+                await work
+        here.now += 1e6
+        await here.sessions.close_idle()
+        assert len(here.sessions) == 1
+        here.sessions.unpack(record)
+
+    run(main())
+    here.turn(ident, 0, PROMPTS[0])
+
+
+def test_a_busy_session_does_not_leave(sides):
+    here = sides("here")
+    ident = run(here.sessions.open(None)).ident
+    here.sessions.begin(ident, 0)
+    with pytest.raises(ApiError, match="has not ended"):
+        run(here.sessions.pack(ident))
+    assert "export" not in here.calls
+
+
+def test_a_parcel_that_comes_again_does_nothing(sides):
+    """Law: a sender that has not heard the answer sends again; turns since then stay."""
+    here, there, third = sides("here"), sides("there"), sides("third")
+    ident = run(here.sessions.open(None)).ident
+    parcel = run(moved(here, there, ident))
+    output = there.turn(ident, 0, PROMPTS[0])
+    run(there.sessions.take_in(parcel))
+    assert there.sessions.find(ident).offset == len(output.token_ids) + len(output.prompt_ids)
+    run(moved(there, third, ident))  # it moves on
+    run(there.sessions.take_in(parcel))
+    assert len(there.sessions) == 0 and there.engine.stats().num_sessions == 0
+    back = run(moved(third, there, ident))  # it comes back, which is no repetition
+    assert back.num_moves == 3 and there.sessions.find(ident).offset > 0
+    run(there.sessions.close(ident))
+    run(there.sessions.take_in(back))
+    assert code_of(there.sessions.find, ident) == (410, "session_lost")
+
+
+def test_two_parcels_at_once_are_one_session(sides):
+    here, there = sides("here"), sides("there")
+    ident = run(here.sessions.open(None)).ident
+
+    async def main():
+        _, parcel = await here.sessions.pack(ident)
+        await asyncio.gather(*(there.sessions.take_in(parcel) for _ in range(4)))
+
+    run(main())
+    assert there.content()[:2] == (1, 1)
+
+
+def test_what_comes_back_replaces_the_copy_that_was_sent(sides):
+    """Law: a sender without an answer keeps its copy; the longer text that returns replaces it."""
+    here, there = sides("here"), sides("there")
+    ident = run(here.sessions.open(None)).ident
+
+    async def main():
+        old, parcel = await here.sessions.pack(ident)
+        await there.sessions.take_in(parcel)  # and the answer is lost
+        there.turn(ident, 0, PROMPTS[0])
+        await moved(there, here, ident)
+        await here.sessions.leave(old)  # of no effect: it is another copy
+
+    run(main())
+    assert here.sessions.find(ident).offset > 8 and here.content()[:2] == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "says"),
+    [
+        ({"max_sessions": 0}, {}, "0 sessions are open, which is the most"),
+        ({}, {"model": ("another", "0")}, "the session is of the model"),
+        ({}, {"ident": "there.0"}, "the session is here already"),
+        ({"max_context_len": 16}, {"tokens": list(range(40))}, "the session begins with 40 tokens"),
+        ({}, {"tokens": [10**6], "image": None}, "token id 1000000"),
+    ],
+)
+def test_what_cannot_come_changes_nothing(sides, options, change, says):
+    """Law: a parcel that is refused says why, leaves nothing there, and goes on here."""
+    here, there = sides("here"), sides("there", **options)
+    ident = run(here.sessions.open(None)).ident
+    if "ident" in change:
+        there.sessions._records["there.0"] = there.sessions._keep(
+            here.sessions._records[ident].conversation, 9
+        )
+    output = here.turn(ident, 0, PROMPTS[0])
+    record, parcel = run(here.sessions.pack(ident))
+    parcel = dataclasses.replace(parcel, **change)
+    before = there.content()
+    with pytest.raises((ApiError, ConfigError), match=says):
+        run(there.sessions.take_in(parcel))
+    assert there.content() == before
+    here.sessions.unpack(record)
+    assert here.turn(ident, len(output.prompt_ids) + 8, PROMPTS[1]).num_reused > 0
+
+
+def test_a_session_may_begin_with_tokens():
+    """Law: a session that begins with a text goes on as one that has said it."""
+    with Engine.from_pretrained(draft="specpool/tiny-eagle", max_context_len=64) as engine:
+        tokens = list(b"seq: 2, 4, ")
+        (expected,) = engine.generate([tokens], GREEDY)
+        session = engine.open_session(tokens=tokens)
+        assert session.num_tokens == len(tokens)
+        assert session.append("", GREEDY).output().token_ids == expected.token_ids
+        for wrong, says in (([999], "token id 999"), ([1] * 64, "its limit of 64 leaves room")):
+            with pytest.raises(ConfigError, match=says):
+                engine.open_session(tokens=wrong)
+        assert engine.stats().num_sessions == 1
