@@ -43,6 +43,7 @@ LAYOUTS = [
     groups(4, windows=[(2, 7)]),
     groups(8, 2, windows=[(1, 4), (4, 9)]),
     groups(4, windows=[(1, 1), (3, 3)]),
+    groups(4, windows=[(2, 5, 3), (1, 1, 2)]),
     groups(4, num_slots=72),  # six rows do not fit beside each other
 ]
 
