@@ -22,7 +22,10 @@ WIDTHS = [(2, 3, 5), (1, 4, 4), (1, 2, 6), (3, 1, 2)]
 
 
 def groups(*page_sizes: int, num_slots: int = 128, windows=()) -> list[Group]:
-    """Window groups (page_size, window, sink?), then full groups of these page sizes, the draft's last."""
+    """Window groups (page_size, window, sink?), then full groups of these page sizes.
+
+    The last one is the draft's.
+    """
     last = len(page_sizes) - 1
     sliding = [
         Group(

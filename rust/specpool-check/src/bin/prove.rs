@@ -96,8 +96,8 @@ fn main() -> ExitCode {
         eprintln!("no case has {:?} in its name{}", options.case, if options.is_quick { " and is quick" } else { "" });
         return ExitCode::from(2);
     }
-    if options.is_whole {
-        cases.iter_mut().for_each(|case| case.limit = case.limit.map(|_| options.most));
+    for case in cases.iter_mut().filter(|case| options.is_whole && case.limit.is_some()) {
+        case.limit = Some(options.most);
     }
     if options.is_list {
         for case in &cases {
