@@ -1145,8 +1145,8 @@ class Ledger:
         """Take a free row on `length` tokens whose KV is in lent pages, and return it.
 
         `pages` int32 [n] has one for each column, group after group, and 0 for those below a
-        window, behind its sink. The row shares them. It has no root until an extend of it has launched. Draft KV is
-        valid up to the first page that was lent without.
+        window, behind its sink. The row shares them. It has no root until an extend of it has
+        launched. Draft KV is valid up to the first page that was lent without.
 
         Cost: O(pages).
 

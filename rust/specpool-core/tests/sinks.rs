@@ -188,6 +188,29 @@ fn a_connector_is_told_that_the_sink_stays() {
 }
 
 #[test]
+fn a_connector_is_told_of_no_sink_that_goes_or_comes_back() {
+    let mut ledger = ledger();
+    ledger.watch_kv().unwrap();
+    let row = ledger.admit(None).unwrap();
+    let group = 0;
+    extend(&mut ledger, row, &[5]);
+    ledger.end_turn(row, 5).unwrap();
+    assert_eq!(ledger.take_kv_events().unwrap(), [KvEvent::Commit { row, group, start: 0, end: 5 }]);
+    extend(&mut ledger, row, &[14]);
+    assert_eq!(ledger.take_kv_events().unwrap(), [KvEvent::Commit { row, group, start: 5, end: 14 }]);
+    extend(&mut ledger, row, &[16]);
+    assert_eq!(
+        ledger.take_kv_events().unwrap(),
+        [KvEvent::Evict { row, group, start: 4, end: 12 }, KvEvent::Commit { row, group, start: 14, end: 16 }]
+    );
+    assert_eq!(ledger.trim(row, 5).unwrap(), 5, "the checkpoint has the page behind the sink");
+    assert_eq!(
+        ledger.take_kv_events().unwrap(),
+        [KvEvent::Rewind { row, len: 5 }, KvEvent::Commit { row, group, start: 4, end: 5 }]
+    );
+}
+
+#[test]
 fn a_log_knows_the_sink() {
     let path = std::env::temp_dir().join(format!("specpool-sinks-{}.log", std::process::id()));
     let mut ledger = Ledger::recorded(config(), &path, 1 << 20).unwrap();
