@@ -83,14 +83,9 @@ def test_a_session_and_the_prefix_cache_keep_the_text():
     assert cached[1] > 0
 
 
-def test_the_busy_check_knows_who_holds_a_sink():
-    """A checkpoint inside the sink keeps no page; a shared sink is held by all that share it."""
+def test_the_busy_check_knows_who_holds_a_shared_sink():
     options = {"shape": CHAIN, "page_size": 4, "max_context_len": 200, "prefill_tokens": 16, **SINK}
     with Engine.from_pretrained(draft="specpool/tiny-eagle", busy_check=2, **options) as engine:
-        with engine.open_session() as session:
-            for length, num_new in ((3, 2), (60, 20)):
-                params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
-                session.append(PROMPTS[0][:length], params).output()
         engine.generate([PROMPTS[1]], GREEDY)
         for _ in range(2):
             engine.submit(PROMPTS[1], GREEDY, on_item=lambda *_: None)
@@ -101,6 +96,21 @@ def test_the_busy_check_knows_who_holds_a_sink():
                 assert check._holders(1, int(page[row])) >= set(np.flatnonzero(page == page[row]))
                 holders.append(int((page == page[row]).sum()))
         assert max(holders) == 2 and not engine.findings
+
+
+def test_a_checkpoint_inside_the_sink_keeps_no_page():
+    """The busy check counts the pages that checkpoints keep: a sink never leaves the table."""
+    options = {"shape": CHAIN, "page_size": 4, "max_context_len": 200, "prefill_tokens": 16, **SINK}
+    with (
+        Engine.from_pretrained(
+            draft="specpool/tiny-eagle", busy_check=2, prefix_cache=False, **options
+        ) as engine,
+        engine.open_session() as session,
+    ):
+        for length, num_new in ((3, 2), (60, 20)):
+            params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
+            session.append(PROMPTS[0][:length], params).output()
+        assert not engine.findings
 
 
 def test_a_row_moves_with_its_sink():
