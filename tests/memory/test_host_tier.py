@@ -308,8 +308,8 @@ def test_the_nth_device_page_refused_changes_nothing(length):
 
 def test_a_reload_counts_the_pages_of_a_sink():
     """The window group is the only one that is short."""
-    tight = groups(4, windows=[(2, 5, 3)], num_slots=48)[0]
-    _refused_where_it_runs_dry([tight, *groups(4, 1, num_slots=160)], 21)
+    tight = groups(4, windows=[(2, 5, 3)], num_slots=44)[0]
+    _refused_where_it_runs_dry([tight, *groups(4, 1, num_slots=160)], 32)
 
 
 def _refused_where_it_runs_dry(of, length):

@@ -82,6 +82,8 @@ fn a_prefix_an_export_and_an_import_have_the_sink() {
     assert!(matches!(ledger.admit_on(prefix, Some(9), None), Err(Error::NotReady(_))));
     let other = ledger.admit_on(prefix, Some(13), None).unwrap();
     assert_eq!(columns(&ledger, other), [0, 1, 5, 6]);
+    let cells = ledger.page_table(0).unwrap();
+    assert_eq!(cells.row(other)[..6], cells.row(row)[..6]);
     let begun = ledger.admit_on(prefix, Some(3), None).unwrap();
     assert_eq!(columns(&ledger, begun), [0, 1], "a length inside the sink is whole too");
     ledger.check().unwrap();
@@ -125,6 +127,49 @@ fn a_hit_needs_the_sink_and_the_window() {
     ledger.check().unwrap();
     hits.dedup();
     assert_eq!(hits, [14, 12, 4, 2, 0]);
+}
+
+#[test]
+fn a_text_that_is_known_makes_the_sink_of_another_row_read_only_too() {
+    let mut ledger = ledger();
+    let text: Vec<i32> = (1..=14).collect();
+    for _ in 0..2 {
+        let row = slid(&mut ledger);
+        assert_eq!(ledger.index(row, &text, b"").unwrap(), 14);
+        ledger.check().unwrap();
+        let fork = ledger.fork(row, None).unwrap();
+        assert_eq!(columns(&ledger, fork), [0, 1, 5, 6]);
+        ledger.check().unwrap();
+        ledger.finish(fork).unwrap();
+    }
+}
+
+#[test]
+fn an_import_counts_the_sink() {
+    let mut config = config();
+    config.groups[0].num_pages = 12;
+    let mut short = Ledger::new(config.clone()).unwrap();
+    for len in [10, 8] {
+        let row = short.admit(None).unwrap();
+        extend(&mut short, row, &[len]);
+    }
+    let (free, state) = (short.free_pages(0).unwrap(), short.state_hash());
+    assert_eq!(free, 3);
+    let refused = short.import_row(15, 15, None).unwrap_err();
+    assert!(matches!(refused, Error::OutOfPages { need: 4, free: 3, .. }), "{refused}");
+    assert_eq!(short.state_hash(), state);
+
+    // Pages of the index give way to the sink as well.
+    let mut cached = Ledger::new(config).unwrap();
+    let row = slid(&mut cached);
+    cached.index(row, &(1..=14).collect::<Vec<i32>>(), b"").unwrap();
+    cached.finish(row).unwrap();
+    let row = cached.admit(None).unwrap();
+    extend(&mut cached, row, &[10]);
+    assert_eq!((cached.free_pages(0).unwrap(), cached.cached_pages(0).unwrap()), (3, 4));
+    let taken = cached.import_row(15, 15, None).unwrap();
+    assert_eq!(columns(&cached, taken), [0, 1, 6, 7]);
+    cached.check().unwrap();
 }
 
 #[test]
