@@ -145,6 +145,15 @@ fn a_text_that_is_known_makes_the_sink_of_another_row_read_only_too() {
 }
 
 #[test]
+fn the_sink_of_an_idle_row_can_be_taken_too() {
+    let mut ledger = ledger();
+    let row = slid(&mut ledger);
+    ledger.end_turn(row, 14).unwrap();
+    assert_eq!(ledger.reclaimable_pages(0).unwrap(), 4);
+    ledger.check().unwrap();
+}
+
+#[test]
 fn an_import_counts_the_sink() {
     let mut config = config();
     config.groups[0].num_pages = 12;
@@ -199,11 +208,15 @@ fn the_sink_is_lent_with_the_window_and_a_row_begins_on_both() {
 
     // A row that has computed the same gives its own pages for the lent ones.
     let own = slid(&mut ledger);
-    let before = ledger.free_pages(0).unwrap();
     let wrong = [&pages[..2], &[pages[0]], &pages[3..]].concat();
     assert!(
         matches!(ledger.rebind(own, 0, 14, &wrong), Err(Error::Shape(text)) if text.contains("no page at position 4"))
     );
+    extend(&mut ledger, begun, &[10, 12, 14]);
+    let twice = [&pages[2..5], &[pages[0], pages[6]]].concat();
+    let error = ledger.rebind(begun, 4, 14, &twice).unwrap_err().to_string();
+    assert!(error.contains(&format!("page {} holds its position 0, and cannot hold another", pages[0])), "{error}");
+    let before = ledger.free_pages(0).unwrap();
     ledger.rebind(own, 0, 14, &pages).unwrap();
     assert_eq!((cells(&ledger, own), ledger.free_pages(0).unwrap()), (pages.clone(), before + 4));
     ledger.check().unwrap();
