@@ -24,18 +24,23 @@ METHODS = sorted(
 MOST_CALLS = 60
 
 
+def group_of(source: Source, at: int) -> Group:
+    page_size, num_pages = 1 + source.below(4), 20 + source.below(60)
+    hosts_drafts, layout = source.byte() % 2 == 1, source.pick(("dense", "holey"))
+    window = 1 + source.below(12) if source.is_rare(6) else None
+    return Group(
+        f"g{at}",
+        page_size=page_size,
+        num_pages=num_pages,
+        hosts_drafts=hosts_drafts,
+        layout=layout,
+        window=window,
+        sink=0 if window is None else source.below(6),
+    )
+
+
 def ledger_of(source: Source) -> Ledger | None:
-    groups = [
-        Group(
-            f"g{at}",
-            page_size=1 + source.below(4),
-            num_pages=20 + source.below(60),
-            hosts_drafts=source.byte() % 2 == 1,
-            layout=source.pick(("dense", "holey")),
-            window=1 + source.below(12) if source.is_rare(6) else None,
-        )
-        for at in range(1 + source.below(2))
-    ]
+    groups = [group_of(source, at) for at in range(1 + source.below(2))]
     shapes = [shape_of(source) for _ in range(source.below(3))]
     try:
         return Ledger(

@@ -116,32 +116,39 @@ class BlockHead(nn.Module):
         return F.linear(self.norm(x), self.tables["lm_head"]).unflatten(1, (-1, width))
 
 
-def block_config(target: LlamaForCausalLM) -> dict[str, Any]:
-    """The drafter's config.json."""
+def base_config(target: LlamaForCausalLM) -> dict[str, Any]:
+    """What the config.json of every head has in common."""
     c = target.config
-    theta = getattr(c, "rope_theta", None) or c.rope_parameters["rope_theta"]
     return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
         "hidden_size": c.hidden_size,
-        "intermediate_size": INTERMEDIATE_SIZE,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_target_layers": c.num_hidden_layers,
         "num_attention_heads": c.num_attention_heads,
         "num_key_value_heads": c.num_key_value_heads,
         "head_dim": c.hidden_size // c.num_attention_heads,
         "hidden_act": "silu",
         "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": theta,
+        "rope_theta": getattr(c, "rope_theta", None) or c.rope_parameters["rope_theta"],
         "max_position_embeddings": c.max_position_embeddings,
         "vocab_size": c.vocab_size,
-        "attention_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": "float16",
+    }
+
+
+def block_config(target: LlamaForCausalLM) -> dict[str, Any]:
+    """The drafter's config.json."""
+    num_layers = target.config.num_hidden_layers
+    return {
+        **base_config(target),
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "intermediate_size": INTERMEDIATE_SIZE,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_target_layers": num_layers,
+        "attention_bias": False,
         "block_size": BLOCK_SIZE,
         "dflash_config": {
             "mask_token_id": PAD,  # no text has it
-            "target_layer_ids": [*range(c.num_hidden_layers - 1)][-3:],
+            "target_layer_ids": [*range(num_layers - 1)][-3:],
         },
     }
 

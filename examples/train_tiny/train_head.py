@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 import typer
-from block_head import BlockHead, block_config, block_loss
+from block_head import BlockHead, base_config, block_config, block_loss
 from corpus import BOS, EOS, batches, train_tokens, validation_tokens
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -47,15 +47,6 @@ class Kind(str, Enum):
     eagle3 = "eagle3"
     mtp = "mtp"
     block = "block"
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -104,11 +95,11 @@ class Layer(nn.Module):
         h, eps = config["hidden_size"], config["rms_norm_eps"]
         self.self_attn = Attention(config, 2 * h if kind is Kind.eagle3 else h)
         self.mlp = MLP(h, config["intermediate_size"])
-        self.post_attention_layernorm = RMSNorm(h, eps)
+        self.post_attention_layernorm = nn.RMSNorm(h, eps)
         if kind is Kind.eagle3:
-            self.hidden_norm, self.input_layernorm = RMSNorm(h, eps), RMSNorm(h, eps)
+            self.hidden_norm, self.input_layernorm = nn.RMSNorm(h, eps), nn.RMSNorm(h, eps)
         if kind is Kind.mtp:
-            self.input_layernorm = RMSNorm(h, eps)
+            self.input_layernorm = nn.RMSNorm(h, eps)
 
 
 class Head(nn.Module):
@@ -132,15 +123,15 @@ class Head(nn.Module):
             return
         if kind is Kind.mtp:
             self.eh_proj = nn.Linear(2 * h, h, bias=False)
-            self.enorm, self.hnorm = (RMSNorm(h, config["rms_norm_eps"]) for _ in range(2))
+            self.enorm, self.hnorm = (nn.RMSNorm(h, config["rms_norm_eps"]) for _ in range(2))
             self.layers = nn.ModuleList([Layer(config, kind)])
-            norm = RMSNorm(h, config["rms_norm_eps"])
+            norm = nn.RMSNorm(h, config["rms_norm_eps"])
             norm.weight.data.copy_(target.model.norm.weight)
             self.shared_head = nn.ModuleDict({"norm": norm})
             return
         self.fc = nn.Linear(3 * h, h, bias=False)
         self.midlayer = Layer(config, kind)
-        self.norm = RMSNorm(h, config["rms_norm_eps"])
+        self.norm = nn.RMSNorm(h, config["rms_norm_eps"])
         self.norm.weight.data.copy_(target.model.norm.weight)
         kept = frequent_tokens(DRAFT_VOCAB_SIZE, config["vocab_size"])
         self.lm_head = nn.Linear(h, DRAFT_VOCAB_SIZE, bias=False)
@@ -272,25 +263,13 @@ def head_config(
     target: LlamaForCausalLM, kind: Kind, feature_layers: tuple[int, ...]
 ) -> dict[str, Any]:
     """The head's config.json."""
-    c = target.config
-    theta = getattr(c, "rope_theta", None) or c.rope_parameters["rope_theta"]
-    config: dict[str, Any] = {
+    config = {
+        **base_config(target),
         "architectures": ["LlamaForCausalLMEagle" + ("3" if kind is Kind.eagle3 else "")],
         "model_type": "llama",
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
+        "intermediate_size": target.config.intermediate_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": c.hidden_size // c.num_attention_heads,
-        "hidden_act": "silu",
-        "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": theta,
-        "max_position_embeddings": c.max_position_embeddings,
-        "vocab_size": c.vocab_size,
         "bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float16",
         "bos_token_id": BOS,
         "eos_token_id": EOS,
     }

@@ -1119,7 +1119,6 @@ class Ledger:
         Cost: O(pages).
 
         Raises:
-            ConfigError: a group has a sink.
             ShapeError: a bound is no page edge of every group or past resolved_len, the range is
                 empty, or it leaves a gap behind protected_len.
             NotReady: a step that is not complete writes these pages, or a page copy into the row is
@@ -1137,7 +1136,6 @@ class Ledger:
         Cost: O(pages of the row).
 
         Raises:
-            ConfigError: as `lend`.
             ShapeError: as `lend`; a wrong number of pages; one that is named twice, that the row
                 holds at another position, or that was lent without draft KV which the row has.
             PageStateError: a page is not lent.
@@ -1147,15 +1145,14 @@ class Ledger:
         """Take a free row on `length` tokens whose KV is in lent pages, and return it.
 
         `pages` int32 [n] has one for each column, group after group, and 0 for those below a
-        window. The row shares them. It has no root until an extend of it has launched. Draft KV is
-        valid up to the first page that was lent without.
+        window, behind its sink. The row shares them. It has no root until an extend of it has
+        launched. Draft KV is valid up to the first page that was lent without.
 
         Cost: O(pages).
 
         Raises:
-            ConfigError: as `lend`.
             ShapeError: `length` is no multiple of all page sizes in 1..=L, the number of pages is
-                wrong, one is named twice, or there is none within a window.
+                wrong, one is named twice, or there is none within a sink or a window.
             PageStateError: a page is not lent.
             OutOfRows: no row is free.
         """

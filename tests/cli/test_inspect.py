@@ -113,7 +113,8 @@ def test_a_picture_says_what_the_ledger_says(tmp_path):
             for number, one in enumerate(row.rounds):
                 assert row.resolved + number == one.lo <= one.hi
             kinds |= _check_slots(row, film)
-    assert kinds == {"shared", "committed", "root", "draft", "hole", "verify", "reserved"}
+    every = {"shared", "committed", "root", "draft", "hole", "verify", "reserved", "evicted"}
+    assert kinds == every
 
 
 def _check_slots(row, film) -> set[str]:
@@ -123,6 +124,9 @@ def _check_slots(row, film) -> set[str]:
         assert [slot.position for slot in cells] == list(range(row.allocated[at]))
         final = [slot for slot in cells if slot.kind in ("committed", "shared", "evicted")]
         assert [slot.position for slot in final] == list(range(row.resolved))
+        gone = [slot.position for slot in cells if slot.kind == "evicted"]
+        first = -(-group.sink // group.page_size) * group.page_size
+        assert gone == list(range(first, row.evicted[at]))
         if row.rounds:
             shape = film.ledger.shapes[row.rounds[-1].shape]
             window = [slot.position for slot in cells if slot.in_verify]
@@ -237,6 +241,24 @@ def test_the_terminal_shows_who_owns_which_page(capsys, tmp_path):
         assert mark == marks[int(states[page])], f"page {page}"
     assert {"B", "2", "c"} <= set(pool)
     assert "xx" in re.search(r"^ +swa +(x.*) \d+ pages$", out, re.MULTILINE).group(1)
+
+
+def test_a_sink_stays_in_the_picture(capsys, tmp_path):
+    """The pages between sink and window are given back; those of the sink are not."""
+    path = tmp_path / "log"
+    group = Group("swa", page_size=4, num_pages=40, window=5, sink=3)
+    ledger = Ledger([group], [], num_rows=4, max_context_len=60, record=path)
+    row = prefill(ledger, 13, "one")
+    extend(ledger, row, 22)
+    ledger.close()
+    for options in ([], ["--at", "2"], ["--row", "1"]):
+        code, out, err = call(capsys, "inspect", str(path), *options)
+        assert (code, err) == (0, "")
+        assert "window of 5, sink of 3" in out
+        assert re.search(r"^ +swa +(\S+) ", out, re.MULTILINE).group(1) == "#x####"
+    assert "0  | p0  p1  p2  p3  | x   x   x   x   | p8" in out
+    code, out, err = call(capsys, "replay", str(path))
+    assert (code, err) == (0, "")
 
 
 def test_colour_is_an_addition(capsys, tmp_path, monkeypatch):
@@ -469,7 +491,7 @@ def test_the_frames_add_up_to_the_pictures(capsys, tmp_path):
     ledger.close()
     _, page = page_of(capsys, path)
     film = Film(path)
-    pools, rows = [{}, {}], {}
+    pools, rows = [{} for _ in page["groups"]], {}
     assert len(page["frames"]) == page["num_events"] + 1
     for number, frame in enumerate(page["frames"]):
         event = film.advance() if number else None
@@ -507,7 +529,8 @@ def add_rows(rows: dict[int, dict], changes: dict, page_sizes: list[int]) -> Non
         for first, count, value in runs:
             for row in range(first, first + count):
                 new = {"tag": "", "resolved": 0, "in_flight": 0, "drafted": 0, "idle": False}
-                new |= {"rounds": [], "protected": [], "evicted": [], "pages": [(), ()]}
+                new |= {"rounds": [], "protected": [], "evicted": []}
+                new["pages"] = [()] * len(page_sizes)
                 rows.setdefault(row, new)[name] = value
     for row in rows.values():
         lens = [n // size for n, size in zip(row["allocated"], page_sizes, strict=True)]

@@ -349,6 +349,7 @@ def test_masks_are_the_twins(seed):
         most = int(q_lens.max())
         columns = max(columns, int((starts + q_lens).max()))
         options = {"num_queries": most, "window": None if window is None else int(window)}
+        options["sink"] = int(rng.choice([0, 1, 3, 9]))
         want = twins.attention_bias(starts, q_lens, columns, **arrays, **options)
         with kernels_run():
             bias = device.attention_bias(

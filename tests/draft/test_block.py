@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from block_oracle import PlainBlock
 from proposals import check, record
 from specpool import CheckpointError, ConfigError, Engine, EngineConfig, SamplingParams, Shape
-from specpool.assembly.loading import load
 from specpool.assets import corpus, resolve
 from specpool.cli import main
 from specpool.draft import BlockDrafter
@@ -250,19 +248,6 @@ def test_a_block_drafter_is_told_by_its_config(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(raw))
         assert is_block_head(tmp_path)
     assert not is_block_head(tmp_path / "config.json")
-
-
-def test_ranks_are_refused_before_anything_loads():
-    options = dict.fromkeys(("dtype", "device", "tokenizer", "feature_layers"))
-    with pytest.raises(ConfigError, match="a block drafter does not run on 2 ranks"):
-        load(
-            "no such target",
-            DRAFT,
-            config=EngineConfig(),
-            trust_remote_code=False,
-            ranks=SimpleNamespace(world=2),
-            **options,
-        )
 
 
 def test_a_plan_counts_its_layers(monkeypatch, capsys):

@@ -8,7 +8,7 @@ import torch
 
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
 from specpool.assets import corpus
-from specpool.attention.lanes import Lanes, causal_view
+from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view, own_view
 from specpool.attention.seq_lens import SeqLens
 from specpool.memory.group_sizes import size_groups
 
@@ -17,11 +17,6 @@ CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 12)
 GREEDY = SamplingParams(max_new_tokens=32, ignore_eos=True)
 DRAWN = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=0.8, seed=3)
 SINK = {"draft_window": 16, "draft_sink": 5}
-
-
-def _lens(start):
-    lens = np.array([start], np.int32)
-    return SeqLens(torch.from_numpy(lens), lens, lens)
 
 
 def run(draft, params=GREEDY, prompts=PROMPTS, **options):
@@ -88,6 +83,36 @@ def test_a_session_and_the_prefix_cache_keep_the_text():
     assert cached[1] > 0
 
 
+def test_the_busy_check_knows_who_holds_a_shared_sink():
+    options = {"shape": CHAIN, "page_size": 4, "max_context_len": 200, "prefill_tokens": 16, **SINK}
+    with Engine.from_pretrained(draft="specpool/tiny-eagle", busy_check=2, **options) as engine:
+        engine.generate([PROMPTS[1]], GREEDY)
+        for _ in range(2):
+            engine.submit(PROMPTS[1], GREEDY, on_item=lambda *_: None)
+        ledger, check, holders = engine.ledger, engine.core.loop.busy_check, []
+        while engine.turn():
+            page = ledger.page_table(1)[:, 0]
+            for row in np.flatnonzero(ledger.evicted_len(1)):
+                assert check._holders(1, int(page[row])) >= set(np.flatnonzero(page == page[row]))
+                holders.append(int((page == page[row]).sum()))
+        assert max(holders) == 2 and not engine.findings
+
+
+def test_a_checkpoint_inside_the_sink_keeps_no_page():
+    """The busy check counts the pages that checkpoints keep: a sink never leaves the table."""
+    options = {"shape": CHAIN, "page_size": 4, "max_context_len": 200, "prefill_tokens": 16, **SINK}
+    with (
+        Engine.from_pretrained(
+            draft="specpool/tiny-eagle", busy_check=2, prefix_cache=False, **options
+        ) as engine,
+        engine.open_session() as session,
+    ):
+        for length, num_new in ((3, 2), (60, 20)):
+            params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
+            session.append(PROMPTS[0][:length], params).output()
+        assert not engine.findings
+
+
 def test_a_row_moves_with_its_sink():
     options = {"draft": "specpool/tiny-eagle", "shape": CHAIN, "page_size": 4, **SINK}
     options |= {"max_context_len": 200, "busy_check": 2}
@@ -105,8 +130,25 @@ def test_a_row_moves_with_its_sink():
         assert found.accept_lens == expected[1].accept_lens, "the draft KV came along"
 
 
-def test_a_query_sees_the_sink_and_its_window_and_nothing_else():
-    """The law, cell by cell, against every start: [0, sink) and (p - window, p]."""
+def _views(cache, rows, lens):
+    """Every kind of view of the draft group, two queries a lane; the positions of its queries."""
+    lanes = Lanes(torch.tensor(rows, dtype=torch.int32), lens, 2)
+    starts = lens.on_device.unsqueeze(1)
+    at = (starts + torch.arange(2)).int()
+    causal = torch.ones(len(rows), 2, 2, dtype=torch.bool).tril()
+    tree = own_view(cache, 1, lanes, lanes.slots(cache, 1), causal, at, at)
+    yield from ((view, at) for view in (causal_view(cache, 1, lanes), tree))
+    yield last_view(cache, 1, lanes), at[:, 1:]
+    for step, view in enumerate(chain_views(cache, 1, lanes)):
+        yield view, at[:, step : step + 1]
+
+
+@pytest.mark.parametrize("spread", [0, 1, 60])
+def test_a_query_sees_the_sink_and_its_window_and_nothing_else(spread):
+    """The law, cell by cell, against every start: [0, sink) and (p - window, p].
+
+    The host knows the starts to within `spread`; if it is large, only the device knows the pages.
+    """
     window, sink, size = 6, 3, 2
     with Engine.from_pretrained(
         draft="specpool/tiny-eagle",
@@ -116,25 +158,27 @@ def test_a_query_sees_the_sink_and_its_window_and_nothing_else():
         draft_sink=sink,
     ) as engine:
         cache, ledger = engine.cache, engine.ledger
-        row = ledger.admit()
-        for end in range(4, 60, 4):
-            step = ledger.prepare_extend([row], [end]).step
+        rows = [ledger.admit(), ledger.admit()]
+        for turn in range(1, 15):
+            ends = [4 * turn, 2 * turn]
+            step = ledger.prepare_extend(rows, ends).step
             ledger.launch(step)
             cache.apply_delta(step)
             ledger.complete(step)
-            begin = end - 4
-            lens = _lens(begin)
-            rows = torch.tensor([row], dtype=torch.int32)
-            view = causal_view(cache, 1, Lanes(rows, lens, 4))
-            mask = view.mask(window)[0] == 0
-            table = ledger.page_table(1)[row]
-            for query in range(4):
-                at = begin + query
-                law = {p for p in range(at + 1) if p < sink or p > at - window}
-                slots = {int(table[p // size]) * size + p % size for p in law}
-                columns = mask[query].nonzero()[:, 0]
-                read = {int(view.read_pages[0, c // size]) * size + int(c) % size for c in columns}
-                assert read == slots, f"query {at}"
+            starts = np.array(ends, np.int32) - 2
+            bounds = np.maximum(starts - spread, 0), starts + spread
+            lens = SeqLens(torch.from_numpy(starts), *(bounds if spread else (starts, starts)))
+            for view, positions in _views(cache, rows, lens):
+                for seen, kept in (window, sink), (window - 2, 0):  # a layer's own window
+                    mask = view.mask(seen) == 0
+                    for lane, query in np.ndindex(*positions.shape):
+                        at, table = int(positions[lane, query]), ledger.page_table(1)[rows[lane]]
+                        law = {p for p in range(at + 1) if p < kept or p > at - seen}
+                        slots = {int(table[p // size]) * size + p % size for p in law}
+                        columns = mask[lane, query].nonzero()[:, 0].tolist()
+                        pages = view.read_pages[lane].tolist()
+                        read = {pages[c // size] * size + c % size for c in columns}
+                        assert read == slots, f"lane {lane}, query {at}"
 
 
 def test_a_sink_counts_in_sizing():

@@ -460,13 +460,14 @@ def test_accept_entries_that_are_no_walk(index):
 def test_masks_equal_slow_twin(window):
     rng = np.random.default_rng(window or 0)
     for _ in range(40):
+        kept = {"window": window, "sink": int(rng.choice([0, 0, 1, 2, 4, 9]))}
         n, q, w = (int(x) for x in rng.integers(1, 6, 3))
         starts, q_lens = i32(rng.integers(0, 7, n)), i32(rng.integers(0, q + 1, n))
         columns = int(starts.max()) + max(q, w) + int(rng.integers(0, 3))
-        mask = kernels.attention_mask(starts, q_lens, columns, num_queries=q, window=window)
-        expected = ref.attention_mask(starts, q_lens, columns, num_queries=q, window=window)
+        mask = kernels.attention_mask(starts, q_lens, columns, num_queries=q, **kept)
+        expected = ref.attention_mask(starts, q_lens, columns, num_queries=q, **kept)
         assert (mask == expected).all()
-        bias = kernels.attention_bias(starts, q_lens, columns, num_queries=q, window=window)
+        bias = kernels.attention_bias(starts, q_lens, columns, num_queries=q, **kept)
         assert (bias == np.where(expected, np.float32(0), np.float32(-np.inf))).all()
         own = rng.random((n, q, w)) < 0.5
         q_positions = i32(starts[:, None] + rng.integers(0, 5, (n, q)))
@@ -476,10 +477,8 @@ def test_masks_equal_slow_twin(window):
             {"q_positions": q_positions},
             {"q_positions": q_positions, "own_positions": own_positions},
         ):
-            mask = kernels.attention_mask(
-                starts, q_lens, columns, own_mask=own, window=window, **extra
-            )
-            expected = ref.attention_mask(starts, q_lens, columns, own=own, window=window, **extra)
+            mask = kernels.attention_mask(starts, q_lens, columns, own_mask=own, **kept, **extra)
+            expected = ref.attention_mask(starts, q_lens, columns, own=own, **kept, **extra)
             assert (mask == expected).all()
 
 

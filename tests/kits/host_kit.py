@@ -22,11 +22,20 @@ WIDTHS = [(2, 3, 5), (1, 4, 4), (1, 2, 6), (3, 1, 2)]
 
 
 def groups(*page_sizes: int, num_slots: int = 128, windows=()) -> list[Group]:
-    """Window groups (page_size, window), then full groups of these page sizes, the draft's last."""
+    """Window groups (page_size, window, sink?), then full groups of these page sizes.
+
+    The last one is the draft's.
+    """
     last = len(page_sizes) - 1
     sliding = [
-        Group(f"window{i}", page_size=size, num_pages=num_slots // size, window=window)
-        for i, (size, window) in enumerate(windows)
+        Group(
+            f"window{i}",
+            page_size=size,
+            num_pages=num_slots // size,
+            window=window,
+            sink=sink[0] if sink else 0,
+        )
+        for i, (size, window, *sink) in enumerate(windows)
     ]
     full = [
         Group(f"full{i}", page_size=size, num_pages=num_slots // size, hosts_drafts=i == last)
@@ -92,9 +101,14 @@ class World:
         made = torch.randint(0, 256, size, generator=self.random, dtype=torch.uint8)
         return made.view(dtype).to(self.device)
 
-    def slots(self, row: int, group: int, start: int, end: int) -> torch.Tensor:
+    def held(self, row: int, group: int, start: int, end: int) -> np.ndarray:
+        """The positions of [start, end) that the row holds: its sink, and the window's."""
+        positions, sink = np.arange(start, end), self.ledger.groups[group].sink
+        first = int(self.ledger.evicted_len(group)[row])
+        return positions[(positions < sink) | (positions >= first)]
+
+    def slots(self, row: int, group: int, positions: np.ndarray) -> torch.Tensor:
         size = self.ledger.groups[group].page_size
-        positions = np.arange(start, end)
         pages = self.ledger.page_table(group)[row][positions // size].astype(np.int64)
         assert pages.all()
         return torch.from_numpy(pages * size + positions % size).to(self.device)
@@ -105,8 +119,8 @@ class World:
             new = self.noise(end - start, *buffer.shape[1:])
             self.kv[row][at][start:end] = new
             # What slid out of the window since is written nowhere.
-            first = max(start, int(self.ledger.evicted_len(group)[row]))
-            buffer[self.slots(row, group, first, end)] = new[first - start :]
+            held = self.held(row, group, start, end)
+            buffer[self.slots(row, group, held)] = new[torch.from_numpy(held - start)]
 
     def launch(self, plan) -> None:
         self.ledger.launch(plan.step)
@@ -188,13 +202,13 @@ class World:
         found = []
         length = int(self.ledger.resolved_len[row])
         for at, (buffer, group) in enumerate(zip(self.buffers, self.buffer_groups, strict=True)):
-            first = int(self.ledger.evicted_len(group)[row])
-            if first >= length:
+            held = self.held(row, group, 0, length)
+            if not len(held):
                 continue
-            now = buffer[self.slots(row, group, first, length)].view(torch.uint8)
-            given = self.kv[row][at][first:length].contiguous().view(torch.uint8)
-            different = (now != given).flatten(1).any(1)
-            found += [(at, first + i) for i in torch.nonzero(different).flatten().tolist()]
+            now = buffer[self.slots(row, group, held)].view(torch.uint8)
+            given = self.kv[row][at][torch.from_numpy(held)].view(torch.uint8)
+            different = (now != given).flatten(1).any(1).cpu().numpy()
+            found += [(at, int(position)) for position in held[different]]
         return found
 
     def check(self) -> None:

@@ -192,6 +192,7 @@ def attention_mask(
     own_positions: Any = None,
     num_queries: int | None = None,
     window: int | None = None,
+    sink: int = 0,
 ) -> np.ndarray:
     queries = num_queries if num_queries is not None else max(q_lens)
     if own is not None:
@@ -216,6 +217,6 @@ def attention_mask(
                     if own_positions is not None and j < len(own_positions[b]):
                         where = own_positions[b][j]
                 if window is not None:
-                    seen = seen and at - where < window
+                    seen = seen and (at - where < window or where < sink)
                 mask[b, i, c] = seen
     return mask

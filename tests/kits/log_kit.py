@@ -18,6 +18,7 @@ def build(path: Path | None, **options) -> Ledger:
     groups = [
         Group("target", page_size=4, num_pages=60),
         Group("draft", page_size=2, num_pages=160, hosts_drafts=True, layout="holey"),
+        Group("window", page_size=2, num_pages=80, window=5, sink=3),
     ]
     options = {"num_rows": 4, "max_context_len": 48, "overlap_depth": 1, **options}
     return Ledger(groups, [TREE, CHAIN], record=path, **options)

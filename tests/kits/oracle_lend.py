@@ -18,7 +18,6 @@ class Lending(State):
     _is_being_copied: Any
 
     def lend(self, row: int, start: int, end: int) -> None:
-        self._check_no_sink()
         one = self._row(row)
         self._check_range(one, start, end)
         self._check_final(one, end)
@@ -32,7 +31,6 @@ class Lending(State):
         self._protect(one, end)
 
     def rebind(self, row: int, start: int, end: int, pages: Sequence[int]) -> None:
-        self._check_no_sink()
         one = self._row(row)
         self._check_range(one, start, end)
         cells = list(self._range(one, start, end))
@@ -71,7 +69,6 @@ class Lending(State):
         self._sweep()
 
     def admit_lent(self, pages: Sequence[int], length: int) -> Row:
-        self._check_no_sink()
         if not 1 <= length <= self.context or not self._is_edge(length):
             raise Refused("ShapeError")
         counts = [length // group.page_size for group in self.groups]
@@ -80,16 +77,18 @@ class Lending(State):
         tables, evicted, drafted = [], [], length
         for at, count in enumerate(counts):
             names = pages[sum(counts[:at]) : sum(counts[:at]) + count]
-            gone = next((place for place, name in enumerate(names) if name), count)
-            size = self.groups[at].page_size
-            if gone * size > self._evict_to(at, length):
+            size, sinks = self.groups[at].page_size, len(self._sinks(at))
+            first = next((place for place in range(sinks, count) if names[place]), count)
+            first = first if first > sinks else 0
+            if first * size > self._evict_to(at, length):
                 raise Refused("ShapeError")
-            found = self._named(at, names[gone:])
-            for column, page in enumerate(found, gone):
+            columns = [place for place in range(count) if place < sinks or place >= first]
+            found = self._named(at, [names[place] for place in columns])
+            for column, page in zip(columns, found, strict=True):
                 if not self.lent[page]:
                     drafted = min(drafted, column * size)
-            tables.append(dict(enumerate(found, gone)))
-            evicted.append(gone * size)
+            tables.append(dict(zip(columns, found, strict=True)))
+            evicted.append(first * size)
         self._check_free_row()
         return self._share(tables, evicted, length, drafted)
 
@@ -99,10 +98,6 @@ class Lending(State):
         for page in self._named(group, pages):
             del self.lent[page]
         self._sweep()
-
-    def _check_no_sink(self) -> None:
-        if any(group.sink for group in self.groups):
-            raise Refused("ConfigError")
 
     def _is_edge(self, length: int) -> bool:
         return all(length % group.page_size == 0 for group in self.groups)

@@ -8,20 +8,27 @@ python ranks_script.py plant KIND RECORD      rank 1 does something of its own a
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
 import itertools
 import json
 import os
 import random
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import mtp_checkpoints
 from specpool import ConfigError, Grammar, SamplingParams, Shape
 from specpool.adaptive import BudgetController, CostController
+from specpool.assets import resolve
 from specpool.engine.engine import Engine
 from specpool.ranks.following import Follower
 from specpool.ranks.group import Ranks
@@ -38,6 +45,10 @@ SETUPS: dict[str, dict[str, Any]] = {
         "shape": CHAIN,
         "overlap_depth": 1,
     },
+    "block chain D0": {"draft": "specpool/tiny-block", "shape": CHAIN, "overlap_depth": 0},
+    "block tree D1": {"draft": "specpool/tiny-block", "shape": TREE, "overlap_depth": 1},
+    "mtp chain D1": {"draft": "mtp", "shape": CHAIN, "overlap_depth": 1},
+    "mtp tree D0": {"draft": "mtp", "shape": TREE, "overlap_depth": 0},
     "plain D1": {"draft": None, "overlap_depth": 1},
     "few pages": {
         "draft": "specpool/tiny-eagle",
@@ -54,7 +65,20 @@ PROMPTS = ["seq: 2, 4, 6, ", "Once upon a time", "seq: 5, 10, ", "The cat"]
 def engine_of(name: str, ranks: Ranks | None = None) -> Engine:
     """Build the engine of a setup; a setup without `num_pages` gets enough."""
     options = {**SMALL, "num_pages": 256, **SETUPS[name]}
-    return Engine.from_pretrained("specpool/tiny", ranks=ranks, **options)
+    target = _tiny_with_mtp() if options["draft"] == "mtp" else "specpool/tiny"
+    return Engine.from_pretrained(target, ranks=ranks, **options)
+
+
+@functools.cache
+def _tiny_with_mtp() -> Path:
+    """A copy of the embedded target with an MTP layer, the same one in every process."""
+    folder = Path(tempfile.mkdtemp(prefix="specpool-ranks-")) / "tiny-mtp"
+    atexit.register(shutil.rmtree, folder.parent)
+    shutil.copytree(resolve("specpool/tiny"), folder)
+    torch.manual_seed(0)
+    config = json.loads((folder / "config.json").read_text())
+    mtp_checkpoints.add_layer(folder, "qwen", config["num_hidden_layers"])
+    return folder
 
 
 def play(engine: Engine) -> dict[str, Any]:

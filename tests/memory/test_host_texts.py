@@ -100,7 +100,8 @@ class Texts:
     def _write(self, row: int, start: int, end: int) -> None:
         pairs = zip(self.world.buffers, self.world.buffer_groups, strict=True)
         for at, (buffer, group) in enumerate(pairs):
-            buffer[self.world.slots(row, group, start, end)] = self.world.kv[row][at][start:end]
+            slots = self.world.slots(row, group, np.arange(start, end))
+            buffer[slots] = self.world.kv[row][at][start:end]
 
 
 @pytest.mark.parametrize("page_sizes", [(1,), (4,), (4, 4), (2, 3), (16, 4)])

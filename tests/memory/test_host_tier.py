@@ -43,6 +43,7 @@ LAYOUTS = [
     groups(4, windows=[(2, 7)]),
     groups(8, 2, windows=[(1, 4), (4, 9)]),
     groups(4, windows=[(1, 1), (3, 3)]),
+    groups(4, windows=[(2, 5, 3), (1, 1, 2)]),
     groups(4, num_slots=72),  # six rows do not fit beside each other
 ]
 
@@ -302,8 +303,17 @@ class Peaks:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("length", [5, 16, 17, 21, 40])
 def test_the_nth_device_page_refused_changes_nothing(length):
-    """A reload is refused exactly where it would run out of pages, before it takes a row."""
-    of = groups(4, 1, **THREE)
+    _refused_where_it_runs_dry(groups(4, 1, **THREE), length)
+
+
+def test_a_reload_counts_the_pages_of_a_sink():
+    """The window group is the only one that is short."""
+    tight = groups(4, windows=[(2, 5, 3)], num_slots=44)[0]
+    _refused_where_it_runs_dry([tight, *groups(4, 1, num_slots=160)], 32)
+
+
+def _refused_where_it_runs_dry(of, length):
+    """Law: a reload is refused exactly where it would run out of pages, before it takes a row."""
     alone = World(of, max_chunk=16)
     handle = alone.offload(alone.admit(length))
     alone.tier.ledger = peaks = Peaks(alone.ledger)
@@ -538,9 +548,10 @@ def test_a_handle_is_good_once():
     world.tier.check()
 
 
-def test_a_trimmed_handle_gives_back_the_pages_behind_it():
+@pytest.mark.parametrize("sink", [0, 3])
+def test_a_trimmed_handle_gives_back_the_pages_behind_it(sink):
     """A window's first pages, long slid away, are not held: less than it reads is no use."""
-    world = World(groups(4, windows=[(1, 4)]), max_chunk=16, sessions=True)
+    world = World(groups(4, windows=[(1, 4, sink)]), max_chunk=16, sessions=True)
     row = world.admit(12)
     world.extend(row, 21)
     handle, free = world.offload(row), [pages.num_free for pages in world.tier._pages]

@@ -19,8 +19,15 @@ from specpool import SamplingParams
 SCRIPT = script("ranks_script.py")
 
 
-#: Both heads, a chain and a tree, both overlap depths, two drafters, retraction.
-QUICK = ("eagle chain D0", "eagle3 tree D0", "two drafters D1", "few pages")
+#: Each kind of head, chains and trees, both overlap depths, two drafters, retraction.
+QUICK = (
+    "eagle chain D0",
+    "eagle3 tree D0",
+    "block tree D1",
+    "mtp chain D1",
+    "two drafters D1",
+    "few pages",
+)
 OTHERS = tuple(name for name in SETUPS if name not in QUICK)
 
 

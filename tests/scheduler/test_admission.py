@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from specpool.scheduler.admission import Admission
@@ -41,3 +42,27 @@ def test_pages_counted_once_a_turn_admit_the_same_requests(monkeypatch, first):
         assert traces[0] == traces[1]
         num_waits += simulation.tally.retractions
     assert num_waits > 20
+
+
+def test_pages_that_rows_share_are_those_that_their_tables_say(monkeypatch):
+    """The pages of a sink among them, which stay shared when the window has passed them."""
+    count, num_sinks = Admission._shared_twice, 0
+
+    def checked(admission, g, rows):
+        nonlocal num_sinks
+        found, ledger = count(admission, g, rows), admission._ledger
+        if not ledger.reclaimable_pages(g):
+            states, pages = ledger.ownership_map(g)[0], ledger.page_table(g)[rows]
+            is_shared = (pages > 0) & (states[pages] == 2)
+            assert found == is_shared.sum() - ledger.shared_pages(g)
+            firsts = ledger.evicted_len(g)[rows] // ledger.groups[g].page_size
+            num_sinks += (is_shared & (np.arange(pages.shape[1]) < firsts[:, None])).sum()
+        return found
+
+    monkeypatch.setattr(Admission, "_shared_twice", checked)
+    for seed in range(200):
+        if (settings := scenario(seed).settings).sink and settings.prefix_cache:
+            Simulation(scenario(seed), 0).run()
+            if num_sinks > 20:
+                return
+    raise AssertionError(f"only {num_sinks} shared pages of sinks")

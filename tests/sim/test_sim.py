@@ -57,6 +57,7 @@ def test_everything_happens():
     wanted = {1, 3, 4, 16, 64, "split", "shared", "dense", "holey", "exact", "double_buffer"}
     wanted |= {"D=0", "D=1", "reads True", "launch", "result", "not_finite", "interrupt"}
     wanted |= {"everybody is retracted", "window", "ema", "dice", "forgets", "salt"}
+    wanted |= {"sink False", "sink True"}  # of a group of its own, of the draft group
     for seed in range(60):  # as many as it takes
         counts = [
             *(tally.aborts, tally.device_errors, tally.retractions),
@@ -74,6 +75,7 @@ def test_everything_happens():
         seen |= {*settings.page_sizes, settings.placement, settings.layout, settings.policy}
         seen |= {f"D={settings.overlap_depth}", f"reads {settings.reads_tokens}"}
         seen |= {"window"} if settings.window else set()
+        seen |= {f"sink {settings.drafts_slide}"} if settings.sink else set()
         seen |= {"forgets"} if settings.forgets else set()
         seen |= {"salt"} if any(arrival.salt for arrival in simulation.scenario.arrivals) else set()
         seen.add(settings.adapts)
@@ -193,6 +195,25 @@ def test_an_interrupt_right_behind_a_retraction_leaks_nothing(monkeypatch):
     lie(monkeypatch, retract=retract)
     assert broken_law(TIGHT) is None
     assert interrupts
+
+
+@pytest.mark.parametrize("drafts_slide", [False, True])
+def test_a_sink_that_is_not_kept_is_found(monkeypatch, drafts_slide):
+    """The device reads the sink; a ledger that gives its pages up breaks a law."""
+    settings = {
+        "page_sizes": (4, 4),
+        "num_pages": (20, 20),
+        "shapes": ((3, 1, 4),) if drafts_slide else (),
+        "window": 5,
+        "sink": 3,
+        "drafts_slide": drafts_slide,
+    }
+    request = Arrival(request_id=1, turn=0, prompt_len=9, max_len=30, shape=int(drafts_slide))
+    assert broken_law(small(request, **settings)) is None
+    ledger = Settings.ledger
+    monkeypatch.setattr(Settings, "ledger", lambda s: ledger(dataclasses.replace(s, sink=0)))
+    group = "group1: position 0 has no page"
+    assert group in str(broken_law(small(request, **settings)))
 
 
 def small(*arrivals: Arrival, **settings) -> Scenario:

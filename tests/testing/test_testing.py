@@ -406,6 +406,38 @@ def serve_on(ledger: Ledger, device: FakeDevice, row: int, rounds: int) -> None:
         prefill_on(ledger, device, row, 6)
 
 
+SUNK = Group("kv", page_size=2, num_pages=20, window=3, sink=2)
+
+
+def test_a_forward_that_lacks_its_sink_is_found():
+    """The device reads the sink of the groups that it is told; this ledger keeps none."""
+    bare = Group("kv", page_size=2, num_pages=20, window=3)
+    ledger = Ledger([bare], [], num_rows=1, max_context_len=20)
+
+    class Forgetful:
+        groups = (SUNK,)
+
+        def __getattr__(self, name):
+            return getattr(ledger, name)
+
+    device = FakeDevice(Forgetful())
+    row = ledger.admit()
+    prefill_on(ledger, device, row, 6)
+    with pytest.raises(DeviceFault, match="position 0"):
+        prefill_on(ledger, device, row, 9)
+
+
+def test_a_row_whose_sink_was_written_over_is_found():
+    ledger = Ledger([SUNK], [], num_rows=1, max_context_len=20)
+    device, row = FakeDevice(ledger), ledger.admit()
+    for length in (6, 9):
+        prefill_on(ledger, device, row, length)
+    device.check_row(row, 9)
+    device._target[0][int(ledger.page_table(0)[row, 0]) * 2] = 7
+    with pytest.raises(DeviceFault, match="position 0"):
+        device.check_row(row, 9)
+
+
 def test_the_device_forgets_a_step_that_is_over():
     ledger = make()
     device = FakeDevice(ledger)

@@ -86,13 +86,6 @@ def load(
         raise ConfigError(f"feature_layers must be layer numbers, got {feature_layers!r:.80}")
     check_tokenizer(tokenizer)
     drafts = _named(draft)
-    if ranks is not None and MTP in drafts.values():
-        raise ConfigError(f"draft 'mtp': an MTP layer does not run on {ranks.world} ranks")
-    for one in drafts.values():
-        if ranks is not None and isinstance(one, str | PathLike) and is_block_head(_source(one)):
-            raise ConfigError(
-                f"draft {one!s:.80}: a block drafter does not run on {ranks.world} ranks"
-            )
     check_dtype(dtype)
     folder = None
     if isinstance(target, str | PathLike):
@@ -207,6 +200,8 @@ def _source(draft: str | PathLike[str]) -> str | PathLike[str]:
 
 
 def _known(draft: Draft) -> Path | str:
-    """Return a draft model's folder, or the kind of what is no folder."""
+    """Return a draft model's folder, or the kind of what is no folder of its own."""
+    if draft == MTP:
+        return MTP  # in the target's files, which are compared too
     found = find_model(draft) if isinstance(draft, str) else draft
     return Path(found) if isinstance(found, str | PathLike) else type(draft).__name__

@@ -96,6 +96,7 @@ class SimDevice:
         self._may_wait = settings.is_late and settings.page_fencing
         self._keeps_draft_kv = settings.keeps_draft_kv
         self._groups, self._windows = ledger.groups, settings.windows
+        self._sinks = settings.sinks
         # Whether a group is for the draft model alone
         self._is_draft = [i == 1 and group.hosts_drafts for i, group in enumerate(self._groups)]
         num_rows = ledger.num_rows + 1
@@ -293,19 +294,22 @@ class SimDevice:
         for g, group in enumerate(self._groups):
             P, end, begin = group.page_size, ends[g], np.zeros_like(starts)
             window = self._windows[g]
-            if window is not None:  # the first query reads no more
+            if window is not None:  # the first query reads no more, besides the sink
                 begin = np.maximum(starts - window + 1, 0)
-            ranges = zip(chosen.tolist(), begin.tolist(), keeps.tolist(), strict=True)
-            known = np.concatenate([forward.texts[lane].words[a:b] for lane, a, b in ranges])
+            sink = np.minimum(begin, self._sinks[g])
+            ranges = zip(*(each.tolist() for each in (chosen, sink, begin, keeps)), strict=True)
+            texts = ((forward.texts[lane].words, n, a, b) for lane, n, a, b in ranges)
+            known = np.concatenate([w for words, n, a, b in texts for w in (words[:n], words[a:b])])
             beyond = end > plan.allocated_after[g][chosen]
             if beyond.any():
                 raise BrokenLaw(
                     f"step {plan.step} writes up to {end[beyond]} in rows {rows[beyond]} of "
                     f"{group.name}, its plan reserved {plan.allocated_after[g][chosen][beyond]}"
                 )
-            size = end - begin
+            size = sink + end - begin
             lane = np.repeat(np.arange(len(chosen)), size)
-            position = np.arange(len(lane)) - (np.cumsum(size) - size)[lane] + begin[lane]
+            position = np.arange(len(lane)) - (np.cumsum(size) - size)[lane]
+            position += np.where(position < sink[lane], 0, (begin - sink)[lane])
             page = forward.lines[g][chosen[lane], position // P]
             slot = page * P + position % P
             stays = position < keeps[lane]

@@ -16,6 +16,8 @@ class Settings:
     page_sizes: tuple[int, ...]  # of each group; a window group is the last
     num_pages: tuple[int, ...]
     window: int | None = None
+    sink: int = 0  # of the window group
+    drafts_slide: bool = False  # the draft group has the window; False = a further group has it
     placement: Placement = "split"
     layout: Literal["dense", "holey"] = "dense"
     policy: Policy = "exact"
@@ -45,7 +47,7 @@ class Settings:
     @property
     def hosts_drafts(self) -> tuple[bool, ...]:
         """Whether each group hosts drafts, as in `plan_pools`."""
-        last = () if self.window is None else (False,)
+        last = () if self.window is None or self.drafts_slide else (False,)
         if len(self.page_sizes) == 2 + len(last):
             return (False, True, *last)
         return (self.placement == "shared" and bool(self.shapes), *last)
@@ -54,6 +56,11 @@ class Settings:
     def windows(self) -> tuple[int | None, ...]:
         """The window of each group; None = a full group."""
         return (*[None] * (len(self.page_sizes) - 1), self.window)
+
+    @property
+    def sinks(self) -> tuple[int, ...]:
+        """The sink of each group; 0 = none."""
+        return (*[0] * (len(self.page_sizes) - 1), self.sink)
 
     def ledger(self) -> Ledger:
         """Build a ledger for these settings."""
@@ -64,10 +71,11 @@ class Settings:
                 num_pages=n,
                 hosts_drafts=hosts,
                 layout=self.layout,
-                window=window,
+                window=self.windows[i],
+                sink=self.sinks[i],
             )
-            for i, (P, n, hosts, window) in enumerate(
-                zip(self.page_sizes, self.num_pages, self.hosts_drafts, self.windows, strict=True)
+            for i, (P, n, hosts) in enumerate(
+                zip(self.page_sizes, self.num_pages, self.hosts_drafts, strict=True)
             )
         ]
         return Ledger(
@@ -104,6 +112,7 @@ class Settings:
                 held = sizing_most_window_pages(
                     shapes,
                     window=window,
+                    sink=self.sink,
                     max_chunk=min(self.prefill_tokens, self.max_context_len),
                     page_size=P,
                     overlap_depth=self.overlap_depth,

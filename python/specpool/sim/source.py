@@ -91,7 +91,7 @@ def scenario(seed: int, *, talks_only: bool = False, mixes_drafters: bool = Fals
         arrivals = _talk(talks, arrivals)
     # No pins beside a window: the engine, not the scheduler, cuts a pin to whole pages.
     if talks.random() < 0.4 and not any(arrival.is_pin for arrival in arrivals):
-        settings = _slide(talks, settings)
+        settings = _slide(talks, random.Random(seed ^ 0x51CC), settings)
     if talks.random() < 0.4:
         room = talks.choice([1.0, 1.0, 2.0, 8.0])
         host_pages = tuple(int(room * n) for n in settings.pages_per_row())
@@ -146,14 +146,24 @@ def _adapt(rng: random.Random, arrival: Arrival, arrivals: Sequence[Arrival]) ->
     )
 
 
-def _slide(rng: random.Random, settings: Settings) -> Settings:
-    """Return the settings with one more group, which has a window."""
+def _slide(rng: random.Random, sinks: random.Random, settings: Settings) -> Settings:
+    """Return the settings with a window, mostly with a sink.
+
+    One more group has it, or, as with `EngineConfig(draft_window=)`, the draft group.
+    """
     P = settings.page_sizes[0] if rng.random() < 0.7 else rng.choice([1, 3, 4, 16, 64])
     window = min(rng.choice([1, 2, 5, 16, 40]), settings.max_context_len - 1)
-    settings = replace(settings, page_sizes=(*settings.page_sizes, P), window=window)
+    sink = min(sinks.choice([0, 1, 2, 5, 17]), settings.max_context_len - window)
+    is_draft = settings.hosts_drafts == (False, True) and sinks.random() < 0.8
+    page_sizes, num_pages = (*settings.page_sizes, P), settings.num_pages
+    if is_draft:
+        page_sizes, num_pages = settings.page_sizes, num_pages[:1]
+    settings = replace(
+        settings, page_sizes=page_sizes, window=window, sink=sink, drafts_slide=is_draft
+    )
     room = rng.choice([0.0, 0.0, 0.5, 3.0])
     least = settings.pages_per_row()[-1]
-    return replace(settings, num_pages=(*settings.num_pages, least + int(room * least)))
+    return replace(settings, num_pages=(*num_pages, least + int(room * least)))
 
 
 def _share(rng: random.Random, settings: Settings, arrivals: list[Arrival]) -> list[Arrival]:

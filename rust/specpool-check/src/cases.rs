@@ -206,6 +206,14 @@ fn lending() -> Vec<Case> {
         let alphabet = Alphabet { cancels: false, trims: true, max_lent: 1, ..Alphabet::plain(&[1, 2], 2) };
         cases.push(case(format!("lending alone w=2 fencing={page_fencing}"), config, 1, alphabet, None));
     }
+    // One row with a sink, and all that it holds lent.
+    for (page_size, sink, len) in [(1, 1, 4), (2, 1, 6)] {
+        let sliding = Group { sink, ..group("draft", page_size, true, Layout::Dense, Some(1)) };
+        let mut config = LedgerConfig::new(vec![sliding], vec![], 1, len);
+        config.max_chunk = Some(2);
+        let alphabet = Alphabet { cancels: false, trims: true, max_lent: 2, ..Alphabet::plain(&[1, 2], 2) };
+        cases.push(case(format!("sink lending P={page_size} w=1 sink={sink}"), config, 1, alphabet, Some(CUT)));
+    }
     cases
 }
 

@@ -93,7 +93,11 @@ fn a_row_on_lent_pages_starts_where_they_end() {
         refused(&mut ledger, |ledger| ledger.admit_lent(&pages, len, None), text);
     }
     refused(&mut ledger, |ledger| ledger.admit_lent(&pages, 4, None), "4 tokens are 1 pages of all groups, got 2");
-    refused(&mut ledger, |ledger| ledger.admit_lent(&[0, pages[1]], 8, None), "the first 1 pages are 0, at most 0");
+    refused(
+        &mut ledger,
+        |ledger| ledger.admit_lent(&[0, pages[1]], 8, None),
+        "the columns [0, 1) are 0, at most those below 0",
+    );
     refused(&mut ledger, |ledger| ledger.admit_lent(&[pages[0], 0], 8, None), "page 0 in group kv");
     let hit = ledger.admit_lent(&pages, 8, Some("hit")).unwrap();
     assert_eq!((ledger.resolved_len()[hit.at()], ledger.drafted_len()[hit.at()]), (8, 8));

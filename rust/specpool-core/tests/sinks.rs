@@ -82,6 +82,8 @@ fn a_prefix_an_export_and_an_import_have_the_sink() {
     assert!(matches!(ledger.admit_on(prefix, Some(9), None), Err(Error::NotReady(_))));
     let other = ledger.admit_on(prefix, Some(13), None).unwrap();
     assert_eq!(columns(&ledger, other), [0, 1, 5, 6]);
+    let cells = ledger.page_table(0).unwrap();
+    assert_eq!(cells.row(other)[..6], cells.row(row)[..6]);
     let begun = ledger.admit_on(prefix, Some(3), None).unwrap();
     assert_eq!(columns(&ledger, begun), [0, 1], "a length inside the sink is whole too");
     ledger.check().unwrap();
@@ -128,6 +130,105 @@ fn a_hit_needs_the_sink_and_the_window() {
 }
 
 #[test]
+fn a_text_that_is_known_makes_the_sink_of_another_row_read_only_too() {
+    let mut ledger = ledger();
+    let text: Vec<i32> = (1..=14).collect();
+    for _ in 0..2 {
+        let row = slid(&mut ledger);
+        assert_eq!(ledger.index(row, &text, b"").unwrap(), 14);
+        ledger.check().unwrap();
+        let fork = ledger.fork(row, None).unwrap();
+        assert_eq!(columns(&ledger, fork), [0, 1, 5, 6]);
+        ledger.check().unwrap();
+        ledger.finish(fork).unwrap();
+    }
+}
+
+#[test]
+fn the_sink_of_an_idle_row_can_be_taken_too() {
+    let mut ledger = ledger();
+    let row = slid(&mut ledger);
+    ledger.end_turn(row, 14).unwrap();
+    assert_eq!(ledger.reclaimable_pages(0).unwrap(), 4);
+    ledger.check().unwrap();
+}
+
+#[test]
+fn an_import_counts_the_sink() {
+    let mut config = config();
+    config.groups[0].num_pages = 12;
+    let mut short = Ledger::new(config.clone()).unwrap();
+    for len in [10, 8] {
+        let row = short.admit(None).unwrap();
+        extend(&mut short, row, &[len]);
+    }
+    let (free, state) = (short.free_pages(0).unwrap(), short.state_hash());
+    assert_eq!(free, 3);
+    let refused = short.import_row(15, 15, None).unwrap_err();
+    assert!(matches!(refused, Error::OutOfPages { need: 4, free: 3, .. }), "{refused}");
+    assert_eq!(short.state_hash(), state);
+
+    // Pages of the index give way to the sink as well.
+    let mut cached = Ledger::new(config).unwrap();
+    let row = slid(&mut cached);
+    cached.index(row, &(1..=14).collect::<Vec<i32>>(), b"").unwrap();
+    cached.finish(row).unwrap();
+    let row = cached.admit(None).unwrap();
+    extend(&mut cached, row, &[10]);
+    assert_eq!((cached.free_pages(0).unwrap(), cached.cached_pages(0).unwrap()), (3, 4));
+    let taken = cached.import_row(15, 15, None).unwrap();
+    assert_eq!(columns(&cached, taken), [0, 1, 6, 7]);
+    cached.check().unwrap();
+}
+
+#[test]
+fn the_sink_is_lent_with_the_window_and_a_row_begins_on_both() {
+    let mut ledger = ledger();
+    let row = slid(&mut ledger);
+    let cells = |ledger: &Ledger, row: Row| ledger.page_table(0).unwrap().row(row)[..7].to_vec();
+    let pages = cells(&ledger, row);
+    ledger.lend(row, 0, 14).unwrap();
+    assert_eq!(ledger.lent_pages(0).unwrap().len(), 4);
+    ledger.finish(row).unwrap();
+    ledger.check().unwrap();
+
+    let refused = |ledger: &mut Ledger, pages: &[i32], len: i32, parts: &str| {
+        let error = ledger.admit_lent(pages, len, None).unwrap_err().to_string();
+        assert!(error.contains(parts), "{error}");
+    };
+    refused(&mut ledger, &pages[..5], 10, "the columns [2, 5) are 0, at most those below 4");
+    let no_sink = [&[0, 0][..], &pages[2..]].concat();
+    refused(&mut ledger, &no_sink, 14, "page 0 in group draft: its pages are 1 to 40");
+    let hit = ledger.admit_lent(&pages, 14, None).unwrap();
+    assert_eq!((columns(&ledger, hit), cells(&ledger, hit)), (vec![0, 1, 5, 6], pages.clone()));
+    assert_eq!(ledger.evicted_len(0).unwrap()[hit.at()], 10);
+    let begun = ledger.admit_lent(&pages[..2], 4, None).unwrap();
+    assert_eq!(columns(&ledger, begun), [0, 1], "a length inside the sink is whole too");
+    ledger.check().unwrap();
+
+    // A row that has computed the same gives its own pages for the lent ones.
+    let own = slid(&mut ledger);
+    let wrong = [&pages[..2], &[pages[0]], &pages[3..]].concat();
+    assert!(
+        matches!(ledger.rebind(own, 0, 14, &wrong), Err(Error::Shape(text)) if text.contains("no page at position 4"))
+    );
+    extend(&mut ledger, begun, &[10, 12, 14]);
+    let twice = [&pages[2..5], &[pages[0], pages[6]]].concat();
+    let error = ledger.rebind(begun, 4, 14, &twice).unwrap_err().to_string();
+    assert!(error.contains(&format!("page {} holds its position 0, and cannot hold another", pages[0])), "{error}");
+    let before = ledger.free_pages(0).unwrap();
+    ledger.rebind(own, 0, 14, &pages).unwrap();
+    assert_eq!((cells(&ledger, own), ledger.free_pages(0).unwrap()), (pages.clone(), before + 4));
+    ledger.check().unwrap();
+    for row in [hit, begun, own] {
+        ledger.finish(row).unwrap();
+    }
+    ledger.release_lent(0, &ledger.lent_pages(0).unwrap()).unwrap();
+    assert_eq!(ledger.free_pages(0).unwrap(), 40);
+    ledger.check().unwrap();
+}
+
+#[test]
 fn a_connector_is_told_that_the_sink_stays() {
     let mut ledger = ledger();
     ledger.watch_kv().unwrap();
@@ -141,6 +242,29 @@ fn a_connector_is_told_that_the_sink_stays() {
     assert_eq!(
         ledger.take_kv_events().unwrap(),
         [KvEvent::Evict { row, group, start: 10, end: 12 }, KvEvent::Commit { row, group, start: 14, end: 16 }]
+    );
+}
+
+#[test]
+fn a_connector_is_told_of_no_sink_that_goes_or_comes_back() {
+    let mut ledger = ledger();
+    ledger.watch_kv().unwrap();
+    let row = ledger.admit(None).unwrap();
+    let group = 0;
+    extend(&mut ledger, row, &[5]);
+    ledger.end_turn(row, 5).unwrap();
+    assert_eq!(ledger.take_kv_events().unwrap(), [KvEvent::Commit { row, group, start: 0, end: 5 }]);
+    extend(&mut ledger, row, &[14]);
+    assert_eq!(ledger.take_kv_events().unwrap(), [KvEvent::Commit { row, group, start: 5, end: 14 }]);
+    extend(&mut ledger, row, &[16]);
+    assert_eq!(
+        ledger.take_kv_events().unwrap(),
+        [KvEvent::Evict { row, group, start: 4, end: 12 }, KvEvent::Commit { row, group, start: 14, end: 16 }]
+    );
+    assert_eq!(ledger.trim(row, 5).unwrap(), 5, "the checkpoint has the page behind the sink");
+    assert_eq!(
+        ledger.take_kv_events().unwrap(),
+        [KvEvent::Rewind { row, len: 5 }, KvEvent::Commit { row, group, start: 4, end: 5 }]
     );
 }
 
@@ -171,11 +295,4 @@ fn what_cannot_work_is_refused_with_its_numbers() {
     // A window of 3 behind 10 slots ahead and a checkpoint, and the sink.
     refused(Group { num_pages: 10, ..group.clone() }, "num_pages must be at least 11, a sink of 3 and a window of 3");
     assert!(Ledger::new(LedgerConfig { groups: vec![Group { sink: 57, ..group }], ..config() }).is_ok());
-
-    let mut ledger = ledger();
-    let row = slid(&mut ledger);
-    let lent = [ledger.lend(row, 0, 4), ledger.rebind(row, 0, 4, &[1, 2]), ledger.admit_lent(&[1], 2, None).map(drop)];
-    for error in lent.map(Result::unwrap_err) {
-        assert!(matches!(&error, Error::Config(text) if text.contains("group draft has a sink of 3")), "{error}");
-    }
 }

@@ -18,11 +18,9 @@ fn of_lanes<'py, T: Copy + numpy::Element>(
     q_lens: &Bound<'py, PyAny>,
     num_columns: ShapeInt,
     own_mask: Option<&Bound<'py, PyAny>>,
-    q_positions: Option<&Bound<'py, PyAny>>,
-    own_positions: Option<&Bound<'py, PyAny>>,
+    (q_positions, own_positions): (Option<&Bound<'py, PyAny>>, Option<&Bound<'py, PyAny>>),
     num_queries: Option<ShapeInt>,
-    window: Option<ShapeInt>,
-    sink: ShapeInt,
+    (window, sink): (Option<ShapeInt>, ShapeInt),
     visibility: fn(&MaskLanes, usize) -> CoreResult<Vec<T>>,
 ) -> PyResult<MaskArray<'py, T>> {
     let starts = Input::<i32, 1>::new("starts", starts)?;
@@ -67,72 +65,33 @@ fn of_lanes<'py, T: Copy + numpy::Element>(
     array(py, visibility(&lanes, columns).map_err(to_py)?, [n, queries, columns])
 }
 
-#[doc = doc!("attention_mask")]
-#[pyfunction]
-#[pyo3(signature = (
-    starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None,
-    sink=ShapeInt::of(0)
-), text_signature = "(starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, \
-    num_queries=None, window=None, sink=0)")]
-pub fn attention_mask<'py>(
-    py: Python<'py>,
-    starts: &Bound<'py, PyAny>,
-    q_lens: &Bound<'py, PyAny>,
-    num_columns: ShapeInt,
-    own_mask: Option<&Bound<'py, PyAny>>,
-    q_positions: Option<&Bound<'py, PyAny>>,
-    own_positions: Option<&Bound<'py, PyAny>>,
-    num_queries: Option<ShapeInt>,
-    window: Option<ShapeInt>,
-    sink: ShapeInt,
-) -> PyResult<MaskArray<'py, bool>> {
-    let visibility = mask::attention_mask;
-    of_lanes(
-        py,
-        starts,
-        q_lens,
-        num_columns,
-        own_mask,
-        q_positions,
-        own_positions,
-        num_queries,
-        window,
-        sink,
-        visibility,
-    )
+/// A function of Python that returns what `mask` has under the same name.
+macro_rules! visibility {
+    ($name:ident, $doc:tt, $item:ty) => {
+        #[doc = doc!($doc)]
+        #[pyfunction]
+        #[pyo3(signature = (
+            starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None,
+            window=None, sink=ShapeInt::of(0)
+        ), text_signature = "(starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, \
+            num_queries=None, window=None, sink=0)")]
+        pub fn $name<'py>(
+            py: Python<'py>,
+            starts: &Bound<'py, PyAny>,
+            q_lens: &Bound<'py, PyAny>,
+            num_columns: ShapeInt,
+            own_mask: Option<&Bound<'py, PyAny>>,
+            q_positions: Option<&Bound<'py, PyAny>>,
+            own_positions: Option<&Bound<'py, PyAny>>,
+            num_queries: Option<ShapeInt>,
+            window: Option<ShapeInt>,
+            sink: ShapeInt,
+        ) -> PyResult<MaskArray<'py, $item>> {
+            let positions = (q_positions, own_positions);
+            of_lanes(py, starts, q_lens, num_columns, own_mask, positions, num_queries, (window, sink), mask::$name)
+        }
+    };
 }
 
-#[doc = doc!("attention_bias")]
-#[pyfunction]
-#[pyo3(signature = (
-    starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, num_queries=None, window=None,
-    sink=ShapeInt::of(0)
-), text_signature = "(starts, q_lens, num_columns, *, own_mask=None, q_positions=None, own_positions=None, \
-    num_queries=None, window=None, sink=0)")]
-pub fn attention_bias<'py>(
-    py: Python<'py>,
-    starts: &Bound<'py, PyAny>,
-    q_lens: &Bound<'py, PyAny>,
-    num_columns: ShapeInt,
-    own_mask: Option<&Bound<'py, PyAny>>,
-    q_positions: Option<&Bound<'py, PyAny>>,
-    own_positions: Option<&Bound<'py, PyAny>>,
-    num_queries: Option<ShapeInt>,
-    window: Option<ShapeInt>,
-    sink: ShapeInt,
-) -> PyResult<MaskArray<'py, f32>> {
-    let visibility = mask::attention_bias;
-    of_lanes(
-        py,
-        starts,
-        q_lens,
-        num_columns,
-        own_mask,
-        q_positions,
-        own_positions,
-        num_queries,
-        window,
-        sink,
-        visibility,
-    )
-}
+visibility!(attention_mask, "attention_mask", bool);
+visibility!(attention_bias, "attention_bias", f32);

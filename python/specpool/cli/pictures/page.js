@@ -180,7 +180,7 @@ function drawPools() {
   document.querySelectorAll(".grid").forEach((grid, g) => { grid.scrollTop = scrolled[g] || 0; });
 }
 function strip(row, id, g) {
-  const group = film.groups[g], P = group.page_size, tail = row.evicted[g] / P;
+  const group = film.groups[g], P = group.page_size;
   const box = el("div", {class: "strip"});
   const pages = row.pages[g], most = 60, skip = Math.max(0, pages.length - most);
   if (skip) box.append(el("span", {class: "quiet"}, `${skip} pages \u2026`));
@@ -188,7 +188,7 @@ function strip(row, id, g) {
     const from = column * P, page = pages[column];
     const part = (to) => Math.max(0, Math.min(1, (to - from) / P)) * 100;
     const shared = from < row.protected[g];
-    const tip = page === 0 ? `columns below ${tail}: given back, below the window`
+    const tip = page === 0 ? `positions [${from}, ${from + P}): given back, below the window`
       : `page ${page}: positions [${from}, ${from + P}), ${Math.max(0, Math.min(P, row.resolved - from))} committed` + (shared ? ", shared" : "");
     const cell = el("i", {class: (page === 0 ? "gone" : shared ? "shared" : ""), tip, "data-page": page, "data-group": g});
     if (page) cell.append(

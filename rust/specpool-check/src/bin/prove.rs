@@ -10,11 +10,13 @@ use specpool_check::cases;
 use specpool_check::device::Plant;
 use specpool_check::explore::{Broken, Case, Report, explore};
 
-const USAGE: &str = "usage: prove [--quick] [--case TEXT] [--threads N] [--most STATES] [--plant NAME] [--list]
+const USAGE: &str =
+    "usage: prove [--quick] [--case TEXT] [--threads N] [--most STATES] [--whole] [--plant NAME] [--list]
   --quick    the cases of `make test` only
   --case     only the cases whose name has TEXT in it
   --threads  cases at a time (2)
   --most     states of a case that should end and does not (20000000)
+  --whole    runs the cases that are cut to their last state, or until --most cuts them
   --plant    runs with a planted fault, which must be found: exit 0 when it is
   --list     the names of cases and plants";
 
@@ -23,19 +25,28 @@ struct Options {
     case: String,
     threads: usize,
     most: u64,
+    is_whole: bool,
     plant: Option<Plant>,
     is_list: bool,
 }
 
 fn options() -> Result<Options, String> {
-    let mut options =
-        Options { is_quick: false, case: String::new(), threads: 2, most: 20_000_000, plant: None, is_list: false };
+    let mut options = Options {
+        is_quick: false,
+        case: String::new(),
+        threads: 2,
+        most: 20_000_000,
+        is_whole: false,
+        plant: None,
+        is_list: false,
+    };
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
         let mut value = || args.next().ok_or(format!("{arg} needs a value"));
         let number = |text: String| text.parse().map_err(|_| format!("{text:?} is no number"));
         match arg.as_str() {
             "--quick" => options.is_quick = true,
+            "--whole" => options.is_whole = true,
             "--list" => options.is_list = true,
             "--case" => options.case = value()?,
             "--threads" => options.threads = (number(value()?)? as usize).max(1),
@@ -84,6 +95,9 @@ fn main() -> ExitCode {
     if cases.is_empty() {
         eprintln!("no case has {:?} in its name{}", options.case, if options.is_quick { " and is quick" } else { "" });
         return ExitCode::from(2);
+    }
+    for case in cases.iter_mut().filter(|case| options.is_whole && case.limit.is_some()) {
+        case.limit = Some(options.most);
     }
     if options.is_list {
         for case in &cases {

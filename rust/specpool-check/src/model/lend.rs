@@ -10,11 +10,6 @@ impl Model {
         self.groups.iter().all(|spec| i64::from(len) % spec.page_size == 0)
     }
 
-    /// Refuses a group with a sink.
-    fn check_no_sink(&self) -> Result<(), Refusal> {
-        if self.groups.iter().any(|spec| spec.sink > 0) { Err(Refusal::Config) } else { Ok(()) }
-    }
-
     fn check_range(&self, row: usize, start: i32, end: i32) -> Result<(), Refusal> {
         let state = &self.rows[row];
         let is_in = 0 <= start && start < end && end <= state.resolved && self.is_edge(start) && self.is_edge(end);
@@ -35,7 +30,6 @@ impl Model {
 
     /// `name` is the ledger's page in a column of the row.
     pub(crate) fn lend(&mut self, row: i32, start: i32, end: i32, name: impl Fn(usize, i64) -> i32) -> Outcome {
-        self.check_no_sink()?;
         let row = self.live(row)?;
         self.check_range(row, start, end)?;
         self.check_final(row, end)?;
@@ -85,7 +79,6 @@ impl Model {
     }
 
     pub(crate) fn rebind(&mut self, row: i32, start: i32, end: i32, pages: &[i32]) -> Outcome {
-        self.check_no_sink()?;
         let row = self.live(row)?;
         self.check_range(row, start, end)?;
         let mut bound = Vec::new();
@@ -93,14 +86,14 @@ impl Model {
             let page_size = self.groups[group].page_size;
             let first = i64::from(start) / page_size;
             let held = &self.rows[row].groups[group];
-            let is_gone = |at: usize| !held.table.contains_key(&(first + at as i64));
-            let gone = (0..names.len()).take_while(|&at| is_gone(at)).count();
-            if names[..gone].iter().any(|&name| name != 0) {
+            let cells = (first..).zip(names.iter().copied());
+            let (here, gone): (Vec<_>, Vec<_>) = cells.partition(|(column, _)| held.table.contains_key(column));
+            if gone.iter().any(|&(_, name)| name != 0) {
                 return Err(Refusal::Shape);
             }
-            let found = self.named(group, &names[gone..])?;
-            for (at, &(page, is_drafted)) in found.iter().enumerate() {
-                let column = first + (gone + at) as i64;
+            let (columns, names): (Vec<_>, Vec<_>) = here.into_iter().unzip();
+            let found = self.named(group, &names)?;
+            for (&column, &(page, is_drafted)) in columns.iter().zip(&found) {
                 let mut cells = held.table.iter().chain(&held.kept);
                 let range = first..i64::from(end) / page_size;
                 let is_elsewhere = cells.any(|(other, &its)| its == page && !range.contains(other));
@@ -120,23 +113,28 @@ impl Model {
     }
 
     pub(crate) fn admit_lent(&mut self, pages: &[i32], len: i32) -> Outcome {
-        self.check_no_sink()?;
         if len < 1 || len > self.max_context_len || !self.is_edge(len) {
             return Err(Refusal::Shape);
         }
         let (mut sources, mut drafted) = (Vec::new(), i64::from(len));
         for (group, names) in self.split(len, pages)?.into_iter().enumerate() {
             let page_size = self.groups[group].page_size;
-            let gone = names.iter().take_while(|&&name| name == 0).count();
-            if gone as i64 * page_size > self.evict_to(group, len) {
+            let sinks = names.len().min(self.sinks(group) as usize);
+            let zeros = names[sinks..].iter().take_while(|&&name| name == 0).count();
+            let gone = sinks..sinks + zeros;
+            let evicted = if zeros > 0 { gone.end as i64 * page_size } else { 0 };
+            if evicted > self.evict_to(group, len) {
                 return Err(Refusal::Shape);
             }
-            let found = self.named(group, &names[gone..])?;
-            if let Some(at) = found.iter().position(|&(_, is_drafted)| !is_drafted) {
-                drafted = drafted.min((gone + at) as i64 * page_size);
+            let (columns, names): (Vec<_>, Vec<_>) =
+                (0..).zip(names.iter().copied()).filter(|(column, _)| !gone.contains(&(*column as usize))).unzip();
+            let found = self.named(group, &names)?;
+            let mut cells = columns.iter().zip(&found);
+            if let Some((&column, _)) = cells.find(|(_, (_, is_drafted))| !is_drafted) {
+                drafted = drafted.min(column * page_size);
             }
-            let columns = (gone as i64..).zip(found.into_iter().map(|(page, _)| page));
-            sources.push(Holding { evicted: gone as i64 * page_size, table: columns.collect(), ..Holding::default() });
+            let pages = found.iter().map(|&(page, _)| page);
+            sources.push(Holding { evicted, table: columns.into_iter().zip(pages).collect(), ..Holding::default() });
         }
         self.check_free_row()?;
         Ok(self.take_row_on(&sources, len, drafted as i32) as i64)

@@ -8,8 +8,7 @@ use super::share::Start;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
 use crate::log::event::Event;
-use crate::memory::{collected, with_room};
-use crate::state::group::GroupState;
+use crate::memory::{collected, gathered, with_room};
 use crate::state::lent_pages::Unnamed;
 use crate::verb::Verb;
 
@@ -22,8 +21,8 @@ impl Ledger {
     /// read-only stays the beginning of the row. O(pages).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Config`] (a group has a sink), [`Error::Shape`] (unknown row; a bound
-    /// that is no page edge of every group, or past `resolved_len`; an empty range; a gap behind `protected_len`), [`Error::NotReady`] (a step that is not
+    /// In this order, changing nothing: [`Error::Shape`] (unknown row; a bound that is no page edge of every group, or
+    /// past `resolved_len`; an empty range; a gap behind `protected_len`), [`Error::NotReady`] (a step that is not
     /// complete writes these pages; a page copy into the row is not finished), [`Error::PageState`] (a page that is
     /// lent already).
     ///
@@ -53,13 +52,11 @@ impl Ledger {
     /// ```
     pub fn lend(&mut self, row: Row, start: i32, end: i32) -> Result<()> {
         self.gate()?;
-        self.check_no_sink(Verb::Lend.name())?;
         let row = self.rows.check_live(row.0)?;
         self.check_lendable(Verb::Lend, row, start, end)?;
         for (at, group) in self.groups.iter().enumerate() {
-            let columns = group.clamped_columns(row, start, end);
-            for &page in &group.table.row(row)[columns] {
-                let page = Page(page);
+            for column in group.held_range(row, start, end) {
+                let page = Page(group.table.row(row)[column]);
                 if group.pool.is_lent(page) {
                     return Err(self.lent_error(at, page, "lent already"));
                 }
@@ -68,7 +65,7 @@ impl Ledger {
         }
         let drafted = self.rows.drafted[row.at()];
         for at in 0..self.groups.len() {
-            for column in self.groups[at].clamped_columns(row, start, end) {
+            for column in self.groups[at].held_range(row, start, end) {
                 let group = &mut self.groups[at];
                 let page = Page(group.table.row(row)[column]);
                 let is_drafted = (column as i64 + 1) * group.page_size <= drafted.into();
@@ -90,14 +87,13 @@ impl Ledger {
     /// are as in [`Ledger::lend`]. O(pages of the row).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Config`] as `lend`, [`Error::Shape`] (as `lend`; a wrong number of pages; a page where the row
+    /// In this order, changing nothing: [`Error::Shape`] (as `lend`; a wrong number of pages; a page where the row
     /// holds none, or none where it holds one), [`Error::PageState`] (a page that is not lent), [`Error::Shape`] (one
     /// that is named twice; one that the row holds at another position; one without draft KV that the row has: lend the
     /// row's page instead), [`Error::NotReady`]
     /// as `lend`, [`Error::OutOfMemory`].
     pub fn rebind(&mut self, row: Row, start: i32, end: i32, pages: &[i32]) -> Result<()> {
         self.gate()?;
-        self.check_no_sink(Verb::Rebind.name())?;
         let row = self.rows.check_live(row.0)?;
         self.check_range(Verb::Rebind, row, start, end)?;
         self.check_num_pages(Verb::Rebind, end - start, pages.len())?;
@@ -109,7 +105,7 @@ impl Ledger {
         }
         self.check_lendable(Verb::Rebind, row, start, end)?;
         for (at, group) in self.groups.iter().enumerate() {
-            let columns = group.clamped_columns(row, start, end);
+            let columns = group.held_range(row, start, end);
             group.check_columns(row, columns).map_err(|record| self.page_error(at, record))?;
         }
         self.recorder.make_room(pages.len(), None)?;
@@ -124,12 +120,10 @@ impl Ledger {
         for at in 0..self.groups.len() {
             let of_group;
             (of_group, rest) = rest.split_at(self.num_columns(at, end - start));
-            let group = &mut self.groups[at];
-            let columns = group.clamped_columns(row, start, end);
-            let gone = of_group.len() - columns.len();
-            for (column, &page) in columns.zip(&of_group[gone..]) {
+            let first = self.num_columns(at, start);
+            for column in self.groups[at].held_range(row, start, end) {
                 let group = &mut self.groups[at];
-                let (own, page) = (Page(group.table.row(row)[column]), Page(page));
+                let (own, page) = (Page(group.table.row(row)[column]), Page(of_group[column - first]));
                 let moved = group.pool.share(page, Verb::Rebind).and_then(|()| {
                     group.pool.release(own, row, fence.step, fence.completed, Verb::Rebind)?;
                     group.set(row, column, page);
@@ -150,13 +144,12 @@ impl Ledger {
     /// window. Draft KV is valid up to the first page that was lent without. O(pages).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Config`] as `lend`, [`Error::Shape`] (`len` is no page edge of every group, or not in
-    /// `1..=max_context_len`; a wrong number of pages; no page within the window below `len`), [`Error::PageState`] (a
-    /// page that is not lent), [`Error::Shape`] (one that is named twice), [`Error::OutOfRows`],
+    /// In this order, changing nothing: [`Error::Shape`] (`len` is no page edge of every group, or not in
+    /// `1..=max_context_len`; a wrong number of pages; no page within the sink or the window below `len`),
+    /// [`Error::PageState`] (a page that is not lent), [`Error::Shape`] (one that is named twice), [`Error::OutOfRows`],
     /// [`Error::OutOfMemory`].
     pub fn admit_lent(&mut self, pages: &[i32], len: i32, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
-        self.check_no_sink("admit_lent")?;
         let (edge, most) = (self.page_edge(), self.max_context_len);
         if len < 1 || len > most || i64::from(len) % edge != 0 {
             return Err(Error::Shape(format!(
@@ -169,22 +162,30 @@ impl Ledger {
         for at in 0..self.groups.len() {
             let of_group;
             (of_group, rest) = rest.split_at(self.num_columns(at, len));
-            let gone = of_group.iter().take_while(|&&page| page == 0).count();
-            let (page_size, evict_to) = (self.groups[at].page_size, self.groups[at].evict_to(len));
+            // The window begins behind the first run of columns without a page; those of the sink stand before it.
+            let group = &self.groups[at];
+            let (page_size, evict_to) = (group.page_size, group.evict_to(len));
+            let sinks = (group.sink_len() / page_size) as usize;
+            let rest_of_sink = of_group.get(sinks..).unwrap_or_default();
+            let gone = match rest_of_sink.iter().take_while(|&&page| page == 0).count() {
+                0 => 0,
+                zeros => sinks + zeros,
+            };
             if gone as i64 * page_size > evict_to {
-                let name = &self.groups[at].spec.name;
                 return Err(Error::Shape(format!(
-                    "admit_lent in group {name}: the first {gone} pages are 0, at most {} are outside the window below \
-                     {len}",
+                    "admit_lent in group {}: the pages of the columns [{sinks}, {gone}) are 0, at most those below {} are \
+                     outside the window below {len}",
+                    group.spec.name,
                     evict_to / page_size
                 )));
             }
-            let held = &of_group[gone..];
-            self.check_lent("admit_lent", at, held)?;
-            let pool = &self.groups[at].pool;
-            let with_drafts = held.iter().take_while(|&&page| pool.is_lent_drafted(Page(page))).count();
-            if with_drafts < held.len() {
-                drafted = drafted.min(((gone + with_drafts) as i64 * page_size) as i32);
+            let columns = || group.columns_in(gone, 0..of_group.len());
+            let held = gathered(columns().map(|column| of_group[column]), "the pages of a row")?;
+            self.check_lent("admit_lent", at, &held)?;
+            let group = &self.groups[at];
+            let mut cells = group.columns_in(gone, 0..of_group.len()).zip(&held);
+            if let Some((column, _)) = cells.find(|&(_, &page)| !group.pool.is_lent_drafted(Page(page))) {
+                drafted = drafted.min((column as i64 * page_size) as i32);
             }
             let shared = collected(held.iter().map(|&page| Page(page)), "the pages of a row")?;
             starts.push(Start { evicted: (gone as i64 * page_size) as i32, shared, tail: None });
@@ -219,18 +220,7 @@ impl Ledger {
     /// # Errors
     /// As [`Ledger::group_spec`]; [`Error::OutOfMemory`].
     pub fn lent_pages(&self, group: usize) -> Result<Vec<i32>> {
-        crate::memory::gathered(self.group(group)?.pool.lent_pages().map(|page| page.0), "the lent pages")
-    }
-
-    /// Refuses a group with a sink: what is lent is the end of a range, and a sink is its beginning.
-    fn check_no_sink(&self, verb: &str) -> Result<()> {
-        match self.groups.iter().find(|group| group.spec.sink > 0) {
-            Some(GroupState { spec, .. }) => Err(Error::Config(format!(
-                "{verb}: the pages of a group with a sink cannot be lent, group {} has a sink of {}",
-                spec.name, spec.sink
-            ))),
-            None => Ok(()),
-        }
+        gathered(self.group(group)?.pool.lent_pages().map(|page| page.0), "the lent pages")
     }
 
     /// Columns of `len` tokens in the group.
@@ -294,22 +284,24 @@ impl Ledger {
 
     /// Checks the pages that a rebind names in one group.
     fn check_rebind(&mut self, at: usize, row: Row, start: i32, end: i32, pages: &[i32]) -> Result<()> {
-        let group = &self.groups[at];
-        let columns = group.clamped_columns(row, start, end);
-        let gone = pages.len() - columns.len();
-        if let Some(place) = pages.iter().take(gone).position(|&page| page != 0) {
+        let (group, first) = (&self.groups[at], self.num_columns(at, start));
+        let is_gone = |&place: &usize| !group.is_held(row, first + place);
+        if let Some(place) = (0..pages.len()).filter(is_gone).find(|&place| pages[place] != 0) {
             return Err(Error::Shape(format!(
                 "rebind of {} in group {}: it holds no page at position {}, got page {}",
                 self.rows.describe(row),
                 group.spec.name,
-                i64::from(start) + place as i64 * group.page_size,
+                (first + place) as i64 * group.page_size,
                 pages[place]
             )));
         }
-        self.name_lent(Verb::Rebind.name(), at, &pages[gone..])?;
+        let columns = group.held_range(row, start, end);
+        let held = gathered(columns.clone().map(|column| pages[column - first]), "the pages of a row")?;
+        self.name_lent(Verb::Rebind.name(), at, &held)?;
         let group = &self.groups[at];
-        let elsewhere = group.elsewhere(row, &columns, |page| group.pool.is_named(page));
-        self.groups[at].pool.unname(&pages[gone..]);
+        let range = first..first + pages.len();
+        let elsewhere = group.elsewhere(row, &range, |page| group.pool.is_named(page));
+        self.groups[at].pool.unname(&held);
         let (group, drafted) = (&self.groups[at], self.rows.drafted[row.at()]);
         if let Some((column, page)) = elsewhere {
             return Err(Error::Shape(format!(
@@ -323,7 +315,7 @@ impl Ledger {
         let loses_drafts = |&(column, page): &(usize, i32)| {
             (column as i64 * group.page_size) < drafted.into() && !group.pool.is_lent_drafted(Page(page))
         };
-        match columns.zip(pages[gone..].iter().copied()).find(loses_drafts) {
+        match columns.zip(held).find(loses_drafts) {
             Some((_, page)) => Err(Error::Shape(format!(
                 "rebind of {} in group {}: page {page} was lent without draft KV, the row has it up to {drafted}: lend \
                  the row's page instead",

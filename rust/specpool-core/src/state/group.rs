@@ -273,11 +273,9 @@ impl GroupState {
         column < bounds.end && (column >= bounds.start || column < self.sinks)
     }
 
-    /// Columns of the tokens `[start, end)` that are in the table of a group without a sink; the bounds are page edges
-    /// below `allocated_len`.
-    pub(crate) fn clamped_columns(&self, row: Row, start: i32, end: i32) -> std::ops::Range<usize> {
-        let columns = self.columns(start.into(), end.into());
-        self.bounds(row).start.clamp(columns.start, columns.end)..columns.end
+    /// Columns of the tokens `[start, end)` that are in the table; the bounds are page edges below `allocated_len`.
+    pub(crate) fn held_range(&self, row: Row, start: i32, end: i32) -> Columns {
+        self.columns_in(self.bounds(row).start, self.columns(start.into(), end.into()))
     }
 
     pub(crate) fn kept(&self, row: Row) -> &[Kept] {
@@ -293,16 +291,17 @@ impl GroupState {
         kept.binary_search_by_key(&column, |kept| kept.column as usize).ok().map(|at| kept[at].page)
     }
 
-    /// A page of the row outside the columns for which the test holds, and its column.
+    /// A page of the row outside these columns of the table for which the test holds, and its column.
     pub(crate) fn elsewhere(
         &self,
         row: Row,
         columns: &std::ops::Range<usize>,
         fits: impl Fn(Page) -> bool,
     ) -> Option<(usize, Page)> {
-        let held = self.held_columns(row).map(|column| (column, Page(self.table.row(row)[column])));
+        let others = self.held_columns(row).filter(|column| !columns.contains(column));
+        let held = others.map(|column| (column, Page(self.table.row(row)[column])));
         let kept = self.kept(row).iter().map(|kept| (kept.column as usize, kept.page));
-        held.chain(kept).find(|&(column, page)| !columns.contains(&column) && fits(page))
+        held.chain(kept).find(|&(_, page)| fits(page))
     }
 
     /// Whether the row holds the page at that column.
