@@ -14,7 +14,7 @@ const PRICES: usize = 16;
 /// Choices in turn with the charges of the shapes that the choice before used.
 const CHARGE_ROUNDS: usize = 3;
 /// Rents that are tried for rows without a target, each the one before over `RENT_STEP`.
-const NUM_RENTS: usize = 10;
+const NUM_RENTS: i32 = 10;
 const RENT_STEP: f64 = 1.8;
 /// Times that the rows that miss their targets are looked for in rounds of the seconds found before.
 const NUM_SERVES: usize = 3;
@@ -237,7 +237,7 @@ impl<'a> Solver<'a> {
         self.node = node;
         self.put(narrow);
         self.keep();
-        self.widen_to(&wide);
+        self.widen_to(&wide, self.used);
     }
 
     /// Finds a price of pages at which the choice fits, then widens row by row while pages and cost allow.
@@ -281,7 +281,14 @@ impl<'a> Solver<'a> {
             }
         }
         self.settle(node, high.0);
-        self.widen_to(&wide);
+        let (narrow, used) = (self.picks.clone(), self.used);
+        self.widen_to(&wide, used);
+        // Rows that are alike get the same shape at any price, so wider ones are not in use yet.
+        let more = self.view.shapes_of(&wide) & !used;
+        if more != 0 {
+            self.put(narrow);
+            self.widen_to(&wide, used | more);
+        }
     }
 
     /// The pages that the picks lack in the group that lacks the most; below 0 = they are left.
@@ -289,18 +296,19 @@ impl<'a> Solver<'a> {
         -self.view.left(&self.picks).into_iter().min().unwrap_or(0) as f64
     }
 
-    /// Moves rows from the picks to those of `wide`, each if it fits and costs less.
-    fn widen_to(&mut self, wide: &[i32]) {
+    /// Moves rows from the picks to those of `wide`, each if it fits, costs less, and has one of the shapes `used`. The
+    /// charges of these shapes count as paid; whether they are worth it is seen at the end.
+    fn widen_to(&mut self, wide: &[i32], used: u64) {
         let mut left = self.view.left(&self.picks);
         if left.iter().any(|&left| left < 0) && !self.view.rows.pages.is_empty() {
             return;
         }
-        let fixed = self.view.fixed(self.used);
+        let fixed = self.view.fixed(used);
         let mut cost = self.view.total(&self.sums, fixed);
         for (row, &to) in wide.iter().enumerate() {
             let from = self.picks[row];
             let (old, new) = (self.view.shape(row, from as usize), self.view.shape(row, to as usize));
-            if to == from || self.used >> new & 1 == 0 {
+            if to == from || used >> new & 1 == 0 {
                 continue;
             }
             let pages = self.view.pages(row, to).iter().zip(self.view.pages(row, from));
@@ -404,13 +412,15 @@ impl<'a> Solver<'a> {
             };
             self.serve(self.view.fixed(self.view.used[at]), &targets, &mut most);
         }
-        for _ in 0..NUM_RENTS {
+        let least = fixed / RENT_STEP.powi(NUM_RENTS - 1);
+        loop {
             self.pick(fixed, self.node, self.page);
             let is_narrow = self.picks.iter().all(|&pick| pick == 0);
-            if self.serve(fixed, &targets, &mut most) || is_narrow {
-                break; // shorter rounds can only cost tokens, or there are none
+            if self.serve(fixed, &targets, &mut most) || fixed <= least {
+                break; // shorter rounds can only cost tokens
             }
-            fixed /= RENT_STEP;
+            // From the narrowest choice on, lower rents change only what late rows take.
+            fixed = if is_narrow { least } else { (fixed / RENT_STEP).max(least) };
         }
     }
 
