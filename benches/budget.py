@@ -113,7 +113,7 @@ def _decision_cases(num_rows: int) -> dict[str, Callable[[], object]]:
         budget.learn(rows, chosen, accept_len.astype(np.int32))
     acceptance, cost = budget._acceptance, budget._cost
     targets = np.zeros((num_rows, 2))
-    targets[::4, 1] = 100.0
+    targets[::4, 1] = 2.0 / cost.base(num_rows)  # two tokens in a plain round's time: some make it
     pages = np.tile(np.arange(len(shapes), dtype=np.int32)[None, :, None], (num_rows, 1, 2))
 
     def core(due: np.ndarray | None = None, free: np.ndarray | None = None) -> Callable[[], object]:
@@ -141,7 +141,7 @@ def _decision_cases(num_rows: int) -> dict[str, Callable[[], object]]:
         budget.choose(rows, candidates)
         budget.ran()
 
-    short = np.full(2, num_rows, np.int64)
+    short = np.full(2, num_rows // 4, np.int64)  # far below what the rows would take
     return {
         "core: estimate and choice": core(),
         "core, pages short": core(free=short),

@@ -2,6 +2,9 @@
 //!
 //! A *family* is a set of shapes of one drafter whose depths are alike: its chains, or its trees of one width and
 //! size. Counts are conditional: a depth is tried by the rows that were right up to it.
+#![allow(clippy::inline_always, reason = "only what is inlined is compiled for the instructions chosen")]
+
+use pulp::Arch;
 
 use crate::check::same_len;
 use crate::error::{Error, Result};
@@ -155,38 +158,45 @@ pub fn expected_tokens(
     let mut base_odds = with_room(per_row, "expected tokens")?;
     base_odds.extend(edged.iter().map(|rate| rate / (1.0 - rate)));
     let mut scores = with_room(rows.len(), "expected tokens")?;
+    let mut starts = with_room(rows.len(), "expected tokens")?; // of the rows' counts
     for &row in rows {
-        let first = families.row(row, num_rows)?;
-        scores.push(score(&hits[first..first + per_row], &tries[first..first + per_row], &edged));
+        starts.push(families.row(row, num_rows)?);
     }
+    let arch = Arch::new();
+    arch.dispatch(|| {
+        let score = |&first: &usize| score(&hits[first..first + per_row], &tries[first..first + per_row], &edged);
+        scores.extend(starts.iter().map(score));
+    });
     let spread = spread(&scores);
     let mut rates = crate::memory::filled(0.0, per_row, "expected tokens")?;
     let mut reach = crate::memory::filled(1.0, num_families * (depth + 1), "expected tokens")?;
-    for (&row, &(excess, information)) in rows.iter().zip(&scores) {
-        let first = row as usize * per_row;
-        let (hits, tries) = (&hits[first..first + per_row], &tries[first..first + per_row]);
-        // The posterior mean of the row's log odds: a normal prior, and one step of the likelihood's score.
-        let odds = (spread * excess / (1.0 + spread * information)).exp();
-        // All cells first, so that no division waits for another.
-        for (rate, ((&hit, &tried), &base)) in rates.iter_mut().zip(hits.iter().zip(tries).zip(&base_odds)) {
-            let lean = base * odds; // q / (1 - q), so q = lean / (1 + lean)
-            let (hit, tried) = (f64::from(hit), f64::from(tried));
-            *rate = (hit * (1.0 + lean) + PRIOR_TRIES * lean) / ((tried + PRIOR_TRIES) * (1.0 + lean));
-        }
-        for (reach, rates) in reach.chunks_exact_mut(depth + 1).zip(rates.chunks_exact(depth)) {
-            let (mut reached, mut total) = (1.0, 1.0);
-            for (reach, rate) in reach[1..].iter_mut().zip(rates) {
-                reached *= rate;
-                total += reached;
-                *reach = total;
+    arch.dispatch(|| {
+        for (&first, &(excess, information)) in starts.iter().zip(&scores) {
+            let (hits, tries) = (&hits[first..first + per_row], &tries[first..first + per_row]);
+            // The posterior mean of the row's log odds: a normal prior, and one step of the likelihood's score.
+            let odds = (spread * excess / (1.0 + spread * information)).exp();
+            // All cells first, so that no division waits for another.
+            for (rate, ((&hit, &tried), &base)) in rates.iter_mut().zip(hits.iter().zip(tries).zip(&base_odds)) {
+                let lean = base * odds; // q / (1 - q), so q = lean / (1 + lean)
+                let (hit, tried) = (f64::from(hit), f64::from(tried));
+                *rate = (hit * (1.0 + lean) + PRIOR_TRIES * lean) / ((tried + PRIOR_TRIES) * (1.0 + lean));
             }
+            for (reach, rates) in reach.chunks_exact_mut(depth + 1).zip(rates.chunks_exact(depth)) {
+                let (mut reached, mut total) = (1.0, 1.0);
+                for (reach, rate) in reach[1..].iter_mut().zip(rates) {
+                    reached *= rate;
+                    total += reached;
+                    *reach = total;
+                }
+            }
+            tokens.extend(places.iter().map(|&place| reach[place]));
         }
-        tokens.extend(places.iter().map(|&place| reach[place]));
-    }
+    });
     Ok(tokens)
 }
 
 /// Hits beyond those of the prior, kept from 0 and 1, and the information in them: their variance by it.
+#[inline(always)]
 fn score(hits: &[f32], tries: &[f32], edged: &[f64]) -> (f64, f64) {
     let (mut excess, mut information) = ([0.0; LANES], [0.0; LANES]);
     let chunks = hits.chunks(LANES).zip(tries.chunks(LANES)).zip(edged.chunks(LANES));

@@ -6,6 +6,7 @@
 //! short supply, have a price. docs/budget.md proves each step, and shows why the tokens of the next round over its
 //! seconds are the wrong thing to maximise.
 
+mod cheapest;
 mod solver;
 mod view;
 
@@ -84,19 +85,20 @@ pub fn choose(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<Choice> {
     solver.try_alike();
     solver.solve();
     solver.drop_charges();
-    if !solver.view.targets.is_empty() {
+    let num_targets = solver.view.targets.len();
+    if num_targets > 0 {
         solver.meet_targets();
     }
-    let (picks, given) = (solver.best, rows.gives.iter().sum::<f64>());
-    let found = solver.view.outcome(&picks);
+    let num_hopeless = num_targets - solver.view.targets.len();
+    let (found, given) = (solver.outcome_of_best(), rows.gives.iter().sum::<f64>());
     // Without a choice that fits, the first candidates are returned.
     let cost = if solver.best_cost.is_finite() { solver.best_cost } else { found.cost };
     Ok(Choice {
-        num_missed: found.num_missed,
+        num_missed: found.num_missed + num_hopeless,
         rate: given / cost,
         bound: given / solver.least.clamp(f64::MIN_POSITIVE, cost),
         seconds: found.seconds,
-        picks,
+        picks: solver.best,
     })
 }
 

@@ -1,19 +1,20 @@
 //! `Solver`: looks for the picks that cost the least; docs/budget.md has its rules and why they hold.
 
-use super::view::{Column, Sums, View};
+use super::cheapest::Cheapest;
+use super::view::{Column, Outcome, Sums, TargetCell, View};
 use super::{Costs, Rows, check};
 use crate::error::Result;
 use crate::memory::filled;
 
-/// Halvings of an interval of prices of pages, and doublings to find one.
-const HALVINGS: usize = 12;
-const DOUBLINGS: usize = 24;
+/// Times that a price of pages is raised until the choice fits, and that the interval is narrowed then.
+const RISES: usize = 24;
+const NARROWINGS: usize = 12;
 /// Prices of nodes that are tried at most; about five are enough.
 const PRICES: usize = 16;
 /// Choices in turn with the charges of the shapes that the choice before used.
 const CHARGE_ROUNDS: usize = 3;
 /// Rents that are tried for rows without a target, each the one before over `RENT_STEP`.
-const NUM_RENTS: usize = 10;
+const NUM_RENTS: i32 = 10;
 const RENT_STEP: f64 = 1.8;
 /// Times that the rows that miss their targets are looked for in rounds of the seconds found before.
 const NUM_SERVES: usize = 3;
@@ -39,9 +40,7 @@ pub(super) struct Solver<'a> {
     /// Of the picks: their shapes as bits, and their sums.
     used: u64,
     sums: Sums,
-    /// `[B]`: of the picks, the cost of a token, and the pick itself as a number of the same width.
-    cost: Vec<f64>,
-    index: Vec<f64>,
+    cheapest: Cheapest,
     pub(super) best: Vec<i32>,
     best_used: u64,
     pub(super) best_cost: f64,
@@ -61,8 +60,7 @@ impl<'a> Solver<'a> {
             picks: filled(0, num_rows, "picks")?,
             used: 0,
             sums: Sums::default(),
-            cost: filled(0.0, num_rows, "costs")?,
-            index: filled(0.0, num_rows, "picks")?,
+            cheapest: Cheapest::new(num_rows)?,
             best: filled(0, num_rows, "picks")?,
             best_used: 0,
             best_cost: f64::INFINITY,
@@ -90,55 +88,54 @@ impl<'a> Solver<'a> {
     /// Each row's cheapest candidate, if the fixed seconds of a round are so many; of equals, the first.
     fn pick(&mut self, fixed: f64, node: f64, page: f64) {
         let (view, num_rows) = (&self.view, self.view.num_rows);
-        let (rent, given) = (fixed / num_rows as f64, view.given());
-        self.cost.fill(f64::INFINITY);
-        self.index.fill(0.0);
+        let (rent, given, allowed) = (fixed / num_rows as f64, view.given(), self.allowed);
+        self.cheapest.begin();
         for at in 0..view.rows.num_candidates {
             let cells = at * num_rows..(at + 1) * num_rows;
-            let inputs = view.rounds[cells].iter().zip(view.rows.worth);
-            let outputs = self.cost.iter_mut().zip(&mut self.index);
-            let this = at as f64;
-            let keep = |(least, index): (&mut f64, &mut f64), cost: f64| {
-                let less = cost < *least;
-                *least = if less { cost } else { *least };
-                *index = if less { this } else { *index };
-            };
-            let is_open = page == 0.0 && view.used[at] & !self.allowed == 0;
+            let inputs = view.rounds[cells.clone()].iter().zip(view.rows.worth);
+            let own = |shape: usize| view.costs.lane[shape] + node * (view.costs.nodes[shape] - given);
             match view.column(at) {
-                Column::Alike(shape) if is_open => {
-                    let own = view.costs.lane[shape] + node * (view.costs.nodes[shape] - given);
-                    for (output, (&rounds, &worth)) in outputs.zip(inputs) {
-                        keep(output, (worth * rent + own) * rounds);
+                Column::Alike(shape) if allowed >> shape & 1 == 0 => {}
+                Column::Alike(shape) => {
+                    let own = own(shape);
+                    let costs = inputs.map(|(&rounds, &worth)| (worth * rent + own) * rounds);
+                    if page > 0.0 {
+                        let shares = &view.share[cells];
+                        self.cheapest.take(at, costs.zip(shares).map(|(cost, &share)| cost + page * share));
+                    } else {
+                        self.cheapest.take(at, costs);
                     }
                 }
-                Column::Each(lanes, nodes) if is_open => {
-                    for (output, ((&rounds, &worth), (&lane, &nodes))) in
-                        outputs.zip(inputs.zip(lanes.iter().zip(nodes)))
-                    {
-                        keep(output, (worth * rent + lane + node * (nodes - given)) * rounds);
-                    }
+                Column::Each(lanes, nodes) if page == 0.0 && view.used[at] & !allowed == 0 => {
+                    let costs = inputs.zip(lanes.iter().zip(nodes));
+                    let cost = |((&rounds, &worth), (&lane, &nodes))| {
+                        let own: f64 = lane + node * (nodes - given);
+                        (worth * rent + own) * rounds
+                    };
+                    self.cheapest.take(at, costs.map(cost));
                 }
-                _ => {
-                    for (row, (output, (&rounds, &worth))) in outputs.zip(inputs).enumerate() {
+                Column::Each(..) => {
+                    let cost = |(row, (&rounds, &worth)): (usize, (&f64, &f64))| {
                         let shape = view.shape(row, at);
                         let share = if page > 0.0 { view.share[at * num_rows + row] } else { 0.0 };
-                        let own = view.costs.lane[shape] + node * (view.costs.nodes[shape] - given);
-                        if self.allowed >> shape & 1 == 1 {
-                            keep(output, (worth * rent + own) * rounds + page * share);
+                        if allowed >> shape & 1 == 0 {
+                            return f64::INFINITY;
                         }
-                    }
+                        (worth * rent + own(shape)) * rounds + page * share
+                    };
+                    self.cheapest.take(at, inputs.enumerate().map(cost));
                 }
             }
         }
-        (self.used, self.sums) = (0, Sums::default());
-        let picks = self.picks.iter_mut().zip(&self.index).zip(view.rows.worth).enumerate();
-        for (row, ((pick, &index), &worth)) in picks {
-            let at = index as usize;
-            let shape = view.shape(row, at);
-            *pick = at as i32;
-            self.used |= 1 << shape;
-            self.sums.add(view.costs, shape, worth, view.rounds[at * num_rows + row], 1.0);
+        let (mut used, mut sums) = (0, Sums::default());
+        let picks = self.picks.iter_mut().zip(self.cheapest.candidates()).zip(view.rows.worth).enumerate();
+        for (row, ((pick, at), &worth)) in picks {
+            let shape = view.shape(row, at as usize);
+            *pick = at;
+            used |= 1 << shape;
+            sums.add(view.costs, shape, worth, view.rounds[at as usize * num_rows + row], 1.0);
         }
+        (self.used, self.sums) = (used, sums);
     }
 
     /// Picks at these prices with the charges of the shapes that are used then; keeps what is best.
@@ -240,63 +237,83 @@ impl<'a> Solver<'a> {
         self.node = node;
         self.put(narrow);
         self.keep();
-        self.widen_to(&wide);
+        self.widen_to(&wide, self.used);
     }
 
     /// Finds a price of pages at which the choice fits, then widens row by row while pages and cost allow.
     fn pay_for_pages(&mut self) {
-        let (num_rows, num_candidates) = (self.view.num_rows, self.view.rows.num_candidates);
+        let num_rows = self.view.num_rows;
         let (wide, node) = (self.picks.clone(), self.node);
+        let worth: Vec<f64> = self.view.rows.free.iter().map(|&free| 1.0 / (free.max(0) as f64 + 1.0)).collect();
         let mut share = vec![0.0; self.view.rounds.len()];
         for row in 0..num_rows {
-            for at in 0..num_candidates {
-                let of = |(group, &free): (usize, &i64)| {
-                    self.view.pages(row, at as i32, group) as f64 / (free.max(0) as f64 + 1.0)
-                };
-                share[at * num_rows + row] = self.view.rows.free.iter().enumerate().map(of).sum();
+            for at in 0..self.view.rows.num_candidates {
+                let pages = self.view.pages(row, at as i32).iter().zip(&worth);
+                share[at * num_rows + row] = pages.map(|(&pages, worth)| f64::from(pages) * worth).sum();
             }
         }
         self.view.share = share;
         let fixed = self.view.fixed(self.used);
-        let (mut low, mut high) = (0.0, self.best_cost.min(1e300) * 1e-4);
-        for _ in 0..DOUBLINGS {
-            self.pick(fixed, node, high);
-            if self.view.fits(&self.picks) {
+        // Prices, and the pages that lack at each in the group that lacks the most; below 0 = they are left.
+        let (mut low, mut high) = ((0.0, self.lack()), (self.best_cost.min(1e300) * 0.01, 0.0));
+        for _ in 0..RISES {
+            self.pick(fixed, node, high.0);
+            high.1 = self.lack();
+            if high.1 <= 0.0 {
+                self.keep();
                 break;
             }
-            (low, high) = (high, 3.0 * high);
+            (low, high.0) = (high, 4.0 * high.0);
         }
-        for _ in 0..HALVINGS {
-            let page = f64::midpoint(low, high);
+        for _ in 0..NARROWINGS {
+            if high.1 == 0.0 {
+                break; // all pages are used
+            }
+            let at = (low.1 / (low.1 - high.1)).clamp(0.125, 0.875);
+            let page = low.0 + at * (high.0 - low.0);
             self.pick(fixed, node, page);
-            if self.view.fits(&self.picks) {
+            let lack = self.lack();
+            if lack <= 0.0 {
                 self.keep();
-                high = page;
+                high = (page, lack);
             } else {
-                low = page;
+                low = (page, lack);
             }
         }
-        self.settle(node, high);
-        self.widen_to(&wide);
+        self.settle(node, high.0);
+        let (narrow, used) = (self.picks.clone(), self.used);
+        self.widen_to(&wide, used);
+        // Rows that are alike get the same shape at any price, so wider ones are not in use yet.
+        let more = self.view.shapes_of(&wide) & !used;
+        if more != 0 {
+            self.put(narrow);
+            self.widen_to(&wide, used | more);
+        }
     }
 
-    /// Moves rows from the picks to those of `wide`, each if it fits and costs less.
-    fn widen_to(&mut self, wide: &[i32]) {
-        if !self.view.fits(&self.picks) {
+    /// The pages that the picks lack in the group that lacks the most; below 0 = they are left.
+    fn lack(&self) -> f64 {
+        -self.view.left(&self.picks).into_iter().min().unwrap_or(0) as f64
+    }
+
+    /// Moves rows from the picks to those of `wide`, each if it fits, costs less, and has one of the shapes `used`. The
+    /// charges of these shapes count as paid; whether they are worth it is seen at the end.
+    fn widen_to(&mut self, wide: &[i32], used: u64) {
+        let mut left = self.view.left(&self.picks);
+        if left.iter().any(|&left| left < 0) && !self.view.rows.pages.is_empty() {
             return;
         }
-        let num_groups = if self.view.rows.pages.is_empty() { 0 } else { self.view.rows.free.len() };
-        let mut left = self.view.rows.free.to_vec();
-        for (group, left) in left.iter_mut().enumerate().take(num_groups) {
-            *left -= (0..wide.len()).map(|row| self.view.pages(row, self.picks[row], group)).sum::<i64>();
-        }
-        let fixed = self.view.fixed(self.used);
+        let fixed = self.view.fixed(used);
         let mut cost = self.view.total(&self.sums, fixed);
         for (row, &to) in wide.iter().enumerate() {
             let from = self.picks[row];
             let (old, new) = (self.view.shape(row, from as usize), self.view.shape(row, to as usize));
-            let more = |group: usize| self.view.pages(row, to, group) - self.view.pages(row, from, group);
-            if to == from || self.used >> new & 1 == 0 || (0..num_groups).any(|group| more(group) > left[group]) {
+            if to == from || used >> new & 1 == 0 {
+                continue;
+            }
+            let pages = self.view.pages(row, to).iter().zip(self.view.pages(row, from));
+            let more = pages.map(|(&to, &from)| i64::from(to) - i64::from(from));
+            if more.clone().zip(&left).any(|(more, &left)| more > left) {
                 continue;
             }
             let (worth, at) = (self.view.rows.worth[row], |pick: i32| pick as usize * self.view.num_rows + row);
@@ -306,8 +323,8 @@ impl<'a> Solver<'a> {
             let instead = self.view.total(&sums, fixed);
             if instead < cost {
                 (self.sums, cost) = (sums, instead);
-                for (group, left) in left.iter_mut().enumerate().take(num_groups) {
-                    *left -= more(group);
+                for (left, more) in left.iter_mut().zip(more) {
+                    *left -= more;
                 }
                 self.picks[row] = to;
             }
@@ -365,7 +382,7 @@ impl<'a> Solver<'a> {
                     other = other.min(cost + self.page * share);
                 }
             }
-            regret += other - self.cost[row];
+            regret += other - self.cheapest.cost(row);
             if regret >= enough {
                 break;
             }
@@ -377,34 +394,51 @@ impl<'a> Solver<'a> {
     /// candidate for all rows, then with choices in which all rows draft less and less, so that rounds become shorter;
     /// rows that would miss a target then take a wider candidate.
     pub(super) fn meet_targets(&mut self) {
-        let found = self.view.outcome(&self.best);
+        if self.outcome_of_best().num_missed == 0 {
+            return;
+        }
+        self.view.drop_hopeless();
+        let found = self.outcome_of_best();
         if found.num_missed == 0 {
             return;
         }
         let (mut fixed, mut most) = (self.view.fixed(self.best_used), (found.goodput, -self.best_cost));
+        let targets = self.view.target_cells(self.node);
         for at in 0..self.view.rows.num_candidates {
             self.picks.fill(at as i32);
-            self.serve(self.view.fixed(self.view.used[at]), &mut most);
+            self.sums = match self.view.column(at) {
+                Column::Alike(shape) => self.view.sums_alike(at, shape),
+                Column::Each(..) => self.view.sums(&self.picks),
+            };
+            self.serve(self.view.fixed(self.view.used[at]), &targets, &mut most);
         }
-        for _ in 0..NUM_RENTS {
+        let least = fixed / RENT_STEP.powi(NUM_RENTS - 1);
+        loop {
             self.pick(fixed, self.node, self.page);
-            if self.serve(fixed, &mut most) {
+            let is_narrow = self.picks.iter().all(|&pick| pick == 0);
+            if self.serve(fixed, &targets, &mut most) || fixed <= least {
                 break; // shorter rounds can only cost tokens
             }
-            fixed /= RENT_STEP;
+            // From the narrowest choice on, lower rents change only what late rows take.
+            fixed = if is_narrow { least } else { (fixed / RENT_STEP).max(least) };
         }
     }
 
     /// Widens rows of the picks that would miss their target, and keeps what is better than `most`, a goodput and the
     /// cost below 0. Wider rows make rounds longer, so their targets need more, and this is done a few times. Returns
     /// whether all targets are met.
-    fn serve(&mut self, fixed: f64, most: &mut (f64, f64)) -> bool {
-        let narrow = self.picks.clone();
-        let mut seconds = self.view.seconds(&self.picks);
+    fn serve(&mut self, fixed: f64, targets: &[TargetCell], most: &mut (f64, f64)) -> bool {
+        let tally = self.view.tally(&self.picks, self.sums);
+        let mut seconds = self.view.outcome(&self.picks, &tally).seconds;
+        let mut wider = Vec::new();
         for _ in 0..NUM_SERVES {
-            self.picks.copy_from_slice(&narrow);
-            self.widen_late_rows(fixed, seconds, most.0);
-            let found = self.view.outcome(&self.picks);
+            self.widen_late_rows(fixed, targets, seconds, most.0, &mut wider);
+            let mut tally = tally.clone();
+            for (row, pick) in &mut wider {
+                self.view.change(&mut tally, *row, self.picks[*row], *pick);
+                std::mem::swap(&mut self.picks[*row], pick);
+            }
+            let found = self.view.outcome(&self.picks, &tally);
             if (found.goodput, -found.cost) > *most && self.view.fits(&self.picks) {
                 *most = (found.goodput, -found.cost);
                 self.best_cost = found.cost;
@@ -417,31 +451,48 @@ impl<'a> Solver<'a> {
                 break;
             }
             seconds = found.seconds;
+            for &(row, pick) in &wider {
+                self.picks[row] = pick;
+            }
         }
         false
     }
 
-    /// Gives each row that would miss its target in a round of so many seconds the cheapest candidate that meets it,
-    /// if that is worth what it costs: the row's worth over the cost that it adds must be above `goodput`, the worth
-    /// over the cost of all.
-    fn widen_late_rows(&mut self, fixed: f64, seconds: f64, goodput: f64) {
-        let (view, rent, given) = (&self.view, fixed / self.view.num_rows as f64, self.view.given());
-        for &row in &view.targets {
-            let (pick, worth) = (self.picks[row], view.rows.worth[row]);
-            if !view.misses(row, pick, seconds) {
+    /// What the best choice gives.
+    pub(super) fn outcome_of_best(&self) -> Outcome {
+        self.view.outcome(&self.best, &self.view.tally(&self.best, self.view.sums(&self.best)))
+    }
+
+    /// Finds for each row that would miss its target in a round of so many seconds the cheapest candidate that meets
+    /// it, if that is worth what it costs: the row's worth over the cost that it adds must be above `goodput`, the
+    /// worth over the cost of all.
+    fn widen_late_rows(
+        &self,
+        fixed: f64,
+        targets: &[TargetCell],
+        seconds: f64,
+        goodput: f64,
+        wider: &mut Vec<(usize, i32)>,
+    ) {
+        let (view, rent) = (&self.view, fixed / self.view.num_rows as f64);
+        wider.clear();
+        for (&row, cells) in view.targets.iter().zip(targets.chunks_exact(view.rows.num_candidates)) {
+            let (pick, worth, due) = (self.picks[row], view.rows.worth[row], view.due(row, seconds));
+            let now = &cells[pick as usize];
+            if now.tokens >= due {
                 continue;
             }
-            let cost = |at: usize| {
-                let shape = view.shape(row, at);
-                let own = view.costs.lane[shape] + self.node * (view.costs.nodes[shape] - given);
-                (worth * rent + own) * view.rounds[at * view.num_rows + row]
-            };
-            let mut least = cost(pick as usize) + worth * view.rows.gives[row] / goodput;
-            for at in 0..view.rows.num_candidates {
-                let cost = cost(at);
-                if cost < least && !view.misses(row, at as i32, seconds) {
-                    (least, self.picks[row]) = (cost, at as i32);
-                }
+            let rent = worth * rent;
+            let mut least = (rent + now.own) * now.rounds + worth * view.rows.gives[row] / goodput;
+            let mut found = pick;
+            for (at, cell) in cells.iter().enumerate() {
+                // Without a branch, because none could foretell it.
+                let cost = if cell.tokens >= due { (rent + cell.own) * cell.rounds } else { f64::INFINITY };
+                found = if cost < least { at as i32 } else { found };
+                least = if cost < least { cost } else { least };
+            }
+            if found != pick {
+                wider.push((row, found));
             }
         }
     }

@@ -1,8 +1,13 @@
 //! `View`: the inputs of a choice, candidate by candidate, and what picks of candidates cost.
 
+use pulp::Arch;
+
 use super::{Costs, Rows};
 use crate::error::Result;
 use crate::memory::filled;
+
+/// Sums that are added side by side, so that no addition waits for another.
+const LANES: usize = 4;
 
 /// Sums over the rows, of a token of each.
 #[derive(Debug, Clone, Copy, Default)]
@@ -33,6 +38,23 @@ pub(super) enum Column<'a> {
     Alike(usize),
     /// `[B]`: lane seconds and nodes of each row.
     Each(&'a [f64], &'a [f64]),
+}
+
+/// What is counted of picks.
+#[derive(Clone)]
+pub(super) struct Tally {
+    sums: Sums,
+    /// Rows of each shape.
+    num_lanes: [i32; 64],
+}
+
+/// A candidate of a row with a target.
+pub(super) struct TargetCell {
+    pub(super) tokens: f64,
+    /// As in `View`.
+    pub(super) rounds: f64,
+    /// Seconds of the row's lane and nodes.
+    pub(super) own: f64,
 }
 
 /// What picks give to rows with targets.
@@ -79,13 +101,19 @@ impl<'a> View<'a> {
                 *used |= 1 << shape;
             }
         }
-        let mut rounds = filled(0.0, cells, "rounds")?;
+        let (arch, mut rounds) = (Arch::new(), filled(0.0, cells, "rounds")?);
         if num_rows > 0 {
             for (at, rounds) in rounds.chunks_exact_mut(num_rows).enumerate() {
                 let cells = rows.tokens.chunks_exact(num_shapes).zip(rows.shapes.chunks_exact(num_candidates));
-                for ((rounds, gives), (tokens, shapes)) in rounds.iter_mut().zip(rows.gives).zip(cells) {
-                    *rounds = gives / tokens[shapes[at] as usize];
+                for (rounds, (tokens, shapes)) in rounds.iter_mut().zip(cells) {
+                    *rounds = tokens[shapes[at] as usize];
                 }
+                // By itself, so that several are divided at once.
+                arch.dispatch(|| {
+                    for (rounds, gives) in rounds.iter_mut().zip(rows.gives) {
+                        *rounds = gives / *rounds;
+                    }
+                });
             }
         }
         let (mut lanes, mut nodes) = (Vec::new(), Vec::new());
@@ -135,18 +163,6 @@ impl<'a> View<'a> {
         picks.iter().enumerate().fold(0, |used, (row, &pick)| used | 1 << self.shape(row, pick as usize))
     }
 
-    /// The seconds of a round.
-    pub(super) fn seconds(&self, picks: &[i32]) -> f64 {
-        let (mut used, mut seconds, mut nodes) = (0, 0.0, 0.0);
-        for (row, &pick) in picks.iter().enumerate() {
-            let shape = self.shape(row, pick as usize);
-            used |= 1 << shape;
-            seconds += self.costs.lane[shape];
-            nodes += self.costs.nodes[shape];
-        }
-        self.fixed(used) + seconds + self.costs.slope * (nodes - self.costs.ridge).max(0.0)
-    }
-
     pub(super) fn sums(&self, picks: &[i32]) -> Sums {
         let mut sums = Sums::default();
         for (row, &pick) in picks.iter().enumerate() {
@@ -159,8 +175,14 @@ impl<'a> View<'a> {
     /// The sums if all rows have a candidate that is this shape for each of them.
     pub(super) fn sums_alike(&self, at: usize, shape: usize) -> Sums {
         let column = &self.rounds[at * self.num_rows..(at + 1) * self.num_rows];
-        let worth = column.iter().zip(self.rows.worth).map(|(rounds, worth)| rounds * worth).sum();
-        let rounds: f64 = column.iter().sum();
+        let (mut worth, mut rounds) = ([0.0; LANES], [0.0; LANES]);
+        for (column, worths) in column.chunks(LANES).zip(self.rows.worth.chunks(LANES)) {
+            for (lane, (row, of_row)) in column.iter().zip(worths).enumerate() {
+                worth[lane] += row * of_row;
+                rounds[lane] += row;
+            }
+        }
+        let (worth, rounds) = (worth.iter().sum(), rounds.iter().sum::<f64>());
         Sums { worth, rounds, lanes: rounds * self.costs.lane[shape], nodes: rounds * self.costs.nodes[shape] }
     }
 
@@ -174,29 +196,88 @@ impl<'a> View<'a> {
         sums.worth * fixed / self.num_rows as f64 + sums.lanes + self.costs.slope * self.nodes_over(sums).max(0.0)
     }
 
-    pub(super) fn pages(&self, row: usize, pick: i32, group: usize) -> i64 {
+    /// The pages that a candidate needs in each group beyond the row's first; empty = memory does not bind.
+    pub(super) fn pages(&self, row: usize, pick: i32) -> &[i32] {
+        if self.rows.pages.is_empty() {
+            return &[];
+        }
         let num_groups = self.rows.free.len();
-        let cell = (row * self.rows.num_candidates + pick as usize) * num_groups + group;
-        self.rows.pages.get(cell).map_or(0, |&pages| i64::from(pages))
+        let cell = (row * self.rows.num_candidates + pick as usize) * num_groups;
+        &self.rows.pages[cell..cell + num_groups]
+    }
+
+    /// The pages that are left in each group; below 0 = the picks do not fit.
+    pub(super) fn left(&self, picks: &[i32]) -> Vec<i64> {
+        let num_groups = self.rows.free.len();
+        let needs = |group: usize| -> i64 {
+            let rows = self.rows.pages.chunks_exact(self.rows.num_candidates * num_groups).zip(picks);
+            rows.map(|(cells, &pick)| i64::from(cells[pick as usize * num_groups + group])).sum()
+        };
+        self.rows.free.iter().enumerate().map(|(group, &free)| free - needs(group)).collect()
     }
 
     /// Whether the pages are there.
     pub(super) fn fits(&self, picks: &[i32]) -> bool {
-        self.rows.pages.is_empty()
-            || self.rows.free.iter().enumerate().all(|(group, &free)| {
-                picks.iter().enumerate().map(|(row, &pick)| self.pages(row, pick, group)).sum::<i64>() <= free
-            })
+        self.rows.pages.is_empty() || self.left(picks).iter().all(|&left| left >= 0)
+    }
+
+    /// The tokens that a row's round of so many seconds must give.
+    pub(super) fn due(&self, row: usize, seconds: f64) -> f64 {
+        self.rows.due[2 * row] + self.rows.due[2 * row + 1] * seconds
     }
 
     /// Whether a row, which must have a target, misses it in a round of so many seconds.
-    pub(super) fn misses(&self, row: usize, pick: i32, seconds: f64) -> bool {
-        let due = self.rows.due[2 * row] + self.rows.due[2 * row + 1] * seconds;
-        self.tokens(row, pick as usize) < due
+    fn misses(&self, row: usize, pick: i32, seconds: f64) -> bool {
+        self.tokens(row, pick as usize) < self.due(row, seconds)
     }
 
-    /// What these picks give to rows with targets.
-    pub(super) fn outcome(&self, picks: &[i32]) -> Outcome {
-        let (seconds, sums, used) = (self.seconds(picks), self.sums(picks), self.shapes_of(picks));
+    /// `[T, C]`: what the search looks at of the rows with a target, side by side; a node costs `node`.
+    pub(super) fn target_cells(&self, node: f64) -> Vec<TargetCell> {
+        let cell = |row: usize, at: usize| {
+            let shape = self.shape(row, at);
+            TargetCell {
+                tokens: self.tokens(row, at),
+                rounds: self.rounds[at * self.num_rows + row],
+                own: self.costs.lane[shape] + node * (self.costs.nodes[shape] - self.given()),
+            }
+        };
+        let rows = self.targets.iter();
+        rows.flat_map(|&row| (0..self.rows.num_candidates).map(move |at| cell(row, at))).collect()
+    }
+
+    /// What is counted of picks with these sums, so that a row may change its pick in a few steps.
+    pub(super) fn tally(&self, picks: &[i32], sums: Sums) -> Tally {
+        let mut tally = Tally { sums, num_lanes: [0; 64] };
+        for (row, &pick) in picks.iter().enumerate() {
+            tally.num_lanes[self.shape(row, pick as usize)] += 1;
+        }
+        tally
+    }
+
+    /// Moves a row of the tally from one pick to another.
+    pub(super) fn change(&self, tally: &mut Tally, row: usize, from: i32, to: i32) {
+        for (pick, sign) in [(from, -1), (to, 1)] {
+            let (shape, worth) = (self.shape(row, pick as usize), self.rows.worth[row]);
+            let rounds = self.rounds[pick as usize * self.num_rows + row];
+            tally.sums.add(self.costs, shape, worth, rounds, f64::from(sign));
+            tally.num_lanes[shape] += sign;
+        }
+    }
+
+    /// The shapes of a tally, and the seconds of its round.
+    fn round_of(&self, tally: &Tally) -> (u64, f64) {
+        let (mut used, mut seconds, mut nodes) = (0, 0.0, 0.0);
+        for (shape, &lanes) in tally.num_lanes[..self.costs.lane.len()].iter().enumerate() {
+            used |= u64::from(lanes > 0) << shape;
+            seconds += f64::from(lanes) * self.costs.lane[shape];
+            nodes += f64::from(lanes) * self.costs.nodes[shape];
+        }
+        (used, self.fixed(used) + seconds + self.costs.slope * (nodes - self.costs.ridge).max(0.0))
+    }
+
+    /// What these picks, of which this is the tally, give to rows with targets.
+    pub(super) fn outcome(&self, picks: &[i32], tally: &Tally) -> Outcome {
+        let (used, seconds) = self.round_of(tally);
         let (mut worth, mut num_missed) = (self.worth, 0);
         for &row in &self.targets {
             if self.misses(row, picks[row], seconds) {
@@ -204,7 +285,29 @@ impl<'a> View<'a> {
                 num_missed += 1;
             }
         }
-        let cost = self.total(&sums, self.fixed(used));
+        let cost = self.total(&tally.sums, self.fixed(used));
         Outcome { seconds, cost, goodput: worth.max(0.0) / cost, num_missed }
+    }
+
+    /// Takes out the rows whose target no candidate meets, even if the round is as short as one can be. They miss
+    /// it whatever is chosen.
+    pub(super) fn drop_hopeless(&mut self) {
+        let num_candidates = self.rows.num_candidates;
+        let least = |of: &[f64], row: usize| {
+            let shapes = self.rows.shapes[row * num_candidates..(row + 1) * num_candidates].iter();
+            shapes.map(|&shape| of[shape as usize]).fold(f64::INFINITY, f64::min)
+        };
+        let sum = |of: &[f64]| (0..self.num_rows).map(|row| least(of, row)).sum::<f64>();
+        let (costs, nodes) = (self.costs, sum(self.costs.nodes));
+        let seconds = costs.base + sum(costs.lane) + costs.slope * (nodes - costs.ridge).max(0.0);
+        let mut targets = std::mem::take(&mut self.targets);
+        targets.retain(|&row| {
+            let hopes = (0..num_candidates).any(|at| !self.misses(row, at as i32, seconds));
+            if !hopes {
+                self.worth -= self.rows.worth[row] * self.rows.gives[row];
+            }
+            hopes
+        });
+        self.targets = targets;
     }
 }
