@@ -110,6 +110,30 @@ def test_a_request_decodes_on_in_another_engine(kind, params):
         assert_no_page_leaked(two.ledger)
 
 
+@pytest.mark.parametrize("was", ["forked", "given back"])
+def test_a_session_moves_while_a_page_copy_into_its_row_waits(was):
+    """A fork, or a row that came back, gets the copy of its last page with its next step only."""
+    with engine_of() as one, engine_of() as two:
+        session = one.open_session()
+        session.append(PROMPTS[0][:21], GREEDY).output()
+        if was == "forked":
+            leaves = session.fork()
+        else:
+            leaves = session
+            one.export(session).give_back()
+        with one.export(leaves) as export:
+            moved = two.import_row(export.image())
+            export.arrived()
+        text = session.tokens if was == "forked" else moved.tokens
+        (plain,) = two.generate([text + PROMPTS[1]], GREEDY)
+        assert moved.append(PROMPTS[1], GREEDY).output().token_ids == plain.token_ids
+        moved.close()
+        session.close()
+        for engine in (one, two):
+            engine.forget_prefixes()
+            assert_no_page_leaked(engine.ledger)
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kind", ["eagle chain", "plain"])
 def test_a_form_goes_along(kind, depth):
