@@ -14,6 +14,8 @@ from specpool import (
     Engine,
     EngineConfig,
     Grammar,
+    NotReady,
+    RequestOutput,
     SamplingParams,
     Shape,
     TransferError,
@@ -129,6 +131,30 @@ def test_a_session_moves_while_a_page_copy_into_its_row_waits(was):
         assert moved.append(PROMPTS[1], GREEDY).output().token_ids == plain.token_ids
         moved.close()
         session.close()
+        for engine in (one, two):
+            engine.forget_prefixes()
+            assert_no_page_leaked(engine.ledger)
+
+
+def test_a_sample_moves_while_a_page_copy_into_its_row_waits():
+    """The copy of the prompt's last page waits for the sample's first round. Its 20th token is computed then."""
+    params = dataclasses.replace(DRAWN, n=3)
+    with engine_of() as one, engine_of() as two:
+        wanted = [output.token_ids for output in one.generate([PROMPTS[0][:20]], params)]
+        one.forget_prefixes()
+        told: dict[int, RequestOutput] = {}
+        number = one.submit(PROMPTS[0][:20], params)
+        one.turn()
+        with pytest.raises(NotReady):
+            one.ledger.check_quiet(one.core.submitted(number + 1).row)
+        for sample in range(3):
+            with one.export(number + sample) as export:
+                item = lambda _, item, sample=sample: told.update({sample: item})  # noqa: E731
+                two.import_row(export.image(), on_item=item)
+                export.arrived()
+        run(one)
+        run(two)
+        assert [told[sample].token_ids for sample in range(3)] == wanted
         for engine in (one, two):
             engine.forget_prefixes()
             assert_no_page_leaked(engine.ledger)
