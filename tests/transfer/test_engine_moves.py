@@ -112,6 +112,22 @@ def test_a_request_decodes_on_in_another_engine(kind, params):
         assert_no_page_leaked(two.ledger)
 
 
+def test_an_image_is_an_array_or_bytes_and_nothing_else():
+    with engine_of() as one, engine_of() as two:
+        session = one.open_session()
+        session.append(PROMPTS[0], GREEDY).output()
+        with one.export(session) as export:
+            image = export.image()
+        for given in (image, image.tobytes(), bytearray(image), memoryview(image.tobytes())):
+            with two.import_row(given) as moved:
+                assert moved.tokens == session.tokens
+        before = two.ledger.state_hash()
+        for wrong in (None, 5, True, "text", [1, 2], b"", image.view(np.int8), image[None]):
+            with pytest.raises(TransferError, match=r"image (is|ends)"):
+                two.import_row(wrong)
+        assert two.ledger.state_hash() == before
+
+
 @pytest.mark.parametrize("was", ["forked", "given back"])
 def test_a_session_moves_while_a_page_copy_into_its_row_waits(was):
     """A fork, or a row that came back, gets the copy of its last page with its next step only."""
@@ -137,7 +153,7 @@ def test_a_session_moves_while_a_page_copy_into_its_row_waits(was):
 
 
 def test_a_sample_moves_while_a_page_copy_into_its_row_waits():
-    """The copy of the prompt's last page waits for the sample's first round. Its 20th token is computed then."""
+    """The copy of the prompt's last page waits for the sample's first round."""
     params = dataclasses.replace(DRAWN, n=3)
     with engine_of() as one, engine_of() as two:
         wanted = [output.token_ids for output in one.generate([PROMPTS[0][:20]], params)]
