@@ -13,16 +13,30 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
+def shown(value: object) -> str:
+    """Return a value as errors show it: its first 80 characters."""
+    try:
+        return f"{value!r:.80}"
+    except ValueError:  # Python does not write an integer of more than 4300 digits
+        return f"a {type(value).__name__} that is too long to show"
+
+
 def check_int(name: str, value: object, least: int, most: int) -> None:
     """Raise `ConfigError` unless `value` is an int in `[least, most]`."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(f"{name} must be an integer in [{least}, {most}], got {value!r}")
+        raise ConfigError(f"{name} must be an integer in [{least}, {most}], got {shown(value)}")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise `ConfigError` unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise `ConfigError` unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")
 
 
 def check_fields(kind: type[DataclassInstance], given: Iterable[str]) -> None:
@@ -44,7 +58,7 @@ MAX_SALT_BYTES = 256
 def check_salt(salt: object) -> None:
     """Raise `ConfigError` unless `salt` is a string of at most `MAX_SALT_BYTES` bytes."""
     if not isinstance(salt, str):
-        raise ConfigError(f"cache_salt must be a string, got {salt!r:.80}")
+        raise ConfigError(f"cache_salt must be a string, got {shown(salt)}")
     try:
         num_bytes = len(salt.encode())
     except UnicodeEncodeError as error:

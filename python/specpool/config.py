@@ -9,7 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Literal, get_args
 
 from specpool._core import Shape
-from specpool.checks import check_choice, check_fields, check_int
+from specpool.checks import check_bool, check_choice, check_fields, check_int, shown
 from specpool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ copyreg.pickle(Shape, _parts)
 def check_graph_sizes(sizes: object, max_batch: int) -> None:
     """Raise `ConfigError` unless `sizes` is a tuple of different batch sizes that can run."""
     if not isinstance(sizes, tuple | list):
-        raise ConfigError(f"graph_sizes must be a tuple of batch sizes or None, got {sizes!r:.80}")
+        raise ConfigError(f"graph_sizes must be a tuple of batch sizes or None, got {shown(sizes)}")
     for size in sizes:
         check_int("a size in graph_sizes", size, 1, max_batch)
     if len({*sizes}) < len(sizes):
-        raise ConfigError(f"graph_sizes must be different batch sizes, got {sizes!r:.80}")
+        raise ConfigError(f"graph_sizes must be different batch sizes, got {shown(sizes)}")
 
 
 def busy_check_of_environment() -> int:
@@ -167,11 +167,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.shape is not None and not isinstance(self.shape, Shape):
-            raise ConfigError(f"shape must be a specpool.Shape or None, got {self.shape!r}")
+            raise ConfigError(f"shape must be a specpool.Shape or None, got {shown(self.shape)}")
         if not isinstance(self.shapes, tuple | list) or not all(
             isinstance(shape, Shape) for shape in self.shapes
         ):
-            raise ConfigError(f"shapes must be a tuple of specpool.Shape, got {self.shapes!r:.80}")
+            raise ConfigError(f"shapes must be a tuple of specpool.Shape, got {shown(self.shapes)}")
         check_int("forced_steps", self.forced_steps, 0, 63)
         check_int("page_size", self.page_size, 1, 1 << 20)
         check_choice("placement", self.placement, get_args(Placement))
@@ -189,12 +189,10 @@ class EngineConfig:
             raise ConfigError(
                 f"worker 'v1' is synchronous: it needs overlap_depth 0, got {self.overlap_depth}"
             )
-        if not isinstance(self.prefix_cache, bool):
-            raise ConfigError(f"prefix_cache must be True or False, got {self.prefix_cache!r:.80}")
+        check_bool("prefix_cache", self.prefix_cache)
         check_int("prefill_tokens", self.prefill_tokens, 1, 1 << 30)
         check_int("headroom", self.headroom, 0, 1 << 30)
-        if not isinstance(self.mixed_chunks, bool):
-            raise ConfigError(f"mixed_chunks must be True or False, got {self.mixed_chunks!r}")
+        check_bool("mixed_chunks", self.mixed_chunks)
         if self.max_context_len is not None:
             check_int("max_context_len", self.max_context_len, 2, 1 << 30)
         if self.num_pages is not None:
@@ -214,6 +212,10 @@ class EngineConfig:
             object.__setattr__(self, "graph_sizes", tuple(self.graph_sizes))
         check_int("busy_check", self.busy_check, 0, 2)
         check_choice("on_finding", self.on_finding, get_args(OnFinding))
+        if not isinstance(self.attention, str):
+            raise ConfigError(
+                f"attention must be the name of a back end, got {shown(self.attention)}"
+            )
 
     def _check_draft_window(self) -> None:
         """Raise `ConfigError` if `draft_window` or `draft_sink` cannot work."""
@@ -235,7 +237,7 @@ class EngineConfig:
     def _check_nodes(self, nodes: object) -> None:
         """Raise `ConfigError` if `verify_nodes` is wrong, or does not go with the policy."""
         policy = getattr(self.adaptive, "policy", None)
-        if nodes == "auto":
+        if isinstance(nodes, str) and nodes == "auto":
             if policy != "budget":
                 raise ConfigError(f"verify_nodes 'auto' needs adaptive 'budget', got {policy!r}")
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specpool.checks import check_fields, check_int, check_salt
+from specpool.checks import check_bool, check_fields, check_int, check_salt, shown
 from specpool.errors import ConfigError
 from specpool.text.stop_search import check_stop
 from specpool.text.structured.grammar import Grammar
@@ -20,13 +20,13 @@ def check_number(name: str, value: object, least: float, most: float) -> None:
     """Raise `ConfigError` unless `value` is an int or float in `[least, most]`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not least <= value <= most:  # type: ignore[operator]  # NaN fails
-        raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {value!r:.80}")
+        raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {shown(value)}")
 
 
 def check_bias(bias: object) -> None:
     """Raise `ConfigError` unless `bias` maps at most `MAX_BIASES` token ids to [-100, 100]."""
     if not isinstance(bias, Mapping):
-        raise ConfigError(f"logit_bias must map token ids to numbers, got {bias!r:.80}")
+        raise ConfigError(f"logit_bias must map token ids to numbers, got {shown(bias)}")
     if len(bias) > MAX_BIASES:
         raise ConfigError(f"logit_bias must have at most {MAX_BIASES} tokens, got {len(bias)}")
     for token, value in bias.items():
@@ -123,8 +123,11 @@ class SamplingParams:
             check_int("seed", self.seed, 0, (1 << 64) - 1)
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, 1 << 20)
+        check_bool("ignore_eos", self.ignore_eos)
         if not isinstance(self.stop_token_ids, tuple | list):
-            raise ConfigError(f"stop_token_ids must be a tuple of ids, got {self.stop_token_ids!r}")
+            raise ConfigError(
+                f"stop_token_ids must be a tuple of ids, got {shown(self.stop_token_ids)}"
+            )
         for token in self.stop_token_ids:
             check_int("stop_token_ids", token, 0, (1 << 31) - 1)
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
@@ -136,11 +139,11 @@ class SamplingParams:
         if self.priority is not None:
             check_int("priority", self.priority, -(1 << 31), (1 << 31) - 1)
         if self.drafter is not None and not (isinstance(self.drafter, str) and self.drafter):
-            raise ConfigError(f"drafter must be a name or None, got {self.drafter!r:.80}")
+            raise ConfigError(f"drafter must be a name or None, got {shown(self.drafter)}")
         check_salt(self.cache_salt)
         if self.structured is not None and not isinstance(self.structured, Grammar):
             raise ConfigError(
-                f"structured must be a specpool.Grammar or None, got {self.structured!r:.80}"
+                f"structured must be a specpool.Grammar or None, got {shown(self.structured)}"
             )
         if self.structured is not None and self.ignore_eos:
             raise ConfigError(

@@ -70,6 +70,8 @@ def engine_of(target: TargetModel, depth: int = 0, drafter: Any = None, **option
         ({"stop": ("",)}, "stop must hold strings that are not empty, got ''"),
         ({"stop": ("a\ud800",)}, "lone surrogate at position 1"),
         ({"stop": ("a",) * 65}, "at most 64 strings, got 65"),
+        ({"ignore_eos": "false"}, "ignore_eos must be True or False, got 'false'"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
     ],
 )
 def test_limits_and_stops_of_a_wrong_kind_or_size_are_refused(options, says):
@@ -154,6 +156,22 @@ def test_one_stop_string_needs_no_tuple():
     assert params.stop == ("end",) == SamplingParams(stop=("end",)).stop
     assert dataclasses.replace(params, n=2).stop == ("end",)
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, SamplingParams])
+def test_a_field_with_any_value_is_taken_or_refused_in_one_short_line(kind):
+    """An integer of more than 4300 digits has no repr, and an array has no truth value."""
+    huge = 10**5000
+    values = [huge, [huge], {huge: 1}, {1: huge}, "x" * 10**6, ["x"] * 10**5, np.array([1, 2])]
+    num_refused = 0
+    for field in dataclasses.fields(kind):
+        for value in values:
+            try:
+                kind(**{field.name: value})
+            except ConfigError as error:
+                num_refused += 1
+                assert len(str(error)) < 1200 and "\n" not in str(error), field.name
+    assert num_refused > 5 * len(dataclasses.fields(kind))
 
 
 @pytest.mark.parametrize("priority", [1 << 31, -(1 << 31) - 1, 0.5, True])

@@ -14,6 +14,8 @@ from specpool import (
     Engine,
     EngineConfig,
     Grammar,
+    NotReady,
+    RequestOutput,
     SamplingParams,
     Shape,
     TransferError,
@@ -108,6 +110,70 @@ def test_a_request_decodes_on_in_another_engine(kind, params):
         assert [token for item in told[:-1] for token in item.token_ids] == wanted.token_ids
         two.forget_prefixes()
         assert_no_page_leaked(two.ledger)
+
+
+def test_an_image_is_an_array_or_bytes_and_nothing_else():
+    with engine_of() as one, engine_of() as two:
+        session = one.open_session()
+        session.append(PROMPTS[0], GREEDY).output()
+        with one.export(session) as export:
+            image = export.image()
+        for given in (image, image.tobytes(), bytearray(image), memoryview(image.tobytes())):
+            with two.import_row(given) as moved:
+                assert moved.tokens == session.tokens
+        before = two.ledger.state_hash()
+        for wrong in (None, 5, True, "text", [1, 2], b"", image.view(np.int8), image[None]):
+            with pytest.raises(TransferError, match=r"image (is|ends)"):
+                two.import_row(wrong)
+        assert two.ledger.state_hash() == before
+
+
+@pytest.mark.parametrize("was", ["forked", "given back"])
+def test_a_session_moves_while_a_page_copy_into_its_row_waits(was):
+    """A fork, or a row that came back, gets the copy of its last page with its next step only."""
+    with engine_of() as one, engine_of() as two:
+        session = one.open_session()
+        session.append(PROMPTS[0][:21], GREEDY).output()
+        if was == "forked":
+            leaves = session.fork()
+        else:
+            leaves = session
+            one.export(session).give_back()
+        with one.export(leaves) as export:
+            moved = two.import_row(export.image())
+            export.arrived()
+        text = session.tokens if was == "forked" else moved.tokens
+        (plain,) = two.generate([text + PROMPTS[1]], GREEDY)
+        assert moved.append(PROMPTS[1], GREEDY).output().token_ids == plain.token_ids
+        moved.close()
+        session.close()
+        for engine in (one, two):
+            engine.forget_prefixes()
+            assert_no_page_leaked(engine.ledger)
+
+
+def test_a_sample_moves_while_a_page_copy_into_its_row_waits():
+    """The copy of the prompt's last page waits for the sample's first round."""
+    params = dataclasses.replace(DRAWN, n=3)
+    with engine_of() as one, engine_of() as two:
+        wanted = [output.token_ids for output in one.generate([PROMPTS[0][:20]], params)]
+        one.forget_prefixes()
+        told: dict[int, RequestOutput] = {}
+        number = one.submit(PROMPTS[0][:20], params)
+        one.turn()
+        with pytest.raises(NotReady):
+            one.ledger.check_quiet(one.core.submitted(number + 1).row)
+        for sample in range(3):
+            with one.export(number + sample) as export:
+                item = lambda _, item, sample=sample: told.update({sample: item})  # noqa: E731
+                two.import_row(export.image(), on_item=item)
+                export.arrived()
+        run(one)
+        run(two)
+        assert [told[sample].token_ids for sample in range(3)] == wanted
+        for engine in (one, two):
+            engine.forget_prefixes()
+            assert_no_page_leaked(engine.ledger)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from specpool._core import Shape
-from specpool.checks import check_choice, check_int
+from specpool.checks import check_choice, check_int, shown
 from specpool.errors import ConfigError
 from specpool.shape_names import chain, depth_order, name_of, parse_shape
 
@@ -171,7 +171,9 @@ class AdaptiveConfig:
         try:
             content = json.loads(Path(path).read_bytes(), object_pairs_hook=_unique)
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+            raise ConfigError(
+                f"{path!s:.1000}: cannot be read: {error.strerror or error}"
+            ) from None
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
         except (ValueError, RecursionError) as error:
@@ -319,13 +321,13 @@ def config_of(value: AdaptiveConfig | str | PathLike[str]) -> AdaptiveConfig:
     """
     if isinstance(value, AdaptiveConfig):
         return value
+    if not isinstance(value, str | PathLike) or not value:
+        raise ConfigError(
+            f"adaptive must be {', '.join(map(repr, POLICIES))}, the path of a JSON file or an "
+            f"AdaptiveConfig, got {shown(value)}"
+        )
     if value == "ema":
         return AdaptiveConfig.default()
     if value in ("cost", "budget"):
         return AdaptiveConfig.from_dict({"policy": value, **_MEASURED})
-    if not isinstance(value, str | PathLike) or not value:
-        raise ConfigError(
-            f"adaptive must be {', '.join(map(repr, POLICIES))}, the path of a JSON file or an "
-            f"AdaptiveConfig, got {value!r:.80}"
-        )
     return AdaptiveConfig.from_file(value)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specpool.checks import shown
 from specpool.errors import ConfigError
 
 #: The most stop strings of one request.
@@ -15,14 +16,14 @@ MAX_STOP_STRINGS = 64
 def check_stop(stop: object) -> None:
     """Raise `ConfigError` unless `stop` is a tuple of at most `MAX_STOP_STRINGS` valid strings."""
     if not isinstance(stop, tuple | list):
-        raise ConfigError(f"stop must be a tuple of strings, got {stop!r:.80}")
+        raise ConfigError(f"stop must be a tuple of strings, got {shown(stop)}")
     if len(stop) > MAX_STOP_STRINGS:
         raise ConfigError(
-            f"stop must be at most {MAX_STOP_STRINGS} strings, got {len(stop)}: {stop!r:.80}"
+            f"stop must be at most {MAX_STOP_STRINGS} strings, got {len(stop)}: {shown(stop)}"
         )
     for string in stop:
         if not isinstance(string, str) or not string:
-            raise ConfigError(f"stop must hold strings that are not empty, got {string!r:.80}")
+            raise ConfigError(f"stop must hold strings that are not empty, got {shown(string)}")
         try:
             string.encode()
         except UnicodeEncodeError as error:

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import checksum
+from specpool.checks import shown
 from specpool.errors import TransferError
 from specpool.transfer.layout import Layout
 
@@ -273,6 +274,17 @@ def _header(text: bytes) -> Header:
     return header
 
 
+def _bytes_of(data: Bytes | bytes | bytearray | memoryview) -> Bytes:
+    """Return an image as an array on the same memory, or raise `TransferError`."""
+    try:
+        image = np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data
+    except (TypeError, ValueError, BufferError):
+        raise TransferError(f"an image is bytes or uint8 [n], got {shown(data)}") from None
+    if image.dtype != np.uint8 or image.ndim != 1:
+        raise TransferError(f"an image is uint8 [n], got {image.dtype} {[*image.shape]}")
+    return image
+
+
 class Image:
     """An image whose head, state and tokens were checked; its pages are checked as they are read.
 
@@ -282,18 +294,21 @@ class Image:
         tokens: the whole text.
     """
 
-    def __init__(self, data: Bytes, layout: Layout, wait: Wait | None = None) -> None:
+    def __init__(
+        self, data: Bytes | bytes | bytearray | memoryview, layout: Layout, wait: Wait | None = None
+    ) -> None:
         """Check all but the pages. Of the pages nothing is copied.
 
         Args:
-            data: uint8 [n], the whole image. Somebody else may be able to write it: it is read
-                once.
+            data: uint8 [n] or bytes, the whole image. Somebody else may be able to write it: it is
+                read once.
             layout: the receiver's.
             wait: called before a run is read, if its writer has not ended yet.
 
         Raises:
             TransferError: it is no whole image of a row that fits `layout`, or it is damaged.
         """
+        data = _bytes_of(data)
         head = data[: FIXED_BYTES + MAX_HEADER].tobytes()
         self.header, places = parse_header(head, layout)
         if len(data) != places.total:

@@ -54,7 +54,7 @@ class Movable:
 
     def import_row(
         self,
-        image: Bytes,
+        image: Bytes | bytes | bytearray | memoryview,
         *,
         decode: bool = True,
         on_item: Callable[[int, Chunk | RequestOutput], None] | None = None,
@@ -66,7 +66,7 @@ class Movable:
         no room for the KV, it is computed again.
 
         Args:
-            image: uint8 [n], read during the call only.
+            image: uint8 [n], or bytes such as those of a file; read during the call only.
             decode: as in `submit`, for a request.
             on_item: as in `submit`, also for the turn of a session; the first chunk has the output
                 so far.
@@ -103,7 +103,7 @@ class Movable:
 
     def _import(
         self,
-        image: Bytes,
+        image: Bytes | bytes | bytearray | memoryview,
         wait: Wait | None,
         decode: bool,
         on_item: Callable[[int, Chunk | RequestOutput], None] | None,

@@ -63,27 +63,35 @@ class Exports:
     def of_conversation(self, conversation: Conversation) -> RowExport:
         """Take the idle row of a conversation, which keeps its tokens and is busy until the end.
 
-        No step of the row is in flight.
+        No step of the row is in flight. A row with a page copy that waits for a step, such as that
+        of a new fork, stays here until the end, and the text goes without KV.
         """
         conversation.leaves = True
         if not conversation.row:
             return self._without_kv()
-        export = self._of_row(conversation.row)
+        try:
+            export = self._of_row(conversation.row)
+        except NotReady:
+            return self._without_kv()
         self._conversations.forget(conversation.row)
         return export
 
     def of_request(self, request: Request, *, takes_kv: bool = True) -> RowExport:
         """Take a request that runs or waits from its queue, and its row if it has one.
 
-        No step of the row is in flight. Without `takes_kv` the row is given back at once.
+        No step of the row is in flight. Without `takes_kv`, or with a page copy into the row that
+        waits for a step, the row is given back at once.
         """
         if request in self._waiting:
             self._waiting.remove(request)
             return self._without_kv()
         self._rows.before_release(request)  # the prefix cache keeps what it has computed
         has_kv = takes_kv and self._ledger.resolved_len[request.row] > 0
-        export = self._of_row(request.row) if has_kv else self._without_kv()
-        if not has_kv:
+        try:
+            export = self._of_row(request.row) if has_kv else self._without_kv()
+        except NotReady:
+            export = self._without_kv()
+        if not export.prefix:
             self._rows.retract(request.row)
         self._running.leave(request)
         self._running.remove(request)
