@@ -367,6 +367,9 @@ def embed(
     nano_vllm: Annotated[
         Path | None, typer.Option(help="A checkout of nano-vllm, whose manager is measured too.")
     ] = None,
+    mini_sglang: Annotated[
+        Path | None, typer.Option(help="The same of mini-sglang, whose keys are compared in C++.")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 7,
     json: Json = False,
     plot: Plot = None,
@@ -374,7 +377,7 @@ def embed(
     """`BlockPool` under other engines, beside their own block managers."""
     from benches.embed import embed as run
 
-    run(nano_vllm=nano_vllm, repeats=repeats, json=json, plot=plot)
+    run(nano_vllm=nano_vllm, mini_sglang=mini_sglang, repeats=repeats, json=json, plot=plot)
 
 
 @app.command("sglang")

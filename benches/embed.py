@@ -3,13 +3,12 @@
 The calls alone are measured beside a pool of plain dicts. With `--nano-vllm PATH`, a checkout of
 that project, its manager and the one of `examples/engines` serve the same sequences: prompts of
 common beginnings, then decoding. Its sequences are used for both. Only the managers' time counts.
+`--mini-sglang PATH` does the same with that project: `embed_mini.py`.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -19,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from benches.engines import example, stand_in_packages
 from specpool import BlockPool
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
 from specpool.errors import ConfigError
 
-ENGINES = Path(__file__).parent.parent / "examples" / "engines"
 SIZES = (16, 256)  # block sizes of nano-vllm; with 1 its manager gives a decode no block
 REQUESTS, PROMPT, COMMON, NEW = 64, 1024, 512, 256
 
@@ -124,24 +123,15 @@ def _calls(repeats: int) -> list[Result]:
 
 def _nano_vllm(path: Path) -> tuple[ModuleType, ModuleType, ModuleType]:
     """Import the checkout's manager and sequence without its package, which needs a GPU's parts."""
-    package = path / "nanovllm"
-    if not (package / "engine" / "block_manager.py").is_file():
+    if not (path / "nanovllm" / "engine" / "block_manager.py").is_file():
         raise ConfigError(f"--nano-vllm: {path} has no nanovllm/engine/block_manager.py")
-    for name in ("nanovllm", "nanovllm.engine"):
-        module = ModuleType(name)
-        module.__path__ = [str(path.joinpath(*name.split(".")))]
-        sys.modules[name] = module
+    stand_in_packages(path, "nanovllm", "nanovllm.engine")
     try:
         theirs = importlib.import_module("nanovllm.engine.block_manager")
         sequences = importlib.import_module("nanovllm.engine.sequence")
     except ImportError as error:
         raise ConfigError(f"--nano-vllm: {error}: pip install {error.name}") from None
-    spec = importlib.util.spec_from_file_location("nano_vllm", ENGINES / "nano_vllm.py")
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"there is no {ENGINES / 'nano_vllm.py'}")
-    ours = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(ours)
-    return ours, theirs, sequences
+    return example("nano_vllm"), theirs, sequences
 
 
 class NanoLoad:
@@ -213,7 +203,14 @@ def _turn(manager: Any, sequence: Any, block_size: int) -> tuple[float, float]:
     return load.prefill(), load.decode()
 
 
-def embed(*, nano_vllm: Path | None, repeats: int, json: bool, plot: Path | None) -> None:
+def embed(
+    *,
+    nano_vllm: Path | None,
+    mini_sglang: Path | None,
+    repeats: int,
+    json: bool,
+    plot: Path | None,
+) -> None:
     """Measure, and print the results.
 
     Raises:
@@ -222,5 +219,11 @@ def embed(*, nano_vllm: Path | None, repeats: int, json: bool, plot: Path | None
     check_int("repeats", repeats, 1, 1 << 16)
     if plot is not None:
         check_plot(plot)
-    results = _beside_nano(nano_vllm, repeats) if nano_vllm is not None else []
-    report("bench embed", machine(), [*_calls(repeats), *results], json_only=json, plot=plot)
+    results = _calls(repeats)
+    if nano_vllm is not None:
+        results += _beside_nano(nano_vllm, repeats)
+    if mini_sglang is not None:
+        from benches import embed_mini
+
+        results += embed_mini.measure(mini_sglang, repeats)
+    report("bench embed", machine(), results, json_only=json, plot=plot)

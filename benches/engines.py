@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from specpool.checks import check_int
@@ -14,7 +16,8 @@ from specpool.errors import ConfigError
 
 Run = Callable[[], float]
 
-ENGINES = Path(__file__).parent.parent / ".engines"
+ROOT = Path(__file__).parent.parent
+ENGINES = ROOT / ".engines"
 
 
 def load(name: str, title: str, path: Path | None, *, repeats: int, plot: Path | None) -> None:
@@ -60,3 +63,26 @@ def freed(take: Callable[[], Any], free: Callable[[Any], None], num_calls: int) 
         return spent / num_calls / 1e3
 
     return run
+
+
+def example(name: str) -> ModuleType:
+    """Import a file of `examples/engines`, named without its `.py`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = ROOT / "examples" / "engines" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigError(f"there is no {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def stand_in_packages(path: Path, *names: str) -> None:
+    """Let modules of packages below `path` be imported without the packages' own `__init__`."""
+    for name in names:
+        module = ModuleType(name)
+        module.__path__ = [str(path.joinpath(*name.split(".")))]
+        sys.modules[name] = module

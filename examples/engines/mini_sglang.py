@@ -1,7 +1,6 @@
-"""mini-sglang's `CacheManager` and radix tree on `specpool.BlockPool`: its scheduler is unchanged.
+"""mini-sglang's cache manager on `BlockPool`: import it in `minisgl/scheduler/scheduler.py`.
 
-Import `CacheManager` from here in `minisgl/scheduler/scheduler.py`. A request holds its own blocks,
-so no line of the page table points at a block that was given away.
+A request holds its own blocks, so no line of the page table points at one that was given away.
 """
 
 from contextlib import nullcontext
@@ -22,43 +21,48 @@ class CacheManager:
         self.pool = BlockPool(num_pages, page_size, caching=type != "naive")
         self.lazy_free_region = nullcontext
 
-    def slots(self, blocks: Any) -> torch.Tensor:
-        slots = np.asarray(blocks, np.int32)[:, None] * self.page_size + np.arange(self.page_size)
-        return torch.from_numpy(slots.ravel()).to(self.page_table, non_blocking=True)
+    def slots(self, firsts: Any) -> torch.Tensor:
+        slots = np.add.outer(firsts, np.arange(self.page_size)).ravel()
+        return torch.from_numpy(slots).to(self.page_table.device, non_blocking=True)
 
     @property
     def available_size(self) -> int:
         return (self.pool.num_free + self.pool.num_cached) * self.page_size
 
     def match_req(self, req: Any) -> Any:
-        blocks = self.pool.match(req.input_ids, limit=req.input_len - 1).tolist()
-        found = SimpleNamespace(blocks=blocks, cached_len=len(blocks) * self.page_size)
-        found.get_matched_indices = lambda hit=tuple(blocks): self.slots(hit)
+        hit, size = self.pool.match(req.input_ids, limit=req.input_len - 1), self.page_size
+        blocks = np.resize(hit, -(-(req.input_len + req.output_len) // size))  # `held` of them
+        found = SimpleNamespace(blocks=blocks, held=len(hit), cached_len=len(hit) * size)
+        found.get_matched_indices = lambda: self.slots(hit * size)
         return SimpleNamespace(cuda_handle=found)
 
     def lock(self, handle: Any) -> None:
-        self.pool.take(0, handle.blocks)
+        self.pool.take(0, handle.blocks[: handle.held])
 
     def unlock(self, handle: Any) -> None:
-        self.pool.drop(handle.blocks)
+        self.pool.drop(handle.blocks[: handle.held])
 
     def allocate_paged(self, reqs: list[Any]) -> None:
-        size = self.page_size
-        spans = [(r, len(r.cache_handle.blocks), -(-r.device_len // size)) for r in reqs]
-        spans = [span for span in spans if span[2] > span[1]]
-        blocks = self.pool.take(sum(end - start for _, start, end in spans))
-        first = 0
-        for req, start, end in spans:
-            new, first = blocks[first : first + end - start], first + end - start
-            req.cache_handle.blocks += new.tolist()
-            self.page_table[req.table_idx, start * size : end * size] = self.slots(new)
+        size, width = self.page_size, self.page_table.stride(0)
+        spans = [(req, req.cache_handle, -(-req.device_len // size)) for req in reqs]
+        spans = [span for span in spans if span[2] > span[1].held]
+        if not spans:
+            return
+        counts = np.array([end - handle.held for _, handle, end in spans], np.int64)
+        new, ends = self.pool.take(int(counts.sum())), counts.cumsum()
+        first = np.array([r.table_idx * width + h.held * size for r, h, _ in spans], np.int64)
+        cells = np.repeat(first - (ends - counts) * size, counts) + np.arange(len(new)) * size
+        self.page_table.view(-1)[self.slots(cells)] = self.slots(new * size).int()
+        for (_, handle, end), last in zip(spans, ends.tolist(), strict=True):
+            handle.blocks[handle.held : end] = new[last - end + handle.held : last]
+            handle.held = end
 
     def cache_req(self, req: Any, *, finished: bool) -> None:
-        handle, end = req.cache_handle, req.cached_len
-        self.pool.put(req.input_ids[:end], handle.blocks, handle.cached_len // self.page_size)
-        handle.cached_len = end // self.page_size * self.page_size
+        handle, end, size = req.cache_handle, req.cached_len, self.page_size
+        self.pool.put(req.input_ids[:end], handle.blocks[: handle.held], handle.cached_len // size)
+        handle.cached_len = end // size * size
         if finished:
-            self.pool.drop(handle.blocks)
+            self.unlock(handle)
 
     def check_integrity(self) -> None:
         self.pool.check()

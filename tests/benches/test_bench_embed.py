@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from benches import embed_mini
 from benches.__main__ import main
 from benches.embed import NEW, REQUESTS, NanoLoad, PlainPool
 from specpool import BlockPool
@@ -103,4 +104,103 @@ def test_the_plain_pool_finds_what_the_real_one_does():
 def test_a_folder_that_is_no_checkout_is_refused(monkeypatch, capsys, tmp_path: Path):
     code, out, err = bench(monkeypatch, capsys, "--nano-vllm", str(tmp_path))
     says = f"error: --nano-vllm: {tmp_path} has no nanovllm/engine/block_manager.py\n"
+    assert (code, out, err) == (2, "", says)
+
+
+CACHE = """
+import contextlib
+
+class CacheManager:
+    def __init__(self, num_pages, page_size, page_table, type):
+        self.size, self.table, self.free = page_size, page_table, list(range(num_pages))
+        self.lazy_free_region = contextlib.nullcontext
+    def match_req(self, req):
+        class Found:
+            cached_len = 0
+        class Result:
+            cuda_handle = Found()
+        return Result()
+    def lock(self, handle):
+        pass
+    def allocate_paged(self, reqs):
+        for req in reqs:
+            for at in range(req.cached_len, req.device_len):
+                if at % self.size == 0:
+                    page = self.free.pop()
+                self.table[req.table_idx, at] = 1
+    def cache_req(self, req, finished):
+        pass
+    def check_integrity(self):
+        pass
+"""
+CORE = """
+import dataclasses
+import torch
+
+@dataclasses.dataclass
+class Context:
+    page_size: int
+
+class Req:
+    def __init__(self, tokens, line, known, new, uid, params, handle):
+        self.input_ids, self.table_idx, self.cached_len = tokens, line, known
+        self.device_len, self.cache_handle = len(tokens), handle
+    def complete_one(self):
+        self.cached_len, self.device_len = self.device_len, self.device_len + 1
+    def append_host(self, token):
+        self.input_ids = torch.cat([self.input_ids, token])
+"""
+UTILS = "def align_down(a, b): pass\ndef div_ceil(a, b): pass\n"
+
+
+@pytest.fixture
+def mini(tmp_path: Path) -> Path:
+    """What stands for a checkout of mini-sglang."""
+    for name, text in {
+        "core.py": CORE,
+        "scheduler/cache.py": CACHE,
+        "utils/misc.py": UTILS,
+        "utils/registry.py": "class Registry: pass\n",
+        "kernel/radix.py": "def fast_compare_key(a, b): return 1\n",
+    }.items():
+        path = tmp_path / "python" / "minisgl" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith("minisgl")]:
+        del sys.modules[name]
+
+
+def test_mini_sglangs_manager_is_measured(monkeypatch, capsys, mini: Path):
+    for name, value in {"REQUESTS": 8, "PROMPT": 64, "COMMON": 32, "NEW": 8}.items():
+        monkeypatch.setattr(embed_mini, name, value)
+    args = ("--repeats", "1", "--json", "--mini-sglang", str(mini))
+    code, out, err = bench(monkeypatch, capsys, *args)
+    assert code == 0, err
+    names = [result["name"] for result in json.loads(out)["results"]]
+    assert [name for name in names if name.startswith("mini-sglang")] == [
+        f"mini-sglang, P={size}: {part}" for size in (1, 16, 256) for part in embed_mini.PARTS
+    ]
+
+
+def test_a_load_of_mini_sglang_fills_the_table(mini: Path):
+    ours, _, core = embed_mini._modules(mini)
+    load = embed_mini.MiniLoad(ours.CacheManager, core, 16)
+    assert min(load.prefill(), load.decode()) > 0
+    pool, req = load.manager.pool, load.reqs[9]
+    slots = load._table[req.table_idx]
+    assert len(slots.unique()) == len(slots) == embed_mini.PROMPT + embed_mini.NEW
+    # The first block is shared with a request of the same beginning, the last one is not.
+    other = load._table[load.reqs[1].table_idx]
+    assert (slots == other).tolist() == [True] * embed_mini.COMMON + [False] * (
+        len(slots) - embed_mini.COMMON
+    )
+    assert load.finish() > 0
+    assert len(pool.match(req.input_ids)) == req.cached_len // 16
+    load.manager.check_integrity()
+
+
+def test_a_folder_that_is_no_mini_sglang_is_refused(monkeypatch, capsys, tmp_path: Path):
+    code, out, err = bench(monkeypatch, capsys, "--mini-sglang", str(tmp_path))
+    says = f"error: --mini-sglang: {tmp_path} has no python/minisgl/scheduler/cache.py\n"
     assert (code, out, err) == (2, "", says)

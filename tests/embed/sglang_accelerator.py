@@ -21,6 +21,8 @@ from sglang.srt.mem_cache import allocation
 from sglang.srt.mem_cache.allocator import paged
 from torch.overrides import TorchFunctionMode
 
+HERE = Path(__file__).parent
+
 DEVICE = torch.device("cuda", 0)
 #: What gives the host a number, or a tensor whose shape depends on what the device holds.
 READS = {
@@ -155,7 +157,7 @@ class Accelerator(TorchFunctionMode):
         frame: Any = sys._getframe(1)
         while frame is not None:
             path = Path(frame.f_code.co_filename)
-            if ("specpool" in path.parts or "sglang" in path.parts) and "embed" not in path.parts:
+            if ("specpool" in path.parts or "sglang" in path.parts) and path.parent != HERE:
                 counter[f"{'/'.join(path.parts[-3:])}:{frame.f_code.co_name}: {what}"] += 1
                 return
             frame = frame.f_back

@@ -271,13 +271,12 @@ def test_this_vllm_is_known() -> None:
 
 def test_what_wraps_a_call_has_its_parameters_and_defaults() -> None:
     """It names them one by one."""
-    from specpool.plugins.vllm import pool, speculative
+    from specpool.plugins.vllm import pool
 
     own = inspect.signature(pool.own_allocate_slots).parameters.values()
-    for wrapper in (pool._allocate_slots, speculative._allocate_slots):
-        mine = inspect.signature(wrapper, follow_wrapped=False).parameters.values()
-        assert [(p.kind, p.default) for p in mine] == [(p.kind, p.default) for p in own]
-        assert [p.name for p in mine][1:] == [p.name for p in own][1:]
+    mine = inspect.signature(pool._allocate_slots, follow_wrapped=False).parameters.values()
+    assert [(p.kind, p.default) for p in mine] == [(p.kind, p.default) for p in own]
+    assert [p.name for p in mine][1:] == [p.name for p in own][1:]
 
 
 def test_a_change_of_vllm_is_drift(monkeypatch: pytest.MonkeyPatch) -> None:

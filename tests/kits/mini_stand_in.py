@@ -72,7 +72,7 @@ class MiniScheduler:
         while self.waiting and self.lines:
             req = self.waiting[0]
             handle = self.manager.match_req(req).cuda_handle
-            owed = sum(-(-r.most_tokens // size) * size - len(r.cache_handle.blocks) * size
+            owed = sum(-(-r.most_tokens // size) * size - r.cache_handle.held * size
                        for r in self.running)  # fmt: skip
             own = -(-(req.input_len + req.output_len) // size) * size - handle.cached_len
             self.manager.lock(handle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -25,25 +25,6 @@ ROUND = 1
 FEW = 16
 
 
-def kept(array_of: Callable[[torch.Tensor], _I32]) -> Callable[[torch.Tensor], _I32]:
-    """Return a function that gives a host tensor's array, and keeps that of the last tensor.
-
-    SGLang has the same tensor for many steps, and making its array takes longer than a small call
-    of the ledger.
-    """
-    last: torch.Tensor | None = None
-    array: Any = None
-
-    def kept_array(tensor: torch.Tensor) -> _I32:
-        nonlocal last, array
-        if tensor is not last:
-            last, array = tensor, array_of(tensor)
-        view: _I32 = array
-        return view
-
-    return kept_array
-
-
 class Book:
     """The ledger of a row pool and an allocator, and the rounds whose results are not in yet.
 
@@ -60,10 +41,12 @@ class Book:
         table: torch.Tensor = pool.req_to_token
         #: What SGLang's table on an accelerator holds, on the host; None where it is there itself.
         self.mirror = None if table.is_cpu else torch.zeros(table.shape, dtype=table.dtype)
-        #: The array of a table on the host, int32 [rows, slots of a row]: the same memory.
-        self.slot_table = kept(lambda table: table.numpy())
-        #: A batch's rows, int32 [requests]: a copy, since SGLang has int64.
-        self.rows_of = kept(lambda rows: rows.numpy().astype(np.int32))
+        #: The slots of each row, int32 [rows, slots of a row], on the host. SGLang makes its table
+        #: once, so the array of it is made once, too: `cells` is the same memory.
+        self.host_table = table if self.mirror is None else self.mirror
+        self.cells: _I32 = self.host_table.numpy()
+        #: The last batch's rows: SGLang's tensor and the array of it.
+        self._batch_rows: tuple[torch.Tensor | None, Any] = None, None
         #: Launched rounds and how many rows each has, oldest first.
         self.rounds: deque[tuple[int, int]] = deque()
         #: The batch whose prefill is being allocated.
@@ -137,11 +120,6 @@ class Book:
 
     # The table of rows.
 
-    @property
-    def host_table(self) -> torch.Tensor:
-        """The slots of each row, int32 [rows, slots of a row], on the host."""
-        return self.pool.req_to_token if self.mirror is None else self.mirror
-
     @contextmanager
     def table_on_host(self) -> Iterator[None]:
         """Within it SGLang reads and writes the table on the host."""
@@ -161,11 +139,24 @@ class Book:
             return
         first = rows.astype(np.int64) * self.mirror.shape[1] + starts
         cells = np.repeat(first - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())
-        slots = self.slot_table(self.mirror).reshape(-1)[cells]
+        slots = self.cells.reshape(-1)[cells]
         down = upload(np.stack((cells, slots)), self.pool.device)
         self.pool.req_to_token.view(-1)[down[0]] = down[1].to(torch.int32)
 
     # What a step does.
+
+    def rows_of(self, rows: torch.Tensor) -> _I32:
+        """Return a batch's rows, int32 [requests], from SGLang's tensor of int64 on the host.
+
+        SGLang has the same tensor for many steps, and making its array takes longer than a small
+        call of the ledger. So the last one is kept.
+        """
+        last, array = self._batch_rows
+        if rows is not last:
+            array = rows.numpy().astype(np.int32)
+            self._batch_rows = rows, array
+        view: _I32 = array
+        return view
 
     def extend(self, rows: _I32, starts: _I32, ends: _I32) -> torch.Tensor | None:
         """Grow the rows to `ends` tokens for a prefill; return the new slots, int64, lane by lane.
@@ -186,7 +177,7 @@ class Book:
             for lane in np.flatnonzero(at > starts).tolist():
                 ledger.trim(int(rows[lane]), int(starts[lane]))
             plan = ledger.prepare_extend(rows, ends)
-            launch_into(ledger, plan.step, self.slot_table(self.host_table))
+            launch_into(ledger, plan.step, self.cells)
         except OutOfPages:
             return None
         except SpecpoolError as error:
@@ -214,7 +205,7 @@ class Book:
         ledger = self.ledger
         before = None if self.mirror is None else ledger.allocated_len(0)[rows]
         try:
-            step, held = decode_into(ledger, rows, ROUND, self.slot_table(self.host_table))
+            step, held = decode_into(ledger, rows, ROUND, self.cells)
         except OutOfPages:
             return None
         except SpecpoolError as error:

@@ -43,8 +43,7 @@ def checkpoint(
     finally:
         dropped, book.duplicates = book.duplicates, None
     last = kv.cache_protected_len // page_size
-    table = book.slot_table(book.host_table)
-    cells = table[row, first * page_size : last * page_size : page_size]
+    cells = book.cells[row, first * page_size : last * page_size : page_size]
     pages = cells // page_size
     own_pages = book.ledger.page_table(0)[row, first:last].copy()
     taken = pages == own_pages

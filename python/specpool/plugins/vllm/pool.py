@@ -242,6 +242,9 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
     def note_next(self, request: Any, blocks: Any, first: int, end: int, block_size: int) -> None:
         """Note the tokens behind blocks `first` to `end` of a request; see `speculative`."""
 
+    def note_allocation(self, request: Any, num_new_computed: int, num_external: int) -> None:
+        """Note what is known before a request gets blocks; see `speculative`."""
+
     def _insert_block_hash(self, key: Any, block: SpecpoolBlock, num_tokens: int | None) -> None:
         if block.pool is not self:
             raise ForeignBlockError(f"cache of block {block.block_id}: it is not of this pool")
@@ -281,11 +284,13 @@ def install() -> None:
     """Put the class in the place of vLLM's, and name requests in errors."""
     for module in (block_pool, kv_cache_coordinator):
         module.BlockPool = SpecpoolBlockPool
+    # Of managers and pools that were made before, and of pools that are vLLM's own.
+    KVCacheManager.spare_lookahead, OwnBlockPool.next_tokens = 0, None
     KVCacheManager.allocate_slots = _allocate_slots
 
 
 # The parameters are named one by one, because `*args, **kwargs` would cost a tenth of vLLM's call.
-# The defaults are vLLM's own.
+# The defaults are vLLM's own. The two conditions are those of level `speculative`.
 @functools.wraps(own_allocate_slots)
 def _allocate_slots(
     manager: Any,
@@ -302,7 +307,12 @@ def _allocate_slots(
     has_scheduled_reqs: Any,
     skip_zeroing_group_ids: Any,
 ) -> Any:
-    manager.block_pool.tag = request.request_id
+    pool = manager.block_pool
+    pool.tag = request.request_id
+    if num_lookahead_tokens:
+        num_lookahead_tokens -= manager.spare_lookahead
+    if pool.next_tokens is not None:
+        pool.note_allocation(request, num_new_computed_tokens, num_external_computed_tokens)
     return own_allocate_slots(
         manager,
         request,

@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from specpool.plugins.vllm.pool import OwnBlockPool, SpecpoolBlockPool, own_allocate_slots
+from specpool.plugins.vllm.pool import SpecpoolBlockPool
 
 _log = logging.getLogger("specpool.plugins.vllm")
 
@@ -31,12 +31,9 @@ METHODS = ("eagle", "eagle3", "mtp")
 
 def install() -> None:
     """Wrap what reserves slots, and what looks hits up."""
-    # Of managers and pools that were made before, and of pools that are vLLM's own.
-    KVCacheManager.spare_lookahead, OwnBlockPool.next_tokens = 0, None
     wrap(Scheduler, "__init__", _init_scheduler)
     wrap(KVCacheManager, "__init__", _init_manager)
     wrap(KVCacheManager, "get_computed_blocks", _get_computed_blocks)
-    KVCacheManager.allocate_slots = _allocate_slots
     own = FullAttentionManager.find_longest_cache_hit.__func__
 
     def find(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,6 +41,7 @@ def install() -> None:
 
     FullAttentionManager.find_longest_cache_hit = classmethod(find)
     SpecpoolBlockPool.note_next = _note_next  # type: ignore[assignment, method-assign]
+    SpecpoolBlockPool.note_allocation = _note_allocation  # type: ignore[assignment, method-assign]
 
 
 def wrap(owner: Any, name: str, outer: Callable[..., Any]) -> None:
@@ -115,60 +113,21 @@ def _why_no_hit_is_proved(coordinator: Any, pool: Any) -> str | None:
     return None
 
 
-@functools.wraps(own_allocate_slots)
-def _allocate_slots(
-    manager: Any,
-    request: Any,
-    num_new_tokens: Any,
-    num_new_computed_tokens: Any,
-    new_computed_blocks: Any,
-    num_lookahead_tokens: Any,
-    num_external_computed_tokens: Any,
-    delay_cache_blocks: Any,
-    num_encoder_tokens: Any,
-    full_sequence_must_fit: Any,
-    reserved_blocks: Any,
-    has_scheduled_reqs: Any,
-    skip_zeroing_group_ids: Any,
-) -> Any:
-    pool = manager.block_pool
-    pool.tag = request.request_id
-    if num_lookahead_tokens:
-        num_lookahead_tokens -= manager.spare_lookahead
-    if pool.next_tokens is not None:
-        if num_external_computed_tokens:
-            # Another engine computed these, and with which next token nobody knows.
-            computed = request.num_computed_tokens + num_new_computed_tokens
-            request.specpool_unproved = computed + num_external_computed_tokens
-            _say("a block of another engine drops as vLLM's does: its next token is not known")
-        _note_mark(pool, request)
-    return own_allocate_slots(
-        manager,
-        request,
-        num_new_tokens,
-        num_new_computed_tokens,
-        new_computed_blocks,
-        num_lookahead_tokens,
-        num_external_computed_tokens,
-        delay_cache_blocks,
-        num_encoder_tokens,
-        full_sequence_must_fit,
-        reserved_blocks,
-        has_scheduled_reqs,
-        skip_zeroing_group_ids,
-    )
-
-
-_allocate_slots.__defaults__ = own_allocate_slots.__defaults__  # type: ignore[attr-defined]
-
-
-def _note_mark(pool: Any, request: Any) -> None:
-    """Note the token behind a request's last full block, once it is sampled."""
+def _note_allocation(
+    pool: SpecpoolBlockPool, request: Any, num_new_computed: int, num_external: int
+) -> None:
+    if num_external:
+        # Another engine computed these, and with which next token nobody knows.
+        computed = request.num_computed_tokens + num_new_computed
+        request.specpool_unproved = computed + num_external
+        _say("a block of another engine drops as vLLM's does: its next token is not known")
     mark = request.__dict__.get("specpool_mark")
     if mark is not None and request.num_tokens > mark[1]:
-        # Unless the block was given up meanwhile, as those of a preempted request may be.
-        if pool.next_tokens.get(mark[0]) is mark:
-            pool.next_tokens[mark[0]] = request.all_token_ids[mark[1]]
+        # The token behind the last full block is sampled. The block may have been given up
+        # meanwhile, as those of a preempted request may be.
+        notes = pool.next_tokens
+        if notes is not None and notes.get(mark[0]) is mark:
+            notes[mark[0]] = request.all_token_ids[mark[1]]
         request.specpool_mark = None
 
 
@@ -182,7 +141,7 @@ def _note_next(
         behind, block = (at + 1) * block_size, blocks[at].block_id
         if unproved < behind < len(tokens):
             pool.next_tokens[block] = tokens[behind]
-        elif behind == len(tokens):  # not sampled yet: `_allocate_slots` notes it
+        elif behind == len(tokens):  # not sampled yet: `_note_allocation` does it
             request.specpool_mark = pool.next_tokens[block] = block, behind
 
 
