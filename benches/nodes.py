@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from specpool.adaptive import AdaptiveConfig
 from specpool.adaptive.node_budget import NodeBudget, NodeChoice
 from specpool.arrays import Int32
 from specpool.assets import resolve
-from specpool.checks import check_int
+from specpool.checks import check_choice, check_int
 from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, machine, report
 from specpool.config import EngineConfig
@@ -60,7 +61,7 @@ RATES = (0.9, 0.3)  # of the first drafts of rows by turns
 #: What the drafter says of drafts that are right with these probabilities.
 SAYS: dict[str, Says] = {
     "honest": lambda p: p,
-    "too sure": lambda p: p**0.3,
+    "too-sure": lambda p: p**0.3,
 }
 #: Sizes of the draft models, by the target's.
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -92,6 +93,7 @@ class Looks:
         self.clear()
 
     def clear(self) -> None:
+        """Begin to count."""
         self.num_rounds, self.num_chosen, self.num_nodes, self.num_read = 0, 0, 0, 0
 
     def choose(self, nodes: Int32, sources: Any) -> NodeChoice | None:
@@ -108,7 +110,9 @@ class Looks:
 class Runner:
     """An engine that serves the same requests again and again."""
 
-    def __init__(self, engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> None:
+    def __init__(
+        self, engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
+    ) -> None:
         self.engine, self._prompts, self._params = engine, prompts, params
         self._outputs: dict[int, RequestOutput] = {}
         self.wall = self.cpu = 0.0
@@ -131,10 +135,10 @@ class Runner:
 
     def turns(self) -> bool:
         """Run a few turns; return whether there are more."""
-        wall, cpu, more = time.perf_counter(), time.process_time(), True
+        wall, cpu, more = time.monotonic(), time.process_time(), True
         for _ in range(WINDOW):
             more = more and self.engine.turn()
-        self.wall += time.perf_counter() - wall
+        self.wall += time.monotonic() - wall
         self.cpu += time.process_time() - cpu
         return more
 
@@ -168,9 +172,7 @@ class Trial:
         shapes = [parse_shape("shape", name) for name in KINDS[kind]]
         widest = shapes[-1]
         num_drafts = batch * (widest.num_draft_tokens - 1)
-        policy = AdaptiveConfig.from_dict(
-            {"policy": "budget", "1": {"candidates": [*KINDS[kind]]}}
-        )
+        policy = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": [*KINDS[kind]]}})
         self.plain = self._runner(None, shape=Shape.none())
         self.drafters: list[KnownDrafter] = []
         self.runners = {
@@ -238,7 +240,7 @@ def _model(sizes: dict[str, Any]) -> Any:
     return auto.from_config(config).float().eval()
 
 
-def rows_of(trial: Trial, name: str, says: Says, repeats: int) -> Iterator[Row]:
+def rows_of(trial: Trial, name: str, says: Says, repeats: int) -> Iterator[Result]:
     """Measure the ways of one trial, beside all nodes and beside the budget without a choice."""
     known = trial.guesses(says)
     for drafter in trial.drafters:
@@ -258,27 +260,27 @@ def rows_of(trial: Trial, name: str, says: Says, repeats: int) -> Iterator[Row]:
         ratio = statistics.median(wall[:, other] / wall[:, mine])
         return Row(f"{name}, {way}", rate, "tokens / CPU s", reference, other_rate, ratio)
 
-    for way, reference in ((ALL, "plain"), (FIXED, ALL), (BUDGET, ALL), (AUTO, ALL), (AUTO, BUDGET)):
+    pairs = ((ALL, "plain"), (FIXED, ALL), (BUDGET, ALL), (AUTO, ALL), (AUTO, BUDGET))
+    for way, reference in pairs:
         yield row(way, reference)
-    yield from _told(name, trial.looks)
-
-
-def _told(name: str, looks: Looks) -> Iterator[Row]:
-    """What the choice expects."""
-    budget = looks.budget
-    print(
-        f"# {name}: rounds {looks.num_rounds}, chosen {looks.num_chosen}, nodes {looks.num_nodes} "
-        f"read {looks.num_read}, trust {budget.trust:.2f}, outlook {budget.outlook}, "
-        f"seconds {budget._seconds._found()} curve {budget._curve}",
-        flush=True,
-    )
-    yield from ()
+    looks = trial.looks
+    read = looks.num_read, "nodes", "drafted", looks.num_nodes
+    yield Result(f"{name}, {AUTO}: nodes that the target read", *read)
+    chosen = looks.num_chosen, "rounds", "rounds with drafts", looks.num_rounds
+    yield Result(f"{name}, {AUTO}: rounds that left nodes out", *chosen)
+    choice, node = looks.budget.seconds(len(trial.plain.texts))
+    if node:  # else a node seemed to take no time
+        yield Result(
+            f"{name}, {AUTO}: what a choice takes", 1e3 * choice, "ms", "a node", 1e3 * node
+        )
 
 
 def nodes(
     *,
     size: str,
     batch_sizes: Sequence[int],
+    kinds: Sequence[str],
+    says: Sequence[str],
     context: int,
     tokens: int,
     repeats: int,
@@ -292,14 +294,29 @@ def nodes(
         ConfigError: an option cannot work.
         CorruptState: a text is not that of plain decoding.
     """
-    checks.start_torch(threads)
-    results = []
+    check_choice("size", size, [*DRAFTS])
+    for kind in kinds:
+        check_choice("kind", kind, [*KINDS])
+    for each in says:
+        check_choice("says", each, [*SAYS])
     for batch in batch_sizes:
-        for kind in KINDS:
-            trial = Trial(size, kind, batch, context, tokens)
-            trial.learn()
-            for said, says in SAYS.items():
-                results += rows_of(trial, f"{size}, {batch} rows, {kind}, {said}", says, repeats)
-            trial.close()
+        check_int("batch", batch, 1, 1 << 8)
+    check_int("context", context, 16, 1600 if size == "tiny" else 1 << 13)
+    check_int("tokens", tokens, 8, 256)
+    check_int("repeats", repeats, 1, 1 << 10)
+    checks.check_place(device="cpu", threads=threads)
+    if plot is not None:
+        check_plot(plot)
+    checks.start_torch(threads)
+    results: list[Result] = []
+    with patch.object(time, "perf_counter", time.process_time):  # the engines' clock too
+        for batch in batch_sizes:
+            for kind in kinds:
+                trial = Trial(size, kind, batch, context, tokens)
+                trial.learn()
+                for each in says:
+                    name = f"{size}, {batch} rows, {kind}, {each} drafter"
+                    results += rows_of(trial, name, SAYS[each], repeats)
+                trial.close()
     where = machine(threads=threads, packages=("torch", "transformers"))
     report("bench nodes", where, results, json_only=json, plot=plot)

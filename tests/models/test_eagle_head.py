@@ -28,8 +28,8 @@ from eagle_checkpoints import (
 from eagle_reference import DenseCache, Reference, run_head, run_reference, to_double
 from specpool.assets.corpus import prompts
 from specpool.errors import CheckpointError, ShapeError
-from specpool.models.eagle.likeliest import likeliest
 from specpool.models.eagle.head import EagleHead
+from specpool.models.eagle.likeliest import likeliest
 
 torch.set_num_threads(1)
 

@@ -214,6 +214,10 @@ class NodeBudget:
             return None
         return NodeChoice(num_nodes, self.factors(*sources()), grid, spared)
 
+    def seconds(self, num_lanes: int) -> tuple[float, float]:
+        """Return what a choice and a node take in a round of so many rows, in seconds."""
+        return self._seconds.of(num_lanes)
+
     def _can_pay(self, num_lanes: int, total: int) -> bool:
         """Return whether a choice of the fewest nodes would gain enough if it lost no token.
 
