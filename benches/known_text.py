@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specpool._core import Shape
 from specpool.attention.lanes import Lanes
-from specpool.draft import LMDrafter
+from specpool.draft import DraftTree, LMDrafter
 from specpool.draft.side_by_side import Drafting, DraftPart
 from specpool.memory.kv_cache import KVCache
 from specpool.models import TargetModel
@@ -118,4 +118,5 @@ class KnownDrafter(LMDrafter):
             try:
                 ask = drafting.send(level)
             except StopIteration as end:
-                return end.value
+                tree: DraftTree = end.value
+                return tree

@@ -294,11 +294,11 @@ def nodes(
         ConfigError: an option cannot work.
         CorruptState: a text is not that of plain decoding.
     """
-    check_choice("size", size, [*DRAFTS])
+    check_choice("size", size, (*DRAFTS,))
     for kind in kinds:
-        check_choice("kind", kind, [*KINDS])
+        check_choice("kind", kind, (*KINDS,))
     for each in says:
-        check_choice("says", each, [*SAYS])
+        check_choice("says", each, (*SAYS,))
     for batch in batch_sizes:
         check_int("batch", batch, 1, 1 << 8)
     check_int("context", context, 16, 1600 if size == "tiny" else 1 << 13)
