@@ -117,9 +117,19 @@ def test_nothing_is_chosen_where_it_cannot_pay() -> None:
     assert choices(budget, 4, 1) == [None]  # the policy has chosen nothing yet
 
 
+@pytest.mark.parametrize("gain", [0.9, 1.1])
+def test_what_could_not_gain_enough_with_every_token_kept_is_not_tried(gain: float) -> None:
+    """Law: no round is spent on looks or trials, which cost, unless a choice may gain 2 percent."""
+    num_lanes, rate, num_drafts = 4, 100.0, 1.0
+    node = gain * 0.02 * (1 + num_drafts) * num_lanes / rate / 28  # of 32 drafts 28 are left out
+    budget = NodeBudget(3, 16, seconds=told(0.0, node))
+    budget.outlook = Outlook(num_drafts, rate)
+    assert any(choices(budget, num_lanes, 100)) == (gain > 1)
+
+
 def test_looks_are_rare_where_all_nodes_are_worth_reading() -> None:
     budget = NodeBudget(3, 16, seconds=told(0.001, 0.001))
-    budget.outlook = Outlook(3.0, 1.0)
+    budget.outlook = Outlook(3.0, 20.0)
     found = []
     for _ in range(512):
         choice = budget.choose(nodes(4), sources(4))

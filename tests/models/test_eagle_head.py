@@ -29,6 +29,7 @@ from eagle_reference import DenseCache, Reference, run_head, run_reference, to_d
 from specpool.assets.corpus import prompts
 from specpool.errors import CheckpointError, ShapeError
 from specpool.models.eagle.head import EagleHead
+from specpool.models.eagle.likeliest import likeliest
 
 torch.set_num_threads(1)
 
@@ -691,3 +692,18 @@ def test_the_shipped_heads_guess_the_shipped_target(name: str) -> None:
             correct += int((head.topk(hidden, 1)[1][:, 0] == targets[lane, 1:]).sum())
     # Trained to 0.9 on held-out text; with two features swapped it is below 0.6.
     assert correct / (4 * length) > 0.8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_one_likeliest_token_is_the_first_of_more(dtype: torch.dtype) -> None:
+    """Law: the shorter way of chains gives the token and the probability of the way of trees."""
+    logits = torch.randn(64, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
+    logits[0] = 1.0  # equals: the lower id comes first
+    logits[1, :4] = 9.0
+    p, ids = likeliest(logits, 1)
+    more_p, more_ids = likeliest(logits, 2)
+    assert torch.equal(ids[:, 0], more_ids[:, 0])
+    assert ids[:2, 0].tolist() == [0, 0]
+    torch.testing.assert_close(p[:, 0], more_p[:, 0])
+    p, ids = likeliest(torch.full((1, 5), torch.nan, dtype=dtype), 1)
+    assert (p.item(), 0 <= ids.item() < 5) == (0.0, True)

@@ -21,6 +21,7 @@ from specpool.attention.lanes import Lanes
 from specpool.attention.seq_lens import SeqLens
 from specpool.draft import DraftTree, EagleDrafter, NgramDrafter
 from specpool.models import TargetModel
+from specpool.worker import selection as selection_module
 from specpool.worker.parts import Part
 from specpool.worker.selection import Selection, select
 from specpool.worker.verify import verify
@@ -103,6 +104,15 @@ def test_the_likeliest_nodes_are_chosen_with_their_parents(seed):
             above = part.tree.mask[lane, own].nonzero().flatten() + root
             assert node not in chosen or set(above.tolist()) <= chosen
     assert num_left_out == len(order) - choice.num_nodes
+    assert selection.of_lanes is not None
+    queries, counts = selection.of_lanes
+    sizes = [part.positions.shape[1] for part in parts for _ in range(len(part.positions))]
+    found, first = [], 0
+    for lane, size in enumerate(sizes):
+        found += (first + queries[lane, : counts[lane]]).tolist()
+        assert not queries[lane, counts[lane] :].any()
+        first += size
+    assert found == selection.nodes.tolist()
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -172,8 +182,11 @@ class Left:
         monkeypatch.setattr(NodeBudget, "choose", at_random)
 
 
-@pytest.fixture
-def left(monkeypatch) -> Left:
+@pytest.fixture(params=["the host knows the nodes", "the device knows them"])
+def left(request, monkeypatch) -> Left:
+    """Both ways to attend: for the nodes alone, as on a CPU, and for all nodes, as on a GPU."""
+    on_device = request.param == "the device knows them"
+    monkeypatch.setattr(selection_module, "runs_kernels", lambda device: on_device)
     return Left(monkeypatch)
 
 

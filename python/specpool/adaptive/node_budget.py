@@ -92,7 +92,7 @@ class NodeSeconds:
         # (lanes, shape) -> the share of the drafts that was read by choice, None = all without
         # one -> seconds
         self._told: dict[tuple[int, Shape], dict[float | None, float]] = {}
-        self._by_size: list[tuple[int, float, float]] | None = None  # None = to be computed
+        self._of: dict[int, tuple[float, float]] = {}  # by rows, what `of` returns
 
     def tell(self, shape: Shape, num_lanes: int, share: float | None, seconds: float) -> None:
         """Add a round of the start; of several equal ones the least counts.
@@ -105,20 +105,18 @@ class NodeSeconds:
         """
         of_size = self._told.setdefault((num_lanes, shape), {})
         of_size[share] = min(seconds, of_size.get(share, seconds))
-        self._by_size = None
+        self._of.clear()
 
     def of(self, num_lanes: int) -> tuple[float, float]:
         """Return the seconds of a choice and of a node in a round of so many rows.
 
         Sizes between those that were told are interpolated. Without any, a node takes nothing.
         """
-        if self._by_size is None:
-            self._by_size = self._found()
-        if not self._by_size:
-            return 0.0, 0.0
-        sizes, choices, nodes = zip(*self._by_size, strict=True)
-        choice, node = (float(np.interp(num_lanes, sizes, of)) for of in (choices, nodes))
-        return choice, node
+        if (known := self._of.get(num_lanes)) is None:
+            sizes, choices, nodes = zip(*(self._found() or [(1, 0.0, 0.0)]), strict=True)
+            choice, node = (float(np.interp(num_lanes, sizes, of)) for of in (choices, nodes))
+            known = self._of[num_lanes] = choice, node
+        return known
 
     def _found(self) -> list[tuple[int, float, float]]:
         """Return (rows, seconds of a choice, seconds of a node) of each size that was told."""
@@ -201,6 +199,8 @@ class NodeBudget:
             The choice; None = the target reads all.
         """
         num_lanes, total = len(nodes), int(nodes.sum())
+        if self.share is None and self._fixed is None and not self._can_pay(num_lanes, total):
+            return None
         grid = num_lanes + -(-_PARTS * (total - num_lanes) // SHARES)
         spared = 0.0
         if self.share is not None:
@@ -214,6 +214,22 @@ class NodeBudget:
             return None
         return NodeChoice(num_nodes, self.factors(*sources()), grid, spared)
 
+    def seconds(self, num_lanes: int) -> tuple[float, float]:
+        """Return what a choice and a node take in a round of so many rows, in seconds."""
+        return self._seconds.of(num_lanes)
+
+    def _can_pay(self, num_lanes: int, total: int) -> bool:
+        """Return whether a choice of the fewest nodes would gain enough if it lost no token.
+
+        If not, nothing is tried or measured, so a choice that cannot pay costs nothing.
+        """
+        if self.outlook is None:
+            return False
+        choice, node = self._seconds.of(num_lanes)
+        left_out = total - nodes_of(1 / SHARES, num_lanes, total)
+        gain = (node * left_out - choice) * self.outlook.rate
+        return gain > _LEAST_GAIN * (1 + self.outlook.num_drafts) * num_lanes
+
     def _best(self, num_lanes: int, grid: Int64) -> tuple[int, float]:
         """Return how many nodes of the grid to choose, 0 = none, and the seconds that this spares.
 
@@ -221,10 +237,8 @@ class NodeBudget:
         read all nodes, with and without a choice, so that the choice is based on what is so.
         """
         choice, node = self._seconds.of(num_lanes)
-        spared = node * (grid[-1] - grid) - choice
-        outlook = self.outlook
-        if outlook is None or spared[0] <= 0 or grid[-1] == num_lanes:
-            return 0, 0.0
+        spared, outlook = node * (grid[-1] - grid) - choice, self.outlook
+        assert outlook is not None
         turn, place = divmod(self._round, _TURN)
         self._round += 1
         if not place:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from specpool.adaptive.node_budget import NodeChoice
+from specpool.arrays import Int64
 from specpool.attention import AttentionView, ChosenView
 from specpool.draft.base import DraftTree
+from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.worker.parts import Part
 from specpool.worker.verify import Verdict
@@ -23,8 +27,9 @@ _LEFT_OUT = -3  # the token of a node that the target does not read: no walk goe
 class Selection:
     """The V likeliest of a round's T nodes, all roots among them, and with each node its parent.
 
-    A node that is left out gets the results of its lane's root, and its cell the root's KV. So the
-    host knows every tensor's size, and no cell is read that the round does not write.
+    A node that is left out gets the results of its lane's root. On a GPU its cell gets the root's
+    KV, so that the host knows every tensor's size. On a CPU the host knows the nodes: attention is
+    asked for these alone, and the other cells are not written, because no node sees them.
 
     Attributes:
         nodes: int64 [V], ascending.
@@ -32,6 +37,8 @@ class Selection:
         is_chosen: bool [T].
         curve: float32 [G], see `NodeResults`.
         num_depths: D + 1.
+        of_lanes: int64 [B, Q], the nodes of each lane by their index in it, padded with its root,
+            and how many they are, int64 [B], on the host; None = only the device knows.
     """
 
     nodes: Tensor
@@ -39,15 +46,30 @@ class Selection:
     is_chosen: Tensor
     curve: Tensor
     num_depths: int
+    of_lanes: tuple[Tensor, Int64] | None = None
 
     def cut(self, part: Part) -> DraftTree:
         """Return a part's trees, in which no walk goes to a node that is left out."""
         tokens = part.tree.tokens.masked_fill(~self.of(part, self.is_chosen), _LEFT_OUT)
         return replace(part.tree, tokens=tokens)
 
-    def view(self, whole: AttentionView) -> ChosenView:
+    def view(self, whole: AttentionView) -> AttentionView | ChosenView:
         """Return the view of these nodes, from the view of all."""
-        return ChosenView(whole, self.nodes, self.places)
+        if self.of_lanes is None:
+            return ChosenView(whole, self.nodes, self.places)
+        queries, counts = self.of_lanes
+        lanes = torch.arange(len(counts)).unsqueeze(1)
+        return AttentionView(
+            page_size=whole.page_size,
+            write_slots=whole.write_slots.index_select(0, self.nodes),
+            read_pages=whole.read_pages,
+            q_lens=counts.tolist(),
+            mask_for=lambda window: whole.mask(window)[lanes, queries],
+            reader=whole.reader,
+            kv_lens=whole.kv_lens,
+            attend_with=whole.attend_with,
+            scratch=whole.scratch,
+        )
 
     def drawn(self, part: Part, tokens: Tensor) -> Tensor:
         """Return the target's token at each node of a part, int64 [B, N], of those at `nodes`."""
@@ -103,7 +125,26 @@ def select(parts: Sequence[Part], choice: NodeChoice) -> Selection:
     own = is_chosen.cumsum(0) - 1
     places = torch.where(is_chosen, own, own.index_select(0, torch.cat(roots)))
     curve = p.clamp(max=1.0).cumsum(0).index_select(0, grid)
-    return Selection(nodes, places, is_chosen, curve, deepest + 1)
+    of_lanes = None if runs_kernels(device) else _of_lanes(parts, is_chosen.numpy())
+    return Selection(nodes, places, is_chosen, curve, deepest + 1, of_lanes)
+
+
+def _of_lanes(parts: Sequence[Part], is_chosen: npt.NDArray[np.bool_]) -> tuple[Tensor, Int64]:
+    """Return the nodes of each lane that are set in `is_chosen`, bool [T]; see `Selection`."""
+    found, num_lanes, most = [], sum(len(part.positions) for part in parts), 0
+    for part in parts:
+        batch, size = part.positions.shape
+        mine = is_chosen[part.first : part.first + batch * size].reshape(batch, size)
+        found.append(mine)
+        most = max(most, int(mine.sum(axis=1).max()))
+    queries, counts, lane = np.zeros((num_lanes, most), np.int64), np.zeros(num_lanes, np.int64), 0
+    for mine in found:
+        lanes, nodes = mine.nonzero()
+        places = mine.cumsum(axis=1)[lanes, nodes] - 1
+        queries[lane + lanes, places] = nodes
+        counts[lane : lane + len(mine)] = mine.sum(axis=1)
+        lane += len(mine)
+    return torch.from_numpy(queries), counts
 
 
 def _probability(tree: DraftTree) -> Tensor:

@@ -14,7 +14,11 @@ def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     Returns:
         Probabilities float32 [n, k], and ids int64 [n, k].
     """
-    p = torch.softmax(logits, -1, dtype=torch.float32).nan_to_num_(nan=0.0)
+    p = torch.softmax(logits, -1, dtype=torch.float32)
+    if k == 1:  # without the cost of an order; the token is the one that chains take without `p`
+        ids = logits.argmax(-1, keepdim=True)
+        return p.gather(1, ids).nan_to_num_(nan=0.0), ids
+    p.nan_to_num_(nan=0.0)
     last = logits.shape[-1] - 1
     # Floats >= 0 sort like their bits, so (bits, V - 1 - id) as int64 has no ties.
     keys = p.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
