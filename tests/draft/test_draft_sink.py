@@ -179,6 +179,7 @@ def test_a_query_sees_the_sink_and_its_window_and_nothing_else(spread):
                         pages = view.read_pages[lane].tolist()
                         read = {pages[c // size] * size + c % size for c in columns}
                         assert read == slots, f"lane {lane}, query {at}"
+                        assert view.kv_lens is None or max(columns) < view.kv_lens[lane]
 
 
 def test_a_sink_counts_in_sizing():
