@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
+from specpool import ConfigError, Engine, EngineConfig, Group, Ledger, SamplingParams, Shape
 from specpool.assets import corpus
 from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view, own_view
 from specpool.attention.seq_lens import SeqLens
 from specpool.memory.group_sizes import size_groups
+from specpool.transfer.layout import Layout
 
 PROMPTS = [p[:n] for p, n in zip(corpus.prompts(3), (100, 130, 9), strict=True)]
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 12)
@@ -128,6 +129,14 @@ def test_a_row_moves_with_its_sink():
         found = arrived.append(PROMPTS[1][:60], params).output()
         assert found.token_ids == expected[1].token_ids
         assert found.accept_lens == expected[1].accept_lens, "the draft KV came along"
+
+
+def test_a_row_does_not_move_to_another_sink():
+    def key(sink):
+        group = Group("draft", page_size=4, num_pages=40, window=5, sink=sink)
+        return Layout.of(Ledger([group], [], num_rows=1, max_context_len=60), [8], "model").key
+
+    assert len({key(sink) for sink in (0, 3, 4)}) == 3
 
 
 def _views(cache, rows, lens):
