@@ -131,12 +131,24 @@ def test_a_row_moves_with_its_sink():
         assert found.accept_lens == expected[1].accept_lens, "the draft KV came along"
 
 
-def test_a_row_does_not_move_to_another_sink():
-    def key(sink):
-        group = Group("draft", page_size=4, num_pages=40, window=5, sink=sink)
-        return Layout.of(Ledger([group], [], num_rows=1, max_context_len=60), [8], "model").key
+def _sliding(sink):
+    group = Group("draft", page_size=4, num_pages=40, window=5, sink=sink)
+    ledger = Ledger([group], [], num_rows=1, max_context_len=60)
+    return ledger, Layout.of(ledger, [8], "model")
 
-    assert len({key(sink) for sink in (0, 3, 4)}) == 3
+
+def test_a_row_takes_along_what_the_other_side_has_pages_for():
+    ledger, layout = _sliding(6)
+    for length in range(1, 60):
+        row = ledger.import_row(length, length)
+        held = np.flatnonzero(ledger.page_table(0)[row]).tolist()
+        assert layout.groups[0].columns(length) == held
+        assert layout.num_pages(length) == [len(held)]
+        ledger.abort(row)
+
+
+def test_a_row_does_not_move_to_another_sink():
+    assert len({_sliding(sink)[1].key for sink in (0, 3, 4)}) == 3
 
 
 def _views(cache, rows, lens):
