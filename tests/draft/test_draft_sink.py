@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
+from specpool import ConfigError, Engine, EngineConfig, Group, Ledger, SamplingParams, Shape
 from specpool.assets import corpus
 from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view, own_view
 from specpool.attention.seq_lens import SeqLens
 from specpool.memory.group_sizes import size_groups
+from specpool.transfer.layout import Layout
 
 PROMPTS = [p[:n] for p, n in zip(corpus.prompts(3), (100, 130, 9), strict=True)]
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 12)
@@ -130,6 +131,26 @@ def test_a_row_moves_with_its_sink():
         assert found.accept_lens == expected[1].accept_lens, "the draft KV came along"
 
 
+def _sliding(sink):
+    group = Group("draft", page_size=4, num_pages=40, window=5, sink=sink)
+    ledger = Ledger([group], [], num_rows=1, max_context_len=60)
+    return ledger, Layout.of(ledger, [8], "model")
+
+
+def test_a_row_takes_along_what_the_other_side_has_pages_for():
+    ledger, layout = _sliding(6)
+    for length in range(1, 60):
+        row = ledger.import_row(length, length)
+        held = np.flatnonzero(ledger.page_table(0)[row]).tolist()
+        assert layout.groups[0].columns(length) == held
+        assert layout.num_pages(length) == [len(held)]
+        ledger.abort(row)
+
+
+def test_a_row_does_not_move_to_another_sink():
+    assert len({_sliding(sink)[1].key for sink in (0, 3, 4)}) == 3
+
+
 def _views(cache, rows, lens):
     """Every kind of view of the draft group, two queries a lane; the positions of its queries."""
     lanes = Lanes(torch.tensor(rows, dtype=torch.int32), lens, 2)
@@ -169,6 +190,9 @@ def test_a_query_sees_the_sink_and_its_window_and_nothing_else(spread):
             bounds = np.maximum(starts - spread, 0), starts + spread
             lens = SeqLens(torch.from_numpy(starts), *(bounds if spread else (starts, starts)))
             for view, positions in _views(cache, rows, lens):
+                # No back end may take a way round the mask: nothing else knows the sink.
+                assert view.decode_len is view.causal_lens is view.own is None
+                assert not view.is_causal
                 for seen, kept in (window, sink), (window - 2, 0):  # a layer's own window
                     mask = view.mask(seen) == 0
                     for lane, query in np.ndindex(*positions.shape):
@@ -179,23 +203,28 @@ def test_a_query_sees_the_sink_and_its_window_and_nothing_else(spread):
                         pages = view.read_pages[lane].tolist()
                         read = {pages[c // size] * size + c % size for c in columns}
                         assert read == slots, f"lane {lane}, query {at}"
+                        assert view.kv_lens is None or max(columns) < view.kv_lens[lane]
 
 
-def test_a_sink_counts_in_sizing():
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_sink_counts_in_sizing(depth):
+    """It counts once in each row; no page of it is among those that a window passes."""
+
     def pages(**more):
         sizes = size_groups(
-            EngineConfig(max_batch=4, page_size=4, **more),
+            EngineConfig(max_batch=4, page_size=4, overlap_depth=depth, **more),
             {None: 1024},
             256,
             shapes=[CHAIN],
             max_context_len=1 << 12,
             kv_bytes=1 << 26,
         )
-        return sizes.groups[1], sizes.pages_needed(4000, 4000, 1)[1]
+        needed = sizes.pages_needed(4000, 4000, 1)[1], sizes.most_pages(4000, 4000, 1)[1]
+        return sizes.groups[1], np.array(needed)
 
     window, sink = pages(draft_window=64), pages(draft_window=64, draft_sink=9)
     assert (sink[0].window, sink[0].sink) == (65, 9)
-    assert sink[1] == window[1] + 3
+    assert (sink[1] == window[1] + 3).all()
     num_rows = 4 + 16 + 1  # rows, sessions, and one more
     assert sink[0].num_pages == window[0].num_pages + num_rows * 3
     long = pages(draft_window=2048, draft_sink=2048)[0]

@@ -130,18 +130,19 @@ fn a_hit_needs_the_sink_and_the_window() {
 }
 
 #[test]
-fn a_text_that_is_known_makes_the_sink_of_another_row_read_only_too() {
-    let mut ledger = ledger();
+fn a_row_that_adds_to_a_known_text_has_its_own_sink_read_only_too() {
+    let mut config = config();
+    config.sessions = false; // then the audit knows which pages are read-only
+    let mut ledger = Ledger::new(config).unwrap();
     let text: Vec<i32> = (1..=14).collect();
-    for _ in 0..2 {
-        let row = slid(&mut ledger);
-        assert_eq!(ledger.index(row, &text, b"").unwrap(), 14);
-        ledger.check().unwrap();
-        let fork = ledger.fork(row, None).unwrap();
-        assert_eq!(columns(&ledger, fork), [0, 1, 5, 6]);
-        ledger.check().unwrap();
-        ledger.finish(fork).unwrap();
-    }
+    let first = slid(&mut ledger);
+    assert_eq!(ledger.index(first, &text, b"").unwrap(), 14);
+    let second = ledger.admit(None).unwrap();
+    extend(&mut ledger, second, &[10, 14]);
+    assert_eq!(columns(&ledger, second), [0, 1, 4, 5, 6]);
+    assert_eq!(ledger.index(second, &text, b"").unwrap(), 14);
+    assert_eq!(ledger.protected_len(0).unwrap()[second.at()], 10, "the page of column 4 was missing");
+    ledger.check().unwrap();
 }
 
 #[test]
