@@ -87,6 +87,19 @@ def test_memory_is_what_decides(machinery):
     assert few.rounds > many.rounds
 
 
+def test_the_account_of_slots_is_whole_and_a_budget_reserves_less():
+    """Law: tokens, rests of pages, reserve and free slots are all slots but page 0 and a few."""
+    machinery, traffic = Machinery(64, 1, 32, 1, 1 << 30, 0), Traffic("x", TREE, 96, 48, 60, 0.7, 3)
+    _, tree, *_, budget = (run_trace(machinery, way, traffic) for way in ways(64, TREE))
+    for run in (tree, budget):
+        assert len(run.held) > 10
+        assert 0.9 < sum(run.shares) <= 1.0
+        tokens, rest, reserve, free = run.shares
+        assert tokens > 0.3 and 0 < rest < tokens and 0 < reserve and free < 0.3
+    assert budget.shares[2] < 0.7 * tree.shares[2]
+    assert budget.shares[0] > tree.shares[0]
+
+
 def test_headroom_buys_fewer_retractions(machinery):
     traffic = Traffic("small", TREE, 192, 128, 60, 0.7, 3)
     holey = ways(64, TREE)[-1]
@@ -117,7 +130,12 @@ def test_the_json_has_every_figure_of_every_way(monkeypatch, capsys):
     results = found["results"]
     keys = {"name", "value", "unit", "reference", "reference_value", "ratio"}
     assert all(set(result) == keys for result in results)
-    assert len(results) == (4 + 4 + 4 + 2) * 6  # ways of each traffic, figures of each way
+    held = [result for result in results if ": held, " in result["name"]]  # where requests waited
+    assert len(held) % 4 == 0
+    wider = [result for result in results if "a budget / the widest" in result["name"]]
+    assert len(wider) == 3
+    # Ways of each traffic, figures of each way.
+    assert len(results) - len(held) - len(wider) == (4 + 4 + 4 + 2) * 6
     for result in results:
         assert result["ratio"] == pytest.approx(result["value"] / result["reference_value"])
     value = {result["name"]: result["value"] for result in results}

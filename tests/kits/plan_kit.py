@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from specpool import Ledger, OutOfPages, Plan, Shape
+from specpool.adaptive import Controller
 from specpool.config import EngineConfig
 from specpool.memory.capacity import Capacity, Fit
 from specpool.memory.group_sizes import GroupSizes, size_groups
@@ -134,7 +135,12 @@ class Server:
     """The real ledger and scheduler of a case, on the simulated device."""
 
     def __init__(
-        self, case: Case, max_batch: int | None = None, *, prefix_cache: bool = False
+        self,
+        case: Case,
+        max_batch: int | None = None,
+        *,
+        prefix_cache: bool = False,
+        controller: Controller | None = None,
     ) -> None:
         sizes = self.sizes = case.sizes
         self.ledger = Watched(sizes.ledger())
@@ -154,6 +160,7 @@ class Server:
                 headroom=case.headroom,
                 prefix_cache=prefix_cache,
             ),
+            controller=controller,
         )
         self.peak = [0] * len(sizes.groups)  # pages held, most at once
         self.rounds = self.most_running = 0

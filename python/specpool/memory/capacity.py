@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specpool._core import Shape
+import numpy as np
+
+from specpool._core import Shape, choose_shapes
 from specpool.checks import check_int
 from specpool.errors import ConfigError
 from specpool.memory.group_sizes import GroupSizes
@@ -28,6 +30,15 @@ class Fit:
     num_requests: int
     pages: tuple[int, ...]  # pages of each group that one request needs
     limit: str  # what limits the number, such as "pages of kv" or "max_batch 8"
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Rows whose shapes a budget chooses, all of one length and acceptance."""
+
+    fit: Fit  # of the narrowest shape: admission counts each row with that
+    rows: dict[int, int]  # the rows of each shape index in use, the narrowest first
+    tokens: float  # expected of a round of all rows
 
 
 class Capacity:
@@ -76,6 +87,51 @@ class Capacity:
         own = [n - whole for n, whole in zip(pages, shared, strict=True)]
         aside = zip(step_pages(self.sizes), shared, strict=True)
         return self._fit(own, [step + whole for step, whole in aside])
+
+    def mixed(self, num_tokens: int, choices: Sequence[int], rate: float) -> Mix:
+        """Count as `at_once` where a budget chooses the rows' shapes, and choose them.
+
+        The pages that the rows leave give the most tokens of a round; its seconds do not count. The
+        core chooses as it does for the scheduler. O(rows x choices).
+
+        Args:
+            num_tokens: as in `at_once`.
+            choices: indices of the shapes that a row may have, the narrowest first.
+            rate: in [0, 1], how likely a draft is right where those before it are.
+
+        Raises:
+            ConfigError: as `at_once`.
+        """
+        fit = self.at_once(num_tokens, choices[0])
+        lo, hi = num_tokens, self._admission_root(num_tokens)
+        needs = np.array([row_pages(self.sizes, lo, hi, shape) for shape in choices], np.int32)
+        sizes, num_rows = self.sizes, fit.num_requests
+        free = np.array([group.num_pages for group in sizes.groups], np.int64)
+        free -= np.array(step_pages(sizes), np.int64) + num_rows * needs[0].astype(np.int64)
+        tokens = [self.round_tokens(shape, rate) for shape in choices]
+        nothing = np.zeros(len(choices))
+        chosen, *_ = choose_shapes(
+            np.tile(np.arange(len(choices), dtype=np.int32), (num_rows, 1)),
+            np.tile(tokens, (num_rows, 1)),
+            worth=np.ones(num_rows),
+            gives=np.ones(num_rows),
+            due=np.zeros((num_rows, 2)),
+            base=1.0,
+            ridge=0.0,
+            slope=0.0,
+            charge=nothing,
+            lane=nothing,
+            nodes=nothing,
+            pages=np.tile(np.maximum(needs - needs[0], 0), (num_rows, 1, 1)),
+            free=np.maximum(free, 0),
+        )
+        counts = np.bincount(chosen, minlength=len(choices)).tolist()
+        rows = {shape: count for shape, count in zip(choices, counts, strict=True) if count}
+        return Mix(fit, rows, float(np.dot(counts, tokens)))
+
+    def round_tokens(self, shape: int, rate: float) -> float:
+        """Return the expected tokens of a row's round with a shape; see `mixed`."""
+        return sum(rate**depth for depth in range(self.sizes.shapes[shape].num_steps + 1))
 
     def to_the_end(self, prompt_len: int, max_len: int, shape: int = -1) -> Fit:
         """Count the requests that run to their ends together without ever waiting for a page.

@@ -14,6 +14,15 @@ from rich.table import Table
 from specpool._core import Shape
 from specpool.checks import check_choice, check_int
 from specpool.cli.options.checks import warn
+from specpool.cli.plan.mixed import (
+    ACCEPTANCE,
+    Mixed,
+    candidates_of,
+    check_acceptance,
+    mixed,
+    mixed_object,
+    mixed_table,
+)
 from specpool.cli.plan.model import ITEMSIZES, Model, model_of_files, model_of_numbers
 from specpool.cli.plan.question import Question
 from specpool.config import EngineConfig
@@ -21,7 +30,7 @@ from specpool.errors import ConfigError
 from specpool.memory.capacity import Capacity, Fit
 from specpool.memory.group_sizes import GroupSizes, size_groups
 from specpool.num_bytes import parse_bytes, show_bytes
-from specpool.shape_names import parse_shape
+from specpool.shape_names import name_of, parse_shape, width_order
 
 MOST_ROWS = 1 << 16
 
@@ -52,6 +61,8 @@ class Answer:
     kv_bytes: int
     sizes: GroupSizes
     lines: list[Line]
+    mixed: list[Mixed]  # with a budget
+    acceptance: float
 
     @property
     def unused(self) -> int:
@@ -74,6 +85,8 @@ def plan(question: Question, *, as_json: bool) -> None:
     console = Console(highlight=False, width=max(console.width, 112))
     console.print(_groups_table(answer))
     console.print(_fits_table(answer))
+    if answer.mixed:
+        console.print(mixed_table(answer.sizes.shapes, answer.mixed, answer.acceptance))
 
 
 def answered(question: Question) -> Answer:
@@ -121,7 +134,12 @@ def answered(question: Question) -> Answer:
         if shape in shapes:
             fits = _fits(question, asked, max_context_len, index)
             lines += [Line(text, shape, _named(question, fit, most)) for text, fit in fits]
-    return Answer(model, memory, workspace, logits, kv_bytes, sizes, lines)
+    acceptance = ACCEPTANCE if question.acceptance is None else question.acceptance
+    mixes = []
+    if question.adaptive is not None:
+        candidates = sorted(shapes, key=width_order)
+        mixes = mixed(asked, _lengths(question), candidates, acceptance)
+    return Answer(model, memory, workspace, logits, kv_bytes, sizes, lines, mixes, acceptance)
 
 
 def _check(question: Question) -> None:
@@ -135,6 +153,11 @@ def _check(question: Question) -> None:
         check_int("max_context_len", question.max_context_len, 2, 1 << 30)
     for text in question.shape or ():
         parse_shape("--shape", text)
+    if question.adaptive is not None:
+        candidates_of(question.adaptive, question.shape)
+        check_acceptance(question.acceptance)
+    elif question.acceptance is not None:
+        raise ConfigError("--acceptance needs --adaptive")
     _config(question, 1 if question.max_batch is None else question.max_batch)
     _check_lengths(question, question.max_context_len or 1 << 30)
 
@@ -208,6 +231,15 @@ def _named(question: Question, fit: Fit, most: int | None) -> Fit:
     return fit
 
 
+def _lengths(question: Question) -> list[tuple[str, int]]:
+    """Return the lengths that the answers about a budget are for, each with its text."""
+    prompt, output = question.prompt, question.output
+    found = [] if prompt is None else [(f"prompts of {prompt}", prompt)]
+    if prompt is not None and output is not None and output > 1:
+        found.append((f"half-way: live {prompt + output // 2}", prompt + output // 2))
+    return found + [(f"live {live}", live) for live in question.live or ()]
+
+
 def _fits(
     question: Question, asked: Capacity, max_context_len: int, shape: int
 ) -> list[tuple[str, Fit]]:
@@ -267,6 +299,14 @@ def _sizes(
 
 def _shapes(question: Question, model: Model) -> list[Shape]:
     """Return the shapes that were asked for; the default is 3x1x4, or none without a drafter."""
+    if question.adaptive is not None:
+        found = candidates_of(question.adaptive, question.shape)
+        if not model.drafts and found[-1] != Shape.none():
+            raise ConfigError(
+                f"--adaptive {question.adaptive} drafts {name_of(found[-1])}, but there is no "
+                "draft model"
+            )
+        return [*found]
     if not question.shape:
         return [Shape.eagle(3, 1, 4) if model.drafts else Shape.none()]
     shapes: list[Shape] = []
@@ -320,6 +360,8 @@ def _object(answer: Answer) -> dict[str, Any]:
             }
             for line in answer.lines
         ],
+        "acceptance": answer.acceptance,
+        "mixed": mixed_object(answer.sizes.shapes, answer.mixed),
     }
 
 

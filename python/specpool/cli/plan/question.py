@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from specpool.cli.options import types as o
+from specpool.cli.plan.mixed import ACCEPTANCE
 from specpool.config import HEADROOM
 
 
@@ -48,6 +49,20 @@ class Question:
     shape: Annotated[
         list[str] | None,
         typer.Option(help="SxKxN, or a chain's depth; may be repeated. [default: 3]"),
+    ] = None
+    adaptive: Annotated[
+        str | None,
+        typer.Option(
+            help="'budget', or the file of such a policy: also print what rows of mixed shapes "
+            "hold. Its candidates are the shapes."
+        ),
+    ] = None
+    acceptance: Annotated[
+        float | None,
+        typer.Option(
+            help="With --adaptive: how likely a draft is right where those before it are. "
+            f"[default: {ACCEPTANCE}]"
+        ),
     ] = None
     max_context_len: o.MaxContextLen = None
     page_size: o.PageSize = 16
