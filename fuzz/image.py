@@ -144,3 +144,6 @@ def of_engine(image: Bytes) -> int:
     engine().forget_prefixes()
     assert_no_page_leaked(engine().ledger)
     return taken
+
+
+engine()  # it loads models, for which the seconds of an input are too few on a busy machine

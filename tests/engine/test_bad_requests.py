@@ -174,6 +174,33 @@ def test_a_field_with_any_value_is_taken_or_refused_in_one_short_line(kind):
     assert num_refused > 5 * len(dataclasses.fields(kind))
 
 
+def test_token_ids_are_a_list_of_integers_for_every_call(target):
+    """A set has no order, bytes are a text, and True is no token; a number alone is no prompt."""
+    engine = Engine(target, config=EngineConfig(max_context_len=256))
+    before = engine.ledger.state_hash()
+    with engine.open_session() as session:
+        for wrong in ({1, 2}, iter([1, 2]), b"abc", [True], [1, False]):
+            for call in (engine.submit, session.append, engine.pin):
+                with pytest.raises(ConfigError, match="must be a string or integer token ids, got"):
+                    call(wrong)
+        with pytest.raises(ConfigError, match="a prompt is a string, token ids or a chat, got 5"):
+            engine.submit(5)
+        assert engine.ledger.state_hash() == before and not engine.turn()
+        for right in ([1, 2], (1, 2), range(1, 3), np.array([1, 2]), torch.tensor([1, 2])):
+            assert session.append(right, PARAMS).output().prompt_ids == [1, 2]
+            session.rewind(0)
+
+
+def test_what_is_no_model_and_no_rank_is_refused(target):
+    for wrong in (5, None, "specpool/tiny", object()):
+        with pytest.raises(ConfigError, match="target must be a TargetModel, got a "):
+            Engine(wrong)
+    with pytest.raises(ConfigError, match=r"ranks must be what `Ranks\.join` returns, got 5"):
+        Engine.from_pretrained(ranks=5)
+    with pytest.raises(ConfigError, match=r"feature_layers must be layer numbers, got \[True"):
+        Engine.from_pretrained(draft="specpool/tiny-eagle3", feature_layers=[True, 1, 2])
+
+
 @pytest.mark.parametrize("priority", [1 << 31, -(1 << 31) - 1, 0.5, True])
 def test_a_priority_of_a_wrong_kind_or_size_is_refused(target, priority):
     engine = engine_of(target)

@@ -86,3 +86,10 @@ def test_a_broken_law_is_found_and_its_input_kept(target, tmp_path):
 @pytest.mark.parametrize("target", ["border", "ledger", "block_pool", "event_log", "image"])
 def test_atheris_runs_the_targets(target):
     assert "Done 300 runs" in run("run.py", target, "--atheris", "--runs", "300")
+
+
+def test_the_engine_is_loaded_before_the_time_of_an_input_begins():
+    """On a busy machine the models took longer than an input may: that was no finding."""
+    code = "import image; assert image.engine.cache_info().currsize == 1"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=FUZZ, timeout=300).returncode == 0

@@ -12,6 +12,7 @@ import torch
 
 from specpool.assembly.ranked import agree_before, for_ranks
 from specpool.assets import resolve
+from specpool.checks import shown
 from specpool.config import EngineConfig
 from specpool.draft import (
     BlockDrafter,
@@ -78,10 +79,12 @@ def load(
     Raises:
         ConfigError: a path, an option or a checkpoint does not fit.
     """
+    if ranks is not None and not isinstance(ranks, Ranks):
+        raise ConfigError(f"ranks must be what `Ranks.join` returns, got {shown(ranks)}")
     config = for_ranks(config, ranks)
     if feature_layers is not None and not (
         isinstance(feature_layers, Sequence)
-        and all(isinstance(layer, int) for layer in feature_layers)
+        and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in feature_layers)
     ):
         raise ConfigError(f"feature_layers must be layer numbers, got {feature_layers!r:.80}")
     check_tokenizer(tokenizer)

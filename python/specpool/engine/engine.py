@@ -15,7 +15,7 @@ import torch
 from specpool._core import Shape
 from specpool.assembly.assembly import assemble
 from specpool.assembly.loading import Draft, close_models, load
-from specpool.checks import check_fields, check_int
+from specpool.checks import check_fields, check_int, shown
 from specpool.config import EngineConfig
 from specpool.draft import Drafter
 from specpool.engine.comparison import Comparison
@@ -64,6 +64,11 @@ class Engine(Movable, KeepsPrefixes):
             ConfigError: the configuration, the models and the memory do not fit together.
         """
         check_tokenizer(tokenizer)
+        if not isinstance(target, TargetModel):
+            raise ConfigError(
+                f"target must be a TargetModel, got a {type(target).__name__}: "
+                "`Engine.from_pretrained` takes a folder, a hub name or a transformers model"
+            )
         config = config or EngineConfig()
         self.target, self.config, self.tokenizer = target, config, tokenizer
         if not isinstance(drafter, Mapping):
@@ -273,6 +278,8 @@ class Engine(Movable, KeepsPrefixes):
         """
         if params is not None and not isinstance(params, SamplingParams):
             raise ConfigError(f"params must be SamplingParams or None, got {params!r:.80}")
+        if isinstance(prompt, int):  # in a list it would be a token id
+            raise ConfigError(f"a prompt is a string, token ids or a chat, got {shown(prompt)}")
         if on_item is not None and not callable(on_item):
             raise ConfigError(f"on_item must be a function, got {on_item!r:.80}")
         if session is not None and not (isinstance(session, Session) and session.is_of(self.core)):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from specpool.checks import shown
 from specpool.errors import ConfigError
 from specpool.scheduler.requests.conversation import Conversation, Message, Said, common_len
 from specpool.text.chat_template import TemplateError
@@ -92,12 +94,7 @@ class Texts:
             messages = self.messages(index, cast("Sequence[Message]", prompt))
             return self._ids_of(self.render(index, messages, variables))
         if not isinstance(prompt, str):
-            try:
-                return [operator.index(token) for token in cast("Sequence[int]", prompt)]
-            except (TypeError, ValueError, RuntimeError):
-                raise ConfigError(
-                    f"prompt {index} must be a string or integer token ids, got {prompt!r:.80}"
-                ) from None
+            return _token_ids(index, prompt)
         if self._tokenizer is None:
             raise ConfigError(
                 f"prompt {index} is a string, but the target has no tokenizer: give token ids"
@@ -260,6 +257,17 @@ class Texts:
                     f"the first {start + len(piece)} of the prompt's {len(text)} characters have "
                     f"{count} tokens; max_context_len is {most}"
                 )
+
+
+def _token_ids(index: int, prompt: object) -> list[int]:
+    """Return token ids as a list. A set has no order, bytes are a text, and a bool is no id."""
+    is_list = isinstance(prompt, Sequence) or hasattr(prompt, "ndim")  # or an array, or a tensor
+    ids = cast("Sequence[int]", prompt)
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        if is_list and not isinstance(prompt, bytes | bytearray | memoryview):
+            if not any(isinstance(token, bool) for token in ids):
+                return [operator.index(token) for token in ids]
+    raise ConfigError(f"prompt {index} must be a string or integer token ids, got {shown(prompt)}")
 
 
 def _text_of_parts(name: str, parts: Sequence[object]) -> str:

@@ -50,7 +50,7 @@ Adaptive = Annotated[
     str | None,
     typer.Option(
         help="A shape for each round: 'ema' (SGLang's rule), 'cost' (the most expected tokens per "
-        "second), or a file, such as `specpool tune` writes."
+        "second), 'budget' (likewise, for each row), or a file, such as `specpool tune` writes."
     ),
 ]
 Plot = Annotated[Path | None, typer.Option(help="Write a picture (needs matplotlib).")]
