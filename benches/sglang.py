@@ -2,7 +2,7 @@
 
 Both get the same calls in turns: a decode step in which no row, or every row, crosses a page's
 edge, and the growth of every row by what a round of EAGLE reserves. A call's time is that of the
-allocator alone. Beside it, the sizing of a round for all rows, at level `reserve`.
+allocator alone, on the CPU. Beside it, the sizing of a round for all rows, at level `reserve`.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ def sglang(path: Path | None, *, repeats: int, json: bool, plot: Path | None) ->
 
     from specpool.plugins.sglang import allocator
 
+    torch.set_num_threads(1)  # the clock is that of one thread
     results = []
     for page_size in PAGE_SIZES:
         for rows in ROWS:

@@ -23,6 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from benches.engines import clock_ns
 from specpool.cli.results import Result, interleaved
 
 Shape = tuple[int, int, int]
@@ -244,7 +245,7 @@ def _timed(
             for _ in range(STEPS)
         ]
         step()
-        spent, clock = [], _clock_ns()
+        spent, clock = [], clock_ns()
         for accept_lens in accepted:
             start = time.thread_time_ns()
             step()
@@ -257,12 +258,6 @@ def _timed(
         return (statistics.median(spent) - clock) / 1e3
 
     return run
-
-
-def _clock_ns() -> float:
-    """Return the median nanoseconds between two readings of the clock."""
-    read = time.thread_time_ns
-    return statistics.median(-(read() - read()) for _ in range(99))
 
 
 def _slots_ahead(make: Callable[..., Any], shape: Shape) -> float:

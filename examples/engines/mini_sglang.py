@@ -44,10 +44,10 @@ class CacheManager:
 
     def allocate_paged(self, reqs: list[Any]) -> None:
         size, width = self.page_size, self.page_table.stride(0)
-        spans = [(req, req.cache_handle, -(-req.device_len // size)) for req in reqs]
-        spans = [span for span in spans if span[2] > span[1].held]
-        if not spans:
+        reqs = [req for req in reqs if req.device_len > req.cache_handle.held * size]
+        if not reqs:
             return
+        spans = [(req, req.cache_handle, -(-req.device_len // size)) for req in reqs]
         counts = np.array([end - handle.held for _, handle, end in spans], np.int64)
         new, ends = self.pool.take(int(counts.sum())), counts.cumsum()
         first = np.array([r.table_idx * width + h.held * size for r, h, _ in spans], np.int64)

@@ -121,7 +121,7 @@ def _note_allocation(
         computed = request.num_computed_tokens + num_new_computed
         request.specpool_unproved = computed + num_external
         _say("a block of another engine drops as vLLM's does: its next token is not known")
-    mark = request.__dict__.get("specpool_mark")
+    mark: tuple[int, int] | None = request.__dict__.get("specpool_mark")
     if mark is not None and request.num_tokens > mark[1]:
         # The token behind the last full block is sampled. The block may have been given up
         # meanwhile, as those of a preempted request may be.
