@@ -1,0 +1,86 @@
+"""What becomes of a parcel that goes by Serve's handle, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import ray_stand_in
+
+
+class Handle:
+    """Serve's handle: notes its options, and answers as the test says."""
+
+    def __init__(self, answers):
+        self.answers, self.given, self.sent = answers, {}, []
+
+    def options(self, **given):
+        self.given |= given
+        return self
+
+    def remote(self, *args):
+        self.sent.append((self.given["method_name"], self.given["session_id"], args))
+        return self._answer(self.answers.pop(0))
+
+    async def _answer(self, answer):
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:
+            await asyncio.sleep(9)
+        return answer
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """The module, and the handle that it gets."""
+    ray_stand_in.install(monkeypatch)
+    handle = Handle([])
+    context = SimpleNamespace(deployment="Replica", app_name="app", replica_tag="own")
+    serve, exceptions = sys.modules["ray.serve"], ModuleType("ray.exceptions")
+    exceptions.ActorDiedError = type("ActorDiedError", (Exception,), {})
+    serve.get_replica_context = lambda: context
+    serve.get_deployment_handle = lambda name, app: handle
+    sys.modules["ray"].serve = serve
+    monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
+    names = [f"specpool.serve.replicas.{name}" for name in ("router", "peers")]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = import_module(names[1])
+    monkeypatch.setattr(module.router, "listeners", [])
+    yield module, handle
+    monkeypatch.undo()
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_each_end_of_a_call_is_a_fate(peers, monkeypatch):
+    """Law: an answer is passed on, a death is "gone", and whatever else is "unknown"."""
+    module, handle = peers
+    monkeypatch.setattr(module, "_TIMEOUT", 0.05)
+    handle.answers = ["taken", "refused", "gone", module.ActorDiedError(), OSError("cut"), None]
+    parcel = SimpleNamespace(ident="a.1")
+
+    async def main():
+        found = module.RayPeers(lambda tags: None)
+        return [await found.send("other", parcel) for _ in range(6)]
+
+    assert asyncio.run(main()) == ["taken", "refused", "gone", "gone", "unknown", "unknown"]
+    assert handle.sent == [("take_in", "other.parcel", ("other", parcel))] * 6
+
+
+def test_a_list_that_a_router_gets_is_heard_in_the_event_loop(peers):
+    module, _ = peers
+    heard = []
+
+    async def main():
+        module.RayPeers(heard.append)
+        (hear,) = module.router.listeners
+        await asyncio.to_thread(hear, ["a", "b"])
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert heard == [["a", "b"]]
