@@ -116,7 +116,14 @@ def _sessions(engine: Engine) -> Any:
         next(turn)
         turn.close()
         output = session.append("last ", params).output()
-        return [*found, output.token_ids, output.num_reused, session.num_tokens]
+        found += [output.token_ids, output.num_reused, session.num_tokens]
+        tokens = session.tokens
+    with engine.open_session(tokens=tokens) as session:  # as one that comes from another engine
+        with session.fork() as copy:
+            return [
+                *found,
+                *(each.append("on", params).output().token_ids for each in (session, copy)),
+            ]
 
 
 def _prefixes(engine: Engine) -> Any:
