@@ -45,8 +45,8 @@ def guesses(
 ) -> Guesses:
     """Make up guesses.
 
-    At each position the first of K tokens is right with a probability of its own, whose mean over
-    the text is the text's rate, and each other one with half of what is left before it.
+    At each position one of K tokens is right with a probability of its own, whose mean over the
+    text is its rate, the next one with half of what is left, and so on. Then they are sorted.
 
     Args:
         texts: int64 [N, L].
