@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import ray_stand_in
+from specpool.serve.replicas import routing
 
 
 class Handle:
@@ -46,15 +47,14 @@ def peers(monkeypatch):
     serve.get_deployment_handle = lambda name, app: handle
     sys.modules["ray"].serve = serve
     monkeypatch.setitem(sys.modules, "ray.exceptions", exceptions)
-    names = [f"specpool.serve.replicas.{name}" for name in ("router", "peers")]
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    module = import_module(names[1])
-    monkeypatch.setattr(module.router, "listeners", [])
+    name = "specpool.serve.replicas.peers"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    module = import_module(name)
+    monkeypatch.setattr(routing, "listeners", [])
+    monkeypatch.setattr(module, "listeners", routing.listeners)
     yield module, handle
     monkeypatch.undo()
-    for name in names:
-        sys.modules.pop(name, None)
+    sys.modules.pop(name, None)
 
 
 def test_each_end_of_a_call_is_a_fate(peers, monkeypatch):
@@ -78,7 +78,7 @@ def test_a_list_that_a_router_gets_is_heard_in_the_event_loop(peers):
 
     async def main():
         module.RayPeers(heard.append)
-        (hear,) = module.router.listeners
+        (hear,) = routing.listeners
         await asyncio.to_thread(hear, ["a", "b"])
         await asyncio.sleep(0.01)
 

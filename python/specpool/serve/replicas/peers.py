@@ -11,8 +11,8 @@ from ray import serve
 from ray.exceptions import ActorDiedError
 
 from specpool.serve.bridge.parcel import SessionParcel
-from specpool.serve.replicas import router
 from specpool.serve.replicas.mover import Fate
+from specpool.serve.replicas.routing import listeners
 
 log = logging.getLogger("specpool.serve")
 
@@ -30,7 +30,7 @@ class RayPeers:
             hear: called with each list of the replicas that take requests, in this event loop.
         """
         loop = asyncio.get_running_loop()
-        router.listeners.append(lambda tags: loop.call_soon_threadsafe(hear, tags))
+        listeners.append(lambda tags: loop.call_soon_threadsafe(hear, tags))
         context = serve.get_replica_context()
         own: Any = serve.get_deployment_handle(context.deployment, context.app_name)
         self._handle = own.options(method_name="take_in")  # its router runs from now on

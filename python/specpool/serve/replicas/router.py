@@ -10,18 +10,23 @@ import asyncio
 import contextlib
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from specpool.serve.replicas.routing import MOST_CHARS, MOST_PATIENT, PATIENCE, Routing, owner_of
+from specpool.serve.replicas.routing import (
+    MOST_CHARS,
+    MOST_PATIENT,
+    PATIENCE,
+    Routing,
+    owner_of,
+    tell,
+)
 
 #: The header with a hint of a request's prefix.
 HINT_HEADER = b"x-prefix-hint"
-#: Called with the tags of each list that a router of this process gets, in the router's thread.
-listeners: list[Callable[[list[str]], object]] = []
 _PATH = b"/v1/sessions/"
 
 
@@ -53,8 +58,7 @@ class SessionOwnerRouter(ConsistentHashRouter):  # type: ignore[misc] # it is An
         self._routing.update(self._by_tag)
         self._news.set()
         self._news = asyncio.Event()
-        for hear in listeners:
-            hear([*self._by_tag])
+        tell([*self._by_tag])
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a replica at once, before Serve's list does."""

@@ -34,6 +34,16 @@ MOST_CHARS = 128
 #: A session's owner is here, has left, or was never heard of.
 Known = Literal["here", "gone", "unknown"]
 
+#: Called with the tags of each list that a router of this process gets, in the router's thread.
+#: They are not in the router's file, because Ray gives each process a copy of what is in it.
+listeners: list[Callable[[list[str]], object]] = []
+
+
+def tell(tags: list[str]) -> None:
+    """Tell the listeners of this process a list of replicas."""
+    for hear in listeners:
+        hear(tags)
+
 
 def owner_of(session_id: str) -> str | None:
     """Return the tag of the replica that opened a session; None = the id has another form."""
