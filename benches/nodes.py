@@ -260,7 +260,14 @@ def rows_of(trial: Trial, name: str, says: Says, repeats: int) -> Iterator[Resul
         ratio = statistics.median(wall[:, other] / wall[:, mine])
         return Row(f"{name}, {way}", rate, "tokens / CPU s", reference, other_rate, ratio)
 
-    pairs = ((ALL, "plain"), (FIXED, ALL), (BUDGET, ALL), (AUTO, ALL), (AUTO, BUDGET))
+    pairs = (
+        (ALL, "plain"),
+        (BUDGET, "plain"),
+        (FIXED, ALL),
+        (BUDGET, ALL),
+        (AUTO, ALL),
+        (AUTO, BUDGET),
+    )
     for way, reference in pairs:
         yield row(way, reference)
     looks = trial.looks
