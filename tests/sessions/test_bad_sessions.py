@@ -124,6 +124,13 @@ def test_a_session_over_its_own_limit(engine):
             engine.open_session(max_tokens=most)
 
 
+@pytest.mark.parametrize("tokens", [5, None, "abc", b"abc", {5, 6}, [True], [1.5], [[1]]])
+def test_a_session_begins_with_a_list_of_integers(engine, tokens):
+    with pytest.raises(ConfigError, match="tokens must be integer token ids, got"):
+        engine.open_session(tokens=tokens)
+    engine.open_session(tokens=[5, 6]).close()
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "says"),
     [

@@ -27,7 +27,7 @@ from specpool.engine.progress import ProgressBar
 from specpool.engine.ranked import RankedEngine
 from specpool.engine.session import Session
 from specpool.engine.stats import EngineStats, PoolStats, engine_stats, pool_stats
-from specpool.engine.texts import NextTurn, Prompt
+from specpool.engine.texts import NextTurn, Prompt, token_ids
 from specpool.errors import ConfigError, CorruptState
 from specpool.loop.busy_check import BusyFinding
 from specpool.models import TargetModel
@@ -223,22 +223,23 @@ class Engine(Movable, KeepsPrefixes):
             tokens: token ids that the session begins with; the first turn computes their KV.
 
         Raises:
-            ConfigError: `max_tokens` is not in [2, max_context_len], a token is not in the
-                vocabulary, there are `max_tokens` or more, or the engine is closed.
+            ConfigError: `max_tokens` is not in [2, max_context_len], `tokens` are no list of token
+                ids, there are `max_tokens` or more, or the engine is closed.
         """
         self.core.prompts.check_open()
         if max_tokens is not None:
             check_int("max_tokens", max_tokens, 2, self.max_context_len)
         most, conversation = max_tokens or self.max_context_len, None
-        self.core.prompts.check_tokens("the session", list(tokens))
-        if len(tokens) >= most:
+        ids = token_ids(tokens, "tokens must be integer token ids")
+        self.core.prompts.check_tokens("the session", ids)
+        if len(ids) >= most:
             raise ConfigError(
-                f"the session begins with {len(tokens)} tokens; its limit of {most} leaves room "
+                f"the session begins with {len(ids)} tokens; its limit of {most} leaves room "
                 f"for {most - 1}"
             )
         try:
             with self.core.lock:
-                conversation = self.core.inputs.open(tokens)
+                conversation = self.core.inputs.open(ids)
                 return Session(self.core, conversation, most)
         except BaseException:  # such as Ctrl-C: the caller does not get the session
             if conversation is not None:

@@ -94,7 +94,7 @@ class Texts:
             messages = self.messages(index, cast("Sequence[Message]", prompt))
             return self._ids_of(self.render(index, messages, variables))
         if not isinstance(prompt, str):
-            return _token_ids(index, prompt)
+            return token_ids(prompt, f"prompt {index} must be a string or integer token ids")
         if self._tokenizer is None:
             raise ConfigError(
                 f"prompt {index} is a string, but the target has no tokenizer: give token ids"
@@ -259,15 +259,19 @@ class Texts:
                 )
 
 
-def _token_ids(index: int, prompt: object) -> list[int]:
-    """Return token ids as a list. A set has no order, bytes are a text, and a bool is no id."""
-    is_list = isinstance(prompt, Sequence) or hasattr(prompt, "ndim")  # or an array, or a tensor
-    ids = cast("Sequence[int]", prompt)
+def token_ids(value: object, law: str) -> list[int]:
+    """Return token ids as a list. A set has no order, bytes are a text, and a bool is no id.
+
+    Raises:
+        ConfigError: they are none; the message is `law` and the value.
+    """
+    is_list = isinstance(value, Sequence) or hasattr(value, "ndim")  # or an array, or a tensor
+    ids = cast("Sequence[int]", value)
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        if is_list and not isinstance(prompt, bytes | bytearray | memoryview):
+        if is_list and not isinstance(value, bytes | bytearray | memoryview):
             if not any(isinstance(token, bool) for token in ids):
                 return [operator.index(token) for token in ids]
-    raise ConfigError(f"prompt {index} must be a string or integer token ids, got {shown(prompt)}")
+    raise ConfigError(f"{law}, got {shown(value)}")
 
 
 def _text_of_parts(name: str, parts: Sequence[object]) -> str:
