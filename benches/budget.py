@@ -19,6 +19,7 @@ from rich.console import Console
 
 from benches import budget_model as model
 from benches.budget_bound import most_goodput
+from benches.clients import Clients
 from benches.lines import Line, table_of
 from specpool import _core
 from specpool._core import Shape
@@ -46,6 +47,7 @@ MIXES = (
     model.Mix("all hard", (0.05,)),
 )
 NUM_SEEDS = 2
+PER_CLIENT = 4  # requests of an engine's client, one after the other
 GOODPUT_SEEDS = 4  # whether a request is in time hangs on a few tokens, so more are needed
 URGENT_BATCH_SIZES = (64, 128, 256)
 REAL_CANDIDATES = tuple(parse_shape("shape", n) for n in ("none", "chain:1", "chain:3"))
@@ -307,33 +309,35 @@ def real(batch_sizes: Sequence[int], num_tokens: int, repeats: int, device: str)
 def _real_lines(
     size: int, engines: Mapping[str, Engine], num_tokens: int, repeats: int
 ) -> list[Line]:
-    """One batch size: half of the rows go on greedily, half draw at temperature 1.5."""
-    prompts = corpus.prompts(size, 96)
+    """One batch size: half of the requests go on greedily, half draw at temperature 1.5."""
+    num = PER_CLIENT * size
+    prompts = corpus.prompts(num, 96)
     params = [
         SamplingParams(
             max_new_tokens=num_tokens,
             ignore_eos=True,
-            seed=row,
-            temperature=1.5 if row % 2 or size == 1 else 0.0,
+            seed=number,
+            # All clients have as many of each kind.
+            temperature=1.5 if (number + number // size) % 2 else 0.0,
         )
-        for row in range(size)
+        for number in range(num)
     ]
-    texts: dict[str, list[list[int]]] = {}
+    clients = {name: Clients(each, prompts, params, size) for name, each in engines.items()}
 
     def turn(name: str) -> float:
         start = time.process_time()
-        outputs = engines[name].generate(prompts, params, progress=False)
-        seconds = time.process_time() - start
-        texts[name] = [output.token_ids for output in outputs]
-        return size * num_tokens / seconds
+        clients[name].begin()
+        while clients[name].turns(1):
+            pass
+        return num * num_tokens / (time.process_time() - start)
 
     for name in engines:  # no engine is fresh
         turn(name)
     rates = dict(
         zip(engines, interleaved([partial(turn, name) for name in engines], repeats), strict=True)
     )
-    for name, found in texts.items():
-        if found != texts["none"]:
+    for name, each in clients.items():
+        if each.texts != clients["none"].texts:
             raise CorruptState(f"batch {size}: the texts of {name} are not plain decoding's")
     static = [name for name, engine in engines.items() if engine.config.adaptive is None]
     best = max(static, key=rates.__getitem__)

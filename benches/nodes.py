@@ -1,9 +1,10 @@
 """`python -m benches nodes`: the choice of the nodes that the target reads, where a node costs.
 
 Random models of real sizes, whose drafter knows the texts and errs at set rates (`known_text`).
-All ways of reading nodes serve the same requests in one process, a few turns each by turns. Time is
-the CPU time of this process, for the figures and for the engines' own clocks, so that other
-programs count little. All rows share a long prompt, which is read once.
+All ways of reading nodes serve the same requests in one process, a few turns each by turns. Each
+client sends several requests, one after the other. Time is the CPU time of this process, for the
+figures and for the engines' own clocks, so that other programs count little. All rows share a long
+prompt, which is read once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from benches.clients import Clients
 from benches.known_text import Guesses, KnownDrafter, Says, guesses
 from benches.plain_rows import SIZES
 from specpool._core import Shape
@@ -31,7 +33,6 @@ from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, machine, report
 from specpool.config import EngineConfig
 from specpool.engine.engine import Engine
-from specpool.engine.output import Chunk, RequestOutput
 from specpool.errors import CorruptState
 from specpool.models import TargetModel
 from specpool.sampling_params import SamplingParams
@@ -52,6 +53,7 @@ def _draft(vocab_size: int, hidden_size: int, num_layers: int) -> dict[str, Any]
 
 
 WINDOW = 4  # turns of an engine before the next one's
+PER_CLIENT = 4  # requests
 #: The candidates of the budget; the last one is also the shape of the engines without one.
 KINDS = {
     "chains": ("none", "chain:2", "chain:5"),
@@ -108,36 +110,26 @@ class Looks:
 
 
 class Runner:
-    """An engine that serves the same requests again and again."""
+    """An engine's clients, and the time that it takes to serve them."""
 
-    def __init__(
-        self, engine: Engine, prompts: Sequence[list[int]], params: SamplingParams
-    ) -> None:
-        self.engine, self._prompts, self._params = engine, prompts, params
-        self._outputs: dict[int, RequestOutput] = {}
+    def __init__(self, clients: Clients) -> None:
+        self.clients = clients
         self.wall = self.cpu = 0.0
 
     def begin(self) -> None:
-        """Submit the requests."""
+        """Submit the first requests of a pass."""
         self.wall = self.cpu = 0.0
-        self._outputs.clear()
-        for prompt in self._prompts:
-            self.engine.submit(prompt, self._params, on_item=self._note, decode=False)
+        self.clients.begin()
 
     @property
     def texts(self) -> list[list[int]]:
         """The texts of the pass that has ended."""
-        return [self._outputs[number].token_ids for number in sorted(self._outputs)]
-
-    def _note(self, number: int, item: Chunk | RequestOutput) -> None:
-        if isinstance(item, RequestOutput):
-            self._outputs[number] = item
+        return self.clients.texts
 
     def turns(self) -> bool:
         """Run a few turns; return whether there are more."""
-        wall, cpu, more = time.monotonic(), time.process_time(), True
-        for _ in range(WINDOW):
-            more = more and self.engine.turn()
+        wall, cpu = time.monotonic(), time.process_time()
+        more = self.clients.turns(WINDOW)
         self.wall += time.monotonic() - wall
         self.cpu += time.process_time() - cpu
         return more
@@ -166,9 +158,9 @@ class Trial:
     def __init__(self, size: str, kind: str, batch: int, context: int, tokens: int) -> None:
         model, draft = _model(SIZES[size]), _model(DRAFTS[size])
         self._target, self._draft = map(TargetModel.from_pretrained, (model, draft))
-        self._batch, self._context, self._tokens = batch, context, tokens
+        self.batch, self._context, self._tokens = batch, context, tokens
         shared = np.random.default_rng(0).integers(3, self._target.vocab_size, context).tolist()
-        self._prompts = [[*shared, number] for number in range(batch)]
+        self._prompts = [[*shared, number] for number in range(PER_CLIENT * batch)]
         shapes = [parse_shape("shape", name) for name in KINDS[kind]]
         widest = shapes[-1]
         num_drafts = batch * (widest.num_draft_tokens - 1)
@@ -183,20 +175,21 @@ class Trial:
             BUDGET: self._drafting(adaptive=policy),
             AUTO: self._drafting(adaptive=policy, verify_nodes="auto"),
         }
-        budget = self.runners[AUTO].engine.core.loop.scheduler.round_shapes.budget
+        budget = self.runners[AUTO].clients.engine.core.loop.scheduler.round_shapes.budget
         assert budget is not None and budget.nodes is not None
         self.looks = Looks(budget.nodes)
 
     def _runner(self, drafter: KnownDrafter | None, **options: Any) -> Runner:
         config = EngineConfig(
-            max_batch=self._batch,
+            max_batch=self.batch,
             max_context_len=self._context + self._tokens + 64,
-            num_pages=(self._context + self._batch * (self._tokens + 96)) // 16 + 64,
+            num_pages=(self._context + self.batch * (self._tokens + 96)) // 16 + 64,
             **options,
         )
         engine = Engine(self._target, drafter, config=config)
         params = SamplingParams(max_new_tokens=self._tokens, ignore_eos=True)
-        return Runner(engine, self._prompts, params)
+        every = [params] * len(self._prompts)
+        return Runner(Clients(engine, self._prompts, every, self.batch))
 
     def _drafting(self, **options: Any) -> Runner:
         drafter = KnownDrafter(self._draft, vocab_size=self._target.vocab_size, at=self._context)
@@ -214,13 +207,15 @@ class Trial:
 
     def guesses(self, says: Says) -> Guesses:
         """Make up guesses of the texts."""
-        rates = [RATES[row % len(RATES)] for row in range(self._batch)]
+        # All clients have as many requests of each rate.
+        numbers = range(len(self._prompts))
+        rates = [RATES[(n + n // self.batch) % len(RATES)] for n in numbers]
         return guesses(self._texts, rates, 4, self._target.vocab_size, says)
 
     def close(self) -> None:
         """Close the engines."""
         for runner in (self.plain, *self.runners.values()):
-            runner.engine.close()
+            runner.clients.engine.close()
         self._target.close()
         self._draft.close()
 
@@ -275,7 +270,7 @@ def rows_of(trial: Trial, name: str, says: Says, repeats: int) -> Iterator[Resul
     yield Result(f"{name}, {AUTO}: nodes that the target read", *read)
     chosen = looks.num_chosen, "rounds", "rounds with drafts", looks.num_rounds
     yield Result(f"{name}, {AUTO}: rounds that left nodes out", *chosen)
-    choice, node = looks.budget.seconds(len(trial.plain.texts))
+    choice, node = looks.budget.seconds(trial.batch)
     if node:  # else a node seemed to take no time
         yield Result(
             f"{name}, {AUTO}: what a choice takes", 1e3 * choice, "ms", "a node", 1e3 * node

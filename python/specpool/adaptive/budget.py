@@ -58,18 +58,26 @@ class BudgetController:
         self.candidates = tuple(sorted(config.candidates, key=width_order))
         self._clock = clock
         self.missed_ct = 0
-        self._told: list[tuple[Mapping[Shape, int], float]] = []  # rounds of the start
+        # Rounds of the start: the lanes of each shape, seconds, and the context of each lane.
+        self._told: list[tuple[Mapping[Shape, int], float, float]] = []
         self._node_seconds = NodeSeconds()
         self.attach([*self.candidates], 1)
 
     def attach(
-        self, shapes: Sequence[Shape], num_rows: int, *, chooses_nodes: bool = False
+        self,
+        shapes: Sequence[Shape],
+        num_rows: int,
+        *,
+        lens: Int32 | None = None,
+        chooses_nodes: bool = False,
     ) -> None:
         """Serve rows in `[0, num_rows)`; shape indices are into `shapes`.
 
-        With `chooses_nodes`, the nodes that the target reads are chosen too. Results are forgotten,
-        but not the rounds of the start.
+        `lens` is int32 [num_rows or more], the tokens that each row holds, kept up to date by its
+        owner; None = they do not count. With `chooses_nodes`, the nodes that the target reads are
+        chosen too. Results are forgotten, but not the rounds of the start.
         """
+        self._lens: Int32 = np.zeros(num_rows, np.int32) if lens is None else lens
         self._index = {shape: index for index, shape in enumerate(shapes)}
         self._acceptance = RowAcceptance(shapes, num_rows)
         self._cost = RoundCost(shapes)
@@ -113,7 +121,8 @@ class BudgetController:
             if np.array_equal(kept[0], rows) and np.array_equal(kept[1], shapes):
                 self._open = rows, kept[2], 0.0, 0
                 return kept[2]
-        self._cost.fit(len(rows))
+        self._context = float(self._lens[rows].mean())
+        self._cost.fit(len(rows), self._context)
         due, room = self._due(rows), None if spare is None else spare()
         chosen, tokens, seconds, missed = self._choice(rows, shapes, due, room, hopes=False)
         if self.nodes is not None:
@@ -169,7 +178,7 @@ class BudgetController:
             ridge=cost.ridge,
             slope=cost.slope,
             charge=cost.charge,
-            lane=cost.lane,
+            lane=cost.lane + self._context * cost.per_token,
             nodes=cost.nodes,
             pages=pages,
             free=free,
@@ -211,28 +220,41 @@ class BudgetController:
         self._num_made[rows] += accept_len
         self._acceptance.learn(rows, shapes, accept_len, goes_on)
 
-    def observe(self, shapes: Int32, seconds: float, nodes: NodeChoice | None = None) -> None:
+    def observe(
+        self,
+        shapes: Int32,
+        seconds: float,
+        nodes: NodeChoice | None = None,
+        lens: Int32 | None = None,
+    ) -> None:
         """Learn from the seconds of a round whose lanes had these shapes, int32 [B].
 
-        `nodes` is the choice of what the target read; None = all. Shapes are known by rounds that
-        read all, so what the choice spares is added.
+        `lens` are the tokens that the lanes held, int32 [B]; None = 0. `nodes` is the choice of
+        what the target read; None = all. Shapes are known by rounds that read all, so what the
+        choice spares is added.
         """
         counts = np.bincount(shapes, minlength=len(self._index))
+        context = None
+        if lens is not None:
+            held = np.bincount(shapes, lens, minlength=len(self._index))
+            context = held.astype(np.float64, copy=False)
         if self.nodes is not None:
             if counts @ self._cost.nodes > len(shapes):
-                self.nodes.observe(nodes, seconds, self._cost.known(counts))
+                self.nodes.observe(nodes, seconds, self._cost.known(counts, context))
             if nodes is not None:
                 seconds += nodes.spared * self.nodes.trust * self._cost.load
-        self._cost.observe(counts, seconds)
+        self._cost.observe(counts, seconds, context)
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """Learn from a round of the start, whose lanes all had this shape."""
         self.on_mixed_seconds({shape: batch_size}, seconds)
 
-    def on_mixed_seconds(self, counts: Mapping[Shape, int], seconds: float) -> None:
-        """Learn from a round of the start, by the lanes of each shape."""
-        self._told.append((counts, seconds))
-        self._tell(counts, seconds)
+    def on_mixed_seconds(
+        self, counts: Mapping[Shape, int], seconds: float, context: float = 0.0
+    ) -> None:
+        """Learn from a round of the start, by the lanes of each shape and the tokens of each."""
+        self._told.append((counts, seconds, context))
+        self._tell(counts, seconds, context)
 
     def on_node_seconds(
         self, shape: Shape, batch_size: int, share: float | None, seconds: float
@@ -240,13 +262,13 @@ class BudgetController:
         """Learn from a round of the start, whose lanes all had this shape; see `NodeSeconds`."""
         self._node_seconds.tell(shape, batch_size, share, seconds)
 
-    def _tell(self, counts: Mapping[Shape, int], seconds: float) -> None:
+    def _tell(self, counts: Mapping[Shape, int], seconds: float, context: float) -> None:
         lanes = np.zeros(len(self._index), np.int64)
         for shape, num_lanes in counts.items():
             if (index := self._index.get(shape)) is None:
                 return
             lanes[index] = num_lanes
-        self._cost.tell(lanes, seconds)
+        self._cost.tell(lanes, seconds, np.multiply(lanes, context, dtype=np.float64))
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """Return the narrowest candidate: the rows of a round are chosen by `choose`."""

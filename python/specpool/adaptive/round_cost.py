@@ -1,10 +1,11 @@
 """`RoundCost`: the seconds of a round as a function of how many rows have each shape.
 
 The seconds are a sum: a constant, a share per row, for each shape that drafts a charge and a share
-per lane, and a slope on the nodes of the verify beyond a ridge (on a GPU, the nodes up to the ridge
-ride along with the weights). Every share is 0 or more. The least squares of relative errors fit it
-to measured rounds: those of the start, then those in service. Rounds of about the same number of
-rows count most, because no such sum holds from one row to a thousand.
+per lane, a slope on the nodes of the verify beyond a ridge (on a GPU, the nodes up to the ridge
+ride along with the weights), and a share per token of the rows' context, with one more for each
+draft that reads it. Every share is 0 or more. The least squares of relative errors fit it to
+measured rounds: those of the start, then those in service. Rounds of about the same number of rows
+and about the same context count most, because no such sum holds from one row to a thousand.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _NUM_NEW = 4  # rounds of a shape, after those of another, whose load was anothe
 _REFIT = 256  # the most rounds in service from one fit to the next
 _NUM_RIDGES = 10
 _NEAR = 2.0  # how fast rounds count less, by octaves of their rows, squared
+_NEAR_CONTEXT = 0.1  # likewise, by octaves of their mean context
 _FIRM = 1e-9  # makes the equations of columns that depend on each other solvable
 _BETTER = 0.9  # a ridge must leave less than this share of the error without one
 # Before any measurement: shares of a plain round of one row.
@@ -44,8 +46,21 @@ class _Fit:
     lane: Float64
     ridge: float
     slope: float
+    per_token: Float64
     #: What rounds of one shape took over what the shares say, by shape: the sizes, and the ratios.
     ratios: dict[int, tuple[list[int], list[float]]] | None = None
+
+
+@dataclass(slots=True)
+class _Sample:
+    """Measured seconds of a composition."""
+
+    seconds: float
+    context: Float64  # [S], tokens that the lanes of each shape held
+
+    def at(self, context: Float64, per_token: Float64) -> float:
+        """Return the seconds with another context."""
+        return max(self.seconds + float(per_token @ (context - self.context)), self.seconds / 4)
 
 
 class RoundCost:
@@ -55,19 +70,27 @@ class RoundCost:
         load: measured seconds over known ones, the median of the latest rounds.
         ridge, slope: nodes of a verify without a cost of their own, seconds of each one beyond.
         charge, lane: float64 [S], seconds of a shape once, and of each of its rows.
+        per_token: float64 [S], seconds of each token that a row of a shape holds.
         nodes: float64 [S], nodes of a row's verify.
+
+    The `context` of methods is float64 [S], the tokens that the lanes of each shape hold together;
+    None = it is not known, and counts as 0.
     """
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
         """Start without measurements; shape indices are into `shapes`."""
         self._num_steps = np.array([shape.num_steps for shape in shapes], np.float64)
         self.nodes: Float64 = np.array([shape.num_draft_tokens for shape in shapes], np.float64)
-        self._seconds: dict[tuple[int, ...], float] = {}  # by the lanes of each shape
-        self._told: set[tuple[int, ...]] = set()  # those that were measured at the start
+        # By the lanes of each shape, and the octave of the mean context.
+        self._samples: dict[tuple[tuple[int, ...], int], _Sample] = {}
+        self._told: set[tuple[tuple[int, ...], int]] = set()  # those measured at the start
+        self._octaves: list[int] = []  # of the contexts of all samples
         self._since, self._until = 0, 16  # rounds since a fit was due, and until the next is
-        self._fits: dict[int, _Fit] = {}  # by the octave of the sizes that it is for
+        self._fits: dict[tuple[int, int], _Fit] = {}  # by the octaves of size and context
         self._number = 0  # fits that were due so far
-        self._size = 0  # rows that the shares are for; 0 = they must be set anew
+        # Rows and octave of the context that the shares are for; 0 rows = they must be set anew.
+        self._size = self._octave = 0
+        self._zeros: Float64 = np.zeros(len(shapes))
         self._latest: tuple[int, ...] | None = None  # lanes of the latest round
         self._alike = 0  # the next so many rounds like it tell more than the load
         self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)
@@ -75,26 +98,30 @@ class RoundCost:
         self._base = np.array([1.0, _PER_ROW])
         self.charge: Float64
         self.lane: Float64
-        self.charge, self.lane = np.zeros((2, len(shapes)))
+        self.per_token: Float64
+        self.charge, self.lane, self.per_token = np.zeros((3, len(shapes)))
 
-    def tell(self, counts: Int64, seconds: float) -> None:
+    def tell(self, counts: Int64, seconds: float, context: Float64 | None = None) -> None:
         """Add a round of the start; of several equal ones the least counts.
 
         `counts` are the lanes of each shape, int64 [S].
         """
         if not seconds > 0:
             return
-        key = tuple(counts.tolist())
-        self._seconds[key] = min(seconds, self._seconds.get(key, seconds))
+        context = self._zeros if context is None else context
+        key = tuple(counts.tolist()), _octave(counts, context)
+        if key not in self._samples or seconds < self._samples[key].seconds:
+            self._put(key, _Sample(seconds, context))
         self._told.add(key)
         self._number, self._size = self._number + 1, 0
 
-    def observe(self, counts: Int64, seconds: float) -> None:
+    def observe(self, counts: Int64, seconds: float, context: Float64 | None = None) -> None:
         """Add a round in service; `counts` are the lanes of each shape, int64 [S]."""
         if not seconds > 0:
             return
+        context = self._zeros if context is None else context
         key = tuple(counts.tolist())
-        known = self.known(counts)
+        known = self.known(counts, context)
         took = seconds / self.load  # before this round: a stall must not hide in its own load
         if key != self._latest:
             self._latest, self._alike = key, -1 if self._latest is None else _NUM_NEW
@@ -109,67 +136,89 @@ class RoundCost:
         self._alike -= 1
         if learns:
             known += _WEIGHT * (min(max(took, known / 2), 2 * known) - known)
-        self._seconds[key] = known
-        if len(self._seconds) > _MOST_MIXES:
-            oldest = next((each for each in self._seconds if each not in self._told), key)
-            del self._seconds[oldest]
+        self._put((key, _octave(counts, context)), _Sample(known, context))
+        if len(self._samples) > _MOST_MIXES:
+            oldest = next((each for each in self._samples if each not in self._told), None)
+            if oldest is not None:
+                del self._samples[oldest]
         self._since += 1
         if self._since >= self._until:
             self._since, self._number, self._size = 0, self._number + 1, 0
             self._until = min(2 * self._until, _REFIT)
 
-    def known(self, counts: Int64) -> float:
+    def known(self, counts: Int64, context: Float64 | None = None) -> float:
         """Return the seconds of a round as measured, or else as fitted, without load."""
-        known = self._seconds.get(tuple(counts.tolist()))
-        if known is None:
-            self.fit(int(counts.sum()))
-            known = self.of(counts)
-        return known
+        context = self._zeros if context is None else context
+        sample = self._nearest(tuple(counts.tolist()), _octave(counts, context))
+        if sample is not None:
+            return sample.at(context, self.per_token)
+        num_rows = int(counts.sum())
+        self.fit(num_rows, float(context.sum()) / max(num_rows, 1))
+        return self.of(counts, context)
 
     def base(self, batch_size: int) -> float:
-        """Return the seconds of a round of so many rows without drafts."""
+        """Return the seconds of a round of so many rows without drafts and without context."""
         return float(self._base[0] + self._base[1] * batch_size)
 
-    def of(self, counts: Int64) -> float:
+    def of(self, counts: Int64, context: Float64 | None = None) -> float:
         """Return the fitted seconds of a round, without load; `counts` as in `observe`."""
         seconds = self.base(int(counts.sum())) + self.charge[counts > 0].sum()
         seconds += counts @ self.lane + self.slope * max(
             0.0, float(counts @ self.nodes) - self.ridge
         )
-        return float(seconds)
+        return float(seconds + (0.0 if context is None else self.per_token @ context))
 
-    def fit(self, batch_size: int) -> None:
-        """Set the shares for rounds of so many rows, if they are not yet.
+    def fit(self, batch_size: int, context: float = 0.0) -> None:
+        """Set the shares for rounds of so many rows and so much context a row, if they are not yet.
 
-        The fit is for sizes of about an octave. Then the shares of each shape are scaled, so that
-        rounds of one shape take what was measured: a choice between two shapes for all rows must
-        not hang on the error of the fit.
+        The fit is for sizes and contexts of about an octave. Then the shares of each shape are
+        scaled, so that rounds of one shape take what was measured: a choice between two shapes for
+        all rows must not hang on the error of the fit.
         """
-        if batch_size == self._size:
+        octave = int(context).bit_length()
+        if batch_size == self._size and octave == self._octave:
             return
-        self._size = batch_size
-        octave = batch_size.bit_length()
-        fit = self._fits.get(octave)
+        self._size, self._octave = batch_size, octave
+        place = batch_size.bit_length(), octave
+        fit = self._fits.get(place)
         if fit is None or fit.number < self._number:
-            fit = self._fits[octave] = self._fitted(0.75 * (1 << octave))
+            fit = self._fits[place] = self._fitted(0.75 * (1 << place[0]), 0.75 * (1 << octave))
         self._base, self.charge, self.lane = fit.base.copy(), fit.charge.copy(), fit.lane.copy()
-        self.ridge, self.slope = fit.ridge, fit.slope
-        self._meet_uniform(fit, batch_size)
+        self.ridge, self.slope, self.per_token = fit.ridge, fit.slope, fit.per_token
+        self._meet_uniform(fit, batch_size, context)
 
-    def _fitted(self, near: float) -> _Fit:
-        """Fit the shares to rounds of about so many rows."""
-        counts, seconds = self._samples()
+    def _put(self, key: tuple[tuple[int, ...], int], sample: _Sample) -> None:
+        self._samples[key] = sample
+        if key[1] not in self._octaves:
+            self._octaves.append(key[1])
+
+    def _nearest(self, key: tuple[int, ...], octave: int) -> _Sample | None:
+        """Return the sample of a composition whose context is the nearest."""
+        sample = self._samples.get((key, octave))
+        if sample is None:
+            others = [each for each in self._octaves if (key, each) in self._samples]
+            if others:
+                sample = self._samples[key, min(others, key=lambda each: abs(each - octave))]
+        return sample
+
+    def _fitted(self, near: float, near_context: float) -> _Fit:
+        """Fit the shares to rounds of about so many rows and so much context a row."""
+        counts, seconds, context = self._all_samples()
         drafts = np.flatnonzero(self._num_steps)
         # Rows without a draft have a charge too, if rounds of several shapes can tell it.
         charged = drafts
         if ((counts > 0).sum(axis=1) > 1).any():
             charged = np.arange(len(self.nodes))
         sizes, nodes = counts.sum(axis=1), counts @ self.nodes
+        held = context.sum(axis=1)
         own = [np.ones(len(seconds)), sizes, *(counts[:, charged] > 0).T, *counts[:, drafts].T]
+        own += [held, context @ (self.nodes - 1)]
         places = np.unique(nodes)[:-1]
         places = places[:: max(len(places) // _NUM_RIDGES, 1)]
         beyond = np.maximum(nodes - places[:, None], 0.0)
-        weights = 1 / (1 + _NEAR * np.log2(sizes / near) ** 2)
+        far = _NEAR * np.log2(sizes / near) ** 2
+        far += _NEAR_CONTEXT * np.log2((held / sizes + 1) / (near_context + 1)) ** 2
+        weights = 1 / (1 + far)
         problem = _Problem([*own, *beyond], seconds, weights)
         size = len(own)
         plain = problem.solve([*range(size)], np.zeros(size))
@@ -181,41 +230,53 @@ class RoundCost:
         shares = problem.unscaled(best)
         charge, lane = np.zeros((2, len(self.nodes)))
         num = 2 + len(charged)
-        charge[charged], lane[drafts] = shares[2:num], shares[num:size]
+        charge[charged], lane[drafts] = shares[2:num], shares[num : size - 2]
         slope = 0.0
         if ridge:
             at = size + int(np.flatnonzero(places == ridge)[0])
             slope = float(best[-1] / problem.scale[at])
         base = np.maximum(shares[:2], [1e-9, 0.0])
-        return _Fit(self._number, base, charge, lane, ridge, slope)
+        per_token = shares[size - 2] + shares[size - 1] * (self.nodes - 1)
+        return _Fit(self._number, base, charge, lane, ridge, slope, per_token)
 
-    def _uniform(self, shape: int, batch_size: int) -> float:
-        """Return the seconds of a round of one shape by the shares."""
+    def _uniform(self, shape: int, batch_size: int, context: float) -> float:
+        """Return the seconds of a round of one shape and `context` tokens a row, by the shares."""
         over = max(0.0, batch_size * float(self.nodes[shape]) - self.ridge)
         own = float(self.charge[shape] + batch_size * self.lane[shape])
-        return self.base(batch_size) + own + self.slope * over
+        held = batch_size * context * float(self.per_token[shape])
+        return self.base(batch_size) + own + self.slope * over + held
 
     def _measured(self) -> dict[int, tuple[list[int], list[float]]]:
-        """Return what rounds of one shape took over what the shares say, by shape and size."""
-        found: dict[int, tuple[list[int], list[float]]] = {}
-        for counts, seconds in sorted(self._seconds.items(), key=lambda each: sum(each[0])):
+        """Return what rounds of one shape took over what the shares say, by shape and size.
+
+        Of several contexts the nearest counts.
+        """
+        nearest: dict[tuple[int, int], tuple[int, float]] = {}  # by size and shape
+        for (counts, octave), sample in self._samples.items():
             if len(counts) - counts.count(0) == 1:
                 size = sum(counts)
-                shape = counts.index(size)
-                sizes, ratios = found.setdefault(shape, ([], []))
-                sizes.append(size)
-                ratios.append(seconds / self._uniform(shape, size))
+                place, far = (size, counts.index(size)), abs(octave - self._octave)
+                if place not in nearest or far < nearest[place][0]:
+                    context = float(sample.context.sum()) / size
+                    fitted = self._uniform(place[1], size, context)
+                    nearest[place] = far, sample.seconds / fitted
+        found: dict[int, tuple[list[int], list[float]]] = {}
+        for (size, shape), (_, ratio) in sorted(nearest.items()):
+            sizes, ratios = found.setdefault(shape, ([], []))
+            sizes.append(size)
+            ratios.append(ratio)
         return found
 
-    def _meet_uniform(self, fit: _Fit, batch_size: int) -> None:
+    def _meet_uniform(self, fit: _Fit, batch_size: int, context: float) -> None:
         """Scale the shares so that a round of one shape takes what was measured of its size.
 
         Between measured sizes, and beyond them, the ratio of measured to fitted counts.
         """
         if fit.ratios is None:
             fit.ratios = self._measured()
+        fitted = {shape: self._uniform(shape, batch_size, context) for shape in fit.ratios}
         wanted = {
-            shape: self._uniform(shape, batch_size) * float(np.interp(batch_size, *measured))
+            shape: fitted[shape] * float(np.interp(batch_size, *measured))
             for shape, measured in fit.ratios.items()
         }
         for shape in sorted(wanted, key=lambda shape: self._num_steps[shape]):
@@ -223,22 +284,26 @@ class RoundCost:
             if not self._num_steps[shape]:  # the first, because all rounds have their base
                 share = self.base(batch_size)
                 self._base *= (
-                    max(wanted[shape] - self._uniform(shape, batch_size) + share, 1e-9) / share
+                    max(wanted[shape] - self._uniform(shape, batch_size, context) + share, 1e-9)
+                    / share
                 )
                 continue
-            rest = max(wanted[shape] - self._uniform(shape, batch_size) + own, 0.0)
+            rest = max(wanted[shape] - self._uniform(shape, batch_size, context) + own, 0.0)
             if own > 0:
                 self.charge[shape] *= rest / own
                 self.lane[shape] *= rest / own
             else:
                 self.lane[shape] = rest / batch_size
 
-    def _samples(self) -> tuple[Float64, Float64]:
-        """Return compositions, float64 [n, S], and seconds; guesses for shapes without any."""
-        counts = [*self._seconds]
-        seconds: list[float] = [*self._seconds.values()]
+    def _all_samples(self) -> tuple[Float64, Float64, Float64]:
+        """Return compositions, float64 [n, S], seconds, and contexts, float64 [n, S].
+
+        Shapes without any have guesses.
+        """
+        counts = [counts for counts, _ in self._samples]
+        seconds: list[float] = [sample.seconds for sample in self._samples.values()]
         plain: list[float] = [
-            took for key, took in self._seconds.items() if sum(key) == 1 == key[0]
+            sample.seconds for (key, _), sample in self._samples.items() if sum(key) == 1 == key[0]
         ]
         scale = float(plain[0] if plain else min(seconds, default=1.0))
         seen = np.array(counts).any(axis=0) if counts else np.zeros(len(self.nodes), np.bool_)
@@ -248,7 +313,15 @@ class RoundCost:
                 per_row = _PER_ROW + _PER_NODE * (self.nodes[shape] - 1)
                 guess = float(1 - _PER_ROW + _PER_STEP * self._num_steps[shape] + size * per_row)
                 seconds.append(scale * guess)
-        return np.array(counts, np.float64), np.array(seconds)
+        context = np.zeros((len(counts), len(self.nodes)))
+        for line, sample in enumerate(self._samples.values()):
+            context[line] = sample.context
+        return np.array(counts, np.float64), np.array(seconds), context
+
+
+def _octave(counts: Int64, context: Float64) -> int:
+    """Return the octave of the mean context of a round's lanes."""
+    return int(context.sum() / max(int(counts.sum()), 1)).bit_length()
 
 
 class _Problem:

@@ -30,9 +30,15 @@ _MOST_SECONDS = 4.0
 _WARM_UP, _TIMED = 1, 2  # a shape's rounds in a pass that are ignored, and that count
 TOLD = 3  # the number of a shape's fastest rounds, which the controller gets
 _PROMPT_LEN = 32
-
+# The prompts of the rounds with longer rows: the most seconds of their prefill, the most tokens of
+# one, and the least unless the batch has one row. Fewer rows are measured before prompts are short.
+_PREFILL_SECONDS, _LONGEST, _LONG = 2.0, 2048, 256
 
 _LOW_SHARE = 0.25  # of the drafts, read in a round that tells what a node takes
+
+
+#: Seconds of a round, and the mean context of its lanes.
+Timed = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,7 @@ class Tour:
     Attributes:
         candidates: the shapes.
         kinds: the kinds of rounds to be timed.
+        timed: the rounds of the present kind.
     """
 
     def __init__(self, candidates: Sequence[Shape]) -> None:
@@ -65,7 +72,7 @@ class Tour:
     def begin(self, kind: Kind, size: int) -> None:
         """Run rounds of this kind; note the seconds of those with `size` lanes."""
         (self.shape, *_), self.size = kind.shapes, size
-        self.seconds: list[float] = []  # the oldest first
+        self.timed: list[Timed] = []  # the oldest first
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """Return the candidate whose turn it is."""
@@ -79,7 +86,7 @@ class Tour:
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """Note the seconds of a round of the current shape and size."""
         if shape == self.shape and batch_size == self.size:
-            self.seconds.append(seconds)
+            self.timed.append((seconds, 0.0))
 
 
 class RowTour(BudgetController):
@@ -106,7 +113,7 @@ class RowTour(BudgetController):
         self._lines = [self.candidates.index(shape) for shape in kind.shapes]
         if self.nodes is not None:
             self.nodes.share = kind.share
-        self.size, self.seconds = size, list[float]()
+        self.size, self.timed = size, list[Timed]()
 
     def choose(self, rows: Int32, shapes: Int32, spare: Callable[[], Spare] | None = None) -> Int32:
         """Return the shapes of the kind by turns, int32 [B]."""
@@ -116,11 +123,17 @@ class RowTour(BudgetController):
         self._chosen = chosen
         return chosen
 
-    def observe(self, shapes: Int32, seconds: float, nodes: NodeChoice | None = None) -> None:
-        """Note the seconds of a round of the kind and size."""
+    def observe(
+        self,
+        shapes: Int32,
+        seconds: float,
+        nodes: NodeChoice | None = None,
+        lens: Int32 | None = None,
+    ) -> None:
+        """Note the seconds of a round of the kind and size, and the mean context of its lanes."""
         is_mine = len(shapes) == self.size and (np.sort(shapes) == np.sort(self._chosen)).all()
         if is_mine:
-            self.seconds.append(seconds)
+            self.timed.append((seconds, 0.0 if lens is None else float(lens.mean())))
 
 
 def calibrate(
@@ -134,6 +147,9 @@ def calibrate(
 ) -> None:
     """Time rounds of each kind of `tour` by batch size, and report them to `controller`.
 
+    For a budget, rounds of each shape are then timed with longer rows, so that the cost of context
+    is known too.
+
     Args:
         controller: gets the fastest rounds of each kind and size.
         tour: runs the controller's candidates in turn; a `RowTour` for a budget.
@@ -142,47 +158,94 @@ def calibrate(
         max_batch: the sizes are the powers of two up to it, and itself, as far as pages allow.
         of_first: with other ranks, returns rank 0's value of a number: its clock counts for all.
     """
-    started = time.perf_counter()
-
-    def is_late() -> bool:
-        return of_first(time.perf_counter() - started) > _MOST_SECONDS
-
+    start = _Start(controller, tour, ledger, build, of_first)
+    prompt_len = min(_PROMPT_LEN, max(ledger.max_context_len // 4, 1))
     sizes = {1 << i for i in range(max_batch.bit_length())} | {max_batch}
+    largest = 0
     for size in sorted(n for n in sizes if n <= max_batch):
-        loop = build()
+        kinds = [kind for kind in tour.kinds if len(kind.shapes) <= size]
+        if not start.measure(size, prompt_len, kinds):
+            break
+        largest = size
+        if start.is_late():
+            break
+    if isinstance(tour, RowTour) and largest:
+        alone = [kind for kind in tour.kinds if len(kind.shapes) == 1 and kind.share is None]
+        size, long = largest, start.longest(largest)
+        while size > 1 and long < _LONG:
+            size //= 2
+            long = start.longest(size)
+        if long >= 4 * prompt_len:
+            start.measure(size, long, alone)
+
+
+class _Start:
+    """The measurements of one start; see `calibrate`."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        tour: Tour | RowTour,
+        ledger: Ledger,
+        build: Callable[[], Loop],
+        of_first: Callable[[float], float],
+    ) -> None:
+        self._controller, self._tour, self._ledger = controller, tour, ledger
+        self._build, self._of_first = build, of_first
+        self._started = time.perf_counter()
+        self._token_seconds = 0.0  # of prefill, in the latest measurement
+
+    def is_late(self) -> bool:
+        """Return whether no larger size is measured."""
+        return self._of_first(time.perf_counter() - self._started) > _MOST_SECONDS
+
+    def longest(self, size: int) -> int:
+        """Return the longest prompts of so many rows that time and pages allow."""
+        slots = [group.num_pages * group.page_size for group in self._ledger.groups]
+        token_seconds = max(self._of_first(self._token_seconds), 1e-9)
+        fits = min(slots) // (2 * size), self._ledger.max_context_len // 2, _LONGEST
+        return int(min(*fits, _PREFILL_SECONDS / (token_seconds * size)))
+
+    def measure(self, size: int, prompt_len: int, kinds: Sequence[Kind]) -> bool:
+        """Time rounds of these kinds and report them; return whether so many rows had pages."""
+        tour, loop = self._tour, self._build()
         scheduler = loop.scheduler
-        requests = [_request(i, tour, ledger) for i in range(size)]
+        num_chunks = -(-size * prompt_len // scheduler.config.prefill_tokens)
+        num_rounds = _PASSES * (_WARM_UP + _TIMED) * len(kinds) + num_chunks + 1
+        requests = [
+            _request(i, tour, self._ledger, prompt_len=prompt_len, num_rounds=num_rounds)
+            for i in range(size)
+        ]
         if not all(scheduler.fits(request) for request in requests):
-            return
+            return False
         with loop.recovering():
             for request in requests:
                 scheduler.submit(request)
-            kinds = [kind for kind in tour.kinds if len(kind.shapes) <= size]
             tour.begin(kinds[0], size)
-            while not tour.seconds and any(r.finish_reason is None for r in requests):
+            while not tour.timed and any(r.finish_reason is None for r in requests):
                 loop.turn()
             num_rows = scheduler.num_running
             if num_rows == size:  # else there are too few pages
-                found: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+                found: dict[Kind, list[Timed]] = {kind: [] for kind in kinds}
                 for number in range(_PASSES):
-                    if number > 1 and is_late():
+                    if number > 1 and self.is_late():
                         break
                     for kind in kinds:
                         tour.begin(kind, size)
-                        while len(tour.seconds) < _WARM_UP + _TIMED and _can_go_on(requests):
+                        while len(tour.timed) < _WARM_UP + _TIMED and _can_go_on(requests):
                             loop.turn()
-                        found[kind] += tour.seconds[_WARM_UP:]
-                for kind, seconds in found.items():  # load only adds seconds
-                    for least in sorted(seconds)[:TOLD]:
-                        _report(controller, kind, size, of_first(least))
+                        found[kind] += tour.timed[_WARM_UP:]
+                for kind, timed in found.items():  # load only adds seconds
+                    for seconds, context in sorted(timed)[:TOLD]:
+                        _report(self._controller, kind, size, self._of_first(seconds), context)
+            self._token_seconds = scheduler.handles.token_seconds
             for request in requests:
                 scheduler.abort(request)
             loop.drain()
-        if num_rows < size or is_late():
-            return
+        return num_rows == size
 
 
-def _report(controller: Controller, kind: Kind, size: int, seconds: float) -> None:
+def _report(controller: Controller, kind: Kind, size: int, seconds: float, context: float) -> None:
     if not isinstance(controller, BudgetController):
         controller.on_round_seconds(kind.shapes[0], size, seconds)
         return
@@ -191,20 +254,20 @@ def _report(controller: Controller, kind: Kind, size: int, seconds: float) -> No
         controller.on_node_seconds(kind.shapes[0], size, kind.share, seconds)
     if kind.share is None:
         counts = {shape: -(-(size - at) // num) for at, shape in enumerate(kind.shapes)}
-        controller.on_mixed_seconds(counts, seconds)
+        controller.on_mixed_seconds(counts, seconds, context)
 
 
 def _can_go_on(requests: Sequence[Request]) -> bool:
     return all(request.finish_reason is None for request in requests)
 
 
-def _request(number: int, tour: Tour | RowTour, ledger: Ledger) -> Request:
+def _request(
+    number: int, tour: Tour | RowTour, ledger: Ledger, *, prompt_len: int, num_rounds: int
+) -> Request:
     """Make a request with a dummy prompt; its output is ignored."""
     shapes = ledger.shapes
     most = max(tour.candidates, key=lambda shape: shape.num_draft_tokens)
-    num_rounds = _PASSES * (_WARM_UP + _TIMED) * len(tour.kinds) + 1
     num_tokens = num_rounds * max(shape.max_accept_len for shape in tour.candidates)
-    prompt_len = min(_PROMPT_LEN, max(ledger.max_context_len // 4, 1))
     return Request(
         request_id=number,
         index=number,

@@ -58,11 +58,14 @@ class RoundShapes:
         controller: Controller | None,
         forced_shape: Shape | None = None,
         verify_nodes: int | Literal["auto"] | None = None,
+        *,
+        lens: Int32 | None = None,
     ) -> None:
         """Start without requests. Shape indices are into `shapes`, the ledger's.
 
         `forced_shape` is the chain for forced spans, one of `shapes`; None = there is none.
-        `verify_nodes` is as in `SchedulerConfig`.
+        `verify_nodes` is as in `SchedulerConfig`. `lens` is int32 [num_rows or more], the tokens
+        that each row holds, for a budget.
 
         Raises:
             ConfigError: a candidate of the controller is not among `shapes`.
@@ -91,7 +94,8 @@ class RoundShapes:
         self.page_choices = [*map(self._always, self.all_choices)]
         self._nodes: NodeBudget | None = None
         if self.budget is not None:
-            self.budget.attach(shapes, num_rows, chooses_nodes=verify_nodes == "auto")
+            chooses_nodes = verify_nodes == "auto"
+            self.budget.attach(shapes, num_rows, lens=lens, chooses_nodes=chooses_nodes)
             self._nodes = self.budget.nodes
         if isinstance(verify_nodes, int):
             self._nodes = NodeBudget(max(self._steps), num_rows, fixed=verify_nodes)
@@ -326,15 +330,21 @@ class RoundShapes:
             self.controller.on_verify_complete(choice.shape, choice.batch_size, num_correct_drafts)
 
     def observe(
-        self, choice: Choice, shapes: Int32, seconds: float, nodes: NodeChoice | None = None
+        self,
+        choice: Choice,
+        shapes: Int32,
+        seconds: float,
+        nodes: NodeChoice | None = None,
+        lens: Int32 | None = None,
     ) -> None:
         """Pass to the controller the seconds of a turn that was this round alone.
 
-        Rounds with lanes of other shapes do not count.
+        `lens` are the tokens that the lanes held, int32 [B]; None = they do not count. Without a
+        budget, rounds with lanes of other shapes do not count.
         """
         assert self.controller is not None
         if self.budget is not None:
-            self.budget.observe(shapes, seconds, nodes)
+            self.budget.observe(shapes, seconds, nodes, lens)
         elif (shapes == self._index[choice.shape]).all():
             self.controller.on_round_seconds(choice.shape, len(shapes), seconds)
 

@@ -87,7 +87,7 @@ class Scheduler:
         self.counts = Counts(ledger.shapes)
         num_rows, forced = ledger.num_rows + 1, config.forced_shape
         options = controller, forced, config.verify_nodes
-        self.round_shapes = RoundShapes(ledger.shapes, num_rows, *options)
+        self.round_shapes = RoundShapes(ledger.shapes, num_rows, *options, lens=ledger.resolved_len)
         self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.page_choices)
         self._waiting = Waiting(shares_prompts=config.shares_prompts)
         running = Running(ledger, self.round_shapes, reads_tokens=config.reads_tokens)
