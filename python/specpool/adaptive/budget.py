@@ -2,7 +2,7 @@
 
 Expected tokens come from `RowAcceptance`, seconds from `RoundCost`, the choice from the core
 (`choose_shapes`). Only drafts that run are measured, so now and then a round hopes for more than is
-known. Such rounds may cost one percent of the tokens.
+known, or runs plainly to learn what that takes. Such rounds may cost one percent of the tokens.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _KEEP = 1.02  # a row's shape of the round before counts as so many times its to
 _HOPE_SHARE = 0.01  # the share of the tokens that hopeful rounds may cost
 _MOST_SAVED = 2.0  # the most of that to save up, in rounds
 _HOPE_ROUNDS = 8  # from one look for a hopeful round to the next, a multiple of `CHOICE_ROUNDS`
+# Plain rounds may take so much less than is known, if there was none for so many rounds.
+_PLAIN_HOPE, _PLAIN_ROUNDS = 1.2, 64
 _HORIZON = 16.0  # rounds in which a row makes up for what it is behind its target
 MOST_PRIORITY = 8  # steps of priority beyond which a token is worth no more, or no less
 
@@ -90,7 +92,9 @@ class BudgetController:
         self._per_token = np.zeros(num_rows)  # the target in tokens per second; 0 = none
         self._started = np.full(num_rows, np.nan)  # when the row had its first round
         self._num_made = np.zeros(num_rows)  # tokens since then
+        self._steps: Int32 = np.array([shape.num_steps for shape in shapes], np.int32)
         self._round, self._saved = 0, _MOST_SAVED
+        self._plain_round = -_PLAIN_ROUNDS  # the latest one in which no row drafted
         # Rows, shapes and choice of the rounds until the next choice; None = choose anew.
         self._kept: tuple[Int32, Int32, Int32] | None = None
         self._open: tuple[Int32, Int32, float, int] | None = None  # rows, shapes, loss, missed
@@ -124,19 +128,31 @@ class BudgetController:
         self._context = float(self._lens[rows].mean())
         self._cost.fit(len(rows), self._context)
         due, room = self._due(rows), None if spare is None else spare()
-        chosen, tokens, seconds, missed = self._choice(rows, shapes, due, room, hopes=False)
+        tokens = self._acceptance.tokens(rows)
+        chosen, seconds, missed = self._choice(rows, shapes, tokens.copy(), due, room)
         if self.nodes is not None:
             made = float(tokens[np.arange(len(rows)), chosen].sum())
             self.nodes.outlook = Outlook(made / len(rows) - 1, made / seconds)
         self._kept = None if room is not None or due.any() else (rows, shapes, chosen)
         loss = 0.0
         if self._round % _HOPE_ROUNDS == 0 and self._saved > 0:
-            hopeful, _, longer, _ = self._choice(rows, shapes, due, room, hopes=True)
-            if (hopeful != chosen).any():
-                lanes = np.arange(len(rows))
-                made, instead = tokens[lanes, chosen].sum(), tokens[lanes, hopeful].sum()
-                lost = float(longer / seconds - instead / made)  # in rounds as they would be
-                if lost <= self._saved:
+            lanes = np.arange(len(rows))
+            rate = float(tokens[lanes, chosen].sum()) / seconds
+            looks = self._kept is not None and self._round - self._plain_round >= _PLAIN_ROUNDS
+            if looks and (self._steps[plain := shapes[:, 0]] == 0).all():
+                counts = np.bincount(plain, minlength=len(self._index))
+                longer = self._cost.of(counts) + self._context * float(
+                    counts @ self._cost.per_token
+                )
+                lost = CHOICE_ROUNDS * (longer - len(rows) / rate) / seconds
+                if len(rows) * _PLAIN_HOPE / longer >= rate and lost <= self._saved:
+                    chosen, loss, self._kept = plain, max(lost, 0.0), (rows, shapes, plain)
+            else:
+                hopes = self._acceptance.tokens(rows, hopes=True)
+                hopeful, longer, _ = self._choice(rows, shapes, hopes, due, room)
+                # In rounds as they would be.
+                lost = (longer - float(tokens[lanes, hopeful].sum()) / rate) / seconds
+                if (hopeful != chosen).any() and lost <= self._saved:
                     chosen, loss, self._kept = hopeful, max(lost, 0.0), None
         self._open = rows, chosen, loss, missed
         return chosen
@@ -152,14 +168,15 @@ class BudgetController:
         self,
         rows: Int32,
         shapes: Int32,
+        tokens: npt.NDArray[np.float64],
         due: npt.NDArray[np.float64],
         spare: Spare,
-        *,
-        hopes: bool,
-    ) -> tuple[Int32, npt.NDArray[np.float64], float, int]:
-        """Return shapes [B], expected tokens [B, S], seconds, and rows that miss their target."""
+    ) -> tuple[Int32, float, int]:
+        """Return shapes [B], seconds, and rows that miss their target.
+
+        `tokens` are those expected of each row and shape, float64 [B, S]; they are changed.
+        """
         cost, lanes = self._cost, np.arange(len(rows))
-        tokens = self._acceptance.tokens(rows, hopes=hopes)
         latest = self._latest[rows]
         kept = lanes[latest >= 0]
         gives = np.ones(len(rows))
@@ -183,7 +200,7 @@ class BudgetController:
             pages=pages,
             free=free,
         )
-        return shapes[lanes, picks], tokens, seconds, missed
+        return shapes[lanes, picks], seconds, missed
 
     def _due(self, rows: Int32) -> npt.NDArray[np.float64]:
         """Return the tokens that each row's round has to give, float64 [B, 2]."""
@@ -205,6 +222,8 @@ class BudgetController:
         rows, shapes, loss, missed = self._open
         self._latest[rows] = shapes
         self._saved = min(self._saved + _HOPE_SHARE - loss, _MOST_SAVED)
+        if not self._steps[shapes].any():
+            self._plain_round = self._round
         self._round += 1
         self.missed_ct += missed
         self._open = None

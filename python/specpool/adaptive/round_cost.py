@@ -24,6 +24,8 @@ Float64 = npt.NDArray[np.float64]
 
 _MOST_MIXES = 128  # compositions of rounds that are kept; the oldest of service goes first
 _WEIGHT = 0.2  # of a new measurement of a composition
+# The first measurements of one in service, where only a fit is known so far, and their weight.
+_NUM_FIRST, _FIRST_WEIGHT = 4, 0.5
 _NUM_RATIOS = 9  # rounds whose median is the load
 _NUM_NEW = 4  # rounds of a shape, after those of another, whose load was another's
 _REFIT = 256  # the most rounds in service from one fit to the next
@@ -57,6 +59,7 @@ class _Sample:
 
     seconds: float
     context: Float64  # [S], tokens that the lanes of each shape held
+    num: int = _NUM_FIRST  # measurements so far; those of the start count as enough
 
     def at(self, context: Float64, per_token: Float64) -> float:
         """Return the seconds with another context."""
@@ -134,9 +137,15 @@ class RoundCost:
             self.load = sorted(self._ratios)[len(self._ratios) // 2]
             learns = self._alike > 0
         self._alike -= 1
+        place = key, _octave(counts, context)
+        num = self._samples[place].num if place in self._samples else 0
         if learns:
-            known += _WEIGHT * (min(max(took, known / 2), 2 * known) - known)
-        self._put((key, _octave(counts, context)), _Sample(known, context))
+            weight = _FIRST_WEIGHT if num < _NUM_FIRST else _WEIGHT
+            known += weight * (min(max(took, known / 2), 2 * known) - known)
+            num += 1
+            if num == _NUM_FIRST:  # now it is known
+                self._since = self._until
+        self._put(place, _Sample(known, context, num))
         if len(self._samples) > _MOST_MIXES:
             oldest = next((each for each in self._samples if each not in self._told), None)
             if oldest is not None:
