@@ -505,12 +505,16 @@ def test_a_new_scheduler_knows_what_the_start_has_measured() -> None:
 
 def test_an_engine_knows_what_its_rounds_take() -> None:
     """Law: before the first request the policy has the seconds that the start has measured."""
-    options: dict[str, Any] = {"draft": "specpool/tiny-eagle", "max_context_len": 128}
+    options: dict[str, Any] = {"draft": "specpool/tiny-eagle", "max_context_len": 512}
     with Engine.from_pretrained(**options, max_batch=4, adaptive=CONFIG) as engine:
         budget = engine.core.loop.scheduler.round_shapes.budget
         assert budget is not None
-        measured = budget._cost._seconds
+        measured = [counts for counts, _ in budget._cost._samples]
+        contexts = [s.context.sum() / sum(c) for (c, _), s in budget._cost._samples.items()]
     assert {sum(counts) for counts in measured} == {1, 2, 4}
+    assert sum(context >= 256 for context in contexts) == len(NAMES), "rounds of longer rows"
+    assert min(contexts) < 128
+    measured = [*dict.fromkeys(measured)]
     uniform = [counts for counts in measured if max(counts) == sum(counts)]
     mixed = [counts for counts in measured if max(counts) < sum(counts)]
     assert len(uniform) == 3 * len(NAMES)

@@ -264,7 +264,7 @@ def test_the_loop_tells_which_nodes_a_round_has_read() -> None:
     heard: list[object] = []
     step = SimpleNamespace(
         choice=object(),
-        plan=SimpleNamespace(shapes=np.zeros(1, np.int32)),
+        plan=SimpleNamespace(shapes=np.zeros(1, np.int32), start=np.array([7], np.int32)),
         nodes=NodeChoice(3, np.ones((1, 2), np.float32), np.arange(8), spared=0.5),
     )
     loop: Any = SimpleNamespace(
@@ -276,7 +276,7 @@ def test_the_loop_tells_which_nodes_a_round_has_read() -> None:
         inputs=SimpleNamespace(measured=lambda report, seconds: report(seconds)),
     )
     Loop._observe_round(loop, [], [step], 2.0)  # type: ignore[list-item]
-    assert heard == [(2.0, step.nodes)]
+    assert heard == [(2.0, step.nodes, step.plan.start)]
 
 
 def test_other_policies_learn_from_whole_drafts() -> None:

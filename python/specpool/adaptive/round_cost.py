@@ -131,8 +131,8 @@ class RoundCost:
         # Rounds of one shape alone tell the load: they were measured at the start. What several
         # shapes take together would pass for load, and never be learned. What one shape takes is
         # learned beside the load of the rounds before it.
-        learns = True
-        if len(key) - key.count(0) == 1:
+        learns, is_uniform = True, len(key) - key.count(0) == 1
+        if is_uniform:
             self._ratios.append(seconds / known)
             self.load = sorted(self._ratios)[len(self._ratios) // 2]
             learns = self._alike > 0
@@ -143,8 +143,8 @@ class RoundCost:
             weight = _FIRST_WEIGHT if num < _NUM_FIRST else _WEIGHT
             known += weight * (min(max(took, known / 2), 2 * known) - known)
             num += 1
-            if num == _NUM_FIRST:  # now it is known
-                self._since = self._until
+            if num == _NUM_FIRST and is_uniform:  # now it is known, so others lean on it
+                self._number, self._size = self._number + 1, 0
         self._put(place, _Sample(known, context, num))
         if len(self._samples) > _MOST_MIXES:
             oldest = next((each for each in self._samples if each not in self._told), None)

@@ -235,8 +235,9 @@ class _Start:
                         while len(tour.timed) < _WARM_UP + _TIMED and _can_go_on(requests):
                             loop.turn()
                         found[kind] += tour.timed[_WARM_UP:]
-                for kind, timed in found.items():  # load only adds seconds
-                    for seconds, context in sorted(timed)[:TOLD]:
+                for kind, timed in found.items():
+                    context = sum(held for _, held in timed) / max(len(timed), 1)
+                    for seconds, _ in sorted(timed)[:TOLD]:  # load only adds seconds
                         _report(self._controller, kind, size, self._of_first(seconds), context)
             self._token_seconds = scheduler.handles.token_seconds
             for request in requests:

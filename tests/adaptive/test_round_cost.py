@@ -1,0 +1,149 @@
+"""Tests of `RoundCost` where rows hold much text, and of the rounds that teach it costs."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specpool.adaptive import AdaptiveConfig, BudgetController
+from specpool.adaptive.round_cost import RoundCost
+from specpool.shape_names import parse_shape
+
+NAMES = ("none", "chain:1", "chain:3")
+SHAPES = [parse_shape("shape", name) for name in NAMES]
+CONFIG = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": [*NAMES]}})
+PER_TOKEN = 1e-4 * np.array([1.0, 1.6, 2.8])  # one share per token, and 0.6 for each draft
+
+
+def seconds_of(counts: np.ndarray, context: np.ndarray) -> float:
+    """A device that reads the context once for each row and once more, in part, for each draft."""
+    drafts = 0.2 * (counts[1] > 0) + 0.5 * (counts[2] > 0)
+    return float(1 + 0.05 * counts.sum() + drafts + 0.02 * counts @ [0, 1, 3] + PER_TOKEN @ context)
+
+
+def all_of(shape: int, size: int, context: float) -> tuple[np.ndarray, np.ndarray]:
+    counts = np.zeros(len(SHAPES), np.int64)
+    counts[shape] = size
+    return counts, counts * context
+
+
+def told(longest: float = 512.0, wrong: dict[int, float] | None = None) -> BudgetController:
+    """A budget that was told rounds of short rows, and of longer ones of the largest batch.
+
+    `wrong` has factors of what is told of a shape.
+    """
+    controller = BudgetController(CONFIG)
+    controller.attach(SHAPES, 9, lens=np.zeros(9, np.int32))
+    places = [(size, 64.0) for size in (1, 2, 4, 8)] + [(8, longest)]
+    for size, context in places:
+        for index, shape in enumerate(SHAPES):
+            factor = (wrong or {}).get(index, 1.0)
+            seconds = factor * seconds_of(*all_of(index, size, context))
+            controller.on_mixed_seconds({shape: size}, seconds, context)
+    return controller
+
+
+def served(
+    controller: BudgetController,
+    rates: np.ndarray,
+    lens: np.ndarray,
+    num_rounds: int,
+    load: float = 1.0,
+) -> np.ndarray:
+    """Run rounds of rows with these acceptance rates and contexts; return the shapes."""
+    rng, num_rows = np.random.default_rng(0), len(rates)
+    rows = np.arange(num_rows, dtype=np.int32)
+    candidates = np.tile(np.arange(len(SHAPES), dtype=np.int32), (num_rows, 1))
+    controller._lens[:num_rows] = lens
+    found = []
+    for _ in range(num_rounds):
+        shapes = controller.choose(rows, candidates)
+        controller.ran()
+        steps = np.array([SHAPES[index].num_steps for index in shapes])
+        right = rng.random((num_rows, 3)) < rates[:, None]
+        accept_len = 1 + np.minimum(np.cumprod(right, axis=1).sum(axis=1), steps)
+        controller.learn(rows, shapes, accept_len.astype(np.int32))
+        counts = np.bincount(shapes, minlength=len(SHAPES))
+        context = np.bincount(shapes, lens, minlength=len(SHAPES))
+        took = load * seconds_of(counts, context) * float(1 + 0.03 * rng.normal())
+        controller.observe(shapes, took, None, lens.astype(np.int32))
+        found.append(shapes)
+    return np.array(found)
+
+
+def test_the_start_tells_what_context_costs() -> None:
+    """Law: rounds of rows that hold more or less than any that was timed are known."""
+    cost = told()._cost
+    for context in (16.0, 200.0, 2000.0, 8000.0):
+        cost.fit(8, context)
+        for index in range(len(SHAPES)):
+            counts, held = all_of(index, 8, context)
+            assert cost.of(counts, held) == pytest.approx(seconds_of(counts, held), rel=0.05)
+            assert cost.known(counts, held) == pytest.approx(seconds_of(counts, held), rel=0.05)
+        assert cost.per_token == pytest.approx(PER_TOKEN, rel=0.1)
+
+
+def test_without_longer_rows_context_costs_nothing() -> None:
+    """Law: contexts that are not told leave the estimate as it was."""
+    cost = RoundCost(SHAPES)
+    for size in (1, 2, 4, 8):
+        for index in range(len(SHAPES)):
+            counts, held = all_of(index, size, 0.0)
+            cost.tell(counts, seconds_of(counts, held))
+    cost.fit(8)
+    assert cost.per_token.tolist() == [0, 0, 0]
+    assert cost.of(all_of(2, 8, 0.0)[0]) == pytest.approx(seconds_of(*all_of(2, 8, 0.0)))
+
+
+def test_what_a_draft_costs_grows_with_the_context() -> None:
+    """Law: the rows that draft while they are short decode plainly once they hold much."""
+    rates = np.full(8, 0.45)
+    short = served(told(), rates, np.full(8, 64), 80)[40:]
+    long = served(told(), rates, np.full(8, 6000), 80)[40:]
+    assert (short > 0).mean() > 0.9
+    assert (long == 0).mean() > 0.8
+
+
+@pytest.mark.parametrize("load", [1.0, 1.7])
+def test_a_composition_is_known_after_its_first_visit(load: float) -> None:
+    """Law: four rounds in service put right a fit that is wrong by half; load is not learned."""
+    cost = told()._cost
+    plain, drafts = all_of(0, 8, 4000.0), all_of(2, 8, 4000.0)
+
+    def took(counts: np.ndarray, held: np.ndarray) -> float:
+        wrong = 1.5 if counts[2] else 1.0
+        return load * wrong * seconds_of(counts, held)
+
+    for _ in range(12):
+        cost.observe(plain[0], took(*plain), plain[1])
+    for _ in range(4):
+        cost.observe(drafts[0], took(*drafts), drafts[1])
+    expected = 1.5 * seconds_of(*drafts) / seconds_of(*plain)
+    found = cost.known(*drafts) / cost.known(*plain)
+    assert found == pytest.approx(expected, rel=0.05)
+    cost.fit(8, 4000.0)
+    assert cost.of(*drafts) / cost.of(*plain) == pytest.approx(expected, rel=0.05)
+
+
+def test_plain_rounds_are_tried_where_they_may_be_better() -> None:
+    """Law: a start that told too much of plain rounds is put right, whatever runs meanwhile."""
+    wrong, rates = told(wrong={0: 1.15}), np.full(8, 0.2)
+    right = told()
+    lens = np.full(8, 64)
+    assert (served(right, rates, lens, 200)[100:] == 0).mean() > 0.9, "plain decoding is best"
+    assert (served(wrong, rates, lens, 200)[100:] == 0).mean() > 0.9
+
+
+def test_plain_rounds_are_not_tried_where_they_cannot_be_better() -> None:
+    """Law: plain rounds that would cost more than they may teach are not run."""
+    shapes = served(told(), np.full(8, 0.95), np.full(8, 64), 400)[20:]
+    assert (shapes == 2).mean() > 0.97
+
+
+@pytest.mark.parametrize("lens", [None, np.zeros(3, np.int32)])
+def test_contexts_that_are_not_known_count_as_nothing(lens: Any) -> None:
+    controller = told()
+    before = controller._cost.known(*all_of(0, 3, 0.0))
+    for _ in range(3):
+        controller.observe(np.zeros(3, np.int32), before, None, lens)
+    assert controller._cost.known(*all_of(0, 3, 0.0)) == pytest.approx(before)
