@@ -114,7 +114,8 @@ def test_a_composition_is_known_after_its_first_visit(load: float) -> None:
         wrong = 1.5 if counts[2] else 1.0
         return load * wrong * seconds_of(counts, held)
 
-    for _ in range(12):
+    cost.fit(8, 4000.0)
+    for _ in range(8):
         cost.observe(plain[0], took(*plain), plain[1])
     for _ in range(4):
         cost.observe(drafts[0], took(*drafts), drafts[1])
@@ -132,6 +133,32 @@ def test_plain_rounds_are_tried_where_they_may_be_better() -> None:
     lens = np.full(8, 64)
     assert (served(right, rates, lens, 200)[100:] == 0).mean() > 0.9, "plain decoding is best"
     assert (served(wrong, rates, lens, 200)[100:] == 0).mean() > 0.9
+
+
+def test_of_several_contexts_the_nearest_decides() -> None:
+    """Law: a round of one shape takes what was measured of rows that hold about as much."""
+    cost = RoundCost(SHAPES)
+    bent = {64.0: 1.0, 512.0: 1.4, 4096.0: 1.1}  # no sum of shares has these seconds
+    for context, factor in bent.items():
+        for index in range(len(SHAPES)):
+            counts, held = all_of(index, 8, context)
+            cost.tell(counts, factor * seconds_of(counts, held), held)
+    for context, factor in bent.items():
+        cost.fit(8, context)
+        counts, held = all_of(2, 8, context)
+        assert cost.of(counts, held) == pytest.approx(factor * seconds_of(counts, held), rel=1e-6)
+
+
+def test_no_plain_round_is_tried_while_a_row_has_a_target() -> None:
+    """Law: what the policy wants to know must not make a row late."""
+    rates, lens = np.full(8, 0.4), np.full(8, 64)
+    assert (served(told(), rates, lens, 120)[40:] == 0).all(axis=1).any(), "without targets"
+    controller = told()
+    plain = seconds_of(*all_of(0, 8, 64.0))
+    for row in range(8):
+        controller.admit(row, tpot_ms=1e3 * 0.98 * plain, priority=0)
+    controller._clock = lambda: 0.0  # type: ignore[misc]
+    assert (served(controller, rates, lens, 120)[40:] > 0).any(axis=1).all()
 
 
 def test_plain_rounds_are_not_tried_where_they_cannot_be_better() -> None:
