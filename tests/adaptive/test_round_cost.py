@@ -167,6 +167,20 @@ def test_plain_rounds_are_not_tried_where_they_cannot_be_better() -> None:
     assert (shapes == 2).mean() > 0.97
 
 
+def test_drafts_are_hoped_for_where_plain_rounds_cannot_be_better() -> None:
+    """Law: that no plain round has run for long does not end the search for better drafts."""
+    controller, asked = told(), [False, False]
+    estimate = controller._acceptance.tokens
+
+    def tokens(rows: np.ndarray, *, hopes: bool = False) -> np.ndarray:
+        asked[hopes] = True
+        return estimate(rows, hopes=hopes)
+
+    controller._acceptance.tokens = tokens  # type: ignore[method-assign]
+    served(controller, np.full(8, 0.95), np.full(8, 64), 200)
+    assert asked == [True, True]
+
+
 @pytest.mark.parametrize("lens", [None, np.zeros(3, np.int32)])
 def test_contexts_that_are_not_known_count_as_nothing(lens: Any) -> None:
     controller = told()

@@ -138,15 +138,12 @@ class BudgetController:
         if self._round % _HOPE_ROUNDS == 0 and self._saved > 0:
             lanes = np.arange(len(rows))
             rate = float(tokens[lanes, chosen].sum()) / seconds
-            looks = self._kept is not None and self._round - self._plain_round >= _PLAIN_ROUNDS
-            if looks and (self._steps[plain := shapes[:, 0]] == 0).all():
-                counts = np.bincount(plain, minlength=len(self._index))
-                longer = self._cost.of(counts) + self._context * float(
-                    counts @ self._cost.per_token
-                )
-                lost = CHOICE_ROUNDS * (longer - len(rows) / rate) / seconds
-                if len(rows) * _PLAIN_HOPE / longer >= rate and lost <= self._saved:
-                    chosen, loss, self._kept = plain, max(lost, 0.0), (rows, shapes, plain)
+            longer = self._plain_seconds(shapes[:, 0])
+            lost = CHOICE_ROUNDS * (longer - len(rows) / rate) / seconds
+            may_pay = len(rows) * _PLAIN_HOPE >= rate * longer and lost <= self._saved
+            if may_pay and self._kept is not None:
+                chosen, loss = shapes[:, 0], max(lost, 0.0)
+                self._kept = rows, shapes, chosen
             else:
                 hopes = self._acceptance.tokens(rows, hopes=True)
                 hopeful, longer, _ = self._choice(rows, shapes, hopes, due, room)
@@ -156,6 +153,17 @@ class BudgetController:
                     chosen, loss, self._kept = hopeful, max(lost, 0.0), None
         self._open = rows, chosen, loss, missed
         return chosen
+
+    def _plain_seconds(self, narrowest: Int32) -> float:
+        """Return the seconds of a round of these shapes; infinite if it is time for none.
+
+        It is time if all of them are plain, and no round without drafts has run for long.
+        """
+        is_due = self._round - self._plain_round >= _PLAIN_ROUNDS
+        if not is_due or self._steps[narrowest].any():
+            return np.inf
+        counts = np.bincount(narrowest, minlength=len(self._index))
+        return self._cost.of(counts, self._context * counts)
 
     def narrow(self, shapes: Int32) -> Int32:
         """Take narrower shapes for the rows of the latest choice, int32 [B], and return them."""
