@@ -163,7 +163,7 @@ class BudgetController:
         if not is_due or self._steps[narrowest].any():
             return np.inf
         counts = np.bincount(narrowest, minlength=len(self._index))
-        return self._cost.of(counts, self._context * counts)
+        return self._cost.of(counts, np.multiply(counts, self._context, dtype=np.float64))
 
     def narrow(self, shapes: Int32) -> Int32:
         """Take narrower shapes for the rows of the latest choice, int32 [B], and return them."""
