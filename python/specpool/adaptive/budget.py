@@ -2,7 +2,8 @@
 
 Expected tokens come from `RowAcceptance`, seconds from `RoundCost`, the choice from the core
 (`choose_shapes`). Only drafts that run are measured, so now and then a round hopes for more than is
-known, or runs plainly to learn what that takes. Such rounds may cost one percent of the tokens.
+known, and a few rounds have one shape to learn what that takes. Both may cost one percent of the
+tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ _KEEP = 1.02  # a row's shape of the round before counts as so many times its to
 _HOPE_SHARE = 0.01  # the share of the tokens that hopeful rounds may cost
 _MOST_SAVED = 2.0  # the most of that to save up, in rounds
 _HOPE_ROUNDS = 8  # from one look for a hopeful round to the next, a multiple of `CHOICE_ROUNDS`
-# Plain rounds may take so much less than is known, if there was none for so many rounds.
-_PLAIN_HOPE, _PLAIN_ROUNDS = 1.2, 64
+# Rounds of one shape may give so many times the tokens per second that are known, if there was
+# none for so many rounds.
+_LOOK_HOPE, _LOOK_ROUNDS = 1.2, 64
 _HORIZON = 16.0  # rounds in which a row makes up for what it is behind its target
 MOST_PRIORITY = 8  # steps of priority beyond which a token is worth no more, or no less
 
@@ -92,9 +94,9 @@ class BudgetController:
         self._per_token = np.zeros(num_rows)  # the target in tokens per second; 0 = none
         self._started = np.full(num_rows, np.nan)  # when the row had its first round
         self._num_made = np.zeros(num_rows)  # tokens since then
-        self._steps: Int32 = np.array([shape.num_steps for shape in shapes], np.int32)
         self._round, self._saved = 0, _MOST_SAVED
-        self._plain_round = -_PLAIN_ROUNDS  # the latest one in which no row drafted
+        # The latest round of each shape alone.
+        self._alone: Int64 = np.full(len(shapes), -_LOOK_ROUNDS)
         # Rows, shapes and choice of the rounds until the next choice; None = choose anew.
         self._kept: tuple[Int32, Int32, Int32] | None = None
         self._open: tuple[Int32, Int32, float, int] | None = None  # rows, shapes, loss, missed
@@ -138,11 +140,9 @@ class BudgetController:
         if self._round % _HOPE_ROUNDS == 0 and self._saved > 0:
             lanes = np.arange(len(rows))
             rate = float(tokens[lanes, chosen].sum()) / seconds
-            longer = self._plain_seconds(shapes[:, 0])
-            lost = CHOICE_ROUNDS * (longer - len(rows) / rate) / seconds
-            may_pay = len(rows) * _PLAIN_HOPE >= rate * longer and lost <= self._saved
-            if may_pay and self._kept is not None:
-                chosen, loss = shapes[:, 0], max(lost, 0.0)
+            look = None if self._kept is None else self._look(shapes, tokens, rate, seconds)
+            if look is not None:
+                chosen, loss = look
                 self._kept = rows, shapes, chosen
             else:
                 hopes = self._acceptance.tokens(rows, hopes=True)
@@ -154,16 +154,27 @@ class BudgetController:
         self._open = rows, chosen, loss, missed
         return chosen
 
-    def _plain_seconds(self, narrowest: Int32) -> float:
-        """Return the seconds of a round of these shapes; infinite if it is time for none.
+    def _look(
+        self, shapes: Int32, tokens: npt.NDArray[np.float64], rate: float, seconds: float
+    ) -> tuple[Int32, float] | None:
+        """Return a candidate for all rows whose rounds may take less than is known, and the loss.
 
-        It is time if all of them are plain, and no round without drafts has run for long.
+        Arguments are as in `_choice`, and the tokens per second and seconds of the choice. None =
+        no candidate is worth a look, or each has run lately. The loss is in rounds.
         """
-        is_due = self._round - self._plain_round >= _PLAIN_ROUNDS
-        if not is_due or self._steps[narrowest].any():
-            return np.inf
-        counts = np.bincount(narrowest, minlength=len(self._index))
-        return self._cost.of(counts, np.multiply(counts, self._context, dtype=np.float64))
+        found, best = None, rate / _LOOK_HOPE
+        for alike in shapes.T:
+            shape = int(alike[0])
+            if self._round - self._alone[shape] < _LOOK_ROUNDS or (alike != shape).any():
+                continue
+            counts = np.zeros(len(self._index), np.int64)
+            counts[shape] = len(alike)
+            longer = self._cost.of(counts, np.multiply(counts, self._context, dtype=np.float64))
+            made = float(tokens[:, shape].sum())
+            loss = CHOICE_ROUNDS * (longer - made / rate) / seconds
+            if made / longer > best and loss <= self._saved:
+                found, best = (alike, max(loss, 0.0)), made / longer
+        return found
 
     def narrow(self, shapes: Int32) -> Int32:
         """Take narrower shapes for the rows of the latest choice, int32 [B], and return them."""
@@ -230,8 +241,8 @@ class BudgetController:
         rows, shapes, loss, missed = self._open
         self._latest[rows] = shapes
         self._saved = min(self._saved + _HOPE_SHARE - loss, _MOST_SAVED)
-        if not self._steps[shapes].any():
-            self._plain_round = self._round
+        if (shapes == shapes[0]).all():
+            self._alone[shapes[0]] = self._round
         self._round += 1
         self.missed_ct += missed
         self._open = None
