@@ -47,6 +47,7 @@ MIXES = (
     model.Mix("all hard", (0.05,)),
 )
 NUM_SEEDS = 2
+START_ERROR = 0.15  # by which a start's seconds of a shape are wrong, where that is tried
 PER_CLIENT = 4  # requests of an engine's client, one after the other
 GOODPUT_SEEDS = 4  # whether a request is in time hangs on a few tokens, so more are needed
 URGENT_BATCH_SIZES = (64, 128, 256)
@@ -171,6 +172,7 @@ def simulated(batch_sizes: Sequence[int], rounds: int) -> list[Line]:
         for size in batch_sizes:
             for mix in MIXES:
                 lines += _throughput(device, mix, size, rounds)
+            lines += [_wrong_start(device, mix, size, rounds) for mix in MIXES]
         for size in batch_sizes:
             if size > 1:
                 lines += _goodput(device, _some_targets(device, size), size, rounds)
@@ -214,6 +216,18 @@ def _throughput(device: model.Device, mix: model.Mix, size: int, rounds: int) ->
         Line(Result(name, rate["budget"], "tokens/s", reference, rate[key]), least)
         for reference, key, least in references
     ]
+
+
+def _wrong_start(device: model.Device, mix: model.Mix, size: int, rounds: int) -> Line:
+    """The slowest of some runs whose start was wrong, beside plain decoding."""
+    how = device, mix, size, rounds
+    plain = model.run(*how).rate
+    slowest = min(
+        model.run(*how, controller=_controller("budget"), seed=seed, error=START_ERROR).rate
+        for seed in range(GOODPUT_SEEDS)
+    )
+    name = f"{device.name}, {size} rows, {mix.name}, start wrong by {START_ERROR:.0%}, slowest"
+    return Line(Result(name, slowest, "tokens/s", "plain decoding", plain), PLAIN_SHARE)
 
 
 def _some_targets(device: model.Device, size: int) -> model.Mix:

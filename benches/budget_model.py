@@ -10,7 +10,7 @@ results that the policy sees, and the tokens by which a request meets its target
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -193,8 +193,12 @@ def run(
     controller: Controller | None = None,
     shape: Shape = PLAIN,
     seed: int = 0,
+    error: float = 0.0,
 ) -> Run:
-    """Serve the mix with one shape for all rows, or with a controller through `RoundShapes`."""
+    """Serve the mix with one shape for all rows, or with a controller through `RoundShapes`.
+
+    What the start tells of each shape is wrong by a factor whose logarithm deviates by `error`.
+    """
     rows, found, now = Rows(mix, num_rows, seed), Run(), 0.0
     shapes = [*CANDIDATES]
     round_shapes = RoundShapes(shapes, num_rows, controller)
@@ -214,7 +218,9 @@ def run(
     for row in range(num_rows):
         admit(row)
     if controller is not None:
-        _calibrate(device, controller, num_rows)
+        draws = np.random.default_rng(seed).normal(scale=error, size=len(CANDIDATES))
+        factors = dict(zip(CANDIDATES, np.exp(draws).tolist(), strict=True))
+        _calibrate(device, controller, num_rows, factors)
     limits = np.ones(num_rows, np.int32)
     every = np.arange(num_rows)
     for _ in range(rounds):
@@ -253,13 +259,22 @@ def run(
     return found
 
 
-def _calibrate(device: Device, controller: Controller, num_rows: int) -> None:
-    """Tell the controller the seconds that an engine measures at its start."""
+def _calibrate(
+    device: Device, controller: Controller, num_rows: int, factors: Mapping[Shape, float]
+) -> None:
+    """Tell the controller the seconds that an engine measures at its start, times these factors."""
+
+    def tell(counts: Mapping[Shape, int]) -> float:
+        wrong = sum(factors[shape] * lanes for shape, lanes in counts.items()) / sum(
+            counts.values()
+        )
+        return wrong * device.round([*counts], [*counts.values()])
+
     sizes = {1 << i for i in range(num_rows.bit_length())} | {num_rows}
     for size, shape in itertools.product(sorted(sizes), CANDIDATES):
         for _ in range(3):
-            controller.on_round_seconds(shape, size, device.round([shape], [size]))
+            controller.on_round_seconds(shape, size, tell({shape: size}))
         if isinstance(controller, BudgetController) and shape != PLAIN and size > 1:
             half = size // 2
             both = {PLAIN: size - half, shape: half}
-            controller.on_mixed_seconds(both, device.round([*both], [*both.values()]))
+            controller.on_mixed_seconds(both, tell(both))
