@@ -97,9 +97,9 @@ def test_without_longer_rows_context_costs_nothing() -> None:
 
 def test_what_a_draft_costs_grows_with_the_context() -> None:
     """Law: the rows that draft while they are short decode plainly once they hold much."""
-    rates = np.full(8, 0.45)
-    short = served(told(), rates, np.full(8, 64), 80)[40:]
-    long = served(told(), rates, np.full(8, 6000), 80)[40:]
+    rates = np.full(8, 0.35)
+    short = served(told(), rates, np.full(8, 64), 160)[40:]
+    long = served(told(), rates, np.full(8, 6000), 160)[40:]
     assert (short > 0).mean() > 0.9
     assert (long == 0).mean() > 0.8
 
@@ -126,13 +126,11 @@ def test_a_composition_is_known_after_its_first_visit(load: float) -> None:
     assert cost.of(*drafts) / cost.of(*plain) == pytest.approx(expected, rel=0.05)
 
 
-def test_plain_rounds_are_tried_where_they_may_be_better() -> None:
-    """Law: a start that told too much of plain rounds is put right, whatever runs meanwhile."""
-    wrong, rates = told(wrong={0: 1.15}), np.full(8, 0.2)
-    right = told()
-    lens = np.full(8, 64)
-    assert (served(right, rates, lens, 200)[100:] == 0).mean() > 0.9, "plain decoding is best"
-    assert (served(wrong, rates, lens, 200)[100:] == 0).mean() > 0.9
+@pytest.mark.parametrize("wrong", [{}, {0: 1.15}, {0: 1.36, 1: 0.68}, {2: 0.5}])
+def test_plain_rounds_are_tried_where_they_may_be_better(wrong: dict[int, float]) -> None:
+    """Law: drafts do not lose to plain decoding because the start told wrong seconds."""
+    shapes = served(told(wrong=wrong), np.full(8, 0.15), np.full(8, 64), 200)
+    assert (shapes[60:] == 0).mean() > 0.9, "plain decoding is best"
 
 
 def test_of_several_contexts_the_nearest_decides() -> None:

@@ -34,6 +34,7 @@ _HOPE_ROUNDS = 8  # from one look for a hopeful round to the next, a multiple of
 # Rounds of one shape may give so many times the tokens per second that are known, if there was
 # none for so many rounds.
 _LOOK_HOPE, _LOOK_ROUNDS = 1.2, 64
+_FIRST_HOPE = 2.5  # likewise, of the narrowest shape before its first round: drafts must not lose
 _HORIZON = 16.0  # rounds in which a row makes up for what it is behind its target
 MOST_PRIORITY = 8  # steps of priority beyond which a token is worth no more, or no less
 
@@ -162,9 +163,10 @@ class BudgetController:
         Arguments are as in `_choice`, and the tokens per second and seconds of the choice. None =
         no candidate is worth a look, or each has run lately. The loss is in rounds.
         """
-        found, best = None, rate / _LOOK_HOPE
-        for alike in shapes.T:
+        found, best = None, 1.0
+        for column, alike in enumerate(shapes.T):
             shape = int(alike[0])
+            is_first = not column and self._alone[shape] < 0
             if self._round - self._alone[shape] < _LOOK_ROUNDS or (alike != shape).any():
                 continue
             counts = np.zeros(len(self._index), np.int64)
@@ -172,8 +174,9 @@ class BudgetController:
             longer = self._cost.of(counts, np.multiply(counts, self._context, dtype=np.float64))
             made = float(tokens[:, shape].sum())
             loss = CHOICE_ROUNDS * (longer - made / rate) / seconds
-            if made / longer > best and loss <= self._saved:
-                found, best = (alike, max(loss, 0.0)), made / longer
+            hope = (_FIRST_HOPE if is_first else _LOOK_HOPE) * made / longer / rate
+            if hope > best and (is_first or loss <= self._saved):
+                found, best = (alike, max(loss, 0.0)), hope
         return found
 
     def narrow(self, shapes: Int32) -> Int32:

@@ -24,7 +24,7 @@ Float64 = npt.NDArray[np.float64]
 
 _MOST_MIXES = 128  # compositions of rounds that are kept; the oldest of service goes first
 _WEIGHT = 0.2  # of a new measurement of a composition
-# The first measurements of one in service, where only a fit is known so far, and their weight.
+# The first measurements of one in service and their weight: the start or a fit may be wrong.
 _NUM_FIRST, _FIRST_WEIGHT = 4, 0.5
 _NUM_RATIOS = 9  # rounds whose median is the load
 _NUM_NEW = 4  # rounds of a shape, after those of another, whose load was another's
@@ -59,7 +59,7 @@ class _Sample:
 
     seconds: float
     context: Float64  # [S], tokens that the lanes of each shape held
-    num: int = _NUM_FIRST  # measurements so far; those of the start count as enough
+    num: int = 0  # measurements in service
 
     def at(self, context: Float64, per_token: Float64) -> float:
         """Return the seconds with another context."""
