@@ -188,7 +188,7 @@ def test_contexts_that_are_not_known_count_as_nothing(lens: Any) -> None:
     assert controller._cost.known(*all_of(0, 3, 0.0)) == pytest.approx(before)
 
 
-@pytest.mark.parametrize("wrong", [{0: 1.4}, {0: 1.7}])
+@pytest.mark.parametrize("wrong", [{0: 1.4}, {0: 1.6}])
 def test_a_new_policy_looks_at_plain_rounds_first(wrong: dict[int, float]) -> None:
     """Law: a start may be wrong by more than a later look hopes for; a look counts as spent."""
     controller = told(wrong=wrong)
