@@ -95,6 +95,7 @@ class RoundCost:
         self._size = self._octave = 0
         self._zeros: Float64 = np.zeros(len(shapes))
         self._latest: tuple[int, ...] | None = None  # lanes of the latest round
+        self._visit: deque[float] = deque(maxlen=_NUM_NEW)  # seconds without load of rounds like it
         self._alike = 0  # the next so many rounds like it tell more than the load
         self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)
         self.load, self.ridge, self.slope = 1.0, 0.0, 0.0
@@ -128,6 +129,7 @@ class RoundCost:
         took = seconds / self.load  # before this round: a stall must not hide in its own load
         if key != self._latest:
             self._latest, self._alike = key, -1 if self._latest is None else _NUM_NEW
+            self._visit.clear()
         # Rounds of one shape alone tell the load: they were measured at the start. What several
         # shapes take together would pass for load, and never be learned. What one shape takes is
         # learned beside the load of the rounds before it.
@@ -141,7 +143,9 @@ class RoundCost:
         num = self._samples[place].num if place in self._samples else 0
         if learns:
             weight = _FIRST_WEIGHT if num < _NUM_FIRST else _WEIGHT
-            known += weight * (min(max(took, known / 2), 2 * known) - known)
+            self._visit.append(min(max(took, known / 2), 2 * known))
+            middle = sorted(self._visit)[(len(self._visit) - 1) // 2]  # a stall only adds seconds
+            known += weight * (middle - known)
             num += 1
             if num == _NUM_FIRST and is_uniform:  # now it is known, so others lean on it
                 self._number, self._size = self._number + 1, 0
