@@ -7,6 +7,7 @@ import random
 import pytest
 
 from specpool.serve.api.errors import ApiError
+from specpool.serve.bridge.client import EngineFault
 from specpool.serve.config import ServeConfig
 from specpool.serve.replicas.fleet.engine import SimEngine
 from specpool.serve.replicas.fleet.world import Node, World
@@ -17,7 +18,7 @@ from specpool.serve.sessions import Sessions
 class Replica(Node):
     """A replica in simulated time; `fates` says what becomes of its parcels, "taken" at the end."""
 
-    def __init__(self, tag: str = "own", num: int = 0):
+    def __init__(self, tag: str = "own", num: int = 0, *, is_listed: bool = True):
         super().__init__(World(0, mean_delay=0.001, loss=0.0, silence=2.0), tag)
         world = self.world
         clock = lambda: world.now + 1000.0  # noqa: E731
@@ -27,6 +28,7 @@ class Replica(Node):
         self.fates: list[str] = []
         self.sent: list[tuple[float, str, str]] = []
         self.num_going = self.most_going = 0
+        self.mover.update([tag] * is_listed)
         self.idents = [self.do(self.sessions.open(None)).ident for _ in range(num)]
 
     async def send(self, tag, parcel):
@@ -126,8 +128,74 @@ def test_without_an_answer_of_one_that_has_left_the_copy_is_dropped():
     own.mover.update(["a"])
     own.run(1)
     own.mover.update(["b"])
-    own.run(1)
+    own.run(2)
+    assert len(own.sessions) == 1
+    own.run(2)
     assert len(own.sessions) == 0 and {tag for _, tag, _ in own.sent} == {"a"}
+
+
+def test_a_list_that_leaves_one_out_for_a_moment_loses_no_session():
+    """Law: who was asked and comes back to the list is asked again, and its no counts."""
+    own = Replica(num=1)
+    own.fates = ["unknown", "unknown", "refused"]
+    own.mover.update(["a"])
+    own.run(SETTLE + 0.1)
+    own.mover.update(["b"])
+    own.run(2)
+    assert len(own.sent) <= 2
+    own.mover.update(["a", "b"])
+    own.run(0.5)
+    assert own.sent[-1][1] == "a" and len(own.sessions) == 1
+    own.fates = ["taken"]
+    own.run(5)
+    assert len(own.sessions) == 0
+
+
+def test_a_new_replica_keeps_its_sessions_until_its_own_list_has_it():
+    """Law: routers may hear of a replica before it hears of itself."""
+    own = Replica(num=1, is_listed=False)
+    own.mover.update(["a", "b"])
+    own.run(5)
+    assert not own.sent
+    own.mover.update(["a", "own"])
+    own.mover.update(["a"])
+    own.run(5)
+    assert len(own.sent) == 1
+
+
+def test_closing_waits_for_what_comes_in():
+    """Law: a session whose taking in has begun moves on, before the replica ends."""
+    giver, own = Replica("giver", num=1), Replica()
+    own.mover.update(["own", "giver", "a"])
+    _, parcel = giver.do(giver.sessions.pack(giver.idents[0]))
+    call, engine = own.sessions._client.call, own.sessions._client
+
+    async def slow(*args, **options):
+        if args[0] == "open":
+            await own.world.sleep(1)
+        return await call(*args, **options)
+
+    engine.call = slow
+    taken, closed = own.start(own.mover.take_in(parcel)), own.start(own.mover.close())
+    own.run(0.9)
+    assert not taken and not closed
+    own.run(3)
+    assert taken == [None] and closed == [0] and len(own.sent) == 1
+
+
+def test_a_fault_of_the_engine_is_not_tried_all_the_time():
+    own = Replica(num=1)
+    tries = []
+
+    async def pack(ident):
+        tries.append(own.world.now)
+        raise EngineFault("no memory")
+
+    own.sessions.pack = pack
+    own.mover.update(["own"])
+    own.mover.update(["a"])
+    own.run(5)
+    assert len(tries) == 3
 
 
 def test_closing_ends_in_time_and_says_what_is_left():

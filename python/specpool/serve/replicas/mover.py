@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from specpool.errors import SpecpoolError
+from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.parcel import SessionParcel
 from specpool.serve.replicas.manifest import LONGEST_MOVES
 from specpool.serve.replicas.routing import MOST_PATIENT, PATIENCE, Routing, owner_of
@@ -27,6 +28,8 @@ WAIT = 3.0
 MOST_AT_ONCE = 4
 #: Seconds until a session that has come, or was refused, may be sent again.
 _AGAIN = 2.0
+#: Seconds until a replica that is off the list, and has not answered, is taken for one that left.
+_BACK = 3.0
 #: Seconds between two looks.
 _LOOK = 0.1
 
@@ -79,7 +82,7 @@ class Mover:
         self._routing = Routing()  # behind `_tags`, until a session of another owner comes
         self._changed = 0.0
         self._later: dict[str, float] = {}  # session -> when it may be sent again
-        self._num_moving = self._num_waiting = 0
+        self._num_moving = self._num_coming = self._num_waiting = 0
         self._is_looking = False
         self.is_closing = False
         sessions.others = self
@@ -88,6 +91,8 @@ class Mover:
         """Take over the list of the replicas that take requests. Cost: O(sessions here)."""
         self._tags = set(tags)
         self._was_listed |= self._tag in self._tags
+        if not self._was_listed:  # it is new: its own list may be the last to say so
+            self._tags.add(self._tag)
         if self.is_closing:
             self._tags.discard(self._tag)
         self._changed = self._time.now()
@@ -101,7 +106,11 @@ class Mover:
             ConfigError: the text does not fit the engine.
         """
         leaves = self.is_closing or (self._was_listed and self._tag not in self._tags)
-        await self._sessions.take_in(parcel, takes_new=not leaves)
+        self._num_coming += 1
+        try:
+            await self._sessions.take_in(parcel, takes_new=not leaves)
+        finally:
+            self._num_coming -= 1
         # Two replicas whose lists differ shall not play ball.
         self._later[parcel.ident] = self._time.now() + _AGAIN
         self._look()
@@ -109,7 +118,7 @@ class Mover:
     async def close(self, seconds: float = LONGEST_MOVES) -> int:
         """Move all sessions, because this replica ends; return how many had to stay.
 
-        Sessions that are busy move when their turn has ended.
+        Sessions that are busy move when their turn has ended, and those that just come move on.
 
         Args:
             seconds: after so many, what is left is given up.
@@ -120,9 +129,13 @@ class Mover:
         self._later.clear()
         self._look()
         end = self._time.now() + seconds
-        while len(self._sessions) and self._tags and self._time.now() < end:
+        while self._has_work() and self._time.now() < end:
             await self._time.sleep(_LOOK)
         return len(self._sessions)
+
+    def _has_work(self) -> bool:
+        """Return whether a session comes in, or can be sent to another replica."""
+        return self._num_coming > 0 or (len(self._sessions) > 0 and len(self._tags) > 0)
 
     # --- for `Sessions` ---
 
@@ -161,7 +174,7 @@ class Mover:
 
     async def _move_all(self) -> None:
         try:
-            while found := self._misplaced():
+            while (found := self._misplaced()) or self._num_moving:
                 now = self._time.now()
                 if now - self._changed >= SETTLE:
                     due = [each for each in found if self._later.get(each.ident, 0.0) <= now]
@@ -181,7 +194,9 @@ class Mover:
     async def _move(self, ident: str) -> None:
         try:
             record, parcel = await self._sessions.pack(ident)
-        except SpecpoolError:  # a turn runs, its client has closed it, or the engine is gone
+        except SpecpoolError as error:
+            if not isinstance(error, ApiError):  # else a turn runs, or its client has closed it
+                self._later[ident] = self._time.now() + _AGAIN
             self._num_moving -= 1
             return
         try:
@@ -199,8 +214,8 @@ class Mover:
         """Send a session; return whether it may be at another replica from now on.
 
         If no answer comes, the other replica alone knows whether it has the session. It is asked
-        until it says so. If it leaves meanwhile, it may have passed the session on: the copy here
-        must not answer any more.
+        until it says so, also if a list leaves it out for a moment. If it leaves, it may have
+        passed the session on: the copy here must not answer any more.
         """
         tag = self._place_of(parcel.ident)
         if tag is None or tag == self._tag:  # the list has changed meanwhile
@@ -208,7 +223,10 @@ class Mover:
         fate = await self._peers.send(tag, parcel)
         if fate != "unknown":
             return fate == "taken"
-        while fate == "unknown" and tag in self._tags:
+        listed = self._time.now()
+        while fate == "unknown" and self._time.now() - listed < _BACK:
             await self._time.sleep(_LOOK)
-            fate = await self._peers.send(tag, parcel)
+            if tag in self._tags:
+                fate = await self._peers.send(tag, parcel)
+                listed = self._time.now()
         return fate != "refused"

@@ -17,7 +17,7 @@ from typing import Any
 from ray import serve
 from starlette.types import ASGIApp
 
-from specpool.errors import SpecpoolError
+from specpool.errors import one_line
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
 from specpool.serve.bridge.parcel import SessionParcel
@@ -115,8 +115,8 @@ class Replica:
         try:
             # A caller who leaves must not stop it halfway.
             await asyncio.shield(self._spawn(self._mover.take_in(parcel)))
-        except SpecpoolError as error:
-            log.warning("session %s was refused: %s", parcel.ident, error)
+        except Exception as error:  # without an answer, the session would be sent for ever
+            log.warning("session %s was refused: %s", parcel.ident, one_line(error))
             return "refused"
         return "taken"
 
