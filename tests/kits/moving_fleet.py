@@ -118,8 +118,14 @@ class Replica:
     def spawn(self, work):
         task = asyncio.ensure_future(work)
         self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if not isinstance(error, SpecpoolError):
+                self.fleet.failures.append(error)
 
     async def send(self, tag, parcel):
         rng, fleet = self.fleet.rng, self.fleet
@@ -148,6 +154,21 @@ class Replica:
             return await asyncio.wait_for(answer, PATIENCE)
         except asyncio.TimeoutError:
             return "unknown"
+
+    async def announce(self, tag, parcels):
+        rng, fleet, other = self.fleet.rng, self.fleet, self.fleet.replicas[tag]
+
+        async def deliver():
+            await asyncio.sleep(rng.uniform(0, 40 if rng.random() < fleet.late_share else 1))
+            if other.is_up:
+                other.mover.expect(parcels)
+
+        if rng.random() >= fleet.loss:
+            told = fleet.spawn(deliver())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(told), PATIENCE)
+                return rng.random() >= fleet.loss
+        return False
 
     async def receive(self, parcel):
         if not self.is_up:
@@ -325,6 +346,7 @@ class Fleet:
                 left |= {
                     "moving": mover._num_moving,
                     "later": len(mover._later),
+                    "announced": len(mover._announced),
                     "tasks": len(each.tasks),
                 }
             assert not any(left.values()), f"{each.tag} has {left}"

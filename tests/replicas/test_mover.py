@@ -11,6 +11,7 @@ from specpool.serve.bridge.client import EngineFault
 from specpool.serve.config import ServeConfig
 from specpool.serve.replicas.fleet.engine import SimEngine
 from specpool.serve.replicas.fleet.world import Node, World
+from specpool.serve.replicas.manifest import LONGEST_MOVES
 from specpool.serve.replicas.mover import MOST_AT_ONCE, SETTLE, WAIT, Mover, Time
 from specpool.serve.sessions import Sessions
 
@@ -22,14 +23,23 @@ class Replica(Node):
         super().__init__(World(0, mean_delay=0.001, loss=0.0, silence=2.0), tag)
         world = self.world
         clock = lambda: world.now + 1000.0  # noqa: E731
-        self.sessions = Sessions(SimEngine(random.Random(0), 64), ServeConfig(), tag, clock)
+        names = random.Random(0)
+        secret = lambda num: names.randbytes(num).hex()  # noqa: E731
+        engine = SimEngine(random.Random(0), 64)
+        self.sessions = Sessions(engine, ServeConfig(), tag, clock, secret)
         time = Time(clock, world.sleep, lambda work: world.run(self, work))
         self.mover = Mover(self.sessions, tag, self, time)
         self.fates: list[str] = []
         self.sent: list[tuple[float, str, str]] = []
+        self.told: list[tuple[float, str, dict[str, int]]] = []
+        self.is_deaf = False  # the others do not hear what is announced
         self.num_going = self.most_going = 0
         self.mover.update([tag] * is_listed)
         self.idents = [self.do(self.sessions.open(None)).ident for _ in range(num)]
+
+    async def announce(self, tag, parcels):
+        self.told.append((self.world.now, tag, dict(parcels)))
+        return not self.is_deaf
 
     async def send(self, tag, parcel):
         self.sent.append((self.world.now, tag, parcel.ident))
@@ -256,6 +266,57 @@ def test_a_request_waits_for_a_session_that_may_come():
     assert found == [None]
     with pytest.raises(ApiError, match="another server's memory"):
         own.sessions.find("giver.x")
+
+
+def test_sessions_that_will_move_are_announced_to_their_places():
+    """Law: at once, once for each place, and again only to who has not heard it."""
+    own = Replica(num=6)
+    own.mover.update(["own", "a", "b"])
+    own.run(1)
+    assert not own.told
+    own.fates = ["refused"] * 99
+    own.is_deaf = True
+    own.mover.update(["a", "b"])
+    own.run(0.05)
+    own.is_deaf = False
+    own.run(3)
+    for tag in ("a", "b"):
+        idents = {ident for _, to, ident in own.sent if to == tag}
+        told = [(at, parcels) for at, to, parcels in own.told if to == tag]
+        assert idents and all(set(parcels) == idents for _, parcels in told)
+        assert len(told) == 2 and told[1][0] - told[0][0] < 0.3 and told[1][0] < 1.5
+        assert set(told[0][1].values()) == {1}
+    del own.told[:]
+    own.mover.update(["a"])
+    own.run(0.2)
+    ((_, tag, parcels),) = own.told
+    assert tag == "a" and len(parcels) == len({i for _, to, i in own.sent if to == "b"})
+
+
+def test_a_session_that_was_announced_moves_until_it_comes():
+    """Law: clients are told to ask again, for a minute at most; then it is lost."""
+    giver, own = Replica("giver", num=2), Replica()
+    own.mover.update(["own"])
+    _, parcel = giver.do(giver.sessions.pack(giver.idents[0]))
+    own.mover.expect(dict.fromkeys(giver.idents, 1))
+    own.run(LONGEST_MOVES / 2)
+    for ident in giver.idents:
+        with pytest.raises(ApiError, match="moves to another replica"):
+            own.sessions.find(ident)
+    own.do(own.mover.take_in(parcel))
+    own.do(own.sessions.close(parcel.ident))
+    own.mover.expect({parcel.ident: 1})  # that comes late
+    with pytest.raises(ApiError, match="another server's memory"):
+        own.sessions.find(parcel.ident)
+    own.mover.expect({parcel.ident: 2})
+    with pytest.raises(ApiError, match="moves to another replica"):
+        own.sessions.find(parcel.ident)
+    own.run(LONGEST_MOVES / 2 + 1)
+    with pytest.raises(ApiError, match="another server's memory"):
+        own.sessions.find(giver.idents[1])
+    own.run(LONGEST_MOVES)
+    own.mover.expect({})
+    assert not own.mover._expected
 
 
 def test_a_flood_of_wrong_ids_does_not_wait():

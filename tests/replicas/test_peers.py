@@ -72,6 +72,19 @@ def test_each_end_of_a_call_is_a_fate(peers, monkeypatch):
     assert handle.sent == [("take_in", "other.parcel", ("other", parcel))] * 6
 
 
+def test_what_is_announced_was_heard_or_not(peers):
+    """Law: an error, and a replica that took the place of the right one, have not heard it."""
+    _, handle = peers
+    handle.answers = [True, False, OSError("cut")]
+
+    async def main():
+        found = sys.modules["specpool.serve.replicas.peers"].RayPeers(lambda tags: None)
+        return [await found.announce("other", {"a.1": 3}) for _ in range(3)]
+
+    assert asyncio.run(main()) == [True, False, False]
+    assert handle.sent == [("expect", "other.parcel", ("other", {"a.1": 3}))] * 3
+
+
 def test_a_list_that_a_router_gets_is_heard_in_the_event_loop(peers):
     module, _ = peers
     heard = []

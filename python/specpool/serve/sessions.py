@@ -93,7 +93,7 @@ class Sessions:
         self._num_opening = 0  # the engine has not answered yet
         self._settling: set[asyncio.Task[None]] = set()
         self.others: Others | None = None
-        self._past = ParcelNumbers()  # of sessions that have moved on, or were closed after a move
+        self._past = ParcelNumbers()  # of sessions that moved on, or were closed after a move
         self._refused = ParcelNumbers()
         self._taking_in = asyncio.Lock()
 
@@ -117,10 +117,9 @@ class Sessions:
 
     def may_come(self, ident: str) -> bool:
         """Return whether a session is not here, but may be on its way to this server."""
-        record = self._records.get(ident)
-        if record is None:
-            return ident in self._past or not self._is_own(ident)
-        return record.is_leaving
+        if (record := self._records.get(ident)) is not None:
+            return record.is_leaving
+        return ident in self._past or not self._is_own(ident)
 
     async def reach(self, ident: str) -> None:
         """Wait a moment for a session that may be on its way to this server."""
@@ -136,8 +135,8 @@ class Sessions:
         record = self._records.get(ident)
         if record is not None and not record.is_leaving:
             return record
-        is_elsewhere = self.others is not None and self.others.is_elsewhere(ident)
-        if record is not None or (is_elsewhere and self.may_come(ident)):
+        is_moving = self.others is not None and self.others.is_moving(ident)
+        if record is not None or (is_moving and self.may_come(ident)):
             raise ApiError(
                 503,
                 "the session moves to another replica: send the request again",
@@ -331,6 +330,11 @@ class Sessions:
             self._past.note(record.ident, record.parcel)
             await self._client.call("close", record.conversation.number)
 
+    def latest_parcel(self, ident: str) -> int:
+        """Return the number of a session's latest parcel here; 0 = there was none."""
+        record = self._records.get(ident)
+        return self._past.latest(ident) if record is None else record.parcel
+
     async def take_in(self, parcel: SessionParcel, *, takes_new: bool = True) -> None:
         """Take in a session of another server. If it came before, nothing happens.
 
@@ -347,13 +351,13 @@ class Sessions:
             EngineGone: the engine is gone.
         """
         async with self._taking_in:  # a parcel that comes again waits until it is clear
-            old, ident = self._records.get(parcel.ident), parcel.ident
-            if parcel.number <= (self._past.latest(ident) if old is None else old.parcel):
+            old = self._records.get(parcel.ident)
+            if parcel.number <= self.latest_parcel(parcel.ident):
                 return
             try:
                 await self._take_in(parcel, old, takes_new)
             except Exception:
-                self._refused.note(ident, parcel.number)
+                self._refused.note(parcel.ident, parcel.number)
                 raise
             if old is not None:  # a copy that was sent away, and has come back longer
                 with contextlib.suppress(SpecpoolError):

@@ -68,5 +68,5 @@ class Others(Protocol):
     async def wait_for(self, ident: str) -> None:
         """Wait a moment for a session that is not here, if it may be on its way."""
 
-    def is_elsewhere(self, ident: str) -> bool:
-        """Return whether another server is the one that a session belongs to."""
+    def is_moving(self, ident: str) -> bool:
+        """Return whether a session that is not here may be on its way, here or elsewhere."""

@@ -4,12 +4,14 @@ A session belongs to its owner, the replica that opened it. If the owner is not 
 replicas, it belongs to a place on the routers' ring. So the sessions of a replica that leaves
 spread over the others, those of one that has left follow the ring when replicas come and go, and
 no router needs a table. A session is at one replica at a time: it answers nothing from when it is
-sent until the other replica has said no.
+sent until the other replica has said no. Which sessions will come is announced, so that its place
+tells clients to ask again, for however long the moves take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -43,6 +45,13 @@ class Peers(Protocol):
 
     async def send(self, tag: str, parcel: SessionParcel) -> Fate:
         """Give a session to the replica of this tag; never raises."""
+
+    async def announce(self, tag: str, parcels: Mapping[str, int]) -> bool:
+        """Tell the replica of this tag which sessions will come; see `Mover.expect`.
+
+        Returns:
+            Whether it has heard it. Never raises.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,8 @@ class Mover:
         self._routing = Routing()  # behind `_tags`, until a session of another owner comes
         self._changed = 0.0
         self._later: dict[str, float] = {}  # session -> when it may be sent again
+        self._announced: dict[str, str] = {}  # session -> the replica that was told of it
+        self._expected: dict[str, float] = {}  # session -> until when it may come
         self._num_moving = self._num_coming = self._num_waiting = 0
         self._is_looking = False
         self.is_closing = False
@@ -111,9 +122,20 @@ class Mover:
             await self._sessions.take_in(parcel, takes_new=not leaves)
         finally:
             self._num_coming -= 1
+        self._expected.pop(parcel.ident, None)
         # Two replicas whose lists differ shall not play ball.
         self._later[parcel.ident] = self._time.now() + _AGAIN
         self._look()
+
+    def expect(self, parcels: Mapping[str, int]) -> None:
+        """Hear which sessions another replica will send, each with the number of its parcel.
+
+        For `LONGEST_MOVES` seconds, clients who ask for one are told that it moves.
+        """
+        now, sessions = self._time.now(), self._sessions
+        late = {ident: until for ident, until in self._expected.items() if until > now}
+        new = [ident for ident, number in parcels.items() if number > sessions.latest_parcel(ident)]
+        self._expected = late | dict.fromkeys(new, now + LONGEST_MOVES)
 
     async def close(self, seconds: float = LONGEST_MOVES) -> int:
         """Move all sessions, because this replica ends; return how many had to stay.
@@ -142,6 +164,10 @@ class Mover:
     def is_elsewhere(self, ident: str) -> bool:
         """Return whether another replica is the one that a session belongs to."""
         return self._place_of(ident) not in (None, self._tag)
+
+    def is_moving(self, ident: str) -> bool:
+        """Return whether a session that is not here may be on its way, here or elsewhere."""
+        return self.is_elsewhere(ident) or self._expected.get(ident, 0.0) > self._time.now()
 
     async def wait_for(self, ident: str) -> None:
         """Wait for a session that may be on its way here."""
@@ -176,6 +202,7 @@ class Mover:
         try:
             while (found := self._misplaced()) or self._num_moving:
                 now = self._time.now()
+                self._announce(found)
                 if now - self._changed >= SETTLE:
                     due = [each for each in found if self._later.get(each.ident, 0.0) <= now]
                     for record in due[: MOST_AT_ONCE - self._num_moving]:
@@ -183,8 +210,27 @@ class Mover:
                         self._time.spawn(self._move(record.ident))
                 await self._time.sleep(_LOOK)
             self._later.clear()
+            self._announced.clear()
         finally:
             self._is_looking = False
+
+    def _announce(self, found: Iterable[SessionRecord]) -> None:
+        """Tell the places of these sessions that they will come, unless they know it."""
+        news: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for record in found:
+            tag = self._place_of(record.ident)
+            if tag is not None and self._announced.get(record.ident) != tag:
+                self._announced[record.ident] = tag
+                news[tag][record.ident] = record.parcel + 1
+        for tag, parcels in news.items():
+            self._time.spawn(self._tell(tag, parcels))
+
+    async def _tell(self, tag: str, parcels: Mapping[str, int]) -> None:
+        if not await self._peers.announce(tag, parcels):
+            await self._time.sleep(_LOOK)
+            for ident in parcels:
+                if self._announced.get(ident) == tag:
+                    del self._announced[ident]
 
     def _misplaced(self) -> list[SessionRecord]:
         """Return the sessions that belong elsewhere, those first whose next turn is near."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from ray import serve
@@ -119,6 +119,18 @@ class Replica:
             log.warning("session %s was refused: %s", parcel.ident, one_line(error))
             return "refused"
         return "taken"
+
+    async def expect(self, tag: str, parcels: Mapping[str, int]) -> bool:
+        """Hear which sessions another replica will send; it calls this.
+
+        Args:
+            tag: whom the sessions are for.
+            parcels: the number of each session's parcel.
+        """
+        if tag != self._tag:
+            return False
+        self._mover.expect(parcels)
+        return True
 
     async def check_health(self) -> None:
         """Say whether the replica can work; Serve calls it every few seconds.
