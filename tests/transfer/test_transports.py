@@ -460,7 +460,7 @@ def test_memory_that_its_sender_can_cut_is_refused(tmp_path):
         huge = os.memfd_create("x", os.MFD_ALLOW_SEALING)
         os.ftruncate(huge, 1 << 31)  # of which nothing is taken yet: its reader would take it
         fcntl.fcntl(huge, fcntl.F_ADD_SEALS, sealed)
-        assert b"the memory has 2147483648 bytes, a row of this layout needs" in answer(b"\1", [huge])
+        assert b"has 2147483648 bytes, a row of this layout needs" in answer(b"\1", [huge])
         os.close(huge)
         plain = os.open(os.devnull, os.O_RDONLY)
         for kind, sent in ((b"\1", [plain]), (b"\1", []), (b"\2", []), (b"x", [])):
