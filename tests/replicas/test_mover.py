@@ -230,6 +230,35 @@ def test_closing_ends_in_time_and_says_what_is_left():
     assert found == [1]
 
 
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_one_that_closes_is_no_place_whatever_the_list_says(is_listed):
+    """Law: its sessions leave and none comes, though a late list still has it, or none ever had."""
+    giver, own = Replica("giver", num=1), Replica(num=2, is_listed=is_listed)
+    _, parcel = giver.do(giver.sessions.pack(giver.idents[0]))
+    own.mover.update(["a"])
+    found = own.start(own.mover.close())
+    own.run(SETTLE / 2)
+    assert len(own.sent) == 2  # nobody else waits for this replica's list
+    if is_listed:
+        own.mover.update(["own", "a"])
+    assert own.do(own.mover.take_in(parcel)).status == 503
+    own.run(3)
+    assert found == [0] and len(own.sent) == 2
+
+
+def test_two_replicas_whose_lists_differ_do_not_play_ball():
+    """Law: a session that has come stays for 2 s at least, also if it belongs elsewhere."""
+    giver, own = Replica("giver", num=1), Replica()
+    _, parcel = giver.do(giver.sessions.pack(giver.idents[0]))
+    own.mover.update(["own", "giver"])
+    own.run(9)
+    own.do(own.mover.take_in(parcel))
+    own.run(1.8)
+    assert not own.sent
+    own.run(0.5)
+    assert len(own.sent) == 1
+
+
 def test_one_that_leaves_takes_nothing_new_in():
     giver, own = Replica("giver", num=2), Replica()
     own.mover.update(["own", "giver"])
@@ -266,6 +295,14 @@ def test_a_request_waits_for_a_session_that_may_come():
     assert found == [None]
     with pytest.raises(ApiError, match="another server's memory"):
         own.sessions.find("giver.x")
+
+
+def test_an_id_of_another_form_is_nowhere():
+    own = Replica()
+    own.mover.update(["own", "a", "b"])
+    for i in range(9):  # on the ring each would have a place
+        with pytest.raises(ApiError, match="another server's memory"):
+            own.sessions.find(f"no form {i}")
 
 
 def test_sessions_that_will_move_are_announced_to_their_places():
