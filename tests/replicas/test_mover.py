@@ -32,6 +32,7 @@ class Replica(Node):
         self.fates: list[str] = []
         self.sent: list[tuple[float, str, str]] = []
         self.told: list[tuple[float, str, dict[str, int]]] = []
+        self.is_refused = lambda ident: False
         self.is_deaf = False  # the others do not hear what is announced
         self.num_going = self.most_going = 0
         self.mover.update([tag] * is_listed)
@@ -47,6 +48,8 @@ class Replica(Node):
         self.most_going = max(self.most_going, self.num_going)
         await self.world.sleep(0.05)
         self.num_going -= 1
+        if self.is_refused(parcel.ident):
+            return "refused"
         return self.fates.pop(0) if self.fates else "taken"
 
     def start(self, work):
@@ -101,7 +104,7 @@ def test_a_busy_session_leaves_when_its_turn_has_ended():
     own.run(30)
     assert not own.sent
     own.sessions.release(record)
-    own.run(1)
+    own.run(0.3)
     assert len(own.sent) == 1 and len(own.sessions) == 0
 
 
@@ -191,6 +194,17 @@ def test_closing_waits_for_what_comes_in():
     assert not taken and not closed
     own.run(3)
     assert taken == [None] and closed == [0] and len(own.sent) == 1
+
+
+def test_nothing_is_kept_of_sessions_that_have_left():
+    """Law: also while others stay for ever, because they are refused."""
+    own = Replica(num=9)
+    refused = own.idents[0]
+    own.is_refused = lambda ident: ident == refused
+    own.mover.update(["a"])
+    own.run(20)
+    assert len(own.sessions) == 1
+    assert set(own.mover._announced) == {refused} and set(own.mover._later) <= {refused}
 
 
 def test_a_fault_of_the_engine_is_not_tried_all_the_time():

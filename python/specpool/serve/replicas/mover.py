@@ -11,7 +11,7 @@ tells clients to ask again, for however long the moves take.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -202,9 +202,10 @@ class Mover:
         try:
             while (found := self._misplaced()) or self._num_moving:
                 now = self._time.now()
+                self._later = {ident: at for ident, at in self._later.items() if at > now}
                 self._announce(found)
                 if now - self._changed >= SETTLE:
-                    due = [each for each in found if self._later.get(each.ident, 0.0) <= now]
+                    due = [each for each in found if each.ident not in self._later]
                     for record in due[: MOST_AT_ONCE - self._num_moving]:
                         self._num_moving += 1
                         self._time.spawn(self._move(record.ident))
@@ -214,9 +215,11 @@ class Mover:
         finally:
             self._is_looking = False
 
-    def _announce(self, found: Iterable[SessionRecord]) -> None:
+    def _announce(self, found: Sequence[SessionRecord]) -> None:
         """Tell the places of these sessions that they will come, unless they know it."""
         news: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        idents = {record.ident for record in found}
+        self._announced = {ident: t for ident, t in self._announced.items() if ident in idents}
         for record in found:
             tag = self._place_of(record.ident)
             if tag is not None and self._announced.get(record.ident) != tag:
