@@ -7,7 +7,7 @@ import random
 import pytest
 
 from specpool.serve.api.errors import ApiError
-from specpool.serve.bridge.client import EngineFault
+from specpool.serve.bridge.client import EngineFault, EngineGone
 from specpool.serve.config import ServeConfig
 from specpool.serve.replicas.fleet.engine import SimEngine
 from specpool.serve.replicas.fleet.world import Node, World
@@ -33,6 +33,7 @@ class Replica(Node):
         self.sent: list[tuple[float, str, str]] = []
         self.told: list[tuple[float, str, dict[str, int]]] = []
         self.is_refused = lambda ident: False
+        self.seconds = 0.05  # until an answer comes
         self.is_deaf = False  # the others do not hear what is announced
         self.num_going = self.most_going = 0
         self.mover.update([tag] * is_listed)
@@ -46,7 +47,7 @@ class Replica(Node):
         self.sent.append((self.world.now, tag, parcel.ident))
         self.num_going += 1
         self.most_going = max(self.most_going, self.num_going)
-        await self.world.sleep(0.05)
+        await self.world.sleep(self.seconds)
         self.num_going -= 1
         if self.is_refused(parcel.ident):
             return "refused"
@@ -108,6 +109,46 @@ def test_a_busy_session_leaves_when_its_turn_has_ended():
     assert len(own.sent) == 1 and len(own.sessions) == 0
 
 
+def test_busy_sessions_do_not_keep_idle_ones():
+    own = Replica(num=MOST_AT_ONCE + 1)
+    for ident in own.idents[1:]:
+        own.run(0.1)
+        own.sessions.release(own.sessions.begin(ident, 0))
+        own.sessions.begin(ident, 0)  # all of them were used later than the idle one
+    own.mover.update(["a"])
+    own.run(SETTLE + 0.3)
+    assert [ident for _, _, ident in own.sent] == own.idents[:1]
+
+
+def test_a_list_that_changes_while_a_session_is_packed_keeps_it():
+    own = Replica(num=1)
+    pack = own.sessions.pack
+
+    async def slow(ident):
+        found = await pack(ident)
+        await own.world.sleep(1)
+        return found
+
+    own.sessions.pack = slow
+    own.mover.update(["a"])
+    own.run(SETTLE + 0.3)
+    own.mover.update(["own", "a"])
+    own.run(3)
+    assert not own.sent and own.sessions.find(own.idents[0])
+
+
+def test_an_engine_that_ends_while_a_session_leaves_ends_nothing_else():
+    own = Replica(num=1)
+
+    async def leave(record):
+        raise EngineGone("it has ended")
+
+    own.sessions.leave = leave
+    own.mover.update(["a"])
+    own.run(1)
+    assert own.sent and not own.mover._num_moving
+
+
 @pytest.mark.parametrize("fate", ["refused", "gone"])
 def test_a_refused_session_goes_on_here_and_is_sent_again(fate):
     """Law: it answers between two tries, which are seconds apart."""
@@ -162,6 +203,19 @@ def test_a_list_that_leaves_one_out_for_a_moment_loses_no_session():
     own.fates = ["taken"]
     own.run(5)
     assert len(own.sessions) == 0
+
+
+def test_a_slow_answer_is_no_time_off_the_list():
+    """Law: the 3 s begin when the replica was last asked."""
+    own = Replica(num=1)
+    own.fates, own.seconds = ["unknown", "unknown", "refused"], 4
+    own.mover.update(["a"])
+    own.run(SETTLE + 8)  # the second answer is on its way
+    own.mover.update(["b"])
+    own.run(2)
+    own.mover.update(["a"])
+    own.run(5)
+    assert len(own.sent) == 3 and len(own.sessions) == 1
 
 
 def test_a_new_replica_keeps_its_sessions_until_its_own_list_has_it():
@@ -251,10 +305,11 @@ def test_one_that_closes_is_no_place_whatever_the_list_says(is_listed):
     _, parcel = giver.do(giver.sessions.pack(giver.idents[0]))
     own.mover.update(["a"])
     found = own.start(own.mover.close())
-    own.run(SETTLE / 2)
-    assert len(own.sent) == 2  # nobody else waits for this replica's list
     if is_listed:
         own.mover.update(["own", "a"])
+    else:
+        own.run(SETTLE / 2)
+        assert len(own.sent) == 2  # no router has to hear of it first
     assert own.do(own.mover.take_in(parcel)).status == 503
     own.run(3)
     assert found == [0] and len(own.sent) == 2

@@ -109,6 +109,20 @@ def test_a_session_goes_on_under_its_name_with_its_text_and_kv(sides, temperatur
     assert here.content()[:2] == (0, 0)
 
 
+def test_the_time_that_a_session_was_idle_goes_along(sides):
+    """Law: a move is no use of a session, and each server has a clock of its own."""
+    here, there = sides("here"), sides("there")
+    ident = run(here.sessions.open(None)).ident
+    here.now, there.now = here.now + 3000, 7000.0
+    run(moved(here, there, ident))
+    there.now += 599
+    run(there.sessions.close_idle())
+    assert len(there.sessions) == 1
+    there.now += 2
+    run(there.sessions.close_idle())
+    assert there.content()[:2] == (0, 0)
+
+
 def test_another_layout_takes_the_text_alone(sides):
     """Law: pages of another size are of no use, and the text goes on as it would have."""
     here, there = sides("here"), sides("there", page_size=8)
