@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
+from specpool.serve.bridge.parcel import ParcelNumbers
 from specpool.serve.replicas.fleet.engine import SimEngine
 from specpool.serve.replicas.fleet.fleet import Fleet
 from specpool.serve.replicas.fleet.proxy import SimProxy
@@ -197,7 +198,7 @@ def take_a_parcel_in_again(patch):
     take_in = Sessions.take_in
 
     async def careless(self, parcel, **options):
-        self._past.pop(parcel.ident, None)
+        self._past = ParcelNumbers()
         record = self._records.pop(parcel.ident, None)
         if record is not None:
             await self._client.call("close", record.conversation.number)
@@ -241,7 +242,7 @@ def keep_the_row_of_a_session_that_left(patch):
     async def leave(self, record):
         if self._records.get(record.ident) is record:
             self._forget(record)
-            self._remember(record.ident, record.num_moves)
+            self._past.note(record.ident, record.parcel)
 
     patch.setattr(Sessions, "leave", leave)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -42,6 +43,14 @@ def test_an_update_loses_no_session():
     tally = run(*range(0, 32, 4), make=update_settings)
     assert tally.drained == 8 * 6 and tally.turns > 500 and tally.moved > 100
     assert tally.lost_sessions == tally.needless == tally.deaths == tally.lost_messages == 0
+
+
+def test_an_update_of_many_sessions_that_move_slowly_loses_none():
+    """Law: a session may come later than a request waits for it; its client asks again."""
+    for seed in (0, 4):
+        settings = dataclasses.replace(update_settings(seed), num_clients=160, move_seconds=0.6)
+        tally = Fleet(settings).run()
+        assert tally.told_moving > 10 and tally.lost_sessions == 0
 
 
 def test_updates_with_deaths_and_losses_break_no_law():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -10,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import ray_stand_in
+from specpool.errors import ConfigError
 from specpool.serve.replicas import routing
 
 
@@ -70,6 +72,57 @@ def test_each_end_of_a_call_is_a_fate(peers, monkeypatch):
 
     assert asyncio.run(main()) == ["taken", "refused", "gone", "gone", "unknown", "unknown"]
     assert handle.sent == [("take_in", "other.parcel", ("other", parcel))] * 6
+
+
+def test_what_is_announced_was_heard_or_not(peers):
+    """Law: an error, and a replica that took the place of the right one, have not heard it."""
+    _, handle = peers
+    handle.answers = [True, False, OSError("cut")]
+
+    async def main():
+        found = sys.modules["specpool.serve.replicas.peers"].RayPeers(lambda tags: None)
+        return [await found.announce("other", {"a.1": 3}) for _ in range(3)]
+
+    assert asyncio.run(main()) == [True, False, False]
+    assert handle.sent == [("expect", "other.parcel", ("other", {"a.1": 3}))] * 3
+
+
+def test_a_replica_answers_for_each_parcel(peers, monkeypatch):
+    """Law: whatever goes wrong is a no, so that no session is sent for ever; none stops halfway."""
+    name = "specpool.serve.replicas.replica"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    made = import_module(name).Replica  # an object of it would end as Serve's do
+    replica, heard, taken = SimpleNamespace(_tag="own", _moves=set()), [], []
+    replica._spawn = functools.partial(made._spawn, replica)
+
+    async def take_in(parcel):
+        await asyncio.sleep(0.01)
+        if isinstance(parcel.ident, Exception):
+            raise parcel.ident
+        taken.append(parcel.ident)
+
+    replica._mover = SimpleNamespace(take_in=take_in, expect=heard.append)
+
+    async def main():
+        for ident, fate in (
+            ("a.1", "taken"),
+            (ConfigError("x"), "refused"),
+            (KeyError(1), "refused"),
+        ):
+            assert await made.take_in(replica, "own", SimpleNamespace(ident=ident)) == fate
+        assert await made.take_in(replica, "other", SimpleNamespace(ident="a.2")) == "gone"
+        assert await made.expect(replica, "own", {"a.3": 1}) and not await made.expect(
+            replica, "other", {}
+        )
+        call = asyncio.ensure_future(made.take_in(replica, "own", SimpleNamespace(ident="a.4")))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    assert taken == ["a.1", "a.4"] and heard == [{"a.3": 1}] and not replica._moves
+    monkeypatch.undo()
+    sys.modules.pop(name, None)
 
 
 def test_a_list_that_a_router_gets_is_heard_in_the_event_loop(peers):

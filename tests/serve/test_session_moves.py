@@ -13,6 +13,7 @@ from specpool import Engine, SamplingParams
 from specpool.engine.texts import Texts
 from specpool.errors import ConfigError
 from specpool.serve.api.errors import ApiError
+from specpool.serve.bridge.client import EngineFault, EngineGone
 from specpool.serve.bridge.runner import Runner, done, ready
 from specpool.serve.config import ServeConfig
 from specpool.serve.sessions import Sessions
@@ -108,6 +109,20 @@ def test_a_session_goes_on_under_its_name_with_its_text_and_kv(sides, temperatur
     assert here.content()[:2] == (0, 0)
 
 
+def test_the_time_that_a_session_was_idle_goes_along(sides):
+    """Law: a move is no use of a session, and each server has a clock of its own."""
+    here, there = sides("here"), sides("there")
+    ident = run(here.sessions.open(None)).ident
+    here.now, there.now = here.now + 3000, 7000.0
+    run(moved(here, there, ident))
+    there.now += 599
+    run(there.sessions.close_idle())
+    assert len(there.sessions) == 1
+    there.now += 2
+    run(there.sessions.close_idle())
+    assert there.content()[:2] == (0, 0)
+
+
 def test_another_layout_takes_the_text_alone(sides):
     """Law: pages of another size are of no use, and the text goes on as it would have."""
     here, there = sides("here"), sides("there", page_size=8)
@@ -125,6 +140,59 @@ def test_a_session_that_is_too_large_goes_as_text(sides, monkeypatch):
     output = here.turn(ident, 0, PROMPTS[0])
     assert run(moved(here, there, ident)).image is None
     assert there.turn(ident, len(output.prompt_ids) + 8, PROMPTS[1]).num_reused == 0
+
+
+@pytest.mark.parametrize("most_image", [0, 1 << 20])
+def test_a_session_that_is_full_moves(sides, monkeypatch, most_image):
+    """Law: one with no room for a turn goes along, with KV or without, and can be rewound there."""
+    monkeypatch.setattr("specpool.serve.bridge.runner.MOST_IMAGE", most_image)
+    here, there = sides("here"), sides("there")
+    most = len(PROMPTS[0]) + 8
+    ident = run(here.sessions.open(most)).ident
+    here.turn(ident, 0, PROMPTS[0])
+    parcel = run(moved(here, there, ident))
+    assert (parcel.image is None) == (not most_image)
+    assert there.sessions.find(ident).offset == there.sessions.find(ident).max_tokens == most
+    run(there.sessions.rewind(ident, 9))
+    assert len(there.turn(ident, 9, [5], dataclasses.replace(GREEDY, max_new_tokens=2)).token_ids)
+
+
+@pytest.mark.parametrize("fault", [EngineFault("no memory"), EngineGone("it has ended")])
+def test_an_export_that_fails_lets_the_text_go_alone(sides, monkeypatch, fault):
+    """Law: without an engine nothing goes, and the session is as before."""
+    here, there = sides("here"), sides("there")
+    ident = run(here.sessions.open(None)).ident
+    output = here.turn(ident, 0, PROMPTS[0])
+
+    def fail(number):
+        raise fault
+
+    monkeypatch.setitem(here.runner.verbs, "export", fail)
+    if isinstance(fault, EngineGone):
+        with pytest.raises(EngineGone):
+            run(here.sessions.pack(ident))
+        assert not here.sessions.find(ident).is_busy
+        return
+    assert run(moved(here, there, ident)).image is None
+    assert there.sessions.find(ident).offset == len(output.prompt_ids) + 8
+
+
+def test_a_parcel_that_was_refused_is_refused_for_ever(sides):
+    """Law: its session has gone on where it was, so a copy that comes late is another one."""
+    here, there = sides("here"), sides("there", max_sessions=1)
+    other, ident = (run(side.sessions.open(None)).ident for side in (there, here))
+    record, late = run(here.sessions.pack(ident))
+    with pytest.raises(ApiError, match="which is the most"):
+        run(there.sessions.take_in(late))
+    here.sessions.unpack(record)
+    output = here.turn(ident, 0, PROMPTS[0])
+    run(there.sessions.close(other))
+    with pytest.raises(ApiError, match="was refused before"):
+        run(there.sessions.take_in(late))
+    assert there.content()[:2] == (0, 0)
+    parcel = run(moved(here, there, ident))
+    assert parcel.number > late.number
+    assert there.sessions.find(ident).offset == len(output.prompt_ids) + 8
 
 
 def test_it_answers_nothing_while_it_leaves(sides):
@@ -174,7 +242,7 @@ def test_a_parcel_that_comes_again_does_nothing(sides):
     run(there.sessions.take_in(parcel))
     assert len(there.sessions) == 0 and there.engine.stats().num_sessions == 0
     back = run(moved(third, there, ident))  # it comes back, which is no repetition
-    assert back.num_moves == 3 and there.sessions.find(ident).offset > 0
+    assert back.number == 3 and there.sessions.find(ident).offset > 0
     run(there.sessions.close(ident))
     run(there.sessions.take_in(back))
     assert code_of(there.sessions.find, ident) == (410, "session_lost")
@@ -204,6 +272,13 @@ def test_what_comes_back_replaces_the_copy_that_was_sent(sides):
         await moved(there, here, ident)
         await here.sessions.leave(old)  # of no effect: it is another copy
 
+    refuse = here.runner.verbs["close"]
+
+    def fail_after(number):
+        refuse(number)
+        raise EngineFault("no memory")
+
+    here.runner.verbs["close"] = fail_after  # a fault of this kind changes nothing any more
     run(main())
     assert here.sessions.find(ident).offset > 8 and here.content()[:2] == (1, 1)
 
@@ -245,7 +320,7 @@ def test_a_session_may_begin_with_tokens():
         session = engine.open_session(tokens=tokens)
         assert session.num_tokens == len(tokens)
         assert session.append("", GREEDY).output().token_ids == expected.token_ids
-        for wrong, says in (([999], "token id 999"), ([1] * 64, "its limit of 64 leaves room")):
+        for wrong, says in (([999], "token id 999"), ([1] * 65, "with 65 tokens, its limit is 64")):
             with pytest.raises(ConfigError, match=says):
                 engine.open_session(tokens=wrong)
         assert engine.stats().num_sessions == 1

@@ -152,6 +152,26 @@ def test_a_session_moves_while_a_page_copy_into_its_row_waits(was):
             assert_no_page_leaked(engine.ledger)
 
 
+def test_a_session_whose_row_has_no_tokens_left_moves():
+    """A rewind into the page that a fork shares leaves a row without KV: the text goes alone."""
+    with engine_of() as one, engine_of() as two:
+        session = one.open_session()
+        session.append(PROMPTS[0][:21], GREEDY).output()
+        copy = session.fork()
+        assert session.rewind(3) == 0
+        with one.export(session) as export:
+            assert export.length == 0
+            moved = two.import_row(export.image())
+            export.arrived()
+        (plain,) = two.generate([moved.tokens + PROMPTS[1]], GREEDY)
+        assert moved.append(PROMPTS[1], GREEDY).output().token_ids == plain.token_ids
+        moved.close()
+        copy.close()
+        for engine in (one, two):
+            engine.forget_prefixes()
+            assert_no_page_leaked(engine.ledger)
+
+
 def test_a_sample_moves_while_a_page_copy_into_its_row_waits():
     """The copy of the prompt's last page waits for the sample's first round."""
     params = dataclasses.replace(DRAWN, n=3)

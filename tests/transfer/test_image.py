@@ -12,7 +12,18 @@ import pytest
 from parcel_kit import Parcel, Side
 from specpool import TransferError
 from specpool._core import checksum
-from specpool.transfer.image import FIXED_BYTES, MAGIC, MAX_HEADER, VERSION, Image, parse_header
+from specpool.transfer.image import (
+    FIXED_BYTES,
+    MAGIC,
+    MAX_HEADER,
+    MAX_STATE,
+    VERSION,
+    Header,
+    Image,
+    Places,
+    most_bytes,
+    parse_header,
+)
 from specpool.transfer.layout import Layout
 from specpool.transfer.parcel import load, save
 
@@ -194,3 +205,10 @@ def test_a_file_has_the_row_whole_or_not_at_all(tmp_path):
     assert path.read_bytes() == image.tobytes()
     with pytest.raises(OSError):
         load(tmp_path / "none", other.layout)
+
+
+def test_no_image_is_larger_than_the_layout_says():
+    layout = Side().layout
+    for length in range(layout.max_context_len + 1):
+        header = Header(layout.key, length, length, layout.max_context_len, MAX_STATE)
+        assert Places(header, MAX_HEADER, layout).total <= most_bytes(layout)

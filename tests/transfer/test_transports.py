@@ -457,13 +457,18 @@ def test_memory_that_its_sender_can_cut_is_refused(tmp_path):
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, sealed)
             assert why in answer(b"\1", [descriptor])
             os.close(descriptor)
+        huge = os.memfd_create("x", os.MFD_ALLOW_SEALING)
+        os.ftruncate(huge, 1 << 31)  # of which nothing is taken yet: its reader would take it
+        fcntl.fcntl(huge, fcntl.F_ADD_SEALS, sealed)
+        assert b"has 2147483648 bytes, a row of this layout needs" in answer(b"\1", [huge])
+        os.close(huge)
         plain = os.open(os.devnull, os.O_RDONLY)
         for kind, sent in ((b"\1", [plain]), (b"\1", []), (b"\2", []), (b"x", [])):
             assert answer(kind, sent)[:1] == b"\0"
         os.close(plain)
         while receiver._peers:
             time.sleep(0.001)
-    assert len(receiver.failures) == 8
+    assert len(receiver.failures) == 9
     two.check_empty()
 
 

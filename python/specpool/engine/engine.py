@@ -220,11 +220,12 @@ class Engine(Movable, KeepsPrefixes):
 
         Args:
             max_tokens: the most tokens of all prompts and outputs; None = `max_context_len`.
-            tokens: token ids that the session begins with; the first turn computes their KV.
+            tokens: token ids that the session begins with; the first turn computes their KV. With
+                `max_tokens` of them there is no room for a turn, but for a `rewind` or `fork`.
 
         Raises:
             ConfigError: `max_tokens` is not in [2, max_context_len], `tokens` are no list of token
-                ids, there are `max_tokens` or more, or the engine is closed.
+                ids, there are more than `max_tokens`, or the engine is closed.
         """
         self.core.prompts.check_open()
         if max_tokens is not None:
@@ -232,11 +233,8 @@ class Engine(Movable, KeepsPrefixes):
         most, conversation = max_tokens or self.max_context_len, None
         ids = token_ids(tokens, "tokens must be integer token ids")
         self.core.prompts.check_tokens("the session", ids)
-        if len(ids) >= most:
-            raise ConfigError(
-                f"the session begins with {len(ids)} tokens; its limit of {most} leaves room "
-                f"for {most - 1}"
-            )
+        if len(ids) > most:
+            raise ConfigError(f"the session begins with {len(ids)} tokens, its limit is {most}")
         try:
             with self.core.lock:
                 conversation = self.core.inputs.open(ids)

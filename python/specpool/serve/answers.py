@@ -1,12 +1,15 @@
-"""`EventStream` and `watched`: answers that end when their client leaves."""
+"""`EventStream`, `watched`: answers that end when their client leaves. `whole`: calls that do not.
+
+uvicorn lets a call go on when its client leaves, Ray Serve cancels it, at any `await`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +20,9 @@ from specpool.serve.api.errors import ApiError, internal
 log = logging.getLogger("specpool.serve")
 
 T = TypeVar("T")
+
+#: What goes on without its client: a task that nobody holds may be collected.
+_alone: set[asyncio.Task[Any]] = set()
 
 
 class EventStream(Response):
@@ -94,6 +100,35 @@ async def watched(request: Request, work: Awaitable[T]) -> T | None:
         if not task.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+
+async def whole(
+    work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, Any]] | None = None
+) -> T:
+    """Do something to its end, also if its caller is cancelled meanwhile.
+
+    Args:
+        work: changes the server and its engine, which must not differ.
+        undo: called with the result if the caller has left, and nobody knows of it.
+    """
+    task = _start(work)
+
+    def unheard(done: asyncio.Task[T]) -> None:
+        if undo is not None and not done.cancelled() and done.exception() is None:
+            _start(undo(done.result()))
+
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(unheard)
+        raise
+
+
+def _start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    task = asyncio.ensure_future(work)
+    _alone.add(task)
+    task.add_done_callback(_alone.discard)
+    return task
 
 
 async def _left(receive: Receive) -> None:

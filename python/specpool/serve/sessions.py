@@ -6,23 +6,19 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from specpool.engine.texts import NextTurn, Prompt, Texts
 from specpool.errors import SpecpoolError
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Said
 from specpool.serve.api.errors import ApiError
-from specpool.serve.bridge.client import EngineClient, Stream
+from specpool.serve.bridge.client import EngineClient, EngineFault, Stream
 from specpool.serve.bridge.messages import Done
-from specpool.serve.bridge.parcel import SessionParcel
+from specpool.serve.bridge.parcel import Others, ParcelNumbers, SessionParcel
 from specpool.serve.config import ServeConfig
-
-#: Sessions that have moved on or were closed after a move, as far as they are remembered.
-_MOST_PAST = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +31,7 @@ class SessionRecord:
         max_tokens: the most tokens of all turns.
         is_busy: a turn, a rewind, a fork or a move is under way.
         used: seconds by the clock of `Sessions` at the end of the latest call.
-        num_moves: how often the session has come from another server.
+        parcel: the number of its latest parcel, which has come or was sent; 0 = there was none.
         is_leaving: it is on its way to another one, and answers nothing until that one says no.
     """
 
@@ -44,7 +40,7 @@ class SessionRecord:
     max_tokens: int
     is_busy: bool = False
     used: float = 0.0
-    num_moves: int = 0
+    parcel: int = 0
     is_leaving: bool = False
 
     @property
@@ -62,16 +58,6 @@ class SessionRecord:
             "max_tokens": self.max_tokens,
             "busy": self.is_busy,
         }
-
-
-class Others(Protocol):
-    """What a server knows of the other ones to which sessions move."""
-
-    async def wait_for(self, ident: str) -> None:
-        """Wait a moment for a session that is not here, if it may be on its way."""
-
-    def is_elsewhere(self, ident: str) -> bool:
-        """Return whether another server is the one that a session belongs to."""
 
 
 class Sessions:
@@ -107,7 +93,8 @@ class Sessions:
         self._num_opening = 0  # the engine has not answered yet
         self._settling: set[asyncio.Task[None]] = set()
         self.others: Others | None = None
-        self._past: OrderedDict[str, int] = OrderedDict()  # moved, not here -> `num_moves` here
+        self._past = ParcelNumbers()  # of sessions that moved on, or were closed after a move
+        self._refused = ParcelNumbers()
         self._taking_in = asyncio.Lock()
 
     def __len__(self) -> int:
@@ -130,10 +117,9 @@ class Sessions:
 
     def may_come(self, ident: str) -> bool:
         """Return whether a session is not here, but may be on its way to this server."""
-        record = self._records.get(ident)
-        if record is None:
-            return ident in self._past or not self._is_own(ident)
-        return record.is_leaving
+        if (record := self._records.get(ident)) is not None:
+            return record.is_leaving
+        return ident in self._past or not self._is_own(ident)
 
     async def reach(self, ident: str) -> None:
         """Wait a moment for a session that may be on its way to this server."""
@@ -149,8 +135,8 @@ class Sessions:
         record = self._records.get(ident)
         if record is not None and not record.is_leaving:
             return record
-        is_elsewhere = self.others is not None and self.others.is_elsewhere(ident)
-        if record is not None or (is_elsewhere and self.may_come(ident)):
+        is_moving = self.others is not None and self.others.is_moving(ident)
+        if record is not None or (is_moving and self.may_come(ident)):
             raise ApiError(
                 503,
                 "the session moves to another replica: send the request again",
@@ -307,23 +293,24 @@ class Sessions:
     async def pack(self, ident: str) -> tuple[SessionRecord, SessionParcel]:
         """Return an idle session for another server; it answers nothing until `unpack`.
 
-        Cost: a copy of its KV, between two turns of the engine.
+        Cost: a copy of its KV, between two turns of the engine. If that fails, the text goes alone.
 
         Raises:
             ApiError: it is busy, or not here.
             EngineGone: the engine is gone.
         """
         record = self._take(self.find(ident))
-        record.is_leaving = True
+        record.is_leaving, image = True, None
         try:
-            image = await self._client.call("export", record.conversation.number)
+            with contextlib.suppress(EngineFault):
+                image = await self._client.call("export", record.conversation.number)
         except BaseException:
             self.unpack(record)
             raise
         return record, SessionParcel(
             ident=ident,
             model=self._model,
-            num_moves=record.num_moves + 1,
+            number=record.parcel + 1,
             max_tokens=record.max_tokens,
             tokens=record.conversation.tokens,
             said=record.conversation.said,
@@ -334,18 +321,25 @@ class Sessions:
     def unpack(self, record: SessionRecord) -> None:
         """Let a session that was packed go on here, because no other server has it."""
         record.is_busy = record.is_leaving = False
+        record.parcel += 1  # the next one has another text
 
     async def leave(self, record: SessionRecord) -> None:
         """Forget a session that was packed, because another server has it."""
         if self._records.get(record.ident) is record:  # else it has come back already
             self._forget(record)
-            self._remember(record.ident, record.num_moves)
+            self._past.note(record.ident, record.parcel)
             await self._client.call("close", record.conversation.number)
+
+    def latest_parcel(self, ident: str) -> int:
+        """Return the number of a session's latest parcel here; 0 = there was none."""
+        record = self._records.get(ident)
+        return self._past.latest(ident) if record is None else record.parcel
 
     async def take_in(self, parcel: SessionParcel, *, takes_new: bool = True) -> None:
         """Take in a session of another server. If it came before, nothing happens.
 
-        Its KV comes along if there is room and the engines are alike. On an error nothing changes.
+        Its KV comes along if there is room and the engines are alike. On an error nothing changes,
+        and the same parcel is refused for ever: its session may have gone on where it was.
 
         Args:
             parcel: the session.
@@ -358,28 +352,39 @@ class Sessions:
         """
         async with self._taking_in:  # a parcel that comes again waits until it is clear
             old = self._records.get(parcel.ident)
-            latest = self._past.get(parcel.ident, -1) if old is None else old.num_moves
-            if latest >= parcel.num_moves:
+            if parcel.number <= self.latest_parcel(parcel.ident):
                 return
-            if not takes_new:
-                raise ApiError(503, "this replica leaves too", code="replica_leaves")
-            if parcel.model != self._model:
-                raise ApiError(
-                    409,
-                    f"the session is of the model {parcel.model}, this server has {self._model}",
-                    code="model_mismatch",
-                )
-            if old is not None and not old.is_leaving:
-                raise ApiError(409, "the session is here already", code="session_exists")
-            with self._room():
-                most = min(parcel.max_tokens, self._client.ready.max_context_len)
-                number = await self._client.call("open", most, parcel.tokens, parcel.image)
-                conversation = Conversation(number, parcel.tokens, parcel.said)
-            record = SessionRecord(parcel.ident, conversation, most, num_moves=parcel.num_moves)
-            record.used = self._clock() - parcel.idle_seconds
-            self._records[parcel.ident] = record
+            try:
+                await self._take_in(parcel, old, takes_new)
+            except Exception:
+                self._refused.note(parcel.ident, parcel.number)
+                raise
             if old is not None:  # a copy that was sent away, and has come back longer
-                await self._client.call("close", old.conversation.number)
+                with contextlib.suppress(SpecpoolError):
+                    await self._client.call("close", old.conversation.number)
+
+    async def _take_in(
+        self, parcel: SessionParcel, old: SessionRecord | None, takes_new: bool
+    ) -> None:
+        if parcel.number <= self._refused.latest(parcel.ident):
+            raise ApiError(409, "the same parcel was refused before", code="parcel_refused")
+        if not takes_new:
+            raise ApiError(503, "this replica leaves too", code="replica_leaves")
+        if parcel.model != self._model:
+            raise ApiError(
+                409,
+                f"the session is of the model {parcel.model}, this server has {self._model}",
+                code="model_mismatch",
+            )
+        if old is not None and not old.is_leaving:
+            raise ApiError(409, "the session is here already", code="session_exists")
+        with self._room():
+            most = min(parcel.max_tokens, self._client.ready.max_context_len)
+            number = await self._client.call("open", most, parcel.tokens, parcel.image)
+        conversation = Conversation(number, parcel.tokens, parcel.said)
+        record = SessionRecord(parcel.ident, conversation, most, parcel=parcel.number)
+        record.used = self._clock() - parcel.idle_seconds
+        self._records[parcel.ident] = record
 
     async def expire(self) -> None:
         """Close the sessions that were idle for too long, for ever; cancel to end."""
@@ -406,13 +411,8 @@ class Sessions:
 
     def _forget(self, record: SessionRecord) -> None:
         del self._records[record.ident]
-        if record.num_moves:
-            self._remember(record.ident, record.num_moves)
-
-    def _remember(self, ident: str, num_moves: int) -> None:
-        self._past[ident] = max(num_moves, self._past.pop(ident, -1))
-        while len(self._past) > _MOST_PAST:
-            self._past.popitem(last=False)
+        if record.parcel:
+            self._past.note(record.ident, record.parcel)
 
     def _take(self, record: SessionRecord) -> SessionRecord:
         if record.is_busy:

@@ -206,6 +206,13 @@ class Writer:
         image[8:FIXED_BYTES] = np.frombuffer(fixed[8:], np.uint8)
 
 
+def most_bytes(layout: Layout) -> int:
+    """Return a number of bytes that no image of this layout exceeds."""
+    length = layout.max_context_len
+    header = Header(layout.key, length, length, length, MAX_STATE)
+    return Places(header, MAX_HEADER, layout).total + sum(g.page_bytes for g in layout.groups)
+
+
 def header_bytes(fixed: bytes) -> int:
     """Return the bytes of the header that follows the first `FIXED_BYTES` of an image.
 

@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from specpool.errors import ConfigError, TransferError, one_line
-from specpool.transfer.image import FIXED_BYTES, MAX_HEADER, Bytes, parse_header
+from specpool.transfer.image import FIXED_BYTES, MAX_HEADER, Bytes, most_bytes, parse_header
 from specpool.transfer.layout import Layout
 from specpool.transfer.parcel import Parcel, TakeIn
 
@@ -135,7 +135,8 @@ class SharedMemoryReceiver:
         peer.settimeout(self._timeout)
         with self._turn:
             try:
-                memory = _received(kind, descriptors, memory)
+                most = 2 * most_bytes(self._layout)  # the sender's memory may be twice its row
+                memory = _received(kind, descriptors, memory, most)
                 head = memory[: FIXED_BYTES + MAX_HEADER].tobytes()
                 places = parse_header(head, self._layout)[1]
                 if places.total > len(memory):
@@ -217,8 +218,8 @@ def _is_left(path: Path) -> bool:
     return False
 
 
-def _received(kind: bytes, descriptors: list[int], memory: Bytes | None) -> Bytes:
-    """Return the memory of the next row; close the descriptors."""
+def _received(kind: bytes, descriptors: list[int], memory: Bytes | None, most: int) -> Bytes:
+    """Return the memory of the next row, of at most `most` bytes; close the descriptors."""
     try:
         if kind == _SAME and memory is not None and not descriptors:
             return memory
@@ -233,6 +234,10 @@ def _received(kind: bytes, descriptors: list[int], memory: Bytes | None) -> Byte
         size, flags = os.fstat(descriptors[0]).st_size, mmap.MAP_SHARED | _POPULATE
         if not size:
             raise TransferError("the memory is empty")
+        if size > most:  # to map it would take it, whatever the sender has written
+            raise TransferError(
+                f"the memory has {size} bytes, a row of this layout needs {most} at most"
+            )
         mapped = mmap.mmap(descriptors[0], size, flags=flags, prot=mmap.PROT_READ)
         return np.frombuffer(mapped, np.uint8)  # the mapping goes with its last view
     finally:

@@ -64,10 +64,10 @@ class Exports:
         """Take the idle row of a conversation, which keeps its tokens and is busy until the end.
 
         No step of the row is in flight. A row with a page copy that waits for a step, such as that
-        of a new fork, stays here until the end, and the text goes without KV.
+        of a new fork, or with no token, stays here until the end, and the text goes without KV.
         """
         conversation.leaves = True
-        if not conversation.row:
+        if not conversation.row or not self._ledger.resolved_len[conversation.row]:
             return self._without_kv()
         try:
             export = self._of_row(conversation.row)

@@ -4,16 +4,19 @@ A session belongs to its owner, the replica that opened it. If the owner is not 
 replicas, it belongs to a place on the routers' ring. So the sessions of a replica that leaves
 spread over the others, those of one that has left follow the ring when replicas come and go, and
 no router needs a table. A session is at one replica at a time: it answers nothing from when it is
-sent until the other replica has said no.
+sent until the other replica has said no. Which sessions will come is announced, so that its place
+tells clients to ask again, for however long the moves take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from specpool.errors import SpecpoolError
+from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.parcel import SessionParcel
 from specpool.serve.replicas.manifest import LONGEST_MOVES
 from specpool.serve.replicas.routing import MOST_PATIENT, PATIENCE, Routing, owner_of
@@ -27,6 +30,8 @@ WAIT = 3.0
 MOST_AT_ONCE = 4
 #: Seconds until a session that has come, or was refused, may be sent again.
 _AGAIN = 2.0
+#: Seconds until a replica that is off the list, and has not answered, is taken for one that left.
+_BACK = 3.0
 #: Seconds between two looks.
 _LOOK = 0.1
 
@@ -40,6 +45,13 @@ class Peers(Protocol):
 
     async def send(self, tag: str, parcel: SessionParcel) -> Fate:
         """Give a session to the replica of this tag; never raises."""
+
+    async def announce(self, tag: str, parcels: Mapping[str, int]) -> bool:
+        """Tell the replica of this tag which sessions will come; see `Mover.expect`.
+
+        Returns:
+            Whether it has heard it. Never raises.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +91,9 @@ class Mover:
         self._routing = Routing()  # behind `_tags`, until a session of another owner comes
         self._changed = 0.0
         self._later: dict[str, float] = {}  # session -> when it may be sent again
-        self._num_moving = self._num_waiting = 0
+        self._announced: dict[str, str] = {}  # session -> the replica that was told of it
+        self._expected: dict[str, float] = {}  # session -> until when it may come
+        self._num_moving = self._num_coming = self._num_waiting = 0
         self._is_looking = False
         self.is_closing = False
         sessions.others = self
@@ -88,6 +102,8 @@ class Mover:
         """Take over the list of the replicas that take requests. Cost: O(sessions here)."""
         self._tags = set(tags)
         self._was_listed |= self._tag in self._tags
+        if not self._was_listed:  # it is new: its own list may be the last to say so
+            self._tags.add(self._tag)
         if self.is_closing:
             self._tags.discard(self._tag)
         self._changed = self._time.now()
@@ -101,15 +117,30 @@ class Mover:
             ConfigError: the text does not fit the engine.
         """
         leaves = self.is_closing or (self._was_listed and self._tag not in self._tags)
-        await self._sessions.take_in(parcel, takes_new=not leaves)
+        self._num_coming += 1
+        try:
+            await self._sessions.take_in(parcel, takes_new=not leaves)
+        finally:
+            self._num_coming -= 1
+        self._expected.pop(parcel.ident, None)
         # Two replicas whose lists differ shall not play ball.
         self._later[parcel.ident] = self._time.now() + _AGAIN
         self._look()
 
+    def expect(self, parcels: Mapping[str, int]) -> None:
+        """Hear which sessions another replica will send, each with the number of its parcel.
+
+        For `LONGEST_MOVES` seconds, clients who ask for one are told that it moves.
+        """
+        now, sessions = self._time.now(), self._sessions
+        late = {ident: until for ident, until in self._expected.items() if until > now}
+        new = [ident for ident, number in parcels.items() if number > sessions.latest_parcel(ident)]
+        self._expected = late | dict.fromkeys(new, now + LONGEST_MOVES)
+
     async def close(self, seconds: float = LONGEST_MOVES) -> int:
         """Move all sessions, because this replica ends; return how many had to stay.
 
-        Sessions that are busy move when their turn has ended.
+        Sessions that are busy move when their turn has ended, and those that just come move on.
 
         Args:
             seconds: after so many, what is left is given up.
@@ -120,15 +151,23 @@ class Mover:
         self._later.clear()
         self._look()
         end = self._time.now() + seconds
-        while len(self._sessions) and self._tags and self._time.now() < end:
+        while self._has_work() and self._time.now() < end:
             await self._time.sleep(_LOOK)
         return len(self._sessions)
+
+    def _has_work(self) -> bool:
+        """Return whether a session comes in, or can be sent to another replica."""
+        return self._num_coming > 0 or (len(self._sessions) > 0 and len(self._tags) > 0)
 
     # --- for `Sessions` ---
 
     def is_elsewhere(self, ident: str) -> bool:
         """Return whether another replica is the one that a session belongs to."""
         return self._place_of(ident) not in (None, self._tag)
+
+    def is_moving(self, ident: str) -> bool:
+        """Return whether a session that is not here may be on its way, here or elsewhere."""
+        return self.is_elsewhere(ident) or self._expected.get(ident, 0.0) > self._time.now()
 
     async def wait_for(self, ident: str) -> None:
         """Wait for a session that may be on its way here."""
@@ -161,17 +200,40 @@ class Mover:
 
     async def _move_all(self) -> None:
         try:
-            while found := self._misplaced():
+            while (found := self._misplaced()) or self._num_moving:
                 now = self._time.now()
+                self._later = {ident: at for ident, at in self._later.items() if at > now}
+                self._announce(found)
                 if now - self._changed >= SETTLE:
-                    due = [each for each in found if self._later.get(each.ident, 0.0) <= now]
+                    due = [each for each in found if each.ident not in self._later]
                     for record in due[: MOST_AT_ONCE - self._num_moving]:
                         self._num_moving += 1
                         self._time.spawn(self._move(record.ident))
                 await self._time.sleep(_LOOK)
             self._later.clear()
+            self._announced.clear()
         finally:
             self._is_looking = False
+
+    def _announce(self, found: Sequence[SessionRecord]) -> None:
+        """Tell the places of these sessions that they will come, unless they know it."""
+        news: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        idents = {record.ident for record in found}
+        self._announced = {ident: t for ident, t in self._announced.items() if ident in idents}
+        for record in found:
+            tag = self._place_of(record.ident)
+            if tag is not None and self._announced.get(record.ident) != tag:
+                self._announced[record.ident] = tag
+                news[tag][record.ident] = record.parcel + 1
+        for tag, parcels in news.items():
+            self._time.spawn(self._tell(tag, parcels))
+
+    async def _tell(self, tag: str, parcels: Mapping[str, int]) -> None:
+        if not await self._peers.announce(tag, parcels):
+            await self._time.sleep(_LOOK)
+            for ident in parcels:
+                if self._announced.get(ident) == tag:
+                    del self._announced[ident]
 
     def _misplaced(self) -> list[SessionRecord]:
         """Return the sessions that belong elsewhere, those first whose next turn is near."""
@@ -181,7 +243,9 @@ class Mover:
     async def _move(self, ident: str) -> None:
         try:
             record, parcel = await self._sessions.pack(ident)
-        except SpecpoolError:  # a turn runs, its client has closed it, or the engine is gone
+        except SpecpoolError as error:
+            if not isinstance(error, ApiError):  # else a turn runs, or its client has closed it
+                self._later[ident] = self._time.now() + _AGAIN
             self._num_moving -= 1
             return
         try:
@@ -199,8 +263,8 @@ class Mover:
         """Send a session; return whether it may be at another replica from now on.
 
         If no answer comes, the other replica alone knows whether it has the session. It is asked
-        until it says so. If it leaves meanwhile, it may have passed the session on: the copy here
-        must not answer any more.
+        until it says so, also if a list leaves it out for a moment. If it leaves, it may have
+        passed the session on: the copy here must not answer any more.
         """
         tag = self._place_of(parcel.ident)
         if tag is None or tag == self._tag:  # the list has changed meanwhile
@@ -208,7 +272,10 @@ class Mover:
         fate = await self._peers.send(tag, parcel)
         if fate != "unknown":
             return fate == "taken"
-        while fate == "unknown" and tag in self._tags:
+        listed = self._time.now()
+        while fate == "unknown" and self._time.now() - listed < _BACK:
             await self._time.sleep(_LOOK)
-            fate = await self._peers.send(tag, parcel)
+            if tag in self._tags:
+                fate = await self._peers.send(tag, parcel)
+                listed = self._time.now()
         return fate != "refused"

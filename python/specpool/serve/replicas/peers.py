@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray import serve
@@ -37,13 +37,25 @@ class RayPeers:
 
     async def send(self, tag: str, parcel: SessionParcel) -> Fate:
         """Give a session to the replica of this tag; never raises."""
-        # By this name the router finds the replica, as it finds the owner of a session.
-        call = self._handle.options(session_id=f"{tag}.parcel").remote(tag, parcel)
         try:
-            fate: Fate = await asyncio.wait_for(call, _TIMEOUT)
+            fate: Fate = await self._call("take_in", tag, parcel)
         except ActorDiedError:
             return "gone"
         except Exception as error:
             log.warning("session %s: no answer of replica %s: %s", parcel.ident, tag, error)
             return "unknown"
         return fate
+
+    async def announce(self, tag: str, parcels: Mapping[str, int]) -> bool:
+        """Tell the replica of this tag which sessions will come; never raises."""
+        try:
+            return bool(await self._call("expect", tag, parcels))
+        except Exception as error:
+            log.warning("%d sessions: no answer of replica %s: %s", len(parcels), tag, error)
+            return False
+
+    async def _call(self, method: str, tag: str, *args: object) -> Any:
+        """Call a method of the replica of this tag, or of another one if that has left."""
+        # By this name the router finds the replica, as it finds the owner of a session.
+        handle = self._handle.options(method_name=method, session_id=f"{tag}.parcel")
+        return await asyncio.wait_for(handle.remote(tag, *args), _TIMEOUT)

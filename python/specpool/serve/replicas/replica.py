@@ -11,13 +11,13 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from ray import serve
 from starlette.types import ASGIApp
 
-from specpool.errors import SpecpoolError
+from specpool.errors import one_line
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
 from specpool.serve.bridge.parcel import SessionParcel
@@ -115,10 +115,22 @@ class Replica:
         try:
             # A caller who leaves must not stop it halfway.
             await asyncio.shield(self._spawn(self._mover.take_in(parcel)))
-        except SpecpoolError as error:
-            log.warning("session %s was refused: %s", parcel.ident, error)
+        except Exception as error:  # without an answer, the session would be sent for ever
+            log.warning("session %s was refused: %s", parcel.ident, one_line(error))
             return "refused"
         return "taken"
+
+    async def expect(self, tag: str, parcels: Mapping[str, int]) -> bool:
+        """Hear which sessions another replica will send; it calls this.
+
+        Args:
+            tag: whom the sessions are for.
+            parcels: the number of each session's parcel.
+        """
+        if tag != self._tag:
+            return False
+        self._mover.expect(parcels)
+        return True
 
     async def check_health(self) -> None:
         """Say whether the replica can work; Serve calls it every few seconds.

@@ -94,6 +94,19 @@ class SimReplica(Node):
         fate: Fate = answer
         return fate
 
+    async def announce(self, tag: str, parcels: Mapping[str, int]) -> bool:
+        """Tell another replica which sessions will come."""
+        other, later = self.replicas.get(tag), Later()
+        if other is None:
+            return False
+
+        def hear(call: Call) -> None:
+            other.mover.expect(parcels)
+            call.reply(True)
+
+        self.world.call(self, other, hear, later.set)
+        return (await later) is True
+
     def receive(self, call: Call, parcel: SessionParcel) -> None:
         """Take a session in, and say so."""
 
