@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -146,7 +147,7 @@ def _check_paths(job: ServeJob) -> None:
     adaptive = job.options.get("adaptive")
     models = [("target", job.target), *(("draft", name) for name in job.draft or ())]
     # What does not exist here is the name of a hub.
-    given: list[tuple[str, Any]] = [each for each in models if Path(each[1]).exists()]
+    given: list[tuple[str, Any]] = [each for each in models if os.path.exists(each[1])]
     given += [("chat_template", job.chat_template), ("api_key_file", job.api_key_file)]
     given += [("adaptive", adaptive)] if adaptive not in POLICIES else []
     for name, path in given:

@@ -110,7 +110,7 @@ class FormOptions:
         Raises:
             ConfigError: several forms are given, a file cannot be read, or a form is wrong.
         """
-        given = {name: value for name, value in asdict(self).items() if value}
+        given = {name: value for name, value in asdict(self).items() if value not in (None, False)}
         if len(given) > 1:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ConfigError(f"{names} both say what the text must be: give one")

@@ -71,9 +71,7 @@ def find_model(name: str) -> Path | None:
     Raises:
         ConfigError: it is neither a folder with a config.json nor a possible hub name.
     """
-    path = Path(resolve(name))
-    if name.startswith("~"):
-        path = path.expanduser()
+    path = Path(os.path.expanduser(resolve(name)))  # path.expanduser() raises for an unknown user
     if os.path.isdir(path):  # unlike path.is_dir(), no error for a name that is too long
         if not os.path.isfile(path / "config.json"):
             raise ConfigError(f"no model at {name!r}: the folder has no config.json")
