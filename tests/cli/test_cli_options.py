@@ -141,6 +141,7 @@ ENGINE = [
     (["--draft-window", "1"], "--draft-window must be an integer in [2, "),
     (["--draft-window", "8", "--placement", "shared"], "--draft-window"),
     (["--draft", "none", "--draft-window", "8"], "--draft-window is of draft KV, and there is no"),
+    (["--draft", "ngram", "--draft-window", "8"], "--draft-window is of draft KV, and ngram keeps"),
 ]
 GENERATE = [
     (["--batch", "0"], "--batch must be an integer in [1, 65536], got 0"),
@@ -437,10 +438,6 @@ def test_prompts_that_a_folder_says_nothing_against_are_left_to_the_engine(tmp_p
         (
             ["--draft", "none", "--placement", "shared"],
             "--placement shared changes nothing without",
-        ),
-        (
-            ["--draft", "ngram", "--draft-window", "8"],
-            "--draft-window changes nothing: ngram keeps",
         ),
     ],
 )

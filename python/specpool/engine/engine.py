@@ -109,7 +109,8 @@ class Engine(Movable, KeepsPrefixes):
                 None = float32 on a CPU, else `auto`. A loaded model keeps its own.
             device: where the models and the KV live. A loaded model stays where it is.
             tokenizer: replaces the tokenizer of the target's folder.
-            feature_layers: target layers whose inputs the head reads; replaces the checkpoint's.
+            feature_layers: target layers whose inputs an EAGLE-3 head reads, of a draft loaded
+                here; replaces the checkpoint's.
             trust_remote_code: run Python code from the target's folder. If False, a target that
                 needs such code is refused before any of it runs.
             ranks: those that share the target (docs/ranks.md): rank 0 leads, all others `follow`.

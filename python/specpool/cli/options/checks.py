@@ -141,6 +141,10 @@ def check_engine_config(
             raise ConfigError("--adaptive chooses what to draft: give --draft")
         if config.draft_window is not None:
             raise ConfigError("--draft-window is of draft KV, and there is no draft: give --draft")
+    elif config.draft_window is not None and not keep_kv(drafts):
+        raise ConfigError(
+            f"--draft-window is of draft KV, and {', '.join(drafts):.200} keeps none: leave it out"
+        )
     if config.num_pages is not None and config.kv_bytes is not None:
         raise ConfigError("num_pages and kv_bytes both say how large the pools are: give one")
     if options.get("offload", "cost") != "cost" and not config.host_bytes:
@@ -156,8 +160,6 @@ def _warn_of_layout(config: EngineConfig, drafts: Sequence[str]) -> None:
     if config.adaptive is not None:
         shapes = list(config.adaptive.candidates)  # type: ignore[union-attr]
     has_trees = any(shape.topk > 1 for shape in shapes)
-    if config.draft_window is not None and not keep_kv(drafts):
-        warn(f"--draft-window changes nothing: {', '.join(drafts)} keeps no KV")
     if not drafts and config.placement == "shared":
         warn("--placement shared changes nothing without a draft model")
     if config.layout == "holey" and not (drafts and has_trees and config.page_size > 1):
