@@ -112,7 +112,7 @@ def find_target(
     name = os.fspath(source)
     if not name:
         raise ConfigError("the target is '': give a folder, a hub name or a model")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # path.expanduser() raises for an unknown user
     if os.path.isdir(path):  # unlike path.is_dir(), no error for a name that is too long
         if os.path.isfile(path / "adapter_config.json"):
             raise ConfigError(
@@ -263,10 +263,13 @@ def load_model(
 def _check_files(folder: TargetFolder) -> list[Path]:
     """Return the weight files.
 
-    Refuse files outside the folder, weights that are not floats, and files with fewer tensors than
-    layers.
+    Refuse files outside the folder, weights that are not floats, files with fewer tensors than
+    layers, and a generation_config.json that cannot be read.
     """
     config = read_json(folder.path / "config.json")
+    ends = folder.path / "generation_config.json"
+    if os.path.exists(ends):
+        read_json(ends)  # transformers would leave out a damaged one, and with it where texts end
     files = _weight_files(folder, config)
     dtypes: dict[str, str] = {}
     for path in files:
@@ -281,6 +284,8 @@ def _check_files(folder: TargetFolder) -> list[Path]:
     nested = [value for value in config.values() if isinstance(value, dict)]
     for part in (config, *nested):
         depth = part.get("num_hidden_layers")
+        if part is config and isinstance(depth, int) and depth < 1:
+            raise CheckpointError(f"{folder.name}: config.json has {depth} layers")
         if isinstance(depth, int) and depth > len(dtypes):
             raise CheckpointError(
                 f"{folder.name}: config.json has {depth} layers, its weight files hold "
