@@ -53,7 +53,7 @@ def busy_check_of_environment() -> int:
     """
     text = os.environ.get("SPECPOOL_BUSY_CHECK", "")
     if text not in ("", "0", "1", "2"):
-        raise ConfigError(f"SPECPOOL_BUSY_CHECK must be 0, 1 or 2, got {text!r:.80}")
+        raise ConfigError(f"SPECPOOL_BUSY_CHECK must be 0, 1 or 2, got {shown(text)}")
     return int(text or "0")
 
 

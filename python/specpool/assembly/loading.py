@@ -150,15 +150,15 @@ def _named(
         is_known = isinstance(one, str | PathLike) or hasattr(one, "propose")
         if not (is_known or hasattr(one, "generate")) or one in ("", "none"):
             raise ConfigError(
-                f"draft must be a folder, a hub name, a model, a drafter or None, got {one!r:.80}"
+                f"draft must be a folder, a hub name, a model, a drafter or None, got {shown(one)}"
             )
         found[name] = (named_drafter(one) or one) if isinstance(one, str) else one
     names = [name for name, _ in pairs]
     for name in names:
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"a drafter's name must be a string, got {name!r:.80}")
+            raise ConfigError(f"a drafter's name must be a string, got {shown(name)}")
         if names.count(name) > 1:
-            raise ConfigError(f"two drafters are named {name!r:.80}: name them, in a mapping")
+            raise ConfigError(f"two drafters are named {shown(name)}: name them, in a mapping")
     return found
 
 

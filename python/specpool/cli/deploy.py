@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpool.adaptive.config import POLICIES
+from specpool.checks import shown
 from specpool.cli.options.checks import warn
 from specpool.cli.options.names import with_option_names
 from specpool.cli.serve import Job as ServeJob
@@ -135,10 +136,10 @@ def _range_of(text: str) -> tuple[int, int]:
     """Parse `--replicas`: a number, or the fewest and the most."""
     found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text, re.ASCII)
     if found is None:
-        raise ConfigError(f"replicas must be a number, or two such as 2:8, got {text!r:.80}")
+        raise ConfigError(f"replicas must be a number, or two such as 2:8, got {shown(text)}")
     least, most = int(found[1]), int(found[2] or found[1])
     if not 1 <= least <= most:
-        raise ConfigError(f"replicas must be from 1 on, the fewer first, got {text!r:.80}")
+        raise ConfigError(f"replicas must be from 1 on, the fewer first, got {shown(text)}")
     return least, most
 
 
@@ -154,7 +155,7 @@ def _check_paths(job: ServeJob) -> None:
         if path is not None and not Path(path).is_absolute():
             raise ConfigError(
                 f"--{name.replace('_', '-')} must be an absolute path, the same on every node, got "
-                f"{str(path)!r:.80}"
+                f"{shown(str(path))}"
             )
 
 

@@ -279,13 +279,13 @@ class Engine(Movable, KeepsPrefixes):
             ConfigError: as in `generate`.
         """
         if params is not None and not isinstance(params, SamplingParams):
-            raise ConfigError(f"params must be SamplingParams or None, got {params!r:.80}")
+            raise ConfigError(f"params must be SamplingParams or None, got {shown(params)}")
         if isinstance(prompt, int):  # in a list it would be a token id
             raise ConfigError(f"a prompt is a string, token ids or a chat, got {shown(prompt)}")
         if on_item is not None and not callable(on_item):
-            raise ConfigError(f"on_item must be a function, got {on_item!r:.80}")
+            raise ConfigError(f"on_item must be a function, got {shown(on_item)}")
         if session is not None and not (isinstance(session, Session) and session.is_of(self.core)):
-            raise ConfigError(f"session must be one of this engine's, got {session!r:.80}")
+            raise ConfigError(f"session must be one of this engine's, got {shown(session)}")
         self.core.compile(params)
         request = None
         try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpool._core import Shape
-from specpool.checks import check_choice, check_int
+from specpool.checks import check_choice, check_int, shown
 from specpool.cli.options.drafts import keep_kv
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
@@ -46,7 +46,7 @@ def check_place(
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device, re.ASCII):
-        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {device!r:.80}")
+        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {shown(device)}")
     check_int("threads", threads, 1, 1 << 10)
     if graph_sizes and device == "cpu":
         raise ConfigError(f"graph_sizes {[*graph_sizes]} need CUDA graphs: give --device cuda")

@@ -220,7 +220,7 @@ class ConfigReader:
         value = self.get(key)[1]
         if value is not None and (type(value) is not int or not least <= value <= _MOST):
             raise CheckpointError(
-                f"config.json: {key} is {value!r:.80}, not an integer >= {least}"
+                f"config.json: {key} is {shown(value)}, not an integer >= {least}"
                 + (f" and <= {_MOST}" if type(value) is int and value > _MOST else "")
             )
         return value
@@ -275,7 +275,7 @@ class ConfigReader:
         if layer_types:
             if not isinstance(layer_types, list):
                 raise CheckpointError(
-                    f"config.json: layer_types is {layer_types!r:.80}, not a list of names"
+                    f"config.json: layer_types is {shown(layer_types)}, not a list of names"
                 )
             slides = layer_types[0] == "sliding_attention"
         else:
@@ -331,7 +331,7 @@ def _kind(spec: ConfigReader, weights: Mapping[str, Sized]) -> Kind:
     architectures = spec.raw.get("architectures")
     if "embed_tokens.weight" in weights and "fc.weight" not in weights:
         raise CheckpointError(
-            f"a language model (architectures {architectures!r:.80}), not an "
+            f"a language model (architectures {shown(architectures)}), not an "
             "EAGLE head: drafts come from an EAGLE head of the target, or from 'ngram'"
         )
     if "fc.weight" not in weights:
