@@ -233,6 +233,7 @@ OTHERS = [
     (["replay", "x", "--at", "1", "--quiet"], "--quiet is for a whole log"),
     (["inspect", "x", "--frames", "9"], "--frames needs a page: give --html too"),
     (["inspect", "x", "--html", "y", "--frames", "1"], "--frames must be an integer in [2, "),
+    (["serve", "--name", ""], "--name must be one name or several, none of them empty"),
     (["sim", "--rounds", "5", "--turns", "5"], "--rounds and --turns both say"),
     (["sim", "--check", "3"], "--check must be an integer in [0, 2], got 3"),
 ]
