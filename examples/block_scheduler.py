@@ -1,7 +1,8 @@
 """A continuous-batching scheduler on `BlockPool`: admission, decoding, preemption, a prefix cache.
 
-It runs on a `specpool.testing.BlockDevice` in place of a GPU. Run it: it serves 60 requests with
-common beginnings and prints how many tokens it computed.
+It runs on a `specpool.testing.BlockDevice` in place of a GPU, which needs the extra `testing`
+(`pip install '.[testing]'`). Run it: it serves 60 requests with common beginnings and prints how
+many tokens it computed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 The bits of an input's first byte say what is corrected in the rest, so that the code behind it is
 reached: 1 the head, 2 the name of the layout, 4 the size, 8 the checksums. With 16 an engine reads
-it, else a ledger with plain memory. The law: an image is taken in or refused by one error, in
-bounded memory, and a refused one leaves no row, no page and no session.
+it, else a ledger with plain memory. With 32 the reader's window group has a sink. The law: an image
+is taken in or refused by one error, in bounded memory, its pages are those of the row, and a
+refused one leaves no row, no page and no session.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from specpool.testing import assert_no_page_leaked
 from specpool.transfer.image import FIXED_BYTES, MAGIC, VERSION, Bytes, Image, Run, parse_header
 from specpool.transfer.layout import Layout
 
-HEAD, NAME, SIZE, SUMS, ENGINE = 1, 2, 4, 8, 16
+HEAD, NAME, SIZE, SUMS, ENGINE, SINKS = 1, 2, 4, 8, 16, 32
 PAGE_BYTES = (24, 10)
 #: An image is not made longer than this.
 MOST_BYTES = 1 << 16
@@ -39,10 +40,10 @@ MOST_BYTES = 1 << 16
 class Side:
     """A ledger with plain memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sinks: bool) -> None:
         groups = [
             Group("draft", page_size=4, num_pages=40, hosts_drafts=True),
-            Group("window", page_size=2, num_pages=40, window=9),
+            Group("window", page_size=2, num_pages=40, window=9, sink=3 if sinks else 0),
         ]
         self.ledger = Ledger(groups, [Shape.eagle(1, 1, 2)], num_rows=2, max_context_len=64)
         self.layout = Layout.of(self.ledger, PAGE_BYTES, "fuzz")
@@ -56,6 +57,7 @@ class Side:
         row = self.ledger.import_row(image.header.length, image.header.drafted_len)
         tables = [self.ledger.page_table(g)[row] for g in range(2)]
         held = [table[table > 0].astype(np.int32) for table in tables]
+        assert [*map(len, held)] == self.layout.num_pages(image.header.length)
 
         def write(run: Run, of_run: Bytes) -> int:
             pages = held[run.group][run.place]
@@ -70,13 +72,16 @@ class Side:
 
 
 @functools.cache
-def side() -> Side:
-    return Side()
+def side(sinks: bool) -> Side:
+    return Side(sinks=sinks)
 
 
 @functools.cache
-def engine() -> Engine:
-    return Engine.from_pretrained(draft="specpool/tiny-eagle", max_context_len=64, page_size=4)
+def engine(sinks: bool) -> Engine:
+    window = {"draft_window": 9, "draft_sink": 3} if sinks else {}
+    return Engine.from_pretrained(
+        draft="specpool/tiny-eagle", max_context_len=64, page_size=4, **window
+    )
 
 
 def corrected(data: bytes, how: int, layout: Layout) -> bytes:
@@ -114,36 +119,39 @@ def one_input(data: bytes) -> int:
         1 if it was taken in.
     """
     how = data[0] if data else 0
-    if how & ENGINE:
-        return of_engine(np.frombuffer(corrected(data[1:], how, engine().layout), np.uint8))
-    image = np.frombuffer(corrected(data[1:], how, side().layout), np.uint8)
+    reader = (engine if how & ENGINE else side)(bool(how & SINKS))
+    image = np.frombuffer(corrected(data[1:], how, reader.layout), np.uint8)
+    if isinstance(reader, Engine):
+        return of_engine(reader, image)
     try:
-        side().take_in(image)
+        reader.take_in(image)
     except (TransferError, OutOfPages, OutOfRows):
         return 0
     return 1
 
 
-def of_engine(image: Bytes) -> int:
+def of_engine(engine: Engine, image: Bytes) -> int:
     taken = 1
     try:
-        found = engine().import_row(image)
+        found = engine.import_row(image)
         if isinstance(found, Session):
             found.close()
         else:
-            engine().turn()
+            engine.turn()
             try:
-                engine().abort(found)
+                engine.abort(found)
             except ConfigError:
                 pass  # it has ended
     except (TransferError, ConfigError):
         taken = 0
-    while engine().turn():
+    while engine.turn():
         pass
-    assert not engine().core.scheduler.conversations.open
-    engine().forget_prefixes()
-    assert_no_page_leaked(engine().ledger)
+    assert not engine.core.scheduler.conversations.open
+    engine.forget_prefixes()
+    assert_no_page_leaked(engine.ledger)
     return taken
 
 
-engine()  # it loads models, for which the seconds of an input are too few on a busy machine
+for has_sinks in (False, True):
+    # It loads models, for which the seconds of an input are too few on a busy machine.
+    engine(has_sinks)

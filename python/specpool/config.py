@@ -53,7 +53,7 @@ def busy_check_of_environment() -> int:
     """
     text = os.environ.get("SPECPOOL_BUSY_CHECK", "")
     if text not in ("", "0", "1", "2"):
-        raise ConfigError(f"SPECPOOL_BUSY_CHECK must be 0, 1 or 2, got {text!r:.80}")
+        raise ConfigError(f"SPECPOOL_BUSY_CHECK must be 0, 1 or 2, got {shown(text)}")
     return int(text or "0")
 
 
@@ -66,12 +66,13 @@ class EngineConfig:
         shapes: further shapes that requests may ask for; memory is laid out for all of them.
         forced_steps: the most tokens that a round drafts where the form of a request's text
             (`SamplingParams.structured`) forces them; memory is laid out for a chain of so many. 0
-            = as many as the request's own shape has steps.
+            = as many as the request's own shape has steps. A block drafter drafts at most its block
+            without the root.
         verify_nodes: the most nodes that the target reads in a round, over all rows: the likeliest
             of those that were drafted, and the root of each row in any case. None = all nodes,
-            `auto` = as many as pay, which needs adaptive `budget` (docs/budget.md). The text is
-            the same. A round reads all nodes if a row's logits are processed or its form followed,
-            if the target has recurrent layers, or if ranks share the target.
+            `auto` = as many as pay, which needs adaptive `budget` (docs/budget.md). It needs a
+            drafter. The text is the same. A round reads all nodes if a row's logits are processed
+            or its form followed, if the target has recurrent layers, or if ranks share the target.
         page_size: slots per page, in every group.
         placement: `split` = target layers and draft layers in groups of their own; `shared` = one
             group, the draft's branches in the target's rows (what SGLang does).
@@ -81,7 +82,7 @@ class EngineConfig:
             own slots, whatever they hold (SGLang's reading, for comparison).
         draft_window: the last tokens of a row that keep draft KV, a number from 2. A draft token
             sees no others, so a row's draft pages do not grow with its text. None = all tokens.
-            Needs placement `split`.
+            Needs placement `split`, and a drafter that keeps KV.
         draft_sink: the first tokens of a row that keep draft KV beside its `draft_window`
             (attention sinks), at most as many as the window; a draft token sees them too.
         max_batch: the most requests that run at once.

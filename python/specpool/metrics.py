@@ -12,6 +12,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from specpool.checks import shown
 from specpool.engine.stats import EngineStats
 from specpool.errors import ConfigError
 from specpool.loop.clock import PhaseSeconds
@@ -129,7 +130,7 @@ def register(
             "metrics need prometheus-client: pip install 'specpool[metrics]'"
         ) from None
     if not callable(getattr(engine, "stats", None)):
-        raise ConfigError(f"engine must be an Engine, got {engine!r:.80}")
+        raise ConfigError(f"engine must be an Engine, got {shown(engine)}")
     fixed = dict(labels or {})
     taken = sorted({"group", "phase", "accept_len", "shape", "le"} & fixed.keys())
     if taken:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from specpool.checks import shown
 from specpool.errors import ConfigError
 
 _PREFIXES = "KMGTP"
@@ -21,13 +22,13 @@ def parse_bytes(name: str, text: str) -> int:
     if match is None:
         raise ConfigError(
             f"{name} must be bytes, such as 80GiB (2^30), 24G (10^9) or 8589934592, "
-            f"got {text!r:.80}"
+            f"got {shown(text)}"
         )
     number, prefix, binary = match.groups()
     power = 0 if prefix is None else _PREFIXES.index(prefix.upper()) + 1
     num_bytes = int(Fraction(number) * (1024 if binary else 1000) ** power)
     if num_bytes > _MOST:
-        raise ConfigError(f"{name} must be at most 2^60 bytes, got {text!r:.80}")
+        raise ConfigError(f"{name} must be at most 2^60 bytes, got {shown(text)}")
     return num_bytes
 
 

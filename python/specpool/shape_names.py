@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from specpool._core import Shape
+from specpool.checks import shown
 from specpool.errors import ConfigError
 
 _FORMS = re.compile(
@@ -49,7 +50,7 @@ def parse_shape(name: str, value: object) -> Shape:
     if match is None:
         raise ConfigError(
             f"{name}: a shape is chain:S or its depth S, tree:SxKxN or SxKxN, or none, as in "
-            f'"chain:3", 3, "tree:5x8x32", got {value!r:.80}'
+            f'"chain:3", 3, "tree:5x8x32", got {shown(value)}'
         )
     depth, *tree = match.groups()[:4]
     try:

@@ -53,6 +53,7 @@ for args in json.loads(sys.argv[1]):
     found.append([code, out.getvalue(), err.getvalue(), heavy])
 print(json.dumps(found))
 """
+LONG = "x" * 300  # no file may have so long a name
 NO_FORM = str(ROOT / "README.md")  # a file, but neither a schema nor a grammar
 HEAVY = ["torch", "transformers", "safetensors", "huggingface_hub"]
 
@@ -115,6 +116,7 @@ ENGINE = [
     (["--logit-bias", "5"], "--logit-bias must be TOKEN:VALUE, such as 257:-5, got '5'"),
     (["--logit-bias", "5:101"], "--logit-bias of token 5 must be a number in [-100, 100], got 101"),
     (["--regex", "[a-"], "unclosed character class"),
+    (["--regex", ""], "structured: the text of a regex is empty"),
     (["--regex", "a", "--json-object"], "--json-object and --regex both say what the text must be"),
     (["--json-schema", "/no/such"], "--json-schema /no/such cannot be read: No such file"),
     (["--json-schema", NO_FORM], "the schema is no JSON: Expecting value at line 1, column 1"),
@@ -139,6 +141,7 @@ ENGINE = [
     (["--draft-window", "1"], "--draft-window must be an integer in [2, "),
     (["--draft-window", "8", "--placement", "shared"], "--draft-window"),
     (["--draft", "none", "--draft-window", "8"], "--draft-window is of draft KV, and there is no"),
+    (["--draft", "ngram", "--draft-window", "8"], "--draft-window is of draft KV, and ngram keeps"),
 ]
 GENERATE = [
     (["--batch", "0"], "--batch must be an integer in [1, 65536], got 0"),
@@ -167,6 +170,9 @@ TUNE = [
     (["--prompt-ids", "300"], "prompt 1 has token id 300 at position 0; the vocabulary is"),
     (["--force"], "--force says to write over a file: give --out too"),
     (["--out", "/no/such/x.json"], "cannot write /no/such/x.json: there is no folder /no/such"),
+    (["--out", LONG], "x: File name too long"),
+    (["--out", LONG[:250]], "x: File name too long"),  # one is written beside it first
+    (["--plot", LONG], "x: File name too long"),
     (["--draft", "none"], "tune needs a draft model: give --draft"),
     (["--draft", "ngram", "--draft", "suffix"], "--draft: one is measured, got 2: ngram, suffix"),
     *(case for case in MODEL if case[0][0] != "--shape"),
@@ -181,6 +187,7 @@ BENCH_GENERATE = [
     (["--adaptive", "cost", "--shape", "3"], "--adaptive chooses the shape of each round"),
     (["--plot", "/no/such/x.png"], "there is no folder /no/such"),
     (["--plot", "/"], "cannot write the picture /: it is a folder"),
+    (["--plot", LONG], "x: File name too long"),
 ]
 BENCHES = {
     "host": [
@@ -218,11 +225,15 @@ OTHERS = [
         "--depth must be an integer in [0, 1]",
     ),
     (["plan", "--memory", "1GiB", "--target", "/no"], "no model at '/no': there is no such folder"),
+    (["plan", "--memory", "1GiB", "--target", "~no-such-user/x"], "no model at '~no-such-user/x'"),
+    (["plan", "--memory", "1GiB", "--layout", "x" * 100_000], " characters) ... xxx"),
+    (["deploy", "--target", LONG, "--page-size", "0"], "--page-size must be"),
     (["replay", "/no/such"], "/no/such"),
     (["replay", "x", "--at", "1", "--against", "y"], "--against and --at exclude each other"),
     (["replay", "x", "--at", "1", "--quiet"], "--quiet is for a whole log"),
     (["inspect", "x", "--frames", "9"], "--frames needs a page: give --html too"),
     (["inspect", "x", "--html", "y", "--frames", "1"], "--frames must be an integer in [2, "),
+    (["serve", "--name", ""], "--name must be one name or several, none of them empty"),
     (["sim", "--rounds", "5", "--turns", "5"], "--rounds and --turns both say"),
     (["sim", "--check", "3"], "--check must be an integer in [0, 2], got 3"),
 ]
@@ -428,10 +439,6 @@ def test_prompts_that_a_folder_says_nothing_against_are_left_to_the_engine(tmp_p
         (
             ["--draft", "none", "--placement", "shared"],
             "--placement shared changes nothing without",
-        ),
-        (
-            ["--draft", "ngram", "--draft-window", "8"],
-            "--draft-window changes nothing: ngram keeps",
         ),
     ],
 )

@@ -201,6 +201,28 @@ def test_what_is_no_model_and_no_rank_is_refused(target):
         Engine.from_pretrained(draft="specpool/tiny-eagle3", feature_layers=[True, 1, 2])
 
 
+HUGE = 10**5000  # Python itself refuses to write it
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda engine: engine.generate(PROMPTS[0], HUGE), "params"),
+        (lambda engine: engine.generate(HUGE, PARAMS), "prompts"),
+        (lambda engine: engine.submit(PROMPTS[0], PARAMS, on_item=HUGE), "on_item"),
+        (lambda engine: engine.abort(HUGE), "request"),
+        (lambda engine: engine.unpin(HUGE), "unpin"),
+        (lambda engine: Engine.from_pretrained(HUGE), "target"),
+        (lambda engine: Engine.from_pretrained(draft=[[HUGE]]), "draft"),
+        (lambda engine: Engine.from_pretrained(trust_remote_code=HUGE), "trust_remote_code"),
+        (lambda engine: Engine.from_pretrained(adaptive={"cost": HUGE}), "adaptive"),
+    ],
+)
+def test_a_number_that_cannot_be_written_is_refused_as_any_other(target, call, name):
+    with pytest.raises(ConfigError, match=name):
+        call(engine_of(target))
+
+
 @pytest.mark.parametrize("priority", [1 << 31, -(1 << 31) - 1, 0.5, True])
 def test_a_priority_of_a_wrong_kind_or_size_is_refused(target, priority):
     engine = engine_of(target)

@@ -29,6 +29,7 @@ from specpool.models.mtp.layer import MtpLayer
 CONTEXT = 128
 SHAPES = [(3, 1, 4), (4, 4, 12), (2, 2, 4), (6, 1, 7)]
 NAMES = ("block", "eagle", "eagle3", "lm", "mtp", "ngram", "suffix", "suffix:shared")
+LOOKUPS = {"ngram", "suffix", "suffix:shared"}  # they keep no draft KV, and refuse a window of it
 
 
 class Models:
@@ -111,8 +112,9 @@ class Mix:
             "max_context_len": CONTEXT,
         }
         if self.options["placement"] == "split" and rng.random() < 0.25:
-            self.options["draft_window"] = rng.choice([4, 24])
-            self.options["draft_sink"] = rng.choice([0, 1, 4])
+            window = {"draft_window": rng.choice([4, 24]), "draft_sink": rng.choice([0, 1, 4])}
+            if not {*self.names} <= LOOKUPS:
+                self.options |= window
         prompts = corpus.prompts(rng.randint(3, 6), 60)
         common = corpus.prompts(1, 40)[0]
         self.talks = [self._talk(prompt, common, shapes, seed) for prompt in prompts]

@@ -216,6 +216,11 @@ def test_a_whole_model_is_no_head(tmp_path: Path) -> None:
         ({"rope_scaling": "linear"}, "RoPE parameters are 'linear'"),
         ({"norm_output": "yes"}, "norm_output is 'yes', neither true nor false"),
         ({"fc_norm": 1}, "fc_norm is 1, neither true nor false"),
+        ({"eagle_config": 0}, "eagle_config is 0, not an object"),
+        ({"eagle_config": []}, r"eagle_config is \[\], not an object"),
+        ({"transformer_layer_config": "x"}, "transformer_layer_config is 'x', not an object"),
+        ({"hidden_act": 0}, "hidden_act is 0, not a name"),
+        ({"hidden_act": []}, r"hidden_act is \[\], not a name"),
     ],
 )
 def test_bad_config_values_are_refused_by_name(

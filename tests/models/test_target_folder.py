@@ -240,6 +240,7 @@ def test_a_plan_of_absurd_depth_is_refused(folder: Path) -> None:
         {"max_position_embeddings": None},
         {"num_hidden_layers": "4"},
         {"num_hidden_layers": -1},
+        {"num_hidden_layers": 0},
         {"num_attention_heads": 0},
         {"hidden_act": "no_such"},
         {"layer_types": 7, "model_type": "qwen3"},
@@ -312,6 +313,13 @@ def test_without_tokenizer_files_prompts_are_token_ids(folder: Path) -> None:
         assert engine.generate([1, 2, 3], SamplingParams(max_new_tokens=2))[0].token_ids
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "\0"])
+def test_a_damaged_generation_config_is_refused(text: str, folder: Path) -> None:
+    """It says where texts end; transformers would leave it out without a word."""
+    (folder / "generation_config.json").write_text(text)
+    refused(folder, r"generation_config\.json (cannot be read: |holds a list, not an object)")
+
+
 # --- Arguments -------------------------------------------------------------------------------
 
 
@@ -323,6 +331,7 @@ def test_without_tokenizer_files_prompts_are_token_ids(folder: Path) -> None:
         ({"draft": 5}, "draft must be a folder.*got 5"),
         ({"target": ""}, "the target is '': give a folder"),
         ({"target": "typo"}, "no model at 'typo': there is no such folder, and the hub could not"),
+        ({"target": "~no-such-user/x"}, "no model at '~no-such-user/x': there is no such folder"),
         ({"target": 5}, "the target is a folder, a hub name or a transformers model, got 5"),
         ({"device": "mps"}, "device 'mps': allowed are cpu, cuda"),
         ({"device": "meta"}, "device 'meta': allowed are cpu, cuda"),

@@ -58,7 +58,7 @@ class RangeConfig:
         if not isinstance(self.candidates, tuple | list) or not all(
             isinstance(shape, Shape) for shape in self.candidates
         ):
-            raise ConfigError(f"candidates must be a tuple of Shape, got {self.candidates!r:.80}")
+            raise ConfigError(f"candidates must be a tuple of Shape, got {shown(self.candidates)}")
         if not self.candidates:
             raise ConfigError("candidates must hold at least one shape, got none")
         for i, shape in enumerate(self.candidates):
@@ -129,7 +129,7 @@ class AdaptiveConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.ranges, Mapping):
             raise ConfigError(
-                f"ranges must map batch sizes to RangeConfig, got {self.ranges!r:.80}"
+                f"ranges must map batch sizes to RangeConfig, got {shown(self.ranges)}"
             )
         if not self.ranges:
             raise ConfigError(f"there is no batch size in it; {_FORM}")
@@ -143,7 +143,7 @@ class AdaptiveConfig:
         for key, batch_range in self.ranges.items():
             check_int("a batch size", key, 1, 1 << 16)
             if not isinstance(batch_range, RangeConfig):
-                raise ConfigError(f"ranges[{key}] must be a RangeConfig, got {batch_range!r:.80}")
+                raise ConfigError(f"ranges[{key}] must be a RangeConfig, got {shown(batch_range)}")
             if self.policy == "ema":
                 try:
                     batch_range.check_ema()
@@ -226,7 +226,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key, value in pairs:
         if key in found:
             raise ConfigError(
-                f'key "{key:.80}" stands there twice: {found[key]!r:.80}, {value!r:.80}'
+                f'key "{key:.80}" stands there twice: {shown(found[key])}, {shown(value)}'
             )
         found[key] = value
     return found
@@ -234,14 +234,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _parse(content: object) -> dict[str, Any]:
     if not isinstance(content, Mapping):
-        raise ConfigError(f"must be an object, got {content!r:.80}; {_FORM}")
+        raise ConfigError(f"must be an object, got {shown(content)}; {_FORM}")
     top: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     entries: dict[int, object] = {}
     for key, value in content.items():
         if key in _LISTS:
             raise ConfigError(
-                f'"{key}": {value!r:.80} belongs to a batch size, as in {{"1": {{"{key}": '
+                f'"{key}": {shown(value)} belongs to a batch size, as in {{"1": {{"{key}": '
                 f"[1, 3, 7]}}}} (the flat form of old files is no longer read)"
             )
         if key in _TOP:
@@ -263,7 +263,7 @@ def _batch_size(key: object) -> int:
     size = int(key) if is_text or is_number else 0  # type: ignore[call-overload]
     if not 1 <= size <= 1 << 16 or (is_text and str(size) != key):
         raise ConfigError(
-            f"key {key!r:.80} is neither a batch size from 1 to {1 << 16} nor one of "
+            f"key {shown(key)} is neither a batch size from 1 to {1 << 16} nor one of "
             f"{', '.join((*_TOP, *_RANGE_DEFAULTS))}; {_FORM}"
         )
     return int(size)
@@ -274,7 +274,7 @@ def _candidate(key: str, value: object) -> Shape:
     is_depth = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1 << 20
     if key == "candidate_steps" and not is_depth:
         raise ConfigError(
-            f"candidate_steps must be integers from 0 up, as in [0, 1, 3], got {value!r:.80}"
+            f"candidate_steps must be integers from 0 up, as in [0, 1, 3], got {shown(value)}"
         )
     return parse_shape(key, value)
 
@@ -282,11 +282,11 @@ def _candidate(key: str, value: object) -> Shape:
 def _range(size: int, entry: object, defaults: Mapping[str, Any]) -> RangeConfig:
     try:
         if not isinstance(entry, Mapping):
-            raise ConfigError(f"must be an object, got {entry!r:.80}; {_FORM}")
+            raise ConfigError(f"must be an object, got {shown(entry)}; {_FORM}")
         for key in entry:
             if key not in (*_LISTS, *_RANGE_DEFAULTS):
                 raise ConfigError(
-                    f"key {key!r:.80}: {entry[key]!r:.80} is none of "
+                    f"key {shown(key)}: {shown(entry[key])} is none of "
                     f"{', '.join((*_LISTS, *_RANGE_DEFAULTS))}"
                 )
         given = [name for name in _LISTS if name in entry]
@@ -297,7 +297,7 @@ def _range(size: int, entry: object, defaults: Mapping[str, Any]) -> RangeConfig
             )
         values = entry[given[0]]
         if not isinstance(values, list | tuple):
-            raise ConfigError(f"{given[0]} must be a list, got {values!r:.80}; {_FORM}")
+            raise ConfigError(f"{given[0]} must be a list, got {shown(values)}; {_FORM}")
         shapes = tuple(_candidate(given[0], value) for value in values)
         settings = {k: v for k, v in {**defaults, **entry}.items() if k not in _LISTS}
         return RangeConfig(candidates=shapes, **settings)
@@ -310,7 +310,7 @@ def _check_number(
 ) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:  # type: ignore[operator]  # NaN fails both
-        raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {value!r:.80}")
+        raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {shown(value)}")
 
 
 def config_of(value: AdaptiveConfig | str | PathLike[str]) -> AdaptiveConfig:

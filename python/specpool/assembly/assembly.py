@@ -15,7 +15,7 @@ from specpool.assembly.worker_choice import routed
 from specpool.attention import BACK_ENDS, BackEnd, check_trees, start_back_end
 from specpool.attention.view import Attend
 from specpool.config import EngineConfig, WorkerName
-from specpool.draft import Drafter, LMDrafter
+from specpool.draft import BlockDrafter, Drafter, LMDrafter
 from specpool.errors import ConfigError
 from specpool.loop.busy_check import BusyCheck
 from specpool.loop.loop import Loop
@@ -238,6 +238,23 @@ def _check(
 ) -> None:
     """Raise `ConfigError` if these shapes cannot be drafted or verified with the options."""
     check_trees(attention, config.page_size, shapes)
+    if config.draft_window is not None and not any(drafter.layers for drafter in drafters):
+        raise ConfigError(
+            f"draft_window {config.draft_window} is of draft KV, and no draft keeps any: leave it "
+            "out"
+        )
+    if config.verify_nodes is not None and not drafters:
+        raise ConfigError(
+            f"verify_nodes {config.verify_nodes} leaves drafts out, and there is no draft: leave "
+            "it out"
+        )
+    for each in drafters:
+        if isinstance(each, BlockDrafter) and config.forced_steps >= each.head.block_size:
+            size = each.head.block_size
+            raise ConfigError(
+                f"forced_steps must be at most {size - 1}, what a block of {size} tokens drafts, "
+                f"got {config.forced_steps}"
+            )
     if config.mixed_chunks and drafters and not attention.reads_ragged_masks:
         able = [name for name, each in BACK_ENDS.items() if each.reads_ragged_masks]
         raise ConfigError(

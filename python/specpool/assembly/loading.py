@@ -86,9 +86,14 @@ def load(
         isinstance(feature_layers, Sequence)
         and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in feature_layers)
     ):
-        raise ConfigError(f"feature_layers must be layer numbers, got {feature_layers!r:.80}")
+        raise ConfigError(f"feature_layers must be layer numbers, got {shown(feature_layers)}")
     check_tokenizer(tokenizer)
     drafts = _named(draft)
+    if feature_layers is not None and not any(map(_is_head, drafts.values())):
+        raise ConfigError(
+            f"feature_layers {shown(feature_layers)} are for an EAGLE head that is read from a "
+            "checkpoint, and no draft is one: leave them out"
+        )
     check_dtype(dtype)
     folder = None
     if isinstance(target, str | PathLike):
@@ -145,15 +150,15 @@ def _named(
         is_known = isinstance(one, str | PathLike) or hasattr(one, "propose")
         if not (is_known or hasattr(one, "generate")) or one in ("", "none"):
             raise ConfigError(
-                f"draft must be a folder, a hub name, a model, a drafter or None, got {one!r:.80}"
+                f"draft must be a folder, a hub name, a model, a drafter or None, got {shown(one)}"
             )
         found[name] = (named_drafter(one) or one) if isinstance(one, str) else one
     names = [name for name, _ in pairs]
     for name in names:
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"a drafter's name must be a string, got {name!r:.80}")
+            raise ConfigError(f"a drafter's name must be a string, got {shown(name)}")
         if names.count(name) > 1:
-            raise ConfigError(f"two drafters are named {name!r:.80}: name them, in a mapping")
+            raise ConfigError(f"two drafters are named {shown(name)}: name them, in a mapping")
     return found
 
 
@@ -195,6 +200,14 @@ def _drafter(
         max_context_len=config.max_context_len,
         trust_remote_code=trust_remote_code,
     )
+
+
+def _is_head(draft: Draft) -> bool:
+    """Return whether a draft is the checkpoint of an EAGLE head."""
+    if draft == MTP or not isinstance(draft, str | PathLike):
+        return False
+    source = _source(draft)
+    return not (is_block_head(source) or is_language_model(source))
 
 
 def _source(draft: str | PathLike[str]) -> str | PathLike[str]:

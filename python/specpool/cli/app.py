@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # The error codes of a write to a full or broken disk.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+# The most characters of a message: it may quote an argument or a file.
+_MOST_CHARACTERS = 4000
 
 
 def main() -> None:
@@ -58,14 +60,14 @@ def run_app(load: Callable[[], typer.Typer]) -> None:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except usage_error as error:
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        _tell(_one_line(error))
         raise SystemExit(2) from None
     except SpecpoolError as error:
         from specpool.cli.pictures.terminal import printable
 
         # The message may contain names from an untrusted log file.
         lines = "\n".join(map(printable, str(error).split("\n")))
-        print(f"error: {lines}", file=sys.stderr)
+        _tell(lines)
         raise SystemExit(2) from None
     except BrokenPipeError:
         _give_up_output()  # the reader has closed the pipe
@@ -80,6 +82,15 @@ def run_app(load: Callable[[], typer.Typer]) -> None:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     raise SystemExit(code or 0)
+
+
+def _tell(text: str) -> None:
+    """Print an error; of a very long message the beginning and the end."""
+    if len(text) > _MOST_CHARACTERS:
+        left_out = len(text) - _MOST_CHARACTERS
+        half = _MOST_CHARACTERS // 2
+        text = f"{text[:half]} ... ({left_out} characters) ... {text[-half:]}"
+    print(f"error: {text}", file=sys.stderr)
 
 
 def _one_line(error: Exception) -> str:

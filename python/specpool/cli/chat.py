@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specpool.checks import shown
 from specpool.cli.generate.interrupt import Interrupt
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import check_drafter, drafts_of
@@ -251,7 +252,7 @@ def _numbers(name: str, args: list[str]) -> list[int]:
     most = 1 if name in ("rewind", "switch") else 0
     if len(args) > most or not all(re.fullmatch("[0-9]{1,9}", arg) for arg in args):
         takes = "one number" if most else "nothing"
-        raise ConfigError(f"/{name} takes {takes}, got {' '.join(args)!r:.80}")
+        raise ConfigError(f"/{name} takes {takes}, got {shown(' '.join(args))}")
     return [int(arg) for arg in args]
 
 

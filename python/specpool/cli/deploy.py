@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpool.adaptive.config import POLICIES
+from specpool.checks import shown
 from specpool.cli.options.checks import warn
 from specpool.cli.options.names import with_option_names
 from specpool.cli.serve import Job as ServeJob
@@ -134,10 +136,10 @@ def _range_of(text: str) -> tuple[int, int]:
     """Parse `--replicas`: a number, or the fewest and the most."""
     found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text, re.ASCII)
     if found is None:
-        raise ConfigError(f"replicas must be a number, or two such as 2:8, got {text!r:.80}")
+        raise ConfigError(f"replicas must be a number, or two such as 2:8, got {shown(text)}")
     least, most = int(found[1]), int(found[2] or found[1])
     if not 1 <= least <= most:
-        raise ConfigError(f"replicas must be from 1 on, the fewer first, got {text!r:.80}")
+        raise ConfigError(f"replicas must be from 1 on, the fewer first, got {shown(text)}")
     return least, most
 
 
@@ -146,14 +148,14 @@ def _check_paths(job: ServeJob) -> None:
     adaptive = job.options.get("adaptive")
     models = [("target", job.target), *(("draft", name) for name in job.draft or ())]
     # What does not exist here is the name of a hub.
-    given: list[tuple[str, Any]] = [each for each in models if Path(each[1]).exists()]
+    given: list[tuple[str, Any]] = [each for each in models if os.path.exists(each[1])]
     given += [("chat_template", job.chat_template), ("api_key_file", job.api_key_file)]
     given += [("adaptive", adaptive)] if adaptive not in POLICIES else []
     for name, path in given:
         if path is not None and not Path(path).is_absolute():
             raise ConfigError(
                 f"--{name.replace('_', '-')} must be an absolute path, the same on every node, got "
-                f"{str(path)!r:.80}"
+                f"{shown(str(path))}"
             )
 
 

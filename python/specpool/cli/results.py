@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from importlib import metadata
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from rich.console import Console
@@ -119,6 +120,23 @@ def as_json(where: dict[str, Any], results: Sequence[Result]) -> str:
     return json.dumps({"machine": where, "results": rows}, indent=1)
 
 
+def check_file(path: Path, what: str) -> None:
+    """Check that a file can be written, as far as its name shows; `what` is it in the message.
+
+    Raises:
+        ConfigError: there is no such folder, the path is a folder, or a name is too long.
+    """
+    if not os.path.isdir(path.parent):  # unlike path.is_dir(), no error for a name too long
+        raise ConfigError(f"cannot write {what}: there is no folder {path.parent}")
+    if os.path.isdir(path):
+        raise ConfigError(f"cannot write {what}: it is a folder")
+    try:
+        # A file of a run is often written beside its place first, under a longer name.
+        NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {what}: {error.strerror or error}") from None
+
+
 def check_plot(path: Path) -> None:
     """Check that a picture can be written, before minutes of measuring.
 
@@ -131,10 +149,7 @@ def check_plot(path: Path) -> None:
     except ImportError:
         raise ConfigError("--plot needs matplotlib: pip install 'specpool[plot]'") from None
     formats = FigureCanvasBase.get_supported_filetypes()
-    if not path.parent.is_dir():
-        raise ConfigError(f"cannot write the picture {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise ConfigError(f"cannot write the picture {path}: it is a folder")
+    check_file(path, f"the picture {path}")
     if path.suffix and path.suffix[1:].lower() not in formats:
         raise ConfigError(
             f"cannot write the picture {path}: the formats are {', '.join(sorted(formats))}"

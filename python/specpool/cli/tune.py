@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -28,7 +27,7 @@ from specpool.cli.generate.report import mean_accept_len
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import draft_of
 from specpool.cli.options.prompts import Given, PromptValue, read_prompts
-from specpool.cli.results import Result, as_json, check_plot, machine
+from specpool.cli.results import Result, as_json, check_file, check_plot, machine
 from specpool.errors import ConfigError, CorruptState
 from specpool.sampling_params import SamplingParams
 from specpool.shape_names import chain, depth_order, name_of, parse_shape
@@ -238,16 +237,9 @@ def configuration(cells: Cells, policy: str) -> dict[str, Any]:
 
 
 def _check_out(path: Path, *, force: bool) -> None:
-    if not path.parent.is_dir():
-        raise ConfigError(f"cannot write {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise ConfigError(f"cannot write {path}: it is a folder")
+    check_file(path, str(path))
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: give --force to write over it")
-    try:
-        TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def write(content: Mapping[str, Any], path: Path, *, force: bool) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specpool._core import Shape, SuffixIndex
 from specpool.attention.lanes import Lanes
-from specpool.checks import check_int
+from specpool.checks import check_int, shown
 from specpool.draft.base import DraftTree
 from specpool.draft.texts import TextIndexes
 from specpool.errors import ConfigError
@@ -75,7 +75,7 @@ class SuffixDrafter:
             ConfigError: a number is out of range.
         """
         if not isinstance(shares, bool):
-            raise ConfigError(f"shares must be True or False, got {shares!r:.80}")
+            raise ConfigError(f"shares must be True or False, got {shown(shares)}")
         self._max_tokens = (
             (SHARED_TOKENS if shares else TEXT_TOKENS) if max_tokens is None else max_tokens
         )

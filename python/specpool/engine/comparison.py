@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from specpool import kernels
+from specpool.checks import shown
 from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
@@ -395,7 +396,7 @@ def check_pair(first: object, second: object) -> None:
     """Raise `ConfigError` unless these are finished outputs of the same request."""
     for output in (first, second):
         if not isinstance(output, RequestOutput):
-            raise ConfigError(f"compare takes two RequestOutput, got {output!r:.80}")
+            raise ConfigError(f"compare takes two RequestOutput, got {shown(output)}")
         if output.finish_reason not in ("stop", "length"):
             raise ConfigError(
                 f"an output that ended with {output.finish_reason!r} is no whole text: "

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from specpool.assembly.assembly import Assembly
+from specpool.checks import shown
 from specpool.draft import Choosy, Drafter
 from specpool.engine.output import Chunk, Report, RequestOutput
 from specpool.engine.prompts import Prompts
@@ -179,7 +180,7 @@ class EngineCore:
             ConfigError: no submitted request has this number, or its output has been delivered.
         """
         if not isinstance(number, int) or number not in self._submitted:
-            raise ConfigError(f"no request {number!r:.80} is running or waiting")
+            raise ConfigError(f"no request {shown(number)} is running or waiting")
         return self._submitted[number].request
 
     def first_sample(self, request: Request) -> Request:

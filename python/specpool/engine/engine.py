@@ -109,7 +109,8 @@ class Engine(Movable, KeepsPrefixes):
                 None = float32 on a CPU, else `auto`. A loaded model keeps its own.
             device: where the models and the KV live. A loaded model stays where it is.
             tokenizer: replaces the tokenizer of the target's folder.
-            feature_layers: target layers whose inputs the head reads; replaces the checkpoint's.
+            feature_layers: target layers whose inputs an EAGLE-3 head reads, of a draft loaded
+                here; replaces the checkpoint's.
             trust_remote_code: run Python code from the target's folder. If False, a target that
                 needs such code is refused before any of it runs.
             ranks: those that share the target (docs/ranks.md): rank 0 leads, all others `follow`.
@@ -276,13 +277,13 @@ class Engine(Movable, KeepsPrefixes):
             ConfigError: as in `generate`.
         """
         if params is not None and not isinstance(params, SamplingParams):
-            raise ConfigError(f"params must be SamplingParams or None, got {params!r:.80}")
+            raise ConfigError(f"params must be SamplingParams or None, got {shown(params)}")
         if isinstance(prompt, int):  # in a list it would be a token id
             raise ConfigError(f"a prompt is a string, token ids or a chat, got {shown(prompt)}")
         if on_item is not None and not callable(on_item):
-            raise ConfigError(f"on_item must be a function, got {on_item!r:.80}")
+            raise ConfigError(f"on_item must be a function, got {shown(on_item)}")
         if session is not None and not (isinstance(session, Session) and session.is_of(self.core)):
-            raise ConfigError(f"session must be one of this engine's, got {session!r:.80}")
+            raise ConfigError(f"session must be one of this engine's, got {shown(session)}")
         self.core.compile(params)
         request = None
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specpool.checks import check_salt
+from specpool.checks import check_salt, shown
 from specpool.config import EngineConfig
 from specpool.engine.core import EngineCore
 from specpool.engine.texts import Prompt
@@ -64,7 +64,7 @@ class KeepsPrefixes:
             ConfigError: `pin` is not a result of `Engine.pin`.
         """
         if not isinstance(pin, Pin):
-            raise ConfigError(f"unpin takes what pin gave, got {pin!r:.80}")
+            raise ConfigError(f"unpin takes what pin gave, got {shown(pin)}")
         with self.core.lock, self.core.loop.recovering():
             self.core.inputs.unpin(pin)
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from specpool.checks import shown
 from specpool.errors import ConfigError
 from specpool.scheduler.requests.request import Request
 
@@ -36,7 +37,7 @@ class ProgressBar:
             ConfigError: `wanted` is True but rich is not installed, or `wanted` is not a bool.
         """
         if wanted is not None and not isinstance(wanted, bool):
-            raise ConfigError(f"progress must be True, False or None, got {wanted!r:.80}")
+            raise ConfigError(f"progress must be True, False or None, got {shown(wanted)}")
         self._requests = requests
         self._tokens = [0] * len(requests)  # output tokens at the latest `update` of each
         self._done = [False] * len(requests)

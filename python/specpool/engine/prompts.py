@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from specpool._core import Shape
-from specpool.checks import check_int
+from specpool.checks import check_int, shown
 from specpool.draft import Drafter
 from specpool.engine.texts import NextTurn, Prompt, Texts, is_chat
 from specpool.errors import ConfigError
@@ -83,7 +83,7 @@ class Prompts:
         if not isinstance(params, Sequence) or any(
             not isinstance(p, SamplingParams) for p in params
         ):
-            raise ConfigError(f"params must be SamplingParams or a list of it, got {params!r:.80}")
+            raise ConfigError(f"params must be SamplingParams or a list of it, got {shown(params)}")
         if len(params) != len(several):
             raise ConfigError(f"{len(several)} prompts, but {len(params)} sampling parameters")
         shapes = self._shapes_of(shape, len(several))
@@ -115,7 +115,7 @@ class Prompts:
         self.check_open()
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise ConfigError(f"params must be SamplingParams or None, got {params!r:.80}")
+            raise ConfigError(f"params must be SamplingParams or None, got {shown(params)}")
         if params.n > 1:
             raise ConfigError(f"a turn has one sample, got n={params.n}: fork the session")
         (own,) = self._shapes_of(shape, 1)
@@ -207,7 +207,7 @@ class Prompts:
             shapes = list(shape)
         else:
             raise ConfigError(
-                f"shape must be a Shape, or one for each of {num_prompts} prompts: {shape!r:.80}"
+                f"shape must be a Shape, or one for each of {num_prompts} prompts: {shown(shape)}"
             )
         for one in shapes:
             if one is not None and one not in self._shapes:
@@ -297,7 +297,7 @@ class Prompts:
         if params.drafter not in self._drafters:
             known = ", ".join(map(repr, self._drafters)) or "none"
             raise ConfigError(
-                f"drafter: {name} names {params.drafter!r:.80}; the engine has {known}"
+                f"drafter: {name} names {shown(params.drafter)}; the engine has {known}"
             )
         return self._drafters.index(params.drafter)
 
@@ -336,7 +336,7 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
         several = [prompts[i] for i in range(len(prompts))]
     except (TypeError, KeyError, IndexError):
         raise ConfigError(
-            f"prompts must be a string, token ids, or a list of them, got {prompts!r:.80}"
+            f"prompts must be a string, token ids, or a list of them, got {shown(prompts)}"
         ) from None
     if is_chat(several):
         return [cast("Sequence[Message]", several)]

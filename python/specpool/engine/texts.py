@@ -121,13 +121,13 @@ class Texts:
         for number, message in enumerate(messages):
             name = f"message {number} of prompt {index}"
             if not isinstance(message, Mapping):
-                raise ConfigError(f"{name} must be a dict, got {message!r:.80}")
+                raise ConfigError(f"{name} must be a dict, got {shown(message)}")
             copy = dict(message)
             if isinstance(message.get("content"), list | tuple):
                 copy["content"] = _text_of_parts(name, message["content"])
             for key in ("role", "content"):
                 if not isinstance(copy.get(key), str):
-                    raise ConfigError(f"{name} needs a string as {key!r}, got {message!r:.80}")
+                    raise ConfigError(f"{name} needs a string as {key!r}, got {shown(message)}")
                 _check_text(f"{key!r} of {name}", copy[key])
             copies.append(copy)
         return copies
@@ -281,9 +281,9 @@ def _text_of_parts(name: str, parts: Sequence[object]) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(text, str):
-            shown = f"the type {kind!r}" if kind not in (None, "text") else f"{part!r:.80}"
+            told = f"the type {shown(kind)}" if kind not in (None, "text") else shown(part)
             raise ConfigError(
-                f"part {number} of the content of {name} is {shown}: only text can be read, as "
+                f"part {number} of the content of {name} is {told}: only text can be read, as "
                 "{'type': 'text', 'text': '...'}"
             )
         texts.append(text)

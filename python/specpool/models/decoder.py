@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from specpool.checks import shown
 from specpool.errors import ConfigError
 from specpool.models.recurrent import ATTENDING
 
@@ -37,7 +38,7 @@ class _Standing:
 def _no_model(source: object) -> ConfigError:
     """Return the error for a source that is neither a name nor a transformers model."""
     kind = type(source)
-    told = f"the target is a folder, a hub name or a transformers model, got {source!r:.80}"
+    told = f"the target is a folder, a hub name or a transformers model, got {shown(source)}"
     if kind.__module__.partition(".")[0] == "peft":
         told = (
             f"the target is a PEFT model ({kind.__name__}): give its .merge_and_unload(), or the "

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specpool.checks import shown
 from specpool.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return None
     parsed = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if parsed not in _DTYPES.values():
-        raise ConfigError(f"dtype {dtype!r:.80}: allowed are auto, {', '.join(_DTYPES)}")
+        raise ConfigError(f"dtype {shown(dtype)}: allowed are auto, {', '.join(_DTYPES)}")
     return parsed
 
 
@@ -33,12 +34,12 @@ def _parse_device(device: torch.device | str) -> torch.device:
     try:
         parsed = torch.device(device)
         if parsed.type not in _DEVICES:
-            raise ConfigError(f"device {str(device)!r:.80}: allowed are {', '.join(_DEVICES)}")
+            raise ConfigError(f"device {shown(str(device))}: allowed are {', '.join(_DEVICES)}")
         # Return "cuda:0" for "cuda", because weights have an index and devices compare by it.
         return torch.empty(0, device=parsed).device
     except (RuntimeError, AssertionError, TypeError) as error:
         raise ConfigError(
-            f"device {str(device)!r:.80} cannot be used: {one_line(error)}{_advice(device)}"
+            f"device {shown(str(device))} cannot be used: {one_line(error)}{_advice(device)}"
         ) from error
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from specpool.checks import shown
 from specpool.errors import (
     CheckpointError,
     ConfigError,
@@ -108,11 +109,13 @@ def find_target(
         ConfigError: there is no such folder, it has no config.json, or the hub cannot give it.
     """
     if not isinstance(trust_remote_code, bool):
-        raise ConfigError(f"trust_remote_code must be True or False, got {trust_remote_code!r:.80}")
+        raise ConfigError(
+            f"trust_remote_code must be True or False, got {shown(trust_remote_code)}"
+        )
     name = os.fspath(source)
     if not name:
         raise ConfigError("the target is '': give a folder, a hub name or a model")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # path.expanduser() raises for an unknown user
     if os.path.isdir(path):  # unlike path.is_dir(), no error for a name that is too long
         if os.path.isfile(path / "adapter_config.json"):
             raise ConfigError(
@@ -205,14 +208,14 @@ def check_values(config: Any) -> None:
         value = getattr(text, key, None)
         if value is not None and (type(value) is not int or not 0 <= value < 1 << 31):
             raise ConfigError(
-                f"{key} of the config is {value!r:.80}, not an integer in [0, {(1 << 31) - 1}]"
+                f"{key} of the config is {shown(value)}, not an integer in [0, {(1 << 31) - 1}]"
             )
     for key in ("architectures", "layer_types"):
         value = getattr(text if key == "layer_types" else config, key, None)
         if value is not None and not (
             isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
         ):
-            raise ConfigError(f"{key} of the config is {value!r:.80}, not a list of names")
+            raise ConfigError(f"{key} of the config is {shown(value)}, not a list of names")
 
 
 def eos_ids(value: object) -> frozenset[int]:
@@ -223,7 +226,9 @@ def eos_ids(value: object) -> frozenset[int]:
     """
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if any(type(one) is not int or not -1 << 31 <= one < 1 << 31 for one in ids):
-        raise ConfigError(f"eos_token_id of the config is {value!r:.80}, not a token id or several")
+        raise ConfigError(
+            f"eos_token_id of the config is {shown(value)}, not a token id or several"
+        )
     return frozenset(ids)
 
 
@@ -263,10 +268,13 @@ def load_model(
 def _check_files(folder: TargetFolder) -> list[Path]:
     """Return the weight files.
 
-    Refuse files outside the folder, weights that are not floats, and files with fewer tensors than
-    layers.
+    Refuse files outside the folder, weights that are not floats, files with fewer tensors than
+    layers, and a generation_config.json that cannot be read.
     """
     config = read_json(folder.path / "config.json")
+    ends = folder.path / "generation_config.json"
+    if os.path.exists(ends):
+        read_json(ends)  # transformers would leave out a damaged one, and with it where texts end
     files = _weight_files(folder, config)
     dtypes: dict[str, str] = {}
     for path in files:
@@ -281,6 +289,8 @@ def _check_files(folder: TargetFolder) -> list[Path]:
     nested = [value for value in config.values() if isinstance(value, dict)]
     for part in (config, *nested):
         depth = part.get("num_hidden_layers")
+        if part is config and isinstance(depth, int) and depth < 1:
+            raise CheckpointError(f"{folder.name}: config.json has {depth} layers")
         if isinstance(depth, int) and depth > len(dtypes):
             raise CheckpointError(
                 f"{folder.name}: config.json has {depth} layers, its weight files hold "
@@ -293,7 +303,7 @@ def _check_plain_names(path: Path, content: dict[str, Any], key: str) -> None:
     names = content.get(key)
     for name in names if isinstance(names, list) else ():
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(f"{path}: {key} names {name!r:.80}, which is no file beside it")
+            raise CheckpointError(f"{path}: {key} names {shown(name)}, which is no file beside it")
 
 
 def _weight_files(folder: TargetFolder, config: dict[str, Any]) -> list[Path]:
@@ -308,7 +318,7 @@ def _weight_files(folder: TargetFolder, config: dict[str, Any]) -> list[Path]:
     for name in _SINGLES if own is None else [own]:
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(
-                f"{path}: transformers_weights names {name!r:.80}, which is no file beside it"
+                f"{path}: transformers_weights names {shown(name)}, which is no file beside it"
             )
         if os.path.isfile(path / name):
             return shards(path / name) if name.endswith(".index.json") else [path / name]

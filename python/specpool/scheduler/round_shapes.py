@@ -14,6 +14,7 @@ from specpool._core import Shape
 from specpool.adaptive.budget import BudgetController, Spare
 from specpool.adaptive.node_budget import NodeBudget, NodeChoice, NodeResults
 from specpool.arrays import Int32, Int64
+from specpool.checks import shown
 from specpool.errors import ConfigError
 from specpool.shape_names import width_order
 
@@ -229,7 +230,7 @@ class RoundShapes:
             line = self._lines[shape]
         except (KeyError, TypeError):  # an object that cannot be a key is no shape
             raise ConfigError(
-                f"for a batch of {batch_size} the controller chose {shape!r:.80}, which is "
+                f"for a batch of {batch_size} the controller chose {shown(shape)}, which is "
                 f"none of its candidates {', '.join(map(str, self._lines))}"
             ) from None
         self.choice, self._is_open = Choice(shape, batch_size), True

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specpool.checks import check_int
+from specpool.checks import check_int, shown
 from specpool.errors import ConfigError
 from specpool.num_bytes import parse_bytes
 
@@ -87,7 +87,7 @@ class ServeConfig:
         for origin in self.origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ConfigError(
-                    f"an origin is * or begins with http:// or https://, got {origin!r:.80}"
+                    f"an origin is * or begins with http:// or https://, got {shown(origin)}"
                 )
 
     @property

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import uvicorn
 
+from specpool.checks import shown
 from specpool.errors import ConfigError
 from specpool.models.files.names import shown_drafts
 from specpool.serve import garbage
@@ -86,7 +87,7 @@ def bind(config: ServeConfig) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, proto)
     except OSError as error:
-        raise ConfigError(f"host: {config.host!r:.80} is no address: {error.strerror}") from None
+        raise ConfigError(f"host: {shown(config.host)} is no address: {error.strerror}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

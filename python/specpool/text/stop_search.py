@@ -29,7 +29,7 @@ def check_stop(stop: object) -> None:
         except UnicodeEncodeError as error:
             raise ConfigError(
                 f"stop must hold valid text, got a lone surrogate at position {error.start} of "
-                f"{string!r:.80}"
+                f"{shown(string)}"
             ) from None
 
 

@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specpool.checks import shown
 from specpool.errors import CheckpointError, ConfigError, needs_trust, reading, wants_trust
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _check_config(content: Any) -> None:
     for name in files if isinstance(files, list) else ():
         if not isinstance(name, str) or Path(name).name != name:
             raise ValueError(
-                f"tokenizer_config.json names {name!r:.80}, which is no file beside it"
+                f"tokenizer_config.json names {shown(name)}, which is no file beside it"
             )
 
 
@@ -75,11 +76,11 @@ def _try(tokenizer: PreTrainedTokenizerBase) -> None:
         raise ValueError("it knows no tokens")
     ids = list(tokenizer.encode("a 1, b"))
     if any(type(one) is not int or one < 0 for one in ids):
-        raise ValueError(f"it encodes to {ids!r:.80}, not to token ids")
+        raise ValueError(f"it encodes to {shown(ids)}, not to token ids")
     for some in (ids, list(range(min(64, count))), list(range(max(0, count - 64), count))):
         tokenizer.convert_ids_to_tokens(some)
         if not isinstance(tokenizer.decode(some), str):
-            raise ValueError(f"it decodes {some!r:.80} to no text")
+            raise ValueError(f"it decodes {shown(some)} to no text")
 
 
 def check_tokenizer(tokenizer: object) -> None:
@@ -87,5 +88,5 @@ def check_tokenizer(tokenizer: object) -> None:
     verbs = ("encode", "decode", "convert_ids_to_tokens")
     if tokenizer is not None and not all(callable(getattr(tokenizer, v, None)) for v in verbs):
         raise ConfigError(
-            f"tokenizer must be a transformers tokenizer or None, got {tokenizer!r:.80}"
+            f"tokenizer must be a transformers tokenizer or None, got {shown(tokenizer)}"
         )

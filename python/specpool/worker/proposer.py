@@ -12,6 +12,7 @@ from torch import Tensor
 from specpool import kernels
 from specpool._core import Shape
 from specpool.attention.lanes import Lanes
+from specpool.checks import shown
 from specpool.draft.base import Drafter, DraftTree
 from specpool.draft.side_by_side import DraftPart, drafts_side_by_side
 from specpool.errors import ShapeError
@@ -167,7 +168,7 @@ class Proposer:
     ) -> tuple[DraftTree, Tensor | None]:
         """Check a drafter's trees; return them and the broken lanes, see `propose`."""
         if not isinstance(tree, DraftTree):
-            raise ShapeError(f"a drafter proposes a DraftTree, got {tree!r:.80}")
+            raise ShapeError(f"a drafter proposes a DraftTree, got {shown(tree)}")
         tree.check(shape, len(roots))
         if self._keeps_state:
             tree.check_chain()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpool._core import Shape
-from specpool.checks import check_choice, check_int
+from specpool.checks import check_choice, check_int, shown
 from specpool.cli.options.drafts import keep_kv
 from specpool.config import EngineConfig
 from specpool.errors import ConfigError
@@ -46,7 +46,7 @@ def check_place(
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", device, re.ASCII):
-        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {device!r:.80}")
+        raise ConfigError(f"device must be cpu, cuda or cuda:N, got {shown(device)}")
     check_int("threads", threads, 1, 1 << 10)
     if graph_sizes and device == "cpu":
         raise ConfigError(f"graph_sizes {[*graph_sizes]} need CUDA graphs: give --device cuda")
@@ -141,6 +141,10 @@ def check_engine_config(
             raise ConfigError("--adaptive chooses what to draft: give --draft")
         if config.draft_window is not None:
             raise ConfigError("--draft-window is of draft KV, and there is no draft: give --draft")
+    elif config.draft_window is not None and not keep_kv(drafts):
+        raise ConfigError(
+            f"--draft-window is of draft KV, and {', '.join(drafts):.200} keeps none: leave it out"
+        )
     if config.num_pages is not None and config.kv_bytes is not None:
         raise ConfigError("num_pages and kv_bytes both say how large the pools are: give one")
     if options.get("offload", "cost") != "cost" and not config.host_bytes:
@@ -156,8 +160,6 @@ def _warn_of_layout(config: EngineConfig, drafts: Sequence[str]) -> None:
     if config.adaptive is not None:
         shapes = list(config.adaptive.candidates)  # type: ignore[union-attr]
     has_trees = any(shape.topk > 1 for shape in shapes)
-    if config.draft_window is not None and not keep_kv(drafts):
-        warn(f"--draft-window changes nothing: {', '.join(drafts)} keeps no KV")
     if not drafts and config.placement == "shared":
         warn("--placement shared changes nothing without a draft model")
     if config.layout == "holey" and not (drafts and has_trees and config.page_size > 1):

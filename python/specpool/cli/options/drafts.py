@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specpool.checks import shown
 from specpool.errors import ConfigError
 from specpool.models.files.names import is_lookup
 
@@ -24,7 +25,7 @@ def drafts_of(target: str, given: Sequence[str] | None) -> list[str]:
         return []
     for name in given:
         if given.count(name) > 1:
-            raise ConfigError(f"draft: {name!r:.80} is named {given.count(name)} times")
+            raise ConfigError(f"draft: {shown(name)} is named {given.count(name)} times")
     return [*given]
 
 
@@ -44,7 +45,7 @@ def check_drafter(drafts: Sequence[str], drafter: str | None) -> None:
     """Raise `ConfigError` unless `drafter` is None or one of the drafts."""
     if drafter is not None and drafter not in drafts:
         known = ", ".join(map(repr, drafts)) or "none"
-        raise ConfigError(f"drafter: no draft is named {drafter!r:.80}; there is {known}")
+        raise ConfigError(f"drafter: no draft is named {shown(drafter)}; there is {known}")
 
 
 def keep_kv(drafts: Sequence[str]) -> bool:

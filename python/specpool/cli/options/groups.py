@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from specpool.checks import shown
 from specpool.cli.options import types as o
 from specpool.cli.options.prompts import Given
 from specpool.config import HEADROOM
@@ -110,7 +111,7 @@ class FormOptions:
         Raises:
             ConfigError: several forms are given, a file cannot be read, or a form is wrong.
         """
-        given = {name: value for name, value in asdict(self).items() if value}
+        given = {name: value for name, value in asdict(self).items() if value not in (None, False)}
         if len(given) > 1:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ConfigError(f"{names} both say what the text must be: give one")
@@ -256,7 +257,7 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token), float(value)
     except ValueError:
         raise ConfigError(
-            f"logit_bias must be TOKEN:VALUE, such as 257:-5, got {text!r:.80}"
+            f"logit_bias must be TOKEN:VALUE, such as 257:-5, got {shown(text)}"
         ) from None
 
 
@@ -264,6 +265,6 @@ def _sizes(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
         raise ConfigError(
-            f"graph_sizes must be batch sizes with commas between, or none, got {text!r:.80}"
+            f"graph_sizes must be batch sizes with commas between, or none, got {shown(text)}"
         )
     return tuple(int(part) for part in parts)

@@ -16,6 +16,7 @@ _OTHER_NAMES = {
     "max_batch": "batch",
     "num_requests": "requests",
     "n": "samples",
+    "names": "name",
     "num_tokens": "tokens",
     "overlap_depth": "depth",
     "kv_bytes": "memory",

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 
 from specpool._core import Ledger
+from specpool.checks import shown
 from specpool.draft import Drafter
 from specpool.engine.core import EngineCore
 from specpool.engine.moving.identity import model_key
@@ -48,7 +49,7 @@ class Movable:
         with self.core.lock:
             if isinstance(what, Session):
                 if not what.is_of(self.core):
-                    raise ConfigError(f"session must be one of this engine's, got {what!r:.80}")
+                    raise ConfigError(f"session must be one of this engine's, got {shown(what)}")
                 return self._moves.export_session(what)
             return self._moves.export_request(self.core.submitted(what))
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from specpool._core import Ledger, Shape
+from specpool.checks import shown
 from specpool.engine.core import EngineCore, OnItem
 from specpool.engine.moving.arrivals import Arrival
 from specpool.engine.session import Session
@@ -255,7 +256,7 @@ class Moves:
 
             return enter_session
         if kind != "request":
-            raise TransferError(f"the state is of kind {kind!r:.80}: a session or a request moves")
+            raise TransferError(f"the state is of kind {shown(kind)}: a session or a request moves")
         request = self._request_of(image.state, image.tokens)
 
         def enter_request(arrival: Arrival) -> int:
@@ -271,9 +272,9 @@ class Moves:
         """Check the state of a session with its turn; return what makes them of its row."""
         core, turn, history = self._core, image.state["turn"], image.state.get("history")
         if not isinstance(turn, dict):
-            raise TransferError(f"turn must be an object, got {turn!r:.80}")
+            raise TransferError(f"turn must be an object, got {shown(turn)}")
         if not isinstance(history, list) or any(type(n) is not int for n in history):
-            raise TransferError(f"history must be token ids, got {history!r:.80}")
+            raise TransferError(f"history must be token ids, got {shown(history)}")
         core.prompts.check_tokens("the session", history)
         said = _said_of(image.state, len(history))
         request = self._request_of(turn, image.tokens, max_tokens)
@@ -302,7 +303,7 @@ class Moves:
             raise TransferError(f"prompt_len is {prompt_len} of {len(tokens)} tokens")
         forwards, flags = state.get("forwards"), state.get("shape")
         if not isinstance(forwards, list) or not all(type(n) is int and n for n in forwards):
-            raise TransferError(f"forwards must be a list of lengths, got {forwards!r:.80}")
+            raise TransferError(f"forwards must be a list of lengths, got {shown(forwards)}")
         num_output = len(tokens) - prompt_len
         if sum(map(abs, forwards)) != num_output:
             raise TransferError(
@@ -404,25 +405,25 @@ def _messages_of(turn: Mapping[str, Any]) -> tuple[Message, ...] | None:
     if messages is None:
         return None
     if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
-        raise TransferError(f"messages must be those of a chat, got {messages!r:.80}")
+        raise TransferError(f"messages must be those of a chat, got {shown(messages)}")
     return tuple(messages)
 
 
 def _said_of(state: Mapping[str, Any], num_tokens: int) -> list[Said]:
     turns, least, found = state.get("said"), 0, []
     if not isinstance(turns, list):
-        raise TransferError(f"said must be a list of turns, got {turns!r:.80}")
+        raise TransferError(f"said must be a list of turns, got {shown(turns)}")
     for turn in turns:
         if not isinstance(turn, dict):
-            raise TransferError(f"a turn must be an object, got {turn!r:.80}")
+            raise TransferError(f"a turn must be an object, got {shown(turn)}")
         end, ids, stop = _number(turn, "end", least), turn.get("answer_ids"), turn.get("stop")
         messages = _messages_of(turn)
         if end > num_tokens:
             raise TransferError(f"a turn of the session is wrong: {turn!r:.200}")
         if not (isinstance(ids, list) and all(type(n) is int for n in ids)):
-            raise TransferError(f"answer_ids must be token ids, got {ids!r:.80}")
+            raise TransferError(f"answer_ids must be token ids, got {shown(ids)}")
         if not (isinstance(stop, list) and all(isinstance(s, str) for s in stop)):
-            raise TransferError(f"stop must be strings, got {stop!r:.80}")
+            raise TransferError(f"stop must be strings, got {shown(stop)}")
         found.append(Said(end, messages, ids, tuple(stop)))
         least = end
     return found
@@ -431,5 +432,5 @@ def _said_of(state: Mapping[str, Any], num_tokens: int) -> list[Said]:
 def _number(state: Mapping[str, Any], name: str, least: int) -> int:
     value = state.get(name)
     if type(value) is not int or not least <= value < 1 << 64:
-        raise TransferError(f"{name} must be a whole number from {least} on, got {value!r:.80}")
+        raise TransferError(f"{name} must be a whole number from {least} on, got {shown(value)}")
     return value

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specpool.checks import shown
 from specpool.errors import CheckpointError
 from specpool.models.eagle.config import ConfigReader, EagleConfig
 from specpool.models.files.checkpoint import check_counts
@@ -77,12 +78,12 @@ class BlockConfig:
         """
         if "speculators_model_type" in raw:
             raise CheckpointError(
-                f"a {raw['speculators_model_type']!r:.80} speculator: block drafters are read in "
+                f"a {shown(raw['speculators_model_type'])} speculator: block drafters are read in "
                 "DFlash's own layout alone"
             )
         nested = raw.get("dflash_config") or {}
         if not isinstance(nested, Mapping):
-            raise CheckpointError(f"config.json: dflash_config is {nested!r:.80}, not an object")
+            raise CheckpointError(f"config.json: dflash_config is {shown(nested)}, not an object")
         check_counts("a block drafter", raw)
         _check_options(raw, nested)
         spec = ConfigReader({**raw, **nested})
@@ -141,13 +142,15 @@ def _check_options(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
     """Refuse what changes the model in a way that is not known here."""
     names = raw.get("architectures")
     if isinstance(names, list) and any("dflash2" in str(name).lower() for name in names):
-        raise CheckpointError(f"config.json: architectures {names!r:.80}: DFlash2 is not supported")
+        raise CheckpointError(
+            f"config.json: architectures {shown(names)}: DFlash2 is not supported"
+        )
     if raw.get("quantization_config"):
         raise CheckpointError("config.json: quantized block drafters are not supported")
     for key, values in _NEUTRAL.items():
         value = nested.get(key, raw.get(key))
         if value is not None and value not in values:
-            raise CheckpointError(f"config.json: {key} {value!r:.80} is not supported")
+            raise CheckpointError(f"config.json: {key} {shown(value)} is not supported")
     unknown = sorted(set(nested) - _KNOWN - set(_NEUTRAL))
     if unknown:
         raise CheckpointError(
@@ -160,7 +163,8 @@ def _layer_ids(value: Any) -> tuple[int, ...]:
     is_list = isinstance(value, list) and value and all(type(i) is int for i in value)
     if not is_list or len(set(value)) < len(value):
         raise CheckpointError(
-            f"config.json: target_layer_ids is {value!r:.80}, not a list of different layer numbers"
+            f"config.json: target_layer_ids is {shown(value)}, not a list of different layer "
+            "numbers"
         )
     return tuple(value)
 
@@ -176,7 +180,7 @@ def _attention(
     kinds = spec.layer.get("layer_types") or ["full_attention"] * num_layers
     allowed = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or any(kind not in allowed for kind in kinds):
-        raise CheckpointError(f"config.json: layer_types is {kinds!r:.80}, allowed are {allowed}")
+        raise CheckpointError(f"config.json: layer_types is {shown(kinds)}, allowed are {allowed}")
     if len(kinds) < num_layers:
         raise CheckpointError(
             f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from specpool.checks import shown
 from specpool.errors import CheckpointError
 
 Kind = Literal["eagle", "eagle3"]
@@ -123,7 +124,7 @@ class EagleConfig:
             head_dim=head_dim,
             intermediate_size=spec.integer("intermediate_size"),
             rms_norm_eps=spec.number("rms_norm_eps", default=1e-6),
-            hidden_act=str(spec.layer.get("hidden_act") or "silu"),
+            hidden_act=spec.activation(),
             qkv_bias=bool(spec.flag("qkv_bias")),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
@@ -164,7 +165,7 @@ class EagleConfig:
             head_dim=head_dim,
             intermediate_size=spec.integer("intermediate_size"),
             rms_norm_eps=spec.number("rms_norm_eps", default=1e-6),
-            hidden_act=str(spec.layer.get("hidden_act") or "silu"),
+            hidden_act=spec.activation(),
             qkv_bias=False,
             rope_theta=theta,
             rope_scaling=scaling,
@@ -188,12 +189,23 @@ class ConfigReader:
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
-        nested = raw.get("transformer_layer_config")
-        eagle = raw.get("eagle_config")
         self.raw = raw
-        self.layer: Mapping[str, Any] = nested if isinstance(nested, Mapping) else raw
-        self.eagle: Mapping[str, Any] = eagle if isinstance(eagle, Mapping) else {}
+        self.layer = self._part("transformer_layer_config", raw)
+        self.eagle = self._part("eagle_config", {})
         self.is_speculators = "speculators_model_type" in raw
+
+    def _part(self, key: str, default: Mapping[str, Any]) -> Mapping[str, Any]:
+        part = self.raw.get(key)
+        if part is not None and not isinstance(part, Mapping):
+            raise CheckpointError(f"config.json: {key} is {shown(part)}, not an object")
+        return default if part is None else part
+
+    def activation(self) -> str:
+        """Return the name of the MLP's activation; `silu` if it is not stated."""
+        name = self.layer.get("hidden_act")
+        if name is not None and not isinstance(name, str):
+            raise CheckpointError(f"config.json: hidden_act is {shown(name)}, not a name")
+        return name or "silu"
 
     def get(self, *keys: str) -> tuple[str, Any]:
         """Return the first of `keys` that is present and not null, and its value (None if none)."""
@@ -208,7 +220,7 @@ class ConfigReader:
         value = self.get(key)[1]
         if value is not None and (type(value) is not int or not least <= value <= _MOST):
             raise CheckpointError(
-                f"config.json: {key} is {value!r:.80}, not an integer >= {least}"
+                f"config.json: {key} is {shown(value)}, not an integer >= {least}"
                 + (f" and <= {_MOST}" if type(value) is int and value > _MOST else "")
             )
         return value
@@ -263,7 +275,7 @@ class ConfigReader:
         if layer_types:
             if not isinstance(layer_types, list):
                 raise CheckpointError(
-                    f"config.json: layer_types is {layer_types!r:.80}, not a list of names"
+                    f"config.json: layer_types is {shown(layer_types)}, not a list of names"
                 )
             slides = layer_types[0] == "sliding_attention"
         else:
@@ -319,7 +331,7 @@ def _kind(spec: ConfigReader, weights: Mapping[str, Sized]) -> Kind:
     architectures = spec.raw.get("architectures")
     if "embed_tokens.weight" in weights and "fc.weight" not in weights:
         raise CheckpointError(
-            f"a language model (architectures {architectures!r:.80}), not an "
+            f"a language model (architectures {shown(architectures)}), not an "
             "EAGLE head: drafts come from an EAGLE head of the target, or from 'ngram'"
         )
     if "fc.weight" not in weights:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
+from specpool.checks import shown
 from specpool.errors import CheckpointError, ShapeError
 from specpool.models.eagle.config import EagleConfig, Kind
 from specpool.models.eagle.likeliest import likeliest
@@ -150,7 +151,7 @@ class EagleHead:
         raw, weights = read_config(folder), Weights(folder)
         try:
             config = EagleConfig.parse(raw, weights, feature_layers)
-            layers = _feature_layers(config, num_layers)
+            layers = _feature_layers(config, num_layers, is_given=feature_layers is not None)
             _check_target(config, weights, layers, hidden_size, vocab_size)
             _check_tensors(config, weights, layers, hidden_size)
             if config.hidden_size != hidden_size:
@@ -405,23 +406,33 @@ def _rope_table(config: EagleConfig, num_positions: int) -> torch.Tensor:
     return torch.stack((cos[0], sin[0]), 1).unsqueeze(2)
 
 
-def _feature_layers(config: EagleConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the target layers whose inputs the head reads, checked against the target's depth."""
-    if config.kind == "eagle" or not config.use_aux_hidden_state:
-        return ()
+def _feature_layers(config: EagleConfig, num_layers: int, *, is_given: bool) -> tuple[int, ...]:
+    """Return the target layers whose inputs the head reads, checked against the target's depth.
+
+    `is_given`: the caller names them, not the checkpoint.
+    """
     layers = config.feature_layers
+    if config.kind == "eagle" or not config.use_aux_hidden_state:
+        if is_given:
+            raise CheckpointError(
+                f"this head reads the target's last hidden state, not the inputs of layers: leave "
+                f"feature_layers {shown(layers)} out"
+            )
+        return ()
     told = "the default" if layers is None else "the checkpoint or the caller"
     if layers is None:
         layers = (2, num_layers // 2, num_layers - 3)
+    if not layers:
+        raise CheckpointError(f"features are the inputs of no layer ({told})")
     if any(not 0 <= i <= num_layers for i in layers):
         raise CheckpointError(
-            f"features are the inputs of layers {list(layers)} ({told}), "
+            f"features are the inputs of layers {shown([*layers])} ({told}), "
             f"but the target's are 0..{num_layers}; name others with feature_layers"
         )
     expected = config.num_aux_hidden_states
     if expected is not None and len(layers) != expected:
         raise CheckpointError(
-            f"features are {len(layers)} layer inputs {list(layers)} ({told}), "
+            f"features are {len(layers)} layer inputs {shown([*layers])} ({told}), "
             f"but num_aux_hidden_states is {expected}"
         )
     return layers

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specpool.checks import shown
 from specpool.errors import CheckpointError, one_line, reading
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def shards(index: Path) -> list[Path]:
     for file in files:
         # An index must not name files outside its own folder.
         if Path(file).name != file or not os.path.isfile(index.parent / file):
-            raise CheckpointError(f"{index} names {file!r:.80}, which is no file beside it")
+            raise CheckpointError(f"{index} names {shown(file)}, which is no file beside it")
     return [index.parent / file for file in files]
 
 

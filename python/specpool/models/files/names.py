@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specpool.assets import EMBEDDED, resolve
-from specpool.checks import check_int
+from specpool.checks import check_int, shown
 from specpool.errors import ConfigError, one_line
 
 #: The name of the draft that ships inside the target's checkpoint.
@@ -34,7 +34,7 @@ def ngram_of(name: str) -> int | None:
     if not colon:
         return DEFAULT_NGRAM
     if not (number.isascii() and number.isdigit() and len(number) < 10):
-        raise ConfigError(f"ngram:n needs a number n in [1, {MAX_NGRAM}], got {name!r:.80}")
+        raise ConfigError(f"ngram:n needs a number n in [1, {MAX_NGRAM}], got {shown(name)}")
     check_int("the n of ngram:n", int(number), 1, MAX_NGRAM)
     return int(number)
 
@@ -49,7 +49,7 @@ def suffix_of(name: str) -> bool | None:
     if kind != "suffix":
         return None
     if colon and rest != "shared":
-        raise ConfigError(f"it is 'suffix' or 'suffix:shared', got {name!r:.80}")
+        raise ConfigError(f"it is 'suffix' or 'suffix:shared', got {shown(name)}")
     return bool(colon)
 
 
@@ -71,9 +71,7 @@ def find_model(name: str) -> Path | None:
     Raises:
         ConfigError: it is neither a folder with a config.json nor a possible hub name.
     """
-    path = Path(resolve(name))
-    if name.startswith("~"):
-        path = path.expanduser()
+    path = Path(os.path.expanduser(resolve(name)))  # path.expanduser() raises for an unknown user
     if os.path.isdir(path):  # unlike path.is_dir(), no error for a name that is too long
         if not os.path.isfile(path / "config.json"):
             raise ConfigError(f"no model at {name!r}: the folder has no config.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from specpool.checks import shown
 from specpool.errors import ConfigError
 from specpool.serve.api.errors import ApiError, bad
 from specpool.serve.api.requests import ChatRequest, Generation, Tool
@@ -129,7 +130,7 @@ def tools_of(request: ChatRequest) -> list[Tool]:
         return []
     if choice != "required" and not isinstance(choice, dict):
         raise _no_choice(
-            f"tool_choice must be none, auto, required or a function, got {choice!r:.80}"
+            f"tool_choice must be none, auto, required or a function, got {shown(choice)}"
         )
     if not tools:
         raise _no_choice("tool_choice asks for a call, but there are no tools")
@@ -150,7 +151,7 @@ def forced_tool(request: ChatRequest) -> Tool | None:
     for tool in tools:
         if choice.get("type") == "function" and tool.function.name == name:
             return tool
-    raise _no_choice(f"tool_choice names no function of the request: {name!r:.80}")
+    raise _no_choice(f"tool_choice names no function of the request: {shown(name)}")
 
 
 def _no_choice(message: str) -> ApiError:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from specpool.checks import shown
 from specpool.errors import ConfigError
 
 _PATH = "/api/serve/applications/"
@@ -33,7 +34,8 @@ class Cluster:
         parts = urllib.parse.urlsplit(address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                f"address must be a dashboard's, such as http://127.0.0.1:8265, got {address!r:.80}"
+                f"address must be a dashboard's, such as http://127.0.0.1:8265, got "
+                f"{shown(address)}"
             )
         self._address = address.rstrip("/")
 

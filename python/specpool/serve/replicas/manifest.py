@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specpool.checks import check_int
+from specpool.checks import check_int, shown
 from specpool.errors import ConfigError
 from specpool.serve.config import Launch
 
@@ -51,7 +51,7 @@ class ReplicaConfig:
         check_int("most", self.most, self.least, 1 << 16)
         check_int("ranks", self.ranks, 1, 64)
         if not self.app or not self.app.replace("-", "").replace("_", "").isalnum():
-            raise ConfigError(f"app must be letters, digits, - and _, got {self.app!r:.80}")
+            raise ConfigError(f"app must be letters, digits, - and _, got {shown(self.app)}")
         for name, most in (("gpus", 64), ("cpus", 1024), ("stuck_timeout", 86400)):
             value = getattr(self, name)
             low = name == "stuck_timeout"
@@ -131,11 +131,11 @@ def args_of(args: Mapping[str, Any]) -> tuple[list[str], float, int]:
     unknown = sorted(set(args) - {"serve", "stuck_timeout", "ranks"})
     if unknown:
         raise ConfigError(
-            f"args has no field {unknown[0]!r:.80}: it has serve, stuck_timeout and ranks"
+            f"args has no field {shown(unknown[0])}: it has serve, stuck_timeout and ranks"
         )
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ConfigError("args.serve must be a list of texts, the options of `specpool serve`")
     if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-        raise ConfigError(f"args.stuck_timeout must be seconds above 0, got {seconds!r:.80}")
+        raise ConfigError(f"args.stuck_timeout must be seconds above 0, got {shown(seconds)}")
     check_int("args.ranks", ranks, 1, 64)
     return words, float(seconds), ranks

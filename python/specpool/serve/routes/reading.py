@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from fastapi.routing import APIRoute
 
+from specpool.checks import shown
 from specpool.serve.api.errors import bad
 from specpool.serve.api.reading import read
 
@@ -71,7 +72,7 @@ def _check_kind(content_type: str, raw: bytes) -> None:
     kind = message.get_content_subtype()
     is_json = content_type and message.get_content_maintype() == "application"
     if not raw or not is_json or not (kind == "json" or kind.endswith("+json")):
-        told = "is missing" if not raw else f"has the type {content_type!r:.80}"
+        told = "is missing" if not raw else f"has the type {shown(content_type)}"
         raise bad(
             f"the body {told}: send JSON with content-type application/json",
             code="invalid_request",

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from specpool.checks import check_choice
+from specpool.checks import check_choice, shown
 from specpool.errors import ConfigError
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
@@ -37,7 +37,7 @@ class Grammar:
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, get_args(GrammarKind))
         if not isinstance(self.text, str):
-            raise ConfigError(f"structured: text must be a string, got {self.text!r:.80}")
+            raise ConfigError(f"structured: text must be a string, got {shown(self.text)}")
         if len(self.text) > MAX_GRAMMAR_CHARS:
             raise ConfigError(
                 f"structured: a grammar has at most {MAX_GRAMMAR_CHARS} characters, got "
@@ -51,7 +51,7 @@ class Grammar:
             ) from None
         if self.kind == "json_object":
             if self.text:
-                raise ConfigError(f"structured: json_object has no text, got {self.text!r:.80}")
+                raise ConfigError(f"structured: json_object has no text, got {shown(self.text)}")
         elif not self.text.strip():
             raise ConfigError(f"structured: the text of a {self.kind} is empty")
         if self.kind == "json_schema":
@@ -95,10 +95,10 @@ class Grammar:
             ConfigError: there is none, or one is no string, or is empty.
         """
         if isinstance(strings, str) or not isinstance(strings, Sequence):
-            raise ConfigError(f"structured: a choice is a list of strings, got {strings!r:.80}")
+            raise ConfigError(f"structured: a choice is a list of strings, got {shown(strings)}")
         for string in strings:
             if not isinstance(string, str):
-                raise ConfigError(f"structured: a choice is a list of strings, got {string!r:.80}")
+                raise ConfigError(f"structured: a choice is a list of strings, got {shown(string)}")
         return cls("choice", json.dumps(list(strings)))
 
     @classmethod
