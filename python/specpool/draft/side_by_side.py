@@ -3,6 +3,9 @@
 A part's drafting is a generator. It yields the forward that it needs next, and gets its result.
 Every part drafts in its own cells and with its own shape, so its trees are those that it would have
 drafted alone.
+
+If the target reads only some of the nodes, drafting ends as soon as no deeper draft can be one of
+them (docs/budget.md has the proof). A part whose drafting ends gets None in place of a result.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +23,50 @@ from specpool._core import Shape
 from specpool.attention import AttentionView, ChosenView, JoinedView, View
 from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
+
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the target chooses the drafts that it reads, as `select` does; on the host.
+
+    Attributes:
+        num_drafts: the drafts that are read in the whole round, roots not counted.
+        factors: float32 [B, D + 1], by which `DraftTree.p` counts at each depth of these lanes.
+    """
+
+    num_drafts: int
+    factors: Float32
+
+    def of(self, lanes: npt.NDArray[np.intp]) -> Reading:
+        """Return the same for some of these lanes."""
+        return Reading(self.num_drafts, self.factors[lanes])
+
+    def value(self, p: Float32, depths: Sequence[int]) -> Float32:
+        """Return what drafts count by their own `p`, float32 [B, n], at these n depths, or one."""
+        factors = self.factors[:, np.minimum(depths, self.factors.shape[1] - 1)]
+        known = np.clip(np.nan_to_num(p, nan=0.0), 0.0, 1.0)
+        value: Float32 = np.clip(known * factors, 0.0, 1.0)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The drafts of a part that were found so far, in the order of their nodes.
+
+    Attributes:
+        values: float32 [B, C], what each counts in the choice of nodes, as `DraftTree.values`; -1
+            for one that will be no node.
+        is_sure: bool [B, C], whether it will be a node whatever is drafted yet.
+        bound: float32 [B], what a draft that is not found yet counts at most; -1 = none will be a
+            node. Such a draft comes behind all others of its lane.
+    """
+
+    values: Float32
+    is_sure: Bool
+    bound: Float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +78,15 @@ class DraftPart:
         shape: the shape of all lanes.
         root_tokens: int64 [B], on the device.
         wants_p: whether the trees' `p` is wanted, which costs chains a softmax for each draft.
+        reading: what the target reads of them, so that drafting may end early; None = it may not.
+            Who changes the trees' `p` afterwards takes this away before.
     """
 
     lanes: Lanes
     shape: Shape
     root_tokens: Tensor
     wants_p: bool = False
+    reading: Reading | None = None
 
 
 class SideBySide(Protocol):
@@ -80,6 +132,7 @@ class Ask:
     positions: Tensor  # int32 or int64 [T]
     view: View
     hidden: Tensor | None = None  # [T, h], what a head reads beside the tokens; a model has none
+    found: Found | None = None  # so far; None = drafting goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,29 +150,62 @@ class Level:
         return Level(p, self.ids[mine], None if self.hidden is None else self.hidden[mine])
 
 
-Drafting = Generator[Ask, Level, DraftTree]
+Drafting = Generator[Ask, Level | None, DraftTree]
 
 
-def run_side_by_side(drafting: Sequence[Drafting], run: Callable[[Ask], Level]) -> list[DraftTree]:
-    """Run the drafting of all parts to its end; `run` runs a forward."""
+def run_side_by_side(
+    drafting: Sequence[Drafting], run: Callable[[Ask], Level], parts: Sequence[DraftPart]
+) -> list[DraftTree]:
+    """Run the drafting of all `parts` to its end; `run` runs a forward."""
     trees: dict[int, DraftTree] = {}
     levels: dict[int, Level | None] = dict.fromkeys(range(len(drafting)))
     while levels:
         asks: dict[int, Ask] = {}
         for index, level in levels.items():
             try:
-                asks[index] = (
-                    next(drafting[index]) if level is None else drafting[index].send(level)
-                )
+                asks[index] = drafting[index].send(level)  # None begins it, or ends it early
             except StopIteration as end:
                 trees[index] = end.value
         levels = {}
-        if asks:
+        if asks and _is_settled(asks, trees, parts):
+            levels = dict.fromkeys(asks)
+        elif asks:
             found, first = run(_joined([*asks.values()])), 0
             for index, ask in asks.items():
                 levels[index] = found.part(first, len(ask.tokens)) if len(asks) > 1 else found
                 first += len(ask.tokens)
     return [trees[index] for index in range(len(drafting))]
+
+
+def _is_settled(
+    asks: dict[int, Ask], trees: dict[int, DraftTree], parts: Sequence[DraftPart]
+) -> bool:
+    """Return whether no draft that is not found yet can be one that the target reads."""
+    reading = parts[0].reading
+    if reading is None or any(ask.found is None for ask in asks.values()):
+        return False
+    of_parts = []
+    for index, part in enumerate(parts):
+        found = asks[index].found if index in asks else _found_of(trees[index], part)
+        assert found is not None
+        of_parts.append(found)
+    columns = [(each, np.zeros(len(each.bound), bool)) for each in of_parts]
+    values = [np.column_stack([each.values, each.bound]).ravel() for each, _ in columns]
+    is_sure = [np.column_stack([each.is_sure, no]).ravel() for each, no in columns]
+    value, sure = np.concatenate(values), np.concatenate(is_sure)
+    # The first in the order of `select` that is not sure: the greatest, of equal ones the first.
+    others = np.where(sure, -2.0, value)
+    first = int(others.argmax())
+    before = value > others[first]
+    before[:first] |= value[:first] == others[first]
+    return int(np.count_nonzero(before & sure)) >= reading.num_drafts
+
+
+def _found_of(tree: DraftTree, part: DraftPart) -> Found:
+    """Return what is found of a part whose trees are complete."""
+    assert part.reading is not None
+    values = tree.values(torch.from_numpy(part.reading.factors)).numpy()[:, 1:]
+    return Found(values, np.ones(values.shape, bool), np.full(len(values), -1.0, np.float32))
 
 
 def _joined(asks: Sequence[Ask]) -> Ask:

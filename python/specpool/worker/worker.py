@@ -16,12 +16,13 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool._core import Ledger, Plan, Shape
+from specpool.adaptive.node_budget import NodeChoice
 from specpool.attention import AttentionView, BackEnd, ChosenView, Started
 from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import Lanes, causal_view, own_view
 from specpool.attention.seq_lens import SeqLens
 from specpool.draft.base import Drafter
-from specpool.draft.side_by_side import DraftPart
+from specpool.draft.side_by_side import DraftPart, Reading
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache
@@ -49,6 +50,8 @@ class Worker:
 
     Attributes:
         graphs: the captured rounds; None = none were captured.
+        ends_early: whether drafting ends where the target could read no deeper draft. True on a
+            CPU. A GPU would have to wait for the answer.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Worker:
             attention: the back end; its `needs_host_lengths` makes rounds wait for their lengths.
         """
         self.graphs: Graphs | None = None
+        self.ends_early = not runs_kernels(cache.device)
         self._cache = cache
         vocab_size, device = target.vocab_size, cache.device
         self._keeps_state = target.keeps_state
@@ -197,7 +201,7 @@ class Worker:
             writes_draft = plan.writes_draft
             return self._plain_round(lanes, requests, writes_draft=writes_draft, greedy=greedy)
         self._catch_up(plan)
-        parts = self._parts(lanes, plan, requests, wants_p=step.nodes is not None)
+        parts = self._parts(lanes, plan, requests, step.nodes)
         selection = None if step.nodes is None else select(parts, step.nodes)
         return self._draft_round(lanes, parts, requests, selection)
 
@@ -300,14 +304,18 @@ class Worker:
         self._followers.catch_up(plan, self._state)
 
     def _parts(
-        self, lanes: Lanes, plan: Plan, requests: Sequence[Request], *, wants_p: bool
+        self,
+        lanes: Lanes,
+        plan: Plan,
+        requests: Sequence[Request],
+        nodes: NodeChoice | None,
     ) -> list[Part]:
         """Split the lanes into runs that share a shape, and propose the trees of all."""
         shapes = plan.shapes
         ends = [*(np.flatnonzero(np.diff(shapes)) + 1).tolist(), len(shapes)]
         starts = [0, *ends[:-1]]
         wanted = [
-            self._wanted(lanes, start, end, self._shapes[shapes[start]], wants_p=wants_p)
+            self._wanted(lanes, start, end, self._shapes[shapes[start]], nodes)
             for start, end in zip(starts, ends, strict=True)
         ]
         of = [requests[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -324,12 +332,22 @@ class Worker:
         return parts
 
     def _wanted(
-        self, lanes: Lanes, start: int, end: int, shape: Shape, *, wants_p: bool = False
+        self,
+        lanes: Lanes,
+        start: int,
+        end: int,
+        shape: Shape,
+        nodes: NodeChoice | None = None,
     ) -> DraftPart:
         """Return what the lanes `[start, end)` are to draft, all with one shape."""
         part = lanes.part(start, end, shape.num_draft_tokens)
         roots = self._state.root_tokens.index_select(0, part.rows)
-        return DraftPart(part, shape, roots, wants_p)
+        if nodes is None:
+            return DraftPart(part, shape, roots)
+        reading = None
+        if self.ends_early:
+            reading = Reading(nodes.num_nodes - len(nodes.factors), nodes.factors[start:end])
+        return DraftPart(part, shape, roots, True, reading)
 
     def _part(
         self,
