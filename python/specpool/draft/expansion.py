@@ -14,7 +14,7 @@ from specpool._core import Shape
 from specpool.attention.lanes import Lanes, chain_views
 from specpool.draft.base import DraftTree, Links, chain_links
 from specpool.draft.branches import Branches, new_candidates
-from specpool.draft.side_by_side import Ask, Drafting, DraftPart, Float32, Found, Level
+from specpool.draft.side_by_side import Ask, Drafting, DraftPart, Float32, Found, Level, Room
 from specpool.errors import ConfigError
 from specpool.memory.kv_cache import KVCache
 
@@ -30,31 +30,24 @@ class Chains:
     def draft(self, part: DraftPart, level: Level) -> Drafting:
         """Draft the chains of a part; `level` follows the roots."""
         lanes, num_steps = part.lanes, part.shape.num_steps
-        drafts, levels = [level.ids[:, 0]], [level]
+        drafts, paths = [level.ids[:, 0]], ChainPaths(part)
+        paths.add(level)
         if num_steps > 1:
             lens = lanes.seq_lens.ahead(self._first) if self._first else lanes.seq_lens
             ahead = Lanes(lanes.rows, lens, num_steps - 1)
             positions = ahead.positions.view(-1, num_steps - 1)
             for step, view in enumerate(chain_views(self._cache, self._group, ahead)):
                 ask = drafts[-1], positions[:, step], view, level.hidden
-                found = yield Ask(*ask, _chains_found(part, levels))
-                if found is None:
-                    return self._ended(part, drafts, levels)
-                level = found
+                following = yield Ask(*ask, paths.found())
+                if following is None:
+                    break
+                level = following
                 drafts.append(level.ids[:, 0])
-                levels.append(level)
-        p = _path_p(levels) if part.wants_p else None
-        return self.of(torch.stack([part.root_tokens, *drafts], 1), p)
-
-    def _ended(
-        self, part: DraftPart, drafts: Sequence[Tensor], levels: Sequence[Level]
-    ) -> DraftTree:
-        """Return the chains whose drafting has ended with these drafts."""
-        num_left = part.shape.num_steps - len(drafts)
-        left = part.root_tokens.unsqueeze(1).expand(-1, num_left)
-        p = torch.nn.functional.pad(_path_p(levels), (0, num_left))
-        tree = self.of(torch.cat([torch.stack([part.root_tokens, *drafts], 1), left], 1), p)
-        return _ended_at(tree, len(drafts))
+                paths.add(level)
+        num_levels = len(drafts)
+        drafts += [part.root_tokens] * (num_steps - num_levels)
+        tree = self.of(torch.stack([part.root_tokens, *drafts], 1), paths.p())
+        return tree if num_levels == num_steps else _ended_at(tree, num_levels)
 
     def of(self, nodes: Tensor, p: Tensor | None = None) -> DraftTree:
         """Return the chains of tokens, int64 [B, N], the roots first; `p` as in `DraftTree`."""
@@ -65,19 +58,38 @@ class Chains:
         return DraftTree(nodes, *links, p=p)
 
 
-def _path_p(levels: Sequence[Level]) -> Tensor:
-    """Return the `p` of chains of these levels, float32 [B, 1 + levels]."""
-    of_drafts = [each.p[:, 0] for each in levels if each.p is not None]
-    return torch.stack([torch.ones_like(of_drafts[0]), *of_drafts], 1).cumprod(1)
+class ChainPaths:
+    """The `p` of a part's chains, level by level, if it is wanted."""
 
+    def __init__(self, part: DraftPart) -> None:
+        """Begin at the roots of `part`."""
+        self._part = part
+        self._p: list[Tensor] = []  # [B] of each level
+        self._values: list[Float32] = []  # [B, 1] of each level, if drafting may end early
 
-def _chains_found(part: DraftPart, levels: Sequence[Level]) -> Found | None:
-    """Return the drafts of chains so far, all of which will be nodes."""
-    if part.reading is None:
-        return None
-    own = part.reading.value(_path_p(levels).numpy()[:, 1:], range(1, len(levels) + 1))
-    values = np.minimum.accumulate(own, axis=1)
-    return Found(values, np.ones(values.shape, bool), values[:, -1])
+    def add(self, level: Level) -> None:
+        """Add the next drafts."""
+        if not self._part.wants_p:
+            return
+        assert level.p is not None
+        p = level.p[:, 0]
+        self._p.append(p * self._p[-1] if self._p else p)
+        if self._part.reading is not None:
+            values = self._part.reading.value(self._p[-1].numpy()[:, None], len(self._p))
+            self._values.append(np.minimum(values, self._values[-1]) if self._values else values)
+
+    def found(self) -> Found | None:
+        """Return the drafts so far; None = drafting does not end early."""
+        if not self._values:
+            return None
+        return Found(np.concatenate(self._values, axis=1), self._values[-1][:, 0])
+
+    def p(self) -> Tensor | None:
+        """Return the `p` of the chains, 0 where drafting has ended; None = it is not wanted."""
+        if not self._part.wants_p:
+            return None
+        left = [torch.zeros_like(self._p[0])] * (self._part.shape.num_steps - len(self._p))
+        return torch.stack([torch.ones_like(self._p[0]), *self._p, *left], 1)
 
 
 def _ended_at(tree: DraftTree, num_levels: int) -> DraftTree:
@@ -111,10 +123,10 @@ def draft_trees(part: DraftPart, level: Level, branches: Branches, first: int) -
             parents = torch.zeros_like(parents)
         positions = (lanes.starts + (step + first)).unsqueeze(1).expand(-1, topk).reshape(-1)
         view = branches.view(step + first, parents)
-        found = yield Ask(ids, positions, view, hidden, so_far)
-        if found is None:
+        following = yield Ask(ids, positions, view, hidden, so_far)
+        if following is None:
             return _ended_at(paths.filled(), step + 1)
-        level = found
+        level = following
     return paths.trees()
 
 
@@ -157,31 +169,25 @@ class BestPaths:
     def found(self) -> Found | None:
         """Return the candidates so far; call it after each level, on a CPU.
 
-        No later candidate has a larger product than the best kept path, and of equals the first
-        wins. So a candidate that is among the N - 1 best now and has no less will be a node.
+        No later candidate has a larger product than the best path that is kept.
         """
         reading, scores = self._part.reading, self._scores
         if reading is None or scores is None:
             return None
-        topk, num_drafts = self._part.shape.topk, self._part.shape.num_draft_tokens - 1
-        end = topk + (self._step - 1) * topk * topk
-        first = 0 if self._step == 1 else end - topk * topk
+        topk, step = self._part.shape.topk, self._step
+        end = topk + (step - 1) * topk * topk
+        first = 0 if step == 1 else end - topk * topk
         candidates = self._candidates[0].numpy()[:, :end]
-        values = reading.value(candidates[:, first:], [self._step])
+        values = reading.value(candidates[:, first:], step)
         if self._values is not None and self._kept is not None:
             values = np.minimum(values, self._kept.repeat(topk, axis=1))
             values = np.concatenate([self._values, values], axis=1)
-        kept = self._candidates[2].numpy()[:, 1 + topk * (self._step - 1) :][:, :topk]
-        self._values, self._kept = values, np.take_along_axis(values, kept, 1)
-        is_sure = candidates >= scores.numpy().max(axis=1, keepdims=True)
+        kept = self._candidates[2].numpy()[:, 1 + topk * (step - 1) : 1 + topk * step]
+        self._values, self._kept = values, values[np.arange(len(kept))[:, None], kept]
         bound = self._kept.max(axis=1)
-        if end >= num_drafts:
-            best = np.argsort(-candidates, axis=1, kind="stable")[:, :num_drafts]
-            is_node = np.zeros(candidates.shape, bool)
-            np.put_along_axis(is_node, best, values=True, axis=1)
-            values, is_sure = np.where(is_node, values, -1), is_sure & is_node
-            bound = np.where(is_sure.sum(axis=1) == num_drafts, -1, bound)
-        return Found(values, is_sure, bound)
+        most = scores.numpy().max(axis=1)
+        room = Room(self._part.shape.num_draft_tokens - 1, candidates, most)
+        return Found(values, np.where(room.is_full(), np.float32(-1), bound), room)
 
     def filled(self) -> DraftTree:
         """Return the trees of what was found so far, and of paths of probability 0 behind it."""

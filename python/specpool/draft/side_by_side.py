@@ -44,12 +44,45 @@ class Reading:
         """Return the same for some of these lanes."""
         return Reading(self.num_drafts, self.factors[lanes])
 
-    def value(self, p: Float32, depths: Sequence[int]) -> Float32:
-        """Return what drafts count by their own `p`, float32 [B, n], at these n depths, or one."""
-        factors = self.factors[:, np.minimum(depths, self.factors.shape[1] - 1)]
-        known = np.clip(np.nan_to_num(p, nan=0.0), 0.0, 1.0)
-        value: Float32 = np.clip(known * factors, 0.0, 1.0)
+    def value(self, p: Float32, depth: int) -> Float32:
+        """Return what drafts of one depth count by their own `p`, float32 [B, n]."""
+        factors = self.factors[:, min(depth, self.factors.shape[1] - 1), None]
+        known = np.minimum(np.fmax(p, 0.0), 1.0)  # NaN becomes 0
+        value: Float32 = np.minimum(np.maximum(known * factors, 0.0), 1.0)
         return value
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The room in trees that take the N - 1 best of their candidates, of equal ones the first.
+
+    Attributes:
+        num_nodes: N - 1.
+        scores: float32 [B, C], by which the candidates so far are compared.
+        most: float32 [B], the most that a later candidate can have.
+    """
+
+    num_nodes: int
+    scores: Float32
+    most: Float32
+
+    def is_full(self) -> Bool:
+        """Return bool [B]: no later candidate can become a node."""
+        if self.scores.shape[1] < self.num_nodes:
+            return np.zeros(len(self.scores), bool)
+        is_full: Bool = (self.scores >= self.most[:, None]).sum(axis=1) >= self.num_nodes
+        return is_full
+
+    def places(self) -> tuple[Bool, Bool]:
+        """Return which candidates would be nodes now, and which of them stay it, bool [B, C]."""
+        scores, left_out = self.scores, self.scores.shape[1] - self.num_nodes
+        is_node = np.ones(scores.shape, bool)
+        if left_out > 0:
+            last = np.partition(scores, left_out, axis=1)[:, left_out, None]
+            better, equal = scores > last, scores == last
+            room = self.num_nodes - better.sum(axis=1, keepdims=True)
+            is_node = better | (equal & (equal.cumsum(axis=1) <= room))
+        return is_node, is_node & (scores >= self.most[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +90,28 @@ class Found:
     """The drafts of a part that were found so far, in the order of their nodes.
 
     Attributes:
-        values: float32 [B, C], what each counts in the choice of nodes, as `DraftTree.values`; -1
-            for one that will be no node.
-        is_sure: bool [B, C], whether it will be a node whatever is drafted yet.
+        values: float32 [B, C], what each counts in the choice of nodes, as `DraftTree.values`.
         bound: float32 [B], what a draft that is not found yet counts at most; -1 = none will be a
             node. Such a draft comes behind all others of its lane.
+        room: of the trees; None = all drafts become nodes.
     """
 
     values: Float32
-    is_sure: Bool
     bound: Float32
+    room: Room | None = None
+
+    def ranked(self) -> tuple[Float32, Bool]:
+        """Return what each draft counts, and whether it surely becomes a node, both [B * (C + 1)].
+
+        A draft that becomes no node counts -1. The last column is of those not found yet.
+        """
+        values, is_sure = self.values, np.ones(self.values.shape, bool)
+        if self.room is not None:
+            is_node, is_sure = self.room.places()
+            values = np.where(is_node, values, -1.0)
+        later = np.zeros(len(values), bool)
+        both = np.column_stack([values, self.bound]), np.column_stack([is_sure, later])
+        return both[0].ravel(), both[1].ravel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,31 +226,36 @@ def _is_settled(
     asks: dict[int, Ask], trees: dict[int, DraftTree], parts: Sequence[DraftPart]
 ) -> bool:
     """Return whether no draft that is not found yet can be one that the target reads."""
-    reading = parts[0].reading
-    if reading is None or any(ask.found is None for ask in asks.values()):
+    reading, found = parts[0].reading, {}
+    if reading is None:
         return False
-    of_parts = []
-    for index, part in enumerate(parts):
-        found = asks[index].found if index in asks else _found_of(trees[index], part)
-        assert found is not None
-        of_parts.append(found)
-    columns = [(each, np.zeros(len(each.bound), bool)) for each in of_parts]
-    values = [np.column_stack([each.values, each.bound]).ravel() for each, _ in columns]
-    is_sure = [np.column_stack([each.is_sure, no]).ravel() for each, no in columns]
-    value, sure = np.concatenate(values), np.concatenate(is_sure)
+    for index, ask in asks.items():
+        if ask.found is None:
+            return False
+        found[index] = ask.found
+    # Only drafts that count as much as what may come can be ahead of it. Mostly these are few.
+    most = max(float(each.bound.max()) for each in found.values())
+    num_ahead = sum(int(np.count_nonzero(each.values >= most)) for each in found.values())
+    num_ahead += sum(tree.tokens[:, 1:].numel() for tree in trees.values())
+    if num_ahead < reading.num_drafts:
+        return False
+    for index, tree in trees.items():
+        found[index] = _found_of(tree, parts[index])
+    ranked = [found[index].ranked() for index in range(len(parts))]
+    value, is_sure = (np.concatenate(each) for each in zip(*ranked, strict=True))
     # The first in the order of `select` that is not sure: the greatest, of equal ones the first.
-    others = np.where(sure, -2.0, value)
+    others = np.where(is_sure, -2.0, value)
     first = int(others.argmax())
-    before = value > others[first]
-    before[:first] |= value[:first] == others[first]
-    return int(np.count_nonzero(before & sure)) >= reading.num_drafts
+    ahead = value > others[first]
+    ahead[:first] |= value[:first] == others[first]
+    return int(np.count_nonzero(ahead & is_sure)) >= reading.num_drafts
 
 
 def _found_of(tree: DraftTree, part: DraftPart) -> Found:
     """Return what is found of a part whose trees are complete."""
     assert part.reading is not None
     values = tree.values(torch.from_numpy(part.reading.factors)).numpy()[:, 1:]
-    return Found(values, np.ones(values.shape, bool), np.full(len(values), -1.0, np.float32))
+    return Found(values, np.full(len(values), -1.0, np.float32))
 
 
 def _joined(asks: Sequence[Ask]) -> Ask:
