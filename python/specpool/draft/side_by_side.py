@@ -124,7 +124,7 @@ class DraftPart:
         root_tokens: int64 [B], on the device.
         wants_p: whether the trees' `p` is wanted, which costs chains a softmax for each draft.
         reading: what the target reads of them, so that drafting may end early; None = it may not.
-            Who changes the trees' `p` afterwards takes this away before.
+            A subclass that changes the trees' `p` afterwards must propose without it.
     """
 
     lanes: Lanes
@@ -177,7 +177,7 @@ class Ask:
     positions: Tensor  # int32 or int64 [T]
     view: View
     hidden: Tensor | None = None  # [T, h], what a head reads beside the tokens; a model has none
-    found: Found | None = None  # so far; None = drafting goes on
+    found: Found | None = None  # the drafts so far; None = drafting goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,13 @@ def run_side_by_side(
 def _is_settled(
     asks: dict[int, Ask], trees: dict[int, DraftTree], parts: Sequence[DraftPart]
 ) -> bool:
-    """Return whether no draft that is not found yet can be one that the target reads."""
+    """Return whether the target reads no draft of a deeper level, whatever is drafted there.
+
+    Args:
+        asks: the forwards that parts need next, by the parts' indices.
+        trees: those of the other parts.
+        parts: all that are drafted side by side.
+    """
     reading, found = parts[0].reading, {}
     if reading is None:
         return False
