@@ -185,7 +185,7 @@ class Trial:
             BUDGET: self._drafting(adaptive=policy),
             AUTO: self._drafting(adaptive=policy, verify_nodes="auto"),
         }
-        self.runners[FIXED_WHOLE].engine.core.worker.ends_early = False
+        self.runners[FIXED_WHOLE].engine.core.worker.early_end.is_on = False
         budget = self.runners[AUTO].engine.core.loop.scheduler.round_shapes.budget
         assert budget is not None and budget.nodes is not None
         self.looks = Looks(budget.nodes)

@@ -26,7 +26,7 @@ from specpool.draft.head_drafter import HeadDrafter
 from specpool.draft.side_by_side import DraftPart, Level, Reading
 from specpool.worker import worker as worker_module
 from specpool.worker.parts import Part, bare_tree
-from specpool.worker.selection import select
+from specpool.worker.selection import EarlyEnd, select
 from specpool.worker.verify import verify
 from specpool.worker.worker import Worker
 
@@ -366,7 +366,7 @@ def test_the_nodes_and_the_text_are_those_of_whole_drafts(models, seed) -> None:
         mix = Mix(seed)
         mix.options["verify_nodes"] = 1
         engine = mix.engine(models)
-        engine.core.worker.ends_early = ends
+        engine.core.worker.early_end.is_on = ends
         with pytest.MonkeyPatch.context() as patch:
             rounds = Rounds(patch, spoils=ends)
             outputs = run_side_by_side(engine, mix.talks, mix.rng)
@@ -430,6 +430,25 @@ def test_levels_that_were_not_drafted_are_counted(draft: str) -> None:
     assert output.error is None
     assert stats.drafted_round_ct > 10
     assert stats.undrafted_level_ct == 3 * stats.drafted_round_ct
+
+
+def test_few_rounds_try_where_drafting_does_not_end_early() -> None:
+    """And all of them again, once one has ended early."""
+    whole, ended = (
+        SimpleNamespace(tree=tree)
+        for tree in (DraftTree.chain(torch.zeros(1, 5).long()), ended_chain([7] * 5, 2))
+    )
+    early_end = EarlyEnd(is_on=True)
+    choice = NodeChoice(5, np.ones((2, 6), np.float32), np.ones(8, int))
+    tried = []
+    for number in range(60):
+        reading = early_end.reading(choice, 0, 1)
+        tried.append(reading is not None)
+        assert reading is None or (reading.num_drafts, len(reading.factors)) == (3, 1)
+        early_end.note([whole, ended] if number == 32 else [whole])  # type: ignore[list-item]
+    assert [number for number, each in enumerate(tried) if each] == [
+        *range(9), 16, 24, 32, *range(33, 42), 49, 57
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE])

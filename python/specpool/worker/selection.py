@@ -14,11 +14,13 @@ from specpool.adaptive.node_budget import NodeChoice
 from specpool.arrays import Int64
 from specpool.attention import AttentionView, ChosenView
 from specpool.draft.base import DraftTree
+from specpool.draft.side_by_side import Reading
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.worker.parts import Part
 from specpool.worker.verify import Verdict
 
+_TRIES = 8  # see `EarlyEnd`
 _LEFT_OUT = -3  # the token of a node that the target does not read: no walk goes there
 
 
@@ -95,6 +97,32 @@ class Selection:
         """Return a part's values, [B, N], of one for each node of the round, [T]."""
         mine = values[part.first : part.first + part.positions.numel()]
         return mine.view_as(part.positions)
+
+
+class EarlyEnd:
+    """Decides in which rounds drafting may end early.
+
+    To find out costs a little at each level. After 8 rounds that did not end early only one of 8
+    rounds tries, until one does. The target reads the same nodes in any case.
+
+    Attributes:
+        is_on: whether any round tries.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        """Try in the first rounds, if `is_on`."""
+        self.is_on, self._idle = is_on, 0  # rounds since drafting has ended early
+
+    def reading(self, choice: NodeChoice, start: int, end: int) -> Reading | None:
+        """Return what the drafter of the lanes `[start, end)` is told; None = nothing."""
+        if not self.is_on or (self._idle > _TRIES and self._idle % _TRIES):
+            return None
+        return Reading(choice.num_nodes - len(choice.factors), choice.factors[start:end])
+
+    def note(self, parts: Sequence[Part]) -> None:
+        """Note whether the drafting of a round with a choice has ended early."""
+        ended = any(part.tree.levels is not None for part in parts)
+        self._idle = 0 if ended else self._idle + 1
 
 
 def select(parts: Sequence[Part], choice: NodeChoice) -> Selection:

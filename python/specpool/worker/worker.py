@@ -22,7 +22,7 @@ from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import Lanes, causal_view, own_view
 from specpool.attention.seq_lens import SeqLens
 from specpool.draft.base import Drafter
-from specpool.draft.side_by_side import DraftPart, Reading
+from specpool.draft.side_by_side import DraftPart
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache
@@ -41,7 +41,7 @@ from specpool.worker.proposer import Proposal, Proposer
 from specpool.worker.recurrent_forward import StateForward
 from specpool.worker.results import Outcome, PendingStep
 from specpool.worker.row_state import RowState
-from specpool.worker.selection import Selection, select
+from specpool.worker.selection import EarlyEnd, Selection, select
 from specpool.worker.verify import Verdict, verify
 
 
@@ -50,8 +50,8 @@ class Worker:
 
     Attributes:
         graphs: the captured rounds; None = none were captured.
-        ends_early: whether drafting ends where the target could read no deeper draft. True on a
-            CPU. A GPU would have to wait for the answer.
+        early_end: ends drafting where the target could read no deeper draft. It is off on a GPU,
+            which would have to wait for the host.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Worker:
             attention: the back end; its `needs_host_lengths` makes rounds wait for their lengths.
         """
         self.graphs: Graphs | None = None
-        self.ends_early = not runs_kernels(cache.device)
+        self.early_end = EarlyEnd(is_on=not runs_kernels(cache.device))
         self._cache = cache
         vocab_size, device = target.vocab_size, cache.device
         self._keeps_state = target.keeps_state
@@ -202,7 +202,10 @@ class Worker:
             return self._plain_round(lanes, requests, writes_draft=writes_draft, greedy=greedy)
         self._catch_up(plan)
         parts = self._parts(lanes, plan, requests, step.nodes)
-        selection = None if step.nodes is None else select(parts, step.nodes)
+        selection = None
+        if step.nodes is not None:
+            self.early_end.note(parts)
+            selection = select(parts, step.nodes)
         return self._draft_round(lanes, parts, requests, selection)
 
     def steps_of(self, kind: RoundKind, lanes: Lanes) -> Iterator[Outcome]:
@@ -344,10 +347,7 @@ class Worker:
         roots = self._state.root_tokens.index_select(0, part.rows)
         if nodes is None:
             return DraftPart(part, shape, roots)
-        reading = None
-        if self.ends_early:
-            reading = Reading(nodes.num_nodes - len(nodes.factors), nodes.factors[start:end])
-        return DraftPart(part, shape, roots, True, reading)
+        return DraftPart(part, shape, roots, True, self.early_end.reading(nodes, start, end))
 
     def _part(
         self,
