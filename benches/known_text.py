@@ -107,7 +107,7 @@ class KnownDrafter(LMDrafter):
             level = yield ask
             depth += 1
             known = self._guesses
-            if known is not None:
+            if known is not None and level is not None:  # None = drafting ends early
                 topk = level.ids.shape[1]
                 texts = self._text[part.lanes.index].clamp(max=len(known.ids) - 1)
                 places = (part.lanes.starts.long() + depth).clamp(max=known.ids.shape[1] - 1)

@@ -73,6 +73,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 FIXED_SHARE = 0.4  # of the drafts that the engine with a fixed number of nodes reads
 ALL, FIXED, BUDGET, AUTO = "all nodes", "fixed", "budget", "budget, auto"
+FIXED_WHOLE = "fixed, all levels drafted"  # without the early end of drafting
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +168,16 @@ class Trial:
         policy = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": [*KINDS[kind]]}})
         self.plain = self._runner(None, shape=Shape.none())
         self.drafters: list[KnownDrafter] = []
+        fixed = batch + round(FIXED_SHARE * num_drafts)
+        self.num_steps = widest.num_steps
         self.runners = {
             ALL: self._drafting(shape=widest),
-            FIXED: self._drafting(
-                shape=widest, verify_nodes=batch + round(FIXED_SHARE * num_drafts)
-            ),
+            FIXED: self._drafting(shape=widest, verify_nodes=fixed),
+            FIXED_WHOLE: self._drafting(shape=widest, verify_nodes=fixed),
             BUDGET: self._drafting(adaptive=policy),
             AUTO: self._drafting(adaptive=policy, verify_nodes="auto"),
         }
+        self.runners[FIXED_WHOLE].clients.engine.core.worker.early_end.is_on = False
         budget = self.runners[AUTO].clients.engine.core.loop.scheduler.round_shapes.budget
         assert budget is not None and budget.nodes is not None
         self.looks = Looks(budget.nodes)
@@ -259,12 +262,17 @@ def rows_of(trial: Trial, name: str, says: Says, repeats: int) -> Iterator[Resul
         (ALL, "plain"),
         (BUDGET, "plain"),
         (FIXED, ALL),
+        (FIXED, FIXED_WHOLE),
         (BUDGET, ALL),
         (AUTO, ALL),
         (AUTO, BUDGET),
     )
     for way, reference in pairs:
         yield row(way, reference)
+    stats = trial.runners[FIXED].engine.stats()
+    num_levels = stats.drafted_round_ct * trial.num_steps
+    left_out = stats.undrafted_level_ct, "levels", "of the shapes", num_levels
+    yield Result(f"{name}, {FIXED}: levels that were not drafted", *left_out)
     looks = trial.looks
     read = looks.num_read, "nodes", "drafted", looks.num_nodes
     yield Result(f"{name}, {AUTO}: nodes that the target read", *read)

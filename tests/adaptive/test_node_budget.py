@@ -46,7 +46,8 @@ def results(curve: np.ndarray, num_lanes: int, depth: int = 4) -> NodeResults:
     """What a round of these tokens by share of the drafts tells."""
     nothing = np.zeros((num_lanes, depth), np.float32)
     flags = np.zeros(num_lanes, np.bool_)
-    return NodeResults(nothing, flags, curve.astype(np.float32), num_lanes)
+    undrafted = np.zeros(num_lanes, np.int32)
+    return NodeResults(nothing, flags, curve.astype(np.float32), num_lanes, undrafted)
 
 
 def sources(num_lanes: int) -> Any:
@@ -184,9 +185,9 @@ def test_what_a_drafter_says_is_corrected_by_what_came() -> None:
         right = rng.random((6, 2)) < rates[:, None]
         lens = 1 + np.cumprod(right, axis=1).sum(axis=1)
         guess = np.stack([np.ones(6), said, said**2], axis=1)
-        told_now = NodeResults(
-            guess.astype(np.float32), np.zeros(6, np.bool_), np.ones(SHARES, np.float32), 6
-        )
+        flags, undrafted = np.zeros(6, np.bool_), np.zeros(6, np.int32)
+        curve = np.ones(SHARES, np.float32)
+        told_now = NodeResults(guess.astype(np.float32), flags, curve, 6, undrafted)
         budget.learn(rows, drafters, lens.astype(np.int32), told_now)
     factors = budget.factors(rows, drafters)
     assert factors[:, 0] == pytest.approx(1.0, abs=0.5)

@@ -43,6 +43,7 @@ def test_all_ways_stand_beside_all_nodes(monkeypatch, capsys, kind) -> None:
     assert (code, err) == (0, "")
     found = {row["name"]: row for row in json.loads(out)["results"]}
     name = f"tiny, 2 rows, {kind}, honest drafter"
+    assert found[f"{name}, fixed: levels that were not drafted"]["value"] > 0
     for way in ("all nodes", "fixed", "budget", "budget, auto"):
         assert found[f"{name}, {way}"]["value"] > 0
     read = found[f"{name}, budget, auto: nodes that the target read"]

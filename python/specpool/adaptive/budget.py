@@ -256,10 +256,11 @@ class BudgetController:
         shapes: Int32,
         accept_len: Int32,
         goes_on: npt.NDArray[np.bool_] | None = None,
+        undrafted: Int32 | None = None,
     ) -> None:
         """Learn from the results of a round's lanes; int32 [B], and see `RowAcceptance.learn`."""
         self._num_made[rows] += accept_len
-        self._acceptance.learn(rows, shapes, accept_len, goes_on)
+        self._acceptance.learn(rows, shapes, accept_len, goes_on, undrafted)
 
     def observe(
         self,

@@ -60,24 +60,30 @@ class NodeResults:
     Attributes:
         guess: float32 [B, D + 1], the sum of `DraftTree.p` over the nodes read, by depth.
         goes_on: bool [B], whether the walk ended before a right draft that was not read.
-        curve: float32 [G], the tokens to expect of the likeliest nodes, for each of the grid.
+        curve: float32 [G], the tokens to expect of the likeliest nodes, for each of the grid; NaN
+            if drafting has ended early.
         num_lanes: lanes of the round.
+        undrafted: int32 [B], levels of each lane's shape that were not drafted, because drafting
+            has ended early.
     """
 
     guess: Float32
     goes_on: npt.NDArray[np.bool_]
     curve: Float32
     num_lanes: int
+    undrafted: Int32
 
     @classmethod
     def of(cls, told: Float32, num_lanes: int) -> NodeResults:
-        """Unpack float32 [B * (D + 2) + G]: each lane's guess and whether it goes on; the curve."""
+        """Unpack float32 [B * (D + 3) + G]: each lane's fields in this order, and the curve."""
         table = told[:-SHARES].reshape(num_lanes, -1)
-        return cls(table[:, :-1], table[:, -1] > 0, told[-SHARES:], num_lanes)
+        undrafted = table[:, -1].astype(np.int32)
+        return cls(table[:, :-2], table[:, -2] > 0, told[-SHARES:], num_lanes, undrafted)
 
     def lanes(self, lives: npt.NDArray[np.bool_]) -> NodeResults:
         """Return the results of the lanes that are set in `lives`, bool [B]."""
-        return NodeResults(self.guess[lives], self.goes_on[lives], self.curve, self.num_lanes)
+        lanes = self.guess[lives], self.goes_on[lives]
+        return NodeResults(*lanes, self.curve, self.num_lanes, self.undrafted[lives])
 
 
 def nodes_of(share: float, num_lanes: int, total: int) -> int:
@@ -304,7 +310,7 @@ class NodeBudget:
     def learn(self, rows: Int32, drafters: Int32, accept_len: Int32, results: NodeResults) -> None:
         """Learn from a round's lanes, int32 [B] each."""
         gain = results.curve.astype(np.float64) - results.num_lanes
-        if gain[-1] > 0:
+        if gain[-1] > 0:  # not if it is NaN
             share = gain / gain[-1]
             known = share if self._curve is None else self._curve
             self._curve = known + _CURVE_WEIGHT * (share - known)

@@ -61,20 +61,29 @@ class RowAcceptance:
         shapes: Int32,
         accept_len: Int32,
         goes_on: npt.NDArray[np.bool_] | None = None,
+        undrafted: Int32 | None = None,
     ) -> None:
         """Count the results of a round's lanes.
 
         Where a lane `goes_on`, bool [B], the next draft was right too, but the target did not read
         it. So it counts as a hit, and the drafts behind it do not count. None = no lane does.
 
+        A shape's last levels that were `undrafted`, int32 [B], do not count. None = all were
+        drafted.
+
         A row's own results decide soon which family it drafts. What it says of that family then
         says nothing of other rows, so all rows learn from the first rounds of each row alone.
         """
-        if goes_on is not None and goes_on.any():
-            goes_on = goes_on & (accept_len <= self._num_steps[shapes])
-            lesser = accept_len * len(self._family) + shapes
-            shapes = np.where(goes_on, lesser, shapes).astype(np.int32)
+        full = depth = self._num_steps[shapes]  # and the levels that count
+        if undrafted is not None:
+            depth = np.maximum(full - undrafted, 1)
+        if goes_on is not None:
+            goes_on = goes_on & (accept_len <= full)
+            depth = np.where(goes_on, accept_len, depth)
             accept_len = accept_len + goes_on.astype(np.int32)
+        if depth is not full:
+            lesser = depth * len(self._family) + shapes
+            shapes = np.where(depth < full, lesser, shapes).astype(np.int32)
         young = np.ones(len(rows), bool)
         if many := len(self._unseen) > 1:
             young = self._age[rows] < _YOUNG_ROUNDS

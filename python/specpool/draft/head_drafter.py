@@ -106,7 +106,7 @@ class HeadDrafter(ByParts):
             else:
                 branches = self._branches(part.lanes, part.shape)
                 drafting.append(draft_trees(part, level, branches, 0))
-        return run_side_by_side(drafting, run)
+        return run_side_by_side(drafting, run, parts)
 
     def _branches(self, lanes: Lanes, shape: Shape) -> Branches:
         if self._layout == "holey":

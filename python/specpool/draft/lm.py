@@ -196,13 +196,14 @@ class LMDrafter(ByParts):
             logits = self._forward(ask.tokens, ask.positions, ask.view)
             return Level(*likeliest(logits, topk)) if wants_p else Level(None, _best(logits))
 
-        return run_side_by_side([self._draft(part) for part in parts], run)
+        return run_side_by_side([self._draft(part) for part in parts], run, parts)
 
     def _draft(self, part: DraftPart) -> Drafting:
         """Draft a part: read the roots, then go on level by level."""
         root = part.lanes.ahead(0)
         view = causal_view(self._cache, self._group, root)
         level = yield Ask(part.root_tokens, root.positions, view)
+        assert level is not None  # drafting does not end before its first level
         if part.shape.topk == 1:
             return (yield from self._chains.draft(part, level))
         where = self._cache, self._group, part.lanes, part.shape

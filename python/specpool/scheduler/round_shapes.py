@@ -320,8 +320,8 @@ class RoundShapes:
         if self.budget is not None:
             lanes = [lane for lane, request in enumerate(requests) if not request.forced]
             rows = np.array([requests[lane].row for lane in lanes], np.int32)
-            goes_on = None if nodes is None else nodes.goes_on[lanes]
-            self.budget.learn(rows, shapes[lanes], accept_len[lanes], goes_on)
+            of_nodes = () if nodes is None else (nodes.goes_on[lanes], nodes.undrafted[lanes])
+            self.budget.learn(rows, shapes[lanes], accept_len[lanes], *of_nodes)
             return
         chosen = shapes == self._index[choice.shape]
         if any(request.forced for request in requests):

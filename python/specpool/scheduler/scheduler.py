@@ -289,6 +289,8 @@ class Scheduler:
                 if request.forced:
                     self.counts.forced(len(request.forced), int(num_new[lane]) - 1)
             self.round_shapes.learn(step.choice, shapes, num_new, requests, result.nodes)
+            if result.nodes is not None:
+                self.counts.undrafted_level_ct += int(result.nodes.undrafted.sum())
             if self._ledger.overlap_depth:
                 self._running.accept_len[rows] = num_new
         else:

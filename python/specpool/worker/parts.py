@@ -29,6 +29,12 @@ class Part:
     requests: Sequence[Request]  # one per lane; none in a graph
     on_host: Download | None  # the trees, for lanes whose text has a form
 
+    @property
+    def num_drafted_steps(self) -> int:
+        """The levels that were drafted: all of `num_steps`, if drafting has not ended early."""
+        levels = self.tree.levels
+        return self.num_steps if levels is None else min(int(levels.max()), self.num_steps)
+
 
 def bare_tree(roots: Tensor) -> DraftTree:
     """Return trees that consist of the roots, int64 [B], alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from specpool._core import Shape
 from specpool.attention.lanes import Lanes
 from specpool.checks import shown
 from specpool.draft.base import Drafter, DraftTree
-from specpool.draft.side_by_side import DraftPart, drafts_side_by_side
+from specpool.draft.side_by_side import DraftPart, Reading, drafts_side_by_side
 from specpool.errors import ShapeError
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
@@ -72,7 +73,12 @@ class Proposer:
         return [
             found.get(index)
             or self.propose(
-                part.lanes, part.shape, part.root_tokens, requests, wants_p=part.wants_p
+                part.lanes,
+                part.shape,
+                part.root_tokens,
+                requests,
+                wants_p=part.wants_p,
+                reading=part.reading,
             )
             for index, (part, requests) in enumerate(wanted)
         ]
@@ -92,6 +98,7 @@ class Proposer:
         requests: Sequence[Request],
         *,
         wants_p: bool = False,
+        reading: Reading | None = None,
     ) -> Proposal:
         """Make the trees of a part of a round.
 
@@ -104,6 +111,7 @@ class Proposer:
             roots: int64 [B], on the device.
             requests: one per lane; none in a capture.
             wants_p: see `DraftPart`.
+            reading: see `DraftPart`.
 
         Returns:
             The trees, safe for verify to walk, and bool [B], the lanes whose tree was invalid and
@@ -116,7 +124,7 @@ class Proposer:
         sources = self._sources(requests)
         if len(sources) == 1:
             (source,) = sources
-            trees = self._of(source, DraftPart(lanes, shape, roots, wants_p), requests)
+            trees = self._of(source, DraftPart(lanes, shape, roots, wants_p, reading), requests)
             return *trees, None if source == _FORCED else source
         of_lane = np.array([_FORCED if each.forced else each.drafter for each in requests])
         mine = [np.flatnonzero(of_lane == source) for source in sources]
@@ -125,7 +133,8 @@ class Proposer:
         for source, place, lane in zip(sources, places, mine, strict=True):
             some = lanes.filter(of_lane == source).part(0, len(lane), shape.num_draft_tokens)
             theirs = [requests[i] for i in lane.tolist()]
-            part = DraftPart(some, shape, roots[place], wants_p)
+            of_reading = None if reading is None else reading.of(lane)
+            part = DraftPart(some, shape, roots[place], wants_p, of_reading)
             tree, is_broken = self._of(source, part, theirs)
             found.append(tree.to(self._device))
             broken.append(is_broken)
@@ -184,7 +193,7 @@ class Proposer:
         tokens, depths, is_broken = kernels.check_tree(
             tree.tokens, tree.depths, *links, roots, vocab_size=self._vocab_size
         )
-        return DraftTree(tokens, depths, *links, p=tree.p), is_broken
+        return replace(tree, tokens=tokens, depths=depths), is_broken
 
 
 def _forced_trees(requests: Sequence[Request], shape: Shape) -> DraftTree:

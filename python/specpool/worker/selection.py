@@ -14,12 +14,13 @@ from specpool.adaptive.node_budget import NodeChoice
 from specpool.arrays import Int64
 from specpool.attention import AttentionView, ChosenView
 from specpool.draft.base import DraftTree
+from specpool.draft.side_by_side import Reading
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.worker.parts import Part
 from specpool.worker.verify import Verdict
 
-_ROOT_P = 2.0  # above the probability of any draft
+_TRIES = 8  # see `EarlyEnd`
 _LEFT_OUT = -3  # the token of a node that the target does not read: no walk goes there
 
 
@@ -76,7 +77,7 @@ class Selection:
         return tokens.index_select(0, self.of(part, self.places).view(-1)).view_as(part.positions)
 
     def told(self, parts: Sequence[Part], verdicts: Sequence[Verdict]) -> Tensor:
-        """Return what `NodeResults` keeps, for `NodeResults.of`: float32 [B * (D + 2) + G].
+        """Return what `NodeResults` keeps, for `NodeResults.of`: float32 [B * (D + 3) + G].
 
         `verdicts` are those of the parts.
         """
@@ -86,7 +87,9 @@ class Selection:
             guess = _probability(tree) * is_chosen
             by_depth = guess.new_zeros(len(guess), width)
             by_depth.scatter_add_(1, tree.depths.long().clamp(0, width - 1), guess)
-            lanes.append(torch.cat([by_depth, _goes_on(tree, verdict).unsqueeze(1)], 1))
+            left = (part.num_steps - tree.known_levels).clamp(min=0)
+            ends = torch.stack([_goes_on(tree, verdict), left], 1)
+            lanes.append(torch.cat([by_depth, ends], 1))
         return torch.cat([torch.cat(lanes).view(-1), self.curve])
 
     @staticmethod
@@ -96,11 +99,37 @@ class Selection:
         return mine.view_as(part.positions)
 
 
+class EarlyEnd:
+    """Decides in which rounds drafting may end early.
+
+    To find out costs a little at each level. After 8 rounds that did not end early only one of 8
+    rounds tries, until one does. The target reads the same nodes in any case.
+
+    Attributes:
+        is_on: whether any round tries.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        """Try in the first rounds, if `is_on`."""
+        self.is_on, self._idle = is_on, 0  # rounds since drafting has ended early
+
+    def reading(self, choice: NodeChoice, start: int, end: int) -> Reading | None:
+        """Return what the drafter of the lanes `[start, end)` is told; None = nothing."""
+        if not self.is_on or (self._idle > _TRIES and self._idle % _TRIES):
+            return None
+        return Reading(choice.num_nodes - len(choice.factors), choice.factors[start:end])
+
+    def note(self, parts: Sequence[Part]) -> None:
+        """Note whether the drafting of a round with a choice has ended early."""
+        ended = any(part.tree.levels is not None for part in parts)
+        self._idle = 0 if ended else self._idle + 1
+
+
 def select(parts: Sequence[Part], choice: NodeChoice) -> Selection:
     """Choose the nodes that the target reads, on the device, without a wait.
 
-    A node counts with the least probability on its path, so it never comes before its parent. Equal
-    ones come in the order of the round. A probability that is not a number counts as 0.
+    A node counts with the least probability on its path (`DraftTree.values`), so it never comes
+    before its parent. Equal ones come in the order of the round.
 
     Args:
         parts: the round's, with their trees.
@@ -110,12 +139,8 @@ def select(parts: Sequence[Part], choice: NodeChoice) -> Selection:
     factors, grid = upload(device, choice.factors, choice.grid - 1)
     of_parts, roots, lane = [], [], 0
     for part in parts:
-        tree, (batch, size) = part.tree, part.positions.shape
-        depths = tree.depths.long().clamp(0, deepest)
-        by_depth = factors[lane : lane + batch].gather(1, depths)
-        p = (_probability(tree) * by_depth).clamp(0.0, 1.0)
-        p[:, 0] = _ROOT_P
-        of_parts.append(torch.where(tree.mask, p.unsqueeze(1), _ROOT_P).amin(2).view(-1))
+        batch, size = part.positions.shape
+        of_parts.append(part.tree.values(factors[lane : lane + batch]).view(-1))
         firsts = torch.arange(part.first, part.first + batch * size, size, device=device)
         roots.append(firsts.repeat_interleave(size, output_size=batch * size))
         lane += batch
@@ -125,6 +150,8 @@ def select(parts: Sequence[Part], choice: NodeChoice) -> Selection:
     own = is_chosen.cumsum(0) - 1
     places = torch.where(is_chosen, own, own.index_select(0, torch.cat(roots)))
     curve = p.clamp(max=1.0).cumsum(0).index_select(0, grid)
+    if any(part.tree.levels is not None for part in parts):
+        curve.fill_(torch.nan)  # of the drafts that are missing it knows nothing
     of_lanes = None if runs_kernels(device) else _of_lanes(parts, is_chosen.numpy())
     return Selection(nodes, places, is_chosen, curve, deepest + 1, of_lanes)
 
@@ -153,11 +180,16 @@ def _probability(tree: DraftTree) -> Tensor:
 
 
 def _goes_on(tree: DraftTree, verdict: Verdict) -> Tensor:
-    """Return bool [B]: the walk ended before a right draft that the target has not read."""
+    """Return bool [B]: the walk ended before a right draft that the target has not read.
+
+    Nodes below the levels that were drafted are no drafts.
+    """
     lanes, size = tree.tokens.shape
     lens = verdict.accept_len.long().unsqueeze(1)
     last = verdict.accept_index.long().gather(1, lens - 1) % size  # [B, 1]
     is_below = tree.mask.gather(2, last.unsqueeze(1).expand(lanes, size, 1)).squeeze(2)
     is_child = is_below & (tree.depths == tree.depths.gather(1, last) + 1)
     is_right = tree.tokens == verdict.bonus.unsqueeze(1)
+    if tree.levels is not None:
+        is_right &= tree.depths <= tree.levels.unsqueeze(1)
     return (is_child & is_right).any(1)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool._core import Ledger, Plan, Shape
+from specpool.adaptive.node_budget import NodeChoice
 from specpool.attention import AttentionView, BackEnd, ChosenView, Started
 from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import Lanes, causal_view, own_view
@@ -40,7 +41,7 @@ from specpool.worker.proposer import Proposal, Proposer
 from specpool.worker.recurrent_forward import StateForward
 from specpool.worker.results import Outcome, PendingStep
 from specpool.worker.row_state import RowState
-from specpool.worker.selection import Selection, select
+from specpool.worker.selection import EarlyEnd, Selection, select
 from specpool.worker.verify import Verdict, verify
 
 
@@ -49,6 +50,8 @@ class Worker:
 
     Attributes:
         graphs: the captured rounds; None = none were captured.
+        early_end: ends drafting where the target could read no deeper draft. It is off on a GPU,
+            which would have to wait for the host.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Worker:
             attention: the back end; its `needs_host_lengths` makes rounds wait for their lengths.
         """
         self.graphs: Graphs | None = None
+        self.early_end = EarlyEnd(is_on=not runs_kernels(cache.device))
         self._cache = cache
         vocab_size, device = target.vocab_size, cache.device
         self._keeps_state = target.keeps_state
@@ -197,8 +201,11 @@ class Worker:
             writes_draft = plan.writes_draft
             return self._plain_round(lanes, requests, writes_draft=writes_draft, greedy=greedy)
         self._catch_up(plan)
-        parts = self._parts(lanes, plan, requests, wants_p=step.nodes is not None)
-        selection = None if step.nodes is None else select(parts, step.nodes)
+        parts = self._parts(lanes, plan, requests, step.nodes)
+        selection = None
+        if step.nodes is not None:
+            self.early_end.note(parts)
+            selection = select(parts, step.nodes)
         return self._draft_round(lanes, parts, requests, selection)
 
     def steps_of(self, kind: RoundKind, lanes: Lanes) -> Iterator[Outcome]:
@@ -300,14 +307,18 @@ class Worker:
         self._followers.catch_up(plan, self._state)
 
     def _parts(
-        self, lanes: Lanes, plan: Plan, requests: Sequence[Request], *, wants_p: bool
+        self,
+        lanes: Lanes,
+        plan: Plan,
+        requests: Sequence[Request],
+        nodes: NodeChoice | None,
     ) -> list[Part]:
         """Split the lanes into runs that share a shape, and propose the trees of all."""
         shapes = plan.shapes
         ends = [*(np.flatnonzero(np.diff(shapes)) + 1).tolist(), len(shapes)]
         starts = [0, *ends[:-1]]
         wanted = [
-            self._wanted(lanes, start, end, self._shapes[shapes[start]], wants_p=wants_p)
+            self._wanted(lanes, start, end, self._shapes[shapes[start]], nodes)
             for start, end in zip(starts, ends, strict=True)
         ]
         of = [requests[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -324,12 +335,19 @@ class Worker:
         return parts
 
     def _wanted(
-        self, lanes: Lanes, start: int, end: int, shape: Shape, *, wants_p: bool = False
+        self,
+        lanes: Lanes,
+        start: int,
+        end: int,
+        shape: Shape,
+        nodes: NodeChoice | None = None,
     ) -> DraftPart:
         """Return what the lanes `[start, end)` are to draft, all with one shape."""
         part = lanes.part(start, end, shape.num_draft_tokens)
         roots = self._state.root_tokens.index_select(0, part.rows)
-        return DraftPart(part, shape, roots, wants_p)
+        if nodes is None:
+            return DraftPart(part, shape, roots)
+        return DraftPart(part, shape, roots, True, self.early_end.reading(nodes, start, end))
 
     def _part(
         self,
