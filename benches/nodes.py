@@ -269,7 +269,7 @@ def rows_of(trial: Trial, name: str, says: Says, repeats: int) -> Iterator[Resul
     )
     for way, reference in pairs:
         yield row(way, reference)
-    stats = trial.runners[FIXED].engine.stats()
+    stats = trial.runners[FIXED].clients.engine.stats()
     num_levels = stats.drafted_round_ct * trial.num_steps
     left_out = stats.undrafted_level_ct, "levels", "of the shapes", num_levels
     yield Result(f"{name}, {FIXED}: levels that were not drafted", *left_out)
