@@ -221,6 +221,21 @@ def test_it_answers_nothing_while_it_leaves(sides):
     here.turn(ident, 0, PROMPTS[0])
 
 
+def test_a_session_that_has_moved_on_is_not_one_that_was_closed(sides):
+    """Law: its opener says 410, and knows that it may come back; of a closed one it says 404."""
+    here, there = sides("here"), sides("there")
+    ident, closed = (run(here.sessions.open(None)).ident for _ in range(2))
+    run(here.sessions.close(closed))
+    assert not here.sessions.may_come(ident) and not here.sessions.may_come(closed)
+    record, _ = run(here.sessions.pack(ident))
+    assert here.sessions.may_come(ident)
+    here.sessions.unpack(record)
+    run(moved(here, there, ident))
+    assert here.sessions.may_come(ident) and not here.sessions.may_come(closed)
+    assert code_of(here.sessions.find, ident) == (410, "session_lost")
+    assert code_of(here.sessions.find, closed) == (404, "session_not_found")
+
+
 def test_a_busy_session_does_not_leave(sides):
     here = sides("here")
     ident = run(here.sessions.open(None)).ident
@@ -251,6 +266,14 @@ def test_a_parcel_that_comes_again_does_nothing(sides):
 def test_two_parcels_at_once_are_one_session(sides):
     here, there = sides("here"), sides("there")
     ident = run(here.sessions.open(None)).ident
+
+    call = there.call
+
+    async def later(*args):
+        await asyncio.sleep(0)  # the engine answers later, and others go on
+        return await call(*args)
+
+    there.call = later
 
     async def main():
         _, parcel = await here.sessions.pack(ident)
