@@ -14,6 +14,7 @@ from specpool.engine.texts import Texts
 from specpool.errors import ConfigError
 from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.client import EngineFault, EngineGone
+from specpool.serve.bridge.parcel import ParcelNumbers
 from specpool.serve.bridge.runner import Runner, done, ready
 from specpool.serve.config import ServeConfig
 from specpool.serve.sessions import Sessions
@@ -347,3 +348,13 @@ def test_a_session_may_begin_with_tokens():
             with pytest.raises(ConfigError, match=says):
                 engine.open_session(tokens=wrong)
         assert engine.stats().num_sessions == 1
+
+
+def test_parcel_numbers_only_grow_and_the_oldest_are_forgotten():
+    numbers = ParcelNumbers()
+    numbers.note("a", 3)
+    numbers.note("a", 2)
+    assert numbers.latest("a") == 3 and numbers.latest("b") == 0 and "a" in numbers
+    for i in range(4096):
+        numbers.note(f"s{i}", 1)
+    assert "a" not in numbers and "s0" in numbers
