@@ -366,6 +366,14 @@ def test_a_request_waits_for_a_session_that_may_come():
         own.sessions.find("giver.x")
 
 
+def test_a_session_that_was_closed_here_moves_nowhere():
+    own = Replica(num=1)
+    own.do(own.sessions.close(own.idents[0]))
+    own.mover.update(["a"])
+    with pytest.raises(ApiError, match="it was closed"):
+        own.sessions.find(own.idents[0])
+
+
 def test_an_id_of_another_form_is_nowhere():
     own = Replica()
     own.mover.update(["own", "a", "b"])

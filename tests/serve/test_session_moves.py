@@ -14,6 +14,7 @@ from specpool.engine.texts import Texts
 from specpool.errors import ConfigError
 from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.client import EngineFault, EngineGone
+from specpool.serve.bridge.parcel import ParcelNumbers
 from specpool.serve.bridge.runner import Runner, done, ready
 from specpool.serve.config import ServeConfig
 from specpool.serve.sessions import Sessions
@@ -221,6 +222,21 @@ def test_it_answers_nothing_while_it_leaves(sides):
     here.turn(ident, 0, PROMPTS[0])
 
 
+def test_a_session_that_has_moved_on_is_not_one_that_was_closed(sides):
+    """Law: its opener says 410, and knows that it may come back; of a closed one it says 404."""
+    here, there = sides("here"), sides("there")
+    ident, closed = (run(here.sessions.open(None)).ident for _ in range(2))
+    run(here.sessions.close(closed))
+    assert not here.sessions.may_come(ident) and not here.sessions.may_come(closed)
+    run(moved(here, there, ident))
+    assert here.sessions.may_come(ident) and not here.sessions.may_come(closed)
+    assert code_of(here.sessions.find, ident) == (410, "session_lost")
+    assert code_of(here.sessions.find, closed) == (404, "session_not_found")
+    other = run(here.sessions.open(None)).ident
+    run(here.sessions.pack(other))
+    assert here.sessions.may_come(other)
+
+
 def test_a_busy_session_does_not_leave(sides):
     here = sides("here")
     ident = run(here.sessions.open(None)).ident
@@ -251,6 +267,14 @@ def test_a_parcel_that_comes_again_does_nothing(sides):
 def test_two_parcels_at_once_are_one_session(sides):
     here, there = sides("here"), sides("there")
     ident = run(here.sessions.open(None)).ident
+
+    call = there.call
+
+    async def later(*args):
+        await asyncio.sleep(0)  # the engine answers later, and others go on
+        return await call(*args)
+
+    there.call = later
 
     async def main():
         _, parcel = await here.sessions.pack(ident)
@@ -324,3 +348,13 @@ def test_a_session_may_begin_with_tokens():
             with pytest.raises(ConfigError, match=says):
                 engine.open_session(tokens=wrong)
         assert engine.stats().num_sessions == 1
+
+
+def test_parcel_numbers_only_grow_and_the_oldest_are_forgotten():
+    numbers = ParcelNumbers()
+    numbers.note("a", 3)
+    numbers.note("a", 2)
+    assert numbers.latest("a") == 3 and numbers.latest("b") == 0 and "a" in numbers
+    for i in range(4096):
+        numbers.note(f"s{i}", 1)
+    assert "a" not in numbers and "s0" in numbers
