@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from specpool.errors import ConfigError
 
 if TYPE_CHECKING:
+    from urllib.parse import SplitResult
+
     from _typeshed import DataclassInstance
 
 
@@ -19,6 +21,18 @@ def shown(value: object) -> str:
         return f"{value!r:.80}"
     except ValueError:  # Python does not write an integer of more than 4300 digits
         return f"a {type(value).__name__} that is too long to show"
+
+
+def split_url(name: str, text: str) -> SplitResult:
+    """Return the parts of a URL; raise `ConfigError` if it is none, or if its port is none."""
+    from urllib.parse import urlsplit
+
+    try:
+        url = urlsplit(text)
+        _ = url.port  # it is parsed now
+    except ValueError as error:
+        raise ConfigError(f"{name}: {shown(text)} is no address: {error}") from None
+    return url
 
 
 def check_int(name: str, value: object, least: int, most: int) -> None:

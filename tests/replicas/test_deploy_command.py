@@ -99,6 +99,7 @@ def test_no_secret_is_printed(monkeypatch, capsys, tmp_path):
         (["--api-key-file", "k"], "--api-key-file must be an absolute path"),
         (["--", "--help"], "No such option: --help"),
         (["--apply", "--address", "x"], "--address must be a dashboard's, such as http://127"),
+        (["--apply", "--address", "http://a:99999"], "--address: 'http://a:99999' is no address"),
         (["--apply", "--address", "http://127.0.0.1:9"], "there is no Ray cluster at http://127."),
     ],
 )

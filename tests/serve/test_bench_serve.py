@@ -177,6 +177,8 @@ def test_the_command_prints_one_object(server, capsys, monkeypatch):
     [
         (["--url", "http://example.com"], "another machine"),
         (["--url", "ftp://127.0.0.1"], "--url must begin with http"),
+        (["--url", "http://127.0.0.1:99999"], "127.0.0.1:99999' is no address: Port out of"),
+        (["--url", "http://[::1"], "--url: 'http://[::1' is no address: Invalid IPv6 URL"),
         (["--url", "http://127.0.0.1:1"], "no connection"),
         (["--rate", "1", "--concurrency", "2"], "both say"),
         (["--rate", "-1"], "--rate must be above 0"),

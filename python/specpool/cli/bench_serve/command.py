@@ -19,7 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from rich.console import Console
 
-from specpool.checks import check_int
+from specpool.checks import check_int, split_url
 from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, draw, machine, report
 from specpool.cli.serve import KEY_VARIABLE
@@ -141,7 +141,7 @@ def _checked(job: Job) -> SplitResult | None:
         check_int("batch", job.batch, 1, 1 << 16)
         checks.check_models(job.target, [] if job.draft in (None, "none") else [job.draft])
         return None
-    url = urlsplit(job.url.removesuffix("/").removesuffix("/v1"))
+    url = split_url("url", job.url.removesuffix("/").removesuffix("/v1"))
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(f"url must begin with http:// or https://, got {job.url!r:.200}")
     if not _is_loopback(url.hostname) and not job.allow_remote:

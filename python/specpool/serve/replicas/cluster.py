@@ -7,13 +7,12 @@ import json
 import os
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from specpool.checks import shown
+from specpool.checks import shown, split_url
 from specpool.errors import ConfigError
 
 _PATH = "/api/serve/applications/"
@@ -31,7 +30,7 @@ class Cluster:
         Raises:
             ConfigError: the address is none.
         """
-        parts = urllib.parse.urlsplit(address)
+        parts = split_url("address", address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
                 f"address must be a dashboard's, such as http://127.0.0.1:8265, got "
