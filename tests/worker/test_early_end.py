@@ -451,6 +451,16 @@ def test_few_rounds_try_where_drafting_does_not_end_early() -> None:
     ]  # fmt: skip
 
 
+def test_an_engine_notes_rounds_that_do_not_end_early(target, heads) -> None:
+    """Two chains of which all drafts but one are read need all their levels."""
+    config = EngineConfig(shape=CHAIN, verify_nodes=11, max_context_len=160)
+    engine = Engine(target, EagleDrafter(heads["specpool/tiny-eagle3"]), config=config)
+    outputs = engine.generate(corpus.prompts(2, 30), params())
+    assert [output.error for output in outputs] == [None] * 2
+    assert engine.core.worker.early_end._idle > 3
+    assert engine.stats().undrafted_level_ct == 0
+
+
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
 def test_a_gpu_drafts_all_levels(target, heads, monkeypatch, shape: Shape) -> None:
     """It would have to wait for the answer."""
