@@ -34,6 +34,7 @@ _HOPE_ROUNDS = 8  # from one look for a hopeful round to the next, a multiple of
 # Rounds of one shape may give so many times the tokens per second that are known, if there was
 # none for so many rounds.
 _LOOK_HOPE, _LOOK_ROUNDS = 1.2, 64
+_MOST_LOOK_ROUNDS = 1024  # the rounds double with each look, up to these
 _FIRST_HOPE = 2.5  # likewise, of the narrowest shape before its first round: drafts must not lose
 _HORIZON = 16.0  # rounds in which a row makes up for what it is behind its target
 MOST_PRIORITY = 8  # steps of priority beyond which a token is worth no more, or no less
@@ -96,8 +97,9 @@ class BudgetController:
         self._started = np.full(num_rows, np.nan)  # when the row had its first round
         self._num_made = np.zeros(num_rows)  # tokens since then
         self._round, self._saved = 0, _MOST_SAVED
-        # The latest round of each shape alone.
-        self._alone: Int64 = np.full(len(shapes), -_LOOK_ROUNDS)
+        # The round from which each shape may be looked at, and the rounds to the next look.
+        self._look_at: Int64 = np.zeros(len(shapes), np.int64)
+        self._look_gap: Int64 = np.full(len(shapes), _LOOK_ROUNDS)
         # Rows, shapes and choice of the rounds until the next choice; None = choose anew.
         self._kept: tuple[Int32, Int32, Int32] | None = None
         self._open: tuple[Int32, Int32, float, int] | None = None  # rows, shapes, loss, missed
@@ -145,6 +147,8 @@ class BudgetController:
             if look is not None:
                 chosen, loss = look
                 self._kept = rows, shapes, chosen
+                gap = self._look_gap[chosen[0]]
+                self._look_gap[chosen[0]] = min(2 * gap, _MOST_LOOK_ROUNDS)
             else:
                 hopes = self._acceptance.tokens(rows, hopes=True)
                 hopeful, longer, _ = self._choice(rows, shapes, hopes, due, room)
@@ -166,8 +170,8 @@ class BudgetController:
         found, best = None, 1.0
         for column, alike in enumerate(shapes.T):
             shape = int(alike[0])
-            is_first = not column and self._alone[shape] < 0
-            if self._round - self._alone[shape] < _LOOK_ROUNDS or (alike != shape).any():
+            is_first = not column and not self._look_at[shape]
+            if self._round < self._look_at[shape] or (alike != shape).any():
                 continue
             counts = np.zeros(len(self._index), np.int64)
             counts[shape] = len(alike)
@@ -245,7 +249,7 @@ class BudgetController:
         self._latest[rows] = shapes
         self._saved = min(self._saved + _HOPE_SHARE - loss, _MOST_SAVED)
         if (shapes == shapes[0]).all():
-            self._alone[shapes[0]] = self._round
+            self._look_at[shapes[0]] = self._round + self._look_gap[shapes[0]]
         self._round += 1
         self.missed_ct += missed
         self._open = None

@@ -24,8 +24,9 @@ Float64 = npt.NDArray[np.float64]
 
 _MOST_MIXES = 128  # compositions of rounds that are kept; the oldest of service goes first
 _WEIGHT = 0.2  # of a new measurement of a composition
-# The first measurements of one in service and their weight: the start or a fit may be wrong.
-_NUM_FIRST, _FIRST_WEIGHT = 4, 0.5
+# The first measurements of one in service and their weight, if they differ by more than a tenth:
+# the start or a fit may be wrong.
+_NUM_FIRST, _FIRST_WEIGHT, _WRONG = 4, 0.5, 0.1
 _NUM_RATIOS = 9  # rounds whose median is the load
 _NUM_NEW = 4  # rounds of a shape, after those of another, whose load was another's
 _REFIT = 256  # the most rounds in service from one fit to the next
@@ -142,10 +143,10 @@ class RoundCost:
         place = key, _octave(counts, context)
         num = self._samples[place].num if place in self._samples else 0
         if learns:
-            weight = _FIRST_WEIGHT if num < _NUM_FIRST else _WEIGHT
             self._visit.append(min(max(took, known / 2), 2 * known))
             middle = sorted(self._visit)[(len(self._visit) - 1) // 2]  # a stall only adds seconds
-            known += weight * (middle - known)
+            is_wrong = num < _NUM_FIRST and abs(middle / known - 1) > _WRONG
+            known += (_FIRST_WEIGHT if is_wrong else _WEIGHT) * (middle - known)
             num += 1
             if num == _NUM_FIRST and is_uniform:  # now it is known, so others lean on it
                 self._number, self._size = self._number + 1, 0
