@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benches import budget_model as model
 from benches.budget_bound import most_goodput
-from benches.clients import Clients
+from benches.clients import Clients, lengths
 from benches.lines import Line, table_of
 from specpool import _core
 from specpool._core import Shape
@@ -328,13 +328,13 @@ def _real_lines(
     prompts = corpus.prompts(num, 96)
     params = [
         SamplingParams(
-            max_new_tokens=num_tokens,
+            max_new_tokens=each,
             ignore_eos=True,
             seed=number,
             # All clients have as many of each kind.
             temperature=1.5 if (number + number // size) % 2 else 0.0,
         )
-        for number in range(num)
+        for number, each in enumerate(lengths(num, num_tokens))
     ]
     clients = {name: Clients(each, prompts, params, size) for name, each in engines.items()}
 
@@ -343,7 +343,7 @@ def _real_lines(
         clients[name].begin()
         while clients[name].turns(1):
             pass
-        return num * num_tokens / (time.process_time() - start)
+        return sum(map(len, clients[name].texts)) / (time.process_time() - start)
 
     for name in engines:  # no engine is fresh
         turn(name)

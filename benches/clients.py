@@ -1,7 +1,8 @@
 """`Clients`: some users of one engine, each of whom sends a request when the one before has ended.
 
 So the batch stays full until the last requests. If all requests began together, those whose drafts
-are right would end early, and the rest would run in a small batch, which no service does.
+are right would end early, and the rest would run in a small batch, which no service does. Requests
+have different lengths: else plain rows would begin and end together, and share their prefills.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ from collections.abc import Iterator, Sequence
 from specpool.engine.engine import Engine
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.sampling_params import SamplingParams
+
+
+def lengths(num: int, mean: int) -> list[int]:
+    """Return the tokens of some requests, spread evenly over half of the mean to one and a half."""
+    return [max(round(mean * (0.5 + (0.618034 * number) % 1)), 1) for number in range(num)]
 
 
 class Clients:

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from benches.clients import Clients
+from benches.clients import Clients, lengths
 from benches.known_text import Guesses, KnownDrafter, Says, guesses
 from benches.plain_rows import SIZES
 from specpool._core import Shape
@@ -185,13 +185,15 @@ class Trial:
     def _runner(self, drafter: KnownDrafter | None, **options: Any) -> Runner:
         config = EngineConfig(
             max_batch=self.batch,
-            max_context_len=self._context + self._tokens + 64,
-            num_pages=(self._context + self.batch * (self._tokens + 96)) // 16 + 64,
+            max_context_len=self._context + 2 * self._tokens + 64,
+            num_pages=(self._context + self.batch * (2 * self._tokens + 96)) // 16 + 64,
             **options,
         )
         engine = Engine(self._target, drafter, config=config)
-        params = SamplingParams(max_new_tokens=self._tokens, ignore_eos=True)
-        every = [params] * len(self._prompts)
+        every = [
+            SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
+            for num_tokens in lengths(len(self._prompts), self._tokens)
+        ]
         return Runner(Clients(engine, self._prompts, every, self.batch))
 
     def _drafting(self, **options: Any) -> Runner:
@@ -204,9 +206,10 @@ class Trial:
         self.plain.begin()
         while self.plain.turns():
             pass
-        texts = self.plain.texts
-        room = [0] * 64
-        self._texts = np.array([[*p, *t, *room] for p, t in zip(self._prompts, texts, strict=True)])
+        texts = [[*p, *t] for p, t in zip(self._prompts, self.plain.texts, strict=True)]
+        self._texts = np.zeros((len(texts), max(map(len, texts)) + 64), np.int64)
+        for number, text in enumerate(texts):
+            self._texts[number, : len(text)] = text
 
     def guesses(self, says: Says) -> Guesses:
         """Make up guesses of the texts."""
