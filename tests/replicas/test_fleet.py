@@ -58,9 +58,13 @@ def test_updates_with_deaths_and_losses_break_no_law():
     assert min(tally.moved, tally.deaths, tally.lost_messages, tally.lost_sessions) > 10
 
 
-def test_the_same_seed_is_the_same_fleet():
-    assert run(3) == run(3)
-    assert run(3) != run(4)
+@pytest.mark.parametrize(
+    ("seed", "make"), [(3, fleet_settings), (4, fleet_settings), (7, update_settings)]
+)
+def test_the_same_seed_is_the_same_fleet(seed, make):
+    first = run(seed, make=make)
+    assert [run(seed, make=make) for _ in range(3)] == [first] * 3
+    assert run(seed + 1, make=make) != first
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)

@@ -33,7 +33,7 @@ class Node:
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
         self.is_up = True
-        self.calls: set[Call] = set()  # those that it serves
+        self.calls: dict[Call, None] = {}  # those that it serves; a set has no fixed order
 
     def die(self) -> None:
         """End at once; the callers of open calls learn it after a moment."""
@@ -61,7 +61,7 @@ class Call:
         if self._is_answered:
             raise FleetLaw(f"{self._far.name} answered a call of {self._near.name} twice: {value}")
         self._is_answered = True
-        self._far.calls.discard(self)
+        self._far.calls.pop(self, None)
         self.end(value)
 
     def end(self, value: Any) -> None:
@@ -79,7 +79,7 @@ class Call:
             return
         self._is_over = True
         world = self._near.world
-        self._far.calls.discard(self)
+        self._far.calls.pop(self, None)
 
         def left() -> None:
             self.has_left = True
@@ -197,7 +197,7 @@ class World:
             if not far.is_up:
                 call.end(Cut(is_dead=True))
                 return
-            far.calls.add(call)
+            far.calls[call] = None
             serve(call)
 
         if self.passes(near, far):
