@@ -26,7 +26,7 @@ from specpool.serve.config import ServeConfig
         (["--allow-origin", "site.example"], "an origin is * or begins with http"),
         (["--api-key-file", "/no/such"], "--api-key-file /no/such cannot be read"),
         (["--chat-template", "/no/such"], "--chat-template /no/such cannot be read"),
-        (["--name", ""], "names must be"),
+        (["--name", ""], "--name must be one name or several"),
         (["--target", "/no/such"], "--target: no model at '/no/such'"),
         (["--batch", "0"], "--batch must be an integer in [1, "),
         (["--shape", "3x1x9"], "cannot be built"),
