@@ -195,3 +195,18 @@ def test_a_new_policy_looks_at_plain_rounds_first(wrong: dict[int, float]) -> No
     shapes = served(controller, np.full(8, 0.45), np.full(8, 64), 4)
     assert (shapes == 0).all()
     assert controller._saved < 0.7
+
+
+def test_what_service_has_learned_stays_however_much_the_start_told() -> None:
+    """Law: the bound on the compositions that are kept counts those of service alone."""
+    cost, rng = RoundCost(SHAPES), np.random.default_rng(0)
+    for _ in range(1000):
+        counts = rng.multinomial(40, [1 / 3] * 3)
+        cost.tell(counts, seconds_of(counts, 64.0 * counts), 64.0 * counts)
+    assert len(cost._told) > 150
+    mixed = np.array([1, 2, 37])
+    fitted = cost.known(mixed, 64.0 * mixed)
+    for _ in range(20):
+        cost.observe(mixed, 1.5 * fitted, 64.0 * mixed)
+    cost.observe(np.array([2, 2, 36]), fitted, 64.0 * np.array([2, 2, 36]))
+    assert cost.known(mixed, 64.0 * mixed) > 1.3 * fitted

@@ -22,7 +22,7 @@ from specpool.arrays import Int64
 
 Float64 = npt.NDArray[np.float64]
 
-_MOST_MIXES = 128  # compositions of rounds that are kept; the oldest of service goes first
+_MOST_MIXES = 128  # compositions of rounds in service that are kept, the latest ones
 _WEIGHT = 0.2  # of a new measurement of a composition
 # The first measurements of one in service and their weight, if they differ by more than a tenth:
 # the start or a fit may be wrong.
@@ -151,10 +151,8 @@ class RoundCost:
             if num == _NUM_FIRST and is_uniform:  # now it is known, so others lean on it
                 self._number, self._size = self._number + 1, 0
         self._put(place, _Sample(known, context, num))
-        if len(self._samples) > _MOST_MIXES:
-            oldest = next((each for each in self._samples if each not in self._told), None)
-            if oldest is not None:
-                del self._samples[oldest]
+        if len(self._samples) - len(self._told) > _MOST_MIXES:
+            del self._samples[next(each for each in self._samples if each not in self._told)]
         self._since += 1
         if self._since >= self._until:
             self._since, self._number, self._size = 0, self._number + 1, 0
