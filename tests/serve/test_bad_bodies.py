@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import time
+from functools import partial
 
 import pytest
 
@@ -243,6 +244,23 @@ def test_what_is_no_http_for_us_is_refused(server, content, status):
     line, _, rest = answer.partition(b"\r\n")
     assert line.startswith(f"HTTP/1.1 {status}".encode()), answer[:200]
     check_error(json.loads(rest.partition(b"\r\n\r\n")[2]), status)
+
+
+def test_a_client_that_goes_on_sending_hears_why_it_is_refused(server):
+    """Law: what a refused client still sends does not cut off the answer."""
+    answer = server.raw(b"GET /" + b"a" * (8 << 20))
+    assert answer.startswith(b"HTTP/1.1 431"), answer[:200]
+
+
+def test_what_is_no_http_ends_the_request_before_it(server):
+    body = json.dumps({"prompt": "a", "max_tokens": 64, "stream": True})
+    first = head("Content-Type: application/json", f"Content-Length: {len(body)}") + body.encode()
+    with socket.create_connection(("127.0.0.1", server.port), 20) as sock:  # open to the end
+        sock.sendall(first + b"no HTTP\r\n\r\n")
+        answer = b"".join(iter(partial(sock.recv, 65536), b""))
+        assert b"HTTP/1.1 400 Refused" in answer and b"[DONE]" not in answer, answer[:200]
+        server.idle()
+        time.sleep(0.5)  # a request that still ran would write, which the log would tell
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from specpool.serve.api.errors import ApiError
 from specpool.serve.config import ServeConfig
 
+#: Seconds in which a refused client may go on sending: to close at once would cut off the answer.
+_LINGER = 2.0
+
 
 def guarded(serve: ServeConfig) -> type[HttpToolsProtocol]:
     """Return the protocol class for a server with these limits."""
@@ -63,7 +66,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self.idle.pop(self, None)
         super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
+        if self._in_head and self._refusal is None and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.max_header:
                 self._refuse()
@@ -108,13 +111,19 @@ class GuardedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, in OpenAI's shape."""
         error = self._refusal or ApiError(400, "this is no HTTP request", code="bad_request")
+        self._refusal = error  # what else comes is not read
         response = error.response()
         head = [f"HTTP/1.1 {error.status} Refused".encode()]
         head += [name + b": " + value for name, value in response.raw_headers]
         head += [b"connection: close", b"", bytes(response.body)]
         self._stop_waiting()
         self.transport.write(b"\r\n".join(head))
-        self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()  # its request ends too
+            return
+        self.transport.write_eof()
+        self.idle[self] = None
+        self._timer = self.loop.call_later(_LINGER, self.transport.close)
 
     def _make_room(self) -> bool:
         """End the connection that is idle for the longest time; return whether there was one."""
