@@ -21,6 +21,7 @@ import numpy.typing as npt
 from benches.budget_curves import LLAMA_8B_A100, LLAMA_70B_4_A100, Curve
 from specpool._core import Shape
 from specpool.adaptive import BudgetController, Controller
+from specpool.arrays import Int32
 from specpool.scheduler.round_shapes import RoundShapes
 from specpool.shape_names import parse_shape
 
@@ -55,12 +56,12 @@ class Device:
     overhead: float  # seconds of a forward beside the kernels
     curve: Curve = ()  # measured milliseconds of the linear layers, by nodes
 
-    def forward(self, nodes: float, rows: float, *, head: bool = False) -> float:
-        """Seconds of one forward of so many nodes."""
+    def forward(self, nodes: float, context: float, *, head: bool = False) -> float:
+        """Seconds of one forward of so many nodes, whose rows hold so many tokens in all."""
         weights, flops = (
             (self.head_bytes, self.head_flops) if head else (self.weight_bytes, self.token_flops)
         )
-        kv = rows * CONTEXT_LEN * self.token_bytes * (1 / 32 if head else 1.0)
+        kv = context * self.token_bytes * (1 / 32 if head else 1.0)
         bytes_time = (weights + kv) / (0.8 * self.peak_bytes)
         seconds = max(bytes_time, nodes * flops / (0.6 * self.peak_flops))
         if self.curve and not head:
@@ -68,16 +69,24 @@ class Device:
             seconds += float(np.interp(nodes, sizes, milliseconds)) / 1e3
         return self.overhead * (0.2 if head else 1) + seconds
 
-    def round(self, shapes: Sequence[Shape], counts: Sequence[float]) -> float:
-        """Seconds of a round in which `counts` lanes have each shape."""
-        rows = sum(counts)
-        nodes = sum(n * shape.num_draft_tokens for n, shape in zip(counts, shapes, strict=True))
-        seconds = self.forward(nodes, rows)
-        used = [(n, shape) for n, shape in zip(counts, shapes, strict=True) if n]
-        for depth in range(max(shape.num_steps for _, shape in used)):
-            drafting = [(n, shape.topk) for n, shape in used if shape.num_steps > depth]
-            nodes, rows = sum(n * topk for n, topk in drafting), sum(n for n, _ in drafting)
-            seconds += self.forward(nodes, rows, head=True)
+    def round(
+        self,
+        shapes: Sequence[Shape],
+        counts: Sequence[float],
+        contexts: Sequence[float] | None = None,
+    ) -> float:
+        """Seconds of a round in which `counts` lanes have each shape.
+
+        `contexts` are the tokens that the lanes of each shape hold in all.
+        """
+        held = [n * CONTEXT_LEN for n in counts] if contexts is None else contexts
+        lanes = [lane for lane in zip(counts, shapes, held, strict=True) if lane[0]]
+        nodes = sum(n * shape.num_draft_tokens for n, shape, _ in lanes)
+        seconds = self.forward(nodes, sum(tokens for *_, tokens in lanes))
+        for depth in range(max(shape.num_steps for _, shape, _ in lanes)):
+            drafting = [lane for lane in lanes if lane[1].num_steps > depth]
+            nodes = sum(n * shape.topk for n, shape, _ in drafting)
+            seconds += self.forward(nodes, sum(tokens for *_, tokens in drafting), head=True)
         return seconds
 
 
@@ -122,6 +131,7 @@ class Mix:
 
     name: str
     rates: tuple[float, ...]  # the acceptance rates of requests, which take turns
+    contexts: tuple[int, ...] = (CONTEXT_LEN,)  # tokens that they hold, which take turns likewise
     target_share: float = 0.0  # of the requests
     tpot_ms: float = 0.0
     relaxed_ms: float = 0.0  # the target of the other requests; 0 = none
@@ -163,6 +173,7 @@ class Rows:
         """Give each row a request, at a random place in it."""
         self.mix, self.rng = mix, np.random.default_rng(seed)
         self._number = [*range(num_rows)]  # of each row's request: difficulties take turns
+        self.context: Int32 = np.zeros(num_rows, np.int32)
         self.rate, self.target = np.zeros((2, num_rows))
         self.made, self.began = np.zeros((2, num_rows))
         self.left = self.rng.uniform(0.2, 1.0, num_rows) * REQUEST_LEN
@@ -174,6 +185,7 @@ class Rows:
         number, num_rates = self._number[row], len(self.mix.rates)
         self._number[row] += 1
         self.rate[row] = self.mix.rates[number % num_rates]
+        self.context[row] = self.mix.contexts[number // num_rates % len(self.mix.contexts)]
         has_target = (number // num_rates * 0.618034) % 1 < self.mix.target_share
         self.target[row] = self.mix.tpot_ms if has_target else self.mix.relaxed_ms
         self.made[row], self.began[row] = 0.0, now
@@ -201,7 +213,9 @@ def run(
     """
     rows, found, now = Rows(mix, num_rows, seed), Run(), 0.0
     shapes = [*CANDIDATES]
-    round_shapes = RoundShapes(shapes, num_rows, controller)
+    # What rows hold does not count where all hold the same.
+    lens = rows.context if len(mix.contexts) > 1 else None
+    round_shapes = RoundShapes(shapes, num_rows, controller, lens=lens)
     _, index, choices = round_shapes.allowed(shape, None)
     requests: list[Any] = [
         SimpleNamespace(
@@ -220,7 +234,7 @@ def run(
     if controller is not None:
         draws = np.random.default_rng(seed).normal(scale=error, size=len(CANDIDATES))
         factors = dict(zip(CANDIDATES, np.exp(draws).tolist(), strict=True))
-        _calibrate(device, controller, num_rows, factors)
+        _calibrate(device, controller, num_rows, factors, mix.contexts)
     limits = np.ones(num_rows, np.int32)
     every = np.arange(num_rows)
     for _ in range(rounds):
@@ -229,7 +243,8 @@ def run(
         lanes = round_shapes.choose(limits)[0].copy()
         choice = round_shapes.run()
         counts = np.bincount(lanes, minlength=len(shapes)).tolist()
-        seconds = device.round(shapes, counts)
+        held = np.bincount(lanes, rows.context, minlength=len(shapes)).tolist()
+        seconds = device.round(shapes, counts, held)
         accept_len = np.ones(num_rows, np.int32)
         expected = np.ones(num_rows)
         for number, each in enumerate(shapes):
@@ -245,7 +260,8 @@ def run(
         found.tokens += float(expected.sum())
         if choice is not None:
             round_shapes.learn(choice, lanes, accept_len, requests)
-            round_shapes.observe(choice, lanes, seconds * float(1 + 0.03 * rows.rng.normal()))
+            noisy = seconds * float(1 + 0.03 * rows.rng.normal())
+            round_shapes.observe(choice, lanes, noisy, lens=lens)
         rows.made += accept_len  # as a request sees it: one that was unlucky is late
         for row in np.flatnonzero(rows.made >= rows.left).tolist():
             took, target = 1e3 * (now - rows.began[row]) / rows.made[row], rows.target[row]
@@ -260,21 +276,35 @@ def run(
 
 
 def _calibrate(
-    device: Device, controller: Controller, num_rows: int, factors: Mapping[Shape, float]
+    device: Device,
+    controller: Controller,
+    num_rows: int,
+    factors: Mapping[Shape, float],
+    contexts: Sequence[int],
 ) -> None:
     """Tell the controller the seconds that an engine measures at its start, times these factors."""
 
-    def tell(counts: Mapping[Shape, int]) -> float:
+    short = contexts[0]
+
+    def tell(counts: Mapping[Shape, int], context: int = short) -> float:
         wrong = sum(factors[shape] * lanes for shape, lanes in counts.items()) / sum(
             counts.values()
         )
-        return wrong * device.round([*counts], [*counts.values()])
+        held = [lanes * context for lanes in counts.values()]
+        return wrong * device.round([*counts], [*counts.values()], held)
 
     sizes = {1 << i for i in range(num_rows.bit_length())} | {num_rows}
+    counts_for = short if len(contexts) > 1 else 0  # what the controller is told of the context
     for size, shape in itertools.product(sorted(sizes), CANDIDATES):
-        for _ in range(3):
+        if not isinstance(controller, BudgetController):
             controller.on_round_seconds(shape, size, tell({shape: size}))
-        if isinstance(controller, BudgetController) and shape != PLAIN and size > 1:
+            continue
+        controller.on_mixed_seconds({shape: size}, tell({shape: size}), counts_for)
+        if shape != PLAIN and size > 1:
             half = size // 2
             both = {PLAIN: size - half, shape: half}
-            controller.on_mixed_seconds(both, tell(both))
+            controller.on_mixed_seconds(both, tell(both), counts_for)
+    if isinstance(controller, BudgetController) and len(contexts) > 1:  # an engine's longer rows
+        for shape in CANDIDATES:
+            alone = {shape: num_rows}
+            controller.on_mixed_seconds(alone, tell(alone, contexts[-1]), contexts[-1])

@@ -1873,13 +1873,15 @@ def choose_shapes(
     charge: _F64,
     lane: _F64,
     nodes: _F64,
+    context: _F64 | None = None,
+    per_token: _F64 | None = None,
     pages: _I32 | None = None,
     free: _I64 | None = None,
 ) -> tuple[_I32, float, float, float, int]:
     """Choose a candidate for each row: the most expected tokens per second of the whole batch.
 
-    A round takes `base + charge of each shape that is used + lane of each row's shape + slope *
-    max(0, nodes - ridge)` seconds. `docs/budget.md` has the rule and its proof. Equal arguments
+    A round takes `base + charge of each shape that is used + lane + per_token * context of each row
+    and its shape + slope * max(0, nodes - ridge)` seconds. `docs/budget.md` has the rule and its proof. Equal arguments
     give equal choices. O(B * C) for each of some dozen passes.
 
     Args:
@@ -1896,6 +1898,8 @@ def choose_shapes(
         charge: float64 [S], seconds.
         lane: float64 [S], seconds.
         nodes: float64 [S], nodes of a row's verify.
+        context: float64 [B], tokens that each row holds.
+        per_token: float64 [S], seconds of each of them. None for both = they cost nothing.
         pages: int32 [B, C, G], pages that a candidate needs beyond the row's first.
         free: int64 [G], pages that may be used so. None for both = memory does not bind.
 

@@ -130,11 +130,11 @@ class BudgetController:
             if np.array_equal(kept[0], rows) and np.array_equal(kept[1], shapes):
                 self._open = rows, kept[2], 0.0, 0
                 return kept[2]
-        self._context = float(self._lens[rows].mean())
-        self._cost.fit(len(rows), self._context)
+        context = self._lens[rows].astype(np.float64)
+        self._cost.fit(len(rows), float(context.mean()))
         due, room = self._due(rows), None if spare is None else spare()
         tokens = self._acceptance.tokens(rows)
-        chosen, seconds, missed = self._choice(rows, shapes, tokens.copy(), due, room)
+        chosen, seconds, missed = self._choice(rows, shapes, tokens.copy(), context, due, room)
         if self.nodes is not None:
             made = float(tokens[np.arange(len(rows)), chosen].sum())
             self.nodes.outlook = Outlook(made / len(rows) - 1, made / seconds)
@@ -143,7 +143,7 @@ class BudgetController:
         if self._round % _HOPE_ROUNDS == 0 and self._saved > 0:
             lanes = np.arange(len(rows))
             rate = float(tokens[lanes, chosen].sum()) / seconds
-            look = None if self._kept is None else self._look(shapes, tokens, rate, seconds)
+            look = None if self._kept is None else self._look(shapes, tokens, context, rate, seconds)
             if look is not None:
                 chosen, loss = look
                 self._kept = rows, shapes, chosen
@@ -151,7 +151,7 @@ class BudgetController:
                 self._look_gap[chosen[0]] = min(2 * gap, _MOST_LOOK_ROUNDS)
             else:
                 hopes = self._acceptance.tokens(rows, hopes=True)
-                hopeful, longer, _ = self._choice(rows, shapes, hopes, due, room)
+                hopeful, longer, _ = self._choice(rows, shapes, hopes, context, due, room)
                 # In rounds as they would be.
                 lost = (longer - float(tokens[lanes, hopeful].sum()) / rate) / seconds
                 if (hopeful != chosen).any() and lost <= self._saved:
@@ -160,11 +160,16 @@ class BudgetController:
         return chosen
 
     def _look(
-        self, shapes: Int32, tokens: npt.NDArray[np.float64], rate: float, seconds: float
+        self,
+        shapes: Int32,
+        tokens: npt.NDArray[np.float64],
+        context: npt.NDArray[np.float64],
+        rate: float,
+        seconds: float,
     ) -> tuple[Int32, float] | None:
         """Return a candidate for all rows whose rounds may take less than is known, and the loss.
 
-        Arguments are as in `_choice`, and the tokens per second and seconds of the choice. None =
+        Arguments are as in `_choice`, then the tokens per second and seconds of the choice. None =
         no candidate is worth a look, or each has run lately. The loss is in rounds.
         """
         found, best = None, 1.0
@@ -173,9 +178,9 @@ class BudgetController:
             is_first = not column and not self._look_at[shape]
             if self._round < self._look_at[shape] or (alike != shape).any():
                 continue
-            counts = np.zeros(len(self._index), np.int64)
-            counts[shape] = len(alike)
-            longer = self._cost.of(counts, np.multiply(counts, self._context, dtype=np.float64))
+            counts, held = np.zeros(len(self._index), np.int64), np.zeros(len(self._index))
+            counts[shape], held[shape] = len(alike), context.sum()
+            longer = self._cost.of(counts, held)
             made = float(tokens[:, shape].sum())
             loss = CHOICE_ROUNDS * (longer - made / rate) / seconds
             hope = (_FIRST_HOPE if is_first else _LOOK_HOPE) * made / longer / rate
@@ -195,12 +200,14 @@ class BudgetController:
         rows: Int32,
         shapes: Int32,
         tokens: npt.NDArray[np.float64],
+        context: npt.NDArray[np.float64],
         due: npt.NDArray[np.float64],
         spare: Spare,
     ) -> tuple[Int32, float, int]:
         """Return shapes [B], seconds, and rows that miss their target.
 
         `tokens` are those expected of each row and shape, float64 [B, S]; they are changed.
+        `context` are the tokens that each row holds, float64 [B].
         """
         cost, lanes = self._cost, np.arange(len(rows))
         latest = self._latest[rows]
@@ -221,8 +228,10 @@ class BudgetController:
             ridge=cost.ridge,
             slope=cost.slope,
             charge=cost.charge,
-            lane=cost.lane + self._context * cost.per_token,
+            lane=cost.lane,
             nodes=cost.nodes,
+            context=context,
+            per_token=cost.per_token,
             pages=pages,
             free=free,
         )

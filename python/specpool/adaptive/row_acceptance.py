@@ -118,6 +118,10 @@ class RowAcceptance:
         hits, tries = self._hits[rows], self._tries[rows]
         excess = (hits - tries * prior).sum(axis=(1, 2))
         information = (tries * (prior * (1 - prior))).sum(axis=(1, 2))
+        tried_ct = np.maximum(tries.sum(axis=(1, 2)), 1e-9)
+        mean = np.clip((tries * prior).sum(axis=(1, 2)) / tried_ct, _EDGE, 1 - _EDGE)
+        mid = mean + 0.5 * excess / tried_ct
+        information *= mid * (1 - mid) / (mean * (1 - mean))
         told = information > 0.5  # rows that tell how much rows differ, as in the core
         surplus = (excess[told] ** 2 / information[told] - 1).sum()
         spread = max((_SPREAD_TRIES + surplus) / (_SPREAD_TRIES + information[told].sum()), 0.05)

@@ -12,6 +12,7 @@ struct Case {
     num_candidates: usize,
     shapes: Vec<i32>,
     tokens: Vec<f64>,
+    context: Vec<f64>,
     worth: Vec<f64>,
     gives: Vec<f64>,
     due: Vec<f64>,
@@ -22,6 +23,7 @@ struct Case {
     slope: f64,
     charge: Vec<f64>,
     lane: Vec<f64>,
+    per_token: Vec<f64>,
     nodes: Vec<f64>,
 }
 
@@ -35,6 +37,7 @@ impl Case {
             num_candidates: self.num_candidates,
             shapes: &self.shapes,
             tokens: &self.tokens,
+            context: &self.context,
             worth: &self.worth,
             gives: &self.gives,
             due: &self.due,
@@ -47,6 +50,7 @@ impl Case {
             slope: self.slope,
             charge: &self.charge,
             lane: &self.lane,
+            per_token: &self.per_token,
             nodes: &self.nodes,
         };
         choose(&rows, &costs).unwrap()
@@ -54,6 +58,12 @@ impl Case {
 
     fn shape(&self, row: usize, pick: usize) -> usize {
         self.shapes[row * self.num_candidates + pick] as usize
+    }
+
+    /// Seconds that a row with this shape adds; the core takes no context for 0.
+    fn lane_of(&self, row: usize, shape: usize) -> f64 {
+        let context = self.context.get(row).copied().unwrap_or(0.0);
+        self.lane[shape] + context * self.per_token.get(shape).copied().unwrap_or(0.0)
     }
 
     /// Seconds of the tokens that the rows stand for: the mean round, simulated by its averages, over what it gives.
@@ -67,12 +77,13 @@ impl Case {
             .collect();
         let rows = self.num_rows() as f64;
         let total: f64 = stay.iter().sum();
+        let lanes = shapes.iter().enumerate().map(|(row, &s)| self.lane_of(row, s) * stay[row] / total).sum::<f64>() * rows;
         // The share of the rounds' lanes that is of each row's kind, times the lanes.
         let mean = |of: &[f64]| shapes.iter().zip(&stay).map(|(&s, stay)| of[s] * stay / total).sum::<f64>() * rows;
         let charges: f64 = (0..self.lane.len()).filter(|s| shapes.contains(s)).map(|s| self.charge[s]).sum();
         let worth: f64 = stay.iter().zip(&self.worth).map(|(stay, worth)| stay * worth / total).sum();
         let round =
-            worth * (self.base + charges) + mean(&self.lane) + self.slope * (mean(&self.nodes) - self.ridge).max(0.0);
+            worth * (self.base + charges) + lanes + self.slope * (mean(&self.nodes) - self.ridge).max(0.0);
         round * total / rows
     }
 
@@ -81,7 +92,7 @@ impl Case {
         let shapes: Vec<usize> = picks.iter().enumerate().map(|(row, &pick)| self.shape(row, pick)).collect();
         let nodes: f64 = shapes.iter().map(|&shape| self.nodes[shape]).sum();
         let charges: f64 = (0..self.lane.len()).filter(|s| shapes.contains(s)).map(|s| self.charge[s]).sum();
-        let lanes: f64 = shapes.iter().map(|&shape| self.lane[shape]).sum();
+        let lanes: f64 = shapes.iter().enumerate().map(|(row, &shape)| self.lane_of(row, shape)).sum();
         self.base + charges + lanes + self.slope * (nodes - self.ridge).max(0.0)
     }
 
@@ -143,7 +154,7 @@ impl Case {
 }
 
 prop_compose! {
-    /// Up to five rows of up to four shapes. Shape 0 costs and needs nothing beyond the base, and gives one token.
+    /// Up to five rows of up to four shapes. Shape 0 needs no pages, adds only what its context costs, and gives one token.
     fn case(charged: bool, ridged: bool, paged: bool)(
         num_rows in 1_usize..6,
         num_shapes in 1_usize..5,
@@ -180,6 +191,8 @@ prop_compose! {
             slope: if ridged { die() } else { 0.0 },
             charge: (0..num_shapes).map(|s| if charged && s > 0 { die() } else { 0.0 }).collect(),
             lane: (0..num_shapes).map(|s| s as f64 * die() * 0.4).collect(),
+            context: (0..num_rows).map(|_| (die() * 3e3).floor()).collect(),
+            per_token: (0..num_shapes).map(|s| (s as f64 + die()) * 1e-4).collect(),
             nodes: (0..num_shapes).map(|s| 1.0 + s as f64).collect(),
             shapes,
         }
@@ -307,11 +320,39 @@ fn easy_rows_draft_and_hard_rows_do_not() {
         slope: 0.0,
         charge: vec![0.0, 0.0],
         lane: vec![0.0, 0.3],
+        context: Vec::new(),
+        per_token: Vec::new(),
         nodes: vec![1.0, 4.0],
     };
     assert_eq!(case.choose().picks, [1, 0]);
     let one_page = Case { pages: vec![0, 2, 0, 0], free: vec![1], ..case };
     assert_eq!(one_page.choose().picks, [0, 0], "the widening row finds one page of two");
+}
+
+/// Two rows guess alike, but a draft of the row with much context takes longer than its tokens are worth.
+#[test]
+fn a_long_row_drafts_where_a_short_one_does_and_its_context_is_worth_it() {
+    let case = |contexts: [f64; 2]| Case {
+        num_candidates: 2,
+        shapes: vec![0, 1, 0, 1],
+        tokens: vec![1.0, 2.0, 1.0, 2.0],
+        worth: vec![1.0, 1.0],
+        gives: vec![1.0, 1.0],
+        due: vec![0.0; 4],
+        pages: Vec::new(),
+        free: Vec::new(),
+        base: 1.0,
+        ridge: 0.0,
+        slope: 0.0,
+        charge: vec![0.0, 0.0],
+        lane: vec![0.0, 0.3],
+        context: contexts.to_vec(),
+        per_token: vec![1e-4, 3e-4],
+        nodes: vec![1.0, 4.0],
+    };
+    assert_eq!(case([100.0, 100.0]).choose().picks, [1, 1]);
+    assert_eq!(case([100.0, 4000.0]).choose().picks, [1, 0]);
+    assert_eq!(case([2050.0, 2050.0]).choose().picks, [0, 0], "with the mean, both would decode plainly");
 }
 
 /// Rows that are alike get the same shape at any price of a page. Still no page is left that makes a row wider.
@@ -331,6 +372,8 @@ fn rows_that_are_alike_use_the_pages_that_are_there() {
         slope: 0.0,
         charge: vec![0.0, charge],
         lane: vec![0.0, 0.01],
+        context: Vec::new(),
+        per_token: Vec::new(),
         nodes: vec![1.0, 4.0],
     };
     for free in 0..12 {
@@ -358,6 +401,8 @@ fn the_long_run_counts_and_not_the_next_round() {
         slope: 0.0,
         charge: vec![0.0, 0.0],
         lane: vec![0.0, 0.25],
+        context: Vec::new(),
+        per_token: Vec::new(),
         nodes: vec![1.0, 4.0],
     };
     let next = |tokens: f64, picks: &[usize]| tokens / case.seconds(picks);
@@ -385,6 +430,8 @@ fn a_batch_that_stays_as_it_is_has_the_nodes_of_its_mean_round() {
         slope: 10.0,
         charge: vec![0.0, 0.0],
         lane: vec![0.0, 0.1],
+        context: Vec::new(),
+        per_token: Vec::new(),
         nodes: vec![1.0, 4.0],
     };
     let choice = case.choose();
@@ -397,8 +444,8 @@ fn a_batch_that_stays_as_it_is_has_the_nodes_of_its_mean_round() {
 #[test]
 fn no_rows_no_choice() {
     let rows =
-        Rows { num_candidates: 1, shapes: &[], tokens: &[], worth: &[], gives: &[], due: &[], pages: &[], free: &[] };
-    let costs = Costs { base: 1.0, ridge: 0.0, slope: 0.0, charge: &[0.0], lane: &[0.0], nodes: &[1.0] };
+        Rows { num_candidates: 1, shapes: &[], tokens: &[], context: &[], worth: &[], gives: &[], due: &[], pages: &[], free: &[] };
+    let costs = Costs { base: 1.0, ridge: 0.0, slope: 0.0, charge: &[0.0], lane: &[0.0], per_token: &[], nodes: &[1.0] };
     assert_eq!(choose(&rows, &costs).unwrap().picks, Vec::<i32>::new());
 }
 
@@ -408,13 +455,14 @@ fn wrong_numbers_are_refused() {
         num_candidates: 1,
         shapes: &[0],
         tokens: &[1.0],
+        context: &[],
         worth: &[1.0],
         gives: &[1.0],
         due: &[0.0, 0.0],
         pages: &[],
         free: &[],
     };
-    let costs = Costs { base: 1.0, ridge: 0.0, slope: 0.0, charge: &[0.0], lane: &[0.0], nodes: &[1.0] };
+    let costs = Costs { base: 1.0, ridge: 0.0, slope: 0.0, charge: &[0.0], lane: &[0.0], per_token: &[], nodes: &[1.0] };
     let wrong_rows = [
         Rows { shapes: &[1], ..rows },
         Rows { shapes: &[-1], ..rows },
@@ -424,6 +472,9 @@ fn wrong_numbers_are_refused() {
         Rows { gives: &[0.0], ..rows },
         Rows { due: &[f64::NAN, 0.0], ..rows },
         Rows { pages: &[1, 2], free: &[1], ..rows },
+        Rows { context: &[-1.0], ..rows },
+        Rows { context: &[f64::INFINITY], ..rows },
+        Rows { context: &[1.0, 1.0], ..rows },
         Rows { num_candidates: 0, ..rows },
     ];
     for wrong in wrong_rows {
@@ -434,6 +485,8 @@ fn wrong_numbers_are_refused() {
         Costs { base: f64::INFINITY, ..costs },
         Costs { lane: &[f64::NAN], ..costs },
         Costs { charge: &[], ..costs },
+        Costs { per_token: &[f64::NAN], ..costs },
+        Costs { per_token: &[0.0, 0.0], ..costs },
         Costs { slope: -1.0, ..costs },
     ];
     for wrong in wrong_costs {

@@ -87,7 +87,7 @@ type Chosen<'py> = (Bound<'py, PyArray1<i32>>, f64, f64, f64, usize);
 
 #[doc = doc!("choose_shapes")]
 #[pyfunction]
-#[pyo3(signature = (shapes, tokens, *, worth, gives, due, base, ridge, slope, charge, lane, nodes, pages = None, free = None))]
+#[pyo3(signature = (shapes, tokens, *, worth, gives, due, base, ridge, slope, charge, lane, nodes, context = None, per_token = None, pages = None, free = None))]
 pub fn choose_shapes<'py>(
     py: Python<'py>,
     shapes: &Bound<'py, PyAny>,
@@ -101,6 +101,8 @@ pub fn choose_shapes<'py>(
     charge: &Bound<'py, PyAny>,
     lane: &Bound<'py, PyAny>,
     nodes: &Bound<'py, PyAny>,
+    context: Option<&Bound<'py, PyAny>>,
+    per_token: Option<&Bound<'py, PyAny>>,
     pages: Option<&Bound<'py, PyAny>>,
     free: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Chosen<'py>> {
@@ -113,6 +115,17 @@ pub fn choose_shapes<'py>(
     let lane = Input::<f64, 1>::new("lane", lane)?;
     let nodes = Input::<f64, 1>::new("nodes", nodes)?;
     let [batch, num_candidates] = shapes.dims;
+    let context = Input::<f64, 1>::optional("context", context)?;
+    let per_token = Input::<f64, 1>::optional("per_token", per_token)?;
+    let (context, per_token): (&[f64], &[f64]) = match (&context, &per_token) {
+        (None, None) => (&[], &[]),
+        (Some(context), Some(per_token)) => {
+            expect_dims("context", context.dims, [batch])?;
+            expect_dims("per_token", per_token.dims, lane.dims)?;
+            (context.slice(), per_token.slice())
+        }
+        _ => return Err(shape_error("context and per_token must be given together".to_owned())),
+    };
     expect_dims("worth", worth.dims, [batch])?;
     expect_dims("gives", gives.dims, [batch])?;
     expect_dims("tokens", tokens.dims, [batch, lane.dims[0]])?;
@@ -131,13 +144,14 @@ pub fn choose_shapes<'py>(
         num_candidates,
         shapes: shapes.slice(),
         tokens: tokens.slice(),
+        context,
         worth: worth.slice(),
         gives: gives.slice(),
         due: due.slice(),
         pages,
         free,
     };
-    let costs = Costs { base, ridge, slope, charge: charge.slice(), lane: lane.slice(), nodes: nodes.slice() };
+    let costs = Costs { base, ridge, slope, charge: charge.slice(), lane: lane.slice(), per_token, nodes: nodes.slice() };
     let choice = choose(&rows, &costs).map_err(to_py)?;
     Ok((vector(py, choice.picks), choice.rate, choice.bound, choice.seconds, choice.num_missed))
 }

@@ -195,19 +195,27 @@ pub fn expected_tokens(
     Ok(tokens)
 }
 
-/// Hits beyond those of the prior, kept from 0 and 1, and the information in them: their variance by it.
+/// Hits beyond those of the prior, which is within [`EDGE`], and the information in them: their variance, half-way
+/// from the prior's rate to the row's.
 #[inline(always)]
 fn score(hits: &[f32], tries: &[f32], edged: &[f64]) -> (f64, f64) {
-    let (mut excess, mut information) = ([0.0; LANES], [0.0; LANES]);
+    let [mut right, mut tried, mut expected, mut variance] = [[0.0; LANES]; 4];
     let chunks = hits.chunks(LANES).zip(tries.chunks(LANES)).zip(edged.chunks(LANES));
     for ((hits, tries), rates) in chunks {
-        for (lane, ((&right, &tried), &rate)) in hits.iter().zip(tries).zip(rates).enumerate() {
-            let tried = f64::from(tried);
-            excess[lane] += f64::from(right) - tried * rate;
-            information[lane] += tried * rate * (1.0 - rate);
+        for (lane, ((&hit, &tries), &rate)) in hits.iter().zip(tries).zip(rates).enumerate() {
+            let tries = f64::from(tries);
+            right[lane] += f64::from(hit);
+            tried[lane] += tries;
+            expected[lane] += tries * rate;
+            variance[lane] += tries * rate * (1.0 - rate);
         }
     }
-    (excess.iter().sum(), information.iter().sum())
+    let [right, tried, expected, variance] = [right, tried, expected, variance].map(|lanes| lanes.iter().sum::<f64>());
+    if tried == 0.0 {
+        return (0.0, 0.0);
+    }
+    let (prior, middle) = (expected / tried, 0.5 * (expected + right) / tried);
+    (right - expected, variance * middle * (1.0 - middle) / (prior * (1.0 - prior)))
 }
 
 /// The variance of log odds between the rows, by moments: what the scores vary more than by chance.

@@ -17,7 +17,7 @@ use solver::Solver;
 /// Values that are checked at once.
 const BLOCK: usize = 64;
 
-/// The seconds of a round: `base + sum of charge of the shapes used + sum of lane seconds of the rows +
+/// The seconds of a round: `base + sum of charge of the shapes used + sum of (lane + per_token * context) of the rows +
 /// slope * max(0, nodes - ridge)`.
 #[derive(Debug, Clone, Copy)]
 pub struct Costs<'a> {
@@ -31,6 +31,8 @@ pub struct Costs<'a> {
     pub charge: &'a [f64],
     /// `[S]`: seconds that each row of a shape adds.
     pub lane: &'a [f64],
+    /// `[S]`: seconds that each token of a row's context adds to `lane`; empty = none.
+    pub per_token: &'a [f64],
     /// `[S]`: nodes of a row's verify.
     pub nodes: &'a [f64],
 }
@@ -44,6 +46,8 @@ pub struct Rows<'a> {
     pub shapes: &'a [i32],
     /// `[B, S]`: expected tokens with each shape, 1 or more.
     pub tokens: &'a [f64],
+    /// `[B]`: tokens that the row's context has; empty = 0.
+    pub context: &'a [f64],
     /// `[B]`: what the row's time is worth.
     pub worth: &'a [f64],
     /// `[B]`: tokens of the row's rounds so far, above 0. A row is in the batch for the longer, the fewer it gives, so
@@ -106,6 +110,9 @@ fn check(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<()> {
     let (num_shapes, num_candidates, num_rows) = (costs.lane.len(), rows.num_candidates, rows.worth.len());
     same_len("charge", costs.charge.len(), num_shapes)?;
     same_len("nodes", costs.nodes.len(), num_shapes)?;
+    if !costs.per_token.is_empty() {
+        same_len("per_token", costs.per_token.len(), num_shapes)?;
+    }
     if num_candidates == 0 || num_shapes == 0 || num_shapes > 64 {
         return Err(Error::Shape(format!(
             "a choice needs 1 to 64 shapes and a candidate, got {num_shapes} and {num_candidates}"
@@ -113,6 +120,9 @@ fn check(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<()> {
     }
     same_len("shapes", rows.shapes.len(), num_rows * num_candidates)?;
     same_len("tokens", rows.tokens.len(), num_rows * num_shapes)?;
+    if !rows.context.is_empty() {
+        same_len("context", rows.context.len(), num_rows)?;
+    }
     same_len("gives", rows.gives.len(), num_rows)?;
     same_len("due", rows.due.len(), 2 * num_rows)?;
     if !rows.pages.is_empty() {
@@ -123,10 +133,12 @@ fn check(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<()> {
         let wrong = rows.shapes.iter().find(|&&shape| shape < 0 || shape as usize >= num_shapes).unwrap_or(&0);
         return Err(Error::Shape(format!("shape {wrong} is not in [0, {num_shapes})")));
     }
-    let fields: [(&str, &[f64], f64); 7] = [
+    let fields: [(&str, &[f64], f64); 9] = [
         ("charge", costs.charge, 0.0),
         ("lane", costs.lane, 0.0),
+        ("per_token", costs.per_token, 0.0),
         ("nodes", costs.nodes, 0.0),
+        ("context", rows.context, 0.0),
         ("tokens", rows.tokens, 1.0),
         ("worth", rows.worth, 0.0),
         ("gives", rows.gives, f64::MIN_POSITIVE),

@@ -93,12 +93,14 @@ impl<'a> Solver<'a> {
         for at in 0..view.rows.num_candidates {
             let cells = at * num_rows..(at + 1) * num_rows;
             let inputs = view.rounds[cells.clone()].iter().zip(view.rows.worth);
-            let own = |shape: usize| view.costs.lane[shape] + node * (view.costs.nodes[shape] - given);
+            let own = |lane: f64, shape: usize| lane + node * (view.costs.nodes[shape] - given);
             match view.column(at) {
                 Column::Alike(shape) if allowed >> shape & 1 == 0 => {}
                 Column::Alike(shape) => {
-                    let own = own(shape);
-                    let costs = inputs.map(|(&rounds, &worth)| (worth * rent + own) * rounds);
+                    let (own, per_token) = (own(view.costs.lane[shape], shape), view.per_token[shape]);
+                    let costs = inputs.zip(&view.context).map(|((&rounds, &worth), &context)| {
+                        (worth * rent + own + per_token * context) * rounds
+                    });
                     if page > 0.0 {
                         let shares = &view.share[cells];
                         self.cheapest.take(at, costs.zip(shares).map(|(cost, &share)| cost + page * share));
@@ -121,19 +123,18 @@ impl<'a> Solver<'a> {
                         if allowed >> shape & 1 == 0 {
                             return f64::INFINITY;
                         }
-                        (worth * rent + own(shape)) * rounds + page * share
+                        (worth * rent + own(view.lane(row, shape), shape)) * rounds + page * share
                     };
                     self.cheapest.take(at, inputs.enumerate().map(cost));
                 }
             }
         }
         let (mut used, mut sums) = (0, Sums::default());
-        let picks = self.picks.iter_mut().zip(self.cheapest.candidates()).zip(view.rows.worth).enumerate();
-        for (row, ((pick, at), &worth)) in picks {
+        for (row, (pick, at)) in self.picks.iter_mut().zip(self.cheapest.candidates()).enumerate() {
             let shape = view.shape(row, at as usize);
             *pick = at;
             used |= 1 << shape;
-            sums.add(view.costs, shape, worth, view.rounds[at as usize * num_rows + row], 1.0);
+            view.add(&mut sums, row, shape, view.rounds[at as usize * num_rows + row]);
         }
         (self.used, self.sums) = (used, sums);
     }
@@ -316,10 +317,10 @@ impl<'a> Solver<'a> {
             if more.clone().zip(&left).any(|(more, &left)| more > left) {
                 continue;
             }
-            let (worth, at) = (self.view.rows.worth[row], |pick: i32| pick as usize * self.view.num_rows + row);
+            let rounds = |pick: i32| self.view.rounds[pick as usize * self.view.num_rows + row];
             let mut sums = self.sums;
-            sums.add(self.view.costs, old, worth, self.view.rounds[at(from)], -1.0);
-            sums.add(self.view.costs, new, worth, self.view.rounds[at(to)], 1.0);
+            self.view.add(&mut sums, row, old, -rounds(from));
+            self.view.add(&mut sums, row, new, rounds(to));
             let instead = self.view.total(&sums, fixed);
             if instead < cost {
                 (self.sums, cost) = (sums, instead);
@@ -377,7 +378,7 @@ impl<'a> Solver<'a> {
                 let (instead, cell) = (view.shape(row, at), at * view.num_rows + row);
                 if instead != shape && self.allowed >> instead & 1 == 1 {
                     let share = if self.page > 0.0 { view.share[cell] } else { 0.0 };
-                    let own = view.costs.lane[instead] + self.node * (view.costs.nodes[instead] - given);
+                    let own = view.lane(row, instead) + self.node * (view.costs.nodes[instead] - given);
                     let cost = (view.rows.worth[row] * rent + own) * view.rounds[cell];
                     other = other.min(cost + self.page * share);
                 }

@@ -21,14 +21,14 @@ pub(super) struct Sums {
 }
 
 impl Sums {
-    /// Adds `sign` times a row of this worth that takes so many rounds for a token, with this shape.
+    /// Adds a row of this worth that takes so many rounds for a token, each with these seconds and nodes. Rounds below
+    /// 0 take it out again.
     #[inline]
-    pub(super) fn add(&mut self, costs: &Costs<'_>, shape: usize, worth: f64, rounds: f64, sign: f64) {
-        let rounds = sign * rounds;
+    fn add(&mut self, worth: f64, rounds: f64, lane: f64, nodes: f64) {
         self.worth += worth * rounds;
         self.rounds += rounds;
-        self.lanes += rounds * costs.lane[shape];
-        self.nodes += rounds * costs.nodes[shape];
+        self.lanes += rounds * lane;
+        self.nodes += rounds * nodes;
     }
 }
 
@@ -44,8 +44,9 @@ pub(super) enum Column<'a> {
 #[derive(Clone)]
 pub(super) struct Tally {
     sums: Sums,
-    /// Rows of each shape.
+    /// Rows of each shape, and the tokens of their contexts.
     num_lanes: [i32; 64],
+    context: [f64; 64],
 }
 
 /// A candidate of a row with a target.
@@ -74,6 +75,9 @@ pub(super) struct View<'a> {
     pub(super) rows: &'a Rows<'a>,
     pub(super) costs: &'a Costs<'a>,
     pub(super) num_rows: usize,
+    /// `[B]` and `[S]`, as in the inputs; zeros if they have none.
+    pub(super) context: Vec<f64>,
+    pub(super) per_token: Vec<f64>,
     /// `[C, B]`: rounds that the row's part of the batch's tokens takes: what it gives over the expected tokens.
     pub(super) rounds: Vec<f64>,
     /// `[C, B]`: lane seconds and nodes; empty if each candidate is one shape for all rows.
@@ -93,6 +97,8 @@ impl<'a> View<'a> {
     pub(super) fn new(rows: &'a Rows<'a>, costs: &'a Costs<'a>) -> Result<Self> {
         let (num_rows, num_candidates, num_shapes) = (rows.worth.len(), rows.num_candidates, costs.lane.len());
         let cells = num_rows * num_candidates;
+        let context = or_zeros(rows.context, num_rows, "context")?;
+        let per_token = or_zeros(costs.per_token, num_shapes, "per_token")?;
         let mut used = filled(0_u64, num_candidates, "shapes")?;
         let is_alike = rows.shapes.get(num_candidates..).is_none_or(|rest| *rest == rows.shapes[..rest.len()]);
         let some = if is_alike { num_candidates.min(rows.shapes.len()) } else { rows.shapes.len() };
@@ -121,14 +127,27 @@ impl<'a> View<'a> {
             (lanes, nodes) = (filled(0.0, cells, "seconds")?, filled(0.0, cells, "nodes")?);
             for (row, shapes) in rows.shapes.chunks_exact(num_candidates).enumerate() {
                 for (at, &shape) in shapes.iter().enumerate() {
-                    lanes[at * num_rows + row] = costs.lane[shape as usize];
+                    lanes[at * num_rows + row] = costs.lane[shape as usize] + per_token[shape as usize] * context[row];
                     nodes[at * num_rows + row] = costs.nodes[shape as usize];
                 }
             }
         }
         let targets = (0..num_rows).filter(|&row| rows.due[2 * row + 1] > 0.0).collect();
         let worth = rows.worth.iter().zip(rows.gives).map(|(worth, gives)| worth * gives).sum();
-        Ok(Self { rows, costs, num_rows, rounds, lanes, nodes, share: Vec::new(), used, targets, worth })
+        let share = Vec::new();
+        Ok(Self { rows, costs, num_rows, context, per_token, rounds, lanes, nodes, share, used, targets, worth })
+    }
+
+    /// The seconds that a row with this shape adds to a round.
+    #[inline]
+    pub(super) fn lane(&self, row: usize, shape: usize) -> f64 {
+        self.costs.lane[shape] + self.per_token[shape] * self.context[row]
+    }
+
+    /// Adds a row that takes so many rounds for a token with this shape; rounds below 0 take it out again.
+    #[inline]
+    pub(super) fn add(&self, sums: &mut Sums, row: usize, shape: usize, rounds: f64) {
+        sums.add(self.rows.worth[row], rounds, self.lane(row, shape), self.costs.nodes[shape]);
     }
 
     #[inline]
@@ -167,7 +186,7 @@ impl<'a> View<'a> {
         let mut sums = Sums::default();
         for (row, &pick) in picks.iter().enumerate() {
             let rounds = self.rounds[pick as usize * self.num_rows + row];
-            sums.add(self.costs, self.shape(row, pick as usize), self.rows.worth[row], rounds, 1.0);
+            self.add(&mut sums, row, self.shape(row, pick as usize), rounds);
         }
         sums
     }
@@ -175,15 +194,18 @@ impl<'a> View<'a> {
     /// The sums if all rows have a candidate that is this shape for each of them.
     pub(super) fn sums_alike(&self, at: usize, shape: usize) -> Sums {
         let column = &self.rounds[at * self.num_rows..(at + 1) * self.num_rows];
-        let (mut worth, mut rounds) = ([0.0; LANES], [0.0; LANES]);
-        for (column, worths) in column.chunks(LANES).zip(self.rows.worth.chunks(LANES)) {
-            for (lane, (row, of_row)) in column.iter().zip(worths).enumerate() {
+        let (mut worth, mut rounds, mut held) = ([0.0; LANES], [0.0; LANES], [0.0; LANES]);
+        let of_rows = self.rows.worth.chunks(LANES).zip(self.context.chunks(LANES));
+        for (column, (worths, contexts)) in column.chunks(LANES).zip(of_rows) {
+            for (lane, (row, (of_row, context))) in column.iter().zip(worths.iter().zip(contexts)).enumerate() {
                 worth[lane] += row * of_row;
                 rounds[lane] += row;
+                held[lane] += row * context;
             }
         }
-        let (worth, rounds) = (worth.iter().sum(), rounds.iter().sum::<f64>());
-        Sums { worth, rounds, lanes: rounds * self.costs.lane[shape], nodes: rounds * self.costs.nodes[shape] }
+        let (worth, rounds, held) = (worth.iter().sum(), rounds.iter().sum::<f64>(), held.iter().sum::<f64>());
+        let lanes = rounds * self.costs.lane[shape] + held * self.per_token[shape];
+        Sums { worth, rounds, lanes, nodes: rounds * self.costs.nodes[shape] }
     }
 
     /// Nodes beyond the ridge, on average over the rounds.
@@ -238,7 +260,7 @@ impl<'a> View<'a> {
             TargetCell {
                 tokens: self.tokens(row, at),
                 rounds: self.rounds[at * self.num_rows + row],
-                own: self.costs.lane[shape] + node * (self.costs.nodes[shape] - self.given()),
+                own: self.lane(row, shape) + node * (self.costs.nodes[shape] - self.given()),
             }
         };
         let rows = self.targets.iter();
@@ -247,9 +269,11 @@ impl<'a> View<'a> {
 
     /// What is counted of picks with these sums, so that a row may change its pick in a few steps.
     pub(super) fn tally(&self, picks: &[i32], sums: Sums) -> Tally {
-        let mut tally = Tally { sums, num_lanes: [0; 64] };
+        let mut tally = Tally { sums, num_lanes: [0; 64], context: [0.0; 64] };
         for (row, &pick) in picks.iter().enumerate() {
-            tally.num_lanes[self.shape(row, pick as usize)] += 1;
+            let shape = self.shape(row, pick as usize);
+            tally.num_lanes[shape] += 1;
+            tally.context[shape] += self.context[row];
         }
         tally
     }
@@ -257,10 +281,11 @@ impl<'a> View<'a> {
     /// Moves a row of the tally from one pick to another.
     pub(super) fn change(&self, tally: &mut Tally, row: usize, from: i32, to: i32) {
         for (pick, sign) in [(from, -1), (to, 1)] {
-            let (shape, worth) = (self.shape(row, pick as usize), self.rows.worth[row]);
+            let shape = self.shape(row, pick as usize);
             let rounds = self.rounds[pick as usize * self.num_rows + row];
-            tally.sums.add(self.costs, shape, worth, rounds, f64::from(sign));
+            self.add(&mut tally.sums, row, shape, f64::from(sign) * rounds);
             tally.num_lanes[shape] += sign;
+            tally.context[shape] += f64::from(sign) * self.context[row];
         }
     }
 
@@ -269,7 +294,7 @@ impl<'a> View<'a> {
         let (mut used, mut seconds, mut nodes) = (0, 0.0, 0.0);
         for (shape, &lanes) in tally.num_lanes[..self.costs.lane.len()].iter().enumerate() {
             used |= u64::from(lanes > 0) << shape;
-            seconds += f64::from(lanes) * self.costs.lane[shape];
+            seconds += f64::from(lanes) * self.costs.lane[shape] + tally.context[shape] * self.per_token[shape];
             nodes += f64::from(lanes) * self.costs.nodes[shape];
         }
         (used, self.fixed(used) + seconds + self.costs.slope * (nodes - self.costs.ridge).max(0.0))
@@ -293,13 +318,12 @@ impl<'a> View<'a> {
     /// it whatever is chosen.
     pub(super) fn drop_hopeless(&mut self) {
         let num_candidates = self.rows.num_candidates;
-        let least = |of: &[f64], row: usize| {
-            let shapes = self.rows.shapes[row * num_candidates..(row + 1) * num_candidates].iter();
-            shapes.map(|&shape| of[shape as usize]).fold(f64::INFINITY, f64::min)
+        let least = |of: &dyn Fn(usize) -> f64, row: usize| {
+            (0..num_candidates).map(|at| of(self.shape(row, at))).fold(f64::INFINITY, f64::min)
         };
-        let sum = |of: &[f64]| (0..self.num_rows).map(|row| least(of, row)).sum::<f64>();
-        let (costs, nodes) = (self.costs, sum(self.costs.nodes));
-        let seconds = costs.base + sum(costs.lane) + costs.slope * (nodes - costs.ridge).max(0.0);
+        let lanes: f64 = (0..self.num_rows).map(|row| least(&|shape| self.lane(row, shape), row)).sum();
+        let nodes: f64 = (0..self.num_rows).map(|row| least(&|shape| self.costs.nodes[shape], row)).sum();
+        let seconds = self.costs.base + lanes + self.costs.slope * (nodes - self.costs.ridge).max(0.0);
         let mut targets = std::mem::take(&mut self.targets);
         targets.retain(|&row| {
             let hopes = (0..num_candidates).any(|at| !self.misses(row, at as i32, seconds));
@@ -310,4 +334,13 @@ impl<'a> View<'a> {
         });
         self.targets = targets;
     }
+}
+
+/// A copy of the values, or so many zeros if there are none.
+fn or_zeros(values: &[f64], len: usize, what: &'static str) -> Result<Vec<f64>> {
+    let mut all = filled(0.0, len, what)?;
+    if !values.is_empty() {
+        all.copy_from_slice(values);
+    }
+    Ok(all)
 }
