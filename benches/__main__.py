@@ -573,6 +573,9 @@ def nodes(
         typer.Option(help="honest, too-sure: what the drafter says. [default: both]"),
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 2000,
+    mixed: Annotated[
+        bool, typer.Option("--mixed", help="Half of the prompts have an eighth of it.")
+    ] = False,
     tokens: Annotated[int, typer.Option(help="Tokens of a text.")] = 96,
     repeats: Annotated[int, typer.Option(help="Passes of all ways.")] = 3,
     threads: Threads = 1,
@@ -589,6 +592,7 @@ def nodes(
         kinds=kind or [*KINDS],
         says=says or [*SAYS],
         context=context,
+        mixed=mixed,
         tokens=tokens,
         repeats=repeats,
         threads=threads,

@@ -71,13 +71,14 @@ def guesses(
 class KnownDrafter(LMDrafter):
     """A small model whose proposals are replaced by guesses of known texts.
 
-    The token at position `at` of a prompt is the number of its text.
+    The last token of a prompt is the number of its text. It stands at one of the positions `at`,
+    where no prompt has such a low number before.
     """
 
-    def __init__(self, model: TargetModel, *, vocab_size: int, at: int) -> None:
+    def __init__(self, model: TargetModel, *, vocab_size: int, at: Sequence[int]) -> None:
         """Draft for a target with `vocab_size` tokens."""
         super().__init__(model, vocab_size=vocab_size)
-        self._at = at
+        self._at = torch.tensor(at)
         self._guesses: Guesses | None = None
 
     def attach(
@@ -94,7 +95,10 @@ class KnownDrafter(LMDrafter):
     def read(self, lanes: Lanes, tokens: Tensor) -> None:
         """Write draft KV, and note which text a row has."""
         super().read(lanes, tokens)
-        at = (lanes.positions == self._at).nonzero().flatten()
+        if self._guesses is None:
+            return
+        is_number = torch.isin(lanes.positions, self._at) & (tokens < len(self._guesses.ids))
+        at = is_number.nonzero().flatten()
         widths = torch.as_tensor(lanes.widths, dtype=torch.int64).expand(len(lanes.rows))
         rows = lanes.index.repeat_interleave(widths)
         self._text[rows[at]] = tokens[at]

@@ -54,6 +54,7 @@ def _draft(vocab_size: int, hidden_size: int, num_layers: int) -> dict[str, Any]
 
 WINDOW = 4  # turns of an engine before the next one's
 PER_CLIENT = 4  # requests
+SHORTER = 8  # the short ones of mixed requests have the context over so much
 #: The candidates of the budget; the last one is also the shape of the engines without one.
 KINDS = {
     "chains": ("none", "chain:2", "chain:5"),
@@ -156,12 +157,19 @@ def passes(runners: Sequence[Runner], num_passes: int) -> tuple[Any, Any]:
 class Trial:
     """The engines of one model, kind of shapes and number of rows."""
 
-    def __init__(self, size: str, kind: str, batch: int, context: int, tokens: int) -> None:
+    def __init__(
+        self, size: str, kind: str, batch: int, context: int, tokens: int, mixed: bool
+    ) -> None:
         model, draft = _model(SIZES[size]), _model(DRAFTS[size])
         self._target, self._draft = map(TargetModel.from_pretrained, (model, draft))
         self.batch, self._context, self._tokens = batch, context, tokens
-        shared = np.random.default_rng(0).integers(3, self._target.vocab_size, context).tolist()
-        self._prompts = [[*shared, number] for number in range(PER_CLIENT * batch)]
+        numbers = range(PER_CLIENT * batch)
+        rng = np.random.default_rng(0)
+        shared = rng.integers(len(numbers), self._target.vocab_size, context).tolist()
+        self._at = (context, context // SHORTER) if mixed else (context,)
+        # All clients have as many requests of each length, at each rate.
+        lens = [self._at[(n % batch // 2 + n // batch // 2) % len(self._at)] for n in numbers]
+        self._prompts = [[*shared[: lens[number]], number] for number in numbers]
         shapes = [parse_shape("shape", name) for name in KINDS[kind]]
         widest = shapes[-1]
         num_drafts = batch * (widest.num_draft_tokens - 1)
@@ -197,7 +205,7 @@ class Trial:
         return Runner(Clients(engine, self._prompts, every, self.batch))
 
     def _drafting(self, **options: Any) -> Runner:
-        drafter = KnownDrafter(self._draft, vocab_size=self._target.vocab_size, at=self._context)
+        drafter = KnownDrafter(self._draft, vocab_size=self._target.vocab_size, at=self._at)
         self.drafters.append(drafter)
         return self._runner(drafter, **options)
 
@@ -295,6 +303,7 @@ def nodes(
     kinds: Sequence[str],
     says: Sequence[str],
     context: int,
+    mixed: bool,
     tokens: int,
     repeats: int,
     threads: int,
@@ -325,10 +334,11 @@ def nodes(
     with patch.object(time, "perf_counter", time.process_time):  # the engines' clock too
         for batch in batch_sizes:
             for kind in kinds:
-                trial = Trial(size, kind, batch, context, tokens)
+                trial = Trial(size, kind, batch, context, tokens, mixed)
                 trial.learn()
                 for each in says:
                     name = f"{size}, {batch} rows, {kind}, {each} drafter"
+                    name += ", short and long rows" if mixed else ""
                     results += rows_of(trial, name, SAYS[each], repeats)
                 trial.close()
     where = machine(threads=threads, packages=("torch", "transformers"))

@@ -1817,6 +1817,8 @@ def count_acceptance(
     rows: _I32,
     shapes: _I32,
     accept_len: _I32,
+    *,
+    prior: _F64 | None = None,
 ) -> _F64:
     """Count a round's results in place, by row, family and depth; older results fade.
 
@@ -1831,9 +1833,11 @@ def count_acceptance(
         rows: [B], the row of each lane.
         shapes: [B], the index of each lane's shape.
         accept_len: [B], of each lane, the bonus included.
+        prior: float64 [F, D], the rates of all rows, in [0, 1].
 
     Returns:
-        float64 [F*D, 2], hits and tries of this round, of all lanes together.
+        float64 [F*D, 2], hits and tries of this round, of all lanes together. With a prior, the
+        hits are less those that the rows owe to their own odds beside it.
 
     Raises:
         ShapeError: an argument has another shape, or a row, shape or accept length cannot be;
@@ -1875,14 +1879,16 @@ def choose_shapes(
     nodes: _F64,
     context: _F64 | None = None,
     per_token: _F64 | None = None,
+    ridge_per_token: float = 0.0,
     pages: _I32 | None = None,
     free: _I64 | None = None,
 ) -> tuple[_I32, float, float, float, int]:
     """Choose a candidate for each row: the most expected tokens per second of the whole batch.
 
-    A round takes `base + charge of each shape that is used + lane + per_token * context of each row
-    and its shape + slope * max(0, nodes - ridge)` seconds. `docs/budget.md` has the rule and its proof. Equal arguments
-    give equal choices. O(B * C) for each of some dozen passes.
+    A round takes `base + charge of each shape that is used + (lane + per_token * context) of each
+    row and its shape + slope * max(0, nodes - ridge - ridge_per_token * context of all rows)`
+    seconds. `docs/budget.md` has the rule and its proof. Equal arguments give equal choices.
+    O(B * C) for each of some dozen passes.
 
     Args:
         shapes: [B, C], the index of the shape of each row's candidates, the narrowest first.
@@ -1900,6 +1906,7 @@ def choose_shapes(
         nodes: float64 [S], nodes of a row's verify.
         context: float64 [B], tokens that each row holds.
         per_token: float64 [S], seconds of each of them. None for both = they cost nothing.
+        ridge_per_token: more nodes without a cost for each of them.
         pages: int32 [B, C, G], pages that a candidate needs beyond the row's first.
         free: int64 [G], pages that may be used so. None for both = memory does not bind.
 

@@ -484,6 +484,13 @@ def test_the_core_refuses_arrays_that_do_not_fit() -> None:
         {"lane": np.zeros(2)},
         {"base": 0.0},
         {"base": float("nan")},
+        {"context": np.zeros(2)},
+        {"per_token": np.zeros(3)},
+        {"context": np.zeros(3), "per_token": np.zeros(3)},
+        {"context": np.zeros(2), "per_token": np.zeros(2)},
+        {"context": np.array([0.0, -1.0]), "per_token": np.zeros(3)},
+        {"context": np.zeros(2), "per_token": np.array([0.0, 0.0, np.nan])},
+        {"ridge_per_token": -1.0},
         {"pages": np.zeros((2, 2, 1), np.int32)},
         {"pages": np.zeros((2, 2, 2), np.int32), "free": np.zeros(1, np.int64)},
     ]

@@ -27,14 +27,17 @@ def all_of(shape: int, size: int, context: float) -> tuple[np.ndarray, np.ndarra
     return counts, counts * context
 
 
-def told(longest: float = 512.0, wrong: dict[int, float] | None = None) -> BudgetController:
+def told(
+    longest: float = 512.0, wrong: dict[int, float] | None = None, num_rows: int = 8
+) -> BudgetController:
     """A budget that was told rounds of short rows, and of longer ones of the largest batch.
 
     `wrong` has factors of what is told of a shape.
     """
     controller = BudgetController(CONFIG)
-    controller.attach(SHAPES, 9, lens=np.zeros(9, np.int32))
-    places = [(size, 64.0) for size in (1, 2, 4, 8)] + [(8, longest)]
+    controller.attach(SHAPES, num_rows + 1, lens=np.zeros(num_rows + 1, np.int32))
+    sizes = [1 << i for i in range(num_rows.bit_length())]
+    places = [(size, 64.0) for size in sizes] + [(num_rows, longest)]
     for size, context in places:
         for index, shape in enumerate(SHAPES):
             factor = (wrong or {}).get(index, 1.0)
@@ -102,6 +105,40 @@ def test_what_a_draft_costs_grows_with_the_context() -> None:
     long = served(told(), rates, np.full(8, 6000), 160)[40:]
     assert (short > 0).mean() > 0.9
     assert (long == 0).mean() > 0.8
+
+
+def test_each_row_is_chosen_for_by_what_it_holds() -> None:
+    """Law: of rows that guess alike the short ones draft, and the long ones decode plainly."""
+    lens = np.where(np.arange(16) < 12, 64, 8000)
+    shapes = served(told(num_rows=16), np.full(16, 0.5), lens, 240)[80:]
+    drafting = (shapes > 0).mean(axis=0)
+    assert drafting[:12].mean() > 0.8 and drafting[12:].mean() < 0.2, drafting
+
+
+@pytest.mark.parametrize("size", [8, 32])
+def test_nodes_ride_along_for_as_long_as_context_is_read(size: int) -> None:
+    """Law: where reading weights and rows hides the nodes, the ridge grows with the context."""
+    cost = RoundCost(SHAPES)
+
+    def took(counts: np.ndarray, held: np.ndarray) -> float:
+        reading = 20.0 + 2e-3 * held.sum()
+        return float(max(reading, 0.5 * counts @ [1, 2, 4]))
+
+    for each in (1, 2, 4, 8, 16, 32, 64):
+        for index in range(len(SHAPES)):
+            for context in (64.0,) if each < 32 else (64.0, 1024.0):
+                counts, held = all_of(index, each, context)
+                cost.tell(counts, took(counts, held), held)
+    for context in (64.0, 1024.0, 4096.0):
+        cost.fit(size, context)
+        assert cost.slope == pytest.approx(0.5, rel=0.3)
+        assert cost.ridge_per_token == pytest.approx(4e-3, rel=0.35)
+        for index in range(len(SHAPES)):
+            counts, held = all_of(index, size, context)
+            assert cost.of(counts, held) == pytest.approx(took(counts, held), rel=0.05)
+    # Half of the rows draft: nobody has timed that.
+    mixed = np.array([size // 2, 0, size // 2])
+    assert cost.of(mixed, 4096.0 * mixed) == pytest.approx(took(mixed, 4096.0 * mixed), rel=0.05)
 
 
 @pytest.mark.parametrize("load", [1.0, 1.7])

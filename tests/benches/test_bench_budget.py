@@ -1,4 +1,4 @@
-"""The simulated devices of `python -m benches budget`: a start that told wrong seconds."""
+"""The simulated devices of `python -m benches budget`: wrong starts, and rows of many lengths."""
 
 import pytest
 
@@ -18,3 +18,17 @@ def test_drafts_do_not_lose_because_the_start_was_wrong(device: model.Device, se
     plain = model.run(*how).rate
     found = model.run(*how, controller=controller("budget"), seed=seed, error=START_ERROR).rate
     assert found > 0.95 * plain
+
+
+@pytest.mark.parametrize(("device", "size"), [(0, 64), (1, 32)])
+def test_rows_of_many_lengths_are_served_well(device: int, size: int) -> None:
+    """Law: short and long rows get at least what the best single shape gives them, or nearly.
+
+    With long rows the device is busy reading them, so more nodes ride along, and they must be
+    found. Only some rows draft each family of shapes, so estimates must not drift.
+    """
+    mix = model.Mix("easy and hard, short and long", (0.9, 0.3), contexts=(1024, 32768))
+    how = model.DEVICES[device], mix, size, 400
+    best = max(model.run(*how, shape=shape).rate for shape in model.CANDIDATES)
+    found = model.run(*how, controller=controller("budget")).rate
+    assert found > 0.97 * best

@@ -143,7 +143,9 @@ class BudgetController:
         if self._round % _HOPE_ROUNDS == 0 and self._saved > 0:
             lanes = np.arange(len(rows))
             rate = float(tokens[lanes, chosen].sum()) / seconds
-            look = None if self._kept is None else self._look(shapes, tokens, context, rate, seconds)
+            look = (
+                None if self._kept is None else self._look(shapes, tokens, context, rate, seconds)
+            )
             if look is not None:
                 chosen, loss = look
                 self._kept = rows, shapes, chosen
@@ -185,7 +187,7 @@ class BudgetController:
             loss = CHOICE_ROUNDS * (longer - made / rate) / seconds
             hope = (_FIRST_HOPE if is_first else _LOOK_HOPE) * made / longer / rate
             if hope > best and (is_first or loss <= self._saved):
-                found, best = (alike, max(loss, 0.0)), hope
+                found, best = (alike.copy(), max(loss, 0.0)), hope
         return found
 
     def narrow(self, shapes: Int32) -> Int32:
@@ -226,6 +228,7 @@ class BudgetController:
             due=due,
             base=cost.base(len(rows)),
             ridge=cost.ridge,
+            ridge_per_token=cost.ridge_per_token,
             slope=cost.slope,
             charge=cost.charge,
             lane=cost.lane,

@@ -10,6 +10,7 @@ and about the same context count most, because no such sum holds from one row to
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class _Fit:
     charge: Float64
     lane: Float64
     ridge: float
+    ridge_per_token: float
     slope: float
     per_token: Float64
     #: What rounds of one shape took over what the shares say, by shape: the sizes, and the ratios.
@@ -72,7 +74,9 @@ class RoundCost:
 
     Attributes:
         load: measured seconds over known ones, the median of the latest rounds.
-        ridge, slope: nodes of a verify without a cost of their own, seconds of each one beyond.
+        ridge, ridge_per_token: nodes of a verify without a cost of their own, and more of them for
+            each token that the rows hold.
+        slope: seconds of each node beyond.
         charge, lane: float64 [S], seconds of a shape once, and of each of its rows.
         per_token: float64 [S], seconds of each token that a row of a shape holds.
         nodes: float64 [S], nodes of a row's verify.
@@ -99,7 +103,7 @@ class RoundCost:
         self._visit: deque[float] = deque(maxlen=_NUM_NEW)  # seconds without load of rounds like it
         self._alike = 0  # the next so many rounds like it tell more than the load
         self._ratios: deque[float] = deque(maxlen=_NUM_RATIOS)
-        self.load, self.ridge, self.slope = 1.0, 0.0, 0.0
+        self.load, self.ridge, self.ridge_per_token, self.slope = 1.0, 0.0, 0.0, 0.0
         self._base = np.array([1.0, _PER_ROW])
         self.charge: Float64
         self.lane: Float64
@@ -174,11 +178,11 @@ class RoundCost:
 
     def of(self, counts: Int64, context: Float64 | None = None) -> float:
         """Return the fitted seconds of a round, without load; `counts` as in `observe`."""
+        context = self._zeros if context is None else context
         seconds = self.base(int(counts.sum())) + self.charge[counts > 0].sum()
-        seconds += counts @ self.lane + self.slope * max(
-            0.0, float(counts @ self.nodes) - self.ridge
-        )
-        return float(seconds + (0.0 if context is None else self.per_token @ context))
+        free = self.ridge + self.ridge_per_token * float(context.sum())
+        seconds += self.slope * max(float(counts @ self.nodes) - free, 0.0)
+        return float(seconds + counts @ self.lane + self.per_token @ context)
 
     def fit(self, batch_size: int, context: float = 0.0) -> None:
         """Set the shares for rounds of so many rows and so much context a row, if they are not yet.
@@ -196,7 +200,8 @@ class RoundCost:
         if fit is None or fit.number < self._number:
             fit = self._fits[place] = self._fitted(0.75 * (1 << place[0]), 0.75 * (1 << octave))
         self._base, self.charge, self.lane = fit.base.copy(), fit.charge.copy(), fit.lane.copy()
-        self.ridge, self.slope, self.per_token = fit.ridge, fit.slope, fit.per_token
+        self.ridge, self.ridge_per_token, self.slope = fit.ridge, fit.ridge_per_token, fit.slope
+        self.per_token = fit.per_token
         self._meet_uniform(fit, batch_size, context)
 
     def _put(self, key: tuple[tuple[int, ...], int], sample: _Sample) -> None:
@@ -221,42 +226,51 @@ class RoundCost:
         charged = drafts
         if ((counts > 0).sum(axis=1) > 1).any():
             charged = np.arange(len(self.nodes))
-        sizes, nodes = counts.sum(axis=1), counts @ self.nodes
-        held = context.sum(axis=1)
+        sizes, held = counts.sum(axis=1), context.sum(axis=1)
         own = [np.ones(len(seconds)), sizes, *(counts[:, charged] > 0).T, *counts[:, drafts].T]
         own += [held, context @ (self.nodes - 1)]
-        places = np.unique(nodes)[:-1]
-        places = places[:: max(len(places) // _NUM_RIDGES, 1)]
-        beyond = np.maximum(nodes - places[:, None], 0.0)
         far = _NEAR * np.log2(sizes / near) ** 2
         far += _NEAR_CONTEXT * np.log2((held / sizes + 1) / (near_context + 1)) ** 2
-        weights = 1 / (1 + far)
-        problem = _Problem([*own, *beyond], seconds, weights)
-        size = len(own)
-        plain = problem.solve([*range(size)], np.zeros(size))
-        best, ridge, error = plain[0], 0.0, plain[1] * _BETTER
-        for index, place in enumerate(places.tolist()):
-            found = problem.solve([*range(size), size + index], np.append(plain[0], 0.0))
-            if found[1] < error:
-                best, ridge, error = found[0], place, found[1]
-        shares = problem.unscaled(best)
+        problem = _Problem(own, seconds, 1 / (1 + far))
+        plain, error = problem.solve(np.zeros(len(own)))
+        shares, error = plain / problem.scale, error * _BETTER
+        # A ridge that stays, or one that grows as the seconds do in which nodes ride along: if the
+        # rows' context is read then, more nodes are free.
+        growths = [0.0]
+        if (reading := float(shares[-2])) > 0:
+            growths.append(reading / max(float(shares[0] + shares[1] * near), 1e-9))
+        nodes = counts @ self.nodes
+        places = np.unique(nodes)[:-1]
+        ridge, growth, slope = 0.0, 0.0, np.zeros(1)
+        for grows in growths:
+            for place in places[:: max(len(places) // _NUM_RIDGES, 1)].tolist():
+                beyond = np.maximum(nodes - place * (1 + grows * held), 0.0)
+                bent = problem.with_column(beyond)
+                found, off = bent.solve(np.append(plain, 0.0))
+                if off < error:
+                    ridge, growth, error = place, place * grows, off
+                    shares, slope = np.split(found / bent.scale, [-1])
         charge, lane = np.zeros((2, len(self.nodes)))
         num = 2 + len(charged)
-        charge[charged], lane[drafts] = shares[2:num], shares[num : size - 2]
-        slope = 0.0
-        if ridge:
-            at = size + int(np.flatnonzero(places == ridge)[0])
-            slope = float(best[-1] / problem.scale[at])
-        base = np.maximum(shares[:2], [1e-9, 0.0])
-        per_token = shares[size - 2] + shares[size - 1] * (self.nodes - 1)
-        return _Fit(self._number, base, charge, lane, ridge, slope, per_token)
+        charge[charged], lane[drafts] = shares[2:num], shares[num:-2]
+        return _Fit(
+            number=self._number,
+            base=np.maximum(shares[:2], [1e-9, 0.0]),
+            charge=charge,
+            lane=lane,
+            ridge=ridge,
+            ridge_per_token=growth,
+            slope=float(slope[0]),
+            per_token=shares[-2] + shares[-1] * (self.nodes - 1),
+        )
 
     def _uniform(self, shape: int, batch_size: int, context: float) -> float:
         """Return the seconds of a round of one shape and `context` tokens a row, by the shares."""
-        over = max(0.0, batch_size * float(self.nodes[shape]) - self.ridge)
+        held = batch_size * context
+        free = self.ridge + self.ridge_per_token * held
+        over = max(batch_size * float(self.nodes[shape]) - free, 0.0)
         own = float(self.charge[shape] + batch_size * self.lane[shape])
-        held = batch_size * context * float(self.per_token[shape])
-        return self.base(batch_size) + own + self.slope * over + held
+        return self.base(batch_size) + own + self.slope * over + held * float(self.per_token[shape])
 
     def _measured(self) -> dict[int, tuple[list[int], list[float]]]:
         """Return what rounds of one shape took over what the shares say, by shape and size.
@@ -348,26 +362,36 @@ class _Problem:
 
     def __init__(self, columns: Sequence[Float64], seconds: Float64, weights: Float64) -> None:
         """Solve for `seconds`, float64 [m], by columns of m numbers, with the rows' weights."""
+        self._seconds, self._weights = seconds, weights
         matrix = np.stack(columns, axis=1) * (weights / seconds)[:, None]
         self.scale: Float64 = np.maximum(np.abs(matrix).max(axis=0), 1e-12)
-        matrix /= self.scale
-        self._gram = matrix.T @ matrix
-        self._right = matrix.T @ weights
+        self._matrix: Float64 = matrix / self.scale
+        self._gram = self._matrix.T @ self._matrix + _FIRM * np.eye(len(columns))
+        self._right = self._matrix.T @ weights
         self._error = float(weights @ weights)
 
-    def unscaled(self, shares: Float64) -> Float64:
-        """Return the shares of the columns themselves, of the first ones that `shares` has."""
-        return shares / self.scale[: len(shares)]
+    def with_column(self, column: Float64) -> _Problem:
+        """Return the problem with one more column, the last one."""
+        more = copy.copy(self)
+        scaled = column * (self._weights / self._seconds)
+        scale = max(float(scaled.max()), 1e-12)
+        scaled /= scale
+        more.scale = np.append(self.scale, scale)
+        more._matrix = np.column_stack([self._matrix, scaled])
+        across = self._matrix.T @ scaled
+        corner = np.append(across, scaled @ scaled + _FIRM)
+        more._gram = np.vstack([np.column_stack([self._gram, across]), corner])
+        more._right = np.append(self._right, scaled @ self._weights)
+        return more
 
-    def solve(self, columns: Sequence[int], shares: Float64) -> tuple[Float64, float]:
-        """Return the best shares of these columns, scaled, and their error.
+    def solve(self, shares: Float64) -> tuple[Float64, float]:
+        """Return the best shares, scaled, and their error.
 
         `shares` is where the search begins: 0 or more, and optimal for the columns above 0.
         """
-        gram = self._gram[np.ix_(columns, columns)] + _FIRM * np.eye(len(columns))
-        right = self._right[[*columns]]
+        gram, right, size = self._gram, self._right, len(shares)
         is_in = shares > 0
-        for _ in range(3 * len(columns)):
+        for _ in range(3 * size):
             slope = right - gram @ shares
             slope[is_in] = -1.0
             enters = int(slope.argmax())
@@ -376,7 +400,7 @@ class _Problem:
             is_in[enters] = True
             while True:
                 some = np.flatnonzero(is_in)
-                found = np.zeros(len(columns))
+                found = np.zeros(size)
                 found[some] = np.linalg.solve(gram[np.ix_(some, some)], right[some])
                 leaves = is_in & (found <= 0)
                 if not leaves.any():

@@ -19,8 +19,6 @@ Float64 = npt.NDArray[np.float64]
 _DECAY = 0.98  # of all rows' counts, for each round that drafts the family
 _MOST_TRIES = 400.0  # so that a change of all texts is seen within some dozen rounds
 _PRIOR, _PRIOR_TRIES = 0.6, 2.0  # the rate of the first depth before any round
-_EDGE = 0.01  # the nearest that a rate comes to 0 and to 1, so that odds are finite
-_SPREAD_TRIES = 8.0  # what a variance of 1 of the rows' log odds counts as before there are rows
 _STALE_ROUNDS = 16  # rounds without a family that halve what its counts say against a try
 _YOUNG_ROUNDS = 16  # rounds of a row from which all rows learn, if there are several families
 
@@ -72,7 +70,8 @@ class RowAcceptance:
         drafted.
 
         A row's own results decide soon which family it drafts. What it says of that family then
-        says nothing of other rows, so all rows learn from the first rounds of each row alone.
+        says nothing of other rows, so all rows learn from the first rounds of each row alone, and
+        without the hits that the row owes to its own odds.
         """
         full = depth = self._num_steps[shapes]  # and the levels that count
         if undrafted is not None:
@@ -84,18 +83,17 @@ class RowAcceptance:
         if depth is not full:
             lesser = depth * len(self._family) + shapes
             shapes = np.where(depth < full, lesser, shapes).astype(np.int32)
-        young = np.ones(len(rows), bool)
-        if many := len(self._unseen) > 1:
-            young = self._age[rows] < _YOUNG_ROUNDS
-        self._age[rows] += 1
         lanes = rows, shapes, accept_len
-        told = [lane[young] for lane in lanes]
-        beyond = self._beyond(*told) if many else 0.0
-        counts = self._hits, self._tries, self._counted_family, self._counted_steps
-        if not young.all():
-            count_acceptance(*counts, *(lane[~young] for lane in lanes))
-        new = count_acceptance(*counts, *told).T.reshape(self._pooled.shape)
-        new[0] = np.clip(new[0] - beyond, 0.0, new[1])
+        counts, prior = (self._hits, self._tries, self._counted_family, self._counted_steps), None
+        if len(self._unseen) > 1:
+            young = self._age[rows] < _YOUNG_ROUNDS
+            self._age[rows] += 1
+            prior = self._prior(hopes=False)
+            if not young.all():
+                count_acceptance(*counts, *(lane[~young] for lane in lanes))
+                rows, shapes, accept_len = (lane[young] for lane in lanes)
+        new = count_acceptance(*counts, rows, shapes, accept_len, prior=prior)
+        new = new.T.reshape(self._pooled.shape)
         for family, tries in enumerate(new[1, :, 0].tolist()):
             self._unseen[family] += 1
             if not tries:
@@ -107,35 +105,6 @@ class RowAcceptance:
             if pooled[1, 0] > _MOST_TRIES:  # of all depths, the first has the most
                 pooled *= np.minimum(1.0, _MOST_TRIES / np.maximum(pooled[1], 1.0))
         self._priors.clear()
-
-    def _beyond(self, rows: Int32, shapes: Int32, accept_len: Int32) -> Float64:
-        """Return the hits of a round that its rows owe to their odds, float64 [F, D].
-
-        Families are drafted by rows that gain by them. Without this, one that only hard rows draft
-        would look bad to easy rows.
-        """
-        prior = np.clip(self._prior(hopes=False), _EDGE, 1 - _EDGE)
-        hits, tries = self._hits[rows], self._tries[rows]
-        excess = (hits - tries * prior).sum(axis=(1, 2))
-        information = (tries * (prior * (1 - prior))).sum(axis=(1, 2))
-        tried_ct = np.maximum(tries.sum(axis=(1, 2)), 1e-9)
-        mean = np.clip((tries * prior).sum(axis=(1, 2)) / tried_ct, _EDGE, 1 - _EDGE)
-        mid = mean + 0.5 * excess / tried_ct
-        information *= mid * (1 - mid) / (mean * (1 - mean))
-        told = information > 0.5  # rows that tell how much rows differ, as in the core
-        surplus = (excess[told] ** 2 / information[told] - 1).sum()
-        spread = max((_SPREAD_TRIES + surplus) / (_SPREAD_TRIES + information[told].sum()), 0.05)
-        odds = np.exp(excess / (1 / spread + information))
-        beyond = np.zeros(prior.shape)
-        tried = (
-            np.arange(prior.shape[1]) < np.minimum(self._counted_steps[shapes], accept_len)[:, None]
-        )
-        for family, base in enumerate(prior):
-            mine = self._counted_family[shapes] == family
-            if mine.any():
-                lean = base / (1 - base) * odds[mine, None]
-                beyond[family] = (tried[mine] * (lean / (1 + lean) - base)).sum(axis=0)
-        return beyond
 
     def tokens(self, rows: Int32, *, hopes: bool = False) -> Float64:
         """Return the expected tokens of each row's round with each shape, float64 [B, S].

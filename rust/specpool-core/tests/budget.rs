@@ -20,6 +20,7 @@ struct Case {
     free: Vec<i64>,
     base: f64,
     ridge: f64,
+    ridge_per_token: f64,
     slope: f64,
     charge: Vec<f64>,
     lane: Vec<f64>,
@@ -47,6 +48,7 @@ impl Case {
         let costs = Costs {
             base: self.base,
             ridge: self.ridge,
+            ridge_per_token: self.ridge_per_token,
             slope: self.slope,
             charge: &self.charge,
             lane: &self.lane,
@@ -60,10 +62,14 @@ impl Case {
         self.shapes[row * self.num_candidates + pick] as usize
     }
 
-    /// Seconds that a row with this shape adds; the core takes no context for 0.
+    /// The core takes no context for 0.
+    fn context_of(&self, row: usize) -> f64 {
+        self.context.get(row).copied().unwrap_or(0.0)
+    }
+
+    /// Seconds that a row with this shape adds.
     fn lane_of(&self, row: usize, shape: usize) -> f64 {
-        let context = self.context.get(row).copied().unwrap_or(0.0);
-        self.lane[shape] + context * self.per_token.get(shape).copied().unwrap_or(0.0)
+        self.lane[shape] + self.context_of(row) * self.per_token.get(shape).copied().unwrap_or(0.0)
     }
 
     /// Seconds of the tokens that the rows stand for: the mean round, simulated by its averages, over what it gives.
@@ -77,13 +83,15 @@ impl Case {
             .collect();
         let rows = self.num_rows() as f64;
         let total: f64 = stay.iter().sum();
-        let lanes = shapes.iter().enumerate().map(|(row, &s)| self.lane_of(row, s) * stay[row] / total).sum::<f64>() * rows;
+        let lanes =
+            shapes.iter().enumerate().map(|(row, &s)| self.lane_of(row, s) * stay[row] / total).sum::<f64>() * rows;
         // The share of the rounds' lanes that is of each row's kind, times the lanes.
         let mean = |of: &[f64]| shapes.iter().zip(&stay).map(|(&s, stay)| of[s] * stay / total).sum::<f64>() * rows;
+        let held = (0..self.num_rows()).map(|row| self.context_of(row) * stay[row] / total).sum::<f64>() * rows;
+        let free = self.ridge + self.ridge_per_token * held;
         let charges: f64 = (0..self.lane.len()).filter(|s| shapes.contains(s)).map(|s| self.charge[s]).sum();
         let worth: f64 = stay.iter().zip(&self.worth).map(|(stay, worth)| stay * worth / total).sum();
-        let round =
-            worth * (self.base + charges) + lanes + self.slope * (mean(&self.nodes) - self.ridge).max(0.0);
+        let round = worth * (self.base + charges) + lanes + self.slope * (mean(&self.nodes) - free).max(0.0);
         round * total / rows
     }
 
@@ -93,7 +101,9 @@ impl Case {
         let nodes: f64 = shapes.iter().map(|&shape| self.nodes[shape]).sum();
         let charges: f64 = (0..self.lane.len()).filter(|s| shapes.contains(s)).map(|s| self.charge[s]).sum();
         let lanes: f64 = shapes.iter().enumerate().map(|(row, &shape)| self.lane_of(row, shape)).sum();
-        self.base + charges + lanes + self.slope * (nodes - self.ridge).max(0.0)
+        let held: f64 = (0..self.num_rows()).map(|row| self.context_of(row)).sum();
+        let free = self.ridge + self.ridge_per_token * held;
+        self.base + charges + lanes + self.slope * (nodes - free).max(0.0)
     }
 
     fn fits(&self, picks: &[usize]) -> bool {
@@ -188,6 +198,7 @@ prop_compose! {
             free: if paged { vec![(die() * 2.0 * cells as f64) as i64] } else { Vec::new() },
             base: 0.2 + die(),
             ridge: if ridged { die() * 3.0 * num_rows as f64 } else { 0.0 },
+            ridge_per_token: if ridged { die() * 1e-3 } else { 0.0 },
             slope: if ridged { die() } else { 0.0 },
             charge: (0..num_shapes).map(|s| if charged && s > 0 { die() } else { 0.0 }).collect(),
             lane: (0..num_shapes).map(|s| s as f64 * die() * 0.4).collect(),
@@ -317,6 +328,7 @@ fn easy_rows_draft_and_hard_rows_do_not() {
         free: Vec::new(),
         base: 1.0,
         ridge: 0.0,
+        ridge_per_token: 0.0,
         slope: 0.0,
         charge: vec![0.0, 0.0],
         lane: vec![0.0, 0.3],
@@ -343,6 +355,7 @@ fn a_long_row_drafts_where_a_short_one_does_and_its_context_is_worth_it() {
         free: Vec::new(),
         base: 1.0,
         ridge: 0.0,
+        ridge_per_token: 0.0,
         slope: 0.0,
         charge: vec![0.0, 0.0],
         lane: vec![0.0, 0.3],
@@ -369,6 +382,7 @@ fn rows_that_are_alike_use_the_pages_that_are_there() {
         free: vec![free],
         base: 1.0,
         ridge: 0.0,
+        ridge_per_token: 0.0,
         slope: 0.0,
         charge: vec![0.0, charge],
         lane: vec![0.0, 0.01],
@@ -398,6 +412,7 @@ fn the_long_run_counts_and_not_the_next_round() {
         free: Vec::new(),
         base: 1.0,
         ridge: 0.0,
+        ridge_per_token: 0.0,
         slope: 0.0,
         charge: vec![0.0, 0.0],
         lane: vec![0.0, 0.25],
@@ -427,6 +442,7 @@ fn a_batch_that_stays_as_it_is_has_the_nodes_of_its_mean_round() {
         free: Vec::new(),
         base: 1.0,
         ridge: 12.0,
+        ridge_per_token: 0.0,
         slope: 10.0,
         charge: vec![0.0, 0.0],
         lane: vec![0.0, 0.1],
@@ -443,9 +459,27 @@ fn a_batch_that_stays_as_it_is_has_the_nodes_of_its_mean_round() {
 
 #[test]
 fn no_rows_no_choice() {
-    let rows =
-        Rows { num_candidates: 1, shapes: &[], tokens: &[], context: &[], worth: &[], gives: &[], due: &[], pages: &[], free: &[] };
-    let costs = Costs { base: 1.0, ridge: 0.0, slope: 0.0, charge: &[0.0], lane: &[0.0], per_token: &[], nodes: &[1.0] };
+    let rows = Rows {
+        num_candidates: 1,
+        shapes: &[],
+        tokens: &[],
+        context: &[],
+        worth: &[],
+        gives: &[],
+        due: &[],
+        pages: &[],
+        free: &[],
+    };
+    let costs = Costs {
+        base: 1.0,
+        ridge: 0.0,
+        ridge_per_token: 0.0,
+        slope: 0.0,
+        charge: &[0.0],
+        lane: &[0.0],
+        per_token: &[],
+        nodes: &[1.0],
+    };
     assert_eq!(choose(&rows, &costs).unwrap().picks, Vec::<i32>::new());
 }
 
@@ -462,7 +496,16 @@ fn wrong_numbers_are_refused() {
         pages: &[],
         free: &[],
     };
-    let costs = Costs { base: 1.0, ridge: 0.0, slope: 0.0, charge: &[0.0], lane: &[0.0], per_token: &[], nodes: &[1.0] };
+    let costs = Costs {
+        base: 1.0,
+        ridge: 0.0,
+        ridge_per_token: 0.0,
+        slope: 0.0,
+        charge: &[0.0],
+        lane: &[0.0],
+        per_token: &[],
+        nodes: &[1.0],
+    };
     let wrong_rows = [
         Rows { shapes: &[1], ..rows },
         Rows { shapes: &[-1], ..rows },
@@ -488,6 +531,7 @@ fn wrong_numbers_are_refused() {
         Costs { per_token: &[f64::NAN], ..costs },
         Costs { per_token: &[0.0, 0.0], ..costs },
         Costs { slope: -1.0, ..costs },
+        Costs { ridge_per_token: -1.0, ..costs },
     ];
     for wrong in wrong_costs {
         assert!(choose(&rows, &wrong).is_err(), "{wrong:?}");
@@ -502,7 +546,7 @@ proptest! {
     fn expected_tokens_follow_the_row(prior in 0.05_f64..0.95, rounds in 1_usize..60) {
         let (mut hits, mut tries) = (vec![0.0; 18], vec![0.0; 18]);
         for _ in 0..rounds {
-            count_round(&FAMILIES, &mut hits, &mut tries, &[0, 2], &[2, 2], &[4, 1]).unwrap();
+            count_round(&FAMILIES, &mut hits, &mut tries, None, &[0, 2], &[2, 2], &[4, 1]).unwrap();
         }
         let priors = vec![prior; 6];
         let found = expected_tokens(&FAMILIES, &hits, &tries, &priors, &[0, 1, 2]).unwrap();
@@ -516,15 +560,59 @@ proptest! {
     }
 }
 
+/// Rows of one family say what another family may give them, also if they are far from the prior: not nothing, and not
+/// everything.
+#[test]
+fn a_row_far_from_the_prior_is_not_taken_for_hopeless_or_sure() {
+    let estimate = |prior: f64, is_right: fn(usize) -> bool| {
+        let (mut hits, mut tries) = (vec![0.0; 6], vec![0.0; 6]);
+        for round in 0..60 {
+            let len = if is_right(round) { 2 } else { 1 };
+            count_round(&FAMILIES, &mut hits, &mut tries, None, &[0], &[1], &[len]).unwrap();
+        }
+        expected_tokens(&FAMILIES, &hits, &tries, &[prior; 6], &[0]).unwrap()[3]
+    };
+    let tokens = |rate: f64| 1.0 + rate + rate * rate;
+    let hard = estimate(0.93, |round| round % 10 < 3);
+    assert!(tokens(0.25) < hard && hard < tokens(0.6), "{hard}, a row that is right 3 times of 10");
+    let easy = estimate(0.07, |round| round % 10 < 7);
+    assert!(tokens(0.4) < easy && easy < tokens(0.75), "{easy}, a row that is right 7 times of 10");
+}
+
+/// The hits of all rows are those that rows with the prior's odds would have.
+#[test]
+fn hits_of_all_rows_are_less_what_rows_owe_to_their_odds() {
+    let (mut hits, mut tries) = (vec![0.0; 18], vec![0.0; 18]);
+    for round in 0..40 {
+        let lens = [if round % 10 < 9 { 4 } else { 1 }, if round % 10 < 2 { 4 } else { 1 }];
+        count_round(&FAMILIES, &mut hits, &mut tries, None, &[0, 1], &[2, 2], &lens).unwrap();
+    }
+    let prior = vec![0.6; 6];
+    let mut count = |rows: &[i32], prior: Option<&[f64]>| {
+        let (mut hits, mut tries) = (hits.clone(), tries.clone());
+        count_round(&FAMILIES, &mut hits, &mut tries, prior, rows, &vec![3; rows.len()], &vec![2; rows.len()]).unwrap()
+    };
+    // Family 1 stands at 6; each row has one try at each of its depths, and is right at the first alone.
+    let (plain, new) = (count(&[0, 1, 2], None), count(&[2], Some(&prior)));
+    assert_eq!(plain[6..10], [3.0, 3.0, 0.0, 3.0]);
+    assert!(new.iter().zip(count(&[2], None)).all(|(a, b)| (a - b).abs() < 1e-9), "a new row owes nothing");
+    let (both, easy, hard) = (count(&[0, 1], Some(&prior)), count(&[0], Some(&prior)), count(&[1], Some(&prior)));
+    assert!(easy[6] < 0.8 && hard[6] == 1.0, "{easy:?} {hard:?}: easy rows owe, and no cell has more hits than tries");
+    assert!(easy[6] < both[6] && both[6] < 2.0);
+    for wrong in [vec![0.6; 5], vec![1.5; 6], vec![f64::NAN; 6]] {
+        assert!(count_round(&FAMILIES, &mut hits.clone(), &mut tries.clone(), Some(&wrong), &[0], &[3], &[2]).is_err());
+    }
+}
+
 #[test]
 fn a_row_that_does_not_draft_goes_back_to_its_prior() {
     let (mut hits, mut tries) = (vec![0.0; 6], vec![0.0; 6]);
     for _ in 0..30 {
-        count_round(&FAMILIES, &mut hits, &mut tries, &[0], &[2], &[1]).unwrap();
+        count_round(&FAMILIES, &mut hits, &mut tries, None, &[0], &[2], &[1]).unwrap();
     }
     let before = expected_tokens(&FAMILIES, &hits, &tries, &[0.6; 6], &[0]).unwrap()[2];
     for _ in 0..400 {
-        count_round(&FAMILIES, &mut hits, &mut tries, &[0], &[0], &[1]).unwrap();
+        count_round(&FAMILIES, &mut hits, &mut tries, None, &[0], &[0], &[1]).unwrap();
     }
     let after = expected_tokens(&FAMILIES, &hits, &tries, &[0.6; 6], &[0]).unwrap()[2];
     assert!(before < 1.2 && after > 2.0, "{before}, {after}");
@@ -533,7 +621,7 @@ fn a_row_that_does_not_draft_goes_back_to_its_prior() {
 #[test]
 fn totals_are_those_of_the_lanes() {
     let (mut hits, mut tries) = (vec![0.0; 18], vec![0.0; 18]);
-    let totals = count_round(&FAMILIES, &mut hits, &mut tries, &[0, 1, 2], &[2, 1, 3], &[3, 2, 1]).unwrap();
+    let totals = count_round(&FAMILIES, &mut hits, &mut tries, None, &[0, 1, 2], &[2, 1, 3], &[3, 2, 1]).unwrap();
     assert_eq!(totals, [2.0, 2.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]);
 }
 
@@ -541,7 +629,7 @@ fn totals_are_those_of_the_lanes() {
 fn a_round_that_cannot_be_is_not_counted() {
     let (mut hits, mut tries) = (vec![0.0; 6], vec![0.0; 6]);
     for (rows, shapes, lens) in [([0, 1], [2, 2], [1, 1]), ([0, 0], [2, 9], [1, 1]), ([0, 0], [2, 2], [1, 5])] {
-        assert!(count_round(&FAMILIES, &mut hits, &mut tries, &rows, &shapes, &lens).is_err());
+        assert!(count_round(&FAMILIES, &mut hits, &mut tries, None, &rows, &shapes, &lens).is_err());
     }
     assert_eq!(tries, [0.0; 6]);
     let lying = Families { family: &[-1, 0], num_steps: &[1, 1], num_families: 1, depth: 1 };

@@ -23,6 +23,7 @@ fn families<'a>(
 
 #[doc = doc!("count_acceptance")]
 #[pyfunction]
+#[pyo3(signature = (hits, tries, family, num_steps, rows, shapes, accept_len, *, prior = None))]
 pub fn count_acceptance<'py>(
     py: Python<'py>,
     hits: &Bound<'py, PyAny>,
@@ -32,6 +33,7 @@ pub fn count_acceptance<'py>(
     rows: &Bound<'py, PyAny>,
     shapes: &Bound<'py, PyAny>,
     accept_len: &Bound<'py, PyAny>,
+    prior: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyArray2<f64>>> {
     let mut hits = Output::<f32, 3>::new("hits", hits)?;
     let mut tries = Output::<f32, 3>::new("tries", tries)?;
@@ -42,12 +44,17 @@ pub fn count_acceptance<'py>(
     let rows = Input::<i32, 1>::new("rows", rows)?;
     let shapes = Input::<i32, 1>::new("shapes", shapes)?;
     let accept_len = Input::<i32, 1>::new("accept_len", accept_len)?;
+    let prior = Input::<f64, 2>::optional("prior", prior)?;
+    if let Some(prior) = &prior {
+        expect_dims("prior", prior.dims, [hits.dims[1], hits.dims[2]])?;
+    }
     let families = families(&family, &num_steps, hits.dims)?;
     let cells = families.num_families * families.depth;
     let totals = acceptance::count_round(
         &families,
         hits.slice(),
         tries.slice(),
+        prior.as_ref().map(Input::slice),
         rows.slice(),
         shapes.slice(),
         accept_len.slice(),
@@ -87,7 +94,7 @@ type Chosen<'py> = (Bound<'py, PyArray1<i32>>, f64, f64, f64, usize);
 
 #[doc = doc!("choose_shapes")]
 #[pyfunction]
-#[pyo3(signature = (shapes, tokens, *, worth, gives, due, base, ridge, slope, charge, lane, nodes, context = None, per_token = None, pages = None, free = None))]
+#[pyo3(signature = (shapes, tokens, *, worth, gives, due, base, ridge, slope, charge, lane, nodes, context = None, per_token = None, ridge_per_token = 0.0, pages = None, free = None))]
 pub fn choose_shapes<'py>(
     py: Python<'py>,
     shapes: &Bound<'py, PyAny>,
@@ -103,6 +110,7 @@ pub fn choose_shapes<'py>(
     nodes: &Bound<'py, PyAny>,
     context: Option<&Bound<'py, PyAny>>,
     per_token: Option<&Bound<'py, PyAny>>,
+    ridge_per_token: f64,
     pages: Option<&Bound<'py, PyAny>>,
     free: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Chosen<'py>> {
@@ -151,7 +159,8 @@ pub fn choose_shapes<'py>(
         pages,
         free,
     };
-    let costs = Costs { base, ridge, slope, charge: charge.slice(), lane: lane.slice(), per_token, nodes: nodes.slice() };
+    let (charge, lane, nodes) = (charge.slice(), lane.slice(), nodes.slice());
+    let costs = Costs { base, ridge, ridge_per_token, slope, charge, lane, per_token, nodes };
     let choice = choose(&rows, &costs).map_err(to_py)?;
     Ok((vector(py, choice.picks), choice.rate, choice.bound, choice.seconds, choice.num_missed))
 }

@@ -40,6 +40,23 @@ pub struct Families<'a> {
     pub depth: usize,
 }
 
+/// How rows differ from all rows.
+struct Odds {
+    /// `[F, depth]`: the prior, kept from 0 and 1, and its odds.
+    edged: Vec<f64>,
+    base: Vec<f64>,
+    /// `[B]`: the factor of the prior's odds.
+    odds: Vec<f64>,
+}
+
+impl Odds {
+    /// The rate of a lane's row.
+    fn rate(&self, lane: usize, cell: usize) -> f64 {
+        let lean = self.base[cell] * self.odds[lane];
+        lean / (1.0 + lean)
+    }
+}
+
 impl Families<'_> {
     fn check(&self) -> Result<()> {
         same_len("num_steps", self.num_steps.len(), self.family.len())?;
@@ -65,6 +82,35 @@ impl Families<'_> {
         Ok(row as usize * self.num_families * self.depth)
     }
 
+    /// The odds of these rows, whose counts are `[rows, F, depth]`, beside the prior.
+    fn odds(&self, hits: &[f32], tries: &[f32], prior: &[f64], rows: &[i32]) -> Result<Odds> {
+        let per_row = self.num_families * self.depth;
+        same_len("tries", tries.len(), hits.len())?;
+        same_len("prior", prior.len(), per_row)?;
+        if let Some(wrong) = prior.iter().find(|rate| !(0.0..=1.0).contains(*rate)) {
+            return Err(Error::Shape(format!("a prior must be in [0, 1], got {wrong}")));
+        }
+        let num_rows = hits.len().checked_div(per_row).unwrap_or(0);
+        let mut edged = with_room(per_row, "odds")?;
+        edged.extend(prior.iter().map(|rate| rate.clamp(EDGE, 1.0 - EDGE)));
+        let mut base = with_room(per_row, "odds")?;
+        base.extend(edged.iter().map(|rate| rate / (1.0 - rate)));
+        let mut starts = with_room(rows.len(), "odds")?; // of the rows' counts
+        for &row in rows {
+            starts.push(self.row(row, num_rows)?);
+        }
+        let mut scores = with_room(rows.len(), "odds")?;
+        Arch::new().dispatch(|| {
+            let score = |&first: &usize| score(&hits[first..first + per_row], &tries[first..first + per_row], &edged);
+            scores.extend(starts.iter().map(score));
+        });
+        let spread = spread(&scores);
+        let mut odds = with_room(rows.len(), "odds")?;
+        // The posterior mean of the row's log odds: a normal prior, and one step of the likelihood's score.
+        odds.extend(scores.iter().map(|(excess, information)| (spread * excess / (1.0 + spread * information)).exp()));
+        Ok(Odds { edged, base, odds })
+    }
+
     fn shape(&self, shape: i32) -> Result<usize> {
         if shape < 0 || shape as usize >= self.family.len() {
             return Err(Error::Shape(format!("shape {shape} is not in [0, {})", self.family.len())));
@@ -76,14 +122,17 @@ impl Families<'_> {
 /// Counts a round: `hits` and `tries` are `[rows, F, depth]`, the others one entry per lane.
 ///
 /// A lane that drafted adds to its family. A lane that did not fades, so that the row is tried again some day.
-/// Returns `[F, depth, 2]`: hits and tries of the lanes together.
+/// Returns `[F, depth, 2]`: hits and tries of the lanes together. With a prior, `[F, depth]`, the hits are less those that
+/// the rows owe to their own odds: a family is drafted by rows that gain by it, and would look as those rows are.
 ///
 /// # Errors
-/// [`Error::Shape`] for lengths, rows, shapes or accept lengths that cannot be; nothing is counted then.
+/// [`Error::Shape`] for lengths, rows, shapes or accept lengths that cannot be, and for a prior that is no probability;
+/// nothing is counted then.
 pub fn count_round(
     families: &Families<'_>,
     hits: &mut [f32],
     tries: &mut [f32],
+    prior: Option<&[f64]>,
     rows: &[i32],
     shapes: &[i32],
     accept_len: &[i32],
@@ -101,8 +150,12 @@ pub fn count_round(
             return Err(Error::Shape(format!("an accept length of {len} after {steps} steps")));
         }
     }
+    let own = match prior {
+        Some(prior) => Some(families.odds(hits, tries, prior, rows)?),
+        None => None,
+    };
     let mut totals = crate::memory::filled(0.0, 2 * per_row, "totals")?;
-    for ((&row, &shape), &len) in rows.iter().zip(shapes).zip(accept_len) {
+    for (lane, ((&row, &shape), &len)) in rows.iter().zip(shapes).zip(accept_len).enumerate() {
         let first = row as usize * per_row;
         let family = families.family[shape as usize];
         if family < 0 {
@@ -117,8 +170,14 @@ pub fn count_round(
             let cell = first + at + depth;
             hits[cell] = hits[cell] * ROW_DECAY + f32::from(u8::from(hit));
             tries[cell] = tries[cell] * ROW_DECAY + 1.0;
-            totals[2 * (at + depth)] += f64::from(u8::from(hit));
+            let owed = own.as_ref().map_or(0.0, |own| own.rate(lane, at + depth) - own.edged[at + depth]);
+            totals[2 * (at + depth)] += f64::from(u8::from(hit)) - owed;
             totals[2 * (at + depth) + 1] += 1.0;
+        }
+    }
+    if own.is_some() {
+        for cell in totals.chunks_exact_mut(2) {
+            cell[0] = cell[0].clamp(0.0, cell[1]);
         }
     }
     Ok(totals)
@@ -142,41 +201,20 @@ pub fn expected_tokens(
     families.check()?;
     let (num_families, depth) = (families.num_families, families.depth);
     let per_row = num_families * depth;
-    same_len("tries", tries.len(), hits.len())?;
-    same_len("prior", prior.len(), per_row)?;
-    if let Some(wrong) = prior.iter().find(|rate| !(0.0..=1.0).contains(*rate)) {
-        return Err(Error::Shape(format!("a prior must be in [0, 1], got {wrong}")));
-    }
-    let num_rows = hits.len().checked_div(per_row).unwrap_or(0);
+    let own = families.odds(hits, tries, prior, rows)?;
     let mut tokens = with_room(rows.len() * families.family.len(), "expected tokens")?;
     // A shape's tokens are where its family's depths are added up; without a draft that is 1, as before any depth.
     let mut places = with_room(families.family.len(), "expected tokens")?;
     let per_family = families.family.iter().zip(families.num_steps);
     places.extend(per_family.map(|(&family, &steps)| family.max(0) as usize * (depth + 1) + steps as usize));
-    let mut edged = with_room(per_row, "expected tokens")?;
-    edged.extend(prior.iter().map(|rate| rate.clamp(EDGE, 1.0 - EDGE)));
-    let mut base_odds = with_room(per_row, "expected tokens")?;
-    base_odds.extend(edged.iter().map(|rate| rate / (1.0 - rate)));
-    let mut scores = with_room(rows.len(), "expected tokens")?;
-    let mut starts = with_room(rows.len(), "expected tokens")?; // of the rows' counts
-    for &row in rows {
-        starts.push(families.row(row, num_rows)?);
-    }
-    let arch = Arch::new();
-    arch.dispatch(|| {
-        let score = |&first: &usize| score(&hits[first..first + per_row], &tries[first..first + per_row], &edged);
-        scores.extend(starts.iter().map(score));
-    });
-    let spread = spread(&scores);
     let mut rates = crate::memory::filled(0.0, per_row, "expected tokens")?;
     let mut reach = crate::memory::filled(1.0, num_families * (depth + 1), "expected tokens")?;
-    arch.dispatch(|| {
-        for (&first, &(excess, information)) in starts.iter().zip(&scores) {
-            let (hits, tries) = (&hits[first..first + per_row], &tries[first..first + per_row]);
-            // The posterior mean of the row's log odds: a normal prior, and one step of the likelihood's score.
-            let odds = (spread * excess / (1.0 + spread * information)).exp();
+    Arch::new().dispatch(|| {
+        for (&row, &odds) in rows.iter().zip(&own.odds) {
+            let cells = row as usize * per_row..(row as usize + 1) * per_row;
+            let (hits, tries) = (&hits[cells.clone()], &tries[cells]);
             // All cells first, so that no division waits for another.
-            for (rate, ((&hit, &tried), &base)) in rates.iter_mut().zip(hits.iter().zip(tries).zip(&base_odds)) {
+            for (rate, ((&hit, &tried), &base)) in rates.iter_mut().zip(hits.iter().zip(tries).zip(&own.base)) {
                 let lean = base * odds; // q / (1 - q), so q = lean / (1 + lean)
                 let (hit, tried) = (f64::from(hit), f64::from(tried));
                 *rate = (hit * (1.0 + lean) + PRIOR_TRIES * lean) / ((tried + PRIOR_TRIES) * (1.0 + lean));

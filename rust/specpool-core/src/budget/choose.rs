@@ -18,13 +18,15 @@ use solver::Solver;
 const BLOCK: usize = 64;
 
 /// The seconds of a round: `base + sum of charge of the shapes used + sum of (lane + per_token * context) of the rows +
-/// slope * max(0, nodes - ridge)`.
+/// slope * max(0, nodes - ridge - ridge_per_token * context of all rows)`.
 #[derive(Debug, Clone, Copy)]
 pub struct Costs<'a> {
     /// Of a round with this many rows that drafts nothing, in seconds, above 0.
     pub base: f64,
     /// Nodes that one verify computes at no further cost.
     pub ridge: f64,
+    /// More of them for each token of the rows' contexts.
+    pub ridge_per_token: f64,
     /// Seconds of each further node.
     pub slope: f64,
     /// `[S]`: seconds that a shape costs once, if any row has it.
@@ -142,7 +144,7 @@ fn check(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<()> {
         ("tokens", rows.tokens, 1.0),
         ("worth", rows.worth, 0.0),
         ("gives", rows.gives, f64::MIN_POSITIVE),
-        ("ridge and slope", &[costs.ridge, costs.slope], 0.0),
+        ("ridge and slope", &[costs.ridge, costs.ridge_per_token, costs.slope], 0.0),
     ];
     for (name, values, least) in fields {
         let within = least..f64::INFINITY;

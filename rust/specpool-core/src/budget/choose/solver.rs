@@ -93,14 +93,14 @@ impl<'a> Solver<'a> {
         for at in 0..view.rows.num_candidates {
             let cells = at * num_rows..(at + 1) * num_rows;
             let inputs = view.rounds[cells.clone()].iter().zip(view.rows.worth);
-            let own = |lane: f64, shape: usize| lane + node * (view.costs.nodes[shape] - given);
             match view.column(at) {
                 Column::Alike(shape) if allowed >> shape & 1 == 0 => {}
                 Column::Alike(shape) => {
-                    let (own, per_token) = (own(view.costs.lane[shape], shape), view.per_token[shape]);
-                    let costs = inputs.zip(&view.context).map(|((&rounds, &worth), &context)| {
-                        (worth * rent + own + per_token * context) * rounds
-                    });
+                    let own = view.costs.lane[shape] + node * (view.costs.nodes[shape] - given);
+                    let per_token = view.per_token[shape] - node * view.costs.ridge_per_token;
+                    let costs = inputs
+                        .zip(&view.context)
+                        .map(|((&rounds, &worth), &context)| (worth * rent + own + per_token * context) * rounds);
                     if page > 0.0 {
                         let shares = &view.share[cells];
                         self.cheapest.take(at, costs.zip(shares).map(|(cost, &share)| cost + page * share));
@@ -123,7 +123,8 @@ impl<'a> Solver<'a> {
                         if allowed >> shape & 1 == 0 {
                             return f64::INFINITY;
                         }
-                        (worth * rent + own(view.lane(row, shape), shape)) * rounds + page * share
+                        let own = view.lane(row, shape) + node * (view.nodes(row, shape) - given);
+                        (worth * rent + own) * rounds + page * share
                     };
                     self.cheapest.take(at, inputs.enumerate().map(cost));
                 }
@@ -378,7 +379,7 @@ impl<'a> Solver<'a> {
                 let (instead, cell) = (view.shape(row, at), at * view.num_rows + row);
                 if instead != shape && self.allowed >> instead & 1 == 1 {
                     let share = if self.page > 0.0 { view.share[cell] } else { 0.0 };
-                    let own = view.lane(row, instead) + self.node * (view.costs.nodes[instead] - given);
+                    let own = view.lane(row, instead) + self.node * (view.nodes(row, instead) - given);
                     let cost = (view.rows.worth[row] * rent + own) * view.rounds[cell];
                     other = other.min(cost + self.page * share);
                 }

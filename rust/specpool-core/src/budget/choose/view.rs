@@ -80,9 +80,9 @@ pub(super) struct View<'a> {
     pub(super) per_token: Vec<f64>,
     /// `[C, B]`: rounds that the row's part of the batch's tokens takes: what it gives over the expected tokens.
     pub(super) rounds: Vec<f64>,
-    /// `[C, B]`: lane seconds and nodes; empty if each candidate is one shape for all rows.
-    lanes: Vec<f64>,
-    nodes: Vec<f64>,
+    /// `[C, B]`: seconds and nodes, as `lane` and `nodes` tell; empty if each candidate is one shape for all rows.
+    lane_cells: Vec<f64>,
+    node_cells: Vec<f64>,
     /// `[C, B]`: pages over free pages, summed over the groups; empty = memory does not bind.
     pub(super) share: Vec<f64>,
     /// `[C]`: the shapes that a candidate is for any row, as bits.
@@ -122,20 +122,35 @@ impl<'a> View<'a> {
                 });
             }
         }
-        let (mut lanes, mut nodes) = (Vec::new(), Vec::new());
-        if used.iter().any(|used| used.count_ones() > 1) {
-            (lanes, nodes) = (filled(0.0, cells, "seconds")?, filled(0.0, cells, "nodes")?);
-            for (row, shapes) in rows.shapes.chunks_exact(num_candidates).enumerate() {
-                for (at, &shape) in shapes.iter().enumerate() {
-                    lanes[at * num_rows + row] = costs.lane[shape as usize] + per_token[shape as usize] * context[row];
-                    nodes[at * num_rows + row] = costs.nodes[shape as usize];
-                }
-            }
-        }
         let targets = (0..num_rows).filter(|&row| rows.due[2 * row + 1] > 0.0).collect();
         let worth = rows.worth.iter().zip(rows.gives).map(|(worth, gives)| worth * gives).sum();
-        let share = Vec::new();
-        Ok(Self { rows, costs, num_rows, context, per_token, rounds, lanes, nodes, share, used, targets, worth })
+        let (lane_cells, node_cells, share) = (Vec::new(), Vec::new(), Vec::new());
+        let mut view = Self {
+            rows,
+            costs,
+            num_rows,
+            context,
+            per_token,
+            rounds,
+            lane_cells,
+            node_cells,
+            share,
+            used,
+            targets,
+            worth,
+        };
+        if view.used.iter().any(|used| used.count_ones() > 1) {
+            let (mut lanes, mut nodes) = (filled(0.0, cells, "seconds")?, filled(0.0, cells, "nodes")?);
+            for row in 0..num_rows {
+                for at in 0..num_candidates {
+                    let shape = view.shape(row, at);
+                    lanes[at * num_rows + row] = view.lane(row, shape);
+                    nodes[at * num_rows + row] = view.nodes(row, shape);
+                }
+            }
+            (view.lane_cells, view.node_cells) = (lanes, nodes);
+        }
+        Ok(view)
     }
 
     /// The seconds that a row with this shape adds to a round.
@@ -144,10 +159,16 @@ impl<'a> View<'a> {
         self.costs.lane[shape] + self.per_token[shape] * self.context[row]
     }
 
+    /// The nodes of a row with this shape, less those that are free because of its context.
+    #[inline]
+    pub(super) fn nodes(&self, row: usize, shape: usize) -> f64 {
+        self.costs.nodes[shape] - self.costs.ridge_per_token * self.context[row]
+    }
+
     /// Adds a row that takes so many rounds for a token with this shape; rounds below 0 take it out again.
     #[inline]
     pub(super) fn add(&self, sums: &mut Sums, row: usize, shape: usize, rounds: f64) {
-        sums.add(self.rows.worth[row], rounds, self.lane(row, shape), self.costs.nodes[shape]);
+        sums.add(self.rows.worth[row], rounds, self.lane(row, shape), self.nodes(row, shape));
     }
 
     #[inline]
@@ -160,7 +181,7 @@ impl<'a> View<'a> {
             return Column::Alike(self.used[at].trailing_zeros() as usize);
         }
         let cells = at * self.num_rows..(at + 1) * self.num_rows;
-        Column::Each(&self.lanes[cells.clone()], &self.nodes[cells])
+        Column::Each(&self.lane_cells[cells.clone()], &self.node_cells[cells])
     }
 
     fn tokens(&self, row: usize, pick: usize) -> f64 {
@@ -173,7 +194,7 @@ impl<'a> View<'a> {
         self.costs.base + charges.map(|(shape, &it)| if used >> shape & 1 == 1 { it } else { 0.0 }).sum::<f64>()
     }
 
-    /// The nodes that each row has for nothing: its share of the ridge.
+    /// The nodes that each row has for nothing beside those of its context: its share of the ridge.
     pub(super) fn given(&self) -> f64 {
         self.costs.ridge / self.num_rows as f64
     }
@@ -205,7 +226,8 @@ impl<'a> View<'a> {
         }
         let (worth, rounds, held) = (worth.iter().sum(), rounds.iter().sum::<f64>(), held.iter().sum::<f64>());
         let lanes = rounds * self.costs.lane[shape] + held * self.per_token[shape];
-        Sums { worth, rounds, lanes, nodes: rounds * self.costs.nodes[shape] }
+        let nodes = rounds * self.costs.nodes[shape] - held * self.costs.ridge_per_token;
+        Sums { worth, rounds, lanes, nodes }
     }
 
     /// Nodes beyond the ridge, on average over the rounds.
@@ -260,7 +282,7 @@ impl<'a> View<'a> {
             TargetCell {
                 tokens: self.tokens(row, at),
                 rounds: self.rounds[at * self.num_rows + row],
-                own: self.lane(row, shape) + node * (self.costs.nodes[shape] - self.given()),
+                own: self.lane(row, shape) + node * (self.nodes(row, shape) - self.given()),
             }
         };
         let rows = self.targets.iter();
@@ -295,7 +317,7 @@ impl<'a> View<'a> {
         for (shape, &lanes) in tally.num_lanes[..self.costs.lane.len()].iter().enumerate() {
             used |= u64::from(lanes > 0) << shape;
             seconds += f64::from(lanes) * self.costs.lane[shape] + tally.context[shape] * self.per_token[shape];
-            nodes += f64::from(lanes) * self.costs.nodes[shape];
+            nodes += f64::from(lanes) * self.costs.nodes[shape] - tally.context[shape] * self.costs.ridge_per_token;
         }
         (used, self.fixed(used) + seconds + self.costs.slope * (nodes - self.costs.ridge).max(0.0))
     }
@@ -322,7 +344,7 @@ impl<'a> View<'a> {
             (0..num_candidates).map(|at| of(self.shape(row, at))).fold(f64::INFINITY, f64::min)
         };
         let lanes: f64 = (0..self.num_rows).map(|row| least(&|shape| self.lane(row, shape), row)).sum();
-        let nodes: f64 = (0..self.num_rows).map(|row| least(&|shape| self.costs.nodes[shape], row)).sum();
+        let nodes: f64 = (0..self.num_rows).map(|row| least(&|shape| self.nodes(row, shape), row)).sum();
         let seconds = self.costs.base + lanes + self.costs.slope * (nodes - self.costs.ridge).max(0.0);
         let mut targets = std::mem::take(&mut self.targets);
         targets.retain(|&row| {
