@@ -240,6 +240,7 @@ def test_a_new_row_is_told_what_rows_of_all_kinds_gave() -> None:
     (new,) = acceptance.tokens(np.array([32], np.int32))
     mean = (3.44 + 1.11) / 2
     assert abs(new[2] - mean) < 0.5, "chains, which easy rows leave after eight rounds"
+    assert abs(new[3] - mean) < 0.5, "trees, which easy rows alone have drafted"
 
 
 def test_a_target_makes_rounds_shorter() -> None:

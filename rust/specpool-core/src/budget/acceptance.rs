@@ -4,7 +4,7 @@
 //! size. Counts are conditional: a depth is tried by the rows that were right up to it.
 #![allow(clippy::inline_always, reason = "only what is inlined is compiled for the instructions chosen")]
 
-use pulp::Arch;
+use pulp::{Arch, NullaryFnOnce};
 
 use crate::check::same_len;
 use crate::error::{Error, Result};
@@ -46,13 +46,13 @@ struct Odds {
     edged: Vec<f64>,
     base: Vec<f64>,
     /// `[B]`: the factor of the prior's odds.
-    odds: Vec<f64>,
+    factors: Vec<f64>,
 }
 
 impl Odds {
     /// The rate of a lane's row.
     fn rate(&self, lane: usize, cell: usize) -> f64 {
-        let lean = self.base[cell] * self.odds[lane];
+        let lean = self.base[cell] * self.factors[lane];
         lean / (1.0 + lean)
     }
 }
@@ -100,15 +100,13 @@ impl Families<'_> {
             starts.push(self.row(row, num_rows)?);
         }
         let mut scores = with_room(rows.len(), "odds")?;
-        Arch::new().dispatch(|| {
-            let score = |&first: &usize| score(&hits[first..first + per_row], &tries[first..first + per_row], &edged);
-            scores.extend(starts.iter().map(score));
-        });
+        Arch::new().dispatch(Score { hits, tries, edged: &edged, starts: &starts, scores: &mut scores });
         let spread = spread(&scores);
-        let mut odds = with_room(rows.len(), "odds")?;
+        let mut factors = with_room(rows.len(), "odds")?;
         // The posterior mean of the row's log odds: a normal prior, and one step of the likelihood's score.
-        odds.extend(scores.iter().map(|(excess, information)| (spread * excess / (1.0 + spread * information)).exp()));
-        Ok(Odds { edged, base, odds })
+        factors
+            .extend(scores.iter().map(|(excess, information)| (spread * excess / (1.0 + spread * information)).exp()));
+        Ok(Odds { edged, base, factors })
     }
 
     fn shape(&self, shape: i32) -> Result<usize> {
@@ -207,19 +205,78 @@ pub fn expected_tokens(
     let mut places = with_room(families.family.len(), "expected tokens")?;
     let per_family = families.family.iter().zip(families.num_steps);
     places.extend(per_family.map(|(&family, &steps)| family.max(0) as usize * (depth + 1) + steps as usize));
-    let mut rates = crate::memory::filled(0.0, per_row, "expected tokens")?;
-    let mut reach = crate::memory::filled(1.0, num_families * (depth + 1), "expected tokens")?;
-    Arch::new().dispatch(|| {
-        for (&row, &odds) in rows.iter().zip(&own.odds) {
+    let rates = crate::memory::filled(0.0, per_row, "expected tokens")?;
+    let reach = crate::memory::filled(1.0, num_families * (depth + 1), "expected tokens")?;
+    Arch::new().dispatch(Expect {
+        hits,
+        tries,
+        rows,
+        own: &own,
+        depth,
+        places: &places,
+        rates,
+        reach,
+        tokens: &mut tokens,
+    });
+    Ok(tokens)
+}
+
+/// The loop over the rows of [`Families::odds`].
+struct Score<'a> {
+    hits: &'a [f32],
+    tries: &'a [f32],
+    edged: &'a [f64],
+    starts: &'a [usize],
+    scores: &'a mut Vec<(f64, f64)>,
+}
+
+impl NullaryFnOnce for Score<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(self) {
+        let per_row = self.edged.len();
+        // A loop, because `extend` is not inlined.
+        for &first in self.starts {
+            let cells = first..first + per_row;
+            self.scores.push(score(&self.hits[cells.clone()], &self.tries[cells], self.edged));
+        }
+    }
+}
+
+/// The loop over the rows of [`expected_tokens`].
+struct Expect<'a> {
+    hits: &'a [f32],
+    tries: &'a [f32],
+    rows: &'a [i32],
+    own: &'a Odds,
+    depth: usize,
+    /// `[S]`: where in `reach` a shape's tokens are.
+    places: &'a [usize],
+    /// `[F, depth]`: a row's rates.
+    rates: Vec<f64>,
+    /// `[F, depth + 1]`: the tokens up to each depth.
+    reach: Vec<f64>,
+    tokens: &'a mut Vec<f64>,
+}
+
+impl NullaryFnOnce for Expect<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn call(mut self) {
+        let per_row = self.rates.len();
+        for (&row, &odds) in self.rows.iter().zip(&self.own.factors) {
             let cells = row as usize * per_row..(row as usize + 1) * per_row;
-            let (hits, tries) = (&hits[cells.clone()], &tries[cells]);
+            let counts = self.hits[cells.clone()].iter().zip(&self.tries[cells]);
             // All cells first, so that no division waits for another.
-            for (rate, ((&hit, &tried), &base)) in rates.iter_mut().zip(hits.iter().zip(tries).zip(&own.base)) {
+            for (rate, ((&hit, &tried), &base)) in self.rates.iter_mut().zip(counts.zip(&self.own.base)) {
                 let lean = base * odds; // q / (1 - q), so q = lean / (1 + lean)
                 let (hit, tried) = (f64::from(hit), f64::from(tried));
                 *rate = (hit * (1.0 + lean) + PRIOR_TRIES * lean) / ((tried + PRIOR_TRIES) * (1.0 + lean));
             }
-            for (reach, rates) in reach.chunks_exact_mut(depth + 1).zip(rates.chunks_exact(depth)) {
+            let families = self.reach.chunks_exact_mut(self.depth + 1).zip(self.rates.chunks_exact(self.depth));
+            for (reach, rates) in families {
                 let (mut reached, mut total) = (1.0, 1.0);
                 for (reach, rate) in reach[1..].iter_mut().zip(rates) {
                     reached *= rate;
@@ -227,10 +284,9 @@ pub fn expected_tokens(
                     *reach = total;
                 }
             }
-            tokens.extend(places.iter().map(|&place| reach[place]));
+            self.tokens.extend(self.places.iter().map(|&place| self.reach[place]));
         }
-    });
-    Ok(tokens)
+    }
 }
 
 /// Hits beyond those of the prior, which is within [`EDGE`], and the information in them: their variance, half-way
@@ -238,15 +294,23 @@ pub fn expected_tokens(
 #[inline(always)]
 fn score(hits: &[f32], tries: &[f32], edged: &[f64]) -> (f64, f64) {
     let [mut right, mut tried, mut expected, mut variance] = [[0.0; LANES]; 4];
-    let chunks = hits.chunks(LANES).zip(tries.chunks(LANES)).zip(edged.chunks(LANES));
-    for ((hits, tries), rates) in chunks {
-        for (lane, ((&hit, &tries), &rate)) in hits.iter().zip(tries).zip(rates).enumerate() {
-            let tries = f64::from(tries);
-            right[lane] += f64::from(hit);
-            tried[lane] += tries;
-            expected[lane] += tries * rate;
-            variance[lane] += tries * rate * (1.0 - rate);
+    let mut add = |lane: usize, hit: f32, tries: f32, rate: f64| {
+        let tries = f64::from(tries);
+        right[lane] += f64::from(hit);
+        tried[lane] += tries;
+        expected[lane] += tries * rate;
+        variance[lane] += tries * rate * (1.0 - rate);
+    };
+    let whole = hits.len() / LANES * LANES;
+    for first in (0..whole).step_by(LANES) {
+        let cells = first..first + LANES;
+        let (hits, tries, edged) = (&hits[cells.clone()], &tries[cells.clone()], &edged[cells]);
+        for lane in 0..LANES {
+            add(lane, hits[lane], tries[lane], edged[lane]);
         }
+    }
+    for cell in whole..hits.len() {
+        add(cell - whole, hits[cell], tries[cell], edged[cell]);
     }
     let [right, tried, expected, variance] = [right, tried, expected, variance].map(|lanes| lanes.iter().sum::<f64>());
     if tried == 0.0 {

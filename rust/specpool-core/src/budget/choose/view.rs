@@ -1,4 +1,5 @@
 //! `View`: the inputs of a choice, candidate by candidate, and what picks of candidates cost.
+#![allow(clippy::inline_always, reason = "a call for each row takes longer than its sums")]
 
 use pulp::Arch;
 
@@ -23,7 +24,7 @@ pub(super) struct Sums {
 impl Sums {
     /// Adds a row of this worth that takes so many rounds for a token, each with these seconds and nodes. Rounds below
     /// 0 take it out again.
-    #[inline]
+    #[inline(always)]
     fn add(&mut self, worth: f64, rounds: f64, lane: f64, nodes: f64) {
         self.worth += worth * rounds;
         self.rounds += rounds;
@@ -154,19 +155,19 @@ impl<'a> View<'a> {
     }
 
     /// The seconds that a row with this shape adds to a round.
-    #[inline]
+    #[inline(always)]
     pub(super) fn lane(&self, row: usize, shape: usize) -> f64 {
         self.costs.lane[shape] + self.per_token[shape] * self.context[row]
     }
 
     /// The nodes of a row with this shape, less those that are free because of its context.
-    #[inline]
+    #[inline(always)]
     pub(super) fn nodes(&self, row: usize, shape: usize) -> f64 {
         self.costs.nodes[shape] - self.costs.ridge_per_token * self.context[row]
     }
 
     /// Adds a row that takes so many rounds for a token with this shape; rounds below 0 take it out again.
-    #[inline]
+    #[inline(always)]
     pub(super) fn add(&self, sums: &mut Sums, row: usize, shape: usize, rounds: f64) {
         sums.add(self.rows.worth[row], rounds, self.lane(row, shape), self.nodes(row, shape));
     }
@@ -215,16 +216,7 @@ impl<'a> View<'a> {
     /// The sums if all rows have a candidate that is this shape for each of them.
     pub(super) fn sums_alike(&self, at: usize, shape: usize) -> Sums {
         let column = &self.rounds[at * self.num_rows..(at + 1) * self.num_rows];
-        let (mut worth, mut rounds, mut held) = ([0.0; LANES], [0.0; LANES], [0.0; LANES]);
-        let of_rows = self.rows.worth.chunks(LANES).zip(self.context.chunks(LANES));
-        for (column, (worths, contexts)) in column.chunks(LANES).zip(of_rows) {
-            for (lane, (row, (of_row, context))) in column.iter().zip(worths.iter().zip(contexts)).enumerate() {
-                worth[lane] += row * of_row;
-                rounds[lane] += row;
-                held[lane] += row * context;
-            }
-        }
-        let (worth, rounds, held) = (worth.iter().sum(), rounds.iter().sum::<f64>(), held.iter().sum::<f64>());
+        let [rounds, worth, held] = sums_of(column, self.rows.worth, &self.context);
         let lanes = rounds * self.costs.lane[shape] + held * self.per_token[shape];
         let nodes = rounds * self.costs.nodes[shape] - held * self.costs.ridge_per_token;
         Sums { worth, rounds, lanes, nodes }
@@ -365,4 +357,24 @@ fn or_zeros(values: &[f64], len: usize, what: &'static str) -> Result<Vec<f64>> 
         all.copy_from_slice(values);
     }
     Ok(all)
+}
+
+/// The sums of the values, of these times `left`, and times `right`.
+fn sums_of(values: &[f64], left: &[f64], right: &[f64]) -> [f64; 3] {
+    let [mut all, mut by_left, mut by_right] = [[0.0; LANES]; 3];
+    let (values, last) = values.as_chunks::<LANES>();
+    let ((left, last_left), (right, last_right)) = (left.as_chunks::<LANES>(), right.as_chunks::<LANES>());
+    for ((values, left), right) in values.iter().zip(left).zip(right) {
+        for lane in 0..LANES {
+            all[lane] += values[lane];
+            by_left[lane] += values[lane] * left[lane];
+            by_right[lane] += values[lane] * right[lane];
+        }
+    }
+    for ((value, left), right) in last.iter().zip(last_left).zip(last_right) {
+        all[0] += value;
+        by_left[0] += value * left;
+        by_right[0] += value * right;
+    }
+    [all, by_left, by_right].map(|lanes| lanes.iter().sum())
 }
