@@ -46,6 +46,8 @@ MIXES = (
     model.Mix("all alike", (0.7,)),
     model.Mix("all hard", (0.05,)),
 )
+#: Requests that hold 1,024 and 32,768 tokens, by turns.
+LENGTHS = model.Mix("easy and hard, short and long", (0.9, 0.3), contexts=(1024, 32768))
 NUM_SEEDS = 2
 START_ERROR = 0.15  # by which a start's seconds of a shape are wrong, where that is tried
 PER_CLIENT = 4  # requests of an engine's client, one after the other
@@ -172,6 +174,7 @@ def simulated(batch_sizes: Sequence[int], rounds: int) -> list[Line]:
         for size in batch_sizes:
             for mix in MIXES:
                 lines += _throughput(device, mix, size, rounds)
+            lines += _throughput(device, LENGTHS, size, rounds)
             lines += [_wrong_start(device, mix, size, rounds) for mix in MIXES]
         for size in batch_sizes:
             if size > 1:

@@ -22,6 +22,7 @@ from benches.budget_curves import LLAMA_8B_A100, LLAMA_70B_4_A100, Curve
 from specpool._core import Shape
 from specpool.adaptive import BudgetController, Controller
 from specpool.arrays import Int32
+from specpool.assembly.calibration import TOLD
 from specpool.scheduler.round_shapes import RoundShapes
 from specpool.shape_names import parse_shape
 
@@ -297,7 +298,8 @@ def _calibrate(
     counts_for = short if len(contexts) > 1 else 0  # what the controller is told of the context
     for size, shape in itertools.product(sorted(sizes), CANDIDATES):
         if not isinstance(controller, BudgetController):
-            controller.on_round_seconds(shape, size, tell({shape: size}))
+            for _ in range(TOLD):
+                controller.on_round_seconds(shape, size, tell({shape: size}))
             continue
         controller.on_mixed_seconds({shape: size}, tell({shape: size}), counts_for)
         if shape != PLAIN and size > 1:

@@ -3,7 +3,7 @@
 import pytest
 
 from benches import budget_model as model
-from benches.budget import MIXES, START_ERROR
+from benches.budget import LENGTHS, MIXES, START_ERROR
 from benches.budget import _controller as controller
 
 HARD = MIXES[-1]
@@ -27,8 +27,7 @@ def test_rows_of_many_lengths_are_served_well(device: int, size: int) -> None:
     With long rows the device is busy reading them, so more nodes ride along, and they must be
     found. Only some rows draft each family of shapes, so estimates must not drift.
     """
-    mix = model.Mix("easy and hard, short and long", (0.9, 0.3), contexts=(1024, 32768))
-    how = model.DEVICES[device], mix, size, 400
+    how = model.DEVICES[device], LENGTHS, size, 400
     best = max(model.run(*how, shape=shape).rate for shape in model.CANDIDATES)
     found = model.run(*how, controller=controller("budget")).rate
     assert found > 0.97 * best

@@ -588,7 +588,7 @@ fn hits_of_all_rows_are_less_what_rows_owe_to_their_odds() {
         count_round(&FAMILIES, &mut hits, &mut tries, None, &[0, 1], &[2, 2], &lens).unwrap();
     }
     let prior = vec![0.6; 6];
-    let mut count = |rows: &[i32], prior: Option<&[f64]>| {
+    let count = |rows: &[i32], prior: Option<&[f64]>| {
         let (mut hits, mut tries) = (hits.clone(), tries.clone());
         count_round(&FAMILIES, &mut hits, &mut tries, prior, rows, &vec![3; rows.len()], &vec![2; rows.len()]).unwrap()
     };
