@@ -295,17 +295,17 @@ def _calibrate(
         return wrong * device.round([*counts], [*counts.values()], held)
 
     sizes = {1 << i for i in range(num_rows.bit_length())} | {num_rows}
-    counts_for = short if len(contexts) > 1 else 0  # what the controller is told of the context
+    told = short if len(contexts) > 1 else 0  # of the context
     for size, shape in itertools.product(sorted(sizes), CANDIDATES):
         if not isinstance(controller, BudgetController):
             for _ in range(TOLD):
                 controller.on_round_seconds(shape, size, tell({shape: size}))
             continue
-        controller.on_mixed_seconds({shape: size}, tell({shape: size}), counts_for)
+        controller.on_mixed_seconds({shape: size}, tell({shape: size}), told)
         if shape != PLAIN and size > 1:
             half = size // 2
             both = {PLAIN: size - half, shape: half}
-            controller.on_mixed_seconds(both, tell(both), counts_for)
+            controller.on_mixed_seconds(both, tell(both), told)
     if isinstance(controller, BudgetController) and len(contexts) > 1:  # an engine's longer rows
         for shape in CANDIDATES:
             alone = {shape: num_rows}
