@@ -243,6 +243,27 @@ def test_a_new_row_is_told_what_rows_of_all_kinds_gave() -> None:
     assert abs(new[3] - mean) < 0.5, "trees, which easy rows alone have drafted"
 
 
+def test_a_row_alone_is_not_given_up_for_its_first_drafts() -> None:
+    """Law: an unlucky start is forgotten, also if later requests draft only after many rounds."""
+    acceptance, row = RowAcceptance(SHAPES, 1), np.zeros(1, np.int32)
+    plain, chain = np.zeros(1, np.int32), np.full(1, 2, np.int32)
+
+    def rate() -> float:
+        return float(acceptance.tokens(row)[0, 1]) - 1
+
+    for _ in range(8):
+        acceptance.learn(row, chain, np.ones(1, np.int32))
+    acceptance.reset(0)
+    assert 0.1 < rate() < 0.3, "2 tries of 0.6 and 8 of 0, less what the row owes to its odds"
+    for _ in range(4):
+        for turn in range(40):
+            shapes = chain if turn >= 30 else plain
+            accept_len = 3 if turn >= 30 and turn % 2 else 1
+            acceptance.learn(row, shapes, np.array([accept_len], np.int32))
+        acceptance.reset(0)
+    assert rate() > 0.3
+
+
 def test_a_target_makes_rounds_shorter() -> None:
     """Law: rows with a target draft, the others stop drafting, until the target is met."""
     now = 0.0

@@ -20,7 +20,8 @@ _DECAY = 0.98  # of all rows' counts, for each round that drafts the family
 _MOST_TRIES = 400.0  # so that a change of all texts is seen within some dozen rounds
 _PRIOR, _PRIOR_TRIES = 0.6, 2.0  # the rate of the first depth before any round
 _STALE_ROUNDS = 16  # rounds without a family that halve what its counts say against a try
-_YOUNG_ROUNDS = 16  # rounds of a row from which all rows learn, if there are several families
+# With several families, rounds of a row from which all rows learn, unless they have fewer tries.
+_YOUNG_ROUNDS, _FEW_TRIES = 16, 32.0
 
 
 class RowAcceptance:
@@ -71,7 +72,8 @@ class RowAcceptance:
 
         A row's own results decide soon which family it drafts. What it says of that family then
         says nothing of other rows, so all rows learn from the first rounds of each row alone, and
-        without the hits that the row owes to its own odds.
+        without the hits that the row owes to its own odds. A family with few tries counts in all
+        rounds: one row that begins plainly would never try it again.
         """
         full = depth = self._num_steps[shapes]  # and the levels that count
         if undrafted is not None:
@@ -86,7 +88,8 @@ class RowAcceptance:
         lanes = rows, shapes, accept_len
         counts, prior = (self._hits, self._tries, self._counted_family, self._counted_steps), None
         if len(self._unseen) > 1:
-            young = self._age[rows] < _YOUNG_ROUNDS
+            few = self._pooled[1, self._counted_family[shapes], 0] < _FEW_TRIES
+            young = few | (self._age[rows] < _YOUNG_ROUNDS)
             self._age[rows] += 1
             prior = self._prior(hopes=False)
             if not young.all():
@@ -125,6 +128,7 @@ class RowAcceptance:
             lean = (hit + _PRIOR_TRIES * lean) / (tried + _PRIOR_TRIES)
             base.append(lean)
         rates: Float64 = (hits + _PRIOR_TRIES * np.array(base)) / (tries + _PRIOR_TRIES)
+        rates[best] = base
         if hopes:
             fresh = tries * 0.5 ** (self._unseen[:, None] / _STALE_ROUNDS)
             rates = rates + (1 - rates) / (1 + fresh)
