@@ -19,6 +19,7 @@ from rich.console import Console
 
 from benches import budget_model as model
 from benches.budget_bound import most_goodput
+from benches.budget_random import ratios
 from benches.clients import Clients, lengths
 from benches.lines import Line, table_of
 from specpool import _core
@@ -51,6 +52,7 @@ LENGTHS = model.Mix("easy and hard, short and long", (0.9, 0.3), contexts=(1024,
 NUM_SEEDS = 2
 START_ERROR = 0.15  # by which a start's seconds of a shape are wrong, where that is tried
 PER_CLIENT = 4  # requests of an engine's client, one after the other
+NUM_RANDOM = 150
 GOODPUT_SEEDS = 4  # whether a request is in time hangs on a few tokens, so more are needed
 URGENT_BATCH_SIZES = (64, 128, 256)
 REAL_CANDIDATES = tuple(parse_shape("shape", n) for n in ("none", "chain:1", "chain:3"))
@@ -169,7 +171,7 @@ def _median_us(run: Callable[[], object]) -> float:
 
 def simulated(batch_sizes: Sequence[int], rounds: int) -> list[Line]:
     """Throughput and goodput on each device."""
-    lines = []
+    lines = _random_devices(rounds)
     for device in model.DEVICES:
         for size in batch_sizes:
             for mix in MIXES:
@@ -231,6 +233,19 @@ def _wrong_start(device: model.Device, mix: model.Mix, size: int, rounds: int) -
     )
     name = f"{device.name}, {size} rows, {mix.name}, start wrong by {START_ERROR:.0%}, slowest"
     return Line(Result(name, slowest, "tokens/s", "plain decoding", plain), PLAIN_SHARE)
+
+
+def _random_devices(rounds: int) -> list[Line]:
+    """The least and the mean on devices and mixes that are drawn."""
+    found = np.array([ratios(seed, _controller("budget"), rounds) for seed in range(NUM_RANDOM)])
+    of_best, of_plain = found.T.tolist()
+    name = f"{NUM_RANDOM} random devices and mixes"
+    each = [
+        (f"{name}, mean", statistics.fmean(of_best), "best shape of each", None),
+        (f"{name}, least", min(of_best), "best shape of each", None),
+        (f"{name}, least", min(of_plain), "plain decoding", PLAIN_SHARE),
+    ]
+    return [Line(Result(what, value, "share", of, 1.0), least) for what, value, of, least in each]
 
 
 def _some_targets(device: model.Device, size: int) -> model.Mix:

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,17 @@ CANDIDATES = tuple(
 TREE_TRIES = 1.7
 REQUEST_LEN = 128  # tokens of a request; a row takes the next one at once
 CONTEXT_LEN = 1024  # tokens of a row, on average
+
+
+class Rounds(Protocol):
+    """What serves rounds; see `Device.round`."""
+
+    def round(
+        self,
+        shapes: Sequence[Shape],
+        counts: Sequence[float],
+        contexts: Sequence[float] | None = None,
+    ) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +209,7 @@ class Rows:
 
 
 def run(
-    device: Device,
+    device: Rounds,
     mix: Mix,
     num_rows: int,
     rounds: int,
@@ -277,7 +288,7 @@ def run(
 
 
 def _calibrate(
-    device: Device,
+    device: Rounds,
     controller: Controller,
     num_rows: int,
     factors: Mapping[Shape, float],

@@ -5,6 +5,7 @@ import pytest
 from benches import budget_model as model
 from benches.budget import LENGTHS, MIXES, START_ERROR
 from benches.budget import _controller as controller
+from benches.budget_random import random_case, ratios
 
 HARD = MIXES[-1]
 A100 = model.DEVICES[2:]  # those whose forwards others measured
@@ -31,3 +32,14 @@ def test_rows_of_many_lengths_are_served_well(device: int, size: int) -> None:
     best = max(model.run(*how, shape=shape).rate for shape in model.CANDIDATES)
     found = model.run(*how, controller=controller("budget")).rate
     assert found > 0.97 * best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_devices_and_mixes(seed: int) -> None:
+    """Law: the policy is near the best shape with hindsight, and hardly below plain decoding.
+
+    It has 400 rounds to learn. A row alone has few requests in that time.
+    """
+    (*_, num_rows), num_rounds = random_case(seed), 400
+    of_best, of_plain = ratios(seed, controller("budget"), num_rounds)
+    assert of_best > (0.9 if num_rows > 1 else 0.75) and of_plain > 0.95
