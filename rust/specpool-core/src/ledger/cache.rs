@@ -213,12 +213,16 @@ impl Ledger {
         (self.rows.drafted[row.at()] as usize).saturating_sub(start).min(len)
     }
 
-    /// Whether the row has the pages of `len` tokens from `start` on, and no entry but `entry` holds one of them.
+    /// Whether the row has the pages of `len` tokens from `start` on, and no entry holds one of them, but for `entry` at
+    /// the same place.
     fn can_hold(&self, row: Row, entry: u32, start: usize, len: usize) -> bool {
         self.groups.iter().enumerate().all(|(at, group)| {
             (0..self.index.columns(at, len)).all(|column| match row_page(row, group, start, column) {
                 Page::SINK => group.spec.window.is_some(),
-                page => [NONE, entry].contains(&group.pool.entry_of(page)),
+                page => match group.pool.entry_of(page) {
+                    NONE => true,
+                    holder => holder == entry && self.index.pages(entry, at).get(column) == Some(&page.0),
+                },
             })
         })
     }
@@ -304,11 +308,11 @@ impl Ledger {
             if len >= group.protected[row.at()] || i64::from(len) % group.page_size == 0 {
                 continue;
             }
-            let Some((page, column)) = group.indexed_alone(row, len) else { continue };
+            let Some(page) = group.indexed_alone(row, len) else { continue };
             let (entry, page_size) = (group.pool.entry_of(page), group.page_size as usize);
+            // A cache outside may have put the page elsewhere in the row than it is in the entry.
             let Some(place) = self.index.pages(entry, at).iter().position(|&other| other == page.0) else { continue };
-            let start = (column - place) * page_size;
-            self.shorten(entry, len as usize - start, verb);
+            self.shorten(entry, place * page_size + len as usize % page_size, verb);
         }
     }
 

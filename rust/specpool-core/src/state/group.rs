@@ -341,11 +341,10 @@ impl GroupState {
         }
     }
 
-    /// The page of the slot `at`, if besides the row only the prefix index holds it; and its place among the columns.
-    pub(crate) fn indexed_alone(&self, row: Row, at: i32) -> Option<(Page, usize)> {
-        let column = (i64::from(at) / self.page_size) as usize;
-        let page = self.page_of(row, column)?;
-        (self.pool.entry_of(page) > 0 && self.pool.counts_of(page).holders == 2).then_some((page, column))
+    /// The page of the slot `at`, if besides the row only the prefix index holds it.
+    pub(crate) fn indexed_alone(&self, row: Row, at: i32) -> Option<Page> {
+        let page = self.page_of(row, (i64::from(at) / self.page_size) as usize)?;
+        (self.pool.entry_of(page) > 0 && self.pool.counts_of(page).holders == 2).then_some(page)
     }
 
     /// Appends to `after` what each lane will have allocated for a round of its shape. `allocated` is what it has now;
