@@ -183,8 +183,8 @@ GUARDS = [
         20,
         "a cut makes the index forget what is written over",
         "ledger/cache.rs::shorten_index",
-        "self.shorten(entry, len as usize - start, verb);",
-        "let _ = (entry, start, verb);",
+        "self.shorten(entry, place * page_size + len as usize % page_size, verb);",
+        "let _ = (entry, place, page_size, verb);",
     ),
     guard(
         23,
@@ -291,7 +291,7 @@ GUARDS = [
         42,
         "a page that another entry holds is not indexed",
         "ledger/cache.rs::can_hold",
-        "page => [NONE, entry].contains(&group.pool.entry_of(page)),",
+        "holder => holder == entry && self.index.pages(entry, at).get(column) == Some(&page.0),",
         "_ => entry < u32::MAX,",
     ),
     guard(
