@@ -1,7 +1,7 @@
 //! A step's life through the public calls: what each call refuses, with which numbers, and that a refusal changes
 //! nothing.
 
-use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Row, Shape};
+use specpool_core::{Error, Group, KvEvent, Layout, Ledger, LedgerConfig, Row, Shape};
 
 /// A chain that accepts 1 to 4 tokens, one round of overlap, rows of 20 tokens.
 fn ledger() -> (Ledger, Row) {
@@ -301,4 +301,30 @@ fn a_drained_delta_is_one_that_is_taken_and_acknowledged() {
         assert_eq!(ledger.take_delta(step).unwrap()[0].rows, []);
     }
     refuses(&mut drained, |l| l.drain_delta(step + 1, |_, _, _, _| ()), &["no such step is in flight"]);
+}
+
+/// A fork that is cut to nothing gives the page of its copy back. If it takes the same page again, that page holds no
+/// copy any more, and a connector is not told of one.
+#[test]
+fn a_page_that_was_given_back_and_taken_again_has_not_moved() {
+    for is_cut in [false, true] {
+        let (mut ledger, row) = ledger();
+        ledger.trim(row, 3).unwrap();
+        ledger.watch_kv().unwrap();
+        ledger.take_kv_events().unwrap();
+        let fork = ledger.fork(row, None).unwrap();
+        let page = ledger.page_table(0).unwrap().row(fork)[0];
+        let step = ledger.prepare_extend(&[row.0], &[4], true).unwrap().step;
+        if is_cut {
+            ledger.trim(fork, 0).unwrap();
+        }
+        ledger.launch(step).unwrap();
+        ledger.complete(step).unwrap();
+        if is_cut {
+            ledger.prepare_extend(&[fork.0], &[3], true).unwrap();
+        }
+        assert_eq!(ledger.page_table(0).unwrap().row(fork)[0], page, "the same page again");
+        let moves = |event: &KvEvent| matches!(event, KvEvent::Move { copy, .. } if copy.dst == page);
+        assert_eq!(ledger.take_kv_events().unwrap().iter().any(moves), !is_cut);
+    }
 }

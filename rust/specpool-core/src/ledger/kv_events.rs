@@ -195,7 +195,9 @@ impl Ledger {
         feed.copies.retain(|(step, epoch, tail)| {
             let (row, group) = (tail.row, &self.groups[tail.group()]);
             let stands = *epoch == self.rows.epoch[row.at()] && group.holds(row, tail.column, tail.dst());
-            if *step <= completed && stands {
+            // The row may have given the page back and taken it again since.
+            let is_the_one = group.pool.record(tail.dst()).is_some_and(|record| record.birth_step <= *step);
+            if *step <= completed && stands && is_the_one {
                 events.push(KvEvent::Move { row, copy: tail.copy });
             }
             *step > completed
