@@ -62,6 +62,8 @@ pub(crate) struct KvFeed {
     evicted: Vec<Vec<i32>>,
     /// The shortest length since the last call; `i32::MAX` if the row was not cut.
     cut: Vec<i32>,
+    /// The shortest length since the row was admitted, which is when a page copy into it is asked for.
+    low: Vec<i32>,
     /// The launched copies with their step, and the epoch that their row had.
     copies: Vec<(u64, u64, TailCopy)>,
 }
@@ -69,20 +71,32 @@ pub(crate) struct KvFeed {
 impl KvFeed {
     /// Notes that what lies behind `len` is void.
     pub(super) fn cut(&mut self, row: Row, len: i32) {
-        let cut = &mut self.cut[row.at()];
-        *cut = len.min(*cut);
+        for shortest in [&mut self.cut[row.at()], &mut self.low[row.at()]] {
+            *shortest = len.min(*shortest);
+        }
     }
 
-    pub(super) fn cut_all(&mut self) {
+    /// Notes that all of it is void, and how long the rows are now.
+    pub(super) fn cut_all(&mut self, resolved: &[i32]) {
         self.cut.fill(0);
+        self.low.copy_from_slice(resolved);
+    }
+
+    pub(super) fn admitted(&mut self, row: Row) {
+        self.low[row.at()] = i32::MAX;
     }
 
     pub(super) fn make_room(&mut self, plan: &Plan) -> Result<()> {
         room(&mut self.copies, plan.page_copies.len(), "page copies")
     }
 
-    pub(super) fn launched(&mut self, step: u64, epoch: u64, copy: TailCopy) {
-        self.copies.push((step, epoch, copy));
+    /// Notes a copy, up to where its row has been cut since it was asked for: what is behind that may be written over.
+    pub(super) fn launched(&mut self, step: u64, epoch: u64, mut copy: TailCopy, page_size: i64) {
+        let stands = i64::from(self.low[copy.row.at()]) - copy.column as i64 * page_size;
+        copy.copy.tokens = stands.clamp(0, copy.copy.tokens.into()) as i32;
+        if copy.copy.tokens > 0 {
+            self.copies.push((step, epoch, copy));
+        }
     }
 }
 
@@ -98,8 +112,8 @@ impl Ledger {
         for _ in &self.groups {
             evicted.push(zeroed(len, what)?);
         }
-        let (told, cut) = (zeroed(len, what)?, filled(i32::MAX, len, what)?);
-        self.feed = Some(Box::new(KvFeed { told, evicted, cut, copies: Vec::new() }));
+        let (told, cut, low) = (zeroed(len, what)?, filled(i32::MAX, len, what)?, copied(&self.rows.resolved, what)?);
+        self.feed = Some(Box::new(KvFeed { told, evicted, cut, low, copies: Vec::new() }));
         Ok(())
     }
 
@@ -195,9 +209,7 @@ impl Ledger {
         feed.copies.retain(|(step, epoch, tail)| {
             let (row, group) = (tail.row, &self.groups[tail.group()]);
             let stands = *epoch == self.rows.epoch[row.at()] && group.holds(row, tail.column, tail.dst());
-            // The row may have given the page back and taken it again since.
-            let is_the_one = group.pool.record(tail.dst()).is_some_and(|record| record.birth_step <= *step);
-            if *step <= completed && stands && is_the_one {
+            if *step <= completed && stands {
                 events.push(KvEvent::Move { row, copy: tail.copy });
             }
             *step > completed

@@ -51,7 +51,8 @@ impl Ledger {
                 self.rows.last_launched[copy.row.at()] = step;
             }
             if let Some(feed) = &mut self.feed {
-                feed.launched(step, self.rows.epoch[copy.row.at()], *copy);
+                let page_size = self.groups[copy.group()].page_size;
+                feed.launched(step, self.rows.epoch[copy.row.at()], *copy, page_size);
             }
         }
     }

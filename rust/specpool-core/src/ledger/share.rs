@@ -356,6 +356,7 @@ impl Ledger {
         }
         self.rows.set_resolved(row, len);
         self.rows.drafted[row.at()] = drafted;
+        self.feed.iter_mut().for_each(|feed| feed.admitted(row));
         Ok(row)
     }
 

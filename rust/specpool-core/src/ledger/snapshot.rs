@@ -134,7 +134,7 @@ impl Ledger {
         self.copies = copies;
         self.prefixes = prefixes;
         self.index = index;
-        self.feed.iter_mut().for_each(|feed| feed.cut_all());
+        self.feed.iter_mut().for_each(|feed| feed.cut_all(&self.rows.resolved));
         self.next_prefix = self.next_prefix.max(state.next_prefix);
         self.note(&Event::Restore { number: snapshot.number });
         Ok(())
