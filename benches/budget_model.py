@@ -10,10 +10,11 @@ results that the policy sees, and the tokens by which a request meets its target
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,19 +39,44 @@ REQUEST_LEN = 128  # tokens of a request; a row takes the next one at once
 CONTEXT_LEN = 1024  # tokens of a row, on average
 
 
-class Rounds(Protocol):
-    """What serves rounds; see `Device.round`."""
+class Simulated(ABC):
+    """A device whose rounds are one forward of the target and one of the draft head per depth."""
+
+    @abstractmethod
+    def forward(
+        self, nodes: float, context: float, again: float = 0.0, *, head: bool = False
+    ) -> float:
+        """Seconds of one forward of so many nodes, whose rows hold so many tokens in all.
+
+        `again` counts each of these tokens once for each draft that reads it.
+        """
 
     def round(
         self,
         shapes: Sequence[Shape],
         counts: Sequence[float],
         contexts: Sequence[float] | None = None,
-    ) -> float: ...
+    ) -> float:
+        """Seconds of a round in which `counts` lanes have each shape.
+
+        `contexts` are the tokens that the lanes of each shape hold in all.
+        """
+        held = [n * CONTEXT_LEN for n in counts] if contexts is None else contexts
+        lanes = [lane for lane in zip(counts, shapes, held, strict=True) if lane[0]]
+        seconds = self.forward(
+            sum(n * shape.num_draft_tokens for n, shape, _ in lanes),
+            sum(tokens for *_, tokens in lanes),
+            sum(tokens * (shape.num_draft_tokens - 1) for _, shape, tokens in lanes),
+        )
+        for depth in range(max(shape.num_steps for _, shape, _ in lanes)):
+            drafting = [lane for lane in lanes if lane[1].num_steps > depth]
+            nodes = sum(n * shape.topk for n, shape, _ in drafting)
+            seconds += self.forward(nodes, sum(tokens for *_, tokens in drafting), head=True)
+        return seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class Device(Simulated):
     """A model on a card, or on several that share each layer.
 
     The share of the peak that a kernel reaches is assumed: 0.6 of the arithmetic, 0.8 of the bytes.
@@ -68,8 +94,10 @@ class Device:
     overhead: float  # seconds of a forward beside the kernels
     curve: Curve = ()  # measured milliseconds of the linear layers, by nodes
 
-    def forward(self, nodes: float, context: float, *, head: bool = False) -> float:
-        """Seconds of one forward of so many nodes, whose rows hold so many tokens in all."""
+    def forward(
+        self, nodes: float, context: float, again: float = 0.0, *, head: bool = False
+    ) -> float:
+        """See `Simulated.forward`; all drafts of a row read its context at once."""
         weights, flops = (
             (self.head_bytes, self.head_flops) if head else (self.weight_bytes, self.token_flops)
         )
@@ -80,26 +108,6 @@ class Device:
             sizes, milliseconds = (np.array(column) for column in zip(*self.curve, strict=True))
             seconds += float(np.interp(nodes, sizes, milliseconds)) / 1e3
         return self.overhead * (0.2 if head else 1) + seconds
-
-    def round(
-        self,
-        shapes: Sequence[Shape],
-        counts: Sequence[float],
-        contexts: Sequence[float] | None = None,
-    ) -> float:
-        """Seconds of a round in which `counts` lanes have each shape.
-
-        `contexts` are the tokens that the lanes of each shape hold in all.
-        """
-        held = [n * CONTEXT_LEN for n in counts] if contexts is None else contexts
-        lanes = [lane for lane in zip(counts, shapes, held, strict=True) if lane[0]]
-        nodes = sum(n * shape.num_draft_tokens for n, shape, _ in lanes)
-        seconds = self.forward(nodes, sum(tokens for *_, tokens in lanes))
-        for depth in range(max(shape.num_steps for _, shape, _ in lanes)):
-            drafting = [lane for lane in lanes if lane[1].num_steps > depth]
-            nodes = sum(n * shape.topk for n, shape, _ in drafting)
-            seconds += self.forward(nodes, sum(tokens for *_, tokens in drafting), head=True)
-        return seconds
 
 
 # Peaks: NVIDIA's data sheets. H100 SXM: 3.35 TB/s, 989 TFLOP/s in bf16 without sparsity. H200: 4.8
@@ -209,7 +217,7 @@ class Rows:
 
 
 def run(
-    device: Rounds,
+    device: Simulated,
     mix: Mix,
     num_rows: int,
     rounds: int,
@@ -288,7 +296,7 @@ def run(
 
 
 def _calibrate(
-    device: Rounds,
+    device: Simulated,
     controller: Controller,
     num_rows: int,
     factors: Mapping[Shape, float],

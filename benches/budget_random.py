@@ -7,13 +7,11 @@ fifth of the weights, and rows hold 64 to 32,768 tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from benches import budget_model as model
-from specpool._core import Shape
 from specpool.adaptive import Controller
 
 SIZES = (1, 4, 8, 16, 32, 64, 96)
@@ -22,7 +20,7 @@ POWERS = {"a roofline": 64.0, "a soft roofline": 4.0, "a CPU": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class RandomDevice:
+class RandomDevice(model.Simulated):
     """Seconds of a forward: to read the weights, per node, and per token that the rows hold."""
 
     name: str
@@ -34,32 +32,15 @@ class RandomDevice:
     again: float  # of a token, for each draft that reads it
     head: float  # a forward of the draft head over one of the target
 
-    def _forward(self, nodes: float, tokens: float, again: float) -> float:
-        reading = self.weights + self.token * tokens + self.again * again
+    def forward(
+        self, nodes: float, context: float, again: float = 0.0, *, head: bool = False
+    ) -> float:
+        """See `Simulated.forward`; a head holds an eighth of the context's keys and values."""
+        reading = self.weights + self.token * context / (8 if head else 1) + self.again * again
         most = max(reading, self.node * nodes)
         parts = (reading / most) ** self.power + (self.node * nodes / most) ** self.power
-        return float(self.overhead + most * parts ** (1 / self.power))
-
-    def round(
-        self,
-        shapes: Sequence[Shape],
-        counts: Sequence[float],
-        contexts: Sequence[float] | None = None,
-    ) -> float:
-        """See `Device.round`."""
-        held = [n * model.CONTEXT_LEN for n in counts] if contexts is None else contexts
-        lanes = [lane for lane in zip(counts, shapes, held, strict=True) if lane[0]]
-        seconds = self._forward(
-            sum(n * shape.num_draft_tokens for n, shape, _ in lanes),
-            sum(tokens for *_, tokens in lanes),
-            sum(tokens * (shape.num_draft_tokens - 1) for _, shape, tokens in lanes),
-        )
-        for depth in range(max(shape.num_steps for _, shape, _ in lanes)):
-            drafting = [lane for lane in lanes if lane[1].num_steps > depth]
-            nodes = sum(n * shape.topk for n, shape, _ in drafting)
-            tokens = sum(tokens for *_, tokens in drafting)
-            seconds += self.head * self._forward(nodes, tokens / 8, 0.0)
-        return seconds
+        seconds = float(self.overhead + most * parts ** (1 / self.power))
+        return self.head * seconds if head else seconds
 
 
 def random_case(seed: int) -> tuple[RandomDevice, model.Mix, int]:

@@ -29,6 +29,30 @@ struct Case {
 }
 
 impl Case {
+    /// Rows that decode plainly or draft; a draft gives so many tokens. A round takes a second, whatever they do.
+    fn of(tokens: &[f64]) -> Self {
+        let num_rows = tokens.len();
+        Self {
+            num_candidates: 2,
+            shapes: [0, 1].repeat(num_rows),
+            tokens: tokens.iter().flat_map(|&drafted| [1.0, drafted]).collect(),
+            context: Vec::new(),
+            worth: vec![1.0; num_rows],
+            gives: vec![1.0; num_rows],
+            due: vec![0.0; 2 * num_rows],
+            pages: Vec::new(),
+            free: Vec::new(),
+            base: 1.0,
+            ridge: 0.0,
+            ridge_per_token: 0.0,
+            slope: 0.0,
+            charge: vec![0.0; 2],
+            lane: vec![0.0; 2],
+            per_token: Vec::new(),
+            nodes: vec![1.0, 4.0],
+        }
+    }
+
     fn num_rows(&self) -> usize {
         self.worth.len()
     }
@@ -317,25 +341,7 @@ fn goodput(case: &Case, picks: &[i32]) -> (f64, usize) {
 
 #[test]
 fn easy_rows_draft_and_hard_rows_do_not() {
-    let case = Case {
-        num_candidates: 2,
-        shapes: vec![0, 1, 0, 1],
-        tokens: vec![1.0, 3.0, 1.0, 1.1],
-        worth: vec![1.0, 1.0],
-        gives: vec![1.0, 1.0],
-        due: vec![0.0; 4],
-        pages: Vec::new(),
-        free: Vec::new(),
-        base: 1.0,
-        ridge: 0.0,
-        ridge_per_token: 0.0,
-        slope: 0.0,
-        charge: vec![0.0, 0.0],
-        lane: vec![0.0, 0.3],
-        context: Vec::new(),
-        per_token: Vec::new(),
-        nodes: vec![1.0, 4.0],
-    };
+    let case = Case { lane: vec![0.0, 0.3], ..Case::of(&[3.0, 1.1]) };
     assert_eq!(case.choose().picks, [1, 0]);
     let one_page = Case { pages: vec![0, 2, 0, 0], free: vec![1], ..case };
     assert_eq!(one_page.choose().picks, [0, 0], "the widening row finds one page of two");
@@ -343,52 +349,22 @@ fn easy_rows_draft_and_hard_rows_do_not() {
 
 /// Two rows guess alike, but a draft of the row with much context takes longer than its tokens are worth.
 #[test]
-fn a_long_row_drafts_where_a_short_one_does_and_its_context_is_worth_it() {
-    let case = |contexts: [f64; 2]| Case {
-        num_candidates: 2,
-        shapes: vec![0, 1, 0, 1],
-        tokens: vec![1.0, 2.0, 1.0, 2.0],
-        worth: vec![1.0, 1.0],
-        gives: vec![1.0, 1.0],
-        due: vec![0.0; 4],
-        pages: Vec::new(),
-        free: Vec::new(),
-        base: 1.0,
-        ridge: 0.0,
-        ridge_per_token: 0.0,
-        slope: 0.0,
-        charge: vec![0.0, 0.0],
-        lane: vec![0.0, 0.3],
-        context: contexts.to_vec(),
-        per_token: vec![1e-4, 3e-4],
-        nodes: vec![1.0, 4.0],
+fn a_long_row_decodes_plainly_where_a_short_one_drafts() {
+    let picks = |contexts: [f64; 2]| {
+        let (lane, per_token) = (vec![0.0, 0.3], vec![1e-4, 3e-4]);
+        Case { lane, per_token, context: contexts.to_vec(), ..Case::of(&[2.0, 2.0]) }.choose().picks
     };
-    assert_eq!(case([100.0, 100.0]).choose().picks, [1, 1]);
-    assert_eq!(case([100.0, 4000.0]).choose().picks, [1, 0]);
-    assert_eq!(case([2050.0, 2050.0]).choose().picks, [0, 0], "with the mean, both would decode plainly");
+    assert_eq!(picks([100.0, 100.0]), [1, 1]);
+    assert_eq!(picks([100.0, 4000.0]), [1, 0]);
+    assert_eq!(picks([2050.0, 2050.0]), [0, 0], "with the mean, both would decode plainly");
 }
 
 /// Rows that are alike get the same shape at any price of a page. Still no page is left that makes a row wider.
 #[test]
 fn rows_that_are_alike_use_the_pages_that_are_there() {
-    let case = |free: i64, charge: f64| Case {
-        num_candidates: 2,
-        shapes: [0, 1].repeat(6),
-        tokens: [1.0, 3.0].repeat(6),
-        worth: vec![1.0; 6],
-        gives: vec![1.0; 6],
-        due: vec![0.0; 12],
-        pages: [0, 2].repeat(6),
-        free: vec![free],
-        base: 1.0,
-        ridge: 0.0,
-        ridge_per_token: 0.0,
-        slope: 0.0,
-        charge: vec![0.0, charge],
-        lane: vec![0.0, 0.01],
-        context: Vec::new(),
-        per_token: Vec::new(),
-        nodes: vec![1.0, 4.0],
+    let case = |free: i64, charge: f64| {
+        let (pages, free) = ([0, 2].repeat(6), vec![free]);
+        Case { pages, free, charge: vec![0.0, charge], lane: vec![0.0, 0.01], ..Case::of(&[3.0; 6]) }
     };
     for free in 0..12 {
         let choice = case(free, 0.0).choose();
@@ -401,25 +377,7 @@ fn rows_that_are_alike_use_the_pages_that_are_there() {
 /// The example of docs/budget.md: the next round alone would leave the hard row without a draft.
 #[test]
 fn the_long_run_counts_and_not_the_next_round() {
-    let case = Case {
-        num_candidates: 2,
-        shapes: vec![0, 1, 0, 1],
-        tokens: vec![1.0, 4.0, 1.0, 1.8],
-        worth: vec![1.0, 1.0],
-        gives: vec![1.0, 1.0],
-        due: vec![0.0; 4],
-        pages: Vec::new(),
-        free: Vec::new(),
-        base: 1.0,
-        ridge: 0.0,
-        ridge_per_token: 0.0,
-        slope: 0.0,
-        charge: vec![0.0, 0.0],
-        lane: vec![0.0, 0.25],
-        context: Vec::new(),
-        per_token: Vec::new(),
-        nodes: vec![1.0, 4.0],
-    };
+    let case = Case { lane: vec![0.0, 0.25], ..Case::of(&[4.0, 1.8]) };
     let next = |tokens: f64, picks: &[usize]| tokens / case.seconds(picks);
     assert!(next(5.0, &[1, 0]) > next(5.8, &[1, 1]));
     let choice = case.choose();
@@ -431,25 +389,8 @@ fn the_long_run_counts_and_not_the_next_round() {
 /// stand for as many hard tokens as easy ones, and the nodes of the round they are in are those of the mean round.
 #[test]
 fn a_batch_that_stays_as_it_is_has_the_nodes_of_its_mean_round() {
-    let case = Case {
-        num_candidates: 2,
-        shapes: vec![0, 1, 0, 1, 0, 1],
-        tokens: vec![1.0, 4.0, 1.0, 2.0, 1.0, 2.0],
-        worth: vec![1.0; 3],
-        gives: vec![4.0, 2.0, 2.0],
-        due: vec![0.0; 6],
-        pages: Vec::new(),
-        free: Vec::new(),
-        base: 1.0,
-        ridge: 12.0,
-        ridge_per_token: 0.0,
-        slope: 10.0,
-        charge: vec![0.0, 0.0],
-        lane: vec![0.0, 0.1],
-        context: Vec::new(),
-        per_token: Vec::new(),
-        nodes: vec![1.0, 4.0],
-    };
+    let (gives, lane) = (vec![4.0, 2.0, 2.0], vec![0.0, 0.1]);
+    let case = Case { gives, lane, ridge: 12.0, slope: 10.0, ..Case::of(&[4.0, 2.0, 2.0]) };
     let choice = case.choose();
     assert_eq!(choice.picks, [1, 1, 1], "12 nodes ride along");
     assert!((choice.rate - 8.0 / choice.seconds).abs() < 1e-9, "the mean round is the round that is seen");

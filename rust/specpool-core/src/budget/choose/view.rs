@@ -21,18 +21,6 @@ pub(super) struct Sums {
     pub(super) nodes: f64,
 }
 
-impl Sums {
-    /// Adds a row of this worth that takes so many rounds for a token, each with these seconds and nodes. Rounds below
-    /// 0 take it out again.
-    #[inline(always)]
-    fn add(&mut self, worth: f64, rounds: f64, lane: f64, nodes: f64) {
-        self.worth += worth * rounds;
-        self.rounds += rounds;
-        self.lanes += rounds * lane;
-        self.nodes += rounds * nodes;
-    }
-}
-
 /// A candidate's column of lane seconds and nodes.
 pub(super) enum Column<'a> {
     /// All rows have the same shape.
@@ -169,7 +157,10 @@ impl<'a> View<'a> {
     /// Adds a row that takes so many rounds for a token with this shape; rounds below 0 take it out again.
     #[inline(always)]
     pub(super) fn add(&self, sums: &mut Sums, row: usize, shape: usize, rounds: f64) {
-        sums.add(self.rows.worth[row], rounds, self.lane(row, shape), self.nodes(row, shape));
+        sums.worth += self.rows.worth[row] * rounds;
+        sums.rounds += rounds;
+        sums.lanes += rounds * self.lane(row, shape);
+        sums.nodes += rounds * self.nodes(row, shape);
     }
 
     #[inline]
