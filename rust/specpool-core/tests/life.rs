@@ -330,3 +330,36 @@ fn a_copy_into_a_row_that_was_cut_moves_what_is_left() {
         assert_eq!(told, Some(cut).filter(|&tokens| tokens > 0));
     }
 }
+
+/// A row that is given back before its page copy is launched leaves its number to another row, which may take the page
+/// of the copy at the same place. The copy is not told of as that row's.
+#[test]
+fn a_copy_into_a_row_that_has_gone_is_not_the_next_rows() {
+    for has_gone in [false, true] {
+        let (mut ledger, row) = ledger();
+        let extend = |ledger: &mut Ledger, row: Row, len: i32| {
+            let step = ledger.prepare_extend(&[row.0], &[len], true).unwrap().step;
+            ledger.launch(step).unwrap();
+            ledger.complete(step).unwrap();
+        };
+        extend(&mut ledger, row, 11);
+        let prefix = ledger.pin_prefix(row, 11).unwrap();
+        ledger.watch_kv().unwrap();
+        ledger.take_kv_events().unwrap();
+        let other = ledger.admit_on(prefix, Some(7), None).unwrap();
+        let page = ledger.page_table(0).unwrap().row(other)[1];
+        let step = ledger.prepare_extend(&[row.0], &[12], true).unwrap().step;
+        if has_gone {
+            ledger.finish(other).unwrap();
+            assert_eq!(ledger.admit_on(prefix, Some(0), None).unwrap(), other, "the same number");
+        }
+        ledger.launch(step).unwrap();
+        if has_gone {
+            extend(&mut ledger, other, 4); // takes another page, as the copy still has its own
+        }
+        extend(&mut ledger, other, 8);
+        assert_eq!(ledger.page_table(0).unwrap().row(other)[1], page, "the same page at the same place");
+        let moves = |event: &KvEvent| matches!(event, KvEvent::Move { copy, .. } if copy.dst == page);
+        assert_eq!(ledger.take_kv_events().unwrap().iter().any(moves), !has_gone);
+    }
+}

@@ -50,9 +50,12 @@ impl Ledger {
             if self.rows.is_resident(copy.row.0, step) {
                 self.rows.last_launched[copy.row.at()] = step;
             }
-            if let Some(feed) = &mut self.feed {
-                let page_size = self.groups[copy.group()].page_size;
-                feed.launched(step, self.rows.epoch[copy.row.at()], *copy, page_size);
+            let group = &self.groups[copy.group()];
+            // Up to now the copy has held its page: a row that has it is the one that asked.
+            if let Some(feed) = &mut self.feed
+                && group.holds(copy.row, copy.column, copy.dst())
+            {
+                feed.launched(step, self.rows.epoch[copy.row.at()], *copy, group.page_size);
             }
         }
     }
