@@ -22,13 +22,12 @@ from specpool.checks import shown
 from specpool.errors import (
     CheckpointError,
     ConfigError,
-    SpecpoolError,
     needs_trust,
-    one_line,
     reading,
     wants_trust,
 )
 from specpool.models.files.checkpoint import check_counts, read_json, shards, some_of, stored_dtypes
+from specpool.models.files.hub import from_hub
 from specpool.models.gate import (
     check_class,
     check_config,
@@ -128,16 +127,9 @@ def find_target(
     is_path = not isinstance(source, str) or name.startswith((".", "~", os.sep))
     if is_path or os.path.exists(path):
         raise ConfigError(f"no model at {name!r}: there is no such folder")
-    where = {"revision": revision, "local_files_only": local_files_only}
-    try:
+    with from_hub(name, revision, local_files_only=local_files_only) as only_cached:
+        where = {"revision": revision, "local_files_only": only_cached}
         path = _fetch(name, config_only, trust_remote_code, where)
-    except SpecpoolError:
-        raise
-    except Exception as error:  # no such name, no network, no room
-        raise ConfigError(
-            f"no model at {name!r}: there is no such folder, and the hub could not give it: "
-            f"{one_line(error)}"
-        ) from error
     if not os.path.isfile(path / "config.json"):
         raise ConfigError(f"no model at {name!r}: the hub has no config.json of it")
     return TargetFolder(name, path, trust_remote_code)

@@ -10,11 +10,13 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpool.checks import shown
 from specpool.errors import CheckpointError, one_line, reading
+from specpool.models.files.hub import from_hub
 
 if TYPE_CHECKING:
     import torch
@@ -119,15 +121,12 @@ def find_folder(source: str | os.PathLike[str]) -> Path:
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    try:
+    with from_hub(name) as only_cached:
+        fetch = partial(snapshot_download, name, local_files_only=only_cached)
         # Fetch pickles only without safetensors, because many repositories hold both.
-        folder = Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors*"]))
+        folder = Path(fetch(allow_patterns=["config.json", "*.safetensors*"]))
         if not any(folder.glob("*.safetensors*")):
-            folder = Path(snapshot_download(name, allow_patterns=["config.json", "*.bin*"]))
-    except Exception as error:
-        raise CheckpointError(
-            f"{name}: no such folder here, and the hub could not give it: {one_line(error)}"
-        ) from error
+            folder = Path(fetch(allow_patterns=["config.json", "*.bin*"]))
     return folder
 
 
