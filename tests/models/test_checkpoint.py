@@ -212,6 +212,8 @@ def test_a_whole_model_is_no_head(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "4 heads over 3 key-value heads"),
         ({"head_dim": 7}, "of size 7"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+        ({"rms_norm_eps": 1.5}, r"rms_norm_eps is 1.5, not a number in \(0, 1\)"),
+        ({"rope_theta": -1}, "rope_theta is -1, not a number > 0"),
         ({"rope_theta": "big"}, "rope_theta is 'big'"),
         ({"rope_scaling": "linear"}, "RoPE parameters are 'linear'"),
         ({"norm_output": "yes"}, "norm_output is 'yes', neither true nor false"),

@@ -26,7 +26,14 @@ from specpool.errors import (
     reading,
     wants_trust,
 )
-from specpool.models.files.checkpoint import check_counts, read_json, shards, some_of, stored_dtypes
+from specpool.models.files.checkpoint import (
+    check_counts,
+    read_json,
+    shards,
+    some_of,
+    stored_dtypes,
+    text_parts,
+)
 from specpool.models.files.hub import from_hub
 from specpool.models.gate import (
     check_class,
@@ -171,6 +178,7 @@ def load_config(folder: TargetFolder) -> Any:
     """
     raw = read_json(folder.path / "config.json")
     check_counts(folder.name, raw)
+    _check_dtype(folder.name, raw)
     _check_plain_names(folder.path / "config.json", raw, "configuration_files")
     from transformers import AutoConfig
 
@@ -187,6 +195,19 @@ def load_config(folder: TargetFolder) -> Any:
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = None
     return config
+
+
+def _check_dtype(name: str, raw: dict[str, Any]) -> None:
+    for part in text_parts(raw):
+        for key in ("dtype", "torch_dtype"):
+            value = part.get(key)
+            if value is None or isinstance(value, dict):  # the latter: one for each part
+                continue
+            if not isinstance(value, str) or not isinstance(getattr(torch, value, 0), torch.dtype):
+                raise CheckpointError(
+                    f"{name}: config.json: {key} is {shown(value)}, not the name of a torch dtype "
+                    "such as float16"
+                )
 
 
 def check_values(config: Any) -> None:
@@ -208,6 +229,20 @@ def check_values(config: Any) -> None:
             isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
         ):
             raise ConfigError(f"{key} of the config is {shown(value)}, not a list of names")
+    for key, value in vars(text).items():
+        if re.search(r"norm_?(eps|epsilon)$", key) and value is not None:
+            _check_number(key, value, "in (0, 1)", below=1)
+    rope = getattr(text, "rope_parameters", None)
+    parts = [rope, *rope.values()] if isinstance(rope, dict) else [vars(text)]  # before 5.0
+    for part in parts:
+        if isinstance(part, dict) and part.get("rope_theta") is not None:
+            _check_number("rope_theta", part["rope_theta"], "> 0")
+
+
+def _check_number(key: str, value: object, allowed: str, below: float = float("inf")) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < below:  # type: ignore[operator]
+        raise ConfigError(f"{key} of the config is {shown(value)}, not a number {allowed}")
 
 
 def eos_ids(value: object) -> frozenset[int]:
