@@ -72,6 +72,8 @@ def find_model(name: str) -> Path | None:
     Raises:
         ConfigError: it is neither a folder with a config.json nor a possible hub name.
     """
+    if not name:
+        raise ConfigError("the name of a model is empty: give a folder or a hub name")
     path = Path(os.path.expanduser(resolve(name)))  # path.expanduser() raises for an unknown user
     if os.path.isdir(path):  # unlike path.is_dir(), no error for a name that is too long
         if not os.path.isfile(path / "config.json"):
