@@ -150,7 +150,7 @@ def host(
         check_int("tokens", tokens, 1, 1 << 20)
     if plot is not None:
         check_plot(plot)
-    parsed, names = shape_of(shape), drafts_of(target, [draft] if draft else None)
+    parsed, names = shape_of(shape), drafts_of(target, None if draft is None else [draft])
     checks.check_engine_config(parsed, names, {})
     checks.check_models(target, names)
     checks.start_torch(threads)

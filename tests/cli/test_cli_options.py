@@ -76,6 +76,8 @@ MODEL = [
         ["--target", "specpool/tony"],
         "--target: no model at 'specpool/tony': there is no such folder",
     ),
+    (["--target", ""], "--target: the name of a model is empty: give a folder or a hub name"),
+    (["--draft", ""], "--draft: the name of a model is empty: give a folder or a hub name"),
     (["--target", "a b"], "--target: no model at 'a b': there is no such folder"),
     (["--draft", "/no/such"], "--draft: no model at '/no/such': there is no such folder"),
     (["--draft", "ngram:99"], "the n of ngram:n must be an integer in [1, 32], got 99"),
@@ -115,6 +117,8 @@ ENGINE = [
     (["--frequency-penalty", "nan"], "--frequency-penalty must be a number in [-2, 2], got nan"),
     (["--logit-bias", "5"], "--logit-bias must be TOKEN:VALUE, such as 257:-5, got '5'"),
     (["--logit-bias", "5:101"], "--logit-bias of token 5 must be a number in [-100, 100], got 101"),
+    (["--logit-bias", "5:1", "--logit-bias", "5:2"], "--logit-bias of token 5 is given twice"),
+    (["--stop", ""], "--stop must hold strings that are not empty, got ''"),
     (["--regex", "[a-"], "unclosed character class"),
     (["--regex", ""], "structured: the text of a regex is empty"),
     (["--regex", "a", "--json-object"], "--json-object and --regex both say what the text must be"),
@@ -138,6 +142,8 @@ ENGINE = [
         "--drafter: no draft is named 'ngram'; there is none",
     ),
     (["--drafter", ""], "--drafter must be a name or None, got ''"),
+    (["--draft", "ngram", "--draft", ""], "--draft: the name of a model is empty"),
+    (["--draft-sink", "4"], "--draft-sink 4 needs a --draft-window of at least as many tokens"),
     (["--draft-window", "1"], "--draft-window must be an integer in [2, "),
     (["--draft-window", "8", "--placement", "shared"], "--draft-window"),
     (["--draft", "none", "--draft-window", "8"], "--draft-window is of draft KV, and there is no"),
@@ -150,6 +156,8 @@ GENERATE = [
     (["--worker", "v1", "--overlap-depth", "1"], "it needs --overlap-depth 0, got 1"),
     (["--prompt-ids", "1,x"], "--prompt-ids must be token ids with commas between"),
     (["--prompt-ids", "1,,2"], "--prompt-ids must be token ids with commas between"),
+    (["--prompt-ids", ""], "--prompt-ids must be token ids with commas between"),
+    (["--prompt-file", ""], "cannot read the prompt file '': Is a directory"),
     (["--prompt-file", "/no/such"], "cannot read the prompt file /no/such"),
     (["--prompt-format", "jsonl"], "--prompt-format jsonl needs a file: give --prompt-file"),
     (
@@ -234,6 +242,17 @@ OTHERS = [
     (["inspect", "x", "--frames", "9"], "--frames needs a page: give --html too"),
     (["inspect", "x", "--html", "y", "--frames", "1"], "--frames must be an integer in [2, "),
     (["serve", "--name", ""], "--name must be one name or several, none of them empty"),
+    (["serve", "--name", "a", "--name", "a"], "--name: 'a' is given twice"),
+    (["serve", "--host", ""], "--host must be an address, got ''"),
+    (["serve", "--allow-origin", ""], "an origin is * or begins with http:// or https://, got ''"),
+    *(
+        (["serve", "--allow-host", "a", "--allow-host", name], f"without a port, got {name!r}")
+        for name in ("", " ", "a b", "http://a", "a:80", "::1", "a/b")
+    ),
+    (
+        ["serve", "--host", "0.0.0.0", "--allow-host", "a"],
+        "--allow-host: names protect a",
+    ),
     (["sim", "--rounds", "5", "--turns", "5"], "--rounds and --turns both say"),
     (["sim", "--check", "3"], "--check must be an integer in [0, 2], got 3"),
 ]
@@ -438,6 +457,10 @@ def test_prompts_that_a_folder_says_nothing_against_are_left_to_the_engine(tmp_p
         (["--layout", "holey"], "--layout holey changes nothing without a tree"),
         (
             ["--draft", "none", "--placement", "shared"],
+            "--placement shared changes nothing without",
+        ),
+        (
+            ["--draft", "ngram", "--placement", "shared"],
             "--placement shared changes nothing without",
         ),
     ],

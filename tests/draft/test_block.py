@@ -188,7 +188,22 @@ def test_the_whole_block_is_drafted_by_one_forward():
         ({"nested": {"target_layer_ids": [0, 1]}}, r"fc.weight is \[128, 384\], expected .*256"),
         ({"nested": {"mask_token_id": 259}}, r"mask_token_id is 259, .* \[0, 259\)"),
         ({"nested": {"mask_token_id": None}}, r"mask_token_id is None, .* \[0, 259\)"),
-        ({"nested": {"block_size": 1}}, "block_size is 1, not an integer >= 2"),
+        *(
+            ({"nested": {"block_size": v}}, f"block_size is {v!r}, not an integer >= 2")
+            for v in (1, 0, -8, 1.5, "x", True, 1 << 40)
+        ),
+        ({"nested": {"block_size": 2049}}, "block_size 2049 is above the 2048 positions"),
+        *(
+            ({"nested": {"target_layer_ids": v}}, "target_layer_ids is .*, not a list of different")
+            for v in ([], [0.5], [True, 0], "x", 7)
+        ),
+        ({"nested": {"target_layer_ids": [1 << 40]}}, r"has 1099511627776: allowed are 0..2"),
+        ({"nested": {"mask_token_id": 1 << 40}}, "mask_token_id is 1099511627776, not an integer"),
+        *(
+            ({"rms_norm_eps": v}, rf"rms_norm_eps is {v}, not a number in \(0, 1\)")
+            for v in (1.5, 0, -1, float("nan"), float("inf"))
+        ),
+        *(({"rope_theta": v}, f"rope_theta is {v}, not a number > 0") for v in (0, -1, True)),
         ({"nested": {"conv_kernel_size": 2}}, "dflash_config has conv_kernel_size"),
         ({"nested": {"output_multiplier": 0.5}}, "output_multiplier 0.5 is not supported"),
         ({"architectures": ["DFlash2DraftModel"]}, "DFlash2 is not supported"),

@@ -654,14 +654,14 @@ def test_what_the_hub_says_is_not_cut(monkeypatch):
     """The first cause of the answer is printed too."""
     import huggingface_hub
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         try:
             raise OSError("Name or service not known")
         except OSError as error:
             raise FileNotFoundError("not found. " + "word " * 50 + "the end.") from error
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
-    with pytest.raises(ConfigError, match=r"the end: Name or service not known\)$"):
+    with pytest.raises(ConfigError, match=r"the end: Name or service not known$"):
         fetch_config("no/where")
 
 

@@ -78,7 +78,7 @@ def test_a_hub_name_is_downloaded(
 ) -> None:
     asked = []
 
-    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, *, allow_patterns: list[str], **_: object) -> str:
         asked.append((name, allow_patterns))
         if any(pattern.startswith("*." + form.split()[-1]) for pattern in allow_patterns):
             write(tmp_path, None, eagle_state(), form=form)
@@ -93,11 +93,11 @@ def test_a_hub_name_is_downloaded(
 
 
 def test_a_hub_that_cannot_give_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def snapshot_download(name: str, *, allow_patterns: list[str]) -> str:
+    def snapshot_download(name: str, *, allow_patterns: list[str], **_: object) -> str:
         raise OSError("404 Client Error.\nRepository Not Found")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    load_fails("someone/gone", "someone/gone: no such folder here, and the hub.*404 Client Error")
+    load_fails("someone/gone", "'someone/gone': there is no such folder, and.*404 Client Error")
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,8 @@ def test_a_whole_model_is_no_head(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, "4 heads over 3 key-value heads"),
         ({"head_dim": 7}, "of size 7"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+        ({"rms_norm_eps": 1.5}, r"rms_norm_eps is 1.5, not a number in \(0, 1\)"),
+        ({"rope_theta": -1}, "rope_theta is -1, not a number > 0"),
         ({"rope_theta": "big"}, "rope_theta is 'big'"),
         ({"rope_scaling": "linear"}, "RoPE parameters are 'linear'"),
         ({"norm_output": "yes"}, "norm_output is 'yes', neither true nor false"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -254,6 +255,77 @@ def test_a_plan_of_absurd_depth_is_refused(folder: Path) -> None:
 )
 def test_a_value_that_cannot_be_is_one_error(changes: dict[str, Any], folder: Path) -> None:
     refused(change(folder, **changes), ".", ConfigError, dtype="auto")
+
+
+NAN, INF = float("nan"), float("inf")
+SIZES = ("hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+NO_DTYPES = ("float4", "x", "", "torch.float16", "nn", "auto", 7, ["float16"])
+
+
+def rope(*thetas: Any) -> dict[str, Any]:
+    """The RoPE parameters of a base, or of one for each kind of layers."""
+    parts = [{"rope_type": "default", "rope_theta": theta} for theta in thetas]
+    kinds = ("full_attention", "sliding_attention")
+    return {
+        "rope_parameters": parts[0] if len(parts) == 1 else dict(zip(kinds, parts, strict=True))
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        *(
+            ({"rms_norm_eps": v}, f"rms_norm_eps of the config is {v}, not a number in (0, 1)")
+            for v in (1.5, 1.0, 0.0, -1e-05, 1e30, NAN, INF)
+        ),
+        *(({"rms_norm_eps": v}, "rms_norm_eps") for v in ("x", True, [1], 0)),
+        ({"layer_norm_epsilon": -1.0, "model_type": "gpt2"}, "layer_norm_epsilon of the config is"),
+        *(
+            (rope(v), f"rope_theta of the config is {v!r}, not a number > 0")
+            for v in (0, -1, -1e-9, NAN, INF, "x", True, [1])
+        ),
+        ({"rope_parameters": None, "rope_theta": -3}, "rope_theta of the config is -3, not a"),
+        ({**rope(1e6, -7), "model_type": "gemma3_text"}, "rope_theta of the config is -7, not a"),
+        *(({"initializer_range": v}, "initializer_range") for v in ("x", -0.5, 2.0, NAN)),
+        ({"attention_dropout": "x"}, "attention_dropout"),
+        *(
+            ({key: v}, f"{key} is {v}, not an integer >= 1")
+            for key in SIZES
+            for v in (0, -1, -(1 << 40))
+        ),
+        ({"intermediate_size": -1}, "intermediate_size is -1, not an integer >= 0"),
+        ({"text_config": {"head_dim": -4}}, "head_dim is -4, not an integer >= 1"),
+        *(
+            ({key: v}, f"{key} is {v!r}, not the name of a torch dtype")
+            for key in ("dtype", "torch_dtype")
+            for v in NO_DTYPES
+        ),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused_by_name_before_weights_are_read(
+    changes: dict[str, Any], told: str, folder: Path
+) -> None:
+    (folder / "model.safetensors").unlink()
+    refused(change(folder, **{"dtype": ..., **changes}), re.escape(told), ConfigError)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"attention_dropout": v} for v in (7, -1, NAN, None)),
+        *({"rope_theta": v} for v in (0, -1, "x")),  # rope_parameters has another
+        *({"dtype": v} for v in (None, "int8")),  # OPTIONS say what weights become
+        {"initializer_range": 0.0},
+    ],
+    ids=str,
+)
+def test_a_value_that_transformers_does_not_read_changes_nothing(
+    changes: dict[str, Any], folder: Path
+) -> None:
+    with Engine.from_pretrained(change(folder, **changes), **OPTIONS) as engine:
+        (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert output.token_ids == [97, 99, 101]
 
 
 @pytest.mark.parametrize("eos", ["a", 1.5, [[1]], {"a": 1}, [1, "b"], True, 1 << 40], ids=str)

@@ -186,6 +186,10 @@ def test_the_command_prints_one_object(server, capsys, monkeypatch):
         (["--requests", "0"], "--requests must be an integer in [1, "),
         (["--dataset", "/no/such"], "--dataset: /no/such cannot be read"),
         (["--target", "/no/such"], "no model at '/no/such'"),
+        (["--target", ""], "the name of a model is empty"),
+        (["--draft", ""], "the name of a model is empty"),
+        (["--model", ""], "--model is empty"),
+        (["--url", "http://127.0.0.1:1", "--draft", "ngram"], "--draft ngram is of a server that"),
     ],
 )
 def test_wrong_options_are_refused_at_once(capsys, options, message):

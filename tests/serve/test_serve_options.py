@@ -11,6 +11,7 @@ from serve_kit import Server
 from specpool import ConfigError
 from specpool.cli.serve import name_of
 from specpool.serve.config import ServeConfig
+from specpool.serve.guard.access import ApiError, _check_host
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,37 @@ def test_an_empty_file_of_keys_opens_nothing(capsys, tmp_path):
     assert code == 2 and "has no key" in err
     with pytest.raises(ConfigError, match="an API key must be visible ASCII"):
         ServeConfig(api_keys=("a\u00e9",))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        *(("hosts", (name,), "hosts must be names of this machine as in a URL") for name in
+          ("", " ", "a b", "http://a", "a:80", "::1", "a/b", 5, None)),
+        *(("hosts", value, "hosts must be a tuple of names") for value in ("abc", 5, None)),
+        *(("origins", (origin,), "an origin is . or begins with http") for origin in ("", 5)),
+        ("origins", "*", "origins must be a tuple of names"),
+        *(("names", value, "names must be one name or several") for value in ((), ("",), (5,))),
+        ("names", "abc", "names must be a tuple of names"),
+        ("names", ("a", "b", "a"), "names: 'a' is given twice"),
+        *(("host", host, "host must be an address, got ") for host in ("", 5, None)),
+    ],
+)  # fmt: skip
+def test_an_empty_or_strange_name_is_refused_in_python_too(field, value, message):
+    with pytest.raises(ConfigError, match=message):
+        ServeConfig(**{field: value})
+
+
+def test_a_name_of_a_loopback_server_has_no_case():
+    _check_host("Box.Example:8000", ServeConfig(hosts=("boX.example",)))
+    with pytest.raises(ApiError, match="called 'other'"):
+        _check_host("other", ServeConfig(hosts=("boX.example",)))
+
+
+def test_names_protect_a_loopback_server_alone():
+    ServeConfig(hosts=("a.example", "b-2", "[fe80::1]", "*.c"))
+    with pytest.raises(ConfigError, match="hosts: names protect a server that only this machine"):
+        ServeConfig(host="0.0.0.0", hosts=("a.example",))
 
 
 def test_a_taken_port_is_told_before_anything_is_loaded(capsys):

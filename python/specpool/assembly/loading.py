@@ -24,8 +24,9 @@ from specpool.draft import (
 )
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
+from specpool.models.files.checkpoint import find_folder
 from specpool.models.files.draft_kind import is_block_head, is_language_model
-from specpool.models.files.names import MTP, find_model
+from specpool.models.files.names import MTP, fetch_config, find_model
 from specpool.models.placement import check_dtype
 from specpool.models.target_folder import find_target, load_config
 from specpool.ranks.group import Ranks
@@ -94,6 +95,8 @@ def load(
             f"feature_layers {shown(feature_layers)} are for an EAGLE head that is read from a "
             "checkpoint, and no draft is one: leave them out"
         )
+    for one in drafts.values():
+        _check_exists(one)
     check_dtype(dtype)
     folder = None
     if isinstance(target, str | PathLike):
@@ -160,6 +163,14 @@ def _named(
         if names.count(name) > 1:
             raise ConfigError(f"two drafters are named {shown(name)}: name them, in a mapping")
     return found
+
+
+def _check_exists(draft: Draft) -> None:
+    """Refuse the path or the hub name of no draft, before the target's weights are read."""
+    if isinstance(draft, PathLike):
+        find_folder(draft)
+    elif isinstance(draft, str) and draft != MTP and find_model(draft) is None:
+        fetch_config(draft)
 
 
 def _name(draft: object) -> str:

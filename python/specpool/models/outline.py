@@ -25,6 +25,7 @@ from specpool.models.files.checkpoint import (
 )
 from specpool.models.files.draft_kind import is_block_config
 from specpool.models.files.headers import main_dtype, read_header
+from specpool.models.files.hub import from_hub
 from specpool.models.files.names import fetch_config, find_model
 from specpool.models.files.plain_config import FAMILIES, PlainConfig
 
@@ -233,6 +234,7 @@ def _fetch_index(name: str) -> None:
     from huggingface_hub import hf_hub_download
 
     try:
-        hf_hub_download(name, "model.safetensors.index.json")
+        with from_hub(name) as only_cached:
+            hf_hub_download(name, "model.safetensors.index.json", local_files_only=only_cached)
     except Exception:  # a single weight file has no index, and the network may be off
         pass

@@ -22,13 +22,19 @@ from specpool.checks import shown
 from specpool.errors import (
     CheckpointError,
     ConfigError,
-    SpecpoolError,
     needs_trust,
-    one_line,
     reading,
     wants_trust,
 )
-from specpool.models.files.checkpoint import check_counts, read_json, shards, some_of, stored_dtypes
+from specpool.models.files.checkpoint import (
+    check_counts,
+    read_json,
+    shards,
+    some_of,
+    stored_dtypes,
+    text_parts,
+)
+from specpool.models.files.hub import from_hub
 from specpool.models.gate import (
     check_class,
     check_config,
@@ -128,16 +134,9 @@ def find_target(
     is_path = not isinstance(source, str) or name.startswith((".", "~", os.sep))
     if is_path or os.path.exists(path):
         raise ConfigError(f"no model at {name!r}: there is no such folder")
-    where = {"revision": revision, "local_files_only": local_files_only}
-    try:
+    with from_hub(name, revision, local_files_only=local_files_only) as only_cached:
+        where = {"revision": revision, "local_files_only": only_cached}
         path = _fetch(name, config_only, trust_remote_code, where)
-    except SpecpoolError:
-        raise
-    except Exception as error:  # no such name, no network, no room
-        raise ConfigError(
-            f"no model at {name!r}: there is no such folder, and the hub could not give it: "
-            f"{one_line(error)}"
-        ) from error
     if not os.path.isfile(path / "config.json"):
         raise ConfigError(f"no model at {name!r}: the hub has no config.json of it")
     return TargetFolder(name, path, trust_remote_code)
@@ -179,6 +178,7 @@ def load_config(folder: TargetFolder) -> Any:
     """
     raw = read_json(folder.path / "config.json")
     check_counts(folder.name, raw)
+    _check_dtype(folder.name, raw)
     _check_plain_names(folder.path / "config.json", raw, "configuration_files")
     from transformers import AutoConfig
 
@@ -195,6 +195,19 @@ def load_config(folder: TargetFolder) -> Any:
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = None
     return config
+
+
+def _check_dtype(name: str, raw: dict[str, Any]) -> None:
+    for part in text_parts(raw):
+        for key in ("dtype", "torch_dtype"):
+            value = part.get(key)
+            if value is None or isinstance(value, dict):  # the latter: one for each part
+                continue
+            if not isinstance(value, str) or not isinstance(getattr(torch, value, 0), torch.dtype):
+                raise CheckpointError(
+                    f"{name}: config.json: {key} is {shown(value)}, not the name of a torch dtype "
+                    "such as float16"
+                )
 
 
 def check_values(config: Any) -> None:
@@ -216,6 +229,20 @@ def check_values(config: Any) -> None:
             isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
         ):
             raise ConfigError(f"{key} of the config is {shown(value)}, not a list of names")
+    for key, value in vars(text).items():
+        if re.search(r"norm_?(eps|epsilon)$", key) and value is not None:
+            _check_number(key, value, "in (0, 1)", below=1)
+    rope = getattr(text, "rope_parameters", None)
+    parts = [rope, *rope.values()] if isinstance(rope, dict) else [vars(text)]  # before 5.0
+    for part in parts:
+        if isinstance(part, dict) and part.get("rope_theta") is not None:
+            _check_number("rope_theta", part["rope_theta"], "> 0")
+
+
+def _check_number(key: str, value: object, allowed: str, below: float = float("inf")) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < below:  # type: ignore[operator]
+        raise ConfigError(f"{key} of the config is {shown(value)}, not a number {allowed}")
 
 
 def eos_ids(value: object) -> frozenset[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from specpool.num_bytes import parse_bytes
 
 #: Where the server listens unless it is told otherwise: this machine alone.
 LOOPBACK = "127.0.0.1"
+# A name or an address as it stands in a Host header, without the port.
+_HOST = re.compile(r"[^\s/:\[\]]+|\[[0-9A-Fa-f:.]+\]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,16 +79,40 @@ class ServeConfig:
                 continue
             if not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise ConfigError(f"{name}_timeout must be seconds above 0, got {value!r}")
-        if not self.names or not all(self.names):
-            raise ConfigError("names must be one name or several, none of them empty")
+        self._check_names()
         for key in self.api_keys:
             if not key.isascii() or not key.isprintable() or not key.strip() or " " in key:
                 raise ConfigError(
                     "an API key must be visible ASCII characters without spaces, as it is sent in "
                     "a header"
                 )
+
+    def _check_names(self) -> None:
+        """Raise `ConfigError` for an empty or strange name of a model, a host or an origin."""
+        for field in ("names", "hosts", "origins"):
+            value = getattr(self, field)
+            if not isinstance(value, tuple | list):
+                raise ConfigError(f"{field} must be a tuple of names, got {shown(value)}")
+        if not self.names or not all(isinstance(name, str) and name for name in self.names):
+            raise ConfigError("names must be one name or several, none of them empty")
+        for name in self.names:
+            if self.names.count(name) > 1:
+                raise ConfigError(f"names: {shown(name)} is given twice")
+        if not isinstance(self.host, str) or not self.host:
+            raise ConfigError(f"host must be an address, got {shown(self.host)}")
+        for host in self.hosts:
+            if not isinstance(host, str) or not _HOST.fullmatch(host):
+                raise ConfigError(
+                    "hosts must be names of this machine as in a URL, without a port, got "
+                    f"{shown(host)}"
+                )
+        if self.hosts and not self.is_loopback:
+            raise ConfigError(
+                "hosts: names protect a server that only this machine reaches; one that listens "
+                f"on {self.host} answers to every name: leave them out"
+            )
         for origin in self.origins:
-            if origin != "*" and not origin.startswith(("http://", "https://")):
+            if origin != "*" and not str(origin).startswith(("http://", "https://")):
                 raise ConfigError(
                     f"an origin is * or begins with http:// or https://, got {shown(origin)}"
                 )

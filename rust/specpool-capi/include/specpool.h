@@ -137,6 +137,8 @@ typedef struct {
   bool holey;
   // A query sees only the last `window` positions; 0: all of them.
   int64_t window;
+  // Beside its window, a query sees the first `sink` positions; 0: none. Only a group with a window has them.
+  int64_t sink;
 } specpool_group_config;
 
 // What one round of one row may do.
@@ -233,10 +235,13 @@ typedef struct {
   int32_t len;
   // Draft KV is valid below this position.
   int32_t drafted_len;
-  // Column of its first page in the group. What lies before it is below the window.
+  // Column of its first page behind the sink. What lies between the sink and it is below the window.
   size_t first_column;
-  // Its pages in the group, one for each column.
+  // Its pages in the group, one for each column: first those of the sink, then those from first_column on.
   size_t num_pages;
+  // Its first pages that are of the group's sink: their columns are 0, 1, and so on. 0 without a sink, and if the window
+  // reaches back to the sink.
+  size_t num_sinks;
 } specpool_prefix_info;
 
 // Copies the first `tokens` slots of page `src` to page `dst`, in every layer of the group.

@@ -35,6 +35,8 @@ pub struct GroupConfig {
     pub holey: bool,
     /// A query sees only the last `window` positions; 0: all of them.
     pub window: i64,
+    /// Beside its window, a query sees the first `sink` positions; 0: none. Only a group with a window has them.
+    pub sink: i64,
 }
 
 /// What one round of one row may do.
@@ -188,9 +190,9 @@ unsafe fn settings(config: &LedgerSettings) -> Outcome<LedgerConfig> {
             return bad_argument(format!("group {} has no name", groups.len()));
         };
         let layout = if group.holey { Layout::Holey } else { Layout::Dense };
-        let &GroupConfig { page_size, num_pages, hosts_drafts, window, .. } = group;
+        let &GroupConfig { page_size, num_pages, hosts_drafts, window, sink, .. } = group;
         let window = Some(window).filter(|&window| window != 0);
-        groups.push(Group { name: name.into(), page_size, num_pages, hosts_drafts, layout, window, sink: 0 });
+        groups.push(Group { name: name.into(), page_size, num_pages, hosts_drafts, layout, window, sink });
     }
     let shapes = unsafe { read("shapes", config.shapes, config.num_shapes)? };
     let shapes = shapes.iter().map(|shape| Shape::new(shape.num_steps, shape.topk, shape.num_draft_tokens));

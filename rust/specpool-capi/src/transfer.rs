@@ -17,10 +17,13 @@ pub struct PrefixInfo {
     pub len: i32,
     /// Draft KV is valid below this position.
     pub drafted_len: i32,
-    /// Column of its first page in the group. What lies before it is below the window.
+    /// Column of its first page behind the sink. What lies between the sink and it is below the window.
     pub first_column: usize,
-    /// Its pages in the group, one for each column.
+    /// Its pages in the group, one for each column: first those of the sink, then those from first_column on.
     pub num_pages: usize,
+    /// Its first pages that are of the group's sink: their columns are 0, 1, and so on. 0 without a sink, and if the window
+    /// reaches back to the sink.
+    pub num_sinks: usize,
 }
 
 /// Gives the row back, and keeps the pages of all its tokens as a prefix, also a partly filled last one. They are
@@ -77,14 +80,14 @@ pub unsafe extern "C" fn specpool_ledger_prefix_pages(
         LEDGERS.with(ledger.id, |ledger| {
             let run = ledger.prefix_pages(prefix, group)?;
             let (len, drafted_len) = (ledger.prefix_len(prefix)?, ledger.prefix_drafted_len(prefix)?);
-            let (first_column, num_pages) = (run.first_column, run.pages.len());
+            let (first_column, num_pages, num_sinks) = (run.first_column, run.pages.len(), run.num_sinks);
             if capacity > 0 || !pages.is_null() {
                 has_room("pages", pages, capacity, num_pages)?;
                 for (at, page) in run.pages.iter().enumerate() {
                     write("pages", &[page.0], pages.add(at), 1)?;
                 }
             }
-            put("info", PrefixInfo { len, drafted_len, first_column, num_pages }, info)
+            put("info", PrefixInfo { len, drafted_len, first_column, num_pages, num_sinks }, info)
         })
     })
 }

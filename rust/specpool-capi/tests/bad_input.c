@@ -109,6 +109,14 @@ int main(void) {
   REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_BAD_ARGUMENT, "group 0 has no name");
   nameless.name = "\xff";
   REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_BAD_ARGUMENT, "UTF-8");
+  specpool_group_config sinking = group;
+  sinking.sink = 3;
+  bad = config, bad.groups = &sinking;
+  REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_CONFIG, "sink 3 needs a window");
+  sinking.window = 5, sinking.sink = -1;
+  REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_CONFIG, "sink must be in [0, 2147483647], got -1");
+  sinking.sink = INT64_MAX;
+  REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_CONFIG, "got 9223372036854775807");
   bad = config, bad.record = "/nowhere/at/all.log";
   REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_RECORD, "/nowhere/at/all.log");
 

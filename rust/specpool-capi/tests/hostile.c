@@ -81,10 +81,11 @@ static uint64_t state(void) {
 static void on_event(void *context, const specpool_kv_event *event) { *(size_t *)context += event->row > 0; }
 
 static void make(void) {
-  static const specpool_group_config groups[] = {
+  static specpool_group_config groups[] = {
       {.name = "target", .page_size = 4, .num_pages = 40},
       {.name = "draft", .page_size = 2, .num_pages = 50, .hosts_drafts = true, .holey = true, .window = 9}};
   static const specpool_shape shapes[] = {{3, 1, 4}, {2, 2, 5}};
+  groups[1].sink = any(2) ? 3 : 0;
   specpool_ledger_config config = specpool_ledger_config_default(groups, 1 + 1, shapes, 2, 5, 40);
   config.overlap_depth = any(2), config.double_buffer = any(2), config.sessions = true, config.draft_kv = any(2);
   config.page_fencing = any(2), config.digest = true;

@@ -72,7 +72,7 @@ int32_t prefilled(specpool::Ledger &ledger, int32_t len) {
 }
 
 void lent_pages() {
-  specpool_group_config groups[] = {{"draft", 4, 24, true, false, 0}, {"target", 2, 48, false, false, 0}};
+  specpool_group_config groups[] = {{"draft", 4, 24, true, false, 0, 0}, {"target", 2, 48, false, false, 0, 0}};
   specpool_shape shape = {3, 1, 4};
   specpool::Ledger ledger(specpool_ledger_config_default(groups, 2, &shape, 1, 3, 40));
   const int32_t row = prefilled(ledger, 10);

@@ -23,10 +23,10 @@ void expect(bool holds, int line) {
 
 // A ledger, and the KV of its pages: one number for each slot of a group.
 struct Side {
-  Side() : ledger(make()), kv{Ints(25 * 4), Ints(49 * 2)} {}
+  explicit Side(int64_t sink = 0) : ledger(make(sink)), kv{Ints(25 * 4), Ints(49 * 2)} {}
 
-  static specpool::Ledger make() {
-    specpool_group_config groups[] = {{"draft", 4, 24, true, false, 0}, {"window", 2, 48, false, false, 5}};
+  static specpool::Ledger make(int64_t sink) {
+    specpool_group_config groups[] = {{"draft", 4, 24, true, false, 0, 0}, {"window", 2, 48, false, false, 5, sink}};
     specpool_shape shape = {3, 1, 4};
     return specpool::Ledger(specpool_ledger_config_default(groups, 2, &shape, 1, 3, 40));
   }
@@ -92,6 +92,29 @@ void moves() {
   there.ledger.check();
 }
 
+// The first 3 tokens stay beside the window: 2 pages, which lie before the others.
+void moves_with_a_sink() {
+  Side here(3), there(3);
+  there.ledger.admit();
+  const uint64_t prefix = here.ledger.export_row(prefilled(here, 13));
+  const specpool_prefix_info info = here.ledger.prefix(prefix, 1), full = here.ledger.prefix(prefix, 0);
+  EXPECT(info.num_sinks == 2 && info.first_column == 4 && info.num_pages == 5 && full.num_sinks == 0);
+  const int32_t moved = there.ledger.import_row(info.len, info.drafted_len);
+  const Ints from = here.ledger.prefix_pages(prefix, 1), to = there.ledger.pages_of(moved, 1);
+  EXPECT(from.size() == 5 && to[2] == 0 && to[3] == 0);
+  for (size_t at = 0; at < from.size(); ++at) {
+    const size_t column = at < info.num_sinks ? at : info.first_column + at - info.num_sinks;
+    EXPECT(to[column] > 0);
+    std::copy_n(&here.kv[1][from[at] * 2], 2, &there.kv[1][to[column] * 2]);
+  }
+  for (const int32_t at : {0, 1, 2, 9, 10, 11, 12}) EXPECT(there.kv[1][to[at / 2] * 2 + at % 2] == 1000 + at);
+  here.ledger.release_prefix(prefix);
+  there.ledger.finish(moved);
+  EXPECT(here.is_empty() && there.is_empty());
+  here.ledger.check();
+  there.ledger.check();
+}
+
 void refusals() {
   Side side;
   const specpool_ledger ledger = side.ledger.get(), none_such = {0};
@@ -130,6 +153,7 @@ void refusals() {
 
 int main() {
   moves();
+  moves_with_a_sink();
   refusals();
   if (failures > 0) return 1;
   std::cout << "every row arrived or came back\n";

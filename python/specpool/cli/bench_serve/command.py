@@ -137,10 +137,14 @@ def _checked(job: Job) -> SplitResult | None:
         raise ConfigError(f"temperature must be a number in [0, 2], got {job.temperature!r}")
     if job.plot is not None:
         check_plot(job.plot)
+    if job.model == "":
+        raise ConfigError("--model is empty: leave it out for the first that is listed")
     if job.url is None:
         check_int("batch", job.batch, 1, 1 << 16)
         checks.check_models(job.target, [] if job.draft in (None, "none") else [job.draft])
         return None
+    if job.draft is not None:
+        raise ConfigError(f"--draft {job.draft:.80} is of a server that is started here, not --url")
     url = split_url("url", job.url.removesuffix("/").removesuffix("/v1"))
     if url.scheme not in ("http", "https") or not url.hostname:
         raise ConfigError(f"url must begin with http:// or https://, got {job.url!r:.200}")

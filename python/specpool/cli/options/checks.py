@@ -160,7 +160,7 @@ def _warn_of_layout(config: EngineConfig, drafts: Sequence[str]) -> None:
     if config.adaptive is not None:
         shapes = list(config.adaptive.candidates)  # type: ignore[union-attr]
     has_trees = any(shape.topk > 1 for shape in shapes)
-    if not drafts and config.placement == "shared":
+    if not keep_kv(drafts) and config.placement == "shared":
         warn("--placement shared changes nothing without a draft model")
     if config.layout == "holey" and not (drafts and has_trees and config.page_size > 1):
         warn("--layout holey changes nothing without a tree (topk above 1) on pages of 2 or more")

@@ -90,9 +90,16 @@ class SamplingOptions:
         """Return fields of `SamplingParams`.
 
         Raises:
-            ConfigError: `logit_bias` is no pair of a token and a number.
+            ConfigError: `logit_bias` is no pair of a token and a number, or names a token twice.
         """
-        return asdict(self) | {"logit_bias": dict(map(_bias, self.logit_bias or ()))}
+        biases: dict[int, float] = {}
+        for token, value in map(_bias, self.logit_bias or ()):
+            if token in biases:
+                raise ConfigError(
+                    f"logit_bias of token {token} is given twice: {biases[token]:g} and {value:g}"
+                )
+            biases[token] = value
+        return asdict(self) | {"logit_bias": biases}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ _OTHER_NAMES = {
     "num_requests": "requests",
     "n": "samples",
     "names": "name",
+    "hosts": "allow_host",
     "num_tokens": "tokens",
     "overlap_depth": "depth",
     "kv_bytes": "memory",

@@ -90,7 +90,8 @@ def _of_file(name: str, form: str | None) -> list[PromptValue]:
         if name == "-":
             raise ConfigError(f"standard input is no text: {error}") from None
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"cannot read the prompt file {name}: {reason}") from None
+        path = name or "''"
+        raise ConfigError(f"cannot read the prompt file {path}: {reason}") from None
     place = "standard input" if name == "-" else name
     found = list(_FORMATS[form](place, text))
     if not found:

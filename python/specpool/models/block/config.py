@@ -94,6 +94,11 @@ class BlockConfig:
                 f"vocab_size {layers.vocab_size}: block drafters share the target's vocabulary"
             )
         block_size = spec.integer("block_size", least=2, default=_BLOCK_SIZE)
+        if block_size > layers.max_position_embeddings:
+            raise CheckpointError(
+                f"config.json: block_size {block_size} is above the "
+                f"{layers.max_position_embeddings} positions of max_position_embeddings"
+            )
         mask = spec.maybe_integer("mask_token_id", least=0)
         if mask is None or mask >= layers.vocab_size:
             raise CheckpointError(

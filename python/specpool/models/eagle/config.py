@@ -123,7 +123,7 @@ class EagleConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             intermediate_size=spec.integer("intermediate_size"),
-            rms_norm_eps=spec.number("rms_norm_eps", default=1e-6),
+            rms_norm_eps=spec.epsilon(),
             hidden_act=spec.activation(),
             qkv_bias=bool(spec.flag("qkv_bias")),
             rope_theta=rope_theta,
@@ -164,7 +164,7 @@ class EagleConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             intermediate_size=spec.integer("intermediate_size"),
-            rms_norm_eps=spec.number("rms_norm_eps", default=1e-6),
+            rms_norm_eps=spec.epsilon(),
             hidden_act=spec.activation(),
             qkv_bias=False,
             rope_theta=theta,
@@ -234,13 +234,25 @@ class ConfigReader:
             raise CheckpointError(f"config.json: no {key}")
         return value
 
-    def number(self, key: str, *, default: float, place: Mapping[str, Any] | None = None) -> float:
+    def epsilon(self) -> float:
+        """Return the epsilon of the norms; 1e-6 if it is not stated."""
+        return self.number("rms_norm_eps", default=1e-6, below=1)
+
+    def number(
+        self,
+        key: str,
+        *,
+        default: float,
+        below: float = float("inf"),
+        place: Mapping[str, Any] | None = None,
+    ) -> float:
         """Return a number of `place`, or of the places that publishers use."""
         value = self.get(key)[1] if place is None else place.get(key)
         if value is None:
             return default
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise CheckpointError(f"config.json: {key} is {value!r}, not a number > 0")
+        if type(value) not in (int, float) or not 0 < value < below:
+            allowed = "> 0" if below == float("inf") else f"in (0, {below})"
+            raise CheckpointError(f"config.json: {key} is {shown(value)}, not a number {allowed}")
         return float(value)
 
     def flag(self, *keys: str) -> bool | None:

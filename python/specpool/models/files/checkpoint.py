@@ -10,17 +10,21 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpool.checks import shown
 from specpool.errors import CheckpointError, one_line, reading
+from specpool.models.files.hub import from_hub
 
 if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, ...]
 _MOST_LAYERS = 1 << 14
+_LEAST = {"hidden_size": 1, "intermediate_size": 0, "vocab_size": 1, "head_dim": 1}
+_LEAST |= {"num_attention_heads": 1, "num_key_value_heads": 1}
 
 # safetensors' names of the dtypes that weights may have; other dtypes keep their names.
 _STORED = {"F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16"}
@@ -119,15 +123,12 @@ def find_folder(source: str | os.PathLike[str]) -> Path:
 def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    try:
+    with from_hub(name) as only_cached:
+        fetch = partial(snapshot_download, name, local_files_only=only_cached)
         # Fetch pickles only without safetensors, because many repositories hold both.
-        folder = Path(snapshot_download(name, allow_patterns=["config.json", "*.safetensors*"]))
+        folder = Path(fetch(allow_patterns=["config.json", "*.safetensors*"]))
         if not any(folder.glob("*.safetensors*")):
-            folder = Path(snapshot_download(name, allow_patterns=["config.json", "*.bin*"]))
-    except Exception as error:
-        raise CheckpointError(
-            f"{name}: no such folder here, and the hub could not give it: {one_line(error)}"
-        ) from error
+            folder = Path(fetch(allow_patterns=["config.json", "*.bin*"]))
     return folder
 
 
@@ -155,12 +156,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def text_parts(raw: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the objects of a config.json that may describe the text decoder."""
+    return [part for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
+
+
 def check_counts(name: str, raw: dict[str, Any]) -> None:
-    """Refuse a config with more layers than any model has, before they size anything.
+    """Refuse a config with more layers than any model has, or of no size, before it sizes anything.
 
     Raises:
-        CheckpointError: a number of layers is above 2^14; the message has the key and the number.
+        CheckpointError: a number of layers is above 2^14, or a size is below 1; the message has the
+            key and the number.
     """
+    for part in text_parts(raw):
+        for key, least in _LEAST.items():
+            value = part.get(key)
+            if isinstance(value, int) and value < least:
+                raise CheckpointError(
+                    f"{name}: config.json: {key} is {shown(value)}, not an integer >= {least}"
+                )
     nested = [value for value in raw.values() if isinstance(value, dict)]
     for part in (raw, *nested):
         for key, value in part.items():

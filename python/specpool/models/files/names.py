@@ -12,7 +12,8 @@ from pathlib import Path
 
 from specpool.assets import EMBEDDED, resolve
 from specpool.checks import check_int, shown
-from specpool.errors import ConfigError, one_line
+from specpool.errors import ConfigError
+from specpool.models.files.hub import from_hub
 
 #: The name of the draft that ships inside the target's checkpoint.
 MTP = "mtp"
@@ -71,6 +72,8 @@ def find_model(name: str) -> Path | None:
     Raises:
         ConfigError: it is neither a folder with a config.json nor a possible hub name.
     """
+    if not name:
+        raise ConfigError("the name of a model is empty: give a folder or a hub name")
     path = Path(os.path.expanduser(resolve(name)))  # path.expanduser() raises for an unknown user
     if os.path.isdir(path):  # unlike path.is_dir(), no error for a name that is too long
         if not os.path.isfile(path / "config.json"):
@@ -91,7 +94,7 @@ def fetch_config(name: str) -> Path:
     """Return `config.json` of a model on the hub, from the hub's cache if it is there.
 
     Raises:
-        ConfigError: huggingface_hub is not installed, or the hub does not give it.
+        ConfigError: huggingface_hub is not installed, or the hub does not give it (`from_hub`).
     """
     try:
         from huggingface_hub import hf_hub_download
@@ -104,20 +107,7 @@ def fetch_config(name: str) -> Path:
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # Its retries are no news; what comes of them is said below.
     try:
-        return Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # of many types; a wrong name, no network, no leave to read
-        raise ConfigError(
-            f"no model at {name!r}: there is no such folder, and the hub does not give it "
-            f"({_reason(error)})"
-        ) from None
+        with from_hub(name) as only_cached:
+            return Path(hf_hub_download(name, "config.json", local_files_only=only_cached))
     finally:
         logging.set_verbosity(level)
-
-
-def _reason(error: BaseException) -> str:
-    """Return an error's message in one line, with the message of the first error of its chain."""
-    first = error
-    while (below := first.__cause__ or first.__context__) is not None:
-        first = below
-    text, cause = one_line(error), one_line(first)
-    return text if str(first) in str(error) else f"{text.rstrip('.')}: {cause}"
