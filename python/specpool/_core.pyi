@@ -48,6 +48,7 @@ __all__ = [
     "draft_write_positions",
     "draft_write_slots",
     "expected_tokens",
+    "find_broken_trees",
     "gather_pages",
     "kernel_source",
     "launch_into",
@@ -1807,6 +1808,36 @@ def verify_tree(
         accept_index [n, S+1], flat node ids lane*N + node of the walk, padded with -1; accept_len
         [n], the bonus included; predict [n*N], the target's token at the nodes of the walk (the
         last is the bonus), 0 at other nodes.
+    """
+
+def find_broken_trees(
+    tokens: _I64,
+    depths: _I32,
+    mask: _Bool,
+    first_child: _I32,
+    next_sibling: _I32,
+    root_tokens: _I64,
+    *,
+    vocab_size: int,
+) -> list[tuple[int, str]]:
+    """Find the lanes whose arrays are not a valid tree for verify, and say what is wrong.
+
+    In a valid tree node 0 is the root token. A child sees what its parent sees, and itself.
+    Siblings see the same nodes apart from themselves. A node's depth is the number of its
+    ancestors. Links lead to later nodes. Tokens are below `vocab_size`. Nodes that no link leads to
+    are never walked; for these only the depth and the number of visible nodes are compared.
+
+    Args:
+        tokens: [n, N].
+        depths: [n, N].
+        mask: [n, N, N], a node's ancestors and itself.
+        first_child: [n, N], -1 = none.
+        next_sibling: [n, N], -1 = none.
+        root_tokens: [n].
+        vocab_size: the target's.
+
+    Returns:
+        The broken lanes in order, each with the first thing that is wrong.
     """
 
 def count_acceptance(

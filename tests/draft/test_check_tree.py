@@ -150,7 +150,7 @@ def random_trees(rng, batch, n):
 
 
 def test_whole_trees_pass_and_one_changed_cell_never_does(kit):
-    """The kernel, its twin and the host's check agree on every changed cell of a linked tree."""
+    """The kernel, its twin, the host's check and a plain reading agree on every changed cell."""
     for batch in kit.batches:
         for n in (1, 2, 4, 8) if kit.is_checked else (1, 2, 4, 8, 40):
             rng = np.random.default_rng([batch, n])
@@ -187,6 +187,8 @@ def test_whole_trees_pass_and_one_changed_cell_never_does(kit):
             for one, other in zip(got, twin, strict=True):
                 assert np.array_equal(array(one), other)
             for lane in range(batch):
+                lines = [field[lane].numpy() for field in (tokens, depths, mask, child, sibling)]
+                assert ref.is_tree(*lines, int(roots[lane]), 9) != bool(twin[2][lane])
                 own = DraftTree(*(field[lane : lane + 1] for field in fields))
                 is_broken = refused(own, roots[lane : lane + 1].numpy())
                 assert is_broken == bool(twin[2][lane]), (lane, own)

@@ -297,7 +297,7 @@ def broken_copy(tmp_path: Path, config: dict[str, Any], weights: Any) -> str:
             len,
             r"layers.0.mlp.down_proj.weight is (\[128, \d+\]|of another shape), expected \[128, 99",
         ),
-        ({"num_attention_heads": 0}, len, "cannot load a model"),
+        ({"num_attention_heads": 0}, len, "num_attention_heads is 0, not an integer >= 1"),
         ({"hidden_size": "big"}, len, "cannot load a model"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, len, "cannot load a model"),
     ],

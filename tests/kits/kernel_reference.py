@@ -220,3 +220,25 @@ def attention_mask(
                     seen = seen and (at - where < window or where < sink)
                 mask[b, i, c] = seen
     return mask
+
+
+def is_tree(tokens, depths, mask, child, sibling, root, vocab_size):
+    """Whether one lane's arrays are a tree that verify can walk, link by link."""
+    seen = [set(np.flatnonzero(line).tolist()) for line in mask]
+    deep = depths.tolist()
+    nodes = range(len(deep))
+    if tokens[0] != root or seen[0] != {0}:
+        return False
+    if not all(0 <= token < vocab_size for token in tokens.tolist()):
+        return False
+    if not all(node in seen[node] and len(seen[node]) == deep[node] + 1 for node in nodes):
+        return False
+    for node in nodes:
+        below, beside = int(child[node]), int(sibling[node])
+        if not all(link == -1 or node < link < len(deep) for link in (below, beside)):
+            return False
+        if below != -1 and seen[below] != seen[node] | {below}:
+            return False
+        if beside != -1 and seen[beside] - {beside} != seen[node] - {node}:
+            return False
+    return True

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpool._core import Shape
+from specpool._core import Shape, find_broken_trees
 from specpool.arrays import Int32, Int64
 from specpool.attention.lanes import Lanes
 from specpool.errors import ShapeError
@@ -97,41 +97,11 @@ class DraftTree:
         Raises:
             ShapeError: a value is wrong; the message names the field, or the token.
         """
-        tokens = self.tokens.numpy()
-        if (tokens[:, 0] != root_tokens).any():
-            raise ShapeError(f"node 0 of each tree is the root {root_tokens}: {tokens[:, 0]}")
-        self.check_tokens(vocab_size)
-        mask, depths = self.mask.numpy(), self.depths.numpy()
-        nodes = np.arange(tokens.shape[1])
-        sees = mask.sum(-1) == depths + 1
-        if not (sees.all() and mask[:, nodes, nodes].all() and not depths[:, 0].any()):
-            raise ShapeError("mask and depths disagree: a node sees its ancestors and itself")
-        for name in ("first_child", "next_sibling"):
-            links = getattr(self, name).numpy()
-            wrong = (links != -1) & ((links <= nodes) | (links > nodes[-1]))
-            if wrong.any():
-                lane, node = np.argwhere(wrong)[0]
-                raise ShapeError(
-                    f"{name}[{lane}, {node}] must be -1 or in ({node}, {len(nodes)}), "
-                    f"got {links[lane, node]}"
-                )
-            lanes, above = (links != -1).nonzero()
-            below = links[lanes, above]
-            # A child sees what its parent sees, and itself. A sibling sees what its sibling sees,
-            # with itself in the sibling's place.
-            others, mine = mask[lanes, above], mask[lanes, below]
-            is_child = name == "first_child"
-            each = np.arange(len(lanes))
-            wrong = (others != mine).sum(-1) != (1 if is_child else 2)
-            wrong |= others[each, below] | (mine[each, above] != is_child)
-            if wrong.any():
-                lane, node, link = (int(of[wrong.argmax()]) for of in (lanes, above, below))
-                seen = [np.flatnonzero(mask[lane, at]).tolist() for at in (node, link)]
-                raise ShapeError(
-                    f"mask and {name}[{lane}, {node}] = {link} disagree: node {node} sees "
-                    f"{seen[0]}, so node {link} must see "
-                    f"{sorted({*seen[0], link} - (set() if is_child else {node}))}, got {seen[1]}"
-                )
+        fields = self.tokens, self.depths, self.mask, self.first_child, self.next_sibling
+        arrays = [field.contiguous().numpy() for field in fields]
+        broken = find_broken_trees(*arrays, root_tokens, vocab_size=vocab_size)
+        if broken:
+            raise ShapeError(broken[0][1])
 
     def check_chain(self) -> None:
         """Check that each node's parent is the node before it, as recurrent targets need.
@@ -147,19 +117,6 @@ class DraftTree:
                 f"a target with recurrent layers verifies chains: node {int(wrong.int().argmax())} "
                 "of a draft tree does not continue the node before"
             )
-
-    def check_tokens(self, vocab_size: int) -> None:
-        """Check that all tokens are in the target's vocabulary; the fields must be on a CPU.
-
-        Raises:
-            ShapeError: a token is not; the message names it.
-        """
-        tokens = self.tokens.numpy()
-        for token in (tokens.min(), tokens.max()):
-            if not 0 <= token < vocab_size:
-                raise ShapeError(
-                    f"draft token {token}: the target's vocabulary is [0, {vocab_size})"
-                )
 
     @classmethod
     def joined(cls, first: DraftTree, second: DraftTree) -> DraftTree:

@@ -146,31 +146,14 @@ def build_tree(
 def check_tree(
     tokens: Any, depths: Any, mask: Any, child: Any, sibling: Any, roots: Any, *, vocab_size: int
 ) -> tuple[Any, Any, Any]:
-    """Do the work of the kernel lane by lane and link by link."""
-
-    def is_tree(lane: int) -> bool:
-        seen = [set(np.flatnonzero(line).tolist()) for line in mask[lane]]
-        deep = depths[lane].tolist()
-        nodes = range(len(deep))
-        if tokens[lane, 0] != roots[lane] or seen[0] != {0}:
-            return False
-        if not all(0 <= token < vocab_size for token in tokens[lane].tolist()):
-            return False
-        if not all(node in seen[node] and len(seen[node]) == deep[node] + 1 for node in nodes):
-            return False
-        for node in nodes:
-            below, beside = int(child[lane, node]), int(sibling[lane, node])
-            if not all(link == -1 or node < link < len(deep) for link in (below, beside)):
-                return False
-            if below != -1 and seen[below] != seen[node] | {below}:
-                return False
-            if beside != -1 and seen[beside] - {beside} != seen[node] - {node}:
-                return False
-        return True
-
-    is_broken = np.array([not is_tree(lane) for lane in range(len(tokens))], np.bool_)
-    broken = is_broken[:, None]
-    safe = np.where(broken, roots[:, None], tokens), np.where(broken, np.int32(0), depths)
+    """Do the work of the kernel with the core's check."""
+    broken = _core.find_broken_trees(
+        tokens, depths, mask, child, sibling, roots, vocab_size=vocab_size
+    )
+    is_broken = np.zeros(len(tokens), np.bool_)
+    is_broken[[lane for lane, _ in broken]] = True
+    lanes = is_broken[:, None]
+    safe = np.where(lanes, roots[:, None], tokens), np.where(lanes, np.int32(0), depths)
     return *safe, is_broken
 
 

@@ -31,7 +31,7 @@ impl Connector {
     ///
     /// # Errors
     /// An event names KV that is not that of the row's tokens; a copy is none of the row's tokens any more; if nothing
-    /// is in flight, a token was never told.
+    /// is in flight, a token was never told. Rows of a failed step are left out until they are freed.
     pub fn follow(&mut self, ledger: &mut Ledger, device: &Device, is_quiet: bool) -> Result<(), Fault> {
         let events = ledger.take_kv_events().map_err(|error| error.to_string())?;
         self.num_events += events.len() as u64;
@@ -51,6 +51,8 @@ impl Connector {
                         return Err(format!("{event:?} names a page that was not copied"));
                     }
                 }
+                // A failed step left the row's KV undefined: there is nothing to copy until the row is freed.
+                KvEvent::Commit { row, .. } if device.rows[row.at()].is_lost => {}
                 KvEvent::Commit { row, group, start, end } => {
                     for position in start..end {
                         let tag =
@@ -69,7 +71,7 @@ impl Connector {
         for (group, rows) in self.copies.iter().enumerate() {
             let evicted = ledger.evicted_len(group).map_err(|error| error.to_string())?;
             let sink = ledger.group_spec(group).map_err(|error| error.to_string())?.sink as i32;
-            for (row, copies) in rows.iter().enumerate() {
+            for (row, copies) in rows.iter().enumerate().filter(|(row, _)| !device.rows[*row].is_lost) {
                 let sequence = &device.rows[row].sequence;
                 let differs = |at: &usize| copies[*at] != 0 && Some(&copies[*at]) != sequence.get(*at);
                 if let Some(at) = (0..copies.len()).find(differs) {

@@ -64,6 +64,49 @@ proptest! {
 }
 
 #[test]
+fn what_is_no_tree_is_said_with_its_numbers() {
+    use specpool_core::tree::check::{Proposed, find_broken};
+    let tree = Tree::from_parents(&[-1, 0, 0, 1, -1, 0, 0, 1], 4).unwrap();
+    let (tokens, roots) = ([5, 6, 7, 8, 1, 2, 3, 4], [5, 1]);
+    let why = |spoil: fn(&mut Vec<i64>, &mut Tree)| {
+        let (mut tokens, mut tree) = (tokens.to_vec(), tree.clone());
+        spoil(&mut tokens, &mut tree);
+        let trees = Proposed {
+            tokens: &tokens,
+            depths: &tree.depths,
+            mask: &tree.mask,
+            first_child: &tree.first_child,
+            next_sibling: &tree.next_sibling,
+        };
+        let broken = find_broken(&trees, &roots, 9).unwrap();
+        broken.into_iter().map(|one| format!("{}: {}", one.lane, one.why)).collect::<Vec<_>>()
+    };
+    assert!(why(|_, _| ()).is_empty());
+    assert_eq!(why(|tokens, _| tokens[4] = 2), ["1: node 0 of tree 1 is the root token 1, got 2"]);
+    let beyond =
+        ["0: draft token 9: the target's vocabulary is [0, 9)", "1: draft token -1: the target's vocabulary is [0, 9)"];
+    assert_eq!(why(|tokens, _| (tokens[1], tokens[5]) = (9, -1)), beyond);
+    assert_eq!(
+        why(|_, tree| tree.depths[3] = 1),
+        [
+            "0: mask and depths disagree: a node sees its ancestors and itself, so node 3 of tree 0 at depth 1 cannot see \
+          [0, 1, 3]"
+        ]
+    );
+    assert_eq!(why(|_, tree| tree.first_child[6] = 1), ["1: first_child[1, 2] must be -1 or in (2, 4), got 1"]);
+    assert_eq!(
+        why(|_, tree| tree.next_sibling[1] = 3),
+        ["0: mask and next_sibling[0, 1] = 3 disagree: node 1 sees [0, 1], so node 3 must see [0, 3], got [0, 1, 3]"]
+    );
+    let wide = Tree::from_parents(&[-1, 0], 2).unwrap();
+    let empty = Proposed { tokens: &[], depths: &[], mask: &[], first_child: &[], next_sibling: &[] };
+    assert_eq!(find_broken(&empty, &[], 9).unwrap(), []);
+    assert!(find_broken(&empty, &[1], 9).is_err());
+    let short = Proposed { tokens: &[5, 6], depths: &wide.depths[..1], ..empty };
+    assert_eq!(find_broken(&short, &[5], 9).unwrap_err().to_string(), "depths must have 2 elements, got 1");
+}
+
+#[test]
 fn refusals_state_the_numbers() {
     let text = |result: Result<Tree, Error>| result.unwrap_err().to_string();
     assert_eq!(text(Tree::from_parents(&[-1, 1], 2)), "parents[0, 1] must be in [0, 1), got 1");

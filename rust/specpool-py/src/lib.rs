@@ -78,7 +78,8 @@ mod _core {
     use super::suffix::SuffixIndex;
     #[pymodule_export]
     use super::tree::{
-        build_tree, organize, sample_margins, sample_tokens, select_topk, tree_from_parents, uniform, verify_tree,
+        build_tree, find_broken_trees, organize, sample_margins, sample_tokens, select_topk, tree_from_parents,
+        uniform, verify_tree,
     };
 
     use pyo3::prelude::*;

@@ -5,6 +5,7 @@ use numpy::{PyArray1, PyArray2, PyArray3};
 use pyo3::prelude::*;
 use specpool_core::memory;
 use specpool_core::tree::build::{Candidates, Tree};
+use specpool_core::tree::check::{self, Proposed};
 use specpool_core::tree::sample::{self, SampleParams};
 use specpool_core::tree::{build, verify};
 
@@ -179,6 +180,42 @@ pub fn verify_tree<'py>(
         vector(py, verified.accept_len),
         vector(py, verified.predict),
     ))
+}
+
+#[doc = doc!("find_broken_trees")]
+#[pyfunction]
+#[pyo3(signature = (tokens, depths, mask, first_child, next_sibling, root_tokens, *, vocab_size))]
+pub fn find_broken_trees(
+    tokens: &Bound<'_, PyAny>,
+    depths: &Bound<'_, PyAny>,
+    mask: &Bound<'_, PyAny>,
+    first_child: &Bound<'_, PyAny>,
+    next_sibling: &Bound<'_, PyAny>,
+    root_tokens: &Bound<'_, PyAny>,
+    vocab_size: ShapeInt,
+) -> PyResult<Vec<(usize, String)>> {
+    let vocab_size = count("vocab_size", vocab_size, 1)? as i64;
+    let tokens = Input::<i64, 2>::new("tokens", tokens)?;
+    let depths = Input::<i32, 2>::new("depths", depths)?;
+    let mask = Input::<bool, 3>::new("mask", mask)?;
+    let first_child = Input::<i32, 2>::new("first_child", first_child)?;
+    let next_sibling = Input::<i32, 2>::new("next_sibling", next_sibling)?;
+    let roots = Input::<i64, 1>::new("root_tokens", root_tokens)?;
+    let [batch, n] = tokens.dims;
+    expect_dims("depths", depths.dims, [batch, n])?;
+    expect_dims("mask", mask.dims, [batch, n, n])?;
+    expect_dims("first_child", first_child.dims, [batch, n])?;
+    expect_dims("next_sibling", next_sibling.dims, [batch, n])?;
+    expect_dims("root_tokens", roots.dims, [batch])?;
+    let trees = Proposed {
+        tokens: tokens.slice(),
+        depths: depths.slice(),
+        mask: mask.slice(),
+        first_child: first_child.slice(),
+        next_sibling: next_sibling.slice(),
+    };
+    let broken = check::find_broken(&trees, roots.slice(), vocab_size).map_err(to_py)?;
+    Ok(broken.into_iter().map(|one| (one.lane, one.why)).collect())
 }
 
 #[doc = doc!("uniform")]
