@@ -97,9 +97,15 @@ class DraftTree:
         Raises:
             ShapeError: a value is wrong; the message names the field, or the token.
         """
-        fields = self.tokens, self.depths, self.mask, self.first_child, self.next_sibling
-        arrays = [field.contiguous().numpy() for field in fields]
-        broken = find_broken_trees(*arrays, root_tokens, vocab_size=vocab_size)
+        broken = find_broken_trees(
+            self.tokens.numpy(),
+            self.depths.numpy(),
+            self.mask.numpy(),
+            self.first_child.numpy(),
+            self.next_sibling.numpy(),
+            root_tokens,
+            vocab_size=vocab_size,
+        )
         if broken:
             raise ShapeError(broken[0][1])
 
