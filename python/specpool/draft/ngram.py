@@ -24,9 +24,10 @@ from specpool.models.files.names import DEFAULT_NGRAM, MAX_NGRAM
 
 #: The most earlier occurrences that a tree takes, per length of the n-gram.
 MAX_OCCURRENCES = 16
-#: The hit rate of a text's finds: its first value, the weight of the newest find, and the rate
-#: below which a row decodes plainly.
-FIRST_HIT_RATE, HIT_WEIGHT, MIN_HIT_RATE = 0.75, 0.25, 0.5
+#: The first hit rates of a text's finds by 1, 2, 3, and 4 or more tokens.
+FIRST_HIT_RATES = (0.3, 0.5, 0.7, 0.8)
+#: The weight of the newest find in its rate, and the rate below which a row decodes plainly.
+HIT_WEIGHT, MIN_HIT_RATE = 0.25, 0.3
 
 
 class NgramDrafter:
@@ -54,7 +55,7 @@ class NgramDrafter:
         *,
         max_ngram: int = DEFAULT_NGRAM,
         min_ngram: int = 1,
-        min_match: int | None = None,
+        min_match: int = 1,
     ) -> None:
         """Look for ends of the text of `min_ngram` to `max_ngram` tokens.
 
@@ -62,7 +63,7 @@ class NgramDrafter:
             max_ngram: longest end to search for.
             min_ngram: shortest end to search for.
             min_match: a row whose longest match is shorter decodes plainly (see `is_promising`);
-                0 = it always drafts, None = 2, or `max_ngram` if that is less.
+                0 = it always drafts.
 
         Raises:
             ConfigError: a number is out of range: `1 <= min_ngram <= max_ngram <= MAX_NGRAM`, and
@@ -70,8 +71,8 @@ class NgramDrafter:
         """
         check_int("max_ngram", max_ngram, 1, MAX_NGRAM)
         check_int("min_ngram", min_ngram, 1, max_ngram)
-        self._min_match = min(2, max_ngram) if min_match is None else min_match
-        check_int("min_match", self._min_match, 0, max_ngram)
+        check_int("min_match", min_match, 0, max_ngram)
+        self._min_match = min_match
         self._lens = range(max_ngram, min_ngram - 1, -1)
         self._indexes = TextIndexes(lambda: _NgramIndex(self._lens))
 
@@ -106,9 +107,9 @@ class NgramDrafter:
     def is_promising(self, tokens: Sequence[int]) -> bool:
         """Return whether the text's last `min_match` tokens occurred before and finds were right.
 
-        A round that accepts nothing costs more than a plain one. If less than half of the recent
-        finds predicted the next token, the row decodes plainly. Its finds are counted on, so it
-        drafts again when they improve.
+        A round that accepts nothing costs more than a plain one. If too few of the text's recent
+        finds by as many tokens predicted the next token, the row decodes plainly. Its finds are
+        counted on, so it drafts again when they improve.
         """
         return self._indexes.of(tokens).foresees(self._min_match)
 
@@ -126,15 +127,16 @@ class _NgramIndex:
         self._last: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in lens}
         self._before = {n: array("q") for n in lens}
         self._num_indexed = 0
-        self._foreseen: int | None = None  # the token that the latest find predicts
-        self._hit_rate = FIRST_HIT_RATE  # running share of predictions that were right
+        # The token that the latest find predicts, and the place of the find's rate.
+        self._foreseen: tuple[int, int] | None = None
+        self._hit_rates = list(FIRST_HIT_RATES)  # running shares of predictions that were right
 
     def extend(self, text: Sequence[int], begin: int) -> None:
         """Index the new tokens of the text, and update the hit rate with the first of them."""
         self.text = text
         if self._foreseen is not None and len(text) > begin:
-            is_hit = text[begin] == self._foreseen
-            self._hit_rate += (is_hit - self._hit_rate) * HIT_WEIGHT
+            token, place = self._foreseen
+            self._hit_rates[place] += ((text[begin] == token) - self._hit_rates[place]) * HIT_WEIGHT
             self._foreseen = None
         for n in self._lens:
             first = max(0, begin - n + 1)
@@ -161,12 +163,13 @@ class _NgramIndex:
 
         Also remember the token that this find predicts, for the hit rate.
         """
-        ends = (self._occurrences_of(n) for n in self._lens if n >= min_match)
-        end = next(itertools.chain.from_iterable(ends), None)
+        ends = ((n, end) for n in self._lens if n >= min_match for end in self._occurrences_of(n))
+        n, end = next(ends, (0, None))
         if end is None:
             return min_match == 0
-        self._foreseen = self.text[end + 1]
-        return min_match == 0 or self._hit_rate >= MIN_HIT_RATE
+        place = min(n, len(FIRST_HIT_RATES)) - 1
+        self._foreseen = self.text[end + 1], place
+        return min_match == 0 or self._hit_rates[place] >= MIN_HIT_RATE
 
     def _occurrences_of(self, n: int) -> Iterator[int]:
         suffix, before = list(self.text[-n:]), self._before[n]

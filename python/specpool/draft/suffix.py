@@ -18,7 +18,7 @@ from specpool.memory.kv_cache import KVCache, LayerKV
 #: Tokens of an index of one text, and of an index of all.
 TEXT_TOKENS, SHARED_TOKENS = 1 << 20, 1 << 22
 #: A row decodes plainly if its best next token has followed less often than this share.
-MIN_SHARE = 0.3
+MIN_SHARE = 0.6
 
 
 class _Text:
@@ -59,7 +59,7 @@ class SuffixDrafter:
         *,
         shares: bool = False,
         max_context: int = 32,
-        min_match: int = 2,
+        min_match: int = 1,
         max_tokens: int | None = None,
     ) -> None:
         """Start without texts.

@@ -65,9 +65,10 @@ class TextIndexes(Generic[Index]):
             entry = self._entries[id(text)] = _Entry(text, self._new())
         elif entry.last_call == self._num_calls:  # the text again: a new turn begins
             self.begin_turn()
-        entry.index.extend(text, entry.num_indexed)
-        entry.num_indexed, entry.last_call = len(text), self._num_calls
-        entry.tail = list(text[-TAIL_LEN:])
+        entry.last_call = self._num_calls
+        if len(text) > entry.num_indexed:
+            entry.index.extend(text, entry.num_indexed)
+            entry.num_indexed, entry.tail = len(text), list(text[-TAIL_LEN:])
         return entry.index
 
     def begin_turn(self) -> None:

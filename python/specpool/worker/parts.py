@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
+from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import Download
 from specpool.scheduler.requests.request import Request
 
@@ -30,10 +32,43 @@ class Part:
     on_host: Download | None  # the trees, for lanes whose text has a form
 
     @property
+    def is_chain(self) -> bool:
+        """Whether the host sees that in every tree node i continues node i - 1."""
+        depths = self.tree.depths
+        if runs_kernels(depths.device):
+            return False
+        return bool((depths.numpy() == np.arange(depths.shape[1])).all())
+
+    @property
     def num_drafted_steps(self) -> int:
         """The levels that were drafted: all of `num_steps`, if drafting has not ended early."""
         levels = self.tree.levels
         return self.num_steps if levels is None else min(int(levels.max()), self.num_steps)
+
+
+def own_cells(parts: Sequence[Part], positions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return what the nodes of all lanes see of their own trees, padded to the widest.
+
+    Args:
+        parts: of one round.
+        positions: int32 [B, N] for each part, of its nodes.
+
+    Returns:
+        bool [B, N, N], and the positions int32 [B, N].
+    """
+    if len(parts) == 1:
+        return parts[0].tree.mask, positions[0]
+    num_lanes = sum(len(each) for each in positions)
+    most = max(each.shape[1] for each in positions)
+    mask = parts[0].tree.mask.new_zeros(num_lanes, most, most)
+    by_lane = positions[0].new_zeros(num_lanes, most)
+    start = 0
+    for part, mine in zip(parts, positions, strict=True):
+        batch, num_nodes = mine.shape
+        mask[start : start + batch, :num_nodes, :num_nodes] = part.tree.mask
+        by_lane[start : start + batch, :num_nodes] = mine
+        start += batch
+    return mask, by_lane
 
 
 def bare_tree(roots: Tensor) -> DraftTree:

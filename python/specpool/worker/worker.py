@@ -35,7 +35,7 @@ from specpool.worker.forward import Forward, Pass
 from specpool.worker.graphs.capture import Capture
 from specpool.worker.graphs.graphs import Graphs
 from specpool.worker.graphs.round_graph import RoundKind
-from specpool.worker.parts import Part, are_greedy, bare_tree, draft_any, not_finite
+from specpool.worker.parts import Part, are_greedy, bare_tree, draft_any, not_finite, own_cells
 from specpool.worker.processors import Processors
 from specpool.worker.proposer import Proposal, Proposer
 from specpool.worker.recurrent_forward import StateForward
@@ -256,7 +256,8 @@ class Worker:
             yield Outcome.of_verify(verdict, output.logits, told)
             self._forward.keep(verdict.accept_len)
             for part, accepted in zip(parts, verdicts, strict=True):
-                self._compact(part, accepted)
+                if not part.is_chain:
+                    self._compact(part, accepted)
             self._followers.draft_round(lanes, parts, verdicts, verdict, output)
 
         wants_features = self._followers.wants_features
@@ -417,25 +418,18 @@ class Worker:
         follow_up: Callable[[TargetOutput], Iterator[Outcome]],
     ) -> Pass:
         """Make the pass of a verify: node i lies in cell start + i, at position start + depth."""
-        of_parts = [part.positions.clamp(max=self._last_position) for part in parts]
         if len(parts) == 1:
-            (by_lane,), lanes = of_parts, parts[0].lanes
-            masks, tokens = parts[0].tree.mask, parts[0].tree.tokens.view(-1)
+            lanes, tokens = parts[0].lanes, parts[0].tree.tokens.view(-1)
         else:
-            widths = np.concatenate([np.full(len(p), p.shape[1], np.int32) for p in of_parts])
-            lanes = Lanes(lanes.rows, lanes.seq_lens, widths)
-            most, device = int(widths.max()), self._cache.device
-            masks = torch.zeros(len(widths), most, most, dtype=torch.bool, device=device)
-            by_lane = torch.zeros(len(widths), most, dtype=torch.int32, device=device)
-            start = 0
-            for part, positions in zip(parts, of_parts, strict=True):
-                batch, num_nodes = positions.shape
-                masks[start : start + batch, :num_nodes, :num_nodes] = part.tree.mask
-                by_lane[start : start + batch, :num_nodes] = positions
-                start += batch
+            widths = [np.full(len(p.positions), p.positions.shape[1], np.int32) for p in parts]
+            lanes = Lanes(lanes.rows, lanes.seq_lens, np.concatenate(widths))
             tokens = torch.cat([part.tree.tokens.view(-1) for part in parts])
-        if self._keeps_state:  # all trees are chains
-            return self._causal_pass(requests, lanes, tokens, None, False, follow_up, is_round=True)
+        # A node of a chain sees all tokens before it, so no mask is needed. With states all are.
+        if self._keeps_state or (selection is None and all(part.is_chain for part in parts)):
+            sees = wants_features and not self._keeps_state
+            return self._causal_pass(requests, lanes, tokens, None, sees, follow_up, is_round=True)
+        of_parts = [part.positions.clamp(max=self._last_position) for part in parts]
+        masks, by_lane = own_cells(parts, of_parts)
         views: dict[int, AttentionView | ChosenView] = {}
         for group in self._fields:
             slots = lanes.slots(self._cache, group)
