@@ -392,6 +392,20 @@ def test_finds_that_do_not_come_true_end_the_drafting():
     assert answers[-1]
 
 
+def test_finds_are_judged_by_their_length():
+    """One token that leads nowhere says nothing of three that do."""
+    drafter, text = NgramDrafter(), [1, 2, 3, 4]
+    for i in range(8):
+        text.append(9)  # it occurred before, and another token follows each time
+        drafter.is_promising(text)
+        text.append(20 + i)
+        drafter.is_promising(text)
+    text.append(9)
+    assert not drafter.is_promising(text)
+    text += [1, 2, 3]
+    assert drafter.is_promising(text)
+
+
 def test_text_without_repeats_is_decoded_plainly():
     """It costs what plain decoding costs, plus the look-up."""
     with Engine.from_pretrained(draft="ngram", shape=CHAIN) as engine:
