@@ -94,7 +94,7 @@ def test_the_holey_picture_is_what_the_core_computes():
 
 #: The row of each figure of the first screen: its file, the result's name there, and its reference.
 FIGURES = {
-    "2026-11-21-reserve-trace.json": (
+    "2026-11-26-reserve-trace.json": (
         "5x8x64, prompt 384, output 256; specpool: exact, split, dense: running, mean",
         "SGLang: double_buffer, shared, holey",
         "{ratio:.2f} times the requests",
