@@ -421,8 +421,9 @@ def results(found: Sequence[Comparison]) -> list[Result]:
             name = f"{_named(traffic)}: requests at once, a budget / the widest for every row"
             goal = ("target, at least", WIDER) if comparison.has_target else ("one for all", 1.0)
             lines.append(Result(name, wider, "times", *goal))
-            name = f"{_named(traffic)}: the same, if rows held no more than their tokens' pages"
-            lines.append(Result(name, _widest(comparison), "times", *goal))
+            if (widest := _widest(comparison)) is not None:
+                name = f"{_named(traffic)}: the same, if rows held no more than their tokens' pages"
+                lines.append(Result(name, widest, "times", *goal))
     return lines
 
 
@@ -432,13 +433,14 @@ def _wider(comparison: Comparison) -> float | None:
     return budget.mean_running / ours.mean_running if way.narrow else None
 
 
-def _widest(comparison: Comparison) -> float:
+def _widest(comparison: Comparison) -> float | None:
     """How many times our first way's requests fit if no slot were free or held in reserve.
 
-    No reserve can give more: a row holds its tokens and the rest of their last page.
+    No reserve can give more: a row holds its tokens and the rest of their last page. None = no
+    request ever waited.
     """
-    tokens, rest, *_ = comparison.runs[1][1].shares
-    return 1 / (tokens + rest)
+    shares = comparison.runs[1][1].shares
+    return 1 / sum(shares[:2]) if shares else None
 
 
 def _more(comparison: Comparison) -> float:
@@ -486,7 +488,8 @@ def _table(machinery: Machinery, found: Sequence[Comparison]) -> Table:
             if comparison.has_target and wider is not None:
                 met = wider >= WIDER
                 target = f">= {WIDER:g} of ours " + ("met" if met else "[bold]missed[/bold]")
-                target += f" (no reserve gives more than {_widest(comparison):.3f})"
+                if (widest := _widest(comparison)) is not None:
+                    target += f" (no reserve gives more than {widest:.3f})"
             table.add_row(
                 f"  {way.name}",
                 " + ".join(f"{group.num_pages:,}" for group in run.sizes.groups),

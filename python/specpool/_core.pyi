@@ -1876,7 +1876,14 @@ def count_acceptance(
     """
 
 def expected_tokens(
-    hits: _F32, tries: _F32, prior: _F64, family: _I32, num_steps: _I32, rows: _I32
+    hits: _F32,
+    tries: _F32,
+    prior: _F64,
+    family: _I32,
+    num_steps: _I32,
+    rows: _I32,
+    *,
+    deviations: float = 0.0,
 ) -> _F64:
     """Return the tokens that a round of each row gives with each shape; O(B * F * D).
 
@@ -1887,12 +1894,14 @@ def expected_tokens(
         family: as in `count_acceptance`.
         num_steps: likewise.
         rows: [B].
+        deviations: by how many standard deviations the logarithm of each row's own odds is above
+            what is estimated; in [0, 8].
 
     Returns:
         float64 [B, S], the bonus token included.
 
     Raises:
-        ShapeError: an argument has another shape, or a prior is not in [0, 1].
+        ShapeError: an argument has another shape, or a number is out of range.
     """
 
 def choose_shapes(
@@ -1908,6 +1917,7 @@ def choose_shapes(
     charge: _F64,
     lane: _F64,
     nodes: _F64,
+    hoped: _F64 | None = None,
     context: _F64 | None = None,
     per_token: _F64 | None = None,
     ridge_per_token: float = 0.0,
@@ -1935,6 +1945,7 @@ def choose_shapes(
         charge: float64 [S], seconds.
         lane: float64 [S], seconds.
         nodes: float64 [S], nodes of a row's verify.
+        hoped: float64 [B, S], the tokens by which a row is judged to be in time; None = `tokens`.
         context: float64 [B], tokens that each row holds.
         per_token: float64 [S], seconds of each of them. None for both = they cost nothing.
         ridge_per_token: more nodes without a cost for each of them.

@@ -36,7 +36,9 @@ _HOPE_ROUNDS = 8  # from one look for a hopeful round to the next, a multiple of
 _LOOK_HOPE, _LOOK_ROUNDS = 1.2, 64
 _MOST_LOOK_ROUNDS = 1024  # the rounds double with each look, up to these
 _FIRST_HOPE = 2.5  # likewise, of the narrowest shape before its first round: drafts must not lose
-_HORIZON = 16.0  # rounds in which a row makes up for what it is behind its target
+_HORIZON = 32.0  # rounds in which a row makes up for what it is behind its target
+# A row is in time if it would be so with log odds so many standard deviations above the estimate.
+_DOUBT = 1.5
 MOST_PRIORITY = 8  # steps of priority beyond which a token is worth no more, or no less
 
 
@@ -133,8 +135,11 @@ class BudgetController:
         context = self._lens[rows].astype(np.float64)
         self._cost.fit(len(rows), float(context.mean()))
         due, room = self._due(rows), None if spare is None else spare()
-        tokens = self._acceptance.tokens(rows)
-        chosen, seconds, missed = self._choice(rows, shapes, tokens.copy(), context, due, room)
+        tokens, hoped = self._acceptance.tokens(rows), None
+        if due.any():
+            hoped = self._acceptance.tokens(rows, deviations=_DOUBT)
+        targets = due, hoped
+        chosen, seconds, missed = self._choice(rows, shapes, tokens.copy(), context, targets, room)
         if self.nodes is not None:
             made = float(tokens[np.arange(len(rows)), chosen].sum())
             self.nodes.outlook = Outlook(made / len(rows) - 1, made / seconds)
@@ -153,7 +158,9 @@ class BudgetController:
                 self._look_gap[chosen[0]] = min(2 * gap, _MOST_LOOK_ROUNDS)
             else:
                 hopes = self._acceptance.tokens(rows, hopes=True)
-                hopeful, longer, _ = self._choice(rows, shapes, hopes, context, due, room)
+                if hoped is not None:
+                    targets = due, np.maximum(hoped, hopes)
+                hopeful, longer, _ = self._choice(rows, shapes, hopes, context, targets, room)
                 # In rounds as they would be.
                 lost = (longer - float(tokens[lanes, hopeful].sum()) / rate) / seconds
                 if (hopeful != chosen).any() and lost <= self._saved:
@@ -203,13 +210,14 @@ class BudgetController:
         shapes: Int32,
         tokens: npt.NDArray[np.float64],
         context: npt.NDArray[np.float64],
-        due: npt.NDArray[np.float64],
+        targets: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64] | None],
         spare: Spare,
     ) -> tuple[Int32, float, int]:
         """Return shapes [B], seconds, and rows that miss their target.
 
         `tokens` are those expected of each row and shape, float64 [B, S]; they are changed.
-        `context` are the tokens that each row holds, float64 [B].
+        `context` are the tokens that each row holds, float64 [B]. `targets` are the tokens due, and
+        those by which rows are judged to be in time, float64 [B, 2] and [B, S].
         """
         cost, lanes = self._cost, np.arange(len(rows))
         latest = self._latest[rows]
@@ -225,7 +233,8 @@ class BudgetController:
             tokens,
             worth=self._worth[rows],
             gives=gives,
-            due=due,
+            due=targets[0],
+            hoped=targets[1],
             base=cost.base(len(rows)),
             ridge=cost.ridge,
             ridge_per_token=cost.ridge_per_token,

@@ -109,13 +109,15 @@ class RowAcceptance:
                 pooled *= np.minimum(1.0, _MOST_TRIES / np.maximum(pooled[1], 1.0))
         self._priors.clear()
 
-    def tokens(self, rows: Int32, *, hopes: bool = False) -> Float64:
+    def tokens(self, rows: Int32, *, hopes: bool = False, deviations: float = 0.0) -> Float64:
         """Return the expected tokens of each row's round with each shape, float64 [B, S].
 
         With `hopes`, families that were not drafted lately are taken to be better than they were.
+        The log odds of each row beside the others are taken to be so many standard `deviations`
+        above what is estimated.
         """
-        counts = self._family, self._num_steps, rows
-        return expected_tokens(self._hits, self._tries, self._prior(hopes), *counts)
+        counts = self._hits, self._tries, self._prior(hopes), self._family, self._num_steps
+        return expected_tokens(*counts, rows, deviations=deviations)
 
     def _prior(self, hopes: bool) -> Float64:
         """Return the rates of all rows, float64 [F, D]."""

@@ -14,6 +14,7 @@ struct Case {
     num_candidates: usize,
     shapes: Vec<i32>,
     tokens: Vec<f64>,
+    hoped: Vec<f64>,
     context: Vec<f64>,
     worth: Vec<f64>,
     gives: Vec<f64>,
@@ -38,6 +39,7 @@ impl Case {
             num_candidates: 2,
             shapes: [0, 1].repeat(num_rows),
             tokens: tokens.iter().flat_map(|&drafted| [1.0, drafted]).collect(),
+            hoped: Vec::new(),
             context: Vec::new(),
             worth: vec![1.0; num_rows],
             gives: vec![1.0; num_rows],
@@ -55,10 +57,15 @@ impl Case {
         }
     }
 
-    /// Every other row needs so many tokens per second.
+    /// Every other row needs so many tokens per second. Of every fourth, more is hoped than expected.
     fn with_targets(mut self, tight: f64) -> Self {
         for row in (0..self.num_rows()).step_by(2) {
             self.due[2 * row + 1] = tight;
+        }
+        let num_shapes = self.lane.len();
+        self.hoped = self.tokens.clone();
+        for row in self.hoped.chunks_mut(num_shapes).step_by(4) {
+            row.iter_mut().for_each(|tokens| *tokens = 1.0 + 1.3 * (*tokens - 1.0));
         }
         self
     }
@@ -72,6 +79,7 @@ impl Case {
             num_candidates: self.num_candidates,
             shapes: &self.shapes,
             tokens: &self.tokens,
+            hoped: &self.hoped,
             context: &self.context,
             worth: &self.worth,
             gives: &self.gives,
@@ -225,6 +233,7 @@ prop_compose! {
         Case {
             num_candidates,
             tokens,
+            hoped: Vec::new(),
             worth: (0..num_rows).map(|_| 0.5 + die()).collect(),
             gives: (0..num_rows).map(|_| 1.0 + 3.0 * die()).collect(),
             due: vec![0.0; 2 * num_rows],
@@ -333,7 +342,7 @@ fn most_targets_are_met_as_well_as_can_be() {
         .collect();
     let share = |least: f64| ratios.iter().filter(|&&ratio| ratio >= least).count() as f64 / ratios.len() as f64;
     let mean = ratios.iter().sum::<f64>() / ratios.len() as f64;
-    assert!(ratios.len() > 3000 && share(0.999) > 0.995 && mean > 0.9991, "mean {mean}, {} the best", share(0.999));
+    assert!(ratios.len() > 3000 && share(0.999) > 0.993 && mean > 0.9988, "mean {mean}, {} the best", share(0.999));
 }
 
 fn alike(case: &Case) -> f64 {
@@ -349,7 +358,8 @@ fn goodput(case: &Case, picks: &[i32]) -> (f64, usize) {
     let seconds = case.seconds(&picks);
     let (mut worth, mut missed) = (0.0, 0);
     for (row, &pick) in picks.iter().enumerate() {
-        let tokens = case.tokens[row * case.lane.len() + case.shape(row, pick)];
+        let tokens = if case.hoped.is_empty() { &case.tokens } else { &case.hoped };
+        let tokens = tokens[row * case.lane.len() + case.shape(row, pick)];
         if tokens >= case.due[2 * row] + case.due[2 * row + 1] * seconds {
             worth += case.worth[row] * case.gives[row];
         } else {
@@ -424,6 +434,7 @@ fn no_rows_no_choice() {
         num_candidates: 1,
         shapes: &[],
         tokens: &[],
+        hoped: &[],
         context: &[],
         worth: &[],
         gives: &[],
@@ -450,6 +461,7 @@ fn wrong_numbers_are_refused() {
         num_candidates: 1,
         shapes: &[0],
         tokens: &[1.0],
+        hoped: &[],
         context: &[],
         worth: &[1.0],
         gives: &[1.0],
@@ -472,6 +484,8 @@ fn wrong_numbers_are_refused() {
         Rows { shapes: &[-1], ..rows },
         Rows { tokens: &[f64::NAN], ..rows },
         Rows { tokens: &[0.5], ..rows },
+        Rows { hoped: &[0.5], ..rows },
+        Rows { hoped: &[1.0, 1.0], ..rows },
         Rows { worth: &[-1.0], ..rows },
         Rows { gives: &[0.0], ..rows },
         Rows { due: &[f64::NAN, 0.0], ..rows },
@@ -510,7 +524,7 @@ proptest! {
             count_round(&FAMILIES, &mut hits, &mut tries, None, &[0, 2], &[2, 2], &[4, 1]).unwrap();
         }
         let priors = vec![prior; 6];
-        let found = expected_tokens(&FAMILIES, &hits, &tries, &priors, &[0, 1, 2]).unwrap();
+        let found = expected_tokens(&FAMILIES, &hits, &tries, &priors, &[0, 1, 2], 0.0).unwrap();
         for row in found.chunks(4) {
             prop_assert!(row[0] == 1.0 && row[1] > 1.0 && row[2] > row[1] && row[2] < 4.0 && row[3] < 3.0);
         }
@@ -531,13 +545,38 @@ fn a_row_far_from_the_prior_is_not_taken_for_hopeless_or_sure() {
             let len = if is_right(round) { 2 } else { 1 };
             count_round(&FAMILIES, &mut hits, &mut tries, None, &[0], &[1], &[len]).unwrap();
         }
-        expected_tokens(&FAMILIES, &hits, &tries, &[prior; 6], &[0]).unwrap()[3]
+        expected_tokens(&FAMILIES, &hits, &tries, &[prior; 6], &[0], 0.0).unwrap()[3]
     };
     let tokens = |rate: f64| 1.0 + rate + rate * rate;
     let hard = estimate(0.93, |round| round % 10 < 3);
     assert!(tokens(0.25) < hard && hard < tokens(0.6), "{hard}, a row that is right 3 times of 10");
     let easy = estimate(0.07, |round| round % 10 < 7);
     assert!(tokens(0.4) < easy && easy < tokens(0.75), "{easy}, a row that is right 7 times of 10");
+}
+
+/// A row may be better than its results say, the less it has shown; the more, the nearer it is to them.
+#[test]
+fn deviations_raise_the_odds_of_rows_that_have_shown_little() {
+    let odds = |rounds: usize, deviations: f64| {
+        let (mut hits, mut tries) = (vec![0.0; 6], vec![0.0; 6]);
+        for round in 0..rounds {
+            let len = if round % 2 == 0 { 2 } else { 1 };
+            count_round(&FAMILIES, &mut hits, &mut tries, None, &[0], &[1], &[len]).unwrap();
+        }
+        // The other family was never drafted, so its rate has the prior's odds, which are 1, times the row's own.
+        let tokens = expected_tokens(&FAMILIES, &hits, &tries, &[0.5; 6], &[0], deviations).unwrap()[3];
+        let rate = ((4.0 * tokens - 3.0).sqrt() - 1.0) / 2.0; // tokens = 1 + rate + rate * rate
+        rate / (1.0 - rate)
+    };
+    // Before any row has shown anything, log odds between rows have a variance of 1.
+    assert!((odds(0, 0.0) - 1.0).abs() < 1e-9 && (odds(0, 1.0).ln() - 1.0).abs() < 1e-9);
+    assert!((odds(0, 2.0).ln() - 2.0).abs() < 1e-9);
+    let above: Vec<f64> = [0, 4, 16, 64].iter().map(|&n| (odds(n, 1.0) / odds(n, 0.0)).ln()).collect();
+    assert!(above.windows(2).all(|pair| pair[0] > pair[1] && pair[1] > 0.1), "{above:?}");
+    let counts = [0.0; 6];
+    for wrong in [-0.1, 8.1, f64::NAN] {
+        assert!(expected_tokens(&FAMILIES, &counts, &counts, &[0.5; 6], &[0], wrong).is_err());
+    }
 }
 
 /// The hits of all rows are those that rows with the prior's odds would have.
@@ -571,11 +610,11 @@ fn a_row_that_does_not_draft_goes_back_to_its_prior() {
     for _ in 0..30 {
         count_round(&FAMILIES, &mut hits, &mut tries, None, &[0], &[2], &[1]).unwrap();
     }
-    let before = expected_tokens(&FAMILIES, &hits, &tries, &[0.6; 6], &[0]).unwrap()[2];
+    let before = expected_tokens(&FAMILIES, &hits, &tries, &[0.6; 6], &[0], 0.0).unwrap()[2];
     for _ in 0..400 {
         count_round(&FAMILIES, &mut hits, &mut tries, None, &[0], &[0], &[1]).unwrap();
     }
-    let after = expected_tokens(&FAMILIES, &hits, &tries, &[0.6; 6], &[0]).unwrap()[2];
+    let after = expected_tokens(&FAMILIES, &hits, &tries, &[0.6; 6], &[0], 0.0).unwrap()[2];
     assert!(before < 1.2 && after > 2.0, "{before}, {after}");
 }
 
@@ -594,6 +633,6 @@ fn a_round_that_cannot_be_is_not_counted() {
     }
     assert_eq!(tries, [0.0; 6]);
     let lying = Families { family: &[-1, 0], num_steps: &[1, 1], num_families: 1, depth: 1 };
-    assert!(expected_tokens(&lying, &[], &[], &[0.5], &[]).is_err());
-    assert!(expected_tokens(&FAMILIES, &hits, &tries, &[f64::NAN; 6], &[0]).is_err());
+    assert!(expected_tokens(&lying, &[], &[], &[0.5], &[], 0.0).is_err());
+    assert!(expected_tokens(&FAMILIES, &hits, &tries, &[f64::NAN; 6], &[0], 0.0).is_err());
 }

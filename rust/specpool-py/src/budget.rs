@@ -65,6 +65,7 @@ pub fn count_acceptance<'py>(
 
 #[doc = doc!("expected_tokens")]
 #[pyfunction]
+#[pyo3(signature = (hits, tries, prior, family, num_steps, rows, *, deviations = 0.0))]
 pub fn expected_tokens<'py>(
     py: Python<'py>,
     hits: &Bound<'py, PyAny>,
@@ -73,6 +74,7 @@ pub fn expected_tokens<'py>(
     family: &Bound<'py, PyAny>,
     num_steps: &Bound<'py, PyAny>,
     rows: &Bound<'py, PyAny>,
+    deviations: f64,
 ) -> PyResult<Bound<'py, PyArray2<f64>>> {
     let hits = Input::<f32, 3>::new("hits", hits)?;
     let tries = Input::<f32, 3>::new("tries", tries)?;
@@ -84,7 +86,8 @@ pub fn expected_tokens<'py>(
     let rows = Input::<i32, 1>::new("rows", rows)?;
     let families = families(&family, &num_steps, hits.dims)?;
     let (batch, shapes) = (rows.dims[0], family.dims[0]);
-    let tokens = acceptance::expected_tokens(&families, hits.slice(), tries.slice(), prior.slice(), rows.slice())
+    let counts = (hits.slice(), tries.slice());
+    let tokens = acceptance::expected_tokens(&families, counts.0, counts.1, prior.slice(), rows.slice(), deviations)
         .map_err(to_py)?;
     array(py, tokens, [batch, shapes])
 }
@@ -94,7 +97,7 @@ type Chosen<'py> = (Bound<'py, PyArray1<i32>>, f64, f64, f64, usize);
 
 #[doc = doc!("choose_shapes")]
 #[pyfunction]
-#[pyo3(signature = (shapes, tokens, *, worth, gives, due, base, ridge, slope, charge, lane, nodes, context = None, per_token = None, ridge_per_token = 0.0, pages = None, free = None))]
+#[pyo3(signature = (shapes, tokens, *, worth, gives, due, base, ridge, slope, charge, lane, nodes, hoped = None, context = None, per_token = None, ridge_per_token = 0.0, pages = None, free = None))]
 pub fn choose_shapes<'py>(
     py: Python<'py>,
     shapes: &Bound<'py, PyAny>,
@@ -108,6 +111,7 @@ pub fn choose_shapes<'py>(
     charge: &Bound<'py, PyAny>,
     lane: &Bound<'py, PyAny>,
     nodes: &Bound<'py, PyAny>,
+    hoped: Option<&Bound<'py, PyAny>>,
     context: Option<&Bound<'py, PyAny>>,
     per_token: Option<&Bound<'py, PyAny>>,
     ridge_per_token: f64,
@@ -123,6 +127,10 @@ pub fn choose_shapes<'py>(
     let lane = Input::<f64, 1>::new("lane", lane)?;
     let nodes = Input::<f64, 1>::new("nodes", nodes)?;
     let [batch, num_candidates] = shapes.dims;
+    let hoped = Input::<f64, 2>::optional("hoped", hoped)?;
+    if let Some(hoped) = &hoped {
+        expect_dims("hoped", hoped.dims, tokens.dims)?;
+    }
     let context = Input::<f64, 1>::optional("context", context)?;
     let per_token = Input::<f64, 1>::optional("per_token", per_token)?;
     let (context, per_token): (&[f64], &[f64]) = match (&context, &per_token) {
@@ -152,6 +160,7 @@ pub fn choose_shapes<'py>(
         num_candidates,
         shapes: shapes.slice(),
         tokens: tokens.slice(),
+        hoped: hoped.as_ref().map_or(&[], Input::slice),
         context,
         worth: worth.slice(),
         gives: gives.slice(),

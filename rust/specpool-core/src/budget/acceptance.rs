@@ -21,6 +21,8 @@ const SPREAD: f64 = 1.0;
 const SPREAD_INFORMATION: f64 = 8.0;
 /// The least variance, so that a row that changes is seen among rows that are alike.
 const LEAST_SPREAD: f64 = 0.05;
+/// Standard deviations that may be asked for.
+const MOST_DEVIATIONS: f64 = 8.0;
 /// The nearest that a prior comes to 0 and to 1, so that odds are finite.
 const EDGE: f64 = 0.01;
 
@@ -82,8 +84,12 @@ impl Families<'_> {
         Ok(row as usize * self.num_families * self.depth)
     }
 
-    /// The odds of these rows, whose counts are `[rows, F, depth]`, beside the prior.
-    fn odds(&self, hits: &[f32], tries: &[f32], prior: &[f64], rows: &[i32]) -> Result<Odds> {
+    /// The odds of these rows, whose counts are `[rows, F, depth]`, beside the prior; their logarithms are raised by
+    /// so many standard deviations.
+    fn odds(&self, hits: &[f32], tries: &[f32], prior: &[f64], rows: &[i32], deviations: f64) -> Result<Odds> {
+        if !(0.0..=MOST_DEVIATIONS).contains(&deviations) {
+            return Err(Error::Shape(format!("deviations must be in [0, {MOST_DEVIATIONS}], got {deviations}")));
+        }
         let per_row = self.num_families * self.depth;
         same_len("tries", tries.len(), hits.len())?;
         same_len("prior", prior.len(), per_row)?;
@@ -103,9 +109,11 @@ impl Families<'_> {
         Arch::new().dispatch(Score { hits, tries, edged: &edged, starts: &starts, scores: &mut scores });
         let spread = spread(&scores);
         let mut factors = with_room(rows.len(), "odds")?;
-        // The posterior mean of the row's log odds: a normal prior, and one step of the likelihood's score.
-        factors
-            .extend(scores.iter().map(|(excess, information)| (spread * excess / (1.0 + spread * information)).exp()));
+        // The posterior of the row's log odds, by a normal prior and one step of the likelihood's score.
+        factors.extend(scores.iter().map(|(excess, information)| {
+            let variance = spread / (1.0 + spread * information);
+            (variance * excess + deviations * variance.sqrt()).exp()
+        }));
         Ok(Odds { edged, base, factors })
     }
 
@@ -149,7 +157,7 @@ pub fn count_round(
         }
     }
     let own = match prior {
-        Some(prior) => Some(families.odds(hits, tries, prior, rows)?),
+        Some(prior) => Some(families.odds(hits, tries, prior, rows, 0.0)?),
         None => None,
     };
     let mut totals = crate::memory::filled(0.0, 2 * per_row, "totals")?;
@@ -185,21 +193,24 @@ pub fn count_round(
 ///
 /// `hits` and `tries` are `[rows, F, depth]`, `prior` is `[F, depth]`: the rates of all rows. A row's rate at a depth
 /// is `(hits + m q) / (tries + m)`, where q has the prior's odds times the row's own odds. These come from all counts
-/// of the row, and are drawn towards 1 the more, the less the rows differ (docs/budget.md).
+/// of the row, and are drawn towards 1 the more, the less the rows differ (docs/budget.md). With `deviations` the
+/// logarithm of a row's own odds is so many standard deviations above the estimate.
 ///
 /// # Errors
-/// [`Error::Shape`] for lengths or rows that cannot be, and for a prior that is no probability.
+/// [`Error::Shape`] for lengths or rows that cannot be, for a prior that is no probability, and for deviations that are
+/// not in `[0, 8]`.
 pub fn expected_tokens(
     families: &Families<'_>,
     hits: &[f32],
     tries: &[f32],
     prior: &[f64],
     rows: &[i32],
+    deviations: f64,
 ) -> Result<Vec<f64>> {
     families.check()?;
     let (num_families, depth) = (families.num_families, families.depth);
     let per_row = num_families * depth;
-    let own = families.odds(hits, tries, prior, rows)?;
+    let own = families.odds(hits, tries, prior, rows, deviations)?;
     let mut tokens = with_room(rows.len() * families.family.len(), "expected tokens")?;
     // A shape's tokens are where its family's depths are added up; without a draft that is 1, as before any depth.
     let mut places = with_room(families.family.len(), "expected tokens")?;

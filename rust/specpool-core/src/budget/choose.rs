@@ -48,6 +48,8 @@ pub struct Rows<'a> {
     pub shapes: &'a [i32],
     /// `[B, S]`: expected tokens with each shape, 1 or more.
     pub tokens: &'a [f64],
+    /// `[B, S]`: tokens by which a row is judged to be in time, 1 or more; empty = `tokens`.
+    pub hoped: &'a [f64],
     /// `[B]`: tokens that the row's context has; empty = 0.
     pub context: &'a [f64],
     /// `[B]`: what the row's time is worth.
@@ -122,6 +124,9 @@ fn check(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<()> {
     }
     same_len("shapes", rows.shapes.len(), num_rows * num_candidates)?;
     same_len("tokens", rows.tokens.len(), num_rows * num_shapes)?;
+    if !rows.hoped.is_empty() {
+        same_len("hoped", rows.hoped.len(), num_rows * num_shapes)?;
+    }
     if !rows.context.is_empty() {
         same_len("context", rows.context.len(), num_rows)?;
     }
@@ -135,13 +140,14 @@ fn check(rows: &Rows<'_>, costs: &Costs<'_>) -> Result<()> {
         let wrong = rows.shapes.iter().find(|&&shape| shape < 0 || shape as usize >= num_shapes).unwrap_or(&0);
         return Err(Error::Shape(format!("shape {wrong} is not in [0, {num_shapes})")));
     }
-    let fields: [(&str, &[f64], f64); 9] = [
+    let fields: [(&str, &[f64], f64); 10] = [
         ("charge", costs.charge, 0.0),
         ("lane", costs.lane, 0.0),
         ("per_token", costs.per_token, 0.0),
         ("nodes", costs.nodes, 0.0),
         ("context", rows.context, 0.0),
         ("tokens", rows.tokens, 1.0),
+        ("hoped", rows.hoped, 1.0),
         ("worth", rows.worth, 0.0),
         ("gives", rows.gives, f64::MIN_POSITIVE),
         ("ridge and slope", &[costs.ridge, costs.ridge_per_token, costs.slope], 0.0),

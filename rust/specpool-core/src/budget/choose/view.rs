@@ -40,6 +40,7 @@ pub(super) struct Tally {
 
 /// A candidate of a row with a target.
 pub(super) struct TargetCell {
+    /// By which the row is judged to be in time.
     pub(super) tokens: f64,
     /// As in `View`.
     pub(super) rounds: f64,
@@ -255,7 +256,15 @@ impl<'a> View<'a> {
 
     /// Whether a row, which must have a target, misses it in a round of so many seconds.
     fn misses(&self, row: usize, pick: i32, seconds: f64) -> bool {
-        self.tokens(row, pick as usize) < self.due(row, seconds)
+        self.hoped(row, pick as usize) < self.due(row, seconds)
+    }
+
+    /// The tokens by which a row is judged to be in time.
+    fn hoped(&self, row: usize, at: usize) -> f64 {
+        if self.rows.hoped.is_empty() {
+            return self.tokens(row, at);
+        }
+        self.rows.hoped[row * self.costs.lane.len() + self.shape(row, at)]
     }
 
     /// `[T, C]`: what the search looks at of the rows with a target, side by side; a node costs `node`.
@@ -263,7 +272,7 @@ impl<'a> View<'a> {
         let cell = |row: usize, at: usize| {
             let shape = self.shape(row, at);
             TargetCell {
-                tokens: self.tokens(row, at),
+                tokens: self.hoped(row, at),
                 rounds: self.rounds[at * self.num_rows + row],
                 own: self.lane(row, shape) + node * (self.nodes(row, shape) - self.given()),
             }
