@@ -5,6 +5,7 @@ import pytest
 from benches import budget_model as model
 from benches.budget import LENGTHS, MIXES, START_ERROR
 from benches.budget import _controller as controller
+from benches.budget import _urgent as urgent
 from benches.budget_random import random_case, ratios
 
 HARD = MIXES[-1]
@@ -43,3 +44,12 @@ def test_random_devices_and_mixes(seed: int) -> None:
     (*_, num_rows), num_rounds = random_case(seed), 400
     of_best, of_plain = ratios(seed, controller("budget"), num_rounds)
     assert of_best > (0.9 if num_rows > 1 else 0.75) and of_plain > 0.95
+
+
+def test_rows_that_could_be_in_time_are_not_given_up() -> None:
+    """Law: where the mean of new rows is too slow for a target, rows that are faster are found."""
+    device = model.DEVICES[2]
+    how = device, urgent(device), 128, 600
+    best = max(model.run(*how, shape=shape).goodput for shape in model.CANDIDATES)
+    found = model.run(*how, controller=controller("budget")).goodput
+    assert found > 1.1 * best
