@@ -65,7 +65,9 @@ impl Case {
         let num_shapes = self.lane.len();
         self.hoped = self.tokens.clone();
         for row in self.hoped.chunks_mut(num_shapes).step_by(4) {
-            row.iter_mut().for_each(|tokens| *tokens = 1.0 + 1.3 * (*tokens - 1.0));
+            for tokens in row {
+                *tokens = 1.0 + 1.3 * (*tokens - 1.0);
+            }
         }
         self
     }
