@@ -129,6 +129,29 @@ def test_rounds_of_two_shapes_that_the_start_timed_are_known() -> None:
     assert all(len(set(each.tolist())) == 1 for each in shapes), "it costs more than it gives"
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, 1e-300, 1e300, np.nan, np.inf, -np.inf])
+def test_seconds_that_no_round_can_take_teach_nothing(seconds: float) -> None:
+    """Law: a clock that jumps neither stops a round nor changes what is known, at the start too."""
+    controller = BudgetController(CONFIG)
+    controller.attach(SHAPES, 8, chooses_nodes=True)
+    for shape in SHAPES:
+        controller.on_round_seconds(shape, 8, seconds)
+        for share in (None, 1.0, 0.25):
+            controller.on_node_seconds(shape, 8, share, seconds)
+    assert controller.nodes is not None
+    assert controller.nodes.seconds(8) == (0.0, 0.0)
+    told(controller, 8)
+    rates = np.linspace(0.1, 0.9, 8)
+    rounds(controller, rates, 20)
+    counts = np.array([0, 0, 8, 0])
+    before = controller._cost.known(counts), controller._cost.load
+    for _ in range(12):
+        controller.observe(np.full(8, 2, np.int32), seconds)
+    assert (controller._cost.known(counts), controller._cost.load) == before
+    controller.admit(0, tpot_ms=1e-3, priority=8)
+    rounds(controller, rates, 20)
+
+
 def test_a_choice_lasts_while_nothing_changes() -> None:
     """Law: within a few rounds only other rows, shapes, pages or a target make a new choice."""
     controller = told(BudgetController(CONFIG), 8)

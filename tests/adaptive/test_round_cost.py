@@ -52,8 +52,12 @@ def served(
     lens: np.ndarray,
     num_rounds: int,
     load: float = 1.0,
+    slow: dict[int, float] | None = None,
 ) -> np.ndarray:
-    """Run rounds of rows with these acceptance rates and contexts; return the shapes."""
+    """Run rounds of rows with these acceptance rates and contexts; return the shapes.
+
+    `slow` has factors of the seconds of rounds in which any row has a shape.
+    """
     rng, num_rows = np.random.default_rng(0), len(rates)
     rows = np.arange(num_rows, dtype=np.int32)
     candidates = np.tile(np.arange(len(SHAPES), dtype=np.int32), (num_rows, 1))
@@ -69,6 +73,7 @@ def served(
         counts = np.bincount(shapes, minlength=len(SHAPES))
         context = np.bincount(shapes, lens, minlength=len(SHAPES))
         took = load * seconds_of(counts, context) * float(1 + 0.03 * rng.normal())
+        took *= max((factor for shape, factor in (slow or {}).items() if counts[shape]), default=1)
         controller.observe(shapes, took, None, lens.astype(np.int32))
         found.append(shapes)
     return np.array(found)
@@ -223,6 +228,15 @@ def test_contexts_that_are_not_known_count_as_nothing(lens: Any) -> None:
     for _ in range(3):
         controller.observe(np.zeros(3, np.int32), before, None, lens)
     assert controller._cost.known(*all_of(0, 3, 0.0)) == pytest.approx(before)
+
+
+def test_a_shape_that_was_slow_for_a_while_is_tried_again() -> None:
+    """Law: what service taught of a shape in a bad hour does not keep it from its rows."""
+    controller, rates, lens = told(), np.full(8, 0.9), np.full(8, 64)
+    slow = served(controller, rates, lens, 60, slow={2: 15.0})
+    assert (slow[30:] != 2).mean() > 0.9
+    after = served(controller, rates, lens, 700)
+    assert (after[500:] == 2).mean() > 0.9, "as before the bad hour"
 
 
 @pytest.mark.parametrize("wrong", [{0: 1.4}, {0: 1.6}])

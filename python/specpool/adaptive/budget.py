@@ -35,10 +35,12 @@ _HOPE_ROUNDS = 8  # from one look for a hopeful round to the next, a multiple of
 # none for so many rounds.
 _LOOK_HOPE, _LOOK_ROUNDS = 1.2, 64
 _MOST_LOOK_ROUNDS = 1024  # the rounds double with each look, up to these
+_MOST_OWED = 8.0  # rounds that a look at what the start told may cost more than is saved
 _FIRST_HOPE = 2.5  # likewise, of the narrowest shape before its first round: drafts must not lose
 _HORIZON = 32.0  # rounds in which a row makes up for what it is behind its target
 # A row is in time if it would be so with log odds so many standard deviations above the estimate.
 _DOUBT = 1.5
+_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e6  # of a round; others are no measurement
 MOST_PRIORITY = 8  # steps of priority beyond which a token is worth no more, or no less
 
 
@@ -89,6 +91,7 @@ class BudgetController:
         self._index = {shape: index for index, shape in enumerate(shapes)}
         self._acceptance = RowAcceptance(shapes, num_rows)
         self._cost = RoundCost(shapes)
+        self._start = RoundCost(shapes)  # as the start told, whatever service says
         self.nodes: NodeBudget | None = None
         if chooses_nodes:
             most = max((shape.num_steps for shape in shapes), default=0)
@@ -148,12 +151,13 @@ class BudgetController:
         if self._round % _HOPE_ROUNDS == 0 and self._saved > 0:
             lanes = np.arange(len(rows))
             rate = float(tokens[lanes, chosen].sum()) / seconds
-            look = (
-                None if self._kept is None else self._look(shapes, tokens, context, rate, seconds)
-            )
+            look = None
+            if self._kept is not None:
+                look = self._look(shapes, tokens, context, chosen, rate, seconds)
             if look is not None:
                 chosen, loss = look
                 self._kept = rows, shapes, chosen
+                self._cost.doubt(*self._composition(chosen, context))
                 gap = self._look_gap[chosen[0]]
                 self._look_gap[chosen[0]] = min(2 * gap, _MOST_LOOK_ROUNDS)
             else:
@@ -173,29 +177,42 @@ class BudgetController:
         shapes: Int32,
         tokens: npt.NDArray[np.float64],
         context: npt.NDArray[np.float64],
+        chosen: Int32,
         rate: float,
         seconds: float,
     ) -> tuple[Int32, float] | None:
         """Return a candidate for all rows whose rounds may take less than is known, and the loss.
 
-        Arguments are as in `_choice`, then the tokens per second and seconds of the choice. None =
-        no candidate is worth a look, or each has run lately. The loss is in rounds.
+        Arguments are as in `_choice`, then the choice, its tokens per second and its seconds. None
+        = no candidate is worth a look, or each has run lately. The loss is in rounds.
         """
         found, best = None, 1.0
+        self._start.fit(len(shapes), float(context.mean()))
+        rate_at_start = rate * seconds / self._start.of(*self._composition(chosen, context))
         for column, alike in enumerate(shapes.T):
             shape = int(alike[0])
             is_first = not column and not self._look_at[shape]
             if self._round < self._look_at[shape] or (alike != shape).any():
                 continue
-            counts, held = np.zeros(len(self._index), np.int64), np.zeros(len(self._index))
-            counts[shape], held[shape] = len(alike), context.sum()
+            counts, held = self._composition(alike, context)
             longer = self._cost.of(counts, held)
             made = float(tokens[:, shape].sum())
             loss = CHOICE_ROUNDS * (longer - made / rate) / seconds
             hope = (_FIRST_HOPE if is_first else _LOOK_HOPE) * made / longer / rate
-            if hope > best and (is_first or loss <= self._saved):
+            # What service has learned may be over: a shape that was slow for a while, say.
+            again = made / self._start.of(counts, held) / rate_at_start
+            may_owe = again > 1.0 and loss <= _MOST_OWED
+            hope = max(hope, again) if may_owe else hope
+            if hope > best and (is_first or may_owe or loss <= self._saved):
                 found, best = (alike.copy(), max(loss, 0.0)), hope
         return found
+
+    def _composition(
+        self, shapes: Int32, context: npt.NDArray[np.float64]
+    ) -> tuple[Int64, npt.NDArray[np.float64]]:
+        """Return the lanes of each shape, int64 [S], and the tokens that they hold, float64 [S]."""
+        size = len(self._index)
+        return np.bincount(shapes, minlength=size), np.bincount(shapes, context, minlength=size)
 
     def narrow(self, shapes: Int32) -> Int32:
         """Take narrower shapes for the rows of the latest choice, int32 [B], and return them."""
@@ -298,8 +315,10 @@ class BudgetController:
 
         `lens` are the tokens that the lanes held, int32 [B]; None = 0. `nodes` is the choice of
         what the target read; None = all. Shapes are known by rounds that read all, so what the
-        choice spares is added.
+        choice spares is added. Seconds that no round can take (NaN, 0, infinite) teach nothing.
         """
+        if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+            return
         counts = np.bincount(shapes, minlength=len(self._index))
         context = None
         if lens is not None:
@@ -320,14 +339,16 @@ class BudgetController:
         self, counts: Mapping[Shape, int], seconds: float, context: float = 0.0
     ) -> None:
         """Learn from a round of the start, by the lanes of each shape and the tokens of each."""
-        self._told.append((counts, seconds, context))
-        self._tell(counts, seconds, context)
+        if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+            self._told.append((counts, seconds, context))
+            self._tell(counts, seconds, context)
 
     def on_node_seconds(
         self, shape: Shape, batch_size: int, share: float | None, seconds: float
     ) -> None:
         """Learn from a round of the start, whose lanes all had this shape; see `NodeSeconds`."""
-        self._node_seconds.tell(shape, batch_size, share, seconds)
+        if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+            self._node_seconds.tell(shape, batch_size, share, seconds)
 
     def _tell(self, counts: Mapping[Shape, int], seconds: float, context: float) -> None:
         lanes = np.zeros(len(self._index), np.int64)
@@ -335,7 +356,9 @@ class BudgetController:
             if (index := self._index.get(shape)) is None:
                 return
             lanes[index] = num_lanes
-        self._cost.tell(lanes, seconds, np.multiply(lanes, context, dtype=np.float64))
+        held = np.multiply(lanes, context, dtype=np.float64)
+        for cost in (self._cost, self._start):
+            cost.tell(lanes, seconds, held)
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """Return the narrowest candidate: the rows of a round are chosen by `choose`."""

@@ -115,8 +115,6 @@ class RoundCost:
 
         `counts` are the lanes of each shape, int64 [S].
         """
-        if not seconds > 0:
-            return
         context = self._zeros if context is None else context
         key = tuple(counts.tolist()), _octave(counts, context)
         if key not in self._samples or seconds < self._samples[key].seconds:
@@ -126,8 +124,6 @@ class RoundCost:
 
     def observe(self, counts: Int64, seconds: float, context: Float64 | None = None) -> None:
         """Add a round in service; `counts` are the lanes of each shape, int64 [S]."""
-        if not seconds > 0:
-            return
         context = self._zeros if context is None else context
         key = tuple(counts.tolist())
         known = self.known(counts, context)
@@ -161,6 +157,12 @@ class RoundCost:
         if self._since >= self._until:
             self._since, self._number, self._size = 0, self._number + 1, 0
             self._until = min(2 * self._until, _REFIT)
+
+    def doubt(self, counts: Int64, context: Float64) -> None:
+        """Let the next rounds of a composition count as the first in service: measure it anew."""
+        sample = self._samples.get((tuple(counts.tolist()), _octave(counts, context)))
+        if sample is not None:
+            sample.num = 0
 
     def known(self, counts: Int64, context: Float64 | None = None) -> float:
         """Return the seconds of a round as measured, or else as fitted, without load."""
