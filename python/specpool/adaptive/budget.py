@@ -214,7 +214,9 @@ class BudgetController:
     ) -> tuple[Int64, npt.NDArray[np.float64]]:
         """Return the lanes of each shape, int64 [S], and the tokens that they hold, float64 [S]."""
         size = len(self._index)
-        return np.bincount(shapes, minlength=size), np.bincount(shapes, context, minlength=size)
+        counts: Int64 = np.bincount(shapes, minlength=size).astype(np.int64, copy=False)
+        held = np.bincount(shapes, context, minlength=size).astype(np.float64, copy=False)
+        return counts, held
 
     def narrow(self, shapes: Int32) -> Int32:
         """Take narrower shapes for the rows of the latest choice, int32 [B], and return them."""
