@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from specpool._core import Shape, choose_shapes
 from specpool.adaptive.base import CHOICE_ROUNDS, NumCorrectDrafts
-from specpool.adaptive.config import AdaptiveConfig
+from specpool.adaptive.config import MOST_BUDGET_SHAPES, AdaptiveConfig
 from specpool.adaptive.node_budget import NodeBudget, NodeChoice, NodeSeconds, Outlook
 from specpool.adaptive.round_cost import RoundCost
 from specpool.adaptive.row_acceptance import RowAcceptance
 from specpool.arrays import Int32, Int64
+from specpool.errors import ConfigError
 from specpool.shape_names import width_order
 
 #: Pages that each candidate needs beyond the row's narrowest, int32 [B, C, G], and the pages that
@@ -86,7 +87,15 @@ class BudgetController:
         `lens` is int32 [num_rows or more], the tokens that each row holds, kept up to date by its
         owner; None = they do not count. With `chooses_nodes`, the nodes that the target reads are
         chosen too. Results are forgotten, but not the rounds of the start.
+
+        Raises:
+            ConfigError: there are more shapes than the choice can tell apart.
         """
+        if len(shapes) > MOST_BUDGET_SHAPES:
+            raise ConfigError(
+                f"policy 'budget' chooses among at most {MOST_BUDGET_SHAPES} shapes, those of "
+                f"requests and of forced spans included, got {len(shapes)}"
+            )
         self._lens: Int32 = np.zeros(num_rows, np.int32) if lens is None else lens
         self._index = {shape: index for index, shape in enumerate(shapes)}
         self._acceptance = RowAcceptance(shapes, num_rows)
@@ -212,8 +221,9 @@ class BudgetController:
     ) -> tuple[Int64, npt.NDArray[np.float64]]:
         """Return the lanes of each shape, int64 [S], and the tokens that they hold, float64 [S]."""
         size = len(self._index)
+        counts: Int64 = np.bincount(shapes, minlength=size).astype(np.int64, copy=False)
         held = np.bincount(shapes, context, minlength=size).astype(np.float64, copy=False)
-        return np.bincount(shapes, minlength=size), held
+        return counts, held
 
     def narrow(self, shapes: Int32) -> Int32:
         """Take narrower shapes for the rows of the latest choice, int32 [B], and return them."""

@@ -22,6 +22,8 @@ from specpool.shape_names import chain, depth_order, name_of, parse_shape
 # The candidates for every batch size; measurements choose among them.
 _MEASURED = {"1": {"candidates": ["none", "chain:1", "chain:2", "chain:3", "chain:5"]}}
 
+MOST_BUDGET_SHAPES = 64  #: shapes that policy `budget` can tell apart
+
 PolicyName = Literal["ema", "cost", "budget"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
 
@@ -149,6 +151,11 @@ class AdaptiveConfig:
                     batch_range.check_ema()
                 except ConfigError as error:
                     raise ConfigError(f'"{key}": {error}') from None
+        if self.policy == "budget" and len(self.candidates) > MOST_BUDGET_SHAPES:
+            raise ConfigError(
+                f"policy 'budget' chooses among at most {MOST_BUDGET_SHAPES} candidates, got "
+                f"{len(self.candidates)}"
+            )
 
     @classmethod
     def default(cls) -> AdaptiveConfig:

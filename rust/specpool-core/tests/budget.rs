@@ -393,6 +393,16 @@ fn a_long_row_decodes_plainly_where_a_short_one_drafts() {
 
 /// Rows that are alike get the same shape at any price of a page. Still no page is left that makes a row wider.
 #[test]
+fn targets_do_not_take_pages_that_are_not_there() {
+    let mut case = Case::of(&[3.0, 3.0]);
+    case.due = vec![0.0, 2.0, 0.0, 2.0];
+    case.pages = vec![0, 1, 0, 1];
+    case.free = vec![1];
+    let choice = case.choose();
+    assert_eq!((choice.picks.iter().sum::<i32>(), choice.num_missed), (1, 1));
+}
+
+#[test]
 fn rows_that_are_alike_use_the_pages_that_are_there() {
     let case = |free: i64, charge: f64| {
         let (pages, free) = ([0, 2].repeat(6), vec![free]);

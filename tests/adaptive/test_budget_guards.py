@@ -1,0 +1,226 @@
+"""Tests of what keeps the policy `budget` within bounds, whatever service tells it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specpool import ConfigError
+from specpool.adaptive import AdaptiveConfig, BudgetController
+from specpool.adaptive import budget as module
+from specpool.adaptive.node_budget import NodeBudget, NodeResults, NodeSeconds
+from specpool.adaptive.round_cost import RoundCost
+from specpool.adaptive.row_acceptance import RowAcceptance
+from specpool.shape_names import chain, parse_shape
+
+NAMES = ("none", "chain:1", "chain:3", "tree:3x4x16")
+SHAPES = [parse_shape("shape", name) for name in NAMES]
+CONFIG = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": [*NAMES]}})
+
+
+def of(*counts: int) -> np.ndarray:
+    """The lanes of each shape."""
+    return np.array(counts, np.int64)
+
+
+def lanes(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def told(num_rows: int = 4, clock: Any = lambda: 0.0) -> BudgetController:
+    controller = BudgetController(CONFIG, clock=clock)
+    controller.attach(SHAPES, num_rows)
+    for index, shape in enumerate(SHAPES):
+        for size in (1, num_rows):
+            controller.on_round_seconds(shape, size, 1.0 + 0.1 * index + 0.01 * size)
+    return controller
+
+
+def chosen(controller: BudgetController, rows: np.ndarray, monkeypatch: Any) -> dict[str, Any]:
+    """Choose once, and return the first arguments of the core."""
+    calls: list[dict[str, Any]] = []
+    choose = module.choose_shapes
+
+    def spy(shapes: Any, tokens: Any, **given: Any) -> Any:
+        calls.append({"tokens": tokens.copy(), **given})
+        return choose(shapes, tokens, **given)
+
+    monkeypatch.setattr(module, "choose_shapes", spy)
+    controller.choose(rows, np.tile(np.arange(4, dtype=np.int32), (len(rows), 1)))
+    monkeypatch.setattr(module, "choose_shapes", choose)
+    return calls[0]
+
+
+def test_more_shapes_than_can_be_told_apart_are_refused() -> None:
+    """Law: the number of shapes is checked before a model is loaded, and by the policy itself."""
+    names = ["none", *(f"chain:{depth}" for depth in range(1, 65))]
+    AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": names[:64]}})
+    AdaptiveConfig.from_dict({"policy": "cost", "1": {"candidates": names}})
+    with pytest.raises(ConfigError, match="at most 64 candidates, got 65"):
+        AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": names}})
+    with pytest.raises(ConfigError, match=r"at most 64 shapes.* got 65"):
+        BudgetController(CONFIG).attach([chain(depth) for depth in range(65)], 1)
+
+
+def test_priority_is_bounded() -> None:
+    """Law: the greatest priority is worth 2^8 times the rent, and does not overflow."""
+    controller = told()
+    for priority, worth in ((1 << 31, 256.0), (-(1 << 31), 1 / 256), (3, 8.0)):
+        controller.admit(0, tpot_ms=None, priority=priority)
+        assert controller._worth[0] == worth
+
+
+def test_what_a_target_asks_of_a_round() -> None:
+    """Law: the tokens behind are made up over 16 rounds, one a round at most; load counts."""
+    now = 0.0
+    controller = told(clock=lambda: now)
+    for row in range(3):
+        controller.admit(row, tpot_ms=100.0, priority=0)
+    rows = np.arange(4, dtype=np.int32)
+    assert controller._due(rows).tolist() == [[0.0, 10.0]] * 3 + [[0.0, 0.0]]
+    now = 0.8
+    controller._num_made[:4] = 0, 1e6, 8, 8
+    controller._cost.load = 2.0
+    assert controller._due(rows)[:, 0].tolist() == [0.5, -1.0, 0.0, 0.0]
+    assert controller._due(rows)[:, 1].tolist() == [20.0, 20.0, 20.0, 0.0]
+    now = 1e9
+    assert controller._due(rows)[0, 0] == 1.0
+    controller.admit(0, tpot_ms=100.0, priority=0)
+    assert controller._due(rows)[0, 0] == 0.0, "a new request is not behind"
+
+
+def test_what_the_core_is_told_of_a_row(monkeypatch: Any) -> None:
+    """Law: a row stands for what its latest shape gives, a new one for the mean of the others."""
+    controller, rows = told(), np.arange(4, dtype=np.int32)
+    assert chosen(controller, rows, monkeypatch)["gives"].tolist() == [1.0] * 4
+    controller.narrow(lanes(2, 2, 1, 0))
+    controller.ran()
+    plain = controller._acceptance.tokens(rows)
+    controller.admit(3, tpot_ms=None, priority=0)
+    given = chosen(controller, rows, monkeypatch)
+    kept = [plain[0, 2], plain[1, 2], plain[2, 1]]
+    assert given["gives"].tolist() == pytest.approx([*kept, np.mean(kept)])
+    ratio = given["tokens"] / plain
+    assert np.argwhere(ratio > 1.01).tolist() == [[0, 2], [1, 2], [2, 1]], "a shape is kept"
+
+
+def test_hopes_are_saved_up_to_two_rounds() -> None:
+    """Law: what may be spent on what is not known does not grow without end."""
+    controller, rows = told(), np.arange(4, dtype=np.int32)
+    for _ in range(600):
+        controller.choose(rows, np.zeros((4, 1), np.int32))
+        controller.ran()
+    assert controller._saved == 2.0
+
+
+def test_a_shape_that_is_not_served_teaches_nothing() -> None:
+    """Law: the start may time shapes that this engine does not have."""
+    controller = told()
+    before = len(controller._cost._samples)
+    controller.on_mixed_seconds({SHAPES[0]: 2, chain(7): 2}, 1.0)
+    assert len(controller._cost._samples) == before
+
+
+def test_of_equal_rounds_of_the_start_the_least_counts() -> None:
+    """Law: a stall at the start does not count if the round was timed again."""
+    cost = RoundCost(SHAPES)
+    for seconds in (2.0, 1.0, 3.0):
+        cost.tell(of(4, 0, 0, 0), seconds)
+    assert cost.known(of(4, 0, 0, 0)) == 1.0
+
+
+def test_a_stall_teaches_little() -> None:
+    """Law: one round that takes 1,000 times as long is not taken for what the rows take."""
+    cost = RoundCost(SHAPES)
+    cost.tell(of(4, 0, 0, 0), 1.0)
+    cost.tell(of(0, 0, 4, 0), 1.5)
+    mixed = of(2, 0, 2, 0)
+    cost.observe(of(4, 0, 0, 0), 1.0)
+    before = cost.known(mixed)
+    cost.observe(mixed, 1e3)
+    assert cost.known(mixed) <= 1.5 * before
+    learned = cost.known(mixed)
+    cost.observe(mixed, before)
+    assert cost.known(mixed) < learned, "of two, the lower counts"
+
+
+def test_compositions_are_forgotten_but_not_those_of_the_start() -> None:
+    """Law: memory does not grow with the rounds served."""
+    cost = RoundCost(SHAPES)
+    cost.tell(of(1, 0, 0, 0), 1.0)
+    for size in range(2, 400):
+        cost.observe(of(size, 1, 0, 0), 1.0 + 0.01 * size)
+    assert len(cost._samples) <= 130
+    assert cost.known(of(1, 0, 0, 0)) == 1.0
+
+
+def test_a_round_of_less_context_takes_more_than_nothing() -> None:
+    """Law: what is known of long rows stays above 0 for short ones, however the fit is."""
+    cost = RoundCost(SHAPES)
+    cost.tell(of(4, 0, 0, 0), 1.0, np.array([4e6, 0, 0, 0]))
+    cost.per_token = np.full(4, 1.0)
+    assert cost.known(of(4, 0, 0, 0), np.zeros(4)) == 0.25
+
+
+def test_levels_at_the_limits_are_counted() -> None:
+    """Law: drafts that were not read, or not drafted, count within the shape's depth."""
+    row, shape = lanes(0), lanes(2)
+    full = RowAcceptance(SHAPES, 1)
+    full.learn(row, shape, lanes(4), np.array([True]))  # nothing lies behind the last draft
+    assert full._tries[0, 0].tolist() == [1.0, 1.0, 1.0]
+    assert full._hits[0, 0].tolist() == [1.0, 1.0, 1.0]
+    early = RowAcceptance(SHAPES, 1)
+    early.learn(row, shape, lanes(1), undrafted=lanes(3))
+    assert early._tries[0, 0].tolist() == [1.0, 0.0, 0.0]
+
+
+def test_all_rows_remember_at_most_400_tries() -> None:
+    """Law: a change of all texts is seen soon, however many rows there are."""
+    rows = np.arange(1000, dtype=np.int32)
+    acceptance = RowAcceptance(SHAPES[:3], 1000)
+    for _ in range(5):
+        acceptance.learn(rows, np.full(1000, 2, np.int32), np.full(1000, 4, np.int32))
+    assert acceptance._pooled[1].max() == pytest.approx(400.0)
+
+
+def test_a_family_that_is_not_drafted_keeps_its_counts_and_ages() -> None:
+    """Law: only rounds that draft a family change what all rows say of it."""
+    acceptance = RowAcceptance(SHAPES, 2)
+    acceptance.learn(lanes(0, 1), lanes(2, 2), lanes(4, 2))
+    before = acceptance._pooled[:, 0].copy()
+    for _ in range(5):
+        acceptance.learn(lanes(0, 1), lanes(3, 3), lanes(1, 1))
+    assert (acceptance._pooled[:, 0] == before).all()
+    assert acceptance._unseen.tolist() == [5.0, 0.0]
+
+
+def test_seconds_of_nodes_are_those_of_all_rounds_told() -> None:
+    """Law: a new measurement counts at once, and noise makes no node cheaper than nothing."""
+    seconds, shape = NodeSeconds(), SHAPES[3]
+    for share, took in ((None, 1.0), (1.0, 1.3), (0.25, 0.7)):
+        seconds.tell(shape, 4, share, took)
+    choice, node = seconds.of(4)
+    assert choice == pytest.approx(0.3)
+    assert node == pytest.approx(0.6 / 45)
+    seconds.tell(shape, 4, 1.0, 0.5)
+    assert seconds.of(4) == (0.0, 0.0)
+    seconds = NodeSeconds()
+    for share in (None, 1.0, 0.5):
+        seconds.tell(SHAPES[0], 4, share, 1.0)  # it has no draft to leave out
+    assert seconds.of(4) == (0.0, 0.0)
+
+
+def test_what_a_drafter_says_changes_a_row_by_four_at_most() -> None:
+    """Law: guesses that lie (0, or far above 1) stay within bounds, and NaN moves no curve."""
+    budget = NodeBudget(3, 2)
+    grid = np.full(8, np.nan, np.float32)
+    for guess in (0.0, 50.0):
+        said = np.full((1, 4), guess, np.float32)
+        results = NodeResults(said, np.zeros(1, np.bool_), grid, 1, lanes(0))
+        for _ in range(60):
+            budget.learn(lanes(int(guess > 0)), lanes(0), lanes(4 if not guess else 1), results)
+    drafter = budget._of_drafter(0)
+    for row in (0, 1):
+        (factors,) = budget.factors(lanes(row), lanes(0))
+        assert ((factors / drafter >= 0.249) & (factors / drafter <= 4.001)).all()
+    assert budget._curve is None
