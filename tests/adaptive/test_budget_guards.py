@@ -71,7 +71,7 @@ def test_priority_is_bounded() -> None:
 
 
 def test_what_a_target_asks_of_a_round() -> None:
-    """Law: the tokens behind are made up over 16 rounds, one a round at most; load counts."""
+    """Law: the tokens behind are made up over 32 rounds, one a round at most; load counts."""
     now = 0.0
     controller = told(clock=lambda: now)
     for row in range(3):
@@ -81,7 +81,7 @@ def test_what_a_target_asks_of_a_round() -> None:
     now = 0.8
     controller._num_made[:4] = 0, 1e6, 8, 8
     controller._cost.load = 2.0
-    assert controller._due(rows)[:, 0].tolist() == [0.5, -1.0, 0.0, 0.0]
+    assert controller._due(rows)[:, 0].tolist() == [0.25, -1.0, 0.0, 0.0]
     assert controller._due(rows)[:, 1].tolist() == [20.0, 20.0, 20.0, 0.0]
     now = 1e9
     assert controller._due(rows)[0, 0] == 1.0
