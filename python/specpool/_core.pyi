@@ -1837,7 +1837,10 @@ def find_broken_trees(
         vocab_size: the target's.
 
     Returns:
-        The broken lanes in order, each with the first thing that is wrong.
+        The broken lanes in order, each with the first thing that is wrong. O(n * N^2).
+
+    Raises:
+        ShapeError: an argument has another shape, or a tree has no root.
     """
 
 def count_acceptance(

@@ -195,14 +195,16 @@ class BudgetController:
         Arguments are as in `_choice`, then the choice, its tokens per second and its seconds. None
         = no candidate is worth a look, or each has run lately. The loss is in rounds.
         """
+        may_look = (shapes == shapes[0]).all(axis=0) & (self._look_at[shapes[0]] <= self._round)
+        if not may_look.any():
+            return None
         found, best = None, 1.0
         self._start.fit(len(shapes), float(context.mean()))
         rate_at_start = rate * seconds / self._start.of(*self._composition(chosen, context))
-        for column, alike in enumerate(shapes.T):
+        for column in may_look.nonzero()[0].tolist():
+            alike = shapes[:, column]
             shape = int(alike[0])
             is_first = not column and not self._look_at[shape]
-            if self._round < self._look_at[shape] or (alike != shape).any():
-                continue
             counts, held = self._composition(alike, context)
             longer = self._cost.of(counts, held)
             made = float(tokens[:, shape].sum())
@@ -217,7 +219,7 @@ class BudgetController:
         return found
 
     def _composition(
-        self, shapes: Int32, context: npt.NDArray[np.float64]
+        self, shapes: Int32, context: npt.NDArray[np.float64] | Int32
     ) -> tuple[Int64, npt.NDArray[np.float64]]:
         """Return the lanes of each shape, int64 [S], and the tokens that they hold, float64 [S]."""
         size = len(self._index)
@@ -330,11 +332,7 @@ class BudgetController:
         """
         if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
             return
-        counts = np.bincount(shapes, minlength=len(self._index))
-        context = None
-        if lens is not None:
-            held = np.bincount(shapes, lens, minlength=len(self._index))
-            context = held.astype(np.float64, copy=False)
+        counts, context = self._composition(shapes, np.zeros(len(shapes)) if lens is None else lens)
         if self.nodes is not None:
             if counts @ self._cost.nodes > len(shapes):
                 self.nodes.observe(nodes, seconds, self._cost.known(counts, context))

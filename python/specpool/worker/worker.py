@@ -233,6 +233,7 @@ class Worker:
 
         With a selection the target reads its nodes alone.
         """
+        are_chains = [part.is_chain for part in parts]
 
         def follow_up(output: TargetOutput) -> Iterator[Outcome]:
             verdicts = []
@@ -255,13 +256,16 @@ class Worker:
             self._processors.add(lanes, requests, verdict.tokens, verdict.accept_len)
             yield Outcome.of_verify(verdict, output.logits, told)
             self._forward.keep(verdict.accept_len)
-            for part, accepted in zip(parts, verdicts, strict=True):
-                if not part.is_chain:
+            for part, accepted, is_chain in zip(parts, verdicts, are_chains, strict=True):
+                if not is_chain:
                     self._compact(part, accepted)
             self._followers.draft_round(lanes, parts, verdicts, verdict, output)
 
         wants_features = self._followers.wants_features
-        return self._tree_pass(requests, lanes, parts, selection, wants_features, follow_up)
+        # A node of a chain sees all tokens before it, so no mask is needed. With states all are.
+        is_causal = self._keeps_state or (selection is None and all(are_chains))
+        wants = selection, wants_features, follow_up, is_causal
+        return self._tree_pass(requests, lanes, parts, *wants)
 
     def _drawn_at_all(self, part: Part, logits: Tensor) -> Tensor:
         """Choose the target's tokens at all nodes of a part, int64 [B, N]."""
@@ -416,16 +420,19 @@ class Worker:
         selection: Selection | None,
         wants_features: bool,
         follow_up: Callable[[TargetOutput], Iterator[Outcome]],
+        is_causal: bool,
     ) -> Pass:
-        """Make the pass of a verify: node i lies in cell start + i, at position start + depth."""
+        """Make the pass of a verify: node i lies in cell start + i, at position start + depth.
+
+        With `is_causal` all trees are chains, so each node sees all tokens before it.
+        """
         if len(parts) == 1:
             lanes, tokens = parts[0].lanes, parts[0].tree.tokens.view(-1)
         else:
             widths = [np.full(len(p.positions), p.positions.shape[1], np.int32) for p in parts]
             lanes = Lanes(lanes.rows, lanes.seq_lens, np.concatenate(widths))
             tokens = torch.cat([part.tree.tokens.view(-1) for part in parts])
-        # A node of a chain sees all tokens before it, so no mask is needed. With states all are.
-        if self._keeps_state or (selection is None and all(part.is_chain for part in parts)):
+        if is_causal:
             sees = wants_features and not self._keeps_state
             return self._causal_pass(requests, lanes, tokens, None, sees, follow_up, is_round=True)
         of_parts = [part.positions.clamp(max=self._last_position) for part in parts]

@@ -86,9 +86,9 @@ pub fn expected_tokens<'py>(
     let rows = Input::<i32, 1>::new("rows", rows)?;
     let families = families(&family, &num_steps, hits.dims)?;
     let (batch, shapes) = (rows.dims[0], family.dims[0]);
-    let counts = (hits.slice(), tries.slice());
-    let tokens = acceptance::expected_tokens(&families, counts.0, counts.1, prior.slice(), rows.slice(), deviations)
-        .map_err(to_py)?;
+    let (hits, tries) = (hits.slice(), tries.slice());
+    let tokens =
+        acceptance::expected_tokens(&families, hits, tries, prior.slice(), rows.slice(), deviations).map_err(to_py)?;
     array(py, tokens, [batch, shapes])
 }
 

@@ -2,7 +2,7 @@
 
 use crate::check::{fit, same_len};
 use crate::error::{Error, Result};
-use crate::memory::with_room;
+use crate::memory::room;
 
 /// Nodes that an error shows at most.
 const MAX_SHOWN: usize = 16;
@@ -52,7 +52,7 @@ pub fn find_broken(trees: &Proposed<'_>, root_tokens: &[i64], vocab_size: i64) -
     same_len("mask", trees.mask.len(), square)?;
     same_len("first_child", trees.first_child.len(), flat)?;
     same_len("next_sibling", trees.next_sibling.len(), flat)?;
-    let mut broken = with_room(0, "broken trees")?;
+    let mut broken = Vec::new();
     for (lane, &root) in root_tokens.iter().enumerate() {
         let (of, seen) = (lane * n..(lane + 1) * n, lane * n * n..(lane + 1) * n * n);
         let one = Proposed {
@@ -63,6 +63,7 @@ pub fn find_broken(trees: &Proposed<'_>, root_tokens: &[i64], vocab_size: i64) -
             next_sibling: &trees.next_sibling[of],
         };
         if let Err(why) = one.check(lane, root, vocab_size) {
+            room(&mut broken, 1, "broken trees")?;
             broken.push(Broken { lane, why });
         }
     }

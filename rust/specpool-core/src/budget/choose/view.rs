@@ -177,8 +177,10 @@ impl<'a> View<'a> {
         Column::Each(&self.lane_cells[cells.clone()], &self.node_cells[cells])
     }
 
-    fn tokens(&self, row: usize, pick: usize) -> f64 {
-        self.rows.tokens[row * self.costs.lane.len() + self.shape(row, pick)]
+    /// The tokens by which a row is judged to be in time.
+    fn hoped(&self, row: usize, pick: usize) -> f64 {
+        let tokens = if self.rows.hoped.is_empty() { self.rows.tokens } else { self.rows.hoped };
+        tokens[row * self.costs.lane.len() + self.shape(row, pick)]
     }
 
     /// The base and the charges of these shapes.
@@ -257,14 +259,6 @@ impl<'a> View<'a> {
     /// Whether a row, which must have a target, misses it in a round of so many seconds.
     fn misses(&self, row: usize, pick: i32, seconds: f64) -> bool {
         self.hoped(row, pick as usize) < self.due(row, seconds)
-    }
-
-    /// The tokens by which a row is judged to be in time.
-    fn hoped(&self, row: usize, at: usize) -> f64 {
-        if self.rows.hoped.is_empty() {
-            return self.tokens(row, at);
-        }
-        self.rows.hoped[row * self.costs.lane.len() + self.shape(row, at)]
     }
 
     /// `[T, C]`: what the search looks at of the rows with a target, side by side; a node costs `node`.
