@@ -22,7 +22,19 @@ from sglang_rows_cases import BUSY, audited
 from specpool.plugins.sglang import allocator, row_tree
 from specpool.plugins.sglang.book import Book
 
+LEVELS = ("off", "pages", "reserve", "rows")
 SETUPS = parts(grid([(3, 1, 4), (3, 4, 8)], (False,)), quick=4, full=12)
+#: All levels on all set-ups. A quick run has each level and each quick set-up twice.
+LEVELS_ON_SETUPS = [
+    pytest.param(
+        level,
+        *setup.values,
+        id=f"{level}-{setup.id}",
+        marks=[*setup.marks, *([pytest.mark.full] if (first + second) % 2 else [])],
+    )
+    for first, level in enumerate(LEVELS)
+    for second, setup in enumerate(SETUPS)
+]
 TIGHT = replace(BUSY, device=DEVICE.type)
 #: More slots than all requests take: no page is used twice.
 ROOMY = replace(TIGHT, num_tokens=1 << 14)
@@ -75,8 +87,7 @@ def test_level_rows_waits_no_more_than_sglangs_own(setup: Setup) -> None:
     assert outcome.waits.total() == expected_waits(setup, outcome)
 
 
-@pytest.mark.parametrize("setup", SETUPS)
-@pytest.mark.parametrize("level", ["off", "pages", "reserve", "rows"])
+@pytest.mark.parametrize(("level", "setup"), LEVELS_ON_SETUPS)
 def test_a_level_does_as_on_a_cpu(level: str, setup: Setup) -> None:
     prepare = mirrored if level == "rows" else None
     here = run_once(replace(setup, level=level))

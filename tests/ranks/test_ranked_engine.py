@@ -19,9 +19,8 @@ from specpool import SamplingParams
 SCRIPT = script("ranks_script.py")
 
 
-#: Each kind of head, chains and trees, both overlap depths, two drafters, retraction.
+#: Each kind of head, chains and trees, overlap depths 0 and 1, two drafters, a chain that retracts.
 QUICK = (
-    "eagle chain D0",
     "eagle3 tree D0",
     "block tree D1",
     "mtp chain D1",
