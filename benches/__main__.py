@@ -465,7 +465,10 @@ def grammar(
 @app.command("drafters")
 def drafters(
     steps: Annotated[int, typer.Option(help="Drafts of a round.")] = 5,
-    tokens: Annotated[int, typer.Option(help="Tokens of each text.")] = 128,
+    tokens: Annotated[int, typer.Option(help="Tokens of each text of the toys.")] = 128,
+    prompt: Annotated[
+        int, typer.Option(help="Tokens of a prompt of the random model; 0 = the toys alone.")
+    ] = 2000,
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
     threads: Threads = 1,
     json: Json = False,
@@ -474,7 +477,15 @@ def drafters(
     """A small model, prompt lookup and suffix decoding beside transformers' own, batch 1."""
     from benches.drafters import drafters as run
 
-    run(steps=steps, tokens=tokens, repeats=repeats, threads=threads, json=json, plot=plot)
+    run(
+        steps=steps,
+        tokens=tokens,
+        prompt=prompt,
+        repeats=repeats,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
 
 
 @app.command("adaptive")

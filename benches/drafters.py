@@ -1,10 +1,11 @@
 """`python -m benches drafters`: drafters without a head, beside transformers' assisted generation.
 
-Batch 1 on a CPU, greedy, the shipped toys: the same target, the same draft model, as many drafts a
-round on both sides. Prompts for prompt lookup repeat a passage, as an edited text does. Both sides
-must write the text of plain decoding. Time is the CPU time of this process, so that other programs
-count little. The accept lengths with a draft window, alone and with a sink, are printed beside that
-without one.
+Batch 1 on a CPU, greedy: the same target, the same draft model, as many drafts a round on both
+sides. The shipped toys draft in all ways. A random model of 26 million parameters with long prompts
+drafts by search alone, because no draft model agrees with it. Prompts for a search repeat a
+passage, as an edited text does. Both sides must write the text of plain decoding. Time is the CPU
+time of this process, prefills included, so that other programs count little. The accept lengths
+with a draft window, alone and with a sink, are printed beside that without one.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specpool._core import Shape
 from specpool.assets import corpus, resolve
@@ -23,15 +25,43 @@ from specpool.cli.results import Result, check_plot, machine, report
 from specpool.errors import CorruptState
 from specpool.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from benches.llama import Llama
+
 DRAFT = "specpool/tiny-draft"
+SEARCHES = ("ngram", "suffix")
 #: Tokens; the rows are longer.
 DRAFT_WINDOW = 32
 DRAFT_SINK = 4
 _Side = Callable[[], list[list[int]]]
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What both sides run.
+
+    Attributes:
+        name: of the target.
+        load: returns the target, of transformers, a new one each time.
+        prompts: token ids.
+        tokens: of each text.
+    """
+
+    name: str
+    load: Callable[[], Any]
+    prompts: Sequence[list[int]]
+    tokens: int
+
+
 def drafters(
-    *, steps: int, tokens: int, repeats: int, threads: int, json: bool, plot: Path | None
+    *,
+    steps: int,
+    tokens: int,
+    prompt: int,
+    repeats: int,
+    threads: int,
+    json: bool,
+    plot: Path | None,
 ) -> None:
     """Measure, and print the results.
 
@@ -41,16 +71,22 @@ def drafters(
     """
     check_int("steps", steps, 1, 16)
     check_int("tokens", tokens, 8, 1024)
+    check_int("prompt", prompt, 0, 1 << 14)
     check_int("repeats", repeats, 1, 1 << 10)
     check_int("threads", threads, 1, 1 << 10)
     if plot is not None:
         check_plot(plot)
     checks.start_torch(threads)
+    from benches.llama import Llama
+
     new = corpus.prompts(4, 96)
     edited = [[*prompt, *prompt[:24]] for prompt in corpus.prompts(4, 160)]
-    results = _compare("small model", DRAFT, new, steps, tokens, repeats)
-    for draft in ("ngram", "suffix"):
-        results += _compare(draft, draft, edited, steps, tokens, repeats)
+    results = _compare(Case("", _toy, new, tokens), DRAFT, steps, repeats)
+    for draft in SEARCHES:
+        results += _compare(Case("", _toy, edited, tokens), draft, steps, repeats)
+    for draft in SEARCHES if prompt else ():
+        large = _random(Llama(512, 8, 4, 64, 1408, 6, 8_000), prompt, 2 * tokens)
+        results += _compare(large, draft, steps, repeats)
     for name, draft in (
         ("small model", DRAFT),
         ("EAGLE head", "specpool/tiny-eagle"),
@@ -61,42 +97,66 @@ def drafters(
     report("bench drafters", where, results, json_only=json, plot=plot)
 
 
-def _compare(
-    name: str, draft: str, prompts: Sequence[list[int]], steps: int, tokens: int, repeats: int
-) -> list[Result]:
-    """Time one drafter and transformers in turn; return the tokens of a second of CPU time."""
+def _toy() -> Any:
+    return _loaded("specpool/tiny")
+
+
+def _loaded(name: str) -> Any:
+    """Load an embedded model with transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
+    load: Any = AutoModelForCausalLM.from_pretrained
+    return load(resolve(name), dtype=torch.float32).eval()
+
+
+def _random(sizes: Llama, length: int, tokens: int) -> Case:
+    """Return the case of a random model and two prompts whose second half repeats the first."""
+    from benches.llama import model_of, prompts_of
+
+    def load() -> Any:
+        return model_of(sizes, "cpu")
+
+    halves = prompts_of(sizes, 2, max(length // 2, 1))
+    millions = sum(each.numel() for each in load().parameters()) / 1e6
+    name = f"random model of {millions:.0f}M, prompts of {2 * len(halves[0])}: "
+    return Case(name, load, [[*half, *half] for half in halves], tokens)
+
+
+def _compare(case: Case, draft: str, steps: int, repeats: int) -> list[Result]:
+    """Time one drafter and transformers in turn; return the tokens of a second of CPU time."""
+    import torch
+
     from specpool.engine.engine import Engine
 
-    load: Any = AutoModelForCausalLM.from_pretrained
-    target = load(resolve("specpool/tiny"), dtype=torch.float32).eval()
+    target = case.load()
     more: dict[str, Any] = {"prompt_lookup_num_tokens": steps, "max_matching_ngram_size": 4}
     if draft == DRAFT:
-        assistant = load(resolve(DRAFT), dtype=torch.float32).eval()
+        assistant = _loaded(DRAFT)
         assistant.generation_config.num_assistant_tokens = steps
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
         assistant.generation_config.assistant_confidence_threshold = 0.0
         more = {"assistant_model": assistant}
-    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
-    options: dict[str, Any] = {"max_context_len": 1024, "max_batch": 1, "prefix_cache": False}
-    with Engine.from_pretrained(**options) as plain:
-        expected = [output.token_ids for output in plain.generate(prompts, params)]
-    engine = Engine.from_pretrained(draft=draft, shape=Shape.eagle(steps, 1, steps + 1), **options)
+    params = SamplingParams(max_new_tokens=case.tokens, ignore_eos=True)
+    longest = max(map(len, case.prompts)) + case.tokens + steps + 1
+    options: dict[str, Any] = {"max_context_len": longest, "max_batch": 1, "prefix_cache": False}
+    with Engine.from_pretrained(case.load(), **options) as plain:
+        expected = [output.token_ids for output in plain.generate(case.prompts, params)]
+    chain = Shape.eagle(steps, 1, steps + 1)
+    engine = Engine.from_pretrained(case.load(), draft=draft, shape=chain, **options)
 
     def ours() -> list[list[int]]:
-        return [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
+        return [engine.generate([prompt], params)[0].token_ids for prompt in case.prompts]
 
     @torch.inference_mode()
     def theirs() -> list[list[int]]:
         texts = []
-        for prompt in prompts:
+        for prompt in case.prompts:
             ids = torch.tensor([prompt])
             out = target.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
+                max_new_tokens=case.tokens,
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
@@ -107,13 +167,14 @@ def _compare(
 
     with engine:
         pairs = _in_turn(ours, theirs, expected, repeats)
-        outputs = [engine.generate([prompt], params)[0] for prompt in prompts]
-    rates = [[len(prompts) * tokens / seconds for seconds in side] for side in pairs]
-    mine, other = map(statistics.median, rates)
+        outputs = [engine.generate([prompt], params)[0] for prompt in case.prompts]
+    num = len(case.prompts) * case.tokens
+    mine, other = (statistics.median(num / seconds for seconds in side) for side in pairs)
     lens = [n for output in outputs for n in output.accept_lens]
+    name = "small model" if draft == DRAFT else draft
     return [
         Result(
-            name=f"{name}, chain of {steps}, accept length {statistics.mean(lens or [1]):.2f}",
+            name=f"{case.name}{name}, chain of {steps}, accept length {statistics.mean(lens):.2f}",
             value=mine,
             unit="tokens / CPU s",
             reference="transformers' assisted generation"
