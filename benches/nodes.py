@@ -1,10 +1,10 @@
 """`python -m benches nodes`: the choice of the nodes that the target reads, where a node costs.
 
 Random models of real sizes, whose drafter knows the texts and errs at set rates (`known_text`).
-All ways of reading nodes serve the same requests in one process, a few turns each by turns. Each
-client sends several requests, one after the other. Time is the CPU time of this process, for the
-figures and for the engines' own clocks, so that other programs count little. All rows share a long
-prompt, which is read once.
+All ways of reading nodes, each single shape, and the policy that chooses one for the batch serve
+the same requests in one process, a few turns each by turns. Each client sends several requests, one
+after the other. Time is the CPU time of this process, for the figures and for the engines' own
+clocks, so that other programs count little. All rows share a long prompt, which is read once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,7 +36,7 @@ from specpool.engine.engine import Engine
 from specpool.errors import CorruptState
 from specpool.models import TargetModel
 from specpool.sampling_params import SamplingParams
-from specpool.shape_names import parse_shape
+from specpool.shape_names import name_of, parse_shape
 
 
 def _draft(vocab_size: int, hidden_size: int, num_layers: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "125m": _draft(32000, 256, 2),
 }
 FIXED_SHARE = 0.4  # of the drafts that the engine with a fixed number of nodes reads
-ALL, FIXED, BUDGET, AUTO = "all nodes", "fixed", "budget", "budget, auto"
+ALL, FIXED, BUDGET, AUTO, COST = "all nodes", "fixed", "budget", "budget, auto", "cost"
 FIXED_WHOLE = "fixed, all levels drafted"  # without the early end of drafting
 
 
@@ -173,17 +173,23 @@ class Trial:
         shapes = [parse_shape("shape", name) for name in KINDS[kind]]
         widest = shapes[-1]
         num_drafts = batch * (widest.num_draft_tokens - 1)
-        policy = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": [*KINDS[kind]]}})
+        policies = {
+            name: AdaptiveConfig.from_dict({"policy": name, "1": {"candidates": [*KINDS[kind]]}})
+            for name in (BUDGET, COST)
+        }
         self.plain = self._runner(None, shape=Shape.none())
         self.drafters: list[KnownDrafter] = []
         fixed = batch + round(FIXED_SHARE * num_drafts)
         self.num_steps = widest.num_steps
+        self.singles = ["plain", ALL, *KINDS[kind][1:-1]]  # one shape for all rows
         self.runners = {
             ALL: self._drafting(shape=widest),
+            **{name_of(each): self._drafting(shape=each) for each in shapes[1:-1]},
             FIXED: self._drafting(shape=widest, verify_nodes=fixed),
             FIXED_WHOLE: self._drafting(shape=widest, verify_nodes=fixed),
-            BUDGET: self._drafting(adaptive=policy),
-            AUTO: self._drafting(adaptive=policy, verify_nodes="auto"),
+            COST: self._drafting(adaptive=policies[COST]),
+            BUDGET: self._drafting(adaptive=policies[BUDGET]),
+            AUTO: self._drafting(adaptive=policies[BUDGET], verify_nodes="auto"),
         }
         self.runners[FIXED_WHOLE].clients.engine.core.worker.early_end.is_on = False
         budget = self.runners[AUTO].clients.engine.core.loop.scheduler.round_shapes.budget
@@ -269,9 +275,11 @@ def rows_of(trial: Trial, name: str, says: Says, repeats: int) -> Iterator[Resul
         ratio = statistics.median(wall[:, other] / wall[:, mine])
         return Row(f"{name}, {way}", rate, "tokens / CPU s", reference, other_rate, ratio)
 
+    best = min(trial.singles, key=lambda way: statistics.median(cpu[:, ways.index(way)]))
     pairs = (
         (ALL, "plain"),
         (BUDGET, "plain"),
+        (BUDGET, COST),
         (FIXED, ALL),
         (FIXED, FIXED_WHOLE),
         (BUDGET, ALL),
@@ -280,6 +288,7 @@ def rows_of(trial: Trial, name: str, says: Says, repeats: int) -> Iterator[Resul
     )
     for way, reference in pairs:
         yield row(way, reference)
+    yield replace(row(BUDGET, best), reference=f"best shape, {best}")
     stats = trial.runners[FIXED].clients.engine.stats()
     num_levels = stats.drafted_round_ct * trial.num_steps
     left_out = stats.undrafted_level_ct, "levels", "of the shapes", num_levels

@@ -41,11 +41,14 @@ def test_all_ways_stand_beside_all_nodes(monkeypatch, capsys, kind) -> None:
     options = f"--size tiny --batch 2 --kind {kind} --says honest --context 64 --tokens 24"
     code, out, err = bench(monkeypatch, capsys, f"{options} --repeats 1 --json")
     assert (code, err) == (0, "")
-    found = {row["name"]: row for row in json.loads(out)["results"]}
+    rows = json.loads(out)["results"]
+    found = {row["name"]: row for row in rows}
     name = f"tiny, 2 rows, {kind}, honest drafter"
     assert found[f"{name}, fixed: levels that were not drafted"]["value"] > 0
     for way in ("all nodes", "fixed", "budget", "budget, auto"):
         assert found[f"{name}, {way}"]["value"] > 0
+    beside = [row["reference"] for row in rows if row["name"] == f"{name}, budget"]
+    assert beside[:2] == ["plain", "cost"] and beside[-1].startswith("best shape, ")
     read = found[f"{name}, budget, auto: nodes that the target read"]
     assert 0 < read["ratio"] <= 1
 
