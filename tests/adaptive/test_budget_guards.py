@@ -1,5 +1,6 @@
 """Tests of what keeps the policy `budget` within bounds, whatever service tells it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,14 +57,14 @@ def chosen(controller: BudgetController, rows: np.ndarray, monkeypatch: Any) -> 
 
 def served(
     controller: BudgetController,
-    took: list[float],
+    took: list[float] | Callable[[np.ndarray], float],
     rates: list[float],
     num_rounds: int,
     candidates: np.ndarray | None = None,
 ) -> np.ndarray:
     """Serve rows with these acceptance rates, and return their shapes, int32 [rounds, rows].
 
-    A round takes the seconds in `took` of the slowest shape that any row has.
+    A round takes the seconds in `took` of the slowest shape that any row has, or as `took` says.
     """
     rng, rows = np.random.default_rng(0), np.arange(len(rates), dtype=np.int32)
     steps = np.array([shape.num_steps for shape in SHAPES])
@@ -75,7 +76,8 @@ def served(
         right = rng.random((len(rates), 3)) < np.array(rates)[:, None]
         accept_len = 1 + np.minimum(np.cumprod(right, axis=1).sum(axis=1), steps[shapes])
         controller.learn(rows, shapes, accept_len.astype(np.int32))
-        controller.observe(shapes, max(took[shape] for shape in shapes))
+        seconds = took(shapes) if callable(took) else max(took[shape] for shape in shapes)
+        controller.observe(shapes, seconds)
         found.append(shapes)
     return np.array(found)
 
@@ -231,6 +233,31 @@ def test_rows_with_shapes_of_their_own_are_not_looked_at_as_one() -> None:
     candidates[0] = 0, 1, 2, 2
     shapes = served(controller, took, [0.02, 0.95, 0.95, 0.95], 200, candidates)
     assert (shapes[60:, 0] > 0).mean() < 0.1
+
+
+def test_a_shape_that_runs_beside_others_alone_is_looked_at() -> None:
+    """Law: what a shape takes in rounds of several does not say what it takes if all rows have it.
+
+    The first row always has the chain. Rounds in which all have it become fast after a while.
+    """
+    controller = BudgetController(CONFIG)
+    controller.attach(SHAPES, 4)
+    for shape, lane in zip(SHAPES, (0.0, 2.0, 0.75, NEVER), strict=True):
+        for size in (1, 2, 4):
+            controller.on_round_seconds(shape, size, 1.0 + lane * size)
+    candidates = np.full((4, 4), 2, np.int32)
+    candidates[1:, 0] = 0
+
+    def run(num_rounds: int, alone: float) -> np.ndarray:
+        def took(shapes: np.ndarray) -> float:
+            num_chains = int((shapes == 2).sum())
+            return alone if num_chains == 4 else 1.0 + 0.75 * num_chains
+
+        return served(controller, took, [0.9] * 4, num_rounds, candidates) == 2
+
+    taught(controller, 0.9)
+    assert (run(60, 4.0)[20:].sum(axis=1) == 1).all()
+    assert run(400, 2.0)[200:].all()
 
 
 def test_a_shape_that_is_not_served_teaches_nothing() -> None:
