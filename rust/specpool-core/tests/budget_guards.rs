@@ -26,3 +26,20 @@ fn a_row_that_turns_hard_loses_its_luck_at_depths_that_it_does_not_reach() {
     let hard = tokens(60, 1, 1);
     assert!(beyond(&hard) < 2.2, "{hard:?}, with one draft a round");
 }
+
+/// Rows that are as alike as can be differ by less than chance. They still have odds of their own, and tokens that are
+/// numbers.
+#[test]
+fn rows_that_are_alike_may_differ_a_little() {
+    let rows: Vec<i32> = (0..30).collect();
+    let (mut hits, mut tries) = (vec![0.0; 90], vec![0.0; 90]);
+    for round in 0..60 {
+        let len = [2 - round % 2; 30];
+        count_round(&CHAINS, &mut hits, &mut tries, None, &rows, &[1; 30], &len).unwrap();
+    }
+    let tokens = |deviations: f64| expected_tokens(&CHAINS, &hits, &tries, &[0.5; 3], &rows, deviations).unwrap();
+    for (mean, above) in tokens(0.0).chunks(3).zip(tokens(1.5).chunks(3)) {
+        assert!((mean[1] - 1.5).abs() < 0.05, "{mean:?}");
+        assert!(above[2] > mean[2] + 0.05 && above[2] < 2.5, "{above:?}");
+    }
+}
