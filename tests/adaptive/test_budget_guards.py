@@ -106,10 +106,42 @@ def test_more_shapes_than_can_be_told_apart_are_refused() -> None:
     names = ["none", *(f"chain:{depth}" for depth in range(1, 65))]
     AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": names[:64]}})
     AdaptiveConfig.from_dict({"policy": "cost", "1": {"candidates": names}})
-    with pytest.raises(ConfigError, match="at most 64 candidates, got 65"):
-        AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": names}})
+    for some in (names, names[1:]):  # an engine always has the plain shape
+        with pytest.raises(ConfigError, match="at most 64 shapes, `none` included, got 65"):
+            AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": some}})
     with pytest.raises(ConfigError, match=r"at most 64 shapes.* got 65"):
         BudgetController(CONFIG).attach([chain(depth) for depth in range(65)], 1)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["chain:1", "chain:3"],
+        ["chain:3"],
+        ["none"],
+        [f"chain:{depth}" for depth in range(1, 64)],
+    ],
+    ids=["no plain", "one chain", "plain alone", "63 chains"],
+)
+def test_any_candidates_are_served(names: list[str]) -> None:
+    """Law: each row gets one of its own candidates, also if there is no choice, or no plain one."""
+    config = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": names}})
+    controller, rng = BudgetController(config), np.random.default_rng(0)
+    shapes_of_engine = [*dict.fromkeys([SHAPES[0], *config.candidates])]
+    controller.attach(shapes_of_engine, 8)
+    for shape in config.candidates:
+        controller.on_round_seconds(shape, 8, 1.0 + 0.1 * shape.num_steps)
+    steps = np.array([shape.num_steps for shape in shapes_of_engine])
+    rows, first = np.arange(8, dtype=np.int32), len(steps) - len(names)
+    own, most = np.arange(first, len(steps)), rng.integers(first, len(steps), (8, 1))
+    candidates = np.minimum(own, most).astype(np.int32)  # each row has a limit of steps
+    for _ in range(24):
+        shapes = controller.choose(rows, candidates)
+        assert all(shape in allowed for shape, allowed in zip(shapes, candidates, strict=True))
+        controller.ran()
+        accept_len = 1 + (rng.random(8) * (steps[shapes] + 1)).astype(np.int32)
+        controller.learn(rows, shapes, accept_len)
+        controller.observe(shapes, 1.0 + 0.1 * float(steps[shapes].max()))
 
 
 def test_priority_is_bounded() -> None:
