@@ -206,6 +206,16 @@ def test_a_row_that_turns_easy_is_found_again() -> None:
     assert (easy > 0).mean() > 0.9
 
 
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_rows_that_turn_hard_draft_less(num_rows: int) -> None:
+    """Law: what rows once were at depths that they no longer reach does not keep them drafting."""
+    controller = told(BudgetController(CONFIG), num_rows)
+    steps = np.array([shape.num_steps for shape in SHAPES])
+    easy = steps[rounds(controller, np.full(num_rows, 0.95), 120)[60:]]
+    hard = steps[rounds(controller, np.full(num_rows, 0.03), 160, seed=1)[100:]]
+    assert easy.mean() > 2.9 and hard.mean() < 1.7, hard.mean()
+
+
 def test_equal_results_give_equal_choices() -> None:
     """Law: nothing is random, and choosing twice before a round changes nothing."""
     rates = np.linspace(0.05, 0.95, 12)

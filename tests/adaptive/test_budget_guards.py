@@ -1,5 +1,6 @@
 """Tests of what keeps the policy `budget` within bounds, whatever service tells it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from specpool.shape_names import chain, parse_shape
 NAMES = ("none", "chain:1", "chain:3", "tree:3x4x16")
 SHAPES = [parse_shape("shape", name) for name in NAMES]
 CONFIG = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": [*NAMES]}})
+
+EVERY = np.tile(np.arange(4, dtype=np.int32), (4, 1))
+NEVER = 100.0  # seconds of a shape that is not worth them
 
 
 def of(*counts: int) -> np.ndarray:
@@ -51,15 +55,93 @@ def chosen(controller: BudgetController, rows: np.ndarray, monkeypatch: Any) -> 
     return calls[0]
 
 
+def served(
+    controller: BudgetController,
+    took: list[float] | Callable[[np.ndarray], float],
+    rates: list[float],
+    num_rounds: int,
+    candidates: np.ndarray | None = None,
+) -> np.ndarray:
+    """Serve rows with these acceptance rates, and return their shapes, int32 [rounds, rows].
+
+    A round takes the seconds in `took` of the slowest shape that any row has, or as `took` says.
+    """
+    rng, rows = np.random.default_rng(0), np.arange(len(rates), dtype=np.int32)
+    steps = np.array([shape.num_steps for shape in SHAPES])
+    every = np.tile(np.arange(4, dtype=np.int32), (len(rates), 1))
+    found = []
+    for _ in range(num_rounds):
+        shapes = controller.choose(rows, every if candidates is None else candidates)
+        controller.ran()
+        right = rng.random((len(rates), 3)) < np.array(rates)[:, None]
+        accept_len = 1 + np.minimum(np.cumprod(right, axis=1).sum(axis=1), steps[shapes])
+        controller.learn(rows, shapes, accept_len.astype(np.int32))
+        seconds = took(shapes) if callable(took) else max(took[shape] for shape in shapes)
+        controller.observe(shapes, seconds)
+        found.append(shapes)
+    return np.array(found)
+
+
+def started(seconds: list[float]) -> BudgetController:
+    """A budget of four rows, told that a round of each shape takes so long, however many rows."""
+    controller = BudgetController(CONFIG)
+    controller.attach(SHAPES, 4)
+    for shape, took in zip(SHAPES, seconds, strict=True):
+        for size in (1, 4):
+            controller.on_round_seconds(shape, size, took)
+    return controller
+
+
+def taught(controller: BudgetController, rate: float) -> BudgetController:
+    """Tell the budget of rounds in which all rows had chains of three."""
+    rng, rows = np.random.default_rng(1), np.arange(4, dtype=np.int32)
+    for _ in range(60):
+        right = np.cumprod(rng.random((4, 3)) < rate, axis=1).sum(axis=1)
+        controller.learn(rows, np.full(4, 2, np.int32), (1 + right).astype(np.int32))
+    return controller
+
+
 def test_more_shapes_than_can_be_told_apart_are_refused() -> None:
     """Law: the number of shapes is checked before a model is loaded, and by the policy itself."""
     names = ["none", *(f"chain:{depth}" for depth in range(1, 65))]
     AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": names[:64]}})
     AdaptiveConfig.from_dict({"policy": "cost", "1": {"candidates": names}})
-    with pytest.raises(ConfigError, match="at most 64 candidates, got 65"):
-        AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": names}})
+    for some in (names, names[1:]):  # an engine always has the plain shape
+        with pytest.raises(ConfigError, match="at most 64 shapes, `none` included, got 65"):
+            AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": some}})
     with pytest.raises(ConfigError, match=r"at most 64 shapes.* got 65"):
         BudgetController(CONFIG).attach([chain(depth) for depth in range(65)], 1)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["chain:1", "chain:3"],
+        ["chain:3"],
+        ["none"],
+        [f"chain:{depth}" for depth in range(1, 64)],
+    ],
+    ids=["no plain", "one chain", "plain alone", "63 chains"],
+)
+def test_any_candidates_are_served(names: list[str]) -> None:
+    """Law: each row gets one of its own candidates, also if there is no choice, or no plain one."""
+    config = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": names}})
+    controller, rng = BudgetController(config), np.random.default_rng(0)
+    shapes_of_engine = [*dict.fromkeys([SHAPES[0], *config.candidates])]
+    controller.attach(shapes_of_engine, 8)
+    for shape in config.candidates:
+        controller.on_round_seconds(shape, 8, 1.0 + 0.1 * shape.num_steps)
+    steps = np.array([shape.num_steps for shape in shapes_of_engine])
+    rows, first = np.arange(8, dtype=np.int32), len(steps) - len(names)
+    own, most = np.arange(first, len(steps)), rng.integers(first, len(steps), (8, 1))
+    candidates = np.minimum(own, most).astype(np.int32)  # each row has a limit of steps
+    for _ in range(24):
+        shapes = controller.choose(rows, candidates)
+        assert all(shape in allowed for shape, allowed in zip(shapes, candidates, strict=True))
+        controller.ran()
+        accept_len = 1 + (rng.random(8) * (steps[shapes] + 1)).astype(np.int32)
+        controller.learn(rows, shapes, accept_len)
+        controller.observe(shapes, 1.0 + 0.1 * float(steps[shapes].max()))
 
 
 def test_priority_is_bounded() -> None:
@@ -111,6 +193,103 @@ def test_hopes_are_saved_up_to_two_rounds() -> None:
         controller.choose(rows, np.zeros((4, 1), np.int32))
         controller.ran()
     assert controller._saved == 2.0
+
+
+def test_a_choice_is_kept_for_its_rows_and_their_shapes_alone() -> None:
+    """Law: each row gets what its own results are worth, among the shapes that it may have."""
+    controller, easy, hard = told(8), lanes(0, 1, 2, 3), lanes(4, 5, 6, 7)
+    for _ in range(40):
+        controller.learn(easy, np.full(4, 2, np.int32), np.full(4, 4, np.int32))
+        controller.learn(hard, np.full(4, 2, np.int32), np.ones(4, np.int32))
+    for _ in range(5):
+        assert (controller.choose(easy, EVERY) > 0).all()
+        controller.ran()
+    assert (controller.choose(hard, EVERY) == 0).all(), "other rows"
+    assert (controller.choose(easy, EVERY) > 0).all()
+    assert (controller.choose(easy, np.ones((4, 4), np.int32)) == 1).all(), "other shapes"
+
+
+@pytest.mark.parametrize("binds", [True, False])
+def test_a_choice_fits_the_pages_of_its_own_round(binds: bool) -> None:
+    """Law: a choice is not kept if pages bind, nor if its round found none and was narrowed."""
+    controller, rows = taught(told(), 0.9), np.arange(4, dtype=np.int32)
+    pages = np.tile(np.arange(4, dtype=np.int32)[:, None], (4, 1, 1))
+    enough = (pages, np.array([12])) if binds else None
+    for _ in range(5):  # in the fifth round a choice is made that may be kept
+        assert (controller.choose(rows, EVERY, lambda: enough) > 0).all()
+        if not binds:
+            controller.narrow(np.zeros(4, np.int32))
+        controller.ran()
+    assert (controller.choose(rows, EVERY, lambda: (pages, np.zeros(1, np.int64))) == 0).all()
+
+
+def test_a_hope_that_costs_more_than_two_rounds_is_not_tried() -> None:
+    """Law: drafts that may turn out well are tried only if what they may lose is saved."""
+    shapes = served(started([1.0, NEVER, 3.4, NEVER]), [1.0, NEVER, 3.4, NEVER], [0.02] * 4, 400)
+    assert (shapes[60:] == 0).all()
+
+
+def test_a_look_that_costs_more_than_two_rounds_is_not_taken() -> None:
+    """Law: a shape that may be better is looked at only if what that may lose is saved."""
+    took = [1.0, NEVER, 4.05, NEVER]  # 3.44 tokens: four rounds of it lose 2.4
+    assert (served(taught(started(took), 0.9), took, [0.9] * 4, 400) == 0).all()
+
+
+@pytest.mark.parametrize("slower", [1.6, 5.0])
+def test_looks_at_what_the_start_told_cost_one_percent(slower: float) -> None:
+    """Law: shapes that the start told to be fast, and never are, cost eight rounds once at most."""
+    tokens = np.array([1.0, 1.9, 3.44, 3.44])
+    took = [1.0, *(tokens[1:] + slower)]
+    shapes = served(started([1.0, 1.5, 2.7, 2.7]), took, [0.9] * 4, 500)[60:]
+    lost = sum(max(took[shape] for shape in each) - tokens[each].mean() for each in shapes)
+    assert lost <= 2 + 0.01 * len(shapes) + 8, "what may be saved up, what is saved, what is owed"
+
+
+def test_looks_become_rare_but_do_not_end() -> None:
+    """Law: the rounds from one look at a shape to the next double, up to 1,024."""
+    took = [1.0, 2.0, NEVER, NEVER]  # a draft gives 0.9 of what it costs, and 1 at most
+    controller = taught(started(took), 0.9)
+    (looks,) = np.nonzero(served(controller, took, [0.9] * 4, 6000)[:, 0])
+    assert looks.tolist() == [*np.concatenate([np.arange(4) + at for at in looks[::4]])]
+    gaps = np.diff(looks[::4])
+    assert gaps[0] < 150 and 1024 <= gaps.max() < 1100, gaps
+
+
+def test_rows_with_shapes_of_their_own_are_not_looked_at_as_one() -> None:
+    """Law: what rows would give with a shape that they may not have is no reason to look at it."""
+    took = [1.0, 1.5, 2.5, NEVER]
+    controller, rows = started(took), np.arange(4, dtype=np.int32)
+    for _ in range(60):
+        controller.learn(rows, np.full(4, 2, np.int32), lanes(1, 4, 4, 4))
+    candidates = np.zeros((4, 4), np.int32)
+    candidates[0] = 0, 1, 2, 2
+    shapes = served(controller, took, [0.02, 0.95, 0.95, 0.95], 200, candidates)
+    assert (shapes[60:, 0] > 0).mean() < 0.1
+
+
+def test_a_shape_that_runs_beside_others_alone_is_looked_at() -> None:
+    """Law: what a shape takes in rounds of several does not say what it takes if all rows have it.
+
+    The first row always has the chain. Rounds in which all have it become fast after a while.
+    """
+    controller = BudgetController(CONFIG)
+    controller.attach(SHAPES, 4)
+    for shape, lane in zip(SHAPES, (0.0, 2.0, 0.75, NEVER), strict=True):
+        for size in (1, 2, 4):
+            controller.on_round_seconds(shape, size, 1.0 + lane * size)
+    candidates = np.full((4, 4), 2, np.int32)
+    candidates[1:, 0] = 0
+
+    def run(num_rounds: int, alone: float) -> np.ndarray:
+        def took(shapes: np.ndarray) -> float:
+            num_chains = int((shapes == 2).sum())
+            return alone if num_chains == 4 else 1.0 + 0.75 * num_chains
+
+        return served(controller, took, [0.9] * 4, num_rounds, candidates) == 2
+
+    taught(controller, 0.9)
+    assert (run(60, 4.0)[20:].sum(axis=1) == 1).all()
+    assert run(400, 2.0)[200:].all()
 
 
 def test_a_shape_that_is_not_served_teaches_nothing() -> None:

@@ -261,6 +261,20 @@ def test_the_seconds_of_a_round_count_as_if_it_had_read_all() -> None:
     assert partly._cost.known(counts) == pytest.approx(whole._cost.known(counts))
 
 
+def test_plain_rounds_do_not_judge_a_choice_of_nodes() -> None:
+    """Law: a start that was wrong about plain rounds is no reason to give up a choice of nodes."""
+    budget = BudgetController(CONFIG)
+    budget.attach([*CONFIG.candidates], 4, chooses_nodes=True)
+    for index, shape in enumerate(CONFIG.candidates):
+        budget.on_round_seconds(shape, 4, 1.0 + index)
+    plain, wide = np.zeros(4, np.int32), np.full(4, len(CONFIG.candidates) - 1, np.int32)
+    choice = NodeChoice(8, np.ones((4, 5), np.float32), np.arange(8), spared=0.5)
+    rounds = [(wide, 3.0, None)] * 4 + [(plain, 0.5, None)] * 6 + [(wide, 2.5, choice)] * 3
+    for shapes, seconds, nodes_read in rounds:
+        budget.observe(shapes, seconds, nodes_read)
+    assert budget.nodes is not None and budget.nodes.trust == 1.0
+
+
 def test_the_loop_tells_which_nodes_a_round_has_read() -> None:
     heard: list[object] = []
     step = SimpleNamespace(

@@ -261,3 +261,57 @@ def test_what_service_has_learned_stays_however_much_the_start_told() -> None:
         cost.observe(mixed, 1.5 * fitted, 64.0 * mixed)
     cost.observe(np.array([2, 2, 36]), fitted, 64.0 * np.array([2, 2, 36]))
     assert cost.known(mixed, 64.0 * mixed) > 1.3 * fitted
+
+
+def test_rounds_that_take_what_their_context_takes_can_be_chosen() -> None:
+    """Law: no measured seconds make a share of a round fall below 0, or a round take nothing."""
+    controller = BudgetController(CONFIG)
+    controller.attach(SHAPES, 8, lens=np.full(8, 100, np.int32))
+    for size in (1, 2, 4, 8):
+        for context in (64.0, 512.0):
+            for index, shape in enumerate(SHAPES):
+                seconds = 1e-4 * size * context * (1 + 0.1 * index)
+                controller.on_mixed_seconds({shape: size}, seconds, context)
+    rows = np.arange(8, dtype=np.int32)
+    candidates = np.tile(np.arange(len(SHAPES), dtype=np.int32), (8, 1))
+    assert len(controller.choose(rows, candidates)) == 8
+
+
+def test_what_a_round_takes_stays_known_as_its_rows_grow() -> None:
+    """Law: what service has learned of a composition is not lost where its context doubles."""
+    cost, mixed = told()._cost, np.array([4, 0, 4])
+    for _ in range(12):
+        for counts, factor in (
+            (mixed, 1.5),
+            (np.array([5, 0, 3]), 1.0),
+            (np.array([3, 0, 5]), 1.0),
+        ):
+            cost.observe(counts, factor * seconds_of(counts, 100 * counts), 100.0 * counts)
+    longer = 200.0 * mixed
+    assert cost.known(mixed, longer) == pytest.approx(1.5 * seconds_of(mixed, longer), rel=0.1)
+
+
+def test_a_round_that_is_known_is_corrected_by_a_fifth() -> None:
+    """Law: half of an error is corrected in the first four rounds of a composition alone."""
+    cost, mixed = told()._cost, np.array([4, 0, 4])
+    took = 1.5 * seconds_of(mixed, 64 * mixed)
+    for _ in range(4):
+        cost.observe(mixed, took, 64.0 * mixed)
+    known = cost.known(mixed, 64.0 * mixed)
+    assert known > 0.9 * took
+    for _ in range(3):  # the first two may be a stall
+        cost.observe(mixed, 2 * known, 64.0 * mixed)
+    assert 1.1 * known < cost.known(mixed, 64.0 * mixed) < 1.3 * known
+
+
+def test_fits_become_rarer_down_to_one_in_256_rounds() -> None:
+    """Law: the first rounds of service soon count in all estimates, and fits take little time."""
+    cost, mixed = told()._cost, np.array([4, 0, 4])
+    fitted = []
+    for number in range(1300):
+        cost.fit(8, 64.0)
+        fitted.append(cost.of(mixed, 64.0 * mixed))
+        seconds = (1.2 + 1e-3 * number) * seconds_of(mixed, 64 * mixed)
+        cost.observe(mixed, seconds, 64.0 * mixed)
+    (fits,) = np.nonzero(np.diff(fitted))
+    assert (fits + 1).tolist() == [16, 48, 112, 240, 496, 752, 1008, 1264]

@@ -177,7 +177,7 @@ class BudgetController:
                 # In rounds as they would be.
                 lost = (longer - float(tokens[lanes, hopeful].sum()) / rate) / seconds
                 if (hopeful != chosen).any() and lost <= self._saved:
-                    chosen, loss, self._kept = hopeful, max(lost, 0.0), None
+                    chosen, loss, self._kept = hopeful, lost, None
         self._open = rows, chosen, loss, missed
         return chosen
 

@@ -151,10 +151,12 @@ class AdaptiveConfig:
                     batch_range.check_ema()
                 except ConfigError as error:
                     raise ConfigError(f'"{key}": {error}') from None
-        if self.policy == "budget" and len(self.candidates) > MOST_BUDGET_SHAPES:
+        # An engine has the plain shape too, whether it is a candidate or not.
+        num_shapes = len({Shape.none(), *self.candidates})
+        if self.policy == "budget" and num_shapes > MOST_BUDGET_SHAPES:
             raise ConfigError(
-                f"policy 'budget' chooses among at most {MOST_BUDGET_SHAPES} candidates, got "
-                f"{len(self.candidates)}"
+                f"policy 'budget' chooses among at most {MOST_BUDGET_SHAPES} shapes, `none` "
+                f"included, got {num_shapes}"
             )
 
     @classmethod

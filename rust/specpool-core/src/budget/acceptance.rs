@@ -171,11 +171,16 @@ pub fn count_round(
             continue;
         }
         let at = family as usize * families.depth;
+        // All depths fade, or a row that turns hard would keep its old luck where it no longer gets to.
+        let cells = first + at..first + at + families.depth;
+        for count in hits[cells.clone()].iter_mut().chain(&mut tries[cells]) {
+            *count *= ROW_DECAY;
+        }
         for depth in 0..(families.num_steps[shape as usize] as usize).min(len as usize) {
             let hit = depth + 1 < len as usize;
             let cell = first + at + depth;
-            hits[cell] = hits[cell] * ROW_DECAY + f32::from(u8::from(hit));
-            tries[cell] = tries[cell] * ROW_DECAY + 1.0;
+            hits[cell] += f32::from(u8::from(hit));
+            tries[cell] += 1.0;
             let owed = own.as_ref().map_or(0.0, |own| own.rate(lane, at + depth) - own.edged[at + depth]);
             totals[2 * (at + depth)] += f64::from(u8::from(hit)) - owed;
             totals[2 * (at + depth) + 1] += 1.0;

@@ -220,6 +220,7 @@ impl<'a> Solver<'a> {
             if low.over <= high.over {
                 break;
             }
+            // Within [0, slope], because only these prices give a bound (docs/budget.md, rule 3).
             node = ((high.seconds - low.seconds) / (low.over - high.over)).clamp(0.0, slope);
             self.pick(fixed, node, 0.0);
             self.keep();
