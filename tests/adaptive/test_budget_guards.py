@@ -229,6 +229,26 @@ def test_a_hope_that_costs_more_than_two_rounds_is_not_tried() -> None:
     assert (shapes[60:] == 0).all()
 
 
+def test_the_round_after_a_hope_is_chosen_anew() -> None:
+    """Law: what a hope has shown counts at once, and not after the rounds of a kept choice."""
+    took = [1.0, 1.5, NEVER, NEVER]
+    controller, asked = started(took), []  # whether each round was chosen anew
+    choose = controller.choose
+
+    def spare() -> None:
+        asked[-1] = True
+
+    def counted(rows: np.ndarray, shapes: np.ndarray) -> np.ndarray:
+        asked.append(False)
+        return choose(rows, shapes, spare)
+
+    controller.choose = counted  # type: ignore[method-assign]
+    drafts = (served(controller, took, [0.02] * 4, 300) > 0).any(axis=1)
+    (hopes,) = np.nonzero(drafts[40:-1])
+    assert len(hopes) and np.array(asked)[40 + hopes + 1].all()
+    assert np.mean(asked) < 0.35, "other choices are kept"
+
+
 def test_a_look_that_costs_more_than_two_rounds_is_not_taken() -> None:
     """Law: a shape that may be better is looked at only if what that may lose is saved."""
     took = [1.0, NEVER, 4.05, NEVER]  # 3.44 tokens: four rounds of it lose 2.4
