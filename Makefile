@@ -22,7 +22,7 @@ $(UV):
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 
 # The sources of the compiled core; its docstrings come from the stub.
-CORE := $(wildcard cuda/* rust/*/Cargo.toml rust/*/build.rs rust/*/src/*.rs rust/*/src/*/*.rs) python/specpool/_core.pyi
+CORE := $(wildcard cuda/* rust/*/Cargo.toml rust/*/build.rs) $(shell find rust/*/src -name "*.rs") python/specpool/_core.pyi
 
 # Runtime dependencies and the wheel (release build).
 $(VENV)/.run: $(UV) pyproject.toml Cargo.toml $(CORE)
