@@ -80,13 +80,14 @@ def drafters(
     from benches.llama import Llama
 
     new = corpus.prompts(4, 96)
-    edited = [[*prompt, *prompt[:24]] for prompt in corpus.prompts(4, 160)]
+    edited = [[*text, *text[:24]] for text in corpus.prompts(4, 160)]
     results = _compare(Case("", _toy, new, tokens), DRAFT, steps, repeats)
     for draft in SEARCHES:
         results += _compare(Case("", _toy, edited, tokens), draft, steps, repeats)
-    for draft in SEARCHES if prompt else ():
+    if prompt:
         large = _random(Llama(512, 8, 4, 64, 1408, 6, 8_000), prompt, 2 * tokens)
-        results += _compare(large, draft, steps, repeats)
+        for draft in SEARCHES:
+            results += _compare(large, draft, steps, repeats)
     for name, draft in (
         ("small model", DRAFT),
         ("EAGLE head", "specpool/tiny-eagle"),
