@@ -62,8 +62,8 @@ VLLM := 0.33.0
 
 engines: .engines/sglang .engines/vllm ## install SGLang (a wheel of 40 MB) and vLLM's Python (47 MB) into .engines, for the tests of the plug-ins
 
-run: $(VENV)/.run ## install and run `specpool generate` on the embedded pair
-	$(BIN)/specpool generate
+run: $(VENV)/.run ## install and run `specpool generate --compare` on the embedded pair
+	$(BIN)/specpool generate --compare
 
 install: $(VENV)/.dev ## create .venv with everything that development needs
 

@@ -258,7 +258,21 @@ def test_names():
     text = [1, 2, 3, 4, 5, 9, 3, 7, 7, 2, 3]
     assert paths(named_drafter("ngram"), CHAIN, text)[0][-1] == (4, 5, 9)
     assert paths(named_drafter("ngram:1"), CHAIN, text)[0][-1] == (7, 7, 2)
-    assert named_drafter("ngrams") is None and named_drafter("specpool/tiny-eagle") is None
+    assert named_drafter("specpool/tiny-eagle") is None
+
+
+@pytest.mark.parametrize("name", ["ngrm", "ngrams:3", "n-gram", "sufix", "suffixx:shared", "mpt"])
+def test_a_word_that_is_nearly_a_drafters_is_refused_before_the_hub_is_asked(name, tmp_path):
+    with pytest.raises(ConfigError, match=f"none named '{name}': did you mean '"):
+        named_drafter(name)
+    with pytest.raises(ConfigError, match=f"none named '{name}': did you mean '"):
+        Engine.from_pretrained("specpool/tiny", draft=name)
+
+
+def test_a_folder_may_have_a_name_that_is_nearly_a_drafters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ngrm").mkdir()
+    assert named_drafter("ngrm") is None and named_drafter("somebody/ngrm") is None
 
 
 # --- the same text as plain decoding -------------------------------------------------------------
