@@ -269,6 +269,7 @@ def ready(engine: Engine) -> Ready:
             "page_size": config.page_size,
             "overlap_depth": config.overlap_depth,
             "kv_bytes": engine.kv_bytes,
+            "drafters": [*engine.drafters],
         },
         tokenizer=None if engine.tokenizer is None else str(engine.tokenizer.name_or_path),
         model_key=config_key(engine.target),
