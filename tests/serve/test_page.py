@@ -35,8 +35,10 @@ def chromium(tmp_path_factory):
 @pytest.fixture
 def browser(chromium, server):
     chromium.look(1200)
-    chromium.go(f"{server.url}/health")  # of the same origin, where the store can be emptied
+    chromium.go(f"{server.url}/")
+    chromium.until("name")
     chromium.run("localStorage.clear(); sessionStorage.clear()")
+    chromium.go("about:blank?")
     chromium.errors.clear()
     chromium.go(f"{server.url}/")
     chromium.until("name")
