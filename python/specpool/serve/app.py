@@ -95,10 +95,11 @@ def build_app(service: Service) -> ASGIApp:
         )
     routes = [*app.routes, *(route for router in made for route in router.routes)]
     patterns = [route for route in routes if isinstance(route, Route)]
-    logged: ASGIApp = AccessLog(guarded, service, patterns)
+    logged: Any = AccessLog(guarded, service, patterns)  # uvicorn's types differ from Starlette's
     if service.config.proxies:
         logged = ProxyHeadersMiddleware(logged, [*service.config.proxies])
-    return logged
+    answer: ASGIApp = logged
+    return answer
 
 
 async def _own_error(request: Request, error: Exception) -> Response:

@@ -14,7 +14,7 @@ from specpool.serve.api.errors import ApiError, shutting_down
 from specpool.serve.bridge.client import EngineClient
 from specpool.serve.config import ServeConfig
 from specpool.serve.counters import Counters
-from specpool.serve.guard.keys import Keys
+from specpool.serve.keys import Keys
 from specpool.serve.sessions import Sessions
 from specpool.serve.turns import Turns
 

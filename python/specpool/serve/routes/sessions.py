@@ -15,7 +15,7 @@ from specpool.errors import SpecpoolError
 from specpool.serve.answers import whole
 from specpool.serve.api.errors import json_response, shutting_down
 from specpool.serve.api.requests import RewindRequest, SessionRequest
-from specpool.serve.guard.keys import KeyId
+from specpool.serve.keys import KeyId
 from specpool.serve.service import Service
 from specpool.serve.sessions import SessionRecord, ident_of
 
