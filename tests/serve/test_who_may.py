@@ -329,6 +329,21 @@ def test_an_origin_that_is_almost_the_own_one_is_foreign(run, origin, host):
     run(test, origins=("https://site.example",))
 
 
+@pytest.mark.parametrize("method", ["as it is", "HEAD", "OPTIONS"])
+def test_no_route_answers_to_a_name_that_another_site_points_here(run, method):
+    """Law: for a browser such a page is the server's own, so the name alone tells them apart."""
+
+    async def test(front):
+        said = {"host": "evil.example", "origin": "http://evil.example"}
+        for own, path in [*ROUTES, ("GET", "/none")]:
+            used = own if method == "as it is" else method
+            status, found = await call(front, used, path, A | said | {"sec-fetch-site": "none"})
+            assert status == 403 and found["error"]["code"] == "host_not_allowed", path
+        assert front.wire.said == []
+
+    run(test)
+
+
 def test_all_sites_may_call_if_all_are_named(run):
     async def test(front):
         for said in FOREIGN:
