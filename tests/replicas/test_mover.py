@@ -436,12 +436,12 @@ def test_a_session_that_was_announced_moves_until_it_comes():
 
 def test_a_session_that_was_announced_moves_for_its_own_key_alone():
     """Law: a request of another key is answered, and waits, as for an id that never existed."""
-    giver, own = Replica("giver"), Replica()
+    giver, own = Replica("g" * 40), Replica()
     own.mover.update(["own"])
-    record = giver.do(giver.sessions.open(None, "a"))
+    record = giver.do(giver.sessions.open(None, "a" * 64))
     _, parcel = giver.do(giver.sessions.pack(record.ident))
     own.mover.expect({record.ident: 1})
-    other, never = (ident_of(name, "b") for name in (record.public_id, "giver.x"))
+    other, never = (ident_of(name, "b") for name in (record.public_id, f"{'g' * 40}.x"))
     with pytest.raises(ApiError, match="moves to another replica"):
         own.sessions.find(record.ident)
     found = [own.start(own.sessions.reach(ident)) for ident in (record.ident, other, never)]

@@ -198,7 +198,7 @@ def test_an_answer_names_a_session_as_its_client_does(run):
 
 @pytest.mark.parametrize(("most", "first", "second"), [(8, 5, 3), (2, 2, 1), (1, 1, 1)])
 def test_one_key_leaves_places_for_sessions_of_others(run, most, first, second):
-    """Law: a key has at most as many sessions as places are left; without keys, all places."""
+    """Law: one of several keys has at most as many sessions as places are left."""
 
     async def test(front):
         statuses = [(await front.ask({}, path="/v1/sessions", **A))[0] for _ in range(most + 1)]
@@ -207,6 +207,15 @@ def test_one_key_leaves_places_for_sessions_of_others(run, most, first, second):
         assert left.count(200) == (most - first + 1) // 2
 
     run(test, max_sessions=most)
+
+
+@pytest.mark.parametrize("keys", [(), KEYS[:1], KEYS[:1] * 2])
+def test_a_server_with_one_kind_of_client_gives_it_all_sessions(run, keys):
+    async def test(front):
+        statuses = [(await front.ask({}, path="/v1/sessions", **A))[0] for _ in range(5)]
+        assert statuses == [200] * 4 + [429]
+
+    run(test, max_sessions=4, api_keys=keys)
 
 
 def test_keys_have_salts_of_their_own(run):

@@ -43,7 +43,7 @@ class ServeConfig:
         read_timeout: seconds in which a request's headers and body must come.
         write_timeout: seconds that a client may leave a part of a stream unread.
         drain_timeout: seconds that running requests get when the server is told to stop.
-        max_sessions: the most open sessions. With keys, none has more than it leaves places free.
+        max_sessions: the most open sessions; one of several keys may have as many as are left.
         session_timeout: seconds after which a session without a turn is closed.
         access_log: write a line for each request.
     """
@@ -121,7 +121,6 @@ class ServeConfig:
                 raise ConfigError(
                     f"an origin is * or begins with http:// or https://, got {shown(origin)}"
                 )
-
         for proxy in self.proxies:
             try:
                 ipaddress.ip_network(str(proxy))
@@ -129,6 +128,11 @@ class ServeConfig:
                 raise ConfigError(
                     f"proxies must be addresses or networks such as 10.0.0.0/8: {error!s:.200}"
                 ) from None
+
+    @property
+    def has_several_keys(self) -> bool:
+        """Whether clients may have different keys."""
+        return len(set(self.api_keys)) > 1
 
     @property
     def is_loopback(self) -> bool:
@@ -166,7 +170,7 @@ class Launch:
 
     def __post_init__(self) -> None:
         shares = any(map(suffix_of, self.loading.get("draft") or ()))
-        if shares and len(set(self.config.api_keys)) > 1 and not self.config.share_prefixes:
+        if shares and self.config.has_several_keys and not self.config.share_prefixes:
             raise ConfigError(
                 "draft: 'suffix:shared' drafts from the texts of all clients, so accepted drafts "
                 f"would tell each of the {len(set(self.config.api_keys))} API keys something of "

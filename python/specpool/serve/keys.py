@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import Depends, Request
 
+from specpool.sampling_params import SamplingParams
 from specpool.serve.api.errors import ApiError
 from specpool.serve.config import ServeConfig
 
@@ -26,11 +28,6 @@ class Keys:
         self._hashes = [_hash(key.encode()) for key in config.api_keys]
         self._shares_prefixes = config.share_prefixes
         self._secret = secrets.token_bytes(32)
-
-    @property
-    def are_several(self) -> bool:
-        """Whether clients may have different keys."""
-        return len(set(self._hashes)) > 1
 
     def check(self, authorization: str) -> str:
         """Return the id of the key in a request's header `authorization`.
@@ -53,20 +50,21 @@ class Keys:
             )
         return given.hex()
 
-    def salt(self, key_id: str, cache_salt: str) -> str:
-        """Return the salt of a text in the prefix cache.
+    def salted(self, key_id: str, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with the salt of the key and of the client together.
 
-        Other keys have other salts, so no client finds another's text there. A secret of this
-        process goes in, so that no client can know a salt and give it as its own.
+        Other keys have other salts, so no client finds another's text in the prefix cache. A secret
+        of this process goes in, so that no client can know a salt and give it as its own.
 
         Args:
             key_id: the id of the key that sends the text.
-            cache_salt: the salt that the client gives; "" if it gives none.
+            params: with the salt that the client gives.
         """
         if self._shares_prefixes or not key_id:
-            return cache_salt
-        content = f"{key_id} {cache_salt}".encode()
-        return hmac.new(self._secret, content, hashlib.sha256).hexdigest()
+            return params
+        content = f"{key_id} {params.cache_salt}".encode()
+        salt = hmac.new(self._secret, content, hashlib.sha256).hexdigest()
+        return replace(params, cache_salt=salt)
 
 
 async def _key_id(request: Request) -> str:

@@ -462,20 +462,21 @@ class Sessions:
     def _room(self, key_id: str = "") -> Iterator[None]:
         """Keep the place of a session while the engine opens it.
 
-        A key may have at most as many sessions as places are free, so no key can take all places,
-        and a key that is alone has half of them. "" may take all.
+        One of several keys may have at most as many sessions as places are free: it can take half
+        of the places if no other key has any, and never all.
 
         Raises:
             ApiError: with those that are being opened, too many are open.
         """
         num = len(self._records) + self._opening.total()
         num_free = self._config.max_sessions - num
-        num_own = len(self.of_key(key_id)) + self._opening[key_id] if key_id else 0
-        if num_free <= 0 or num_own > num_free:
-            told = f"this key has {num_own}" if key_id else f"{num}"
+        has_others = self._config.has_several_keys
+        num_own = len(self.of_key(key_id)) + self._opening[key_id] if has_others else num
+        if num_free <= 0 or (has_others and num_own > num_free):
+            whose = " of this key" if has_others else ""
             raise ApiError(
                 429,
-                f"{told} sessions are open, which is the most: close one",
+                f"{num_own} sessions{whose} are open, which is the most: close one",
                 code="too_many_sessions",
                 retry=False,
             )

@@ -83,8 +83,8 @@ def _check_site(headers: Headers, origins: Collection[str], *, is_read: bool) ->
     if site is not None:  # the browser knows, also behind a proxy that changes the host
         is_foreign = site not in ("same-origin", "none")
     elif origin is not None:
-        scheme, _, host = origin.lower().partition("://")
-        is_foreign = scheme not in ("http", "https") or host != headers.get("host", "").lower()
+        host = headers.get("host", "")
+        is_foreign = origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower())
     else:
         return
     if is_read and headers.get("sec-fetch-mode") == "navigate":  # a person follows a link

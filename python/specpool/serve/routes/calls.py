@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -155,9 +155,7 @@ class Call:
             ids = await self.tokenized(prompts, record, variables)
             lens = [len(each.ids if isinstance(each, NextTurn) else each) for each in ids]
             room = min(self.room(num, most, index) for index, num in enumerate(lens))
-            params = params_of(room)
-            salt = self.service.keys.salt(self.key_id, params.cache_salt)
-            params = replace(params, cache_salt=salt)
+            params = self.service.keys.salted(self.key_id, params_of(room))
             order = Order(ids, params, self.body.priority or 0, record)
             return Generation(self.service, order, self.arrived)
         except BaseException as error:

@@ -78,7 +78,7 @@ class Pool:
         async with self._lock:
             if asyncio.get_running_loop().time() > self._until:
                 stats, groups = await self._stats.get(), await asked(self._service, "pool")
-                if self._service.keys.are_several:
+                if self._service.config.has_several_keys:
                     for group in groups:
                         group["runs"] = _without_rows(group["runs"])
                 self._answer = {
