@@ -24,9 +24,9 @@ FORM = TEXT | {"structured_outputs": {"regex": "[a-z]{4}"}}
 class Scripted:
     """A front, its engine's words, and clients that can leave."""
 
-    def __init__(self, **options):
+    def __init__(self, wire=None, **options):
         options = {"access_log": False} | options
-        self.wire = Wire()
+        self.wire = Wire() if wire is None else wire
         self.client = EngineClient(self.wire)
         self.config = ServeConfig(**options)
 
@@ -38,7 +38,9 @@ class Scripted:
         )
         self.app = build_app(self.service)
 
-    async def ask(self, body, path="/v1/completions", leaves=None, method="POST", **headers):
+    async def ask(
+        self, body, path="/v1/completions", leaves=None, method="POST", client=None, **headers
+    ):
         """One request; returns status and JSON. The client leaves with the event `leaves`."""
         told, parts = [], [{"type": "http.request", "body": json.dumps(body).encode()}]
 
@@ -60,6 +62,7 @@ class Scripted:
                 "path": path,
                 "raw_path": path.encode(),
                 "query_string": b"",
+                "client": client,
                 "headers": [(k.encode(), v.encode()) for k, v in given.items()],
             },
             receive,

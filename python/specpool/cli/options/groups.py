@@ -159,8 +159,10 @@ class ServerOptions:
     port: o.Port = 8000
     api_key_file: o.ApiKeyFile = None
     open_metrics: o.OpenMetrics = False
+    share_prefixes: o.SharePrefixes = False
     allow_origin: o.AllowOrigin = None
     allow_host: o.AllowHost = None
+    trust_proxy: o.TrustProxy = None
     max_queue: o.MaxQueue = 1024
     max_body: o.MaxBody = "8MiB"
     max_connections: o.MaxConnections = 4096
@@ -182,6 +184,7 @@ class ServerOptions:
         del given["api_key_file"]
         given["origins"] = tuple(given.pop("allow_origin") or ())
         given["hosts"] = tuple(given.pop("allow_host") or ())
+        given["proxies"] = tuple(given.pop("trust_proxy") or ())
         given["max_body"] = parse_bytes("max_body", given["max_body"])
         given["max_sessions"] = given.pop("max_open_sessions")
         given["request_timeout"] = given["request_timeout"] or None

@@ -211,6 +211,13 @@ ApiKeyFile = Annotated[
 OpenMetrics = Annotated[
     bool, typer.Option("--open-metrics", help="Give /metrics without a key too.")
 ]
+SharePrefixes = Annotated[
+    bool,
+    typer.Option(
+        "--share-prefixes",
+        help="All API keys share cached KV, so each can find out what others have sent.",
+    ),
+]
 AllowOrigin = Annotated[
     list[str] | None,
     typer.Option(help="Site whose pages may call the server (CORS); * = all; may be repeated."),
@@ -218,6 +225,12 @@ AllowOrigin = Annotated[
 AllowHost = Annotated[
     list[str] | None,
     typer.Option(help="Name by which a loopback server may be called too; may be repeated."),
+]
+TrustProxy = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Address or network of a proxy whose X-Forwarded-For is believed; may be repeated."
+    ),
 ]
 MaxQueue = Annotated[
     int, typer.Option(help="Most texts that wait beside those that run; further ones get 429.")

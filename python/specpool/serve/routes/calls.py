@@ -23,7 +23,7 @@ from specpool.serve.api.structured import form_field
 from specpool.serve.api.usage import drafting_of, usage_of
 from specpool.serve.generation import Generation, Order
 from specpool.serve.service import Service
-from specpool.serve.sessions import SessionRecord
+from specpool.serve.sessions import SessionRecord, ident_of
 
 #: What a call for texts answers, for the OpenAPI document.
 ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -69,6 +69,11 @@ class Call:
         names = ", ".join(name.encode("unicode_escape").decode() for name in self.unknown)
         return {"x-specpool-ignored": names[:500]} if names else {}
 
+    @property
+    def key_id(self) -> str:
+        """The id of the key that calls."""
+        return str(self.request.scope["specpool.key"])
+
     async def take_session(self) -> SessionRecord | None:
         """Take the session that the call names, if it does.
 
@@ -90,6 +95,7 @@ class Call:
             return None
         if (self.body.n or 1) > 1:
             raise bad("a turn of a session has one text: fork the session", "n")
+        ident = ident_of(ident, self.key_id)
         await self.service.sessions.reach(ident)
         return self.service.sessions.begin(ident, self.body.session_offset)
 
@@ -149,7 +155,8 @@ class Call:
             ids = await self.tokenized(prompts, record, variables)
             lens = [len(each.ids if isinstance(each, NextTurn) else each) for each in ids]
             room = min(self.room(num, most, index) for index, num in enumerate(lens))
-            order = Order(ids, params_of(room), self.body.priority or 0, record)
+            params = self.service.keys.salted(self.key_id, params_of(room))
+            order = Order(ids, params, self.body.priority or 0, record)
             return Generation(self.service, order, self.arrived)
         except BaseException as error:
             if record is not None:
@@ -284,5 +291,5 @@ class Call:
             end["metrics"] = {"speculative_decoding": drafting_of(done, num_steps)}
         record = generation.order.session
         if record is not None:
-            end["session"] = {"id": record.ident, "offset": record.offset}
+            end["session"] = {"id": record.public_id, "offset": record.offset}
         return end
