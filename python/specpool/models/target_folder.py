@@ -27,12 +27,13 @@ from specpool.errors import (
     wants_trust,
 )
 from specpool.models.files.checkpoint import (
+    SINGLES,
     check_counts,
     read_json,
-    shards,
     some_of,
     stored_dtypes,
     text_parts,
+    weight_files,
 )
 from specpool.models.files.hub import from_hub
 from specpool.models.gate import (
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
 # The files that transformers reads of a repository besides weights, none of them in a subfolder.
 _CONFIGS = ("config.json", "*.index.json")
 _TEXTS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-# The weights in the order in which transformers looks for them.
-_SINGLES = ("model.safetensors", "pytorch_model.bin")
 _FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
 # The most numbers per byte of a weight file (4-bit weights have 2), and the numbers that a model
 # may have beyond that (computed buffers).
@@ -155,16 +154,16 @@ def _fetch(name: str, config_only: bool, with_code: bool, where: dict[str, Any])
         return fetch(_CONFIGS)
     folder = fetch((*_TEXTS, "*.py") if with_code else _TEXTS)
     # A repository often holds its weights several times: only those that will be read are fetched.
-    for single in _SINGLES:
+    for single in SINGLES:
+        fetch([single])
+        if (folder / single).is_file():
+            break
         index = folder / f"{single}.index.json"
         if index.is_file():
             weight_map = read_json(index).get("weight_map")
             files = weight_map.values() if isinstance(weight_map, dict) else ()
             names = {file for file in files if isinstance(file, str)}
             return fetch([glob.escape(name) for name in sorted(names)])  # names, not patterns
-        fetch([single])
-        if (folder / single).is_file():
-            break
     return folder
 
 
@@ -302,7 +301,7 @@ def _check_files(folder: TargetFolder) -> list[Path]:
     ends = folder.path / "generation_config.json"
     if os.path.exists(ends):
         read_json(ends)  # transformers would leave out a damaged one, and with it where texts end
-    files = _weight_files(folder, config)
+    files = _weight_files(folder)
     dtypes: dict[str, str] = {}
     for path in files:
         dtypes |= stored_dtypes(path)
@@ -333,8 +332,8 @@ def _check_plain_names(path: Path, content: dict[str, Any], key: str) -> None:
             raise CheckpointError(f"{path}: {key} names {shown(name)}, which is no file beside it")
 
 
-def _weight_files(folder: TargetFolder, config: dict[str, Any]) -> list[Path]:
-    path, own = folder.path, config.get("transformers_weights")
+def _weight_files(folder: TargetFolder) -> list[Path]:
+    path = folder.path
     # transformers prefers such files, and torch.distributed unpickles other files of the folder.
     parts = sorted(file.name for file in path.iterdir() if re.match(r"shard-\d", file.name))
     if parts:
@@ -342,21 +341,7 @@ def _weight_files(folder: TargetFolder, config: dict[str, Any]) -> list[Path]:
             f"{path} is a distributed checkpoint ({parts[0]:.80}): load it where it was saved, and "
             "save it with save_pretrained"
         )
-    for name in _SINGLES if own is None else [own]:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(
-                f"{path}: transformers_weights names {shown(name)}, which is no file beside it"
-            )
-        if os.path.isfile(path / name):
-            return shards(path / name) if name.endswith(".index.json") else [path / name]
-        index = path / f"{name}.index.json"
-        if os.path.isfile(index):
-            return shards(index)
-    found = ", ".join(sorted(file.name for file in path.iterdir()))
-    raise CheckpointError(
-        f"cannot load a model from {folder.name!r}: it has no "
-        f"{' or '.join(_SINGLES) if own is None else own}, nor an index of one; found {found:.200}"
-    )
+    return weight_files(path)
 
 
 def _check_size(folder: TargetFolder, files: Sequence[Path], config: Any) -> None:

@@ -26,6 +26,11 @@ _MOST_LAYERS = 1 << 14
 _LEAST = {"hidden_size": 1, "intermediate_size": 0, "vocab_size": 1, "head_dim": 1}
 _LEAST |= {"num_attention_heads": 1, "num_key_value_heads": 1}
 
+#: The files of whole weights, in the order in which transformers looks for them. Each comes before
+#: its own index.
+SINGLES = ("model.safetensors", "pytorch_model.bin")
+_INDEX = ".index.json"
+
 # safetensors' names of the dtypes that weights may have; other dtypes keep their names.
 _STORED = {"F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16"}
 _STORED |= {"BF16": "torch.bfloat16", "I8": "torch.int8", "BOOL": "torch.bool"}
@@ -192,9 +197,9 @@ def weight_bytes(folder: Path) -> int:
     Raises:
         CheckpointError: there are no weight files, or the index names none.
     """
-    index = folder / "model.safetensors.index.json"
-    if os.path.isfile(index):
-        metadata = read_json(index).get("metadata")
+    entry = weight_entry(folder)
+    if entry.name.endswith(_INDEX):
+        metadata = read_json(entry).get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if isinstance(total, int | float) and 0 < total < 1 << 60:
             return int(total)
@@ -202,25 +207,45 @@ def weight_bytes(folder: Path) -> int:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files; prefer safetensors to pickles, and an index to a single file.
+    """Return the weight files of a checkpoint folder; every reader of weights asks here.
 
     Raises:
         CheckpointError: there are none, or an index is wrong (see `shards`).
     """
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        index = folder / f"{stem}.{suffix}.index.json"
-        if os.path.isfile(index):
-            return shards(index)
-        single = folder / f"{stem}.{suffix}"
-        if os.path.isfile(single):
-            return [single]
-        others = sorted(path for path in folder.glob(f"*.{suffix}") if os.path.isfile(path))
-        if len(others) == 1:
-            return others
-    found = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
-    raise CheckpointError(
-        f"{folder}: no model.safetensors or pytorch_model.bin, nor an index of one; found {found}"
-    )
+    entry = weight_entry(folder)
+    return shards(entry) if entry.name.endswith(_INDEX) else [entry]
+
+
+def weight_entry(folder: Path) -> Path:
+    """Return the weight file, or the index of several, that transformers would read.
+
+    The first that exists is read, and the others are stale or copies: the file that the config
+    names in `transformers_weights`, model.safetensors, its index, pytorch_model.bin, its index.
+    A folder with none of them may have one file of another name, which transformers does not read.
+
+    Raises:
+        CheckpointError: there is none, or the config names a file that is not beside it.
+    """
+    named = None
+    if os.path.isfile(folder / "config.json"):
+        named = read_config(folder).get("transformers_weights")
+    if named is not None and (not isinstance(named, str) or Path(named).name != named):
+        raise CheckpointError(
+            f"{folder}: transformers_weights names {shown(named)}, which is no file beside it"
+        )
+    names = [named]
+    if named is None:
+        names = [name for single in SINGLES for name in (single, single + _INDEX)]
+    for name in names:
+        if os.path.isfile(folder / name):
+            return folder / name
+    for single in SINGLES if named is None else ():
+        lone = sorted(p for p in folder.glob(f"*{Path(single).suffix}") if os.path.isfile(p))
+        if len(lone) == 1:
+            return lone[0]
+    files = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+    wanted = f"no {named}" if named else f"no {' or '.join(SINGLES)}, nor an index of one"
+    raise CheckpointError(f"{folder}: {wanted}; found {files:.200}")
 
 
 def shards(index: Path) -> list[Path]:
