@@ -9,9 +9,11 @@ weight files hold.
 from __future__ import annotations
 
 import glob
+import inspect
+import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,10 +51,21 @@ from specpool.models.sharding import sharded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_log = logging.getLogger("specpool")
+
 # The files that transformers reads of a repository besides weights, none of them in a subfolder.
 _CONFIGS = ("config.json", "*.index.json")
 _TEXTS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+# Keys that transformers or this package reads for every class: files, RoPE, MTP layers.
+_ANY_CLASS = frozenset(
+    """
+    _attn_implementation_autoset attn_implementation auto_map is_decoder num_nextn_predict_layers
+    partial_rotary_factor quantization_config rope_parameters rope_scaling rope_theta torch_dtype
+    transformers_weights use_cache
+    """.split()
+)
 _FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
+_MTP_FILES = ("*mtp*.safetensors",)
 # The most numbers per byte of a weight file (4-bit weights have 2), and the numbers that a model
 # may have beyond that (computed buffers).
 _NUMBERS_PER_BYTE, _SPARE_NUMBERS = 4, 1 << 26
@@ -100,6 +113,7 @@ def find_target(
     local_files_only: bool = False,
     trust_remote_code: bool = False,
     config_only: bool = False,
+    with_mtp: bool = False,
 ) -> TargetFolder:
     """Find a target's folder, or fetch it from the hub; its files are not read.
 
@@ -109,6 +123,7 @@ def find_target(
         local_files_only: never ask the network.
         trust_remote_code: fetch Python code too.
         config_only: fetch no weights and no tokenizer.
+        with_mtp: fetch files of an MTP layer too that the weights' index does not name.
 
     Raises:
         ConfigError: there is no such folder, it has no config.json, or the hub cannot give it.
@@ -135,36 +150,38 @@ def find_target(
         raise ConfigError(f"no model at {name!r}: there is no such folder")
     with from_hub(name, revision, local_files_only=local_files_only) as only_cached:
         where = {"revision": revision, "local_files_only": only_cached}
-        path = _fetch(name, config_only, trust_remote_code, where)
+        more = [*(["*.py"] if trust_remote_code else []), *(_MTP_FILES if with_mtp else [])]
+        path = _fetch(name, _CONFIGS if config_only else (*_TEXTS, *more), where)
+        if not config_only:
+            _fetch_weights(name, path, where)
     if not os.path.isfile(path / "config.json"):
         raise ConfigError(f"no model at {name!r}: the hub has no config.json of it")
     return TargetFolder(name, path, trust_remote_code)
 
 
-def _fetch(name: str, config_only: bool, with_code: bool, where: dict[str, Any]) -> Path:
+def _fetch(name: str, patterns: Sequence[str], where: dict[str, Any]) -> Path:
+    """Fetch the files of these patterns that the hub has; return the folder of all files so far."""
     from huggingface_hub import snapshot_download
 
-    def fetch(patterns: Sequence[str]) -> Path:
-        found = snapshot_download(
-            name, allow_patterns=list(patterns), ignore_patterns=["*/*"], **where
-        )
-        return Path(found)
+    folder = snapshot_download(
+        name, allow_patterns=list(patterns), ignore_patterns=["*/*"], **where
+    )
+    return Path(folder)
 
-    if config_only:
-        return fetch(_CONFIGS)
-    folder = fetch((*_TEXTS, "*.py") if with_code else _TEXTS)
-    # A repository often holds its weights several times: only those that will be read are fetched.
+
+def _fetch_weights(name: str, folder: Path, where: dict[str, Any]) -> None:
+    """Fetch the weights that will be read: a repository often holds its weights several times."""
     for single in SINGLES:
-        fetch([single])
+        _fetch(name, [single], where)
         if (folder / single).is_file():
-            break
+            return
         index = folder / f"{single}.index.json"
         if index.is_file():
             weight_map = read_json(index).get("weight_map")
             files = weight_map.values() if isinstance(weight_map, dict) else ()
             names = {file for file in files if isinstance(file, str)}
-            return fetch([glob.escape(name) for name in sorted(names)])  # names, not patterns
-    return folder
+            _fetch(name, [glob.escape(file) for file in sorted(names)], where)  # no patterns
+            return
 
 
 def load_config(folder: TargetFolder) -> Any:
@@ -194,6 +211,26 @@ def load_config(folder: TargetFolder) -> Any:
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = None
     return config
+
+
+def _unread(config: Any, raw: dict[str, Any]) -> Iterator[str]:
+    """Yield the keys of a config.json that transformers' class of it has no use for."""
+    from transformers import GenerationConfig, PretrainedConfig
+
+    text = text_config(config)
+    nested = raw.get("text_config")
+    pairs = [(config, raw, "")]
+    if text is not config and isinstance(nested, dict):
+        pairs.append((text, nested, "text_config."))
+    for part, keys, start in pairs:
+        kind = type(part)
+        try:
+            known = {*vars(kind()), *inspect.signature(kind).parameters, *dir(kind)}
+        except Exception:  # a class of the checkpoint's own code, or one without defaults
+            continue
+        known |= {*getattr(kind, "attribute_map", ()), *PretrainedConfig().to_dict(), *_ANY_CLASS}
+        known |= set(GenerationConfig().to_dict())
+        yield from (start + key for key in sorted(set(keys) - known) if keys[key] is not None)
 
 
 def _check_dtype(name: str, raw: dict[str, Any]) -> None:
@@ -287,6 +324,9 @@ def load_model(
         **options,
     )
     check_loaded(folder.name, model, loaded)
+    unread = [*_unread(config, read_json(folder.path / "config.json"))]
+    if unread:
+        _log.info("%s: transformers does not know %s of its config.json", folder.name, unread)
     found: PreTrainedModel = model
     return found
 

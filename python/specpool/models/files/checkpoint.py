@@ -7,6 +7,7 @@ read only when it is asked for. A file that does not fit raises `CheckpointError
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,8 @@ from specpool.models.files.hub import from_hub
 
 if TYPE_CHECKING:
     import torch
+
+_log = logging.getLogger("specpool")
 
 Shape = tuple[int, ...]
 _MOST_LAYERS = 1 << 14
@@ -54,15 +57,15 @@ class Weights(Mapping[str, "torch.Tensor"]):
     `fc.` for `fusion_fc.`; `fc_norm.{0,1,2}` for `aux_norm_{low,mid,high}`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Open the weight files of `folder`.
+    def __init__(self, folder: Path, beside: Sequence[Path] = ()) -> None:
+        """Open the weight files of `folder`, and the files `beside` them.
 
         Raises:
             CheckpointError: there is no weight file, one is unreadable or unsafe, a shard is
                 missing, or two tensors have the same normal name.
         """
         self._sources: dict[str, tuple[Callable[[str], Any], str]] = {}
-        for path in weight_files(folder):
+        for path in [*weight_files(folder), *beside]:
             names, read = _open(path)
             for name in names:
                 normal = normal_name(name)
@@ -107,6 +110,19 @@ def normal_name(name: str) -> str:
         if name.startswith(prefix):
             name = normal + name[len(prefix) :]
     return name
+
+
+def is_of_mtp(name: str, num_layers: int) -> bool:
+    """Return whether a tensor belongs to no layer of the target, but seems to be of MTP layers.
+
+    Args:
+        name: the tensor's normal name (see `Weights`).
+        num_layers: decoder layers of the target.
+    """
+    if re.search(r"(^|[._])(mtp|nextn)", name):
+        return True
+    layer = re.match(r"layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= num_layers
 
 
 def find_folder(source: str | os.PathLike[str]) -> Path:
@@ -305,6 +321,15 @@ def _load_pickle(path: Path, device: str) -> Any:
             f"{path} is not a sound state dict of plain tensors, and anything else is not run: "
             f"{one_line(error)}"
         ) from error
+
+
+def log_unused(
+    source: str | os.PathLike[str], tensors: Sequence[str], keys: Sequence[str] = ()
+) -> None:
+    """Name, once, the tensors and the config keys of a checkpoint that nothing reads."""
+    for what, names in (("tensors", tensors), ("keys of its config.json", keys)):
+        if names:
+            _log.warning("%s: %s that are not read: %s", source, what, some_of(sorted(names)))
 
 
 def check_tensors(
