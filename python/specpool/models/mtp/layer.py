@@ -22,7 +22,7 @@ from specpool.attention import AttentionBatch
 from specpool.errors import CheckpointError, ConfigError, reading
 from specpool.models.eagle.likeliest import likeliest
 from specpool.models.eagle.tables import is_copy
-from specpool.models.files.checkpoint import Weights, find_folder, is_of_mtp, log_unused
+from specpool.models.files.checkpoint import Weights, find_folder, is_of_mtp, log_unused, some_of
 from specpool.models.gate import text_config
 from specpool.models.mtp.layout import MtpLayout, files_beside, find_layout
 from specpool.models.target import TargetModel
@@ -216,8 +216,11 @@ def _one_layer(target: TargetModel, weights: Weights, layout: MtpLayout) -> PreT
             ignore_mismatched_sizes=True,
         )
     check_loaded("the MTP layer", model, loaded)
-    if loaded["unexpected_keys"]:
-        raise CheckpointError(f"the MTP layer has unexpected {sorted(loaded['unexpected_keys'])}")
+    if unexpected := sorted(loaded["unexpected_keys"]):
+        names = [layout.block + name.removeprefix(f"{start}.0.") for name in unexpected]
+        raise CheckpointError(
+            f"the MTP layer has unexpected {some_of([*map(weights.file_name, names)])}"
+        )
     found: PreTrainedModel = model.to(device=target.device, dtype=target.dtype)
     return found
 
