@@ -38,6 +38,7 @@ _RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent",
 _KNOWN_LAYER_TYPES = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 )
+_MEDIA = ("image", "video", "audio")
 #: Types with chunked attention that run here: a test compares each with transformers.
 CHUNKED = ("llama4_text",)
 #: Types with recurrent layers that run here: a test compares each with transformers.
@@ -73,6 +74,18 @@ def refusal(model_type: str, reason: str) -> ConfigError:
 def text_config(config: Any) -> Any:
     """Return the text decoder's part of a config; it is the config itself unless multimodal."""
     return config.get_text_config(decoder=True)
+
+
+def media_tokens(config: Any) -> dict[int, str]:
+    """Return the tokens that stand for an image, a video or sound, with the config's key of each.
+
+    A multimodal model replaces their embeddings by features of the image.
+    """
+    if text_config(config) is config:
+        return {}
+    keys = (f"{kind}_token_{end}" for kind in _MEDIA for end in ("id", "index"))
+    found = {key: getattr(config, key, None) for key in keys}
+    return {token: key for key, token in found.items() if isinstance(token, int)}
 
 
 def check_config(config: Any) -> None:

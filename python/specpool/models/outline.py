@@ -76,11 +76,13 @@ def target_outline(source: str, *, trust_remote_code: bool = False) -> Outline:
         plain = _by_transformers(source, folder, trust_remote_code)
     if found is None:
         _fetch_index(source)
+    dtype, dtype_from = _dtype(raw, folder)
     try:
         num_bytes = weight_bytes(folder)
+        if plain.is_part and dtype in ITEMSIZES and not raw.get("quantization_config"):
+            num_bytes = min(num_bytes, plain.num_parameters * ITEMSIZES[dtype])
     except CheckpointError:
         num_bytes = None
-    dtype, dtype_from = _dtype(raw, folder)
     return Outline(
         layers=plain.layers,
         dtype=dtype,
@@ -122,11 +124,16 @@ def _by_transformers(source: str, folder: Path, trust_remote_code: bool) -> Plai
             f"no key is missing: {', '.join(FAMILIES)}"
         ) from None
     from specpool.models.gate import max_context_len, text_config
-    from specpool.models.target_folder import TargetFolder, load_config
+    from specpool.models.target_folder import TargetFolder, empty_model, load_config
 
     config = load_config(TargetFolder(source, folder, trust_remote_code))
     vocab_size = _integer(text_config(config), "vocab_size")
-    return PlainConfig(stated_layers(config), max_context_len(config), vocab_size, 0)
+    layers, num_parameters = stated_layers(config), 0
+    is_part = text_config(config) is not config
+    if is_part:  # the files hold more than is loaded
+        parameters = empty_model(config).parameters()
+        num_parameters = sum(parameter.numel() for parameter in parameters)
+    return PlainConfig(layers, max_context_len(config), vocab_size, num_parameters, is_part)
 
 
 def stated_layers(config: Any) -> tuple[LayerKV, ...]:

@@ -30,6 +30,7 @@ from specpool.models.gate import (
     check_config,
     has_recurrent_layers,
     max_context_len,
+    media_tokens,
     refusal,
     text_config,
 )
@@ -79,6 +80,7 @@ class TargetModel:
         continues: whether a forward of several tokens may start from a state; if not, such tokens
             run one by one.
         eos_token_ids: tokens that end a text; may be empty.
+        media_tokens: tokens that stand for an image, a video or sound, with the config's key.
         closed: whether `close` was called.
     """
 
@@ -87,7 +89,10 @@ class TargetModel:
         check_values(model.config)
         check_config(model.config)
         self._is_recurrent = has_recurrent_layers(model.config)
-        check_class(type(model), model.config.model_type, is_recurrent=self._is_recurrent)
+        # Of a multimodal model, the decoder's class says how it attends.
+        is_text = text_config(model.config) is model.config
+        kind = type(model if is_text else _find_decoder(model))
+        check_class(kind, model.config.model_type, is_recurrent=self._is_recurrent)
         if model.config._attn_implementation == _ATTENTION:
             raise ConfigError(
                 "the model in memory is in use by another engine, or a copy of one that is: close"
@@ -402,6 +407,7 @@ class TargetModel:
         eos = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         eos = getattr(text, "eos_token_id", None) if eos is None else eos
         self.eos_token_ids = eos_ids(eos)
+        self.media_tokens = media_tokens(self.config)
 
     def _find_layers(self) -> nn.ModuleList:
         for child in self._decoder.children():

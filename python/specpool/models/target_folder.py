@@ -47,6 +47,7 @@ from specpool.models.gate import (
     text_config,
 )
 from specpool.models.sharding import sharded
+from specpool.models.text_part import has_other_parts, text_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,6 +66,8 @@ _ANY_CLASS = frozenset(
     """.split()
 )
 _FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
+# Where transformers maps a config to a class: the first that has it decides. The last is new in 5.
+_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 _MTP_FILES = ("*mtp*.safetensors",)
 # The most numbers per byte of a weight file (4-bit weights have 2), and the numbers that a model
 # may have beyond that (computed buffers).
@@ -204,7 +207,9 @@ def load_config(folder: TargetFolder) -> Any:
         check_config(config)
         is_recurrent = has_recurrent_layers(config)
         if not _runs_own_code(config):
-            check_class(_model_class(config), config.model_type, is_recurrent=is_recurrent)
+            model_class = _model_class(config)
+            if not has_other_parts(model_class, config):  # else the decoder's class decides
+                check_class(model_class, config.model_type, is_recurrent=is_recurrent)
         max_context_len(config)
         # A config may name kernels to fetch and run; name none.
         config._attn_implementation = "eager"
@@ -312,11 +317,15 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM, PretrainedConfig
 
-    options = {} if world == 1 else sharded(config, _model_class(config), world)
+    model_class = None if _runs_own_code(config) else _model_class(config)
+    loader: Any = AutoModelForCausalLM
+    if model_class is not None and has_other_parts(model_class, config):
+        loader = model_class = text_part(model_class)
+    options = {} if world == 1 else sharded(config, model_class or _model_class(config), world)
     _check_size(folder, _check_files(folder), config)
     name = "dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype"  # before 4.56
     model, loaded = folder.load(
-        AutoModelForCausalLM,
+        loader,
         config=config,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
@@ -391,11 +400,8 @@ def _check_size(folder: TargetFolder, files: Sequence[Path], config: Any) -> Non
     """
     if _runs_own_code(config):
         return
-    from transformers import AutoModelForCausalLM
-
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model = empty_model(config)
     except Exception:  # loading will raise the same error
         return
     numbers = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
@@ -405,6 +411,17 @@ def _check_size(folder: TargetFolder, files: Sequence[Path], config: Any) -> Non
             f"{folder.name}: the model of config.json has {numbers:.3e} numbers, its weight files "
             f"hold {stored} bytes: they are not of one model"
         )
+
+
+def empty_model(config: Any) -> Any:
+    """Build the model that `load_model` would load, on the meta device: without weights."""
+    from transformers import AutoModelForCausalLM
+
+    model_class = _model_class(config)
+    with torch.device("meta"):
+        if has_other_parts(model_class, config):
+            return text_part(model_class)(config)
+        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
 
 
 def check_loaded(name: str, model: Any, loaded: dict[str, Any]) -> None:
@@ -420,17 +437,22 @@ def check_loaded(name: str, model: Any, loaded: dict[str, Any]) -> None:
         raise CheckpointError(f"{name}: {some_of(faults)}")
 
 
-def _model_class(config: Any) -> type:
-    """Return the class that `AutoModelForCausalLM` will load, without reading weights."""
-    from transformers import AutoModelForCausalLM
+def _model_class(config: Any) -> Any:
+    """Return the class of transformers for a config, without reading weights.
 
-    mapping = AutoModelForCausalLM._model_mapping
-    if type(config) not in mapping:
-        raise refusal(config.model_type, "transformers has no causal language model for it")
-    found: Any = mapping[type(config)]
-    classes: tuple[type, ...] = found if isinstance(found, tuple) else (found,)
-    named = [one for one in classes if one.__name__ in (config.architectures or ())]
-    return (named or classes)[0]
+    Raises:
+        ConfigError: transformers has none whose text part is a causal language model.
+    """
+    import transformers
+
+    for name in _AUTO_CLASSES:
+        mapping = getattr(getattr(transformers, name, None), "_model_mapping", ())
+        if type(config) in mapping:
+            found: Any = mapping[type(config)]
+            classes: tuple[type, ...] = found if isinstance(found, tuple) else (found,)
+            named = [one for one in classes if one.__name__ in (config.architectures or ())]
+            return (named or classes)[0]
+    raise refusal(config.model_type, "transformers has no causal language model for it")
 
 
 def _runs_own_code(config: Any) -> bool:

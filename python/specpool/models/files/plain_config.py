@@ -86,12 +86,14 @@ class PlainConfig:
         max_context_len: the longest context in tokens.
         vocab_size: width of the logits.
         num_parameters: about; without norms and biases. Tied embeddings count once.
+        is_part: the files hold other parts beside the decoder, which are not counted.
     """
 
     layers: tuple[LayerKV, ...]
     max_context_len: int
     vocab_size: int
     num_parameters: int
+    is_part: bool = False
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> PlainConfig | None:
