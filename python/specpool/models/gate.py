@@ -187,10 +187,8 @@ def check_class(model_class: type, model_type: str, *, is_recurrent: bool) -> No
 NO_POSITIONS = 1 << 18
 
 
-def max_context_len(config: Any) -> int:
-    """Return the longest context in tokens, L.
-
-    It may be shorter than the config's; see `longest_context`.
+def context_limit(config: Any) -> tuple[int, str]:
+    """Return the longest context in tokens, and why it is not the config's; see `longest_context`.
 
     Raises:
         ConfigError: the config has no `max_position_embeddings`.
@@ -198,7 +196,7 @@ def max_context_len(config: Any) -> int:
     text = text_config(config)
     length = getattr(text, "max_position_embeddings", None)
     if length is None and has_recurrent_layers(config):
-        return NO_POSITIONS
+        return NO_POSITIONS, "its config states no positions, as its layers need none"
     if length is None:
         raise refusal(config.model_type, "its config has no max_position_embeddings")
     return longest_context(int(length), text)

@@ -28,8 +28,8 @@ from specpool.models.decoder import _find_decoder, _isolate_configs, _no_model, 
 from specpool.models.gate import (
     check_class,
     check_config,
+    context_limit,
     has_recurrent_layers,
-    max_context_len,
     media_tokens,
     refusal,
     text_config,
@@ -74,6 +74,7 @@ class TargetModel:
         hidden_size: width h of the hidden states that the language model head reads.
         vocab_size: V, width of the logits.
         max_context_len: longest context in tokens.
+        context_reason: why it is not the config's number of positions; empty if it is.
         layer_kv: the KV that each layer of `kv_layers` keeps per token.
         kv_layers: the layers with attention, by the index that they attend with.
         state_specs: the states that the recurrent layers keep per row; empty = there are none.
@@ -387,7 +388,7 @@ class TargetModel:
         text = text_config(self.config)
         # LongCat's layers attend twice.
         self.num_layers: int = getattr(text, "num_layers", None) or text.num_hidden_layers
-        self.max_context_len = max_context_len(self.config)
+        self.max_context_len, self.context_reason = context_limit(self.config)
         model: Any = self.model
         self._lm_head = model.get_output_embeddings()
         if self._lm_head is None:

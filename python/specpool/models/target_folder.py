@@ -41,8 +41,8 @@ from specpool.models.files.hub import from_hub
 from specpool.models.gate import (
     check_class,
     check_config,
+    context_limit,
     has_recurrent_layers,
-    max_context_len,
     refusal,
     text_config,
 )
@@ -210,7 +210,7 @@ def load_config(folder: TargetFolder) -> Any:
             model_class = _model_class(config)
             if not has_other_parts(model_class, config):  # else the decoder's class decides
                 check_class(model_class, config.model_type, is_recurrent=is_recurrent)
-        max_context_len(config)
+        context_limit(config)
         # A config may name kernels to fetch and run; name none.
         config._attn_implementation = "eager"
         if hasattr(config, "_experts_implementation"):
