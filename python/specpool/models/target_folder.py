@@ -234,7 +234,7 @@ def _unread(config: Any, raw: dict[str, Any]) -> Iterator[str]:
         except Exception:  # a class of the checkpoint's own code, or one without defaults
             continue
         known |= {*getattr(kind, "attribute_map", ()), *PretrainedConfig().to_dict(), *_ANY_CLASS}
-        known |= set(GenerationConfig().to_dict())
+        known |= set(vars(GenerationConfig()))  # type: ignore[no-untyped-call]
         yield from (start + key for key in sorted(set(keys) - known) if keys[key] is not None)
 
 
@@ -446,7 +446,7 @@ def _model_class(config: Any) -> Any:
     import transformers
 
     for name in _AUTO_CLASSES:
-        mapping = getattr(getattr(transformers, name, None), "_model_mapping", ())
+        mapping: Any = getattr(getattr(transformers, name, None), "_model_mapping", ())
         if type(config) in mapping:
             found: Any = mapping[type(config)]
             classes: tuple[type, ...] = found if isinstance(found, tuple) else (found,)

@@ -249,9 +249,8 @@ def weight_entry(folder: Path) -> Path:
         raise CheckpointError(
             f"{folder}: transformers_weights names {shown(named)}, which is no file beside it"
         )
-    names = [named]
-    if named is None:
-        names = [name for single in SINGLES for name in (single, single + _INDEX)]
+    singles = [name for single in SINGLES for name in (single, single + _INDEX)]
+    names = singles if named is None else [named]
     for name in names:
         if os.path.isfile(folder / name):
             return folder / name

@@ -217,9 +217,9 @@ def _one_layer(target: TargetModel, weights: Weights, layout: MtpLayout) -> PreT
         )
     check_loaded("the MTP layer", model, loaded)
     if unexpected := sorted(loaded["unexpected_keys"]):
-        names = [layout.block + name.removeprefix(f"{start}.0.") for name in unexpected]
+        tensors = [layout.block + name.removeprefix(f"{start}.0.") for name in unexpected]
         raise CheckpointError(
-            f"the MTP layer has unexpected {some_of([*map(weights.file_name, names)])}"
+            f"the MTP layer has unexpected {some_of([*map(weights.file_name, tensors)])}"
         )
     found: PreTrainedModel = model.to(device=target.device, dtype=target.dtype)
     return found
