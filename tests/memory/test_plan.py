@@ -24,7 +24,7 @@ from specpool.models import TargetModel
 from specpool.models.files.names import fetch_config
 from specpool.models.files.plain_config import FAMILIES as PLAIN
 from specpool.models.files.plain_config import PlainConfig
-from specpool.models.gate import max_context_len
+from specpool.models.gate import context_limit
 from specpool.models.outline import stated_layers
 from specpool.num_bytes import parse_bytes, show_bytes
 
@@ -547,7 +547,7 @@ def test_a_plain_config_is_what_transformers_makes_of_it(model_type):
         if not changes:
             assert found is not None
             assert (found.max_context_len, found.vocab_size) == (
-                max_context_len(config),
+                context_limit(config)[0],
                 config.vocab_size,
             )
         for key in (None, *raw):
@@ -558,7 +558,7 @@ def test_a_plain_config_is_what_transformers_makes_of_it(model_type):
             if found is not None:
                 beside = transformers.AutoConfig.for_model(**less)
                 assert found.layers == stated_layers(beside), key
-                assert found.max_context_len == max_context_len(beside), key
+                assert found.max_context_len == context_limit(beside)[0], key
                 num_read += 1
     assert num_read > 10
 

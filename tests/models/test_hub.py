@@ -72,6 +72,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def sharded(hub: Hub, **weight_map: Any) -> None:
+    (hub.path / "model.safetensors").unlink()
     index = {"weight_map": weight_map}
     (hub.path / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -113,6 +114,13 @@ def test_shards_are_fetched_by_their_names(hub: Hub) -> None:
     assert weights == {"model-1.safetensors", "model-2.safetensors"}
 
 
+def test_a_whole_file_goes_before_an_index(hub: Hub) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (hub.path / "model.safetensors.index.json").write_text(json.dumps(index))
+    TargetModel.from_pretrained(NAME).close()
+    assert "model.safetensors" in hub.fetched
+
+
 @pytest.mark.parametrize("name", ["*", "*.py", "weights.ggu?", "[a-z]*", "onnx/*", "../x", ""])
 def test_an_index_names_files_and_no_patterns(hub: Hub, name: str) -> None:
     """As patterns, a hostile index could fetch everything, or code."""
@@ -125,6 +133,7 @@ def test_an_index_names_files_and_no_patterns(hub: Hub, name: str) -> None:
 
 @pytest.mark.parametrize("content", ["[" * 99999, "[]", '{"weight_map": 5}', "\xff{", "{}"])
 def test_an_index_that_is_none_is_one_error(hub: Hub, content: str) -> None:
+    sharded(hub)
     (hub.path / "model.safetensors.index.json").write_text(content, encoding="latin-1")
     with pytest.raises(CheckpointError) as caught:
         TargetModel.from_pretrained(NAME)

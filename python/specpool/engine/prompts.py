@@ -191,6 +191,15 @@ class Prompts:
                     f"the vocabulary is [0, {vocab_size})"
                 )
 
+    def _check_text(self, name: str, tokens: list[int]) -> None:
+        """Raise `ConfigError` for a token that stands for an image or sound, which is not read."""
+        for token in self._target.media_tokens.keys() & set(tokens):
+            raise ConfigError(
+                f"{name} has token id {token} at position {tokens.index(token)}, which stands for "
+                f"an image, a video or sound ({self._target.media_tokens[token]}): this engine "
+                "reads text alone"
+            )
+
     def check_open(self) -> None:
         """Raise `ConfigError` if the engine or its target model has been closed."""
         if self._target.closed:
@@ -243,6 +252,7 @@ class Prompts:
     ) -> Request:
         longest = self._max_context_len
         self.check_tokens(name, ids)
+        self._check_text(name, ids)
         if len(ids) >= longest:
             raise ConfigError(
                 f"{name} has {len(ids)} tokens; with one new token at least, "

@@ -34,6 +34,7 @@ class Model:
     max_context_len: int | None  # None = not known
     vocab_size: int | None  # None = not known
     notes: tuple[str, ...] = ()  # assumptions, for the user
+    context_reason: str = ""  # why the context is not the target's own; empty if it is
 
     def token_bytes(self) -> tuple[dict[int | None, int], int]:
         """Return a token's KV bytes in the target's layers, by window, and in the draft's."""
@@ -146,7 +147,7 @@ def model_of_files(question: Question) -> Model:
             raise ConfigError(f"--{name.replace('_', '-')} needs --draft-layers")
     if question.draft_layers is not None:
         check_int("draft_layers", question.draft_layers, 1, 1 << 16)
-    from specpool.models.outline import target_outline
+    from specpool.models.outline import mtp_bytes_beside, target_outline
 
     assert question.target is not None
     if draft is None and question.draft_layers is None and question.target == "specpool/tiny":
@@ -155,9 +156,12 @@ def model_of_files(question: Question) -> Model:
         draft = None
     is_lookup_draft = draft is not None and is_lookup(draft)
     target = target_outline(question.target, trust_remote_code=question.trust_remote_code)
-    head = None
+    head, longest, reason = None, target.max_context_len, target.context_reason
     if draft is not None and draft != MTP and not is_lookup_draft:
-        head = _draft_outline(draft, question)
+        head, is_whole = _draft_outline(draft, question)
+        if is_whole and head.max_context_len < longest:
+            reason = f"the draft model has {head.max_context_len} positions, the target {longest}"
+            longest = head.max_context_len
     dtype, notes = question.dtype or target.dtype, []
     if dtype is None:
         dtype = "float32"
@@ -184,6 +188,8 @@ def model_of_files(question: Question) -> Model:
             )
         weight_bytes = _share(known, question.tp)
         weight_bytes += (head.loaded_bytes(dtype) or 0) if head is not None else 0
+        if draft == MTP:
+            weight_bytes += mtp_bytes_beside(question.target, target, dtype)
     planned = question.draft_layers
     if planned is not None:
         draft_layers = _planned_layers(question, target)
@@ -205,7 +211,8 @@ def model_of_files(question: Question) -> Model:
         reads_tokens=is_lookup_draft,
         dtype=dtype,
         weight_bytes=weight_bytes,
-        max_context_len=target.max_context_len,
+        max_context_len=longest,
+        context_reason=reason,
         vocab_size=target.vocab_size,
         notes=tuple(notes),
     )
@@ -228,11 +235,11 @@ def _draft_layers(draft: str | None, target: Outline, head: Outline | None) -> t
     return () if head is None else head.layers
 
 
-def _draft_outline(draft: str, question: Question) -> Outline:
-    """Return the outline of a draft model: of a head, or of a language model."""
+def _draft_outline(draft: str, question: Question) -> tuple[Outline, bool]:
+    """Return the outline of a draft model, and whether it is a language model, not a head."""
     from specpool.models.files.draft_kind import is_language_model
     from specpool.models.outline import head_outline, target_outline
 
     if is_language_model(resolve(draft)):
-        return target_outline(draft, trust_remote_code=question.trust_remote_code)
-    return head_outline(resolve(draft))
+        return target_outline(draft, trust_remote_code=question.trust_remote_code), True
+    return head_outline(resolve(draft)), False

@@ -110,12 +110,14 @@ def answered(question: Question) -> Answer:
     max_context_len = question.max_context_len
     if max_context_len is None:
         max_context_len = model.max_context_len
+        if model.context_reason:
+            warn(f"the context is {max_context_len} tokens: {model.context_reason}")
     if max_context_len is None:
         raise ConfigError("plain numbers need --max-context-len")
     if model.max_context_len is not None and max_context_len > model.max_context_len:
         raise ConfigError(
             f"max_context_len {max_context_len} is above the model's {model.max_context_len} "
-            "positions"
+            "positions" + (f": {model.context_reason}" if model.context_reason else "")
         )
     shapes = _shapes(question, model)
     _check_lengths(question, max_context_len)
