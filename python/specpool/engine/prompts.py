@@ -19,7 +19,6 @@ from specpool.scheduler.requests.conversation import Conversation, Message
 from specpool.scheduler.requests.latency import Times
 from specpool.scheduler.requests.request import Request, TokenLogprob
 from specpool.scheduler.scheduler import Scheduler
-from specpool.text.stream import TextStream
 from specpool.text.structured.compiler import Compiler
 
 if TYPE_CHECKING:
@@ -222,7 +221,7 @@ class Prompts:
             sample=sample,
             tokens=list(first.tokens),
             seed=(first.seed + sample) % (1 << 64),
-            watch=TextStream(self._tokenizer, first.params.stop) if first.watch else None,
+            watch=first.params.text_stream(self._tokenizer, first.stop_ids) if first.watch else None,
             matcher=first.matcher.fresh() if first.matcher else None,
             forced=[],
             forwards=[],
@@ -263,6 +262,7 @@ class Prompts:
             given = shape_index, choices, most_steps
             shape_index, choices, forced = rounds.with_forced(*given)
         eos = frozenset[int]() if params.ignore_eos else self._target.eos_token_ids
+        stop_ids = eos | frozenset(params.stop_token_ids)
         request = Request(
             request_id=next(self._ids),
             index=index,
@@ -273,10 +273,10 @@ class Prompts:
             shape_index=shape_index,
             choices=choices,
             max_len=min(len(ids) + params.max_new_tokens, max_tokens or longest),
-            stop_ids=eos | frozenset(params.stop_token_ids),
+            stop_ids=stop_ids,
             seed=fresh_seed() if params.seed is None else params.seed,
             priority=priority if params.priority is None else params.priority,
-            watch=TextStream(self._tokenizer, params.stop) if params.stop else None,
+            watch=params.text_stream(self._tokenizer, stop_ids) if params.stop else None,
             matcher=matcher,
             forced_shape=forced,
             drafter=drafter,
