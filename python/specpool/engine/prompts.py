@@ -92,6 +92,8 @@ class Prompts:
             ids = self._texts.encode(index, prompt)
             if not ids:
                 raise ConfigError(f"prompt {index} is empty")
+            if is_chat(prompt):
+                p = self._chat_params(p)
             first = self._request(f"prompt {index}", index, ids, p, own, priority)
             first.siblings = [self._sibling(first, sample) for sample in range(1, p.n)]
             requests += [first, *first.siblings]
@@ -128,6 +130,8 @@ class Prompts:
                 f"the turn was tokenized for a session of {next_turn.history_len} tokens, which "
                 f"has {len(history)}"
             )
+        if is_chat(prompt):  # who makes a `NextTurn` knows the ends of its chat
+            params = self._chat_params(params)
         ids = next_turn.ids
         if not ids:
             raise ConfigError("the session's first turn is empty")
@@ -289,6 +293,10 @@ class Prompts:
                 f"groups have {self._num_pages}: lower max_new_tokens"
             )
         return request
+
+    def _chat_params(self, params: SamplingParams) -> SamplingParams:
+        target = self._target
+        return self._texts.chat_params(params, target.eos_token_ids, target.vocab_size)
 
     def _drafter_of(self, name: str, params: SamplingParams) -> int:
         """Return the number of the drafter that the parameters name, else 0."""

@@ -104,13 +104,18 @@ class Call:
         service = self.service
 
         def work() -> list[list[int] | NextTurn]:
+            tokens: list[list[int] | NextTurn]
             if record is not None:
                 (prompt,) = prompts
-                return [service.sessions.turn(record, service.texts, prompt, variables)]
-            return [
-                service.texts.encode(index, prompt, variables=variables)
-                for index, prompt in enumerate(prompts)
-            ]
+                tokens = [service.sessions.turn(record, service.texts, prompt, variables)]
+            else:
+                tokens = [
+                    service.texts.encode(index, prompt, variables=variables)
+                    for index, prompt in enumerate(prompts)
+                ]
+            if is_chat(prompts[0]):
+                service.texts.chat_ends()  # here, because the first call takes a moment
+            return tokens
 
         # A thread pays for long texts and for chats, whose template may take a while.
         is_short = record is None and all(
@@ -149,7 +154,13 @@ class Call:
             ids = await self.tokenized(prompts, record, variables)
             lens = [len(each.ids if isinstance(each, NextTurn) else each) for each in ids]
             room = min(self.room(num, most, index) for index, num in enumerate(lens))
-            order = Order(ids, params_of(room), self.body.priority or 0, record)
+            params = params_of(room)
+            if is_chat(prompts[0]):
+                ready = self.service.client.ready
+                params = self.service.texts.chat_params(
+                    params, ready.eos_token_ids, ready.vocab_size
+                )
+            order = Order(ids, params, self.body.priority or 0, record)
             return Generation(self.service, order, self.arrived)
         except BaseException as error:
             if record is not None:
