@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.request import TokenLogprob
+from specpool.serve.api.logprobs import TokenLog
 from specpool.serve.bridge.messages import Done, Tokens
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Choice:
         done: what the engine said at its end; None = it runs.
         num_tokens: new tokens so far.
         text_len: characters so far.
+        log: writes its log probabilities.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Choice:
         self.num_tokens = self.text_len = 0
         eos = frozenset[int]() if params.ignore_eos else eos_token_ids
         self._text = params.text_stream(tokenizer, eos | frozenset(params.stop_token_ids))
+        self.log = TokenLog(tokenizer, self._text.shows)
 
     def take(self, news: list[Tokens | Done]) -> Delta:
         """Decode what came; several pieces of news become one delta."""

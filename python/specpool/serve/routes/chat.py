@@ -10,7 +10,6 @@ from starlette.responses import Response
 from specpool.sampling_params import SamplingParams
 from specpool.serve.api.choice import Choice, Delta
 from specpool.serve.api.errors import bad
-from specpool.serve.api.logprobs import chat_logprobs
 from specpool.serve.api.requests import ChatRequest, Message
 from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.api.structured import tools_of
@@ -29,7 +28,6 @@ class ChatForm:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, body: ChatRequest, num: int) -> None:
         """Write `num` choices for this request."""
-        self._tokenizer = tokenizer
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         markers = markers_of(getattr(tokenizer, "chat_template", None))
         self._tools = [ToolCalls(body, markers) for _ in range(num)]
@@ -47,7 +45,7 @@ class ChatForm:
             new["tool_calls"] = calls
         if not new and not is_last and not (self._num_top is not None and delta.entries):
             return None
-        return _part(choice, new, self._logprobs(delta), self._reason(tools, delta))
+        return _part(choice, new, self._logprobs(choice, delta), self._reason(tools, delta))
 
     def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
         """Return a choice in one piece."""
@@ -62,14 +60,14 @@ class ChatForm:
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(whole),
+            "logprobs": self._logprobs(choice, whole),
             "finish_reason": self._reason(tools, deltas[-1]),
         }
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
-        return chat_logprobs(self._tokenizer, delta.entries, self._num_top)
+        return choice.log.chat(delta.entries, self._num_top)
 
     def _reason(self, tools: ToolCalls, delta: Delta) -> str | None:
         return tools.finish_reason if delta.finish_reason == "stop" else delta.finish_reason
