@@ -282,9 +282,10 @@ def test_a_special_token_amid_a_byte_run_stands_behind_the_characters_before_it(
     tokens = tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<s>", "<0x0A>", "b"])
     for stop, expected in (("\n<s>", "a"), ("<s>\n", "a\n"), ("<s>b", "a\n\nb")):
         stream = TextStream(tokenizer, (stop,))
-        assert "".join(stream.push([token]) for token in tokens) + stream.push(
-            [], last=True
-        ) == expected
+        assert (
+            "".join(stream.push([token]) for token in tokens) + stream.push([], last=True)
+            == expected
+        )
         assert (stream.hit is None) == (stop == "<s>b")
 
 

@@ -225,7 +225,9 @@ class Prompts:
             sample=sample,
             tokens=list(first.tokens),
             seed=(first.seed + sample) % (1 << 64),
-            watch=first.params.text_stream(self._tokenizer, first.stop_ids) if first.watch else None,
+            watch=first.params.text_stream(self._tokenizer, first.stop_ids)
+            if first.watch
+            else None,
             matcher=first.matcher.fresh() if first.matcher else None,
             forced=[],
             forwards=[],

@@ -70,7 +70,8 @@ def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, s
     elif behind is not None and (rest := tail([_USER, _SAID, _USER], _ANSWER)):
         note([name for name, (_, special) in added.items() if special and rest.startswith(name)])
     # Llama 3.1 ends a call with another token if it is told of built-in tools, even of none.
-    for variables in ({}, {"builtin_tools": []}):
+    told_of: tuple[dict[str, Any], ...] = ({}, {"builtin_tools": []})
+    for variables in told_of:
         if behind := tail([_USER, _CALLED], _FUNCTION, **variables):
             note([name for name in added if behind.endswith(name) and not _ends_call(name)])
     return ends

@@ -20,8 +20,8 @@ MAX_SPAN = 4096
 class Matcher:
     """A place in a grammar: behind the tokens of one request's output.
 
-    It follows the output on the host. For the drafts of a tree it goes ahead and comes back. A token
-    that ends the text may follow exactly where the form is complete, whatever the token's bytes are.
+    It follows the output on the host. For the drafts of a tree it goes ahead and comes back. A
+    token that ends the text may follow exactly where the form is complete, whatever its bytes are.
 
     Attributes:
         error: why no token can follow; None = there is no such reason.
