@@ -47,8 +47,8 @@ def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, s
     """
     added = {str(each.content): (i, each.special) for i, each in _added(tokenizer).items()}
     ends: dict[int, str] = {}
-    if isinstance(tokenizer.eos_token_id, int):
-        ends[tokenizer.eos_token_id] = str(tokenizer.eos_token)
+    if isinstance(eos := getattr(tokenizer, "eos_token_id", None), int):
+        ends[eos] = str(tokenizer.eos_token)
 
     def tail(messages: Sequence[Mapping[str, Any]], mark: str, **variables: Any) -> str | None:
         """Return what the template writes behind a mark of the last answer; None = no mark."""

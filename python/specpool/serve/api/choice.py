@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,6 @@ class Choice:
         done: what the engine said at its end; None = it runs.
         num_tokens: new tokens so far.
         text_len: characters so far.
-        log: writes its log probabilities.
     """
 
     def __init__(
@@ -51,7 +51,12 @@ class Choice:
         self.num_tokens = self.text_len = 0
         eos = frozenset[int]() if params.ignore_eos else eos_token_ids
         self._text = params.text_stream(tokenizer, eos | frozenset(params.stop_token_ids))
-        self.log = TokenLog(tokenizer, self._text.shows)
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def log(self) -> TokenLog:
+        """The writer of the text's log probabilities."""
+        return TokenLog(self._tokenizer, self._text.shows)
 
     def take(self, news: list[Tokens | Done]) -> Delta:
         """Decode what came; several pieces of news become one delta."""

@@ -36,10 +36,11 @@ class Matcher:
             end_ids: the tokens that end the output.
         """
         self._start, self._place = engine, engine.deep_copy()
-        self._vocab_size, self._end_ids = vocab_size, end_ids
+        self._vocab_size = vocab_size
+        self._end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)
         self._num_words = -(-vocab_size // 32)
         self._end_bits = np.zeros(self._num_words, np.int32)
-        for token in end_ids:
+        for token in self._end_ids:
             self._end_bits.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
         self._num_tokens = 0  # of the output, so far
         self._has_ended = False  # the last of them ends the text
