@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specpool.checks import shown
 from specpool.errors import ConfigError
+from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Message, Said, common_len
+from specpool.text.chat_ends import chat_ends
 from specpool.text.chat_template import TemplateError
 from specpool.text.chat_template import render as render_template
 from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger("specpool")
 
 #: A text, token ids, or the messages of a chat.
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -60,6 +65,47 @@ class Texts:
                 refused before all of it is tokenized; None = texts of any length are tokenized.
         """
         self._tokenizer, self._max_context_len = tokenizer, max_context_len
+        self._ends: dict[str, dict[int, str]] = {}  # of the latest chat template
+        self._is_told = False  # the log has those that the target does not name
+
+    def chat_params(
+        self, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int
+    ) -> SamplingParams:
+        """Return the parameters of a chat: the tokens that end its answers stop it too.
+
+        Tokens that the target does not name itself are logged once for a chat template.
+
+        Args:
+            params: of the chat; with `ignore_eos` they stay as they are.
+            eos_token_ids: the target's, which stop it anyway.
+            vocab_size: the target's.
+        """
+        if params.ignore_eos:
+            return params
+        ends = self.chat_ends()
+        more = [i for i in ends if i not in eos_token_ids and i < vocab_size]
+        if more and not self._is_told:
+            names = ", ".join(f"{ends[token]} ({token})" for token in more)
+            _log.info("answers of chats end at %s, which the model's config does not list", names)
+            self._is_told = True
+        more = [i for i in more if i not in params.stop_token_ids]
+        if not more:
+            return params
+        return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *more))
+
+    def chat_ends(self) -> dict[int, str]:
+        """Return the tokens that end the answer of a chat, with their names.
+
+        The first call for a chat template renders a few chats.
+        """
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        template = str(tokenizer.chat_template)
+        ends = self._ends.get(template)
+        if ends is None:
+            ends = chat_ends(tokenizer, lambda chat, variables: self.render(0, chat, variables))
+            self._ends, self._is_told = {template: ends}, False
+        return ends
 
     def turn(
         self, conversation: Conversation, prompt: Prompt, variables: Mapping[str, Any] | None = None
@@ -74,7 +120,7 @@ class Texts:
             messages = tuple(self.messages(0, cast("Sequence[Message]", prompt)))
             ids, said = self._go_on(conversation, messages, variables)
             return NextTurn(ids, said, messages, len(history))
-        ids = [*history, *self.encode(0, prompt, goes_on=bool(history))]
+        ids = [*history, *self.encode(0, prompt, adds_special=not history)]
         return NextTurn(ids, list(conversation.said), None, len(history))
 
     def encode(
@@ -82,17 +128,25 @@ class Texts:
         index: int,
         prompt: Prompt,
         *,
-        goes_on: bool = False,
+        adds_special: bool | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the prompt's token ids; if `goes_on`, without those that begin a text.
+        """Return the prompt's token ids.
+
+        Args:
+            index: the prompt's number, for errors.
+            prompt: a text, a chat or token ids, which stay as they are.
+            adds_special: add the special tokens that begin a text; None = to a text, but not to a
+                chat, whose template writes them.
+            variables: see `render`.
 
         Raises:
             ConfigError: the prompt has another form, or the tokenizer or its template refuses it.
         """
         if is_chat(prompt):
             messages = self.messages(index, cast("Sequence[Message]", prompt))
-            return self._ids_of(self.render(index, messages, variables))
+            text = self.render(index, messages, variables)
+            return self._ids_of(text, adds_special=bool(adds_special))
         if not isinstance(prompt, str):
             return token_ids(prompt, f"prompt {index} must be a string or integer token ids")
         if self._tokenizer is None:
@@ -100,7 +154,7 @@ class Texts:
                 f"prompt {index} is a string, but the target has no tokenizer: give token ids"
             )
         _check_text(f"prompt {index}", prompt)
-        return self._ids_of(prompt, adds_special=not goes_on)
+        return self._ids_of(prompt, adds_special=adds_special is not False)
 
     def messages(self, index: int, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return a copy of a chat's messages, checked, with each content as one string.
@@ -161,9 +215,8 @@ class Texts:
             return str(
                 tokenizer.apply_chat_template(
                     cast("list[dict[str, str]]", list(messages)),
-                    add_generation_prompt=True,
                     tokenize=False,
-                    **(variables or {}),
+                    **{"add_generation_prompt": True, **(variables or {})},
                 )
             )
         except TemplateError as error:

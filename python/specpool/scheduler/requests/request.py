@@ -188,7 +188,7 @@ class Request:
 
     def _look_for_stop(self, watch: TextStream, new: list[int]) -> None:
         """End the request if its text holds a stop string, which may begin some tokens back."""
-        watch.push([token for token in new if token not in self.stop_ids])
+        watch.push(new)
         if self.finish_reason is not None:
             watch.push([], last=True)
         if watch.hit is not None:
@@ -216,8 +216,9 @@ class Request:
                 if tokens[-1] == NO_TREE
                 else f"the logits at position {position} are not finite"
             )
-            if self.matcher is not None and self.matcher.error is not None:
-                self.error = f"{self.matcher.error}, at position {position + 1}"
+            if self.matcher is not None:
+                why = self.matcher.dead_end([*self.tokens, *kept], self.prompt_len)
+                self.error = self.error if why is None else f"{why}, at position {position + 1}"
         return kept
 
 

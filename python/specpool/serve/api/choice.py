@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.request import TokenLogprob
+from specpool.serve.api.logprobs import TokenLog
 from specpool.serve.bridge.messages import Done, Tokens
-from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,9 +49,14 @@ class Choice:
         self.index = index
         self.done: Done | None = None
         self.num_tokens = self.text_len = 0
-        self._text = TextStream(tokenizer, params.stop)
         eos = frozenset[int]() if params.ignore_eos else eos_token_ids
-        self._hidden = eos | frozenset(params.stop_token_ids)
+        self._text = params.text_stream(tokenizer, eos | frozenset(params.stop_token_ids))
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def log(self) -> TokenLog:
+        """The writer of the text's log probabilities."""
+        return TokenLog(self._tokenizer, self._text.shows)
 
     def take(self, news: list[Tokens | Done]) -> Delta:
         """Decode what came; several pieces of news become one delta."""
@@ -66,8 +72,7 @@ class Choice:
             delta.entries += each.logprobs or ()
             new = zip(each.ids, each.from_draft, strict=True)
             for from_draft, run in itertools.groupby(new, key=itemgetter(1)):
-                visible = [token for token, _ in run if token not in self._hidden]
-                delta.pieces.append((self._text.push(visible), from_draft))
+                delta.pieces.append((self._text.push([token for token, _ in run]), from_draft))
             self.num_tokens += len(each.ids)
         delta.pieces = [piece for piece in delta.pieces if piece[0]]
         delta.text = "".join(text for text, _ in delta.pieces)
