@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ class Delta:
     """The new part of a choice."""
 
     text: str = ""
+    # Special tokens: where each stands in the text, and its own text, if they are asked for.
+    specials: list[tuple[int, str]] = field(default_factory=list)
     pieces: list[tuple[str, bool]] = field(default_factory=list)  # the text, by accepted draft
     entries: list[TokenLogprob] = field(default_factory=list)
     num_tokens: int = 0
@@ -43,12 +46,13 @@ class Choice:
         tokenizer: PreTrainedTokenizerBase,
         params: SamplingParams,
         eos_token_ids: frozenset[int],
+        specials: Mapping[int, str] | None = None,
     ) -> None:
-        """Start an empty text."""
+        """Start an empty text; the places of `specials` are told beside it."""
         self.index = index
         self.done: Done | None = None
         self.num_tokens = self.text_len = 0
-        self._text = TextStream(tokenizer, params.stop)
+        self._text = TextStream(tokenizer, params.stop, specials)
         eos = frozenset[int]() if params.ignore_eos else eos_token_ids
         self._hidden = eos | frozenset(params.stop_token_ids)
 
@@ -71,5 +75,9 @@ class Choice:
             self.num_tokens += len(each.ids)
         delta.pieces = [piece for piece in delta.pieces if piece[0]]
         delta.text = "".join(text for text, _ in delta.pieces)
-        self.text_len += len(delta.text)
+        start, self.text_len = self.text_len, self.text_len + len(delta.text)
+        specials = self._text.specials
+        while specials and specials[0][0] <= self.text_len:
+            place, text = specials.pop(0)
+            delta.specials.append((place - start, text))
         return delta

@@ -131,6 +131,8 @@ class Call:
         prompts: list[Prompt],
         params_of: Callable[[int], SamplingParams],
         variables: Mapping[str, Any],
+        *,
+        reads_specials: bool = False,
     ) -> Generation:
         """Return the call's texts, ready to start.
 
@@ -138,6 +140,7 @@ class Call:
             prompts: the prompts; in a session, what is new.
             params_of: returns the parameters for the room that is left, in tokens.
             variables: further variables of the chat template.
+            reads_specials: the answer's form needs the special tokens of the texts.
 
         Raises:
             ApiError: something cannot work.
@@ -149,7 +152,7 @@ class Call:
             ids = await self.tokenized(prompts, record, variables)
             lens = [len(each.ids if isinstance(each, NextTurn) else each) for each in ids]
             room = min(self.room(num, most, index) for index, num in enumerate(lens))
-            order = Order(ids, params_of(room), self.body.priority or 0, record)
+            order = Order(ids, params_of(room), self.body.priority or 0, record, reads_specials)
             return Generation(self.service, order, self.arrived)
         except BaseException as error:
             if record is not None:

@@ -14,7 +14,8 @@ from specpool.serve.api.logprobs import chat_logprobs
 from specpool.serve.api.requests import ChatRequest, Message
 from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.api.structured import tools_of
-from specpool.serve.api.tool_calls import ToolCalls, markers_of
+from specpool.serve.api.tool_calls import ToolCalls
+from specpool.serve.api.tool_formats import formats_of
 from specpool.serve.routes.calls import ANSWERS, Call
 from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
@@ -31,8 +32,8 @@ class ChatForm:
         """Write `num` choices for this request."""
         self._tokenizer = tokenizer
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
-        markers = markers_of(getattr(tokenizer, "chat_template", None))
-        self._tools = [ToolCalls(body, markers) for _ in range(num)]
+        formats = formats_of(getattr(tokenizer, "chat_template", None))
+        self._tools = [ToolCalls(body, formats) for _ in range(num)]
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
         """Return the part that names the role."""
@@ -41,7 +42,7 @@ class ChatForm:
     def part(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         """Return the part of a stream with a delta's text and calls."""
         tools, is_last = self._tools[choice.index], delta.finish_reason is not None
-        content, calls = tools.push(delta.text, is_last)
+        content, calls = tools.push(delta.text, is_last, delta.specials)
         new: dict[str, Any] = {"content": content} if content else {}
         if calls:
             new["tool_calls"] = calls
@@ -52,7 +53,10 @@ class ChatForm:
     def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
         """Return a choice in one piece."""
         tools = self._tools[choice.index]
-        texts = [tools.push(delta.text, delta.finish_reason is not None)[0] for delta in deltas]
+        texts = [
+            tools.push(delta.text, delta.finish_reason is not None, delta.specials)[0]
+            for delta in deltas
+        ]
         message: dict[str, Any] = {"role": "assistant", "content": "".join(texts), "refusal": None}
         if tools.calls:
             message |= {"content": message["content"] or None, "tool_calls": tools.calls}
@@ -131,7 +135,9 @@ def routes(service: Service) -> APIRouter:
             wanted = body.max_completion_tokens or body.max_tokens
             return params_of(body, min(wanted or room, room), num_top)
 
-        generation = await call.generation([messages_of(body.messages)], params, variables)
+        generation = await call.generation(
+            [messages_of(body.messages)], params, variables, reads_specials=bool(tools)
+        )
         form = ChatForm(service.tokenizer, body, len(generation.choices))
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         return await call.answer(generation, form, kind, "chatcmpl")
