@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from specpool.checks import check_bool, check_fields, check_int, check_salt, shown
 from specpool.errors import ConfigError
 from specpool.text.stop_search import check_stop
+from specpool.text.stream import TextStream
 from specpool.text.structured.grammar import Grammar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 #: The least `repetition_penalty`. With a much smaller one, logits of float32 would be infinite.
 LEAST_PENALTY = 0.01
@@ -64,7 +69,9 @@ class SamplingParams:
         ignore_eos: go on after an end-of-sequence token.
         stop_token_ids: tokens that end the request, beside the model's own.
         stop: a string or strings that end the request, also across token borders. The text ends
-            before the first stop string; no part of the stop string is ever output.
+            before the first stop string; no part of the stop string is ever output. A stop string
+            may hold the name of a special token, such as `<|im_end|>`.
+        skip_special_tokens: leave special tokens out of the text.
         max_draft_steps: the most drafting steps of a round; 0 = plain decoding; None = no limit
             beyond the engine's shape or its controller. A shape that the request names must not
             have more steps.
@@ -94,6 +101,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop: Sequence[str] = ()
+    skip_special_tokens: bool = True
     max_draft_steps: int | None = None
     tpot_ms: float | None = None
     priority: int | None = None
@@ -132,6 +140,7 @@ class SamplingParams:
             check_int("stop_token_ids", token, 0, (1 << 31) - 1)
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         check_stop(self.stop)
+        check_bool("skip_special_tokens", self.skip_special_tokens)
         if self.max_draft_steps is not None:
             check_int("max_draft_steps", self.max_draft_steps, 0, (1 << 31) - 1)
         if self.tpot_ms is not None:
@@ -161,6 +170,31 @@ class SamplingParams:
                     "token: give a temperature above 0, or leave top_k and min_p at 0 and top_p at "
                     "1"
                 )
+
+    def text_stream(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop_ids: Collection[int],
+        *,
+        notes_special: bool = False,
+    ) -> TextStream:
+        """Return a decoder of the output's tokens.
+
+        Args:
+            tokenizer: the target's; None = every text is empty.
+            stop_ids: tokens that end the output; they have no text.
+            notes_special: see `TextStream`.
+
+        Raises:
+            ConfigError: there are stop strings without a tokenizer.
+        """
+        return TextStream(
+            tokenizer,
+            self.stop,
+            hidden=stop_ids,
+            shows_special=not self.skip_special_tokens,
+            notes_special=notes_special,
+        )
 
     @property
     def penalizes(self) -> bool:

@@ -53,7 +53,7 @@ class Report:
         """Decode with `tokenizer`; without one, or without `decodes`, texts are empty."""
         self._request = request
         self._tokenizer = tokenizer if decodes else None
-        self._text = TextStream(tokenizer, request.params.stop) if decodes else None
+        self._text = request.params.text_stream(tokenizer, request.stop_ids) if decodes else None
         self._num_told = 0  # tokens of the output
         self._num_forwards = 0  # forwards whose flags were added to `_flags`
         self._flags: deque[bool] = deque()  # for tokens that have not been told
@@ -85,8 +85,7 @@ class Report:
         """Return the new text in runs, each with whether it is accepted drafts."""
         pieces = []
         for from_draft, run in itertools.groupby(zip(ids, flags, strict=True), key=itemgetter(1)):
-            tokens = _visible([token for token, _ in run], self._request)
-            pieces.append((text.push(tokens), from_draft))
+            pieces.append((text.push([token for token, _ in run]), from_draft))
         if done:
             pieces.append((text.push([], last=True), False))
         return [piece for piece in pieces if piece[0]]
@@ -100,13 +99,10 @@ class Report:
         return [self._flags.popleft() for _ in range(num_tokens)]
 
 
-def _visible(tokens: list[int], request: Request) -> list[int]:
-    return [token for token in tokens if token not in request.stop_ids]
-
-
 def output_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> RequestOutput:
     """Build the output of a request that is done."""
-    text = TextStream(tokenizer, request.params.stop if tokenizer is not None else ())
+    params = request.params if tokenizer is not None else SamplingParams()
+    text = params.text_stream(tokenizer, request.stop_ids)
     ids, times = request.output_ids, request.times
     hit = None if request.watch is None else request.watch.hit
     return RequestOutput(
@@ -114,7 +110,7 @@ def output_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> Re
         sample=request.sample,
         prompt_ids=request.tokens[: request.prompt_len],
         token_ids=ids,
-        text=text.push(_visible(ids, request), last=True),
+        text=text.push(ids, last=True),
         finish_reason=request.finish_reason or "abort",
         error=request.error,
         seed=request.seed,

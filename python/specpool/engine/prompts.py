@@ -19,7 +19,6 @@ from specpool.scheduler.requests.conversation import Conversation, Message
 from specpool.scheduler.requests.latency import Times
 from specpool.scheduler.requests.request import Request, TokenLogprob
 from specpool.scheduler.scheduler import Scheduler
-from specpool.text.stream import TextStream
 from specpool.text.structured.compiler import Compiler
 
 if TYPE_CHECKING:
@@ -93,6 +92,8 @@ class Prompts:
             ids = self._texts.encode(index, prompt)
             if not ids:
                 raise ConfigError(f"prompt {index} is empty")
+            if is_chat(prompt):
+                p = self._chat_params(p)
             first = self._request(f"prompt {index}", index, ids, p, own, priority)
             first.siblings = [self._sibling(first, sample) for sample in range(1, p.n)]
             requests += [first, *first.siblings]
@@ -129,6 +130,8 @@ class Prompts:
                 f"the turn was tokenized for a session of {next_turn.history_len} tokens, which "
                 f"has {len(history)}"
             )
+        if is_chat(prompt):  # who makes a `NextTurn` knows the ends of its chat
+            params = self._chat_params(params)
         ids = next_turn.ids
         if not ids:
             raise ConfigError("the session's first turn is empty")
@@ -222,7 +225,9 @@ class Prompts:
             sample=sample,
             tokens=list(first.tokens),
             seed=(first.seed + sample) % (1 << 64),
-            watch=TextStream(self._tokenizer, first.params.stop) if first.watch else None,
+            watch=first.params.text_stream(self._tokenizer, first.stop_ids)
+            if first.watch
+            else None,
             matcher=first.matcher.fresh() if first.matcher else None,
             forced=[],
             forwards=[],
@@ -263,6 +268,7 @@ class Prompts:
             given = shape_index, choices, most_steps
             shape_index, choices, forced = rounds.with_forced(*given)
         eos = frozenset[int]() if params.ignore_eos else self._target.eos_token_ids
+        stop_ids = eos | frozenset(params.stop_token_ids)
         request = Request(
             request_id=next(self._ids),
             index=index,
@@ -273,10 +279,10 @@ class Prompts:
             shape_index=shape_index,
             choices=choices,
             max_len=min(len(ids) + params.max_new_tokens, max_tokens or longest),
-            stop_ids=eos | frozenset(params.stop_token_ids),
+            stop_ids=stop_ids,
             seed=fresh_seed() if params.seed is None else params.seed,
             priority=priority if params.priority is None else params.priority,
-            watch=TextStream(self._tokenizer, params.stop) if params.stop else None,
+            watch=params.text_stream(self._tokenizer, stop_ids) if params.stop else None,
             matcher=matcher,
             forced_shape=forced,
             drafter=drafter,
@@ -289,6 +295,10 @@ class Prompts:
                 f"groups have {self._num_pages}: lower max_new_tokens"
             )
         return request
+
+    def _chat_params(self, params: SamplingParams) -> SamplingParams:
+        target = self._target
+        return self._texts.chat_params(params, target.eos_token_ids, target.vocab_size)
 
     def _drafter_of(self, name: str, params: SamplingParams) -> int:
         """Return the number of the drafter that the parameters name, else 0."""

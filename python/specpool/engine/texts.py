@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +12,17 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specpool.checks import shown
 from specpool.errors import ConfigError
+from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Message, Said, common_len
+from specpool.text.chat_ends import chat_ends
 from specpool.text.chat_template import TemplateError
 from specpool.text.chat_template import render as render_template
 from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger("specpool")
 
 #: A text, token ids, or the messages of a chat.
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -60,6 +65,46 @@ class Texts:
                 refused before all of it is tokenized; None = texts of any length are tokenized.
         """
         self._tokenizer, self._max_context_len = tokenizer, max_context_len
+        self._ends: dict[str, dict[int, str]] = {}  # of the latest chat template
+        self._is_told = False  # the log has those that the target does not name
+
+    def chat_params(
+        self, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int
+    ) -> SamplingParams:
+        """Return the parameters of a chat: the tokens that end its answers stop it too.
+
+        Tokens that the target does not name itself are logged once for a chat template.
+
+        Args:
+            params: of the chat; with `ignore_eos` they stay as they are.
+            eos_token_ids: the target's, which stop it anyway.
+            vocab_size: the target's.
+        """
+        if params.ignore_eos:
+            return params
+        ends = self.chat_ends()
+        more = [i for i in ends if i not in eos_token_ids and i < vocab_size]
+        if more and not self._is_told:
+            names = ", ".join(f"{ends[token]} ({token})" for token in more)
+            _log.info("answers of chats end at %s, which the model's config does not list", names)
+            self._is_told = True
+        more = [i for i in more if i not in params.stop_token_ids]
+        if not more:
+            return params
+        return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *more))
+
+    def chat_ends(self) -> dict[int, str]:
+        """Return the tokens that end the answer of a chat, with their names.
+
+        The first call for a chat template renders a few chats.
+        """
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        template = str(tokenizer.chat_template)
+        if template not in self._ends:
+            ends = chat_ends(tokenizer, lambda chat, variables: self.render(0, chat, variables))
+            self._ends, self._is_told = {template: ends}, False
+        return self._ends[template]
 
     def turn(
         self, conversation: Conversation, prompt: Prompt, variables: Mapping[str, Any] | None = None
@@ -161,9 +206,8 @@ class Texts:
             return str(
                 tokenizer.apply_chat_template(
                     cast("list[dict[str, str]]", list(messages)),
-                    add_generation_prompt=True,
                     tokenize=False,
-                    **(variables or {}),
+                    **{"add_generation_prompt": True, **(variables or {})},
                 )
             )
         except TemplateError as error:

@@ -31,7 +31,7 @@ class Order:
     params: SamplingParams
     priority: int = 0
     session: SessionRecord | None = None  # taken; its turn is the only prompt
-    reads_specials: bool = False  # special tokens of the texts are told too
+    notes_special: bool = False  # special tokens are told beside the texts
 
     @property
     def num_prompt(self) -> int:
@@ -53,9 +53,9 @@ class Generation:
         num = len(order.prompts) * order.params.n
         self._check_number(num)
         eos = service.client.ready.eos_token_ids
-        specials = service.specials if order.reads_specials else None
         self.choices = [
-            Choice(i, service.tokenizer, order.params, eos, specials) for i in range(num)
+            Choice(i, service.tokenizer, order.params, eos, notes_special=order.notes_special)
+            for i in range(num)
         ]
         self._streams: list[Stream] = []
         self._latest: list[float | None] = [None] * num  # when each text's latest part came

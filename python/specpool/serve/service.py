@@ -80,12 +80,6 @@ class Service:
         return Texts(self.tokenizer, self.client.ready.max_context_len)
 
     @cached_property
-    def specials(self) -> dict[int, str]:
-        """The tokenizer's special tokens and their texts."""
-        added = self.tokenizer.added_tokens_decoder
-        return {token: str(each.content) for token, each in added.items() if each.special}
-
-    @cached_property
     def most_characters(self) -> int:
         """The characters of the longest text that can fit, whatever its tokens are."""
         longest = max(map(len, self.tokenizer.get_vocab()), default=1)

@@ -207,7 +207,9 @@ class Sessions:
         """Add a turn that has ended, as the engine does, and give the session back."""
         if done.finish_reason in ("stop", "length"):
             stop_ids = frozenset(params.stop_token_ids) | (eos if not params.ignore_eos else set())
-            answer = [token for token in done.token_ids if token not in stop_ids]
+            answer = done.token_ids
+            if done.stop_hit is None:
+                answer = [token for token in answer if token not in stop_ids]
             tokens = [*turn.ids, *done.token_ids]
             said = Said(len(tokens), turn.messages, answer, params.stop)
             record.conversation.tokens = tokens

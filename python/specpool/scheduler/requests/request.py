@@ -188,7 +188,7 @@ class Request:
 
     def _look_for_stop(self, watch: TextStream, new: list[int]) -> None:
         """End the request if its text holds a stop string, which may begin some tokens back."""
-        watch.push([token for token in new if token not in self.stop_ids])
+        watch.push(new)
         if self.finish_reason is not None:
             watch.push([], last=True)
         if watch.hit is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.request import TokenLogprob
 from specpool.serve.bridge.messages import Done, Tokens
-from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,15 +44,16 @@ class Choice:
         tokenizer: PreTrainedTokenizerBase,
         params: SamplingParams,
         eos_token_ids: frozenset[int],
-        specials: Mapping[int, str] | None = None,
+        *,
+        notes_special: bool = False,
     ) -> None:
-        """Start an empty text; the places of `specials` are told beside it."""
+        """Start an empty text; if `notes_special`, its special tokens are told beside it."""
         self.index = index
         self.done: Done | None = None
         self.num_tokens = self.text_len = 0
-        self._text = TextStream(tokenizer, params.stop, specials)
         eos = frozenset[int]() if params.ignore_eos else eos_token_ids
-        self._hidden = eos | frozenset(params.stop_token_ids)
+        stop_ids = eos | frozenset(params.stop_token_ids)
+        self._text = params.text_stream(tokenizer, stop_ids, notes_special=notes_special)
 
     def take(self, news: list[Tokens | Done]) -> Delta:
         """Decode what came; several pieces of news become one delta."""
@@ -70,8 +69,7 @@ class Choice:
             delta.entries += each.logprobs or ()
             new = zip(each.ids, each.from_draft, strict=True)
             for from_draft, run in itertools.groupby(new, key=itemgetter(1)):
-                visible = [token for token, _ in run if token not in self._hidden]
-                delta.pieces.append((self._text.push(visible), from_draft))
+                delta.pieces.append((self._text.push([token for token, _ in run]), from_draft))
             self.num_tokens += len(each.ids)
         delta.pieces = [piece for piece in delta.pieces if piece[0]]
         delta.text = "".join(text for text, _ in delta.pieces)

@@ -159,7 +159,7 @@ class ToolCalls:
             self._num_seen = len(self._held)
             return last and self._give_up(len(self._held))
         end += self._num_seen
-        return self._whole(self._parsed(self._held[self._at : end]), end)
+        return self._whole(*self._parsed(self._held[self._at : end]), end)
 
     def _keywords(self, last: bool) -> bool:
         """Read a Python call."""
@@ -168,8 +168,7 @@ class ToolCalls:
             self._num_seen = len(self._held)
             return last and self._give_up(len(self._held))
         end += self._num_seen
-        arguments = json_of_keywords(self._held[self._at : end - 1])
-        return self._whole(arguments and (self._name, arguments), end)
+        return self._whole(self._name, json_of_keywords(self._held[self._at : end - 1]), end)
 
     def _gemma(self, last: bool) -> bool:
         """Read one of Gemma's objects, up to the mark behind it."""
@@ -178,8 +177,7 @@ class ToolCalls:
             self._num_seen = len(self._held) if end is None else end.start()
             return False
         start, stop = end.span() if end else (len(self._held),) * 2
-        arguments = json_of_gemma(self._held[self._at : start])
-        return self._whole(arguments and (self._name, arguments), stop)
+        return self._whole(self._name, json_of_gemma(self._held[self._at : start]), stop)
 
     def _arguments(self, last: bool) -> bool:
         """Output the arguments as they come."""
@@ -297,11 +295,10 @@ class ToolCalls:
         self._begin(name)
         self._end, self._state = JsonEnd(), self._arguments
 
-    def _whole(self, call: tuple[str, str] | str | None, num: int) -> bool:
-        """Output a call that was read as a whole, from `num` held characters; else give it up."""
-        if not call:
+    def _whole(self, name: str, arguments: str | None, num: int) -> bool:
+        """Output a call that was read as a whole, in `num` characters; None = give it up."""
+        if arguments is None:
             return self._give_up(num)
-        name, arguments = call
         self._cut(num)
         self._begin(name)
         self._argue(arguments)
@@ -340,19 +337,19 @@ class ToolCalls:
         elif text:
             self._deltas.append({"index": index, "function": {"arguments": text}})
 
-    def _parsed(self, text: str) -> tuple[str, str] | None:
-        """Parse a call; None = it is not one, or of a function that the request does not have."""
+    def _parsed(self, text: str) -> tuple[str, str | None]:
+        """Return a call's name and its arguments; None if it is not a call that may be made."""
         try:
             call = json.loads(text)
         except (ValueError, RecursionError):
-            return None
+            return "", None
         if isinstance(call, dict) and isinstance(call.get("function"), dict):
             call = call["function"]
         if not isinstance(call, dict):
-            return None
+            return "", None
         name = call.get("name", call.get("tool_name"))
         if not isinstance(name, str) or name not in self._schemas:
-            return None
+            return "", None
         arguments = call.get("arguments", call.get("parameters"))
         if not isinstance(arguments, str):
             arguments = json.dumps({} if arguments is None else arguments)

@@ -11,7 +11,7 @@ from typing import Any
 
 #: What parsers raise for texts that they cannot read, also for those that are nested too deep.
 _UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
-_WORDS: dict[str, object] = {"true": True, "false": False, "null": None}
+_WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None}
 #: What Gemma writes on both sides of a string.
 _GEMMA_QUOTE = re.compile(r'<\|"\|>|<escape>')
 _GEMMA_KEY = re.compile(r"([{,]\s*)([\w.-]+)(\s*:)")
@@ -98,11 +98,12 @@ def _parsed(text: str) -> ast.expr:
 
 def _value(node: ast.expr) -> Any:
     """Evaluate literals, with JSON's words beside Python's."""
-    for part in ast.walk(node):
-        if isinstance(part, ast.Name) and part.id in _WORDS:
-            word = ast.Constant(_WORDS[part.id])
-            part.__class__, part.__dict__ = word.__class__, {**part.__dict__, **word.__dict__}
-    return ast.literal_eval(node)
+    return ast.literal_eval(_Words().visit(node))
+
+
+class _Words(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802  # ast's own form
+        return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
 
 
 def _json(value: object) -> str:

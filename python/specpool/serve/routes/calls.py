@@ -104,13 +104,18 @@ class Call:
         service = self.service
 
         def work() -> list[list[int] | NextTurn]:
+            tokens: list[list[int] | NextTurn]
             if record is not None:
                 (prompt,) = prompts
-                return [service.sessions.turn(record, service.texts, prompt, variables)]
-            return [
-                service.texts.encode(index, prompt, variables=variables)
-                for index, prompt in enumerate(prompts)
-            ]
+                tokens = [service.sessions.turn(record, service.texts, prompt, variables)]
+            else:
+                tokens = [
+                    service.texts.encode(index, prompt, variables=variables)
+                    for index, prompt in enumerate(prompts)
+                ]
+            if is_chat(prompts[0]):
+                service.texts.chat_ends()  # here, because the first call takes a moment
+            return tokens
 
         # A thread pays for long texts and for chats, whose template may take a while.
         is_short = record is None and all(
@@ -132,7 +137,7 @@ class Call:
         params_of: Callable[[int], SamplingParams],
         variables: Mapping[str, Any],
         *,
-        reads_specials: bool = False,
+        notes_special: bool = False,
     ) -> Generation:
         """Return the call's texts, ready to start.
 
@@ -140,7 +145,7 @@ class Call:
             prompts: the prompts; in a session, what is new.
             params_of: returns the parameters for the room that is left, in tokens.
             variables: further variables of the chat template.
-            reads_specials: the answer's form needs the special tokens of the texts.
+            notes_special: the answer's form needs the special tokens beside the texts.
 
         Raises:
             ApiError: something cannot work.
@@ -152,7 +157,13 @@ class Call:
             ids = await self.tokenized(prompts, record, variables)
             lens = [len(each.ids if isinstance(each, NextTurn) else each) for each in ids]
             room = min(self.room(num, most, index) for index, num in enumerate(lens))
-            order = Order(ids, params_of(room), self.body.priority or 0, record, reads_specials)
+            params = params_of(room)
+            if is_chat(prompts[0]):
+                ready = self.service.client.ready
+                params = self.service.texts.chat_params(
+                    params, ready.eos_token_ids, ready.vocab_size
+                )
+            order = Order(ids, params, self.body.priority or 0, record, notes_special)
             return Generation(self.service, order, self.arrived)
         except BaseException as error:
             if record is not None:

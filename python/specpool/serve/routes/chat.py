@@ -136,7 +136,7 @@ def routes(service: Service) -> APIRouter:
             return params_of(body, min(wanted or room, room), num_top)
 
         generation = await call.generation(
-            [messages_of(body.messages)], params, variables, reads_specials=bool(tools)
+            [messages_of(body.messages)], params, variables, notes_special=bool(tools)
         )
         form = ChatForm(service.tokenizer, body, len(generation.choices))
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
