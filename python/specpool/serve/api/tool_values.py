@@ -102,7 +102,7 @@ def _value(node: ast.expr) -> Any:
 
 
 class _Words(ast.NodeTransformer):
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802  # ast's own form
+    def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
 
 

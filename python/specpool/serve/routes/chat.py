@@ -11,7 +11,7 @@ from specpool.sampling_params import SamplingParams
 from specpool.serve.api.choice import Choice, Delta
 from specpool.serve.api.errors import bad
 from specpool.serve.api.logprobs import chat_logprobs
-from specpool.serve.api.requests import ChatRequest, Message
+from specpool.serve.api.requests import ChatRequest, Message, TokenizeRequest
 from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.api.structured import tools_of
 from specpool.serve.api.tool_calls import ToolCalls
@@ -91,7 +91,7 @@ def _part(
 
 
 def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return messages for the chat template: fields that are not given are left out."""
+    """Return messages as plain data: fields that are not given are left out."""
     found = []
     for message in messages:
         plain = message.model_dump(exclude_none=True)
@@ -100,8 +100,8 @@ def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
     return found
 
 
-def _variables(body: ChatRequest) -> dict[str, Any]:
-    """Return the further variables of the chat template.
+def variables_of(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+    """Return the further variables of the chat template, among them the tools.
 
     Raises:
         ApiError: one of them is what the server itself gives the template.
@@ -113,7 +113,9 @@ def _variables(body: ChatRequest) -> dict[str, Any]:
             "template itself: leave it out",
             "chat_template_kwargs",
         )
-    return dict(given)
+    tools = tools_of(body) if isinstance(body, ChatRequest) else body.tools or []
+    named = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
+    return {**given, **named}
 
 
 def routes(service: Service) -> APIRouter:
@@ -126,9 +128,7 @@ def routes(service: Service) -> APIRouter:
         call = Call(service, request, body, model, check_supported(body))
         if body.top_logprobs is not None and not body.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
-        variables = _variables(body)
-        if tools := tools_of(body):
-            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        variables = variables_of(body)
         num_top = (body.top_logprobs or 0) if body.logprobs else None
 
         def params(room: int) -> SamplingParams:
@@ -136,7 +136,7 @@ def routes(service: Service) -> APIRouter:
             return params_of(body, min(wanted or room, room), num_top)
 
         generation = await call.generation(
-            [messages_of(body.messages)], params, variables, notes_special=bool(tools)
+            [messages_of(body.messages)], params, variables, notes_special="tools" in variables
         )
         form = ChatForm(service.tokenizer, body, len(generation.choices))
         kind = "chat.completion.chunk" if body.stream else "chat.completion"

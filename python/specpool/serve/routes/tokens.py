@@ -10,7 +10,7 @@ from starlette.responses import Response
 from specpool.engine.texts import num_characters
 from specpool.serve.api.errors import bad, json_response
 from specpool.serve.api.requests import DetokenizeRequest, TokenizeRequest
-from specpool.serve.routes.chat import messages_of
+from specpool.serve.routes.chat import messages_of, variables_of
 from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
 
@@ -28,9 +28,11 @@ def routes(service: Service) -> APIRouter:
         service.check_characters(
             num_characters(prompt), "prompt" if body.messages is None else "messages"
         )
+        variables = variables_of(body)
 
         def work() -> list[int]:
-            return service.texts.encode(0, prompt, goes_on=not body.add_special_tokens)
+            goes_on = not body.add_special_tokens
+            return service.texts.encode(0, prompt, goes_on=goes_on, variables=variables)
 
         ids = await service.aside(work)
         most = service.client.ready.max_context_len
