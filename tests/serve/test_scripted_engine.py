@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -12,7 +13,7 @@ from specpool import Engine
 from specpool.assets import resolve
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
-from specpool.serve.bridge.messages import Abort, Accepted, Call, Refused, Reply, Submit
+from specpool.serve.bridge.messages import Abort, Accepted, Call, Refused, Reply, Submit, Tokens
 from specpool.serve.config import ServeConfig
 from specpool.serve.server import tokenizer_of
 from specpool.serve.service import Service
@@ -234,3 +235,27 @@ def test_a_session_whose_turn_was_too_late_is_as_long_as_the_engine_says(reason,
         assert front.service.sessions.find(ident).offset == offset
 
     scripted(test, request_timeout=0.1)
+
+
+def test_a_prompt_is_counted_whole_once_for_each_sample():
+    """As vLLM counts: cached tokens too, with the sample's first token; no tokens behind the end."""
+
+    async def test(front):
+        for prompt, reused in (("abcd", 0), ("abcd", 3)):
+            task = front.begin(TEXT | {"prompt": [prompt, "ab"], "n": 2})
+            for submit in (await front.said(Submit, 2))[-2:]:
+                await front.wire.come(Accepted(submit.key))
+                for sample in (0, 1):
+                    tokens = Tokens(submit.key, sample, [97], [False], None)
+                    await front.wire.come(tokens, dataclasses.replace(tokens, ids=[98]))
+                    end = done(submit.key, sample)
+                    await front.wire.come(dataclasses.replace(end, num_reused=reused))
+            assert (await task)[0] == 200
+            front.wire.said.clear()
+        value = front.service.counters.registry.get_sample_value
+        labels = front.service.counters.labels
+        assert value("vllm:prompt_tokens_total", labels) == 2 * 2 * (4 + 2)
+        assert value("vllm:generation_tokens_total", labels) == 2 * 2 * 2 * 2
+        assert value("vllm:request_generation_tokens_sum", labels) == 2 * 2 * 2 * 2
+
+    scripted(test)

@@ -335,6 +335,34 @@ def test_special_tokens_are_never_allowed(compiler):
         assert root_ids(compiler.matcher(grammar)).isdisjoint({256, 258})
 
 
+@pytest.mark.parametrize("ends", [{ord("e")}, {ord("e"), EOS}, {ord("e"), 256, EOS}])
+def test_a_token_that_ends_the_text_is_allowed_exactly_where_the_form_is_complete(ends):
+    """An end may be ordinary text, as where a base model ends at a line break."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve("specpool/tiny"))
+    ends = frozenset(ends)
+    for compiler, more in (
+        (Compiler(tokenizer, 259, ends), frozenset()),
+        (Compiler(tokenizer, 259, frozenset([EOS])), ends),
+    ):
+        matcher = compiler.matcher(Grammar.regex("[a-f]{2,}"), more)
+        matcher.follow([1], 1)
+        assert root_ids(matcher) == {*b"abcdf"}
+        matcher.follow([1, 97], 1)
+        assert root_ids(matcher) == {*b"abcdf"} and matcher.forced(9) == []
+        matcher.follow([1, 97, 98], 1)
+        assert root_ids(matcher) == {*b"abcdf"} | ends | ({EOS} if more else set())
+        matcher.follow([1, 97, 98, ord("e")], 1)
+        assert matcher.error is None and not len(matcher.masks(*[np.zeros(1, np.int64)] * 3)[0])
+        matcher = compiler.matcher(Grammar.choice(["yes"]), more)
+        assert matcher.forced(9) == [ord("y")]  # not the end within it
+
+
+def test_a_form_that_only_an_end_could_go_on_with_says_so(compiler):
+    matcher = compiler.matcher(Grammar.choice(["yes"]), frozenset([ord("e")]))
+    assert matcher.dead_end([1], 1) is None
+    assert "only one that ends the text" in matcher.dead_end([1, ord("y")], 1)
+
+
 def test_whitespace_is_not_a_choice(compiler):
     """Between the parts of JSON there are no blanks, so that keys are forced."""
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"],

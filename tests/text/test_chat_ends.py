@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from reciter import CHATML, byte_tokenizer, reciter
-from specpool import Engine, SamplingParams
+from specpool import Engine, Grammar, SamplingParams
 from specpool.engine.texts import Texts
 
 PROMPT = "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
@@ -115,6 +115,9 @@ def test_an_answer_does_not_run_into_the_next_turn(caplog):
         for output in said:
             assert (output.text, output.finish_reason) == ("Hello.", "stop")
             assert output.token_ids == answer[:7] and output.token_ids[-1] == end
+        form = Grammar.regex("[A-Za-z]+[.]+")  # it may go on behind the point
+        (output,) = engine.generate([CHAT], SamplingParams(structured=form))
+        assert (output.text, output.token_ids[-1]) == ("Hello.", end)
         for prompt, more in ((ids, {}), (text, {}), (CHAT, {"ignore_eos": True})):
             params = SamplingParams(max_new_tokens=len(answer), **more)
             (output,) = engine.generate([prompt], params)

@@ -262,13 +262,13 @@ class Prompts:
             shape_index = self._shapes.index(shape)
             if most_steps is not None and shape.num_steps > most_steps:
                 raise ConfigError(f"{name} asks for {shape}, and for {most_steps} steps at most")
-        matcher, forced = None, 0
-        if params.structured is not None:
-            matcher = self._compiler.matcher(params.structured)
-            given = shape_index, choices, most_steps
-            shape_index, choices, forced = rounds.with_forced(*given)
         eos = frozenset[int]() if params.ignore_eos else self._target.eos_token_ids
         stop_ids = eos | frozenset(params.stop_token_ids)
+        matcher, forced = None, 0
+        if params.structured is not None:
+            matcher = self._compiler.matcher(params.structured, stop_ids)
+            given = shape_index, choices, most_steps
+            shape_index, choices, forced = rounds.with_forced(*given)
         request = Request(
             request_id=next(self._ids),
             index=index,

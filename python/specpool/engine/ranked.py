@@ -85,7 +85,7 @@ class RankedEngine:
         if params.stop:
             request.watch = params.text_stream(self._core.tokenizer, request.stop_ids)
         if params.structured is not None:
-            request.matcher = self._core.compiler.matcher(params.structured)
+            request.matcher = self._core.compiler.matcher(params.structured, request.stop_ids)
 
     def _judge(self, *outputs: Any) -> None:
         """Take part in the forwards of a comparison, whose result rank 0 gives out."""

@@ -123,7 +123,7 @@ class Texts:
             messages = tuple(self.messages(0, cast("Sequence[Message]", prompt)))
             ids, said = self._go_on(conversation, messages, variables)
             return NextTurn(ids, said, messages, len(history))
-        ids = [*history, *self.encode(0, prompt, goes_on=bool(history))]
+        ids = [*history, *self.encode(0, prompt, adds_special=not history)]
         return NextTurn(ids, list(conversation.said), None, len(history))
 
     def encode(
@@ -131,17 +131,25 @@ class Texts:
         index: int,
         prompt: Prompt,
         *,
-        goes_on: bool = False,
+        adds_special: bool | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the prompt's token ids; if `goes_on`, without those that begin a text.
+        """Return the prompt's token ids.
+
+        Args:
+            index: the prompt's number, for errors.
+            prompt: a text, a chat or token ids, which stay as they are.
+            adds_special: add the special tokens that begin a text; None = to a text, but not to a
+                chat, whose template writes them.
+            variables: see `render`.
 
         Raises:
             ConfigError: the prompt has another form, or the tokenizer or its template refuses it.
         """
         if is_chat(prompt):
             messages = self.messages(index, cast("Sequence[Message]", prompt))
-            return self._ids_of(self.render(index, messages, variables))
+            text = self.render(index, messages, variables)
+            return self._ids_of(text, adds_special=bool(adds_special))
         if not isinstance(prompt, str):
             return token_ids(prompt, f"prompt {index} must be a string or integer token ids")
         if self._tokenizer is None:
@@ -149,7 +157,7 @@ class Texts:
                 f"prompt {index} is a string, but the target has no tokenizer: give token ids"
             )
         _check_text(f"prompt {index}", prompt)
-        return self._ids_of(prompt, adds_special=not goes_on)
+        return self._ids_of(prompt, adds_special=adds_special is not False)
 
     def messages(self, index: int, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return a copy of a chat's messages, checked, with each content as one string.

@@ -36,7 +36,7 @@ class Order:
     @property
     def num_prompt(self) -> int:
         """The tokens of all prompts."""
-        return sum(len(p.ids if isinstance(p, NextTurn) else p) for p in self.prompts)
+        return sum(map(num_tokens_of, self.prompts))
 
 
 class Generation:
@@ -169,10 +169,12 @@ class Generation:
         """Measure a part, and raise if the text has failed."""
         counters, now, i = self._service.counters, time.perf_counter(), choice.index
         if delta.num_tokens:
+            counters.new(delta.num_tokens)
             latest = self._latest[i]
             if latest is None:
                 self._firsts[i] = now - self._arrived
-                counters.first(now - self._arrived)
+                prompt = self.order.prompts[i // self.order.params.n]
+                counters.first(now - self._arrived, num_tokens_of(prompt))
             else:
                 counters.part(now - latest, delta.num_tokens)
             self._latest[i] = now
@@ -197,6 +199,11 @@ class Generation:
         )
         for stream in self._streams:
             stream.fail(error)
+
+
+def num_tokens_of(prompt: list[int] | NextTurn) -> int:
+    """Return the tokens of a prompt; in a session, with those of the earlier turns."""
+    return len(prompt.ids if isinstance(prompt, NextTurn) else prompt)
 
 
 def _gone(error: EngineGone) -> ApiError:

@@ -132,6 +132,10 @@ class TextStream:
             self.hit = self._stops.hit
         return "".join(parts)
 
+    def shows(self, token: int) -> bool:
+        """Return whether a token has a part in the text that is output."""
+        return self._tokenizer is not None and self._kind(token) not in ("hidden", "silent")
+
     def _end_run(self) -> str:
         """Decode the run of byte tokens; each character is complete at its own token."""
         run, ends = self._run, self._run_ends

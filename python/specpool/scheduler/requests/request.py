@@ -216,8 +216,9 @@ class Request:
                 if tokens[-1] == NO_TREE
                 else f"the logits at position {position} are not finite"
             )
-            if self.matcher is not None and self.matcher.error is not None:
-                self.error = f"{self.matcher.error}, at position {position + 1}"
+            if self.matcher is not None:
+                why = self.matcher.dead_end([*self.tokens, *kept], self.prompt_len)
+                self.error = self.error if why is None else f"{why}, at position {position + 1}"
         return kept
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.request import TokenLogprob
+from specpool.serve.api.logprobs import TokenLog
 from specpool.serve.bridge.messages import Done, Tokens
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Choice:
         done: what the engine said at its end; None = it runs.
         num_tokens: new tokens so far.
         text_len: characters so far.
+        log: writes its log probabilities.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Choice:
         eos = frozenset[int]() if params.ignore_eos else eos_token_ids
         stop_ids = eos | frozenset(params.stop_token_ids)
         self._text = params.text_stream(tokenizer, stop_ids, notes_special=notes_special)
+        self.log = TokenLog(tokenizer, self._text.shows)
 
     def take(self, news: list[Tokens | Done]) -> Delta:
         """Decode what came; several pieces of news become one delta."""

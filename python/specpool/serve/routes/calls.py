@@ -18,7 +18,7 @@ from specpool.serve.answers import EventStream, watched
 from specpool.serve.api.choice import Choice, Delta
 from specpool.serve.api.errors import ApiError, bad, event, json_response
 from specpool.serve.api.requests import Generation as Body
-from specpool.serve.api.sampling import refused
+from specpool.serve.api.sampling import ignored_header, refused
 from specpool.serve.api.structured import form_field
 from specpool.serve.api.usage import drafting_of, usage_of
 from specpool.serve.generation import Generation, Order
@@ -34,6 +34,8 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
+#: Fields that would put something else between the turns of a session.
+_NOT_IN_SESSIONS = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
 #: Prompts of so many characters together are tokenized at once: a thread would cost more.
 _SHORT = 2048
 
@@ -59,15 +61,14 @@ class Call:
     request: Request
     body: Body
     model: str
-    unknown: list[str]
+    ignored: list[str]
     arrived: float = field(default_factory=time.perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the answer: the fields of the request that were ignored."""
-        names = ", ".join(name.encode("unicode_escape").decode() for name in self.unknown)
-        return {"x-specpool-ignored": names[:500]} if names else {}
+        return ignored_header(self.ignored)
 
     async def take_session(self) -> SessionRecord | None:
         """Take the session that the call names, if it does.
@@ -90,6 +91,9 @@ class Call:
             return None
         if (self.body.n or 1) > 1:
             raise bad("a turn of a session has one text: fork the session", "n")
+        for name in _NOT_IN_SESSIONS:
+            if getattr(self.body, name, None) is not None:
+                raise bad(f"{name} does not go with a session, whose turns follow each other", name)
         await self.service.sessions.reach(ident)
         return self.service.sessions.begin(ident, self.body.session_offset)
 
@@ -110,7 +114,12 @@ class Call:
                 tokens = [service.sessions.turn(record, service.texts, prompt, variables)]
             else:
                 tokens = [
-                    service.texts.encode(index, prompt, variables=variables)
+                    service.texts.encode(
+                        index,
+                        prompt,
+                        adds_special=self.body.add_special_tokens,
+                        variables=variables,
+                    )
                     for index, prompt in enumerate(prompts)
                 ]
             if is_chat(prompts[0]):
