@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from specpool.serve.api.requests import ChatRequest
 from specpool.serve.api.tool_calls import ToolCalls
 from specpool.serve.api.tool_formats import FORMATS, formats_of
+from specpool.serve.api.tool_values import json_of_keywords, json_of_tag, types_of
+from paths import ROOT
 from tool_families import ALL, BARE, FAMILIES
 
 TYPES = {"city": "string", "days": "integer", "far": "boolean", "at": "object", "tags": "array"}
@@ -241,3 +243,68 @@ def test_no_split_of_any_text_changes_what_is_read(data):
         cuts = data.draw(st.lists(st.integers(0, num), max_size=12).map(sorted))
         assert read(pieces, cuts, formats) == whole
     assert read(pieces, range(1, num), formats) == whole
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_forced_call_is_read_whatever_the_models_own_form(name):
+    """Law: the form of `tool_choice` is one that is read beside each family's own."""
+    family = ALL[name]
+    formats = formats_of(family.template)
+    forced = json.dumps({"name": "get_weather", "arguments": PARIS})
+    for cuts in ([], range(1, len(forced))):
+        found = read([(forced, False)], cuts, formats, tool_choice="required")
+        assert found == ("", [["get_weather", json.dumps(PARIS)]])
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    tools = ToolCalls(ChatRequest.model_validate(ASK | {"tool_choice": choice}), formats)
+    marks = [(0, mark) for mark in family.specials]
+    assert tools.push(json.dumps(PARIS), True, marks)[0] == ""
+    assert [c["function"]["arguments"] for c in tools.calls] == [json.dumps(PARIS)]
+    assert tools.finish_reason == "stop"
+
+
+def test_an_object_that_is_no_call_streams():
+    """It may be long, such as an answer in a form beside tools: it is content from its begin on."""
+    tools = ToolCalls(ChatRequest.model_validate(ASK))
+    assert tools.push('{"city": "Par', False) == ('{"city": "Par', [])
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "expected"),
+    [
+        ("3", {"type": "string"}, '"3"'),
+        ("3", {"type": "integer"}, "3"),
+        ("3.0", {"type": "integer"}, "3"),
+        ("3", {"type": "number"}, "3"),
+        (" 3 ", {}, "3"),
+        ("three", {"type": "integer"}, '"three"'),
+        ("null", {"type": ["string", "null"]}, "null"),
+        ("3", {"anyOf": [{"type": "string"}, {"type": "null"}]}, '"3"'),
+        ("None", {"type": "object", "nullable": True}, "null"),
+        ("True", {"type": "boolean"}, "true"),
+        ("['a', None]", {"type": "array"}, '["a", null]'),
+        ('{"a": [1]}', {"$ref": "#/x"}, '{"a": [1]}'),
+        ("1", {"enum": ["1", "2"]}, '"1"'),
+        ("1e999", {"type": "number"}, '"1e999"'),
+        ("[" * 9999, {"type": "array"}, json.dumps("[" * 9999)),
+        ("b'x'", {}, '"b\'x\'"'),
+        ("x", "no schema", '"x"'),
+    ],
+)
+def test_a_tags_value_is_what_the_schema_says(text, schema, expected):
+    assert json_of_tag(text, types_of(schema)) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["1", "*a", "**a", "a=b", "a=f()", "a=1)#", "a=1, a={1}", "a=1e999", "a=" + "[" * 9999]
+)
+def test_python_that_is_more_than_literals_is_no_call(text):
+    assert json_of_keywords(text) is None
+
+
+def test_each_format_is_in_the_documentation():
+    rows = [line for line in (ROOT / "docs/serve.md").read_text().splitlines() if line[:1] == "|"]
+    for each in FORMATS:
+        families = [row for row in rows if all(name in row for name in each.families.split(", "))]
+        assert families, each.families
+        for mark in each.marks[:1]:
+            assert any(mark.replace("|", "\\|") in row for row in families), mark

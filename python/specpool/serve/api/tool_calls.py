@@ -15,10 +15,13 @@ from specpool.serve.api.structured import forced_tool, tools_of
 from specpool.serve.api.tool_formats import FORMATS, Format
 from specpool.serve.api.tool_values import json_of_gemma, json_of_keywords, json_of_tag, types_of
 
+# Blanks between the parts of a call, as in the formats.
+_W = r"\s{0,64}"
 #: The begin of an object with a call, up to its arguments.
 _HEAD = regex.compile(
-    r'\{\s*(?:"(?:type|id|tool_call_id)"\s*:\s*"[\w-]{0,64}"\s*,\s*)*'
-    r'"(?:tool_)?name"\s*:\s*"(?P<name>[\w-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    rf'\{{{_W}(?:"(?:type|id|tool_call_id)"{_W}:{_W}"[\w-]{{0,64}}"{_W},{_W}){{0,3}}'
+    rf'"(?:tool_)?name"{_W}:{_W}"(?P<name>[\w-]{{1,64}})"{_W},{_W}'
+    rf'"(?:arguments|parameters)"{_W}:{_W}(?=\{{)'
 )
 #: Behind a model's thoughts a text begins anew.
 _THOUGHTS_END = regex.compile(r"</(?:seed:)?think>|\[/THINK\]")
