@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
@@ -15,11 +16,12 @@ from tokenizers import processors
 
 from reciter import CHATML, byte_tokenizer
 from specpool.scheduler.requests.request import TokenLogprob
+from specpool.serve.api.choice import Delta
 from specpool.serve.api.errors import ApiError
 from specpool.serve.api.requests import ChatRequest, CompletionRequest, Generation
 from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.bridge.messages import Accepted, Submit, Tokens
-from specpool.serve.routes.chat import _unread, _variables
+from specpool.serve.routes.chat import ChatForm, _unread, _variables
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "temperature": 0.5}
 TEXT = {"prompt": "ab", "temperature": 0.5}
@@ -58,10 +60,12 @@ VALUES: dict[str, Any] = {
     "guided_json": {}, "max_completion_tokens": 5, "max_tokens": 5, "max_draft_steps": 1,
     "min_p": 0.5, "min_tokens": 3, "modalities": ["audio"], "n": 2, "no_stop_trim": True,
     "parallel_tool_calls": False, "presence_penalty": 1, "priority": 3, "prompt_logprobs": 1,
-    "reasoning_effort": "low", "repetition_penalty": 2.0, "response_format": {"type": "json_object"},
-    "seed": 7, "session_offset": 3, "skip_special_tokens": False, "stop_token_ids": [5],
+    "reasoning_effort": "low", "repetition_penalty": 2.0,
+    "response_format": {"type": "json_object"}, "seed": 7, "session_offset": 3,
+    "skip_special_tokens": False, "stop_token_ids": [5],
     "stream": True, "stream_options": {"include_usage": True},
-    "structured_outputs": {"regex": "a"}, "tools": [{"type": "function", "function": {"name": "f"}}],
+    "structured_outputs": {"regex": "a"},
+    "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "none", "top_k": 5, "top_logprobs": 3, "top_p": 0.5, "tpot_ms": 5,
     "truncate_prompt_tokens": 5, "use_beam_search": True, "watermarking": True, "store": True,
     "ebnf": 'root ::= "a"', "guided_grammar": 'root ::= "a"',
@@ -93,7 +97,10 @@ def outcome(model: type[Generation], body: dict[str, Any], template: str) -> tup
     return (params, variables), names
 
 
-KINDS = [(ChatRequest, CHAT, openai_fields(chats)), (CompletionRequest, TEXT, openai_fields(completions))]  # fmt: skip
+KINDS = [
+    (ChatRequest, CHAT, openai_fields(chats)),
+    (CompletionRequest, TEXT, openai_fields(completions)),
+]
 
 
 @pytest.mark.parametrize(("model", "body", "names"), KINDS, ids=["chat", "completion"])
@@ -242,9 +249,13 @@ def test_one_call_is_told_if_they_must_not_be_parallel():
 
     async def test(front, tokenizer):
         for value, num_calls in ((None, 2), (True, 2), (False, 1)):
-            _, choice = await front.answered(body | {"parallel_tool_calls": value}, answer)
+            asked = body | {"parallel_tool_calls": value}
+            _, choice = await front.answered(asked, answer)
             assert len(choice["message"]["tool_calls"]) == num_calls
             assert choice["finish_reason"] == "tool_calls"
+            form = ChatForm(tokenizer, ChatRequest.model_validate(asked), 1)
+            part = form.part(SimpleNamespace(index=0), Delta(f"[{call}, {call}]", num_tokens=9))
+            assert {each["index"] for each in part["delta"]["tool_calls"]} == {*range(num_calls)}
 
     fronted(test)
 

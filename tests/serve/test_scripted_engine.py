@@ -238,7 +238,7 @@ def test_a_session_whose_turn_was_too_late_is_as_long_as_the_engine_says(reason,
 
 
 def test_a_prompt_is_counted_whole_once_for_each_sample():
-    """As vLLM counts: cached tokens too, with the sample's first token; no tokens behind the end."""
+    """As vLLM counts: cached tokens too, and no tokens behind the end."""
 
     async def test(front):
         for prompt, reused in (("abcd", 0), ("abcd", 3)):

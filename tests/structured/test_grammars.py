@@ -357,6 +357,17 @@ def test_a_token_that_ends_the_text_is_allowed_exactly_where_the_form_is_complet
         assert matcher.forced(9) == [ord("y")]  # not the end within it
 
 
+@pytest.mark.parametrize("strange", [-1, 259, 1 << 20])
+def test_an_end_outside_the_vocabulary_changes_no_mask(strange):
+    """A config may name an end-of-sequence token that the target cannot say."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve("specpool/tiny"))
+    matcher = Compiler(tokenizer, 259, frozenset([EOS])).matcher(
+        Grammar.regex("ab?"), frozenset([strange])
+    )
+    matcher.follow([1, 97], 1)
+    assert root_ids(matcher) == {98, EOS} and matcher.error is None
+
+
 def test_a_form_that_only_an_end_could_go_on_with_says_so(compiler):
     matcher = compiler.matcher(Grammar.choice(["yes"]), frozenset([ord("e")]))
     assert matcher.dead_end([1], 1) is None

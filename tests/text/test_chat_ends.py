@@ -42,7 +42,8 @@ MISTRAL = (
     "{% elif not m.tool_calls %} {{ m.content }}</s>{% endif %}{% endfor %}"
 )
 HERMES = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}"
     '\n<tool_call>\n{"name": "{{ c.function.name }}"}\n</tool_call>{% endfor %}'
     "{{ '<|im_end|>\n' }}{% endfor %}"
 )

@@ -20,7 +20,9 @@ from specpool.text.token_bytes import TokenBytes
 def wordpiece() -> PreTrainedTokenizerBase:
     """A tokenizer as BERT's: pieces of words, spaces between words."""
     pieces = ["[UNK]", "ab", "##c", "##é", "don", "'", "t", ".", "☃", "##☃"]
-    tokenizer = Tokenizer(models.WordPiece(dict(zip(pieces, range(10), strict=True)), unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece(dict(zip(pieces, range(10), strict=True)), unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")

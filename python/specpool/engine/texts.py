@@ -105,10 +105,11 @@ class Texts:
         tokenizer = self._tokenizer
         assert tokenizer is not None
         template = str(tokenizer.chat_template)
-        if template not in self._ends:
+        ends = self._ends.get(template)
+        if ends is None:
             ends = chat_ends(tokenizer, lambda chat, variables: self.render(0, chat, variables))
             self._ends, self._is_told = {template: ends}, False
-        return self._ends[template]
+        return ends
 
     def turn(
         self, conversation: Conversation, prompt: Prompt, variables: Mapping[str, Any] | None = None

@@ -16,8 +16,8 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 class Counters:
     """Counters and histograms of the front; their registry is scraped at `/metrics`.
 
-    They count what clients have sent and got, as vLLM's do: a prompt with all its tokens, cached or
-    not, once for each sample, with the sample's first token; and no token behind a text's end.
+    They count what clients have sent and got, as vLLM's do: new tokens as they come, and a prompt
+    with all its tokens, cached or not, once for each sample, with the sample's first token.
     """
 
     def __init__(self, model_name: str) -> None:

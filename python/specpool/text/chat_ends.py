@@ -47,8 +47,8 @@ def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, s
     """
     added = {str(each.content): (i, each.special) for i, each in _added(tokenizer).items()}
     ends: dict[int, str] = {}
-    if isinstance(tokenizer.eos_token_id, int):
-        ends[tokenizer.eos_token_id] = str(tokenizer.eos_token)
+    if isinstance(eos := getattr(tokenizer, "eos_token_id", None), int):
+        ends[eos] = str(tokenizer.eos_token)
 
     def tail(messages: Sequence[Mapping[str, Any]], mark: str, **variables: Any) -> str | None:
         """Return what the template writes behind a mark of the last answer; None = no mark."""
@@ -70,7 +70,8 @@ def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, s
     elif behind is not None and (rest := tail([_USER, _SAID, _USER], _ANSWER)):
         note([name for name, (_, special) in added.items() if special and rest.startswith(name)])
     # Llama 3.1 ends a call with another token if it is told of built-in tools, even of none.
-    for variables in ({}, {"builtin_tools": []}):
+    told_of: tuple[dict[str, Any], ...] = ({}, {"builtin_tools": []})
+    for variables in told_of:
         if behind := tail([_USER, _CALLED], _FUNCTION, **variables):
             note([name for name in added if behind.endswith(name) and not _ends_call(name)])
     return ends

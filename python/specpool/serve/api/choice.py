@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,6 @@ class Choice:
         done: what the engine said at its end; None = it runs.
         num_tokens: new tokens so far.
         text_len: characters so far.
-        log: writes its log probabilities.
     """
 
     def __init__(
@@ -56,7 +56,12 @@ class Choice:
         eos = frozenset[int]() if params.ignore_eos else eos_token_ids
         stop_ids = eos | frozenset(params.stop_token_ids)
         self._text = params.text_stream(tokenizer, stop_ids, notes_special=notes_special)
-        self.log = TokenLog(tokenizer, self._text.shows)
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def log(self) -> TokenLog:
+        """The writer of the text's log probabilities."""
+        return TokenLog(self._tokenizer, self._text.shows)
 
     def take(self, news: list[Tokens | Done]) -> Delta:
         """Decode what came; several pieces of news become one delta."""

@@ -20,8 +20,8 @@ MAX_SPAN = 4096
 class Matcher:
     """A place in a grammar: behind the tokens of one request's output.
 
-    It follows the output on the host. For the drafts of a tree it goes ahead and comes back. A token
-    that ends the text may follow exactly where the form is complete, whatever the token's bytes are.
+    It follows the output on the host. For the drafts of a tree it goes ahead and comes back. A
+    token that ends the text may follow exactly where the form is complete, whatever its bytes are.
 
     Attributes:
         error: why no token can follow; None = there is no such reason.
@@ -36,10 +36,11 @@ class Matcher:
             end_ids: the tokens that end the output.
         """
         self._start, self._place = engine, engine.deep_copy()
-        self._vocab_size, self._end_ids = vocab_size, end_ids
+        self._vocab_size = vocab_size
+        self._end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)
         self._num_words = -(-vocab_size // 32)
         self._end_bits = np.zeros(self._num_words, np.int32)
-        for token in end_ids:
+        for token in self._end_ids:
             self._end_bits.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
         self._num_tokens = 0  # of the output, so far
         self._has_ended = False  # the last of them ends the text
