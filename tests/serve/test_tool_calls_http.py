@@ -71,6 +71,7 @@ def said(found):
     return choice.message.content, calls, choice.finish_reason
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("content", ["", "Let me look."])
 def test_a_call_behind_special_tokens_is_a_call(name, content):

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paths import ROOT
 from specpool.serve.api.requests import ChatRequest
 from specpool.serve.api.tool_calls import ToolCalls
 from specpool.serve.api.tool_formats import FORMATS, formats_of
 from specpool.serve.api.tool_values import json_of_keywords, json_of_tag, types_of
-from paths import ROOT
 from tool_families import ALL, BARE, FAMILIES
 
 TYPES = {"city": "string", "days": "integer", "far": "boolean", "at": "object", "tags": "array"}
@@ -94,6 +94,7 @@ VALUES = {
 }
 
 
+@pytest.mark.sample(64)
 @pytest.mark.parametrize("case", VALUES)
 @pytest.mark.parametrize("name", ALL)
 def test_calls_are_read_in_every_split(name, case):
@@ -102,6 +103,7 @@ def test_calls_are_read_in_every_split(name, case):
     check(family, pieces, "", calls)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", ALL)
 def test_text_before_and_behind_a_call_is_content(name):
     family, calls = ALL[name], [["get_weather", PARIS]]
@@ -116,6 +118,7 @@ def test_text_before_and_behind_a_call_is_content(name):
     check(family, blank, "", calls, every=False)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", ALL)
 def test_text_without_a_call_is_content(name):
     family = ALL[name]
@@ -126,6 +129,7 @@ def test_text_without_a_call_is_content(name):
     check(family, mixed, visible(mixed), [], every=False)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", ALL)
 def test_what_is_not_a_call_stays_whole(name):
     """Calls of functions that the request does not have, and broken ones."""
@@ -138,6 +142,7 @@ def test_what_is_not_a_call_stays_whole(name):
         check(family, pieces, visible(pieces), [], every=False)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", ALL)
 def test_a_call_that_is_cut_off_is_a_beginning_of_the_whole_one(name):
     """Law: no character is invented or lost: it is content, or arguments that would go on."""
@@ -245,6 +250,7 @@ def test_no_split_of_any_text_changes_what_is_read(data):
     assert read(pieces, range(1, num), formats) == whole
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", ALL)
 def test_a_forced_call_is_read_whatever_the_models_own_form(name):
     """Law: the form of `tool_choice` is one that is read beside each family's own."""
@@ -286,7 +292,7 @@ def test_an_object_that_is_no_call_streams():
         ("1", {"enum": ["1", "2"]}, '"1"'),
         ("1e999", {"type": "number"}, '"1e999"'),
         ("[" * 9999, {"type": "array"}, json.dumps("[" * 9999)),
-        ("b'x'", {}, '"b\'x\'"'),
+        ("b'x'", {}, "\"b'x'\""),
         ("x", "no schema", '"x"'),
     ],
 )

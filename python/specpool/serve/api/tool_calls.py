@@ -6,25 +6,15 @@ import itertools
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import regex
+from typing import TYPE_CHECKING, Any
 
 from specpool.serve.api.requests import ChatRequest
 from specpool.serve.api.structured import forced_tool, tools_of
-from specpool.serve.api.tool_formats import FORMATS, Format
+from specpool.serve.api.tool_formats import FORMATS, OBJECT_HEAD, THOUGHTS_END, Format
 from specpool.serve.api.tool_values import json_of_gemma, json_of_keywords, json_of_tag, types_of
 
-# Blanks between the parts of a call, as in the formats.
-_W = r"\s{0,64}"
-#: The begin of an object with a call, up to its arguments.
-_HEAD = regex.compile(
-    rf'\{{{_W}(?:"(?:type|id|tool_call_id)"{_W}:{_W}"[\w-]{{0,64}}"{_W},{_W}){{0,3}}'
-    rf'"(?:tool_)?name"{_W}:{_W}"(?P<name>[\w-]{{1,64}})"{_W},{_W}'
-    rf'"(?:arguments|parameters)"{_W}:{_W}(?=\{{)'
-)
-#: Behind a model's thoughts a text begins anew.
-_THOUGHTS_END = regex.compile(r"</(?:seed:)?think>|\[/THINK\]")
+if TYPE_CHECKING:
+    import regex
 
 
 class JsonEnd:
@@ -125,8 +115,8 @@ class ToolCalls:
     def _text(self, last: bool) -> bool:
         """Read content, up to a call or to the end of thoughts."""
         held = self._held
-        starts = [(m, each) for each in self._formats if (m := self._find(each, last)) is not None]
-        thoughts = _THOUGHTS_END.search(held, self._seen, partial=not last)
+        starts = [(m, form) for form in self._formats if (m := self._find(form, last)) is not None]
+        thoughts = THOUGHTS_END.search(held, self._seen, partial=not last)
         places = [m.start() for m, _ in starts] + ([thoughts.start()] if thoughts else [])
         certain = min([*places, len(held)])
         whole = [pair for pair in starts if pair[0].start() == certain and not pair[0].partial]
@@ -152,7 +142,7 @@ class ToolCalls:
 
     def _call(self, last: bool) -> bool:
         """Read a call's object, up to its arguments, or all of it."""
-        head = _HEAD.match(self._held, self._at)
+        head = OBJECT_HEAD.match(self._held, self._at)
         if head is not None and head["name"] in self._schemas:
             self._is_wrapped = True
             self._start(head["name"], head.end())
@@ -254,17 +244,17 @@ class ToolCalls:
 
     # --- what the states share
 
-    def _find(self, each: Format, last: bool) -> regex.Match[str] | None:
+    def _find(self, form: Format, last: bool) -> regex.Match[str] | None:
         """Find the first place where a call of a format begins, or may begin with more text."""
         held, partial = self._held, not last
-        if not each.marks:
+        if not form.marks:
             if not self._is_begin:
                 return None
             blanks = len(held) - len(held.lstrip())
-            match = each.first.match(held, blanks, partial=partial)
+            match = form.first.match(held, blanks, partial=partial)
             return match if match and match.start() < len(held) and self._is_known(match) else None
         at = self._seen
-        while (match := each.first.search(held, at, partial=partial)) and match.start() < len(held):
+        while (match := form.first.search(held, at, partial=partial)) and match.start() < len(held):
             if self._is_known(match):
                 return match
             at = match.start() + 1

@@ -25,6 +25,13 @@ _NAME = r"(?P<name>[\w-]{1,64})"
 _OBJECT = (
     rf'(?=\{{{_W}"(?:name|type|id|function|arguments|parameters|tool_name|tool_call_id)"{_W}:)'
 )
+#: The begin of such an object up to the arguments, if they come right behind the name.
+OBJECT_HEAD = regex.compile(
+    rf'\{{{_W}(?:"(?:type|id|tool_call_id)"{_W}:{_W}"[\w-]{{0,64}}"{_W},{_W}){{0,3}}'
+    rf'"(?:tool_)?name"{_W}:{_W}"{_NAME}"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W}(?=\{{)'
+)
+#: Behind a model's thoughts a text begins anew.
+THOUGHTS_END = regex.compile(r"</(?:seed:)?think>|\[/THINK\]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,9 +274,9 @@ def formats_of(template: object) -> tuple[Format, ...]:
     if not any(mark in text for mark in _marks()):
         return FORMATS
     return tuple(
-        each for each in FORMATS if not each.marks or any(mark in text for mark in each.marks)
+        form for form in FORMATS if not form.marks or any(mark in text for mark in form.marks)
     )
 
 
 def _marks() -> Iterator[str]:
-    return (mark for each in FORMATS for mark in each.marks)
+    return (mark for form in FORMATS for mark in form.marks)
