@@ -172,19 +172,28 @@ class SamplingParams:
                 )
 
     def text_stream(
-        self, tokenizer: PreTrainedTokenizerBase | None, stop_ids: Collection[int]
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop_ids: Collection[int],
+        *,
+        notes_special: bool = False,
     ) -> TextStream:
         """Return a decoder of the output's tokens.
 
         Args:
             tokenizer: the target's; None = every text is empty.
             stop_ids: tokens that end the output; they have no text.
+            notes_special: see `TextStream`.
 
         Raises:
             ConfigError: there are stop strings without a tokenizer.
         """
         return TextStream(
-            tokenizer, self.stop, hidden=stop_ids, shows_special=not self.skip_special_tokens
+            tokenizer,
+            self.stop,
+            hidden=stop_ids,
+            shows_special=not self.skip_special_tokens,
+            notes_special=notes_special,
         )
 
     @property

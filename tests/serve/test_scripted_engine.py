@@ -25,24 +25,26 @@ FORM = TEXT | {"structured_outputs": {"regex": "[a-z]{4}"}}
 class Scripted:
     """A front, its engine's words, and clients that can leave."""
 
-    def __init__(self, wire=None, **options):
+    def __init__(self, tokenizer=None, ready=READY, wire=None, **options):
         options = {"access_log": False} | options
-        self.wire = Wire() if wire is None else wire
+        self.tokenizer = tokenizer or tokenizer_of(resolve("specpool/tiny"), None, False)
+        self.wire, self.ready = Wire() if wire is None else wire, ready
         self.client = EngineClient(self.wire)
         self.config = ServeConfig(**options)
 
     async def start(self):
-        await self.wire.come(READY)
+        await self.wire.come(self.ready)
         await self.client.start()
-        self.service = Service(
-            self.config, self.client, tokenizer_of(resolve("specpool/tiny"), None, False)
-        )
+        self.service = Service(self.config, self.client, self.tokenizer)
         self.app = build_app(self.service)
 
     async def ask(
         self, body, path="/v1/completions", leaves=None, method="POST", client=None, **headers
     ):
-        """One request; returns status and JSON. The client leaves with the event `leaves`."""
+        """One request; returns status and JSON, or a text that is none.
+
+        The client leaves with the event `leaves`.
+        """
         told, parts = [], [{"type": "http.request", "body": json.dumps(body).encode()}]
 
         async def receive():
@@ -70,7 +72,8 @@ class Scripted:
             send,
         )
         content = b"".join(message.get("body", b"") for message in told[1:])
-        return told[0]["status"], json.loads(content) if content[:1] == b"{" else None
+        is_json = content[:1] == b"{"
+        return told[0]["status"], json.loads(content) if is_json else content.decode()
 
     def begin(self, body, **more):
         return asyncio.create_task(self.ask(body, **more))

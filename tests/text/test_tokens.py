@@ -538,3 +538,30 @@ def test_stop_strings_that_work_are_taken():
     assert SamplingParams(stop=("\n\n", "é", "END")).stop == ("\n\n", "é", "END")
     assert SamplingParams(stop=["END"]).stop == ["END"]
     assert len(SamplingParams(stop=tuple("x" * n for n in range(1, 65))).stop) == 64
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=MANY, deadline=None)
+@given(data=st.data())
+def test_special_tokens_are_noted_in_their_places(name, data):
+    """Law: a special token stands behind the text of the tokens before it, in every split."""
+    tokenizer = TOKENIZERS[name]
+    specials = [i for i, each in tokenizer.added_tokens_decoder.items() if each.special]
+    pieces = st.text(st.sampled_from("ab. é☃🎈中"), max_size=8).map(
+        lambda text: tokenizer.encode(text, add_special_tokens=False)
+    )
+    piece = pieces | st.sampled_from(specials).map(lambda token: [token])
+    tokens = [token for ids in data.draw(st.lists(piece, max_size=12)) for token in ids]
+    stops = data.draw(st.sampled_from([(), ("xyz", "a  b")]))
+    places = [
+        (len(decode(tokenizer, tokens[:n])), tokenizer.decode([token], skip_special_tokens=False))
+        for n, token in enumerate(tokens)
+        if token in specials[1:]
+    ]
+    stream = TextStream(tokenizer, stops, hidden=specials[:1], notes_special=True)
+    size, text = data.draw(st.integers(1, 9)), ""
+    for start in range(0, len(tokens), size):
+        text += stream.push(tokens[start : start + size])
+    text += stream.push([], last=True)
+    assert text == decode(tokenizer, tokens) and stream.specials == places
+    assert TextStream(tokenizer).push(tokens, last=True) == text

@@ -15,6 +15,7 @@ from specpool.errors import ConfigError
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Message, Said, common_len
 from specpool.text.chat_ends import chat_ends
+from specpool.text.chat_messages import prepared, template_of
 from specpool.text.chat_template import TemplateError
 from specpool.text.chat_template import render as render_template
 from specpool.text.stream import TextStream
@@ -32,6 +33,8 @@ Prompt = str | Sequence[int] | Sequence[Message]
 _LONG = 8
 #: Characters of a piece.
 _PIECE = 1 << 16
+#: A message that shows how a template reads contents.
+_PROBE = {"role": "user", "content": "probe-text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class Texts:
         self._tokenizer, self._max_context_len = tokenizer, max_context_len
         self._ends: dict[str, dict[int, str]] = {}  # of the latest chat template
         self._is_told = False  # the log has those that the target does not name
+        self._wants_parts: dict[str, bool] = {}  # by chat template; see `_has_parts`
 
     def chat_params(
         self, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int
@@ -179,6 +183,8 @@ class Texts:
             copy = dict(message)
             if isinstance(message.get("content"), list | tuple):
                 copy["content"] = _text_of_parts(name, message["content"])
+            if copy.get("role") == "assistant" and copy.get("content") is None:
+                copy["content"] = ""  # an answer that was calls alone
             for key in ("role", "content"):
                 if not isinstance(copy.get(key), str):
                     raise ConfigError(f"{name} needs a string as {key!r}, got {shown(message)}")
@@ -208,23 +214,70 @@ class Texts:
         assert tokenizer is not None
         try:
             if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
-                template = tokenizer.get_chat_template()
-                given = {**tokenizer.special_tokens_map, **(variables or {})}
-                return render_template(template, messages, given)
+                templates = cast("str | dict[str, str]", tokenizer.chat_template)
+                template = template_of(templates, variables or {})
+                return self._rendered(template, messages, variables or {})
             # A tokenizer class with its own `apply_chat_template` renders by itself.
             return str(
                 tokenizer.apply_chat_template(
-                    cast("list[dict[str, str]]", list(messages)),
+                    cast("list[dict[str, str]]", prepared(messages, str(tokenizer.chat_template))),
                     tokenize=False,
                     **{"add_generation_prompt": True, **(variables or {})},
                 )
             )
+        except ConfigError:
+            raise
         except TemplateError as error:
             raise ConfigError(f"the chat template refuses prompt {index}: {error}") from error
         except Exception as error:  # a tokenizer's own code may raise anything
             raise ConfigError(
                 f"the chat template refuses prompt {index}: {type(error).__name__}: {error}"
             ) from error
+
+    def _rendered(
+        self, template: str, messages: Sequence[Message], variables: Mapping[str, Any]
+    ) -> str:
+        """Render messages in the form that the template expects.
+
+        Most templates expect the arguments of calls as objects. Some join them to other text, which
+        is a `TypeError`; these get them as JSON text.
+
+        Raises:
+            TemplateError: see `render_template`.
+        """
+        assert self._tokenizer is not None
+        special = self._tokenizer.special_tokens_map
+        variables = {**special, **variables}
+        has_parts = self._has_parts(template, special)
+        chat = prepared(messages, template, has_parts=has_parts)
+        try:
+            return render_template(template, chat, variables)
+        except TemplateError as error:
+            texts = prepared(messages, template, has_objects=False, has_parts=has_parts)
+            if not str(error).startswith("TypeError") or texts == chat:
+                raise
+            try:
+                return render_template(template, texts, variables)
+            except TemplateError:
+                raise error from None
+
+    def _has_parts(self, template: str, special: Mapping[str, Any]) -> bool:
+        """Return whether a template reads contents only as lists of parts, as of images and text.
+
+        The first call for a template renders a short chat.
+        """
+        if template not in self._wants_parts:
+            has_parts = False
+            if "content" in template and "type" in template:
+                for has_parts in (False, True):
+                    chat = prepared([_PROBE], template, has_parts=has_parts)
+                    with contextlib.suppress(TemplateError):
+                        if _PROBE["content"] in render_template(template, chat, special):
+                            break
+                else:
+                    has_parts = False
+            self._wants_parts[template] = has_parts
+        return self._wants_parts[template]
 
     def _go_on(
         self,
@@ -241,6 +294,7 @@ class Texts:
         """
         said, start = conversation.said, 0
         old: list[Message] = []
+        marked: list[Message] = []  # the same with the special tokens of the answers
         for turn in said:
             if turn.messages is None:
                 raise ConfigError(
@@ -248,10 +302,17 @@ class Texts:
                     f"on with the like, or rewind to {start}"
                 )
             old += [*turn.messages, self._answer(turn)]
+            marked += [*turn.messages, self._answer(turn, shows_special=True)]
             start = turn.end
         kept = conversation.tokens[:start]  # without the part of a turn that a rewind has left
-        text = self.render(0, [*old, *new], variables)
-        own = self._text_of(kept)
+        own, text = self._text_of(kept), ""
+        if marked != old:  # such as the marks of a call, without which it would not be one
+            with contextlib.suppress(ConfigError):
+                text = self.render(0, [*marked, *new], variables)
+        if text.startswith(own) and kept:
+            old = marked
+        else:
+            text = self.render(0, [*old, *new], variables)
         if text.startswith(own):
             ids = [*kept, *self._ids_of(text[len(own) :])]
             if self._text_of(ids) == text:
@@ -270,10 +331,10 @@ class Texts:
             for turn in said
         ]
 
-    def _answer(self, turn: Said) -> Message:
+    def _answer(self, turn: Said, *, shows_special: bool = False) -> Message:
         """Return the model's answer of a turn, as a chat message."""
-        text = TextStream(self._tokenizer, turn.stop).push(turn.answer_ids, last=True)
-        return {"role": "assistant", "content": text}
+        stream = TextStream(self._tokenizer, turn.stop, shows_special=shows_special)
+        return {"role": "assistant", "content": stream.push(turn.answer_ids, last=True)}
 
     def _text_of(self, ids: list[int]) -> str:
         """Decode tokens to text, special tokens included."""
@@ -344,13 +405,17 @@ def _text_of_parts(name: str, parts: Sequence[object]) -> str:
 
 
 def num_characters(prompt: Prompt) -> int:
-    """Return the characters of a text, or of all contents of a chat; 0 = token ids."""
+    """Return the characters of a text, or of a chat's contents and calls; 0 = token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     texts: list[object] = []
     for message in prompt:
         if not isinstance(message, Mapping):
             continue
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            texts.append(function.get("arguments") if isinstance(function, Mapping) else None)
         content = message.get("content")
         parts = content if isinstance(content, list | tuple) else [{"text": content}]
         texts += [part.get("text") for part in parts if isinstance(part, Mapping)]

@@ -31,6 +31,7 @@ class Order:
     params: SamplingParams
     priority: int = 0
     session: SessionRecord | None = None  # taken; its turn is the only prompt
+    notes_special: bool = False  # special tokens are told beside the texts
 
     @property
     def num_prompt(self) -> int:
@@ -52,7 +53,10 @@ class Generation:
         num = len(order.prompts) * order.params.n
         self._check_number(num)
         eos = service.client.ready.eos_token_ids
-        self.choices = [Choice(i, service.tokenizer, order.params, eos) for i in range(num)]
+        self.choices = [
+            Choice(i, service.tokenizer, order.params, eos, notes_special=order.notes_special)
+            for i in range(num)
+        ]
         self._streams: list[Stream] = []
         self._latest: list[float | None] = [None] * num  # when each text's latest part came
         self._firsts: list[float | None] = [None] * num

@@ -41,6 +41,11 @@ class TextStream:
     It holds back a character whose bytes are not complete; a run of byte tokens (`<0xE2>`, of
     sentencepiece tokenizers), which decodes as a whole once another token ends it; and text that
     may begin a stop string. The output does not depend on how the tokens are split into calls.
+
+    Attributes:
+        hit: the stop string that ended the text; None = none has yet.
+        specials: if they are noted, the special tokens that are not output: each as the number of
+            the text's characters before it, and its name. The text may not be output that far yet.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class TextStream:
         *,
         hidden: Collection[int] = (),
         shows_special: bool = False,
+        notes_special: bool = False,
     ) -> None:
         """Decode with `tokenizer`; without one, every text is empty.
 
@@ -59,6 +65,7 @@ class TextStream:
                 looked for in the text as it is output, and in the text with the hidden tokens.
             hidden: tokens that have no text in the output, such as those that end a text.
             shows_special: output the names of special tokens; if False, they are hidden too.
+            notes_special: list special tokens that are hidden, other than `hidden`, in `specials`.
 
         Raises:
             ConfigError: there are stop strings without a tokenizer, or they are not valid.
@@ -67,15 +74,18 @@ class TextStream:
         if stop and tokenizer is None:
             raise ConfigError(f"stop strings need a tokenizer, and the target has none: {stop!r}")
         self.hit: StopHit | None = None
+        self.specials: list[tuple[int, str]] = []
         self._tokenizer = tokenizer
         self._kinds = {} if tokenizer is None else _KINDS.setdefault(tokenizer, {})
         self._hidden, self._shows_special = hidden, shows_special
+        self._notes_special = notes_special
         self._stops = VeiledSearch(stop) if stop else None
         self._window: list[int] = []  # the last tokens, decoded again with each new one
         self._given_len = 0  # characters of the window's text that were taken
         self._run: list[int] = []  # byte tokens of a run that has not ended
         self._run_ends: list[int] = []  # for each of them, the tokens pushed up to it
-        self._veiled: list[tuple[int, str]] = []  # hidden tokens amid the run: number and text
+        self._veiled: list[tuple[int, int]] = []  # hidden tokens amid the run, and their numbers
+        self._num_decoded = 0  # characters so far, those that are held back included
         self._num_tokens = 0  # pushed so far
         self._is_closed = False
 
@@ -132,7 +142,7 @@ class TextStream:
         if not run:
             return ""
         self._run, self._run_ends = [], []
-        if self._stops is None:
+        if self._stops is None and not self._veiled:
             return self._take(run, [], whole=True)
         assert self._tokenizer is not None
         names = "".join(self._tokenizer.convert_ids_to_tokens(run))
@@ -161,28 +171,39 @@ class TextStream:
         if len(self._window) >= 2 * CONTEXT:  # the shorter window may cut a character
             self._window = self._window[-CONTEXT:]
             self._given_len = len(self._decode(self._window)) - held_len
-        if self._stops is None:
-            return new
+        if self._stops is None and not self._veiled:
+            return self._show(new, ends)
         num_more = len(new) - len(ends)
         ends = [*[ends[0]] * num_more, *ends[max(0, -num_more) :]]
         parts, done = [], 0
-        for number, hidden in self._veiled:  # each stands behind the characters complete before it
+        for token, number in self._veiled:  # each stands behind the characters complete before it
             end = bisect_left(ends, number)
-            parts += [self._stops.feed(new[done:end], ends[done:end])]
-            parts += [self._stops.hide(hidden, number)]
+            parts += [self._show(new[done:end], ends[done:end]), self._veil(token, number)]
             done = end
         self._veiled.clear()
-        return "".join([*parts, self._stops.feed(new[done:], ends[done:])])
+        return "".join([*parts, self._show(new[done:], ends[done:])])
+
+    def _show(self, text: str, ends: Sequence[int]) -> str:
+        """Return what can be output now that this text has been decoded."""
+        self._num_decoded += len(text)
+        return text if self._stops is None else self._stops.feed(text, ends)
 
     def _hide(self, token: int, number: int) -> str:
-        """Let the stop strings see a hidden token; return text that was held back until now."""
-        if self._stops is None:
+        """Take a hidden token; return text that was held back until now."""
+        if self._run:
+            self._veiled.append((token, number))
+            return ""
+        return self._veil(token, number)
+
+    def _veil(self, token: int, number: int) -> str:
+        """Let the stop strings see a hidden token in its place, and note it."""
+        is_noted = self._notes_special and token not in self._hidden
+        if self._stops is None and not is_noted:
             return ""
         text = self._decode([token], skip_special=False)
-        if self._run:
-            self._veiled.append((number, text))
-            return ""
-        return self._stops.hide(text, number)
+        if is_noted:
+            self.specials.append((self._num_decoded, text))
+        return "" if self._stops is None else self._stops.hide(text, number)
 
     def _kind(self, token: int) -> Kind:
         """Return the effect of a token: text, part of a byte run, the end of a run, or none."""

@@ -48,6 +48,7 @@ def load_tokenizer(
                 local_files_only=not trust_remote_code,
             )
             _try(tokenizer)
+            _take_template(tokenizer, folder / "chat_template.json")
     except CheckpointError as error:
         if not trust_remote_code and wants_trust(error):
             raise needs_trust(str(source), "tokenizer") from error
@@ -55,6 +56,15 @@ def load_tokenizer(
             f"{error}; mend its files, or give a tokenizer with tokenizer="
         ) from error
     return tokenizer
+
+
+def _take_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Take the chat template of a processor, which older models with images have beside them."""
+    if not tokenizer.chat_template and file.is_file():
+        template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+        if not isinstance(template, str):
+            raise ValueError(f"{file.name} holds {shown(template)}, which is no template")
+        tokenizer.chat_template = template
 
 
 def _check_config(content: Any) -> None:

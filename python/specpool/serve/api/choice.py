@@ -22,6 +22,8 @@ class Delta:
     """The new part of a choice."""
 
     text: str = ""
+    # Special tokens: where each stands in the text, and its own text, if they are asked for.
+    specials: list[tuple[int, str]] = field(default_factory=list)
     pieces: list[tuple[str, bool]] = field(default_factory=list)  # the text, by accepted draft
     entries: list[TokenLogprob] = field(default_factory=list)
     num_tokens: int = 0
@@ -44,13 +46,16 @@ class Choice:
         tokenizer: PreTrainedTokenizerBase,
         params: SamplingParams,
         eos_token_ids: frozenset[int],
+        *,
+        notes_special: bool = False,
     ) -> None:
-        """Start an empty text."""
+        """Start an empty text; if `notes_special`, its special tokens are told beside it."""
         self.index = index
         self.done: Done | None = None
         self.num_tokens = self.text_len = 0
         eos = frozenset[int]() if params.ignore_eos else eos_token_ids
-        self._text = params.text_stream(tokenizer, eos | frozenset(params.stop_token_ids))
+        stop_ids = eos | frozenset(params.stop_token_ids)
+        self._text = params.text_stream(tokenizer, stop_ids, notes_special=notes_special)
         self._tokenizer = tokenizer
 
     @cached_property
@@ -76,5 +81,9 @@ class Choice:
             self.num_tokens += len(each.ids)
         delta.pieces = [piece for piece in delta.pieces if piece[0]]
         delta.text = "".join(text for text, _ in delta.pieces)
-        self.text_len += len(delta.text)
+        start, self.text_len = self.text_len, self.text_len + len(delta.text)
+        specials = self._text.specials
+        while specials and specials[0][0] <= self.text_len:
+            place, text = specials.pop(0)
+            delta.specials.append((place - start, text))
         return delta

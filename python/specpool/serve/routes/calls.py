@@ -151,6 +151,8 @@ class Call:
         prompts: list[Prompt],
         params_of: Callable[[int], SamplingParams],
         variables: Mapping[str, Any],
+        *,
+        notes_special: bool = False,
     ) -> Generation:
         """Return the call's texts, ready to start.
 
@@ -158,6 +160,7 @@ class Call:
             prompts: the prompts; in a session, what is new.
             params_of: returns the parameters for the room that is left, in tokens.
             variables: further variables of the chat template.
+            notes_special: the answer's form needs the special tokens beside the texts.
 
         Raises:
             ApiError: something cannot work.
@@ -175,7 +178,7 @@ class Call:
                 params = self.service.texts.chat_params(
                     params, ready.eos_token_ids, ready.vocab_size
                 )
-            order = Order(ids, params, self.body.priority or 0, record)
+            order = Order(ids, params, self.body.priority or 0, record, notes_special)
             return Generation(self.service, order, self.arrived)
         except BaseException as error:
             if record is not None:

@@ -10,10 +10,11 @@ from starlette.responses import Response
 from specpool.sampling_params import SamplingParams
 from specpool.serve.api.choice import Choice, Delta
 from specpool.serve.api.errors import bad
-from specpool.serve.api.requests import ChatRequest, Message
+from specpool.serve.api.requests import ChatRequest, Message, TokenizeRequest, Tool
 from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.api.structured import tools_of
-from specpool.serve.api.tool_calls import ToolCalls, markers_of
+from specpool.serve.api.tool_calls import ToolCalls
+from specpool.serve.api.tool_formats import formats_of
 from specpool.serve.routes.calls import ANSWERS, Call
 from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
@@ -30,8 +31,8 @@ class ChatForm:
         """Write `num` choices for this request."""
         self._most_calls = 1 if body.parallel_tool_calls is False else None
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
-        markers = markers_of(getattr(tokenizer, "chat_template", None))
-        self._tools = [ToolCalls(body, markers) for _ in range(num)]
+        formats = formats_of(getattr(tokenizer, "chat_template", None))
+        self._tools = [ToolCalls(body, formats) for _ in range(num)]
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
         """Return the part that names the role."""
@@ -40,7 +41,7 @@ class ChatForm:
     def part(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         """Return the part of a stream with a delta's text and calls."""
         tools, is_last = self._tools[choice.index], delta.finish_reason is not None
-        content, calls = tools.push(delta.text, is_last)
+        content, calls = tools.push(delta.text, is_last, delta.specials)
         if self._most_calls is not None:
             calls = [call for call in calls if call["index"] < self._most_calls]
         new: dict[str, Any] = {"content": content} if content else {}
@@ -53,7 +54,10 @@ class ChatForm:
     def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
         """Return a choice in one piece."""
         tools = self._tools[choice.index]
-        texts = [tools.push(delta.text, delta.finish_reason is not None)[0] for delta in deltas]
+        texts = [
+            tools.push(delta.text, delta.finish_reason is not None, delta.specials)[0]
+            for delta in deltas
+        ]
         message: dict[str, Any] = {"role": "assistant", "content": "".join(texts), "refusal": None}
         if tools.calls:
             calls = tools.calls[: self._most_calls]
@@ -89,13 +93,32 @@ def _part(
 
 
 def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return messages for the chat template: fields that are not given are left out."""
+    """Return messages as plain data: fields that are not given are left out."""
     found = []
     for message in messages:
         plain = message.model_dump(exclude_none=True)
         plain.setdefault("content", "")  # an answer that was calls alone
         found.append(plain)
     return found
+
+
+def template_variables(
+    body: ChatRequest | TokenizeRequest, tools: list[Tool] | None
+) -> dict[str, Any]:
+    """Return the tools and the variables that a body names for the chat template.
+
+    Raises:
+        ApiError: one of them is what the server itself gives the template.
+    """
+    given = body.chat_template_kwargs or {}
+    if taken := sorted(given.keys() & RESERVED):
+        raise bad(
+            f"chat_template_kwargs has {', '.join(map(repr, taken))}, which the server gives the "
+            "template itself: leave it out",
+            "chat_template_kwargs",
+        )
+    told = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
+    return {**given, **told}
 
 
 #: The variables of a chat template that `reasoning_effort` sets: gpt-oss', and Qwen3's and others'.
@@ -106,21 +129,14 @@ def _variables(body: ChatRequest) -> dict[str, Any]:
     """Return the further variables of the chat template.
 
     Raises:
-        ApiError: one of them is what the server itself gives the template, or two contradict.
+        ApiError: see `template_variables`, or two fields contradict.
     """
-    given = body.chat_template_kwargs or {}
-    if taken := sorted(given.keys() & RESERVED):
-        raise bad(
-            f"chat_template_kwargs has {', '.join(map(repr, taken))}, which the server gives the "
-            "template itself: leave it out",
-            "chat_template_kwargs",
-        )
     found: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         found |= zip(_EFFORT, (body.reasoning_effort, body.reasoning_effort != "none"), strict=True)
     if body.documents is not None:
         found["documents"] = body.documents
-    found |= given
+    found |= template_variables(body, tools_of(body))
     if body.continue_final_message:
         if body.add_generation_prompt:
             raise bad(
@@ -159,15 +175,15 @@ def routes(service: Service) -> APIRouter:
         if body.top_logprobs is not None and not body.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
         variables = _variables(body)
-        if tools := tools_of(body):
-            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         num_top = (body.top_logprobs or 0) if body.logprobs else None
 
         def params(room: int) -> SamplingParams:
             wanted = body.max_completion_tokens or body.max_tokens
             return params_of(body, min(wanted or room, room), num_top)
 
-        generation = await call.generation([messages_of(body.messages)], params, variables)
+        generation = await call.generation(
+            [messages_of(body.messages)], params, variables, notes_special="tools" in variables
+        )
         form = ChatForm(service.tokenizer, body, len(generation.choices))
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         return await call.answer(generation, form, kind, "chatcmpl")

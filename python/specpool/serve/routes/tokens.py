@@ -11,7 +11,7 @@ from specpool.engine.texts import num_characters
 from specpool.serve.api.errors import bad, json_response
 from specpool.serve.api.requests import DetokenizeRequest, TokenizeRequest
 from specpool.serve.api.sampling import ignored_header
-from specpool.serve.routes.chat import messages_of
+from specpool.serve.routes.chat import messages_of, template_variables
 from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
 
@@ -29,8 +29,8 @@ def routes(service: Service) -> APIRouter:
         service.check_characters(
             num_characters(prompt), "prompt" if body.messages is None else "messages"
         )
-
-        variables = {"add_generation_prompt": body.add_generation_prompt is not False}
+        variables = template_variables(body, body.tools)
+        variables["add_generation_prompt"] = body.add_generation_prompt is not False
 
         def work() -> list[int]:
             return service.texts.encode(
