@@ -56,6 +56,7 @@ class Prompts:
             drafters: the engine's, by name.
         """
         self._target, self._tokenizer, self._scheduler = target, tokenizer, scheduler
+        self._defaults, self._has_told = target.generation_defaults, False
         self._texts = Texts(tokenizer)
         self._shape, self._shapes = shape, list(shapes)
         self._num_pages, self._max_context_len = list(num_pages), max_context_len
@@ -181,6 +182,15 @@ class Prompts:
             request.watch.push(request.output_ids)
         return request
 
+    def tell_defaults(self, *, draws: bool) -> None:
+        """Log once what requests take from the target's generation_config, and what they do not.
+
+        `draws` says whether requests draw if they give no temperature.
+        """
+        if not self._has_told:
+            self._has_told = True
+            self._defaults.tell(draws=draws)
+
     def check_tokens(self, name: str, tokens: list[int]) -> None:
         """Raise `ConfigError` for a token that the vocabulary does not have."""
         vocab_size = self._target.vocab_size
@@ -248,6 +258,9 @@ class Prompts:
                 f"{name} has {len(ids)} tokens; with one new token at least, "
                 f"max_context_len {longest} leaves room for {longest - 1}"
             )
+        if (filled := self._defaults.fill(params, len(ids))) is not params:
+            self.tell_defaults(draws=False)
+            params = filled
         self._check_params(name, params)
         drafter = self._drafter_of(name, params)
         most_steps, choices, rounds = params.max_draft_steps, None, self._scheduler.round_shapes
@@ -309,18 +322,19 @@ class Prompts:
                 "adaptive='budget'"
             )
         vocab_size = self._target.vocab_size
-        for token in params.logit_bias:
-            if token >= vocab_size:
-                raise ConfigError(
-                    f"{name} has {token} in its logit_bias, which no token can be; the vocabulary "
-                    f"is [0, {vocab_size})"
-                )
-        for token in params.stop_token_ids:
-            if token >= vocab_size:
-                raise ConfigError(
-                    f"{name} has {token} among its stop_token_ids, which no token can be; the "
-                    f"vocabulary is [0, {vocab_size})"
-                )
+        for field, tokens in (
+            ("in its logit_bias", params.logit_bias),
+            ("among its stop_token_ids", params.stop_token_ids),
+            ("among its suppress_tokens", params.suppress_tokens or ()),
+            ("among its begin_suppress_tokens", params.begin_suppress_tokens or ()),
+            ("among its bad_words_ids", itertools.chain.from_iterable(params.bad_words_ids or ())),
+        ):
+            for token in tokens:
+                if token >= vocab_size:
+                    raise ConfigError(
+                        f"{name} has {token} {field}, which no token can be; the vocabulary is "
+                        f"[0, {vocab_size})"
+                    )
         if params.logprobs is not None and params.logprobs > vocab_size:
             raise ConfigError(
                 f"{name} asks for logprobs of {params.logprobs} tokens; the vocabulary has "
