@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
@@ -21,9 +22,12 @@ from specpool.scheduler.requests.request import Request, TokenLogprob
 from specpool.scheduler.scheduler import Scheduler
 from specpool.text.stream import TextStream
 from specpool.text.structured.compiler import Compiler
+from specpool.text.tokenizer import cleans_spaces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger("specpool")
 
 
 class Prompts:
@@ -183,13 +187,19 @@ class Prompts:
         return request
 
     def tell_defaults(self, *, draws: bool) -> None:
-        """Log once what requests take from the target's generation_config, and what they do not.
+        """Log once what requests take from the target's files, and what they do not.
 
         `draws` says whether requests draw if they give no temperature.
         """
-        if not self._has_told:
-            self._has_told = True
-            self._defaults.tell(draws=draws)
+        if self._has_told:
+            return
+        self._has_told = True
+        self._defaults.tell(draws=draws)
+        if self._tokenizer is not None and cleans_spaces(self._tokenizer):
+            _log.warning(
+                "tokenizer_config: clean_up_tokenization_spaces is not taken: texts have the "
+                "spaces that their tokens have, because a text that streams cannot lose them later"
+            )
 
     def check_tokens(self, name: str, tokens: list[int]) -> None:
         """Raise `ConfigError` for a token that the vocabulary does not have."""

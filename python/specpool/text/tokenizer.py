@@ -83,6 +83,13 @@ def _try(tokenizer: PreTrainedTokenizerBase) -> None:
             raise ValueError(f"it decodes {shown(some)} to no text")
 
 
+def cleans_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether `decode` takes spaces away before marks, which a text that streams keeps."""
+    ids = tokenizer.encode("a , b . c", add_special_tokens=False)
+    plain = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    return bool(tokenizer.decode(ids) != plain)
+
+
 def check_tokenizer(tokenizer: object) -> None:
     """Raise `ConfigError` unless `tokenizer` is a tokenizer or None."""
     verbs = ("encode", "decode", "convert_ids_to_tokens")
