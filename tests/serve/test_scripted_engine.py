@@ -213,7 +213,7 @@ def test_the_time_of_a_request_counts_while_its_form_is_compiled(stream):
         assert status == 504 and found["error"]["code"] == "request_timeout"
         assert isinstance(front.wire.said[-1], Abort) and front.service.num_open == 0
 
-    scripted(test, request_timeout=0.1)
+    scripted(test, request_timeout=0.5)
 
 
 @pytest.mark.parametrize(("reason", "offset"), [("abort", 0), ("length", 4)])
@@ -233,7 +233,7 @@ def test_a_session_whose_turn_was_too_late_is_as_long_as_the_engine_says(reason,
         assert front.service.sessions.find(ident).body()["busy"] is False
         assert front.service.sessions.find(ident).offset == offset
 
-    scripted(test, request_timeout=0.1)
+    scripted(test, request_timeout=0.5)
 
 
 def test_what_a_request_does_not_say_is_left_to_the_targets_files():
