@@ -11,6 +11,7 @@ from test_bridge import READY, Wire, done
 
 from specpool import Engine
 from specpool.assets import resolve
+from specpool.sampling_params import NEUTRAL
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
 from specpool.serve.bridge.messages import Abort, Accepted, Call, Refused, Reply, Submit, Tokens
@@ -217,7 +218,7 @@ def test_the_time_of_a_request_counts_while_its_form_is_compiled(stream):
         assert status == 504 and found["error"]["code"] == "request_timeout"
         assert isinstance(front.wire.said[-1], Abort) and front.service.num_open == 0
 
-    scripted(test, request_timeout=0.1)
+    scripted(test, request_timeout=0.5)
 
 
 @pytest.mark.parametrize(("reason", "offset"), [("abort", 0), ("length", 4)])
@@ -237,7 +238,7 @@ def test_a_session_whose_turn_was_too_late_is_as_long_as_the_engine_says(reason,
         assert front.service.sessions.find(ident).body()["busy"] is False
         assert front.service.sessions.find(ident).offset == offset
 
-    scripted(test, request_timeout=0.1)
+    scripted(test, request_timeout=0.5)
 
 
 def test_a_prompt_is_counted_whole_once_for_each_sample():
@@ -262,3 +263,32 @@ def test_a_prompt_is_counted_whole_once_for_each_sample():
         assert value("vllm:request_generation_tokens_sum", labels) == 2 * 2 * 2 * 2
 
     scripted(test)
+
+
+def test_what_a_request_does_not_say_is_left_to_the_targets_files():
+    own = {"repetition_penalty": 1, "top_p": 1, "min_p": 0.1, "min_tokens": 9}
+    hot = TEXT | {"temperature": 1.5, "top_k": -1}
+    asked = [
+        ("/v1/completions", {"prompt": "ab", "max_tokens": 4}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", hot),
+        ("/v1/completions", hot | own),
+    ]
+
+    async def test(front):
+        params = []
+        for number, (path, body) in enumerate(asked):
+            task = front.begin(body, path=path)
+            submitted = (await front.said(Submit, number + 1))[-1]
+            await front.wire.come(Accepted(submitted.key), done(submitted.key))
+            assert (await task)[0] == 200
+            params.append(submitted.params)
+        for quiet in params[:2]:
+            assert quiet.temperature == 0.6
+            assert {getattr(quiet, name) for name in NEUTRAL} == {None}
+        assert params[2].temperature == 1.5 and params[2].top_k == 0
+        assert params[2].top_p is None and params[2].repetition_penalty is None
+        assert (params[3].top_p, params[3].repetition_penalty, params[3].min_p) == (1.0, 1.0, 0.1)
+        assert params[3].min_new_tokens == 4, "min_tokens, up to max_tokens"
+
+    scripted(test, ready=dataclasses.replace(READY, temperature=0.6))

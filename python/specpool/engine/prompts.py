@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
@@ -20,9 +21,12 @@ from specpool.scheduler.requests.latency import Times
 from specpool.scheduler.requests.request import Request, TokenLogprob
 from specpool.scheduler.scheduler import Scheduler
 from specpool.text.structured.compiler import Compiler
+from specpool.text.tokenizer import cleans_spaces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger("specpool")
 
 
 class Prompts:
@@ -55,6 +59,7 @@ class Prompts:
             drafters: the engine's, by name.
         """
         self._target, self._tokenizer, self._scheduler = target, tokenizer, scheduler
+        self._defaults, self._has_told = target.generation_defaults, False
         self._texts = Texts(tokenizer)
         self._shape, self._shapes = shape, list(shapes)
         self._num_pages, self._max_context_len = list(num_pages), max_context_len
@@ -184,6 +189,21 @@ class Prompts:
             request.watch.push(request.output_ids)
         return request
 
+    def tell_defaults(self, *, draws: bool) -> None:
+        """Log once what requests take from the target's files, and what they do not.
+
+        `draws` says whether requests draw if they give no temperature.
+        """
+        if self._has_told:
+            return
+        self._has_told = True
+        self._defaults.tell(draws=draws)
+        if self._tokenizer is not None and cleans_spaces(self._tokenizer):
+            _log.warning(
+                "tokenizer_config: clean_up_tokenization_spaces is not taken: texts have the "
+                "spaces that their tokens have, because a text that streams cannot lose them later"
+            )
+
     def check_tokens(self, name: str, tokens: list[int]) -> None:
         """Raise `ConfigError` for a token that the vocabulary does not have."""
         vocab_size = self._target.vocab_size
@@ -263,6 +283,9 @@ class Prompts:
                 f"{name} has {len(ids)} tokens; with one new token at least, "
                 f"max_context_len {longest} leaves room for {longest - 1}"
             )
+        if (filled := self._defaults.fill(params, len(ids))) is not params:
+            self.tell_defaults(draws=False)
+            params = filled
         self._check_params(name, params)
         drafter = self._drafter_of(name, params)
         most_steps, choices, rounds = params.max_draft_steps, None, self._scheduler.round_shapes
@@ -329,18 +352,19 @@ class Prompts:
                 "adaptive='budget'"
             )
         vocab_size = self._target.vocab_size
-        for token in params.logit_bias:
-            if token >= vocab_size:
-                raise ConfigError(
-                    f"{name} has {token} in its logit_bias, which no token can be; the vocabulary "
-                    f"is [0, {vocab_size})"
-                )
-        for token in params.stop_token_ids:
-            if token >= vocab_size:
-                raise ConfigError(
-                    f"{name} has {token} among its stop_token_ids, which no token can be; the "
-                    f"vocabulary is [0, {vocab_size})"
-                )
+        for field, tokens in (
+            ("in its logit_bias", params.logit_bias),
+            ("among its stop_token_ids", params.stop_token_ids),
+            ("among its suppress_tokens", params.suppress_tokens or ()),
+            ("among its begin_suppress_tokens", params.begin_suppress_tokens or ()),
+            ("among its bad_words_ids", itertools.chain.from_iterable(params.bad_words_ids or ())),
+        ):
+            for token in tokens:
+                if token >= vocab_size:
+                    raise ConfigError(
+                        f"{name} has {token} {field}, which no token can be; the vocabulary is "
+                        f"[0, {vocab_size})"
+                    )
         if params.logprobs is not None and params.logprobs > vocab_size:
             raise ConfigError(
                 f"{name} asks for logprobs of {params.logprobs} tokens; the vocabulary has "

@@ -34,6 +34,7 @@ from specpool.models.gate import (
     refusal,
     text_config,
 )
+from specpool.models.generation_defaults import GenerationDefaults
 from specpool.models.paged_attention import _ATTENTION, _BATCH, _register, _torch_attention
 from specpool.models.placement import _parse_device, _placement, check_dtype
 from specpool.models.probe import probe
@@ -192,6 +193,17 @@ class TargetModel:
     def keeps_state(self) -> bool:
         """Whether rows have recurrent states beside KV. Such a state cannot be cut back."""
         return bool(self.state_specs)
+
+    @cached_property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What the model's generation_config says of texts.
+
+        Raises:
+            ConfigError: a value is wrong; the message has its key.
+        """
+        return GenerationDefaults.of(
+            getattr(self.model, "generation_config", None), self.vocab_size
+        )
 
     @property
     def embedding_weight(self) -> Tensor:

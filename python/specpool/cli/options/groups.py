@@ -77,10 +77,10 @@ class SamplingOptions:
     """The sampling of tokens."""
 
     temperature: o.Temperature = 0.0
-    top_k: o.TopK = 0
-    top_p: o.TopP = 1.0
-    min_p: o.MinP = 0.0
-    repetition_penalty: o.RepetitionPenalty = 1.0
+    top_k: o.TopK = None
+    top_p: o.TopP = None
+    min_p: o.MinP = None
+    repetition_penalty: o.RepetitionPenalty = None
     presence_penalty: o.PresencePenalty = 0.0
     frequency_penalty: o.FrequencyPenalty = 0.0
     logit_bias: o.LogitBias = None

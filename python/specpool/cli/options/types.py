@@ -163,13 +163,18 @@ OnFinding = Annotated[
 
 # A request.
 Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
-TopK = Annotated[int, typer.Option(help="Keep this many of the most likely tokens; 0 = all.")]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens with this mass; 1 = all.")]
+TopK = Annotated[
+    int | None, typer.Option(help="Keep this many of the most likely tokens; 0 = all.")
+]
+TopP = Annotated[
+    float | None, typer.Option(help="Keep the likeliest tokens with this mass; 1 = all.")
+]
 MinP = Annotated[
-    float, typer.Option(help="Drop tokens less likely than this share of the likeliest; 0 = none.")
+    float | None,
+    typer.Option(help="Drop tokens less likely than this share of the likeliest; 0 = none."),
 ]
 RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1 = tokens of prompt and output become less likely.")
+    float | None, typer.Option(help="Above 1 = tokens of prompt and output become less likely.")
 ]
 PresencePenalty = Annotated[
     float, typer.Option(help="Taken from the logit of each token of the output; -2 to 2.")

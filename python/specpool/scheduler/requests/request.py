@@ -13,6 +13,7 @@ from specpool.arrays import Int32
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import common_len
 from specpool.scheduler.requests.latency import Times
+from specpool.text.bans import Bans
 from specpool.text.stream import TextStream
 from specpool.text.structured.matcher import Matcher
 
@@ -98,9 +99,28 @@ class Request:
     reads_tokens: bool = True  # if any drafter reads tokens: this one does
     _token_array: Int32 = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
 
+    bans: Bans | None = field(init=False, repr=False)  # what may not follow its text
+
     def __post_init__(self) -> None:
-        self.changes_logits = self.params.changes_logits
-        self.penalizes = self.params.penalizes
+        self.params = params = self.params.filled()
+        self.changes_logits = params.changes_logits
+        self.penalizes = params.penalizes
+        self.bans = None
+        if params.bans:
+            self.bans = Bans(
+                self.prompt_len,
+                self.stop_ids,
+                always=params.suppress_tokens or (),
+                first=params.begin_suppress_tokens or (),
+                words=params.bad_words_ids or (),
+                ngram_size=params.no_repeat_ngram_size or 0,
+                min_new_tokens=params.min_new_tokens or 0,
+            )
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether its next round needs the tokens of its last one on the host."""
+        return self.matcher is not None or self.bans is not None
 
     def post(self) -> None:
         """Put the request into its mailbox: it does not run any more, but may have news."""
@@ -216,6 +236,8 @@ class Request:
                 if tokens[-1] == NO_TREE
                 else f"the logits at position {position} are not finite"
             )
+            if self.bans is not None and tokens[-1] == NOT_FINITE:
+                self.error += ", or the request's bans leave no token"
             if self.matcher is not None:
                 why = self.matcher.dead_end([*self.tokens, *kept], self.prompt_len)
                 self.error = self.error if why is None else f"{why}, at position {position + 1}"

@@ -94,6 +94,7 @@ class Generation(Body):
     min_p: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
     stop_token_ids: Tokens | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None

@@ -29,7 +29,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # vLLM's
     "use_beam_search": (False,),
     "watermarking": (False,),
-    "min_tokens": (0,),
     "prompt_logprobs": (),
     "logprob_token_ids": (),
     "include_stop_str_in_output": (False,),
@@ -98,11 +97,14 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
     return {"x-specpool-ignored": text[:500]} if text else {}
 
 
-def params_of(request: Generation, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
+def params_of(
+    request: Generation, max_new_tokens: int, logprobs: int | None, temperature: float
+) -> SamplingParams:
     """Return the sampling parameters of a request.
 
-    As with OpenAI, the temperature is 1 unless it is given. At temperature 0, and with `top_p` 0,
-    the likeliest token is taken, and the truncations do nothing.
+    `temperature` is that of a request which gives none. At temperature 0, and with `top_p` 0, the
+    likeliest token is taken, and the truncations do nothing. Other fields that the request does not
+    give are left to the engine, which knows the target's defaults.
 
     Raises:
         ApiError: a field cannot work.
@@ -110,7 +112,7 @@ def params_of(request: Generation, max_new_tokens: int, logprobs: int | None) ->
     given: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "logprobs": logprobs,
-        "temperature": 1.0 if request.temperature is None else float(request.temperature),
+        "temperature": temperature if request.temperature is None else float(request.temperature),
         "n": request.n or 1,
         "stop": _stops(request.stop),
         "stop_token_ids": tuple(request.stop_token_ids or ()),
@@ -121,9 +123,9 @@ def params_of(request: Generation, max_new_tokens: int, logprobs: int | None) ->
     if request.top_p == 0:
         given["temperature"] = 0.0
     if given["temperature"]:
-        given["top_p"] = 1.0 if request.top_p is None else float(request.top_p)
-        given["top_k"] = max(request.top_k or 0, 0)
-        given["min_p"] = request.min_p or 0.0
+        given["top_p"] = None if request.top_p is None else float(request.top_p)
+        given["top_k"] = None if request.top_k is None else max(request.top_k, 0)
+        given["min_p"] = request.min_p
     if request.seed is not None:
         given["seed"] = request.seed % (1 << 64)
     given["max_draft_steps"] = request.max_draft_steps
@@ -131,7 +133,9 @@ def params_of(request: Generation, max_new_tokens: int, logprobs: int | None) ->
     given["tpot_ms"] = request.tpot_ms
     given["presence_penalty"] = request.presence_penalty or 0.0
     given["frequency_penalty"] = request.frequency_penalty or 0.0
-    given["repetition_penalty"] = request.repetition_penalty or 1.0
+    given["repetition_penalty"] = request.repetition_penalty
+    if request.min_tokens is not None:
+        given["min_new_tokens"] = min(request.min_tokens, max_new_tokens)
     given["logit_bias"] = _bias(request.logit_bias)
     given["structured"] = grammar_of(request)
     try:

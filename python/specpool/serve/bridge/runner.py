@@ -75,6 +75,7 @@ class Runner:
 
     def run(self) -> None:
         """Serve until the front says `Stop` or is gone."""
+        self._engine.core.prompts.tell_defaults(draws=True)
         self._line.send([ready(self._engine)])
         busy = False
         while True:
@@ -272,6 +273,7 @@ def ready(engine: Engine) -> Ready:
             "drafters": [*engine.drafters],
         },
         tokenizer=None if engine.tokenizer is None else str(engine.tokenizer.name_or_path),
+        temperature=engine.target.generation_defaults.server_temperature,
         model_key=config_key(engine.target),
     )
 

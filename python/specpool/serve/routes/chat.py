@@ -179,7 +179,8 @@ def routes(service: Service) -> APIRouter:
 
         def params(room: int) -> SamplingParams:
             wanted = body.max_completion_tokens or body.max_tokens
-            return params_of(body, min(wanted or room, room), num_top)
+            temperature = service.client.ready.temperature
+            return params_of(body, min(wanted or room, room), num_top, temperature)
 
         generation = await call.generation(
             [messages_of(body.messages)], params, variables, notes_special="tools" in variables

@@ -100,7 +100,8 @@ def routes(service: Service) -> APIRouter:
 
         def params(room: int) -> SamplingParams:
             wanted = body.max_tokens or _DEFAULT_TOKENS
-            return params_of(body, min(wanted, room), body.logprobs)
+            temperature = service.client.ready.temperature
+            return params_of(body, min(wanted, room), body.logprobs, temperature)
 
         generation = await call.generation(prompts, params, {})
         echoes = [""] * len(generation.choices)
