@@ -85,9 +85,8 @@ class TrainConfig:
 
     def settings(self) -> dict[str, object]:
         """Return the options that a resumed training must share with its beginning."""
-        names = ("length", "batch_size", "unroll", "draft_vocab_size", "lr", "held_out")
-        names += ("new_tokens", "temperature", "seed", "dtype")
-        return {name: getattr(self, name) for name in names}
+        names = "length batch_size unroll draft_vocab_size lr held_out new_tokens temperature"
+        return {name: getattr(self, name) for name in [*names.split(), "seed", "dtype"]}
 
 
 def _check_number(name: str, value: float | None, *, most: float = math.inf) -> None:

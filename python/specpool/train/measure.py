@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specpool._core import Shape
 from specpool.config import EngineConfig
-from specpool.draft import EagleDrafter, NgramDrafter
+from specpool.draft import Drafter, EagleDrafter, NgramDrafter
 from specpool.engine.engine import Engine
 from specpool.models import TargetModel
 from specpool.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ def accept_lens(target: TargetModel, head: Path, prompts: Sequence[list[int]]) -
         ConfigError: the head cannot be loaded for the target.
     """
     longest = max(map(len, prompts)) + NUM_TOKENS + NUM_STEPS + 1
-    drafters = {
+    drafters: dict[str, Drafter] = {
         "head": EagleDrafter.from_pretrained(head, target),
         "prompt lookup": NgramDrafter(),
     }

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -138,22 +139,22 @@ class TargetReader:
             at = np.flatnonzero(text.learned[1:])
             entries.append(lane * most + at)
             positions.append(start + 1 + at)
-            after = np.append(text.tokens, -1)[at + 2]  # -1: the text ends
-            follow.append(after)
-        where, wanted_at, next_token = (
+            follow.append(np.append(text.tokens, -1)[at + 2])  # -1: the text ends
+        where, predicting, targets = (
             torch.from_numpy(np.concatenate(parts)).long().to(device)
             for parts in (entries, positions, follow)
         )
         wanted, best, loss, count = [], [], 0.0, 0
-        for block, after in zip(wanted_at.split(_BLOCK), next_token.split(_BLOCK), strict=True):
+        blocks = zip(torch.split(predicting, _BLOCK), torch.split(targets, _BLOCK), strict=True)
+        for block, next_token in blocks:
             logits = self.target.compute_logits(hidden[block]).float()
             best.append(logits.argmax(-1))
             wanted.append(logits[:, kept].softmax(-1))
-            known = after >= 0
-            losses = torch.nn.functional.cross_entropy(logits[known], after[known], reduction="sum")
+            known = next_token >= 0
+            losses = F.cross_entropy(logits[known], next_token[known], reduction="sum")
             loss, count = loss + float(losses), count + int(known.sum())
         tokens = [torch.from_numpy(text.tokens[1:]).long() for text in texts]
-        parts = [part[:-1] for part in features.split(lens)]
+        parts = [part[:-1] for part in torch.split(features, lens)]
         return Reading(
             tokens=pad_sequence(tokens, batch_first=True).to(device),
             features=pad_sequence(parts, batch_first=True),

@@ -1,7 +1,7 @@
 """`Checkpoint`: the state of a training on disk, beside the head that it makes.
 
     HEAD/config.json, HEAD/model.safetensors    the head, as engines load it
-    HEAD/training/texts.npz                     the texts in tokens, written once
+    HEAD/training/texts.safetensors             the texts in tokens, written once
     HEAD/training/state.safetensors             weights, optimizer, step and settings
 
 Each file is written whole or not at all. The state is one file, so its parts are of one step.
@@ -24,7 +24,7 @@ from specpool.train.texts import Text, pack, unpack
 if TYPE_CHECKING:
     import torch
 
-_FOLDER, _STATE, _TEXTS = "training", "state.safetensors", "texts.npz"
+_FOLDER, _STATE, _TEXTS = "training", "state.safetensors", "texts.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Checkpoint:
 
         path = out / _FOLDER / _STATE
         with reading(f"{path} is not a training's state"):
-            with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+            with safe_open(path, "pt") as file:
                 about = json.loads(file.metadata()["training"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
             counts = about["step"], about["seconds"], about["cpu_seconds"]
@@ -116,11 +116,12 @@ def check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 def save_texts(out: Path, texts: list[Text], num_held_out: int) -> None:
     """Write the texts, the held-out ones first, into the training's folder, which is made."""
+    from safetensors.numpy import save_file
+
     folder = out / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f".{_TEXTS}.{os.getpid()}"
-    with beside.open("wb") as file:
-        np.savez(file, num_held_out=np.array(num_held_out), **pack(texts))
+    save_file({"num_held_out": np.array(num_held_out), **pack(texts)}, beside)
     beside.replace(folder / _TEXTS)
 
 
@@ -130,9 +131,10 @@ def load_texts(out: Path) -> tuple[list[Text], int]:
     Raises:
         CheckpointError: the file is missing or broken.
     """
+    from safetensors.numpy import load_file
+
     path = out / _FOLDER / _TEXTS
     with reading(f"{path} cannot be read", CheckpointError):
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        arrays = load_file(path)
         num_held_out = int(arrays.pop("num_held_out"))
         return unpack(arrays), num_held_out

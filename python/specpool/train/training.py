@@ -35,7 +35,7 @@ from specpool.train.state import (
     save_texts,
 )
 from specpool.train.texts import LEAST_ANSWER, Row, Rows, Text, Tokens
-from specpool.train.unroll import unroll
+from specpool.train.unroll import Unrolled, unroll
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,8 +73,8 @@ class HeldOut:
     Attributes:
         target_loss: the target's own loss of the texts, nats per token.
         head_loss: the head's loss against the target's distribution, nats, mean of the unroll.
-        agreement: for each draft step, how often the head's likeliest token is the target's, where
-            all earlier drafts were right.
+        agreement: for each draft step, how often the head's likeliest token is the target's, after
+            drafts that are the text's own tokens.
     """
 
     target_loss: float
@@ -368,7 +368,7 @@ class _Training:
         head = self._head.assemble(reading.tokens.shape[1])
         result = unroll(head, reading, self._head.kept, self._config.unroll)
         self._optimizer.zero_grad()
-        result.loss.backward()
+        torch.autograd.backward(result.loss)
         torch.nn.utils.clip_grad_norm_(self._head.weights.values(), _MOST_NORM)
         self._optimizer.step()
         return float(result.loss.detach())
@@ -378,21 +378,24 @@ class _Training:
         """Return the figures over the held-out texts."""
         size, kept = self._config.batch_size, self._head.kept
         texts = sorted(self._held_out, key=lambda text: len(text.tokens))
-        loss, count, head_loss, agreeing, drafted = 0.0, 0, 0.0, 0.0, 0.0
+        results: list[Unrolled] = []
+        loss, count = 0.0, 0
         self._watcher.begin("measuring the held-out loss", len(texts))
-        num_batches = 0
         for at in range(0, len(texts), size):
             reading = self._reader.read(texts[at : at + size], kept)
             head = self._head.assemble(reading.tokens.shape[1])
-            result = unroll(head, reading, kept, self._config.unroll)
+            results.append(unroll(head, reading, kept, self._config.unroll))
             loss, count = loss + reading.loss, count + reading.num_losses
-            head_loss, num_batches = head_loss + float(result.loss), num_batches + 1
-            agreeing = agreeing + result.agreeing
-            drafted = drafted + result.drafted
             self._watcher.at(at + size, "")
-        assert isinstance(agreeing, Tensor)
-        agreement = (agreeing / drafted).tolist()
-        return HeldOut(loss / max(1, count), head_loss / num_batches, agreement)
+        agreeing, drafted = (
+            torch.stack(counts).sum(0)
+            for counts in zip(*((one.agreeing, one.drafted) for one in results), strict=True)
+        )
+        return HeldOut(
+            target_loss=loss / max(1, count),
+            head_loss=sum(float(one.loss) for one in results) / len(results),
+            agreement=(agreeing / drafted).tolist(),
+        )
 
     def _save(self) -> None:
         """Write the head and the state."""
@@ -440,8 +443,8 @@ def _check_config(config: Any) -> None:
         raise refuse_states(config.model_type)
     if getattr(config, "quantization_config", None):
         raise ConfigError(
-            f"cannot train a head for a quantized model of type {config.model_type!r}: take the "
-            "model that it was made of; the head then serves both"
+            f"cannot train a head for a quantized model of type {config.model_type!r}: train on "
+            "the model that it was made of"
         )
 
 

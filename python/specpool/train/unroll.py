@@ -86,7 +86,7 @@ class _ChainAttention:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend as `EagleHead.forward` asks: q [B * n, H, D], k and v [B * n, Hk, D]."""
         groups = q.shape[1] // k.shape[1]
-        q, k, v = (part.unflatten(0, (self._batch, -1)).transpose(1, 2) for part in (q, k, v))
+        q, k, v = (self._by_text(part) for part in (q, k, v))
         k, v = (part.repeat_interleave(groups, 1) for part in (k, v))
         self._keys.append(k)
         self._values.append(v)
@@ -95,6 +95,10 @@ class _ChainAttention:
         else:
             out = self._chain(q)
         return out.transpose(1, 2).flatten(0, 1)
+
+    def _by_text(self, x: Tensor) -> Tensor:
+        """Return x [B * n, H, D] as [B, H, n, D]."""
+        return x.reshape(self._batch, -1, *x.shape[1:]).transpose(1, 2)
 
     def _chain(self, q: Tensor) -> Tensor:
         """Attend to the prefix of step 0, and to one entry of each later step."""
