@@ -192,7 +192,7 @@ class NewHead:
 
     def save(self, folder: Path) -> None:
         """Write config.json and the weights in the target's dtype, each whole or not at all."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         tensors = {}
         for name, tensor in self.published().items():
@@ -204,7 +204,8 @@ class NewHead:
             known[self.kept.cpu()] = True
             tensors["t2d"] = known
         beside = folder / f".{WEIGHTS}.{os.getpid()}"
-        save_file(tensors, beside, metadata={"format": "pt"})
+        # Not `save_file`, which makes files that only their owner may read.
+        beside.write_bytes(save(tensors, metadata={"format": "pt"}))
         beside.replace(folder / WEIGHTS)
         beside.write_text(json.dumps(self.config, indent=1) + "\n", encoding="utf-8")
         beside.replace(folder / "config.json")

@@ -9,6 +9,7 @@ one entry of each step between.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ class Unrolled:
 
 
 def unroll(head: EagleHead, reading: Reading, kept: Tensor, num_steps: int) -> Unrolled:
-    """Draft `num_steps` steps at all entries of a batch.
+    """Return the loss of `num_steps` draft steps at all entries of a batch.
 
     The target's likeliest token may be outside the draft vocabulary. Such an entry has no loss, and
     counts as one that does not agree.
@@ -50,29 +51,35 @@ def unroll(head: EagleHead, reading: Reading, kept: Tensor, num_steps: int) -> U
         kept: int64 [Vd], the target's ids of the draft vocabulary.
         num_steps: S, at least 1.
     """
-    batch, n = reading.tokens.shape
-    tokens = reading.tokens.flatten()
-    positions = torch.arange(n, device=tokens.device).repeat(batch)
-    places = reading.entries % n
+    places = reading.entries % reading.tokens.shape[1]
     can_draft = torch.isin(reading.best, kept)
-    hidden = head.combine(reading.features.to(head.dtype).flatten(0, 1))
-    attention = _ChainAttention(batch)
-    total, weights = hidden.new_zeros((), dtype=torch.float32), 0.0
+    losses, weights = [], []
     agreeing, drafted = [], []
-    for step in range(num_steps):
-        out = head.forward(tokens, hidden, positions, attention.attend)
+    for step, out in enumerate(draft_steps(head, reading, num_steps)):
         counts = places >= step  # earlier entries have no chain of this length behind them
-        entries, best = reading.entries[counts], reading.best[counts]
+        entries, best, learns = (of[counts] for of in (reading.entries, reading.best, can_draft))
         logits = head.logits(out.index_select(0, entries)).float()
         agreeing.append((kept[logits.detach().argmax(-1)] == best).sum())
         drafted.append(counts.sum())
-        learns = can_draft[counts]
-        losses = -(reading.wanted[counts] * logits.log_softmax(-1)).sum(-1)
-        loss = (losses * learns).sum() / learns.sum().clamp(min=1)
-        total, weights = total + STEP_WEIGHT**step * loss, weights + STEP_WEIGHT**step
-        shifted = F.pad(out.view(batch, n, -1), (0, 0, 1, 0))[:, :n]
-        hidden = shifted.flatten(0, 1)
-    return Unrolled(total / weights, torch.stack(agreeing).float(), torch.stack(drafted).float())
+        cross_entropy = -(reading.wanted[counts] * logits.log_softmax(-1)).sum(-1)
+        losses.append((cross_entropy * learns).sum() / learns.sum().clamp(min=1))
+        weights.append(STEP_WEIGHT**step)
+    mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
+    assert isinstance(mean, Tensor)
+    return Unrolled(mean, torch.stack(agreeing).float(), torch.stack(drafted).float())
+
+
+def draft_steps(head: EagleHead, reading: Reading, num_steps: int) -> Iterator[Tensor]:
+    """Yield what the head puts out at all entries in each step, [B * n, h]."""
+    batch, n = reading.tokens.shape
+    tokens = reading.tokens.flatten()
+    positions = torch.arange(n, device=tokens.device).repeat(batch)
+    hidden = head.combine(reading.features.to(head.dtype).flatten(0, 1))
+    attention = _ChainAttention(batch)
+    for _ in range(num_steps):
+        out = head.forward(tokens, hidden, positions, attention.attend)
+        yield out
+        hidden = F.pad(out.view(batch, n, -1), (0, 0, 1, 0))[:, :n].flatten(0, 1)
 
 
 class _ChainAttention:
