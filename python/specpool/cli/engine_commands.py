@@ -307,7 +307,7 @@ def train(
     ] = 32_000,
     lr: Annotated[
         float | None,
-        typer.Option(help="Greatest learning rate. [default: 0.256 / hidden size, at most 0.002]"),
+        typer.Option(help="Greatest learning rate. [default: 0.512 / hidden size, at most 0.004]"),
     ] = None,
     held_out: Annotated[
         float, typer.Option(help="Share of the texts that training does not see.")

@@ -26,7 +26,7 @@ class TrainConfig:
         batch_size: texts of a step.
         unroll: draft steps that training takes in a row.
         draft_vocab_size: the most tokens that the head can propose: the most frequent ones.
-        lr: the greatest learning rate; None = 0.256 / hidden size, at most 0.002.
+        lr: the greatest learning rate; None = 0.512 / hidden size, at most 0.004.
         epochs: passes over the texts; None = no limit if `minutes` is given, else `EPOCHS`.
         minutes: wall time of the training, without loading and measuring; None = no limit.
         checkpoint_minutes: wall time between checkpoints.

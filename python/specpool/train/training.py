@@ -281,7 +281,7 @@ class _Training:
             self._head = NewHead(target, raw, kept, held["scale"], weights)
             self._step = begun.step
             self._seconds, self._cpu_seconds = begun.seconds, begun.cpu_seconds
-        self._lr = config.lr or min(2e-3, 0.256 / target.hidden_size)
+        self._lr = config.lr or min(4e-3, 0.512 / target.hidden_size)
         self._optimizer = torch.optim.AdamW(
             self._head.weights.values(),
             lr=self._lr,
