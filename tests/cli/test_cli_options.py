@@ -257,7 +257,7 @@ OTHERS = [
     (["sim", "--check", "3"], "--check must be an integer in [0, 2], got 3"),
 ]
 TRAIN = [
-    (["--data", "missing.txt"], "--data missing.txt cannot be read: No such file"),
+    (["--data", "missing.txt"], "--data: missing.txt cannot be read: No such file"),
     (["--length", "8"], "--length must be an integer in [16, 1048576], got 8"),
     (["--batch", "0"], "--batch must be an integer in [1, 4096], got 0"),
     (["--unroll", "17"], "--unroll must be an integer in [1, 16], got 17"),
@@ -273,7 +273,7 @@ TRAIN = [
     (["--device", "tpu"], "--device must be cpu, cuda or cuda:N"),
     (["--dtype", "int4"], "--dtype must be one of"),
     (["--resume"], "holds no training to resume: leave --resume out"),
-    (["--out", "/"], "--out / is not empty, and holds no training: give a new folder"),
+    (["--out", "/"], "--out: / is not empty, and holds no training: give a new folder"),
     (["--out", "/no/such/head"], "there is no folder /no/such"),
     (["--out", __file__], "is a file: give a new folder"),
     (["--target", "no/such/target/here"], "no model at 'no/such/target/here'"),

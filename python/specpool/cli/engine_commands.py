@@ -360,4 +360,4 @@ def train(
         device=device,
         trust_remote_code=trust_remote_code,
     )
-    run(config, threads=threads or os.cpu_count() or 1, as_json=json)
+    run(config, threads=(os.cpu_count() or 1) if threads is None else threads, as_json=json)

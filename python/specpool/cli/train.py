@@ -63,7 +63,7 @@ def _check_raw(target: str) -> None:
     folder = find_model(target)
     if folder is not None and read_config(folder).get("quantization_config"):
         raise ConfigError(
-            f"target {target} is quantized (quantization_config): train on the model that it was "
+            f"target: {target} is quantized (quantization_config): train on the model that it was "
             "made of"
         )
 

@@ -84,18 +84,18 @@ def check_folder(out: Path, *, resume: bool) -> None:
     """
     holds_state = (out / _FOLDER / _STATE).is_file()
     if resume and not holds_state:
-        raise ConfigError(f"out {out} holds no training to resume: leave --resume out")
+        raise ConfigError(f"out: {out} holds no training to resume: leave --resume out")
     if holds_state and not resume:
         raise ConfigError(
-            f"out {out} holds a training: give --resume to go on with it, or another folder"
+            f"out: {out} holds a training: give --resume to go on with it, or another folder"
         )
     if holds_state:
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         what = "is a file" if not out.is_dir() else "is not empty, and holds no training"
-        raise ConfigError(f"out {out} {what}: give a new folder")
+        raise ConfigError(f"out: {out} {what}: give a new folder")
     if not out.exists() and not out.absolute().parent.is_dir():
-        raise ConfigError(f"out {out}: there is no folder {out.absolute().parent}")
+        raise ConfigError(f"out: there is no folder {out.absolute().parent}")
 
 
 def check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -99,10 +99,10 @@ def read_rows(files: Sequence[Path]) -> Rows:
             content = path.read_bytes()
             text = content.decode("utf-8")
         except OSError as error:
-            raise ConfigError(f"data {path} cannot be read: {error.strerror}") from None
+            raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise ConfigError(
-                f"data {path} is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}"
+                f"data: {path} is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}"
             ) from None
         digest.update(hashlib.sha256(content).digest())
         if path.suffix.lower() in JSON_LINES:
