@@ -612,6 +612,44 @@ def nodes(
     )
 
 
+@app.command("train")
+def train(
+    kind: Annotated[
+        list[str] | None, typer.Option(help="qwen3 or gemma3; may be repeated. [default: both]")
+    ] = None,
+    hidden_size: Annotated[int, typer.Option(help="Of the target; a multiple of 64.")] = 512,
+    layers: Annotated[int, typer.Option(help="Of the target.")] = 8,
+    target_minutes: Annotated[
+        float, typer.Option(help="CPU time in which the target learns the corpus.")
+    ] = 6.0,
+    epochs: Annotated[
+        float, typer.Option(help="Passes of the head's training over a megabyte of text.")
+    ] = 0.25,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Folder of trained targets: those in it are used, others are kept."),
+    ] = None,
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Heads that `specpool train` makes for trained random models, beside prompt lookup."""
+    from benches.train import KINDS
+    from benches.train import train as run
+
+    run(
+        kinds=kind or KINDS,
+        hidden_size=hidden_size,
+        layers=layers,
+        target_minutes=target_minutes,
+        epochs=epochs,
+        keep=keep,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
 def main() -> None:
     """Run the benchmark that the command line names."""
     run_app(lambda: app)

@@ -1,6 +1,9 @@
-"""Train an EAGLE-1 or EAGLE-3 head, a block drafter or an MTP layer; save the published layout.
+"""Train a head, a block drafter or an MTP layer for the toy target; save the published layout.
 
     python train_head.py TARGET OUT --kind eagle3 --minutes 2
+
+TARGET is what `train_target.py` has made; any other is refused. `specpool train` trains EAGLE-3
+heads for other targets, from your own text.
 
 An MTP layer is part of its target's checkpoint, so OUT becomes a copy of TARGET that has one.
 
@@ -23,7 +26,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 import typer
 from block_head import BlockHead, base_config, block_config, block_loss
-from corpus import BOS, EOS, batches, train_tokens, validation_tokens
+from corpus import BOS, EOS, PAD, VOCAB_SIZE, batches, train_tokens, validation_tokens
 from safetensors.torch import load_file, save_file
 from torch import nn
 from train_target import BATCH_SIZE, training
@@ -303,6 +306,21 @@ def save_mtp(head: Head, target: Path, num_layers: int, out: Path) -> None:
     save_file({**load_file(path), **layer}, path, metadata={"format": "pt"})
 
 
+def check_target(target: Path) -> None:
+    """Refuse what `train_target.py` has not made: the heads here are of its kind and its tokens."""
+    try:
+        found = json.loads((target / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {target} is not a target: {error}") from None
+    made = {"model_type": "llama", "vocab_size": VOCAB_SIZE, "bos_token_id": BOS}
+    for key, value in {**made, "eos_token_id": EOS, "pad_token_id": PAD}.items():
+        if found.get(key) != value:
+            raise SystemExit(
+                f"error: {target} has {key} {found.get(key)!r}, a target of train_target.py has "
+                f"{value!r}: `specpool train` trains a head for any decoder, from your own text"
+            )
+
+
 def main(
     target: Annotated[Path, typer.Argument(help="Folder of the target model.")],
     out: Annotated[Path, typer.Argument(help="Folder to write to.")],
@@ -313,6 +331,7 @@ def main(
     minutes: Annotated[float, typer.Option(min=0.01, help="Training time.")] = 2.0,
 ) -> None:
     """Train a draft head for TARGET on the synthetic corpus."""
+    check_target(target)
     torch.manual_seed(0)
     model = LlamaForCausalLM.from_pretrained(target).float()
     model.eval().requires_grad_(False)

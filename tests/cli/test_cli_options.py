@@ -271,6 +271,29 @@ OTHERS = [
     (["sim", "--rounds", "5", "--turns", "5"], "--rounds and --turns both say"),
     (["sim", "--check", "3"], "--check must be an integer in [0, 2], got 3"),
 ]
+TRAIN = [
+    (["--data", "missing.txt"], "--data: missing.txt cannot be read: No such file"),
+    (["--length", "8"], "--length must be an integer in [16, 1048576], got 8"),
+    (["--batch", "0"], "--batch must be an integer in [1, 4096], got 0"),
+    (["--unroll", "17"], "--unroll must be an integer in [1, 16], got 17"),
+    (["--draft-vocab", "1"], "--draft-vocab must be an integer"),
+    (["--minutes", "0"], "--minutes must be a number above 0, got 0.0"),
+    (["--epochs", "nan"], "--epochs must be a number above 0, got nan"),
+    (["--lr", "2"], "--lr must be a number in (0, 1], got 2.0"),
+    (["--held-out", "0.7"], "--held-out must be a number in (0, 0.5], got 0.7"),
+    (["--temperature", "-1"], "--temperature must be in [0, 100], got -1.0"),
+    (["--new-tokens", "1"], "--new-tokens must be an integer"),
+    (["--seed", "-1"], "--seed must be an integer"),
+    (["--threads", "0"], "--threads must be an integer"),
+    (["--device", "tpu"], "--device must be cpu, cuda or cuda:N"),
+    (["--dtype", "int4"], "--dtype must be one of"),
+    (["--resume"], "holds no training to resume: leave --resume out"),
+    (["--out", "/"], "--out: / is not empty, and holds no training: give a new folder"),
+    (["--out", "/no/such/head"], "there is no folder /no/such"),
+    (["--out", __file__], "is a file: give a new folder"),
+    (["--target", "no/such/target/here"], "no model at 'no/such/target/here'"),
+]
+_TRAIN = ["train", "--target", "specpool/tiny", "--data", __file__, "--out", "/tmp/no-such-head"]
 REFUSED = [
     *((["generate", *args], text) for args, text in [*ENGINE, *GENERATE]),
     *((["chat", *args], text) for args, text in ENGINE),
@@ -279,6 +302,7 @@ REFUSED = [
         for args, text in [(["--max-sessions", "-1"], "--max-sessions must")]
     ),
     *((["tune", *args], text) for args, text in TUNE),
+    *(([*_TRAIN, *args], text) for args, text in TRAIN),
     *((["bench", "generate", *args], text) for args, text in BENCH_GENERATE),
     *((["benches", name, *args], text) for name, cases in BENCHES.items() for args, text in cases),
     *OTHERS,

@@ -132,3 +132,32 @@ def test_the_shipped_tokenizer_is_the_examples(
         assert tokenizer.encode(text) == list(text.encode())
         assert tokenizer.decode(list(text.encode())) == text
         assert (tokenizer.eos_token_id, len(tokenizer)) == (257, 259)
+
+
+def test_a_target_of_another_kind_is_refused_and_nothing_is_written(
+    example: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    """A head of Llama's kind for byte tokens would be worth nothing for another model."""
+    tiny = json.loads(
+        (resources.files("specpool") / "assets" / "tiny" / "target" / "config.json").read_text()
+    )
+    check = example["train_head"].check_target
+    target, out = tmp_path / "target", tmp_path / "head"
+    target.mkdir()
+    for change, says in (
+        (
+            {"model_type": "qwen3"},
+            "has model_type 'qwen3', a target of train_target.py has 'llama'",
+        ),
+        ({"vocab_size": 32000}, "has vocab_size 32000, a target of train_target.py has 259"),
+        ({"eos_token_id": None}, "has eos_token_id None"),
+    ):
+        (target / "config.json").write_text(json.dumps(tiny | change))
+        with pytest.raises(SystemExit, match=says):
+            example["train_head"].main(target, out, minutes=0.01)
+    (target / "config.json").write_text("{")
+    with pytest.raises(SystemExit, match="is not a target"):
+        example["train_head"].main(target, out, minutes=0.01)
+    assert not out.exists()
+    (target / "config.json").write_text(json.dumps(tiny))
+    check(target)

@@ -11,7 +11,7 @@ import typer
 import specpool
 from specpool.checks import check_int
 from specpool.cli.bench_serve.options import GoalChoice, ServerChoice, TraceChoice
-from specpool.cli.engine_commands import chat, generate, serve, tune
+from specpool.cli.engine_commands import chat, generate, serve, train, tune
 from specpool.cli.options.groups import grouped
 from specpool.cli.options.names import NamingGroup, help_if_alone
 from specpool.cli.options.types import (
@@ -39,6 +39,7 @@ app.command()(generate)
 app.command()(chat)
 app.command("serve")(serve)
 app.command()(tune)
+app.command()(train)
 
 bench = typer.Typer(
     cls=NamingGroup,

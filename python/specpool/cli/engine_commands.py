@@ -1,8 +1,9 @@
-"""The commands that run an engine, and their options: `generate`, `chat`, `serve`, `tune`."""
+"""The commands that run an engine: `generate`, `chat`, `serve`, `tune`, `train`; their options."""
 
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,12 +27,15 @@ from specpool.cli.options.groups import (
 )
 from specpool.cli.options.types import (
     Adaptive,
+    DeviceName,
     DrafterName,
+    DtypeName,
     Json,
     OverlapDepth,
     Plot,
     ShapeText,
     Stop,
+    TrustRemoteCode,
 )
 
 
@@ -287,3 +291,91 @@ def tune(
             plot=plot,
         )
     )
+
+
+def train(
+    target: Annotated[
+        str, typer.Option(help="Target model: a folder, a hub name, or specpool/tiny (embedded).")
+    ],
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            help="A file of plain text, or of JSON lines (.jsonl): objects with 'text', 'prompt', "
+            "'prompt' and 'completion', or 'messages'; may be repeated."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="A new folder for the head and its training.")],
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the training in --out.")
+    ] = False,
+    minutes: Annotated[
+        float | None, typer.Option(help="Wall time of the training. [default: no limit]")
+    ] = None,
+    epochs: Annotated[
+        float | None,
+        typer.Option(help="Passes over the texts. [default: 4, or no limit with --minutes]"),
+    ] = None,
+    length: Annotated[int, typer.Option(help="Most tokens of a text in training.")] = 512,
+    batch_size: Annotated[int, typer.Option("--batch", help="Texts of a step.")] = 8,
+    unroll: Annotated[
+        int, typer.Option(help="Draft steps that training takes in a row, from its own output.")
+    ] = 4,
+    draft_vocab_size: Annotated[
+        int, typer.Option("--draft-vocab", help="Most tokens that the head can propose.")
+    ] = 32_000,
+    lr: Annotated[
+        float | None,
+        typer.Option(help="Greatest learning rate. [default: 0.512 / hidden size, at most 0.004]"),
+    ] = None,
+    held_out: Annotated[
+        float, typer.Option(help="Share of the texts that training does not see.")
+    ] = 0.05,
+    new_tokens: Annotated[
+        int, typer.Option(help="Most tokens of the target's answer to a prompt without one.")
+    ] = 256,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of these answers; 0 = greedy.")
+    ] = 0.0,
+    checkpoint_minutes: Annotated[
+        float, typer.Option(help="Wall time between two checkpoints.")
+    ] = 5.0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the split, the order, the answers and the weights.")
+    ] = 0,
+    dtype: DtypeName = None,
+    device: DeviceName = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads of torch. [default: one for each core]")
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """Train an EAGLE-3 head for a target on your own texts, and measure it on held-out ones.
+
+    Ctrl-C writes a checkpoint; the same command with --resume goes on from it.
+    """
+    from specpool.cli.train import run
+    from specpool.train.config import TrainConfig
+
+    config = TrainConfig(
+        target=target,
+        data=tuple(data),
+        out=out,
+        resume=resume,
+        minutes=minutes,
+        epochs=epochs,
+        length=length,
+        batch_size=batch_size,
+        unroll=unroll,
+        draft_vocab_size=draft_vocab_size,
+        lr=lr,
+        held_out=held_out,
+        new_tokens=new_tokens,
+        temperature=temperature,
+        checkpoint_minutes=checkpoint_minutes,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    run(config, threads=(os.cpu_count() or 1) if threads is None else threads, as_json=json)
