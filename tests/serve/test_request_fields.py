@@ -93,7 +93,7 @@ def outcome(model: type[Generation], body: dict[str, Any], template: str) -> tup
     variables: dict[str, Any] = {}
     if isinstance(request, ChatRequest):
         variables, names = _variables(request), names + _unread(request, template)
-    params = params_of(request, 16, None)
+    params = params_of(request, 16, None, 1.0)
     return (params, variables), names
 
 
@@ -132,7 +132,7 @@ def test_a_field_that_asks_for_nothing_is_not_named(model, body, names):
     """As clients send them that fill in every default."""
     harmless = dict.fromkeys({*names, *VLLM, *SGLANG} - body.keys() - {"messages", "prompt"})
     harmless |= {"store": False, "service_tier": "auto", "length_penalty": 1.0, "bad_words": []}
-    harmless |= {"use_beam_search": False, "min_tokens": 0, "no_stop_trim": False, "regex": None}
+    harmless |= {"use_beam_search": False, "no_stop_trim": False, "regex": None}
     harmless |= {"structured_outputs": {"json": None}, "guided_json_object": False}
     assert outcome(model, body | harmless, "") == outcome(model, body, "")
 
@@ -154,7 +154,7 @@ def test_a_field_that_asks_for_nothing_is_not_named(model, body, names):
 )
 def test_a_form_of_another_engine_is_a_form(given, kind, text):
     for model, body in ((ChatRequest, CHAT), (CompletionRequest, TEXT)):
-        form = params_of(model.model_validate(body | given), 16, None).structured
+        form = params_of(model.model_validate(body | given), 16, None, 1.0).structured
         assert (form.kind, form.text) == (kind, text)
 
 
@@ -174,7 +174,7 @@ def test_a_form_of_another_engine_is_a_form(given, kind, text):
 def test_a_form_that_is_not_there_is_never_free_text(given, param):
     for model, body in ((ChatRequest, CHAT), (CompletionRequest, TEXT)):
         with pytest.raises(ApiError) as error:
-            params_of(model.model_validate(body | given), 16, None)
+            params_of(model.model_validate(body | given), 16, None, 1.0)
         assert error.value.status == 400 and error.value.body["error"]["param"] == param
 
 
