@@ -130,8 +130,7 @@ def expected_hit(
 
 def name_of_special(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """The name of a special token; "" = it is none."""
-    name = tokenizer.decode([token], skip_special_tokens=False)
-    return name if token in tokenizer.all_special_ids else ""
+    return "" if decode(tokenizer, [token]) else tokenizer.decode([token])
 
 
 @st.composite
