@@ -199,7 +199,8 @@ class Proposer:
 def _forced_trees(requests: Sequence[Request], shape: Shape) -> DraftTree:
     """Return trees whose first nodes are the requests' forced tokens, on the host.
 
-    The other nodes repeat the root's token: in a chain behind the span, in a tree below the root.
+    A span is cut to the tree's depth and to its nodes, of which there may be fewer. The other nodes
+    repeat the root's token: in a chain behind the span, in a tree below the root.
     """
     num_nodes = shape.num_draft_tokens
     tokens = np.empty((len(requests), num_nodes), np.int64)
@@ -207,7 +208,7 @@ def _forced_trees(requests: Sequence[Request], shape: Shape) -> DraftTree:
     parents[:, 0] = -1
     is_chain = num_nodes == shape.num_steps + 1
     for lane, request in enumerate(requests):
-        span = request.forced[: shape.num_steps]
+        span = request.forced[: shape.max_accept_len - 1]
         tokens[lane] = request.tokens[-1]
         tokens[lane, 1 : 1 + len(span)] = span
         last = num_nodes if is_chain else 1 + len(span)
