@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specpool.checks import shown
 from specpool.errors import CheckpointError, ConfigError, needs_trust, reading, wants_trust
+from specpool.text.tokenizer_trial import check_growth
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,8 @@ def load_tokenizer(
         The tokenizer; None if the folder holds none of its files.
 
     Raises:
-        CheckpointError: its files are broken, or need a package that is not installed.
+        CheckpointError: its files are broken, need a package that is not installed, or blow up (see
+            `check_growth`).
     """
     folder = Path(source)
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -40,14 +42,9 @@ def load_tokenizer(
         with reading(f"cannot load the tokenizer of {str(source)!r}"):
             if config.is_file():
                 _check_config(json.loads(config.read_text(encoding="utf-8")))
-            from transformers import AutoTokenizer
-
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                str(folder),
-                trust_remote_code=trust_remote_code,
-                local_files_only=not trust_remote_code,
-            )
-            _try(tokenizer)
+            if not trust_remote_code:  # else the folder's code may do anything
+                check_growth(folder)
+            tokenizer = try_tokenizer(str(folder), trust_remote_code=trust_remote_code)
     except CheckpointError as error:
         if not trust_remote_code and wants_trust(error):
             raise needs_trust(str(source), "tokenizer") from error
@@ -69,8 +66,13 @@ def _check_config(content: Any) -> None:
             )
 
 
-def _try(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Encode and decode a little; raise any error of a tokenizer that cannot do it."""
+def try_tokenizer(folder: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load a tokenizer, and encode and decode a little; raise any error of one that cannot."""
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
+    )
     count = len(tokenizer)
     if not count:
         raise ValueError("it knows no tokens")
@@ -81,6 +83,7 @@ def _try(tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer.convert_ids_to_tokens(some)
         if not isinstance(tokenizer.decode(some), str):
             raise ValueError(f"it decodes {shown(some)} to no text")
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: object) -> None:
