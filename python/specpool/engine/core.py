@@ -131,7 +131,7 @@ class EngineCore:
             while True:
                 with self.lock:
                     index = next(run, None)
-                    news = []
+                    news: list[Chunk | RequestOutput] = []
                     if tell and index is not None:
                         news += reports[index].news()
                         self.end_undecoded(requests[index], reports[index])

@@ -116,6 +116,16 @@ def _visible(tokens: list[int], request: Request) -> list[int]:
     return [token for token in tokens if token not in request.stop_ids]
 
 
+def _text_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Decode the output of a request that is done, up to the first stop string.
+
+    The tokens are decoded all at once. A stream that looks for stop strings decodes one by one.
+    """
+    text = TextStream(tokenizer).push(_visible(request.output_ids, request), last=True)
+    starts = [text.find(stop) for stop in request.params.stop]
+    return text[: min((start for start in starts if start >= 0), default=len(text))]
+
+
 def _undecoded(error: BaseException) -> str:
     """Return what an output says of an error of the tokenizer; raise one that is no fault."""
     if not is_fault(error):
@@ -130,11 +140,10 @@ def output_of(
 
     `undecoded` says why a part of them could not; None = they could, as far as is known.
     """
-    stream = TextStream(tokenizer, request.params.stop if tokenizer is not None else ())
     ids, times = request.output_ids, request.times
     finish_reason, error, text = request.finish_reason or "abort", request.error, ""
     try:
-        text = stream.push(_visible(ids, request), last=True)
+        text = _text_of(request, tokenizer)
     except BaseException as failure:
         undecoded = _undecoded(failure)
     if undecoded is not None and error is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specpool.checks import shown
 from specpool.errors import CheckpointError, ConfigError, needs_trust, reading, wants_trust
-from specpool.text.tokenizer_trial import check_growth
+from specpool.text.tokenizer_trial import check_growth, try_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,26 +64,6 @@ def _check_config(content: Any) -> None:
             raise ValueError(
                 f"tokenizer_config.json names {shown(name)}, which is no file beside it"
             )
-
-
-def try_tokenizer(folder: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load a tokenizer, and encode and decode a little; raise any error of one that cannot."""
-    from transformers import AutoTokenizer
-
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        folder, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
-    )
-    count = len(tokenizer)
-    if not count:
-        raise ValueError("it knows no tokens")
-    ids = list(tokenizer.encode("a 1, b"))
-    if any(type(one) is not int or one < 0 for one in ids):
-        raise ValueError(f"it encodes to {shown(ids)}, not to token ids")
-    for some in (ids, list(range(min(64, count))), list(range(max(0, count - 64), count))):
-        tokenizer.convert_ids_to_tokens(some)
-        if not isinstance(tokenizer.decode(some), str):
-            raise ValueError(f"it decodes {shown(some)} to no text")
-    return tokenizer
 
 
 def check_tokenizer(tokenizer: object) -> None:

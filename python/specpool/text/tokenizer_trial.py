@@ -16,9 +16,13 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from specpool.checks import shown
 from specpool.text.second_process import ProcessError, SecondProcess, limit_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 #: What settings may make of one character without a trial. Published tokenizers make less.
 MOST_GROWTH = 4096
@@ -77,8 +81,6 @@ def serve() -> None:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
-    from specpool.text.tokenizer import try_tokenizer
-
     with contextlib.suppress(ImportError):
         import torch  # noqa: F401 - transformers imports it at the first load, beyond the limit
 
@@ -91,6 +93,26 @@ def serve() -> None:
         except BaseException as error:
             told = f"{type(error).__name__}: {error}"[:1000]
         print(json.dumps(told), flush=True)
+
+
+def try_tokenizer(folder: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Load a tokenizer, and encode and decode a little; raise any error of one that cannot."""
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
+    )
+    count = len(tokenizer)
+    if not count:
+        raise ValueError("it knows no tokens")
+    ids = list(tokenizer.encode("a 1, b"))
+    if any(type(one) is not int or one < 0 for one in ids):
+        raise ValueError(f"it encodes to {shown(ids)}, not to token ids")
+    for some in (ids, list(range(min(64, count))), list(range(max(0, count - 64), count))):
+        tokenizer.convert_ids_to_tokens(some)
+        if not isinstance(tokenizer.decode(some), str):
+            raise ValueError(f"it decodes {shown(some)} to no text")
+    return tokenizer
 
 
 def _risk(settings: Any, num_others: int) -> str | None:
@@ -110,8 +132,8 @@ def _risk(settings: Any, num_others: int) -> str | None:
     num_added = _num_added(settings.get("post_processor"))
     growth = max(encode * _growth(settings.get("pre_tokenizer")), _growth(settings.get("decoder")))
     if growth > MOST_GROWTH:
-        shown = "any number of" if math.isinf(growth) else f"{growth:.0f}"
-        return f"its settings could make {shown} characters of one"
+        number = "any number of" if math.isinf(growth) else f"{growth:.0f}"
+        return f"its settings could make {number} characters of one"
     if num_added > MOST_ADDED:
         return f"its post-processor could add {num_added} tokens"
     if encode * num_characters > MOST_CHARACTERS:

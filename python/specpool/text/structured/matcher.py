@@ -105,9 +105,10 @@ class Matcher:
         """Return the next tokens, at most `most`, if the grammar leaves one string or one end."""
         if self._has_ended or self.error is not None or most < 1:
             return []
+        span: list[int] = []
         with self._failing():
-            return self._span(most)
-        return []
+            span = self._span(most)
+        return span
 
     def _span(self, most: int) -> list[int]:
         """Return the forced tokens; see `forced`."""
