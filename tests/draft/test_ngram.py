@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool.assets import corpus, resolve
 from specpool.config import EngineConfig
-from specpool.draft import Choosy, EagleDrafter, NgramDrafter, named_drafter
-from specpool.draft.ngram import MAX_OCCURRENCES
+from specpool.draft import Choosy, EagleDrafter, NgramDrafter, named_drafter, ngram
+from specpool.draft.ngram import MAX_OCCURRENCES, _NgramIndex
 from specpool.draft.texts import KEPT_CALLS, TAIL_LEN
 from specpool.models import TargetModel
+from specpool.models.files.names import MAX_NGRAM
 
 CHAIN = Shape.eagle(3, 1, 4)
 SHAPES = [
@@ -118,6 +119,36 @@ def test_proposals_are_the_slow_oracles_whatever_happens_to_the_texts(data):
             elif what == "end":
                 rows[at] = text = data.draw(texts(min_size=1))
             text += data.draw(texts())
+
+
+@pytest.mark.parametrize("factor", [0, 1, 1 << 40])
+def test_ngrams_of_one_hash_change_no_proposal(monkeypatch, factor):
+    """Law: hashes only sort; with a factor of 0 all n-grams have the same."""
+    monkeypatch.setattr(ngram, "_FACTORS", [factor] * MAX_NGRAM)
+    rng = random.Random(factor)
+    for _ in range(20):
+        drafter, text = NgramDrafter(), [rng.randrange(3) for _ in range(rng.randrange(1, 60))]
+        for _ in range(4):
+            shape = rng.choice(SHAPES)
+            assert paths(drafter, shape, text) == [slow_paths(text, shape, most=4, least=1)]
+            text += [rng.randrange(4) for _ in range(rng.randrange(5))]
+
+
+def test_a_prompt_is_not_indexed_token_by_token(monkeypatch):
+    """Law: the first round of a prompt sorts it with NumPy, a later one adds the new tokens."""
+    grown, grow = [], _NgramIndex._grow
+
+    def growing(self, n, text, begin):
+        grown.append(len(text) - begin)
+        grow(self, n, text, begin)
+
+    monkeypatch.setattr(_NgramIndex, "_grow", growing)
+    drafter, text = NgramDrafter(), [i * i % 977 for i in range(5000)]
+    paths(drafter, CHAIN, text)
+    assert not grown
+    text += [1, 2, 3]
+    assert paths(drafter, CHAIN, text) == [slow_paths(text, CHAIN, most=4, least=1)]
+    assert grown == [3] * 4
 
 
 def test_a_text_that_was_cut_and_grew_to_nearly_the_same_is_indexed_anew():

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from specpool.checks import shown
-from specpool.errors import ConfigError
+from specpool.errors import ConfigError, is_fault, reading
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Message, Said, common_len
 from specpool.text.chat_ends import chat_ends
@@ -150,7 +150,7 @@ class Texts:
         if is_chat(prompt):
             messages = self.messages(index, cast("Sequence[Message]", prompt))
             text = self.render(index, messages, variables)
-            return self._ids_of(text, adds_special=bool(adds_special))
+            return self._ids_of(text, f"prompt {index}", adds_special=bool(adds_special))
         if not isinstance(prompt, str):
             return token_ids(prompt, f"prompt {index} must be a string or integer token ids")
         if self._tokenizer is None:
@@ -158,7 +158,7 @@ class Texts:
                 f"prompt {index} is a string, but the target has no tokenizer: give token ids"
             )
         _check_text(f"prompt {index}", prompt)
-        return self._ids_of(prompt, adds_special=adds_special is not False)
+        return self._ids_of(prompt, f"prompt {index}", adds_special=adds_special is not False)
 
     def messages(self, index: int, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return a copy of a chat's messages, checked, with each content as one string.
@@ -189,6 +189,7 @@ class Texts:
                 if not isinstance(copy.get(key), str):
                     raise ConfigError(f"{name} needs a string as {key!r}, got {shown(message)}")
                 _check_text(f"{key!r} of {name}", copy[key])
+            _check_texts(name, copy)
             copies.append(copy)
         return copies
 
@@ -206,8 +207,17 @@ class Texts:
             variables: further variables of the template, such as `tools`.
 
         Raises:
-            ConfigError: the template refuses the messages.
+            ConfigError: the template refuses the messages, or makes no valid text of them.
         """
+        _check_texts(f"the variables of prompt {index}", variables or {})
+        text = self._named_errors(index, messages, variables)
+        _check_text(f"what the chat template makes of prompt {index}", text)
+        return text
+
+    def _named_errors(
+        self, index: int, messages: Sequence[Message], variables: Mapping[str, Any] | None
+    ) -> str:
+        """Render messages; an error names the prompt."""
         from transformers import PreTrainedTokenizerBase
 
         tokenizer = self._tokenizer
@@ -229,7 +239,9 @@ class Texts:
             raise
         except TemplateError as error:
             raise ConfigError(f"the chat template refuses prompt {index}: {error}") from error
-        except Exception as error:  # a tokenizer's own code may raise anything
+        except BaseException as error:  # a tokenizer's own code may raise anything
+            if not is_fault(error):
+                raise
             raise ConfigError(
                 f"the chat template refuses prompt {index}: {type(error).__name__}: {error}"
             ) from error
@@ -314,10 +326,10 @@ class Texts:
         else:
             text = self.render(0, [*old, *new], variables)
         if text.startswith(own):
-            ids = [*kept, *self._ids_of(text[len(own) :])]
+            ids = [*kept, *self._ids_of(text[len(own) :], "the turn")]
             if self._text_of(ids) == text:
                 return ids, said
-        ids = self._ids_of(text)
+        ids = self._ids_of(text, "the turn")
         same = common_len(kept, ids)
         if same == start:
             return ids, said
@@ -325,7 +337,7 @@ class Texts:
         # with another message in its place, and see where the texts part.
         other = "-" if new[0]["content"].strip()[:1] != "-" else "+"
         others = self.render(0, [*old, {**new[0], "content": other}], variables)
-        end = common_len(self._ids_of(text[: common_len(text, others)]), ids)
+        end = common_len(self._ids_of(text[: common_len(text, others)], "the turn"), ids)
         return ids, [
             dataclasses.replace(turn, end=max(same, end)) if turn.end > same else turn
             for turn in said
@@ -333,28 +345,33 @@ class Texts:
 
     def _answer(self, turn: Said, *, shows_special: bool = False) -> Message:
         """Return the model's answer of a turn, as a chat message."""
-        stream = TextStream(self._tokenizer, turn.stop, shows_special=shows_special)
-        return {"role": "assistant", "content": stream.push(turn.answer_ids, last=True)}
+        with reading("the tokenizer cannot decode an earlier answer", ConfigError):
+            stream = TextStream(self._tokenizer, turn.stop, shows_special=shows_special)
+            text = stream.push(turn.answer_ids, last=True)
+        return {"role": "assistant", "content": text}
 
     def _text_of(self, ids: list[int]) -> str:
         """Decode tokens to text, special tokens included."""
         assert self._tokenizer is not None
-        text = self._tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        with reading("the tokenizer cannot decode the session's tokens", ConfigError):
+            text = self._tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
         return str(text)
 
-    def _ids_of(self, text: str, *, adds_special: bool = False) -> list[int]:
+    def _ids_of(self, text: str, name: str, *, adds_special: bool = False) -> list[int]:
         """Tokenize a text; by default without the special tokens that begin one.
 
         Raises:
-            ConfigError: it has far more tokens than a sequence.
+            ConfigError: it has far more tokens than a sequence, or the tokenizer refuses it; the
+                message says `name`.
         """
         assert self._tokenizer is not None
         most = self._max_context_len
-        if most is not None and len(text) > _LONG * most:
-            self._check_len(text, most)
-        return list(self._tokenizer.encode(text, add_special_tokens=adds_special))
+        with reading(f"the tokenizer refuses {name}", ConfigError):
+            if most is not None and len(text) > _LONG * most:
+                self._check_len(text, most)
+            return list(self._tokenizer.encode(text, add_special_tokens=adds_special))
 
     def _check_len(self, text: str, most: int) -> None:
         """Refuse a long text by its beginning: its pieces are tokenized until they are too many.
@@ -429,6 +446,22 @@ def _check_text(name: str, text: str) -> None:
         raise ConfigError(
             f"{name} is no valid text: a lone surrogate at position {error.start}"
         ) from None
+
+
+def _check_texts(name: str, value: object) -> None:
+    """Raise `ConfigError` for a lone surrogate in any string of plain data."""
+    values, seen = [value], set[int]()  # a container may hold itself
+    while values:
+        part = values.pop()
+        if isinstance(part, str):
+            _check_text(f"a string of {name}", part)
+        elif id(part) in seen:
+            continue
+        elif isinstance(part, Mapping):
+            values += [*part.keys(), *part.values()]
+        elif isinstance(part, list | tuple):
+            values += part
+        seen.add(id(part))
 
 
 def is_chat(prompt: object) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specpool.checks import shown
 from specpool.errors import CheckpointError, ConfigError, needs_trust, reading, wants_trust
+from specpool.text.tokenizer_trial import check_growth, try_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +41,8 @@ def load_tokenizer(
         The tokenizer; None if the folder holds none of its files. Subfolders are not looked at.
 
     Raises:
-        CheckpointError: its files are broken, or need a package that is not installed.
+        CheckpointError: its files are broken, need a package that is not installed, or blow up (see
+            `check_growth`).
     """
     folder = Path(source)
     files = [path for name in _FILES for path in sorted(folder.glob(name)) if path.is_file()]
@@ -52,14 +54,9 @@ def load_tokenizer(
         with reading(f"cannot load the tokenizer of {str(source)!r}"):
             if config.is_file():
                 _check_config(json.loads(config.read_text(encoding="utf-8")))
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(folder),
-                trust_remote_code=trust_remote_code,
-                local_files_only=not trust_remote_code,
-            )
-            _try(tokenizer)
+            if not trust_remote_code:  # else the folder's code may do anything
+                check_growth(folder)
+            tokenizer = try_tokenizer(str(folder), trust_remote_code=trust_remote_code)
             _take_template(tokenizer, folder / "chat_template.json")
     except CheckpointError as error:
         if not trust_remote_code and wants_trust(error):
@@ -116,22 +113,6 @@ def _check_config(content: Any) -> None:
             raise ValueError(
                 f"tokenizer_config.json names {shown(name)}, which is no file beside it"
             )
-
-
-def _try(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Encode and decode a little; raise any error of a tokenizer that cannot do it."""
-    count = len(tokenizer)
-    if not count:
-        raise ValueError("it knows no tokens")
-    ids = list(tokenizer.encode("a 1, b"))
-    if not ids:
-        raise ValueError(f"it knows {count} tokens, and encodes 'a 1, b' to none")
-    if any(type(one) is not int or one < 0 for one in ids):
-        raise ValueError(f"it encodes to {shown(ids)}, not to token ids")
-    for some in (ids, list(range(min(64, count))), list(range(max(0, count - 64), count))):
-        tokenizer.convert_ids_to_tokens(some)
-        if not isinstance(tokenizer.decode(some), str):
-            raise ValueError(f"it decodes {shown(some)} to no text")
 
 
 def cleans_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:

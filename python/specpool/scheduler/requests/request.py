@@ -95,6 +95,7 @@ class Request:
     )
     changes_logits: bool = field(init=False)  # as in `params`, looked up in every round
     penalizes: bool = field(init=False)
+    draft_error: str | None = None  # why its drafter's proposal cannot be used
     drafter: int = 0  # who drafts for it, of the engine's drafters
     reads_tokens: bool = True  # if any drafter reads tokens: this one does
     _token_array: Int32 = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
@@ -201,7 +202,8 @@ class Request:
         # Tokens last, because Ctrl-C may come between: the other lists must not be shorter.
         self.forwards.append(n if is_verify else -n)
         if logprobs is not None:
-            self.logprobs += logprobs[: len(tokens)]
+            num_top = self.params.logprobs or 0
+            self.logprobs += [entry.first(num_top) for entry in logprobs[: len(tokens)]]
         self.tokens += tokens
         if self.watch is not None:
             self._look_for_stop(self.watch, tokens)
@@ -230,17 +232,19 @@ class Request:
         if self.finish_reason is None and tokens[-1] < 0:
             self.finish_reason = "error"
             position = len(self.tokens) + len(kept) - 1
-            self.error = (
-                f"the drafter's tree at position {position} is no tree: a wrong root, a token "
-                "outside the target's vocabulary, or mask, depths and links that disagree"
-                if tokens[-1] == NO_TREE
-                else f"the logits at position {position} are not finite"
-            )
-            if self.bans is not None and tokens[-1] == NOT_FINITE:
+            self.error = f"the logits at position {position} are not finite"
+            if tokens[-1] == NO_TREE:
+                why = self.draft_error or (
+                    "the drafter's tree is no tree: a wrong root, a token outside the target's "
+                    "vocabulary, or mask, depths and links that disagree"
+                )
+                self.error = f"{why}, at position {position}"
+            elif self.bans is not None:
                 self.error += ", or the request's bans leave no token"
             if self.matcher is not None:
-                why = self.matcher.dead_end([*self.tokens, *kept], self.prompt_len)
-                self.error = self.error if why is None else f"{why}, at position {position + 1}"
+                dead_end = self.matcher.dead_end([*self.tokens, *kept], self.prompt_len)
+                if dead_end is not None:
+                    self.error = f"{dead_end}, at position {position + 1}"
         return kept
 
 

@@ -151,6 +151,8 @@ def _within_time(vocabulary: Vocabulary, grammar: Grammar) -> Any:
             results.append(compiled(vocabulary, grammar))
         except Exception as error:
             results.append(error)
+        except BaseException as error:  # a panic of the library: nothing interrupts this thread
+            results.append(refusal(f"{type(error).__name__}: {error}"))
 
     thread = threading.Thread(target=work, name="specpool-grammar", daemon=True)
     thread.start()

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from specpool.arrays import Int32, Int64
-from specpool.errors import ConfigError
+from specpool.errors import ConfigError, is_fault
 
 #: A forced span with more tokens than this has no end, as far as a request is concerned.
 MAX_SPAN = 4096
@@ -45,6 +46,7 @@ class Matcher:
         self._num_tokens = 0  # of the output, so far
         self._has_ended = False  # the last of them ends the text
         self._foresees = True
+        self._is_lost = False  # the library has failed: nobody knows where the place is
         self.error: str | None = None
 
     def fresh(self) -> Matcher:
@@ -57,8 +59,9 @@ class Matcher:
         self._num_tokens += len(new)
         if new and new[-1] in self._end_ids:
             self._has_ended, new = True, new[:-1]
-        if new and not self._place.consume_tokens(list(new)):
-            self._fail("the form does not allow the output")
+        with self._failing():
+            if new and not self._place.consume_tokens(list(new)):
+                self._fail("the form does not allow the output")
 
     def masks(
         self, tokens: Int64, first_child: Int32, next_sibling: Int32
@@ -95,9 +98,15 @@ class Matcher:
                         return
                 child = int(next_sibling[child])
 
-        visit(0)
-        if not lines[0].any():
-            self._fail("no token can follow, or only one that ends the text, which it may not yet")
+        if not self._is_lost:
+            with self._failing():
+                visit(0)
+                if not lines[0].any():
+                    self._fail(
+                        "no token can follow, or only one that ends the text, which it may not yet"
+                    )
+        if self._is_lost:
+            return np.zeros(1, np.int64), np.zeros((1, self._num_words), np.int32)
         return np.array(nodes), np.array(lines)
 
     def dead_end(self, tokens: Sequence[int], prompt_len: int) -> str | None:
@@ -111,6 +120,13 @@ class Matcher:
         """Return the next tokens, at most `most`, if the grammar leaves one string or one end."""
         if self._has_ended or self.error is not None or most < 1:
             return []
+        span: list[int] = []
+        with self._failing():
+            span = self._span(most)
+        return span
+
+    def _span(self, most: int) -> list[int]:
+        """Return the forced tokens; see `forced`."""
         if self._place.is_stopped():
             return [min(self._end_ids)] if len(self._end_ids) == 1 else []
         if not self._foresees:
@@ -143,6 +159,17 @@ class Matcher:
         if self._place.is_accepting():
             return words | self._end_bits
         return words & ~self._end_bits
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Turn an error of the library within the block into this matcher's, which ends here."""
+        try:
+            yield
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            self._is_lost = True
+            self._fail(shortened(f"{type(error).__name__}: {error}"))
 
     def _fail(self, why: str) -> None:
         if self.error is None:
