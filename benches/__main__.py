@@ -624,7 +624,7 @@ def train(
     ] = 6.0,
     epochs: Annotated[
         float, typer.Option(help="Passes of the head's training over a megabyte of text.")
-    ] = 0.25,
+    ] = 0.06,
     keep: Annotated[
         Path | None,
         typer.Option(help="Folder of trained targets: those in it are used, others are kept."),

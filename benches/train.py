@@ -92,7 +92,7 @@ def _results(target: Path, out: Path, epochs: float) -> list[Result]:
     text = out.with_suffix(".txt")
     text.write_bytes(corpus(_HEAD_SEED, 1_000_000))
     config = TrainConfig(
-        target=str(target), data=(text,), out=out, length=_LENGTH, batch_size=4, epochs=epochs
+        target=str(target), data=(text,), out=out, length=128, batch_size=4, epochs=epochs
     )
     found = train_head(config, read_rows(config.data), _Silent())
     assert found.held_out is not None and found.accept_lens is not None
@@ -139,7 +139,7 @@ def config_of(kind: str, hidden_size: int, layers: int) -> Any:
     }
     if kind == "qwen3":
         return transformers.Qwen3Config(**sizes)
-    # Windows of two thirds of a text, so that most layers hide something.
+    # Windows of less than a text of the target's training.
     return transformers.Gemma3TextConfig(**sizes, sliding_window=160, query_pre_attn_scalar=64)
 
 

@@ -101,13 +101,17 @@ def test_training_drafts_what_serving_drafts(family: str, tmp_path: Path) -> Non
                 if weight.dim() == 2:
                     weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(len(name)))
         head.save(tmp_path)
-        proposed = []
+        proposed, put_out = [], []
 
         class Listening(EagleDrafter):
             def propose_parts(self, parts):
                 trees = super().propose_parts(parts)
                 proposed.append(trees[0].tokens[0].tolist())
                 return trees
+
+            def _draft(self, *given):
+                put_out.append(super()._draft(*given))
+                return put_out[-1]
 
         served = EagleDrafter.from_pretrained(tmp_path, target).head
         engine = Engine(target, Listening(served), config=_chain(steps))
@@ -121,7 +125,10 @@ def test_training_drafts_what_serving_drafts(family: str, tmp_path: Path) -> Non
             outs = list(draft_steps(trained, reading, steps))
             for step, draft in enumerate(drafts):
                 entry = len(prompt) - 1 + step
-                assert int(kept[trained.logits(outs[step][entry][None]).argmax()]) == draft
+                out = outs[step][entry][None]
+                assert int(kept[trained.logits(out).argmax()]) == draft
+                if step:  # step 0 is a part of the prefill
+                    torch.testing.assert_close(out, put_out[step - 1], rtol=1e-3, atol=1e-3)
         assert len(set(drafts)) > 1, "drafts that are all the same show nothing"
 
 
@@ -142,6 +149,11 @@ def test_every_decoder_gets_a_head_that_learns(
         reader = TargetReader(target, layers, batch_size=2, length=40)
         head = NewHead.random(target, kept, *reader.forward(texts), seed=0)
         reading, losses = reader.read(texts, kept), []
+        with torch.no_grad():  # however large the features of the target's layers are
+            features = reading.features.flatten(0, 1)
+            trained = head.assemble(64)
+            combined = trained.combine(features.to(trained.dtype))
+            assert 0.3 < float(combined.float().square().mean().sqrt()) < 1.2
         optimizer = torch.optim.AdamW(head.weights.values(), lr=1e-3)
         for _ in range(4):
             result = unroll(head.assemble(64), reading, kept, 3)

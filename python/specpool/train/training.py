@@ -449,7 +449,7 @@ def _check_config(config: Any) -> None:
 
 
 def _check_length(config: TrainConfig, target: TargetModel) -> None:
-    # The engine that measures adds its tokens to half a text.
+    # The reader's rows have room for one token more than a text has.
     most = target.max_context_len - 1
     if config.length > most:
         raise ConfigError(f"length must be at most {most} for this target, got {config.length}")
