@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from specpool.checks import shown
 from specpool.errors import CheckpointError, ConfigError, needs_trust, reading, wants_trust
-from specpool.text.tokenizer_trial import check_growth, try_tokenizer
+from specpool.text.tokenizer_trial import check_growth, read_tokenizer, try_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,8 @@ def load_tokenizer(
                 _check_config(json.loads(config.read_text(encoding="utf-8")))
             if not trust_remote_code:  # else the folder's code may do anything
                 check_growth(folder)
-            tokenizer = try_tokenizer(str(folder), trust_remote_code=trust_remote_code)
+            tokenizer = read_tokenizer(str(folder), trust_remote_code=trust_remote_code)
+            try_tokenizer(tokenizer)
             _take_template(tokenizer, folder / "chat_template.json")
     except CheckpointError as error:
         if not trust_remote_code and wants_trust(error):

@@ -89,19 +89,24 @@ def serve() -> None:
         told = None
         limit_memory(MOST_BYTES)
         try:
-            try_tokenizer(json.loads(line), trust_remote_code=False)
+            try_tokenizer(read_tokenizer(json.loads(line), trust_remote_code=False))
         except BaseException as error:
             told = f"{type(error).__name__}: {error}"[:1000]
         print(json.dumps(told), flush=True)
 
 
-def try_tokenizer(folder: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load a tokenizer, and encode and decode a little; raise any error of one that cannot."""
+def read_tokenizer(folder: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """Read a tokenizer as transformers does, with any error that it raises."""
     from transformers import AutoTokenizer
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
         folder, trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
     )
+    return tokenizer
+
+
+def try_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Encode and decode a little; raise any error of a tokenizer that cannot do it."""
     count = len(tokenizer)
     if not count:
         raise ValueError("it knows no tokens")
@@ -114,7 +119,6 @@ def try_tokenizer(folder: str, *, trust_remote_code: bool) -> PreTrainedTokenize
         tokenizer.convert_ids_to_tokens(some)
         if not isinstance(tokenizer.decode(some), str):
             raise ValueError(f"it decodes {shown(some)} to no text")
-    return tokenizer
 
 
 def _risk(settings: Any, num_others: int) -> str | None:
