@@ -38,7 +38,6 @@ def make_config(model_type: str) -> Any:
         part = getattr(default, name, None)
         if part is not None:
             own = TEXTS.get(model_type, {}) if part is text else {}
-            # pylint: disable=protected-access
             small = survey._shrunk(type(part), own).to_dict()
             parts[name] = {**small, "model_type": part.model_type}
     return survey._taken(config_class, parts)

@@ -99,6 +99,14 @@ def test_code_is_fetched_only_if_the_user_says_so(hub: Hub) -> None:
     assert "own.py" in hub.fetched
 
 
+def test_an_mtp_layer_beside_the_weights_is_fetched_if_it_drafts(hub: Hub) -> None:
+    (hub.path / "model_mtp.safetensors").write_bytes(b"x")
+    find_target(NAME)
+    assert "model_mtp.safetensors" not in hub.fetched
+    find_target(NAME, with_mtp=True)
+    assert "model_mtp.safetensors" in hub.fetched
+
+
 def test_a_config_alone_is_fetched_alone(hub: Hub) -> None:
     sharded(hub, a="model.safetensors")
     find_target(NAME, config_only=True)

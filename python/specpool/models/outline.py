@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specpool.errors import CheckpointError, ConfigError
+from specpool.errors import CheckpointError, ConfigError, reading
 from specpool.memory.layer_kv import LayerKV
 from specpool.models.block.config import BlockConfig
 from specpool.models.eagle.config import EagleConfig
@@ -151,15 +151,21 @@ def _by_transformers(source: str, folder: Path, trust_remote_code: bool) -> Plai
             f"no key is missing: {', '.join(FAMILIES)}"
         ) from None
     from specpool.models.gate import context_limit, text_config
-    from specpool.models.target_folder import TargetFolder, empty_model, load_config
+    from specpool.models.target_folder import (
+        TargetFolder,
+        empty_model,
+        load_config,
+        runs_own_code,
+    )
 
     config = load_config(TargetFolder(source, folder, trust_remote_code))
     vocab_size = _integer(text_config(config), "vocab_size")
     layers, num_parameters = stated_layers(config), 0
     longest, reason = context_limit(config)
-    is_part = text_config(config) is not config
+    is_part = text_config(config) is not config and not runs_own_code(config)
     if is_part:  # the files hold more than is loaded
-        parameters = empty_model(config).parameters()
+        with reading(f"{source}: no model can be built of its config.json", ConfigError):
+            parameters = empty_model(config).parameters()
         num_parameters = sum(parameter.numel() for parameter in parameters)
     return PlainConfig(layers, longest, vocab_size, num_parameters, reason, is_part)
 

@@ -206,7 +206,7 @@ def load_config(folder: TargetFolder) -> Any:
         check_values(config)
         check_config(config)
         is_recurrent = has_recurrent_layers(config)
-        if not _runs_own_code(config):
+        if not runs_own_code(config):
             model_class = _model_class(config)
             if not has_other_parts(model_class, config):  # else the decoder's class decides
                 check_class(model_class, config.model_type, is_recurrent=is_recurrent)
@@ -317,7 +317,7 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM, PretrainedConfig
 
-    model_class = None if _runs_own_code(config) else _model_class(config)
+    model_class = None if runs_own_code(config) else _model_class(config)
     loader: Any = AutoModelForCausalLM
     if model_class is not None and has_other_parts(model_class, config):
         loader = model_class = text_part(model_class)
@@ -398,7 +398,7 @@ def _check_size(folder: TargetFolder, files: Sequence[Path], config: Any) -> Non
 
     transformers would fill any number of missing weights with random numbers.
     """
-    if _runs_own_code(config):
+    if runs_own_code(config):
         return
     try:
         model = empty_model(config)
@@ -455,7 +455,7 @@ def _model_class(config: Any) -> Any:
     raise refusal(config.model_type, "transformers has no causal language model for it")
 
 
-def _runs_own_code(config: Any) -> bool:
+def runs_own_code(config: Any) -> bool:
     """Return whether the model's class is the checkpoint's own code, which the user trusts."""
     from transformers import AutoModelForCausalLM
 

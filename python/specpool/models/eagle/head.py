@@ -96,7 +96,6 @@ class EagleHead:
                 self._lm_head = target_head.to(device=device, dtype=dtype)
             else:
                 self._target_logits = target_head
-        #: The target's matrix may have rows of tokens that were added after the head was made.
         self.draft_vocab_size = config.draft_vocab_size
         # int64 [Vd], add it to a draft id to get the target id; None = the ids are equal
         self._d2t = (

@@ -114,7 +114,7 @@ def check_vocabulary(what: str, made_for: int, has: int, *, is_copied: bool = Fa
     """Return what to log if a target has more tokens than its head was made for; None = as many.
 
     Tokens that were added to a target, and rows that pad its tables, come after the tokens that the
-    head knows. The head does not propose them, and needs none of them.
+    head knows. So the head drafts the others as before.
 
     Args:
         what: what the head is, for the message.
@@ -140,7 +140,7 @@ def check_vocabulary(what: str, made_for: int, has: int, *, is_copied: bool = Fa
             f"tokens it would be taken, this one has {more} more, and the file has no copy of the "
             "target's embedding to compare"
         )
-    return f"{numbers}: it does not propose the last {more} of them"
+    return f"{numbers}: it has learned nothing of the last {more} of them"
 
 
 def _check_tensors(
