@@ -214,11 +214,10 @@ def test_a_form_that_fails_ends_its_request_alone(target, monkeypatch, verb, opt
     expected = run(engine, victim)
     matcher, calls = Compiler.matcher, list[int]()
 
-    def stumbling(self: Compiler, grammar: Grammar) -> Matcher:
-        sound = matcher(self, grammar)
-        return Matcher(
-            Stumbling(sound._start, verb, fault, calls), sound._vocab_size, sound._eos_ids
-        )
+    def stumbling(*args: Any) -> Matcher:
+        sound = matcher(*args)
+        planted = Stumbling(sound._start, verb, fault, calls)
+        return Matcher(planted, sound._vocab_size, sound._end_ids)
 
     with monkeypatch.context() as patch:
         patch.setattr(Compiler, "matcher", stumbling)
