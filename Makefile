@@ -62,8 +62,8 @@ VLLM := 0.33.0
 
 engines: .engines/sglang .engines/vllm ## install SGLang (a wheel of 40 MB) and vLLM's Python (47 MB) into .engines, for the tests of the plug-ins
 
-run: $(VENV)/.run ## install and run `specpool generate` on the embedded pair
-	$(BIN)/specpool generate
+run: $(VENV)/.run ## install and run `specpool generate --compare` on the embedded pair
+	$(BIN)/specpool generate --compare
 
 install: $(VENV)/.dev ## create .venv with everything that development needs
 
@@ -110,7 +110,7 @@ lint-python: $(VENV)/.dev
 
 # The laws of the core, of the kernels' twins and of the house: no model, no compiler.
 CHECKED := tests/core $(filter-out %scheduler.py,$(wildcard tests/scenarios/test_scenarios_*.py)) tests/kernels \
-	tests/scenarios/test_guards.py tests/project/test_house.py tests/docs/test_architecture.py
+	tests/scenarios/test_guards.py tests/docs/test_architecture.py
 check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the core's laws (under a minute)
 	cargo fmt --all --check
 	$(BIN)/ruff format --check --quiet python tests examples benches fuzz docs

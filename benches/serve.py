@@ -276,7 +276,9 @@ async def _looks(own: Caller, is_over: Callable[[], bool]) -> tuple[list[float],
         if len(taken) % 50 == 0:
             most = max(most, await _metric(own, "vllm:num_requests_waiting{"))
         await asyncio.sleep(0.02)
-    refused = await _metric(own, 'specpool_http_requests_total{path="refused",status="429"}')
+    refused = await _metric(
+        own, 'specpool_http_requests_total{path="/v1/completions",status="429"}'
+    )
     own.close()
     return sorted(taken), most, refused
 

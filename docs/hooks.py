@@ -1,8 +1,9 @@
 """Hooks of mkdocs: pages that lie outside docs/, links that leave it, and a recorded run.
 
 README, CHANGELOG and CONTRIBUTING stay at the root, where people look for them; the site shows them
-as pages. A link to any other file of the repository leads to the file on the web. The page of the
-recorded run is made with the commands that a user would type.
+as pages. A link to any other file of the repository leads to the file on the web if `repo_url` is
+set, else only its text stays. The page of the recorded run is made with the commands that a user
+would type.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PAGES = {
 RUN = "recorded_run.html"
 #: The mark in a page where the recorded run goes; it is invisible outside the site.
 MARK = "<!-- the recorded run -->"
-LINK = re.compile(r"(?<=\]\()([^()\s#]+)(#[^()\s]*)?(?=\))")
+LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s#]+)(#[^()\s]*)?\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -47,7 +48,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     root = {shown: name for name, shown in PAGES.items()}.get(source, f"docs/{source}")
     parts = FENCE.split(markdown)
     parts[::2] = [
-        LINK.sub(lambda link: target_of(link[1], root, source, config) + (link[2] or ""), text)
+        LINK.sub(lambda link: link_of(*link.groups(""), root, source, config), text)
         for text in parts[::2]
     ]
     frame = (
@@ -58,25 +59,31 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return "".join(parts).replace(MARK, frame)
 
 
-def target_of(link: str, root: str, page: str, config: Any) -> str:
-    """Return the target on the site for a link of a file.
+def link_of(text: str, link: str, anchor: str, root: str, page: str, config: Any) -> str:
+    """Return a link of a file as it stands on the site; only its text if it would lead nowhere.
 
     Args:
+        text: what is shown.
         link: as it stands in the file, without its anchor.
+        anchor: with its number sign; empty = none.
         root: the file, from the root of the repository.
         page: the page that shows it, from docs/.
         config: of mkdocs.
     """
-    if ":" in link:
-        return link
     path = posixpath.normpath(posixpath.join(posixpath.dirname(root), link))
-    shown = PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
-    if shown is not None:
-        return posixpath.relpath(shown, posixpath.dirname(page) or ".")
-    if not (ROOT / path).exists():
-        return link  # strict mode reports it
-    kind = "tree" if (ROOT / path).is_dir() else "blob"
-    return f"{config['repo_url'].rstrip('/')}/{kind}/main/{path}"
+    page_of_path = PAGES.get(path) or (
+        path.removeprefix("docs/") if path.startswith("docs/") else None
+    )
+    if ":" in link or not (ROOT / path).exists():
+        target = link  # strict mode reports one that leads nowhere
+    elif page_of_path is not None:
+        target = posixpath.relpath(page_of_path, posixpath.dirname(page) or ".")
+    elif config["repo_url"]:
+        kind = "tree" if (ROOT / path).is_dir() else "blob"
+        target = f"{config['repo_url'].rstrip('/')}/{kind}/main/{path}"
+    else:
+        return text
+    return f"[{text}]({target}{anchor})"
 
 
 def record() -> str:

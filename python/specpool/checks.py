@@ -47,10 +47,21 @@ def check_bool(name: str, value: object) -> None:
         raise ConfigError(f"{name} must be True or False, got {shown(value)}")
 
 
+def did_you_mean(value: object, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return `: did you mean 'x'?` with the choice most like `value`, or "" if none is like it."""
+    close = (
+        difflib.get_close_matches(value, [*choices], 1, cutoff) if isinstance(value, str) else ()
+    )
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise `ConfigError` unless `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {shown(value)}")
+        raise ConfigError(
+            f"{name} must be one of {', '.join(choices)}, got {shown(value)}"
+            f"{did_you_mean(value, choices)}"
+        )
 
 
 def check_fields(kind: type[DataclassInstance], given: Iterable[str]) -> None:
@@ -58,8 +69,7 @@ def check_fields(kind: type[DataclassInstance], given: Iterable[str]) -> None:
     names = [each.name for each in fields(kind)]
     for name in given:
         if name not in names:
-            close = difflib.get_close_matches(name, names, 1)
-            meant = f": did you mean {close[0]!r}?" if close else ";"
+            meant = did_you_mean(name, names) or ";"
             raise ConfigError(
                 f"{kind.__name__} has no field {name!r}{meant} the fields are {', '.join(names)}"
             )

@@ -143,6 +143,14 @@ class TransferError(SpecpoolError):
     """A row that cannot move: a damaged or foreign image, a wrong key, a peer that is gone."""
 
 
+def is_fault(error: BaseException) -> bool:
+    """Return whether code has failed: an `Exception`, or a panic of a Rust library, which is none.
+
+    Ctrl-C and the end of the process are no faults.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def one_line(error: BaseException, most: int = 400) -> str:
     """Return an error's message as one line of at most `most` characters.
 
@@ -170,7 +178,7 @@ def reading(what: str, kind: type[ConfigError] = CheckpointError) -> Iterator[No
     except SpecpoolError:
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not is_fault(error):
             raise
         raise kind(f"{what}: {one_line(error)}") from error
 

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from specpool.checks import check_bool, check_fields, check_int, check_salt, shown
 from specpool.errors import ConfigError
 from specpool.text.stop_search import check_stop
+from specpool.text.stream import TextStream
 from specpool.text.structured.grammar import Grammar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 #: The least `repetition_penalty`. With a much smaller one, logits of float32 would be infinite.
 LEAST_PENALTY = 0.01
 #: The most tokens of one `logit_bias`.
 MAX_BIASES = 1024
+#: Fields that may be None, each with its value if the target's files do not say one either.
+NEUTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "min_new_tokens": 0,
+        "bad_words_ids": (),
+        "suppress_tokens": (),
+        "begin_suppress_tokens": (),
+    }
+)
+#: Those of them that have no effect at temperature 0.
+TRUNCATIONS = ("top_k", "top_p", "min_p")
 
 
 def check_number(name: str, value: object, least: float, most: float) -> None:
@@ -34,9 +56,31 @@ def check_bias(bias: object) -> None:
         check_number(f"logit_bias of token {token}", value, -100, 100)
 
 
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    """Return token ids as a tuple; raise `ConfigError` if `value` is something else."""
+    if not isinstance(value, tuple | list):
+        raise ConfigError(f"{name} must be a tuple of ids, got {shown(value)}")
+    for token in value:
+        check_int(name, token, 0, (1 << 31) - 1)
+    return tuple(value)
+
+
+def _words(value: object) -> tuple[tuple[int, ...], ...]:
+    """Return sequences of token ids as tuples; raise `ConfigError` if `value` is something else."""
+    if not isinstance(value, tuple | list):
+        raise ConfigError(f"bad_words_ids must be a tuple of sequences of ids, got {shown(value)}")
+    words = tuple(_ids("bad_words_ids", word) for word in value)
+    if () in words:
+        raise ConfigError("bad_words_ids has a sequence without tokens")
+    return words
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The sampling and stop options of one request.
+
+    A field that is None takes the value of the target's generation_config.json. If the file does
+    not have it either, the field changes nothing.
 
     Attributes:
         max_new_tokens: the most tokens to generate.
@@ -63,8 +107,17 @@ class SamplingParams:
             truncation.
         ignore_eos: go on after an end-of-sequence token.
         stop_token_ids: tokens that end the request, beside the model's own.
+        no_repeat_ngram_size: n = no n tokens in a row occur twice in prompt and output; 0 = they
+            may. This field and the next four are as in transformers. Each makes a round wait for
+            the tokens of the last one.
+        min_new_tokens: the output has at least so many tokens before one that ends it.
+        bad_words_ids: sequences of tokens that the output must not have.
+        suppress_tokens: tokens that the output must not have.
+        begin_suppress_tokens: tokens that the output must not begin with.
         stop: a string or strings that end the request, also across token borders. The text ends
-            before the first stop string; no part of the stop string is ever output.
+            before the first stop string; no part of the stop string is ever output. A stop string
+            may hold the name of a special token, such as `<|im_end|>`.
+        skip_special_tokens: leave special tokens out of the text.
         max_draft_steps: the most drafting steps of a round; 0 = plain decoding; None = no limit
             beyond the engine's shape or its controller. A shape that the request names must not
             have more steps.
@@ -80,10 +133,10 @@ class SamplingParams:
 
     max_new_tokens: int = 128
     temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
@@ -93,7 +146,13 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    no_repeat_ngram_size: int | None = None
+    min_new_tokens: int | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    suppress_tokens: Sequence[int] | None = None
+    begin_suppress_tokens: Sequence[int] | None = None
     stop: Sequence[str] = ()
+    skip_special_tokens: bool = True
     max_draft_steps: int | None = None
     tpot_ms: float | None = None
     priority: int | None = None
@@ -108,11 +167,21 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
         check_int("n", self.n, 1, 1 << 16)
-        check_int("top_k", self.top_k, 0, (1 << 31) - 1)
         check_number("temperature", self.temperature, 0, 1e4)
-        check_number("top_p", self.top_p, 0, 1)
-        check_number("min_p", self.min_p, 0, 1)
-        check_number("repetition_penalty", self.repetition_penalty, LEAST_PENALTY, 10)
+        for name, most in (
+            ("top_k", (1 << 31) - 1),
+            ("no_repeat_ngram_size", 1 << 20),
+            ("min_new_tokens", 1 << 30),
+        ):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0, most)
+        for name, least, high in (
+            ("top_p", 0, 1),
+            ("min_p", 0, 1),
+            ("repetition_penalty", LEAST_PENALTY, 10),
+        ):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), least, high)
         check_number("presence_penalty", self.presence_penalty, -2, 2)
         check_number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.top_p == 0:
@@ -124,14 +193,20 @@ class SamplingParams:
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, 1 << 20)
         check_bool("ignore_eos", self.ignore_eos)
-        if not isinstance(self.stop_token_ids, tuple | list):
+        for name in ("stop_token_ids", "suppress_tokens", "begin_suppress_tokens"):
+            ids = getattr(self, name)
+            if ids is not None or name == "stop_token_ids":
+                object.__setattr__(self, name, _ids(name, ids))
+        if self.bad_words_ids is not None:
+            object.__setattr__(self, "bad_words_ids", _words(self.bad_words_ids))
+        if (self.min_new_tokens or 0) > self.max_new_tokens:
             raise ConfigError(
-                f"stop_token_ids must be a tuple of ids, got {shown(self.stop_token_ids)}"
+                f"min_new_tokens {self.min_new_tokens} is above max_new_tokens "
+                f"{self.max_new_tokens}"
             )
-        for token in self.stop_token_ids:
-            check_int("stop_token_ids", token, 0, (1 << 31) - 1)
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         check_stop(self.stop)
+        check_bool("skip_special_tokens", self.skip_special_tokens)
         if self.max_draft_steps is not None:
             check_int("max_draft_steps", self.max_draft_steps, 0, (1 << 31) - 1)
         if self.tpot_ms is not None:
@@ -153,21 +228,77 @@ class SamplingParams:
 
     def _check_truncation(self) -> None:
         """Raise `ConfigError` for truncations that have no effect on a greedy choice."""
-        cuts = ("top_k", self.top_k, self.top_k > 1), ("top_p", self.top_p, self.top_p < 1)
-        for name, value, is_set in (*cuts, ("min_p", self.min_p, self.min_p > 0)):
-            if self.temperature == 0 and is_set:
+        if self.temperature:
+            return
+        for name in TRUNCATIONS:
+            value = getattr(self, name)
+            is_set = value is not None and value != NEUTRAL[name]
+            if is_set and (name, value) != ("top_k", 1):
                 raise ConfigError(
                     f"{name} {value} does nothing at temperature 0, which takes the likeliest "
                     "token: give a temperature above 0, or leave top_k and min_p at 0 and top_p at "
                     "1"
                 )
 
+    def text_stream(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop_ids: Collection[int],
+        *,
+        notes_special: bool = False,
+    ) -> TextStream:
+        """Return a decoder of the output's tokens.
+
+        Args:
+            tokenizer: the target's; None = every text is empty.
+            stop_ids: tokens that end the output; they have no text.
+            notes_special: see `TextStream`.
+
+        Raises:
+            ConfigError: there are stop strings without a tokenizer.
+        """
+        return TextStream(
+            tokenizer,
+            self.stop,
+            hidden=stop_ids,
+            shows_special=not self.skip_special_tokens,
+            notes_special=notes_special,
+        )
+
+    def filled(self, defaults: Mapping[str, Any] = NEUTRAL) -> SamplingParams:
+        """Return these parameters without None in the fields of `NEUTRAL`.
+
+        Args:
+            defaults: values by field; a field that is not among them changes nothing.
+        """
+        missing = [name for name in NEUTRAL if getattr(self, name) is None]
+        if not missing:
+            return self
+        if not self.temperature:  # as in transformers, they are for drawn text
+            defaults = {k: v for k, v in defaults.items() if k not in TRUNCATIONS}
+        values = {name: defaults.get(name, NEUTRAL[name]) for name in missing}
+        if "min_new_tokens" in values:  # a file's may be above a request's `max_new_tokens`
+            values["min_new_tokens"] = min(values["min_new_tokens"], self.max_new_tokens)
+        return replace(self, **values)
+
     @property
     def penalizes(self) -> bool:
         """Whether a token's logit depends on the tokens before it."""
-        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+        repeats = self.repetition_penalty not in (None, 1)
+        return bool(repeats or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def bans(self) -> bool:
+        """Whether some tokens may not follow some texts."""
+        return bool(
+            self.no_repeat_ngram_size
+            or self.min_new_tokens
+            or self.bad_words_ids
+            or self.suppress_tokens
+            or self.begin_suppress_tokens
+        )
 
     @property
     def changes_logits(self) -> bool:
         """Whether the target's logits are changed before a token is chosen."""
-        return bool(self.penalizes or self.logit_bias or self.structured is not None)
+        return bool(self.penalizes or self.bans or self.logit_bias or self.structured is not None)

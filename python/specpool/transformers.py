@@ -19,10 +19,16 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     StoppingCriteriaList,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -33,7 +39,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from specpool.draft import Drafter
 from specpool.engine.engine import Engine
 from specpool.errors import ConfigError
-from specpool.sampling_params import SamplingParams
+from specpool.sampling_params import NEUTRAL, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,6 +50,12 @@ MAX_BATCH = 64
 _ORDER = [
     SequenceBiasLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -84,7 +96,8 @@ def generate(
         model: a decoder that `Engine` can run. Its attention is restored at the end.
         input_ids: `int64 [batch, n]`, padded on the left.
         logits_processor: as in `model.generate`: a bias of single tokens (`sequence_bias`), a
-            repetition penalty, temperature, top-k, top-p and min-p.
+            repetition penalty, `no_repeat_ngram_size`, bad words, least lengths, suppressed tokens,
+            temperature, top-k, top-p and min-p.
         stopping_criteria: as in `model.generate`: a length and end-of-sequence tokens.
         generation_config: as in `model.generate`.
         draft: who drafts, as in `Engine.from_pretrained`: an EAGLE head, `ngram`, a drafter; None =
@@ -120,7 +133,9 @@ def generate(
     _check_config(generation_config)
     input_ids = _checked(input_ids, model_kwargs)
     prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
-    params = _params(generation_config, logits_processor, stopping_criteria, input_ids, prompts)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    given = generation_config, logits_processor, stopping_criteria
+    params = _params(*given, input_ids, prompts, vocab_size)
     with _engine(model, draft, engine, options, input_ids, generation_config) as runner:
         outputs = runner.generate(prompts, params, progress=False)
     for output in outputs:
@@ -175,10 +190,11 @@ def _params(
     criteria: StoppingCriteriaList | None,
     input_ids: torch.Tensor,
     prompts: Sequence[Sequence[int]],
+    vocab_size: int,
 ) -> list[SamplingParams]:
     """The options of each row's request."""
     paddings = [input_ids.shape[1] - len(prompt) for prompt in prompts]
-    fields = _sampling(processors or (), config.do_sample, paddings)
+    fields = _sampling(processors or (), config.do_sample, paddings, input_ids.shape[1], vocab_size)
     for criterion in criteria or ():
         if not isinstance(criterion, MaxLengthCriteria | EosTokenCriteria):
             raise ConfigError(
@@ -195,36 +211,68 @@ def _params(
 
 
 def _sampling(
-    processors: Iterable[LogitsProcessor], draws: bool, paddings: Sequence[int]
+    processors: Iterable[LogitsProcessor],
+    draws: bool,
+    paddings: Sequence[int],
+    width: int,
+    vocab_size: int,
 ) -> dict[str, Any]:
-    """The fields of `SamplingParams` for these processors; others are refused."""
-    fields: dict[str, Any] = {"ignore_eos": True}
+    """The fields of `SamplingParams` for these processors; others are refused.
+
+    `width` is the tokens of each row of the batch, with its padding.
+    """
+    # All fields are given, because the model's own generation_config is in the processors already.
+    fields: dict[str, Any] = {"ignore_eos": True, **NEUTRAL}
     if draws:
         fields["temperature"] = 1.0
     last = 0
     for processor in processors:
         place = _ORDER.index(type(processor)) if type(processor) in _ORDER else -1
         is_warper = place >= _ORDER.index(TemperatureLogitsWarper)
-        if place < last or (is_warper and not draws) or _is_beyond(processor, paddings):
+        if place < last or (is_warper and not draws) or _is_beyond(processor, paddings, width):
             raise ConfigError(
                 f"{type(processor).__name__} is not supported here: the engine has a bias of "
-                "single tokens, repetition_penalty, temperature, top_k, top_p, min_p, in this order"
+                "single tokens, repetition_penalty, no_repeat_ngram_size, bad words, least "
+                "lengths, suppressed tokens, temperature, top_k, top_p, min_p, in this order"
             )
         last = place
-        if isinstance(processor, SequenceBiasLogitsProcessor):
+        if isinstance(processor, NoBadWordsLogitsProcessor):
+            fields["bad_words_ids"] = [[*map(int, word)] for word in processor.sequence_bias]
+        elif isinstance(processor, SequenceBiasLogitsProcessor):
             fields["logit_bias"] = _bias(processor)
         elif isinstance(processor, RepetitionPenaltyLogitsProcessor):
             fields["repetition_penalty"] = processor.penalty
+        elif isinstance(processor, NoRepeatNGramLogitsProcessor):
+            fields["no_repeat_ngram_size"] = processor.ngram_size
+        elif isinstance(processor, MinLengthLogitsProcessor):
+            least = processor.min_length - width
+            fields["min_new_tokens"] = max(least, fields["min_new_tokens"])
+        elif isinstance(processor, MinNewTokensLengthLogitsProcessor):
+            least = processor.min_new_tokens + processor.prompt_length_to_skip - width
+            fields["min_new_tokens"] = max(least, fields["min_new_tokens"])
+        elif isinstance(processor, SuppressTokensLogitsProcessor):
+            fields["suppress_tokens"] = _within(processor.suppress_tokens, vocab_size)
+        elif isinstance(processor, SuppressTokensAtBeginLogitsProcessor):
+            fields["begin_suppress_tokens"] = _within(processor.begin_suppress_tokens, vocab_size)
         for name in ("temperature", "top_k", "top_p", "min_p"):
             if is_warper and hasattr(processor, name):
                 fields[name] = getattr(processor, name)
     return fields
 
 
-def _is_beyond(processor: LogitsProcessor, paddings: Sequence[int]) -> bool:
+def _within(tokens: torch.Tensor, vocab_size: int) -> list[int]:
+    """The tokens that the vocabulary has; no text has the others."""
+    return [token for token in tokens.tolist() if 0 <= token < vocab_size]
+
+
+def _is_beyond(processor: LogitsProcessor, paddings: Sequence[int], width: int) -> bool:
     """Whether a processor of a known type has options that the engine has not."""
     if getattr(processor, "min_tokens_to_keep", 1) > 1:
         return True
+    if getattr(processor, "begin_index", width) != width:
+        return True
+    if getattr(processor, "ngram_size", 0) == 1 and any(paddings):
+        return True  # it bans the padding's token, which no prompt here has
     ignored = getattr(processor, "prompt_ignore_length", None)
     # The padding of each row is none of its prompt. This the engine does too, and no more.
     return ignored is not None and (isinstance(ignored, int) or ignored.tolist() != [*paddings])

@@ -369,7 +369,7 @@ def test_threads_that_cannot_start_leave_their_work_to_the_others(script: str) -
 
     script = script.format(tests=str(Path(__file__).parent))
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=550
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

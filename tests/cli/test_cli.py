@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from specpool.cli.options.shapes import shape_of
 
 def test_generate_with_nothing_else_given(capsys):
     """The README's first command: text, marked drafts, the table, and the proof."""
-    code, out, err = call(capsys, "generate")
+    code, out, err = call(capsys, "generate", "--compare")
     assert code == 0, err
     assert "prompt 1" in out and "prompt 3" in out
     assert MARKS[0] in out  # accepted drafts are marked where there is no colour
@@ -64,7 +65,9 @@ def test_one_of_several_drafts_drafts_in_a_window(capsys):
     ],
 )
 def test_generate_json_is_one_object(capsys, options):
-    code, out, err = call(capsys, "generate", "--json", "-n", "40", "-p", "seq: 1, 2, 3,", *options)
+    compares = [] if "none" in options else ["--compare"]
+    words = ["generate", "--json", "-n", "40", "-p", "seq: 1, 2, 3,", *compares, *options]
+    code, out, err = call(capsys, *words)
     assert code == 0, err
     report = json.loads(out)
     assert report["tokens"] == 40 == len(report["outputs"][0]["token_ids"])
@@ -86,8 +89,8 @@ def test_generate_json_is_one_object(capsys, options):
 def test_without_drafts_nothing_is_said_of_drafting(capsys):
     code, out, err = call(capsys, "generate", "-n", "8", "-p", "seq: 1,", "--draft", "none")
     assert code == 0, err
-    assert "nothing is drafted" in out and "tokens/s" in out
-    assert "drafting" not in out and "identical" not in out and "accept length" not in out
+    assert re.fullmatch(r"8 tokens, \d+ tokens/s in one run, 1 of 1 cut at -n 8\n", err)
+    assert "identical" not in out
 
 
 def test_prompts_from_a_file_and_from_standard_input(capsys, tmp_path):
@@ -187,9 +190,9 @@ def test_ctrl_c_ends_cleanly(tmp_path):
             assert process.poll() is None, process.stderr.read()
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
-    assert "interrupted: requests aborted, pages returned" in out
+    assert "interrupted: requests aborted, pages returned" in err
     assert "Traceback" not in out + err
 
 
@@ -250,7 +253,7 @@ def run_raw(*args: bytes | str, stdin: bytes = b"", **environment: str):
 def test_a_terminal_without_unicode_gets_what_it_can_show():
     run = run_raw("-p", "a", PYTHONIOENCODING="ascii")
     assert run.returncode == 0, run.stderr
-    assert b"identical to plain decoding" in run.stdout
+    assert b"answer 1" in run.stdout
 
 
 @pytest.mark.sample(1)
@@ -271,7 +274,7 @@ def test_text_is_printed_as_it_is(capsys):
 
 
 def test_a_failed_request_ends_with_exit_code_2(capsys, monkeypatch):
-    """The other texts and the table are still printed, and the error names the position."""
+    """The other texts are still printed, and the error names the position."""
     import torch
 
     from specpool.models import TargetModel
@@ -288,8 +291,7 @@ def test_a_failed_request_ends_with_exit_code_2(capsys, monkeypatch):
     monkeypatch.setattr(TargetModel, "forward", failing)
     code, out, err = call(capsys, "generate", "-n", "30", "-p", "a", "--draft", "none")
     assert code == 2
-    assert "position 9" in err
-    assert "0 leaked" in out
+    assert "error: prompt 1: " in err and "position 9" in err
     assert "Traceback" not in out + err
 
 
@@ -392,7 +394,7 @@ def test_output_to_a_full_disk_is_one_line_and_exit_code_2(long_log, args):
     command = [sys.executable, "-m", "specpool"]
     command += [str(long_log) if arg == "LOG" else arg for arg in args]
     with open("/dev/full", "w") as full:
-        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=500)
     assert run.returncode == 2, run.stderr
     assert run.stderr == "error: cannot write the output: No space left on device\n"
 
@@ -409,5 +411,5 @@ def test_a_reader_that_has_had_enough_is_no_error(long_log):
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
 def test_closed_standard_output_is_no_error():
     command = f"'{sys.executable}' -m specpool --version >&-"
-    run = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=60)
+    run = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=500)
     assert (run.returncode, run.stderr) == (0, "")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 from cli_kit import call
+from specpool import Engine
 from specpool.assets import corpus, resolve
 from specpool.cli.generate import generate
 from specpool.worker.worker import Worker
 
 PROMPT = "seq: 1, 2, 3,"
-JSON = ("generate", "--json", "-p", PROMPT, "-n", "24")
+JSON = ("generate", "--json", "--compare", "-p", PROMPT, "-n", "24")
 
 
 def outputs(capsys, *options: str) -> list[dict]:
@@ -32,17 +35,16 @@ def test_samples_are_printed_one_after_the_other(capsys):
     assert places == [(i, s) for i in range(2) for s in range(3)]
     assert [o["seed"] for o in expected] == [0, 1, 2] * 2
     assert len({o["text"] for o in expected}) > 3
-    args = [arg for arg in JSON if arg != "--json"]
-    code, out, err = call(capsys, *args, *options)
+    code, out, err = call(capsys, "generate", "-p", PROMPT, "-n", "24", *options)
     assert code == 0, err
-    plain = out.replace("\N{SINGLE LEFT-POINTING ANGLE QUOTATION MARK}", "")
-    plain = plain.replace("\N{SINGLE RIGHT-POINTING ANGLE QUOTATION MARK}", "")
     at = 0
     for output in expected:
-        at = plain.index(f" prompt {output['index'] + 1}, sample {output['sample'] + 1} ", at)
-        heading_end = plain.index("\n", at) + 1
-        prompt = [PROMPT, "[min]"][output["index"]] if output["sample"] == 0 else ""
-        assert plain[heading_end:].startswith(prompt + output["text"])
+        number = output["index"] + 1
+        if output["sample"] == 0:
+            at = out.index(f" prompt {number} ", at)
+            assert out[out.index("\n", at) + 1 :].startswith(f"{[PROMPT, '[min]'][number - 1]}\n")
+        at = out.index(f" answer {number}, sample {output['sample'] + 1} ", at)
+        assert out[out.index("\n", at) + 1 :].startswith(output["text"])
 
 
 def test_a_stop_string_ends_the_text(capsys):
@@ -76,6 +78,81 @@ def test_forms_penalties_and_biases_reach_the_engine(capsys, tmp_path):
         assert outputs(capsys, *options)[0]["text"] != plain[0]["text"], options
     assert outputs(capsys, "--temperature", "1.4", "--min-p", "1")[0]["text"] == plain[0]["text"]
     assert json.loads(call(capsys, *JSON, "--json-object")[1])["outputs"][0]["text"][0] == "{"
+
+
+def test_nothing_is_decoded_plainly_unless_asked(capsys, monkeypatch):
+    """Law: `generate` generates once; `--compare` adds the plain runs and the table."""
+    shapes = []
+    stream = Engine.stream
+    monkeypatch.setattr(
+        Engine,
+        "stream",
+        lambda self, *args, shape=None: shapes.append(shape) or stream(self, *args, shape=shape),
+    )
+    code, out, err = call(capsys, "generate", "-p", PROMPT, "-n", "24")
+    assert code == 0 and shapes == [None]
+    (expected,) = outputs(capsys)
+    text = out[out.index("\n", out.index("answer 1")) + 1 :]
+    assert text == f"{expected['text']}\n"  # as it is: no marks, no table
+    assert re.fullmatch(
+        r"24 tokens, [\d.]+ a round in \d+ rounds, \d+ tokens/s in one run, "
+        r"1 of 1 cut at -n 24\n",
+        err,
+    )
+    assert (
+        json.loads(call(capsys, *(word for word in JSON if word != "--compare"))[1])[
+            "identical_to_plain"
+        ]
+        is None
+    )
+
+
+def test_outputs_are_written_as_they_are_complete(capsys, tmp_path):
+    """Law: `--out` has what `--json` has, a line each, and never loses a file."""
+    path = tmp_path / "out.jsonl"
+    options = ["--samples", "2", "--temperature", "1", "-p", "[min]", "--logprobs", "2"]
+    expected = outputs(capsys, *options)
+    args = ["generate", "-p", PROMPT, "-n", "24", *options, "--out", str(path)]
+    code, out, err = call(capsys, *args)
+    assert code == 0, err
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines.sort(key=lambda line: (line["index"], line["sample"]))
+    timed = {"queue_seconds", "first_token_seconds", "seconds"}
+    for line, output in zip(lines, expected, strict=True):
+        assert line.pop("prompt") == [PROMPT, "[min]"][output["index"]]
+        assert [line[k] for k in output if k not in timed] == [
+            output[k] for k in output if k not in timed
+        ]
+        assert len(line["logprobs"]) == len(line["token_ids"])
+    before = path.read_bytes()
+    code, out, err = call(capsys, *args)
+    assert (code, out) == (
+        2,
+        "",
+    ) and err == f"error: {path} exists: give --force to write over it\n"
+    assert path.read_bytes() == before
+    assert call(capsys, *args, "--force", "-n", "3")[0] == 0
+    assert all(len(json.loads(line)["token_ids"]) == 3 for line in path.read_text().splitlines())
+
+
+def test_log_probabilities_are_listed(capsys):
+    """Law: a line a token, with its log probability and the likeliest tokens, likeliest first."""
+    (output,) = outputs(capsys, "--logprobs", "2")
+    code, out, err = call(capsys, "generate", "-p", PROMPT, "-n", "24", "--logprobs", "2")
+    assert code == 0, err
+    lines = out[out.index("log probability of each token") :].splitlines()[1:]
+    assert len(lines) == len(output["token_ids"]) == 24
+    for line, token, entry in zip(lines, output["token_ids"], output["logprobs"], strict=True):
+        first, second = entry["top"].values()
+        assert first >= second and line.startswith(f"{entry['logprob']:9.3f}  {chr(token)!r}")
+        assert line.endswith(f"{second:.3f}") and line.count(f"{first:.3f}") >= 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk_ends_the_run_with_one_line(capsys):
+    args = ["generate", "-p", PROMPT, "-n", "4", "--out", "/dev/full", "--force"]
+    code, _, err = call(capsys, *args)
+    assert (code, err) == (2, "error: cannot write /dev/full: No space left on device\n")
 
 
 @pytest.mark.sample(1)
@@ -130,7 +207,7 @@ def test_texts_that_rounding_parts_are_the_same(capsys, monkeypatch):
     options = ["-n", "60", "--dtype", "bfloat16"]
     for prompt in corpus.prompts(12):
         options += ["-p", bytes(prompt).decode()]
-    code, out, err = call(capsys, "generate", "--json", *options)
+    code, out, err = call(capsys, "generate", "--json", "--compare", *options)
     assert code == 0 and not err
     report = json.loads(out)
     assert report["same_as_plain"] and not report["identical_to_plain"]
@@ -138,24 +215,24 @@ def test_texts_that_rounding_parts_are_the_same(capsys, monkeypatch):
     assert apart and all(
         each["line"].startswith("same up to bfloat16 rounding: token ") for each in apart
     )
-    monkeypatch.setattr(generate, "MOST_RUNS", 1)
-    code, out, err = call(capsys, "generate", *options)
+    monkeypatch.setattr(generate, "MAX_RUNS", 2)
+    code, out, err = call(capsys, "generate", "--compare", *options)
     assert code == 0 and not err
     flat = " ".join(out.replace("│", " ").split())
     count = f"{len(apart)} of 12 texts differ"
     assert f"identical to plain decoding same up to bfloat16 rounding: {count}" in flat
     assert f"prompt {apart[0]['index'] + 1} token {apart[0]['num_same']} is " in flat
-    assert "(one run)" in flat
+    assert flat.count(", 2 runs)") == 2  # a speed has a range
 
 
 def test_a_fault_is_told_and_exits_with_1(capsys, monkeypatch):
     """The planted fault: accepted KV stays where the tree had it."""
     monkeypatch.setattr(Worker, "_compact", lambda *args: None)
     options = ["-n", "48", "-p", PROMPT, "--shape", "3x2x6", "--dtype", "bfloat16"]
-    code, out, err = call(capsys, "generate", *options)
+    code, out, err = call(capsys, "generate", "--compare", *options)
     assert code == 1
     assert "NO: a fault in 1 of 1 texts" in " ".join(out.replace("│", " ").split())
     assert err.startswith("error: prompt 1: fault: token ")
-    code, out, err = call(capsys, "generate", "--json", *options)
+    code, out, err = call(capsys, "generate", "--json", "--compare", *options)
     assert code == 1 and err.startswith("error: prompt 1: fault: token ")
     assert json.loads(out)["same_as_plain"] is False

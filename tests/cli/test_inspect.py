@@ -611,7 +611,7 @@ def browse(page: Path, folder: Path) -> str:
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     command += [f"--user-data-dir={folder / 'profile'}", page.as_uri()]
     env = {**os.environ, "HOME": str(folder)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=550, env=env).stdout
 
 
 # Runs behind the page's own script: every key, then every row of every frame.

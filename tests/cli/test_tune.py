@@ -172,7 +172,7 @@ def test_adaptive_on_the_command_line(capsys, tmp_path, command):
     assert code == 2 and "'chain:x'" in err
     if command == "generate":
         path.write_text('{"1": {"candidates": ["chain:2", "none"]}}')
-        words = ("-n", "12", "-p", "seq: 1,", "--adaptive", str(path))
+        words = ("--compare", "-n", "12", "-p", "seq: 1,", "--adaptive", str(path))
         code, out, err = call(capsys, command, *words, "--json")
         assert code == 0, err
         report = json.loads(out)

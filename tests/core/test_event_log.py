@@ -249,7 +249,7 @@ def test_a_disk_that_fills_refuses_verbs_and_loses_nothing(tmp_path, mode):
 def run(script: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script, *args]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, **env}
+        command, capture_output=True, text=True, timeout=550, env={**os.environ, **env}
     )
 
 

@@ -193,7 +193,7 @@ def answers() -> dict[str, list]:
     import json
 
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=240
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False, timeout=550
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from browser_kit import CHROMIUM, NO_CHROMIUM, Browser
 from paths import ROOT
+from specpool import BlockPool, Ledger
 
 PACKAGE, DOCS = ROOT / "python" / "specpool", ROOT / "docs"
 MENU = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -87,6 +89,67 @@ def test_what_the_reference_renders_exists(page):
 def test_every_page_is_in_the_menu_once():
     menu = re.findall(r"^ +- [^:]+: ([\w/]+\.md)$", MENU, re.MULTILINE)
     assert sorted(menu) == sorted([*PAGES, *FROM_ROOT])
+
+
+def test_each_guide_says_first_for_whom_it_is():
+    menu = MENU[MENU.index("nav:") : MENU.index("theme:")]
+    parts = re.split(r"^  - (\w+):$", menu, flags=re.MULTILINE)
+    assert parts[1::2] == ["Start", "Guides", "Reference", "Inside"]
+    for part in (parts[2], parts[4]):
+        for page in re.findall(r"([\w/]+\.md)$", part, re.MULTILINE):
+            if page not in FROM_ROOT:
+                _, first = (DOCS / page).read_text("utf-8").split("\n\n", 1)
+                assert first.startswith("For "), page
+
+
+def test_the_site_asks_nothing_of_elsewhere():
+    """Its search runs from files, by a script of our own; no repository's figures are fetched."""
+    assert re.search(r"^  - search\n  - offline$", MENU, re.MULTILINE)
+    (script,) = re.findall(r"^    - (.*iframe-worker.*)$", MENU, re.MULTILINE)
+    assert (DOCS / script).is_file()
+    assert "repo_url" not in MENU and "http" not in re.sub("#.*", "", MENU)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+def test_a_worker_runs_in_a_page_that_is_opened_as_a_file(tmp_path):
+    """Law: of the worker that the site's search is, everything that it uses works from files."""
+    (tmp_path / "page.html").write_text(
+        f"<body><script>{(DOCS / 'iframe-worker.js').read_text('utf-8')}</script>"
+    )
+    (tmp_path / "more.js").write_text("self.louder = (text) => text.toUpperCase();")
+    (tmp_path / "worker.js").write_text(
+        "addEventListener('message', async (event) => {"
+        " await importScripts('more.js'); postMessage(louder(event.data)); });"
+    )
+    with Browser(tmp_path / "chromium") as browser:
+        browser.go((tmp_path / "page.html").as_uri())
+        browser.run(
+            "window.worker = new Worker('worker.js'); worker.postMessage('found');"
+            "worker.addEventListener('message', (event) => { window.answer = event.data; })"
+        )
+        assert browser.until("window.answer") == "FOUND"
+        assert browser.errors == []
+
+
+def verbs_of(heading: str) -> set[str]:
+    """The verbs in the tables of a part of the contract."""
+    contract = (DOCS / "contract.md").read_text("utf-8")
+    (part,) = re.findall(rf"^## {heading}$(.*?)(?=^## )", contract, re.MULTILINE | re.DOTALL)
+    cells = re.findall(r"^\| (`[^|]+) \|", part, re.MULTILINE)
+    return {verb for cell in cells for verb in re.findall(r"`(\w+)(?:\(|`)", cell)}
+
+
+@pytest.mark.parametrize(
+    "heading", ["The ledger", "Prefix cache", "A prefix cache outside", "Rows that move"]
+)
+def test_the_verbs_of_the_contract_are_the_ledgers(heading):
+    assert verbs_of(heading) and not {v for v in verbs_of(heading) if not hasattr(Ledger, v)}
+
+
+def test_the_verbs_of_blocks_are_the_block_pools():
+    verbs = verbs_of("Blocks")
+    assert {"take", "drop", "match", "put", "keep", "preview", "forget"} <= verbs
+    assert all(hasattr(BlockPool, verb) for verb in verbs)
 
 
 def test_the_tools_are_an_extra_and_the_output_is_ignored():

@@ -36,12 +36,12 @@ def rows_of(text: str) -> dict[str, str]:
 def test_the_picture_is_what_the_command_prints(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     (picture,) = re.findall(r"```text\n(\d.*?)```", README, re.DOTALL)
-    code, out, _ = call(capsys, "generate")
+    code, out, _ = call(capsys, "generate", "--compare")
     assert code == 0
     assert len(rows_of(picture)) == 14
     assert rows_of(picture) == rows_of(out)
     text = [line for line in picture.splitlines() if line[:1] not in {*" .┌│└─", ""}]
-    assert len(text) == 5
+    assert len(text) == 6
     assert not [line for line in text if line not in out]
 
 

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from proposals import Logits, check, record
 from specpool import CheckpointError, ConfigError, Engine, EngineConfig, SamplingParams, Shape
 from specpool.assets import corpus, resolve
+from specpool.cli.plan.model import model_of_files
+from specpool.cli.plan.question import Question
 from specpool.draft import EagleDrafter, LMDrafter, NgramDrafter
 from specpool.models import TargetModel
 from specpool.models.files.draft_kind import is_language_model
@@ -164,10 +166,17 @@ def test_another_tokenizer_is_refused(tmp_path):
         Engine.from_pretrained(draft=folder)
 
 
-def test_a_shorter_context_limits_the_engine_or_is_refused(tmp_path):
+def test_a_shorter_context_limits_the_engine_or_is_refused(tmp_path, caplog):
     short = folder_of(tmp_path / "short", max_position_embeddings=64)
     with Engine.from_pretrained(draft=short) as engine:
         assert engine.max_context_len == 64
+    said = f"max_context_len is 64: the draft model {short} has 64 positions, the target 2048"
+    assert [record.getMessage() for record in caplog.records].count(said) == 1
+    outline = model_of_files(Question(memory="1G", target="specpool/tiny", draft=str(short)))
+    assert (outline.max_context_len, outline.context_reason) == (
+        64,
+        said.partition(": ")[2].replace(f" {short}", ""),
+    )
     with pytest.raises(ConfigError, match=r"has 64 positions, a sequence may have 100 tokens"):
         Engine.from_pretrained(draft=short, max_context_len=100)
     longer = folder_of(tmp_path / "longer", max_position_embeddings=1 << 14)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import mtp_checkpoints
 from proposals import check, record
 from specpool import CheckpointError, ConfigError, Engine, SamplingParams, Shape
 from specpool.cli import main
+from specpool.cli.plan.model import model_of_files
+from specpool.cli.plan.question import Question
 from specpool.draft import MTPDrafter
 from specpool.models import TargetModel
 from specpool.models.mtp.layout import find_layout
@@ -175,6 +179,80 @@ def test_a_layer_split_over_files_is_found_by_the_index(folder, tmp_path):
     with engine(tmp_path, shape=CHAIN) as one:
         outputs = one.generate(PROMPTS, GREEDY)
     assert [o.accept_lens for o in outputs] == [o.accept_lens for o in expected]
+
+
+def beside(folder: Path, name: str) -> int:
+    """Move the MTP layer to a file that no index names; return the file's bytes."""
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    layer = {key: state.pop(key) for key in [*state] if key.startswith("mtp.")}
+    save_file(state, path, metadata={"format": "pt"})
+    mtp_checkpoints.shard(folder)
+    save_file(layer, folder / name)
+    return (folder / name).stat().st_size
+
+
+@pytest.mark.parametrize("name", ["mtp.safetensors", "model_mtp.safetensors", "other.safetensors"])
+def test_a_layer_in_a_file_that_the_index_does_not_name_is_found(tmp_path, name, caplog):
+    """Law: such a layer drafts what it drafts in the target's own file, and a plan counts it."""
+    caplog.set_level(logging.INFO, logger="specpool")
+    whole = mtp_checkpoints.write(tmp_path / "whole", "Qwen3", "qwen")
+    split = Path(shutil.copytree(whole, tmp_path / "split"))
+    size = beside(split, name)
+    rounds = []
+    for path in (whole, split):
+        with engine(path) as mtp:
+            (output,) = mtp.generate([PROMPTS[0]], GREEDY)
+        rounds.append((output.token_ids, output.accept_len))
+    assert rounds[0] == rounds[1]
+    assert (
+        sum(f"from {name}, which its index does not" in r.getMessage() for r in caplog.records) == 1
+    )
+    plans = [
+        model_of_files(Question(memory="1G", target=str(split), draft=d)) for d in ("none", "mtp")
+    ]
+    assert plans[1].weight_bytes - plans[0].weight_bytes == size
+
+
+def test_files_beside_the_weights_are_no_mtp_layer(folder, tmp_path):
+    """Copies of the weights under other names, of which folders are full, are left alone."""
+    path = Path(shutil.copytree(folder("Qwen3", "qwen"), tmp_path / "target"))
+    mtp_checkpoints.drop(path, *(n for n in load_file(path / "model.safetensors") if "mtp" in n))
+    shutil.copy(path / "model.safetensors", path / "consolidated.safetensors")
+    refused(path, ConfigError, "has no MTP layer")
+
+
+def test_a_stale_index_hides_no_layer(folder, tmp_path):
+    path = Path(shutil.copytree(folder("Qwen3", "qwen"), tmp_path / "target"))
+    index = {"metadata": {"total_size": 5}, "weight_map": {"lm_head.weight": "gone.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with engine(path) as mtp:
+        assert mtp.generate([PROMPTS[0]], GREEDY)[0].accept_len > 1
+    plan = model_of_files(Question(memory="1G", target=str(path), draft="mtp"))
+    assert plan.weight_bytes == (path / "model.safetensors").stat().st_size
+
+
+def test_a_layers_own_tables_are_read(folder, tmp_path, caplog):
+    """Law: a layer whose embedding is no copy of the target's drafts with its own."""
+    accepted = []
+    for scale in (1.0, -1.0):
+        path = mtp_checkpoints.write(tmp_path / str(scale), "Llama", "deepseek")
+        file = path / "model.safetensors"
+        state = load_file(file)
+        name = "model.layers.3.embed_tokens.weight"
+        state[name] = scale * state[name]
+        projection = state["model.layers.3.eh_proj.weight"]
+        projection[:, : projection.shape[1] // 2] *= scale
+        save_file(state, file, metadata={"format": "pt"})
+        with engine(path) as mtp:
+            accepted.append([o.accept_len for o in mtp.generate(PROMPTS, GREEDY)])
+    assert accepted[0] == accepted[1]
+    said = [
+        r.getMessage() for r in caplog.records if "the MTP layer reads its own" in r.getMessage()
+    ]
+    assert said == [
+        "the MTP layer reads its own model.layers.3.embed_tokens.weight, which is not the target's"
+    ]
 
 
 def test_a_plan_counts_the_layer(folder, monkeypatch, capsys):

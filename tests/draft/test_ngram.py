@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool.assets import corpus, resolve
 from specpool.config import EngineConfig
-from specpool.draft import Choosy, EagleDrafter, NgramDrafter, named_drafter
-from specpool.draft.ngram import MAX_OCCURRENCES
+from specpool.draft import Choosy, EagleDrafter, NgramDrafter, named_drafter, ngram
+from specpool.draft.ngram import MAX_OCCURRENCES, _NgramIndex
 from specpool.draft.texts import KEPT_CALLS, TAIL_LEN
 from specpool.models import TargetModel
+from specpool.models.files.names import MAX_NGRAM
 
 CHAIN = Shape.eagle(3, 1, 4)
 SHAPES = [
@@ -120,6 +121,36 @@ def test_proposals_are_the_slow_oracles_whatever_happens_to_the_texts(data):
             text += data.draw(texts())
 
 
+@pytest.mark.parametrize("factor", [0, 1, 1 << 40])
+def test_ngrams_of_one_hash_change_no_proposal(monkeypatch, factor):
+    """Law: hashes only sort; with a factor of 0 all n-grams have the same."""
+    monkeypatch.setattr(ngram, "_FACTORS", [factor] * MAX_NGRAM)
+    rng = random.Random(factor)
+    for _ in range(20):
+        drafter, text = NgramDrafter(), [rng.randrange(3) for _ in range(rng.randrange(1, 60))]
+        for _ in range(4):
+            shape = rng.choice(SHAPES)
+            assert paths(drafter, shape, text) == [slow_paths(text, shape, most=4, least=1)]
+            text += [rng.randrange(4) for _ in range(rng.randrange(5))]
+
+
+def test_a_prompt_is_not_indexed_token_by_token(monkeypatch):
+    """Law: the first round of a prompt sorts it with NumPy, a later one adds the new tokens."""
+    grown, grow = [], _NgramIndex._grow
+
+    def growing(self, n, text, begin):
+        grown.append(len(text) - begin)
+        grow(self, n, text, begin)
+
+    monkeypatch.setattr(_NgramIndex, "_grow", growing)
+    drafter, text = NgramDrafter(), [i * i % 977 for i in range(5000)]
+    paths(drafter, CHAIN, text)
+    assert not grown
+    text += [1, 2, 3]
+    assert paths(drafter, CHAIN, text) == [slow_paths(text, CHAIN, most=4, least=1)]
+    assert grown == [3] * 4
+
+
 def test_a_text_that_was_cut_and_grew_to_nearly_the_same_is_indexed_anew():
     """Only the first of the cut tokens differs."""
     drafter, text = NgramDrafter(), [i % 90 for i in range(100 + TAIL_LEN)]
@@ -197,14 +228,14 @@ def test_a_round_costs_the_same_however_long_the_text(kind):
     rng = random.Random(3)
     text = Counted(rng.randrange(200 if kind == "random" else 1) for _ in range(100_000))
     drafter, shape = NgramDrafter(), Shape.eagle(4, 4, 16)
-    start = time.perf_counter()
+    start = time.thread_time()
     paths(drafter, shape, text)
-    first = time.perf_counter() - start
-    text.num_read, start = 0, time.perf_counter()
+    first = time.thread_time() - start
+    text.num_read, start = 0, time.thread_time()
     for _ in range(200):
         text += [rng.randrange(200) for _ in range(4)]
         paths(drafter, shape, text)
-    each = (time.perf_counter() - start) / 200
+    each = (time.thread_time() - start) / 200
     assert text.num_read / 200 < 1500
     assert each < first / 10
     print(f"{kind}: the first round {first * 1e3:.0f} ms, each other {each * 1e6:.0f} us")
@@ -258,7 +289,21 @@ def test_names():
     text = [1, 2, 3, 4, 5, 9, 3, 7, 7, 2, 3]
     assert paths(named_drafter("ngram"), CHAIN, text)[0][-1] == (4, 5, 9)
     assert paths(named_drafter("ngram:1"), CHAIN, text)[0][-1] == (7, 7, 2)
-    assert named_drafter("ngrams") is None and named_drafter("specpool/tiny-eagle") is None
+    assert named_drafter("specpool/tiny-eagle") is None
+
+
+@pytest.mark.parametrize("name", ["ngrm", "ngrams:3", "n-gram", "sufix", "suffixx:shared", "mpt"])
+def test_a_word_that_is_nearly_a_drafters_is_refused_before_the_hub_is_asked(name, tmp_path):
+    with pytest.raises(ConfigError, match=f"none named '{name}': did you mean '"):
+        named_drafter(name)
+    with pytest.raises(ConfigError, match=f"none named '{name}': did you mean '"):
+        Engine.from_pretrained("specpool/tiny", draft=name)
+
+
+def test_a_folder_may_have_a_name_that_is_nearly_a_drafters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ngrm").mkdir()
+    assert named_drafter("ngrm") is None and named_drafter("somebody/ngrm") is None
 
 
 # --- the same text as plain decoding -------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The C interface: its examples and its bad input, compiled and run (under valgrind if there)."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,6 +18,25 @@ VALGRIND = [
     "--errors-for-leak-kinds=definite,indirect",
 ]
 COMPILERS = {".c": ("cc", "-std=c11"), ".cpp": ("c++", "-std=c++17")}
+
+
+def test_the_page_says_how_long_each_pointer_of_the_header_is_valid():
+    """Law: what the header says of a pointer's life, the page's rules say of the same name."""
+    header = (CAPI / "include/specpool.h").read_text(encoding="utf-8")
+    page = (ROOT / "docs/c_api.md").read_text(encoding="utf-8")
+    (rules,) = re.findall(r"\n## Rules\n(.*?)\n## ", page, re.DOTALL)
+    lived = {}
+    for comment, code in re.findall(r"((?:^// .*\n)+)((?:^[^/\n].*\n)+)", header, re.MULTILINE):
+        said = " ".join(line[3:] for line in comment.splitlines())
+        if found := re.search(r"[Vv]alid until ([^.]*)\.", said):
+            (name,) = re.findall(r"^} (\w+);", code, re.MULTILINE) or re.findall(
+                r"(specpool_\w+)\(", code
+            )
+            lived[name] = " ".join(found[1].split(";")[0].split())
+    assert lived.keys() >= {"specpool_error_message", "specpool_plan"}
+    for name, end in lived.items():
+        rule = next(rule for rule in rules.split("\n- ") if name in rule and "valid until" in rule)
+        assert f"valid until {end}" in " ".join(rule.split()), name
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from transformers import (
     LlamaForCausalLM,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
 )
 
 from paths import ROOT
@@ -18,6 +19,8 @@ from specpool.draft import NgramDrafter
 
 EOS, PAD = 7, 0
 LATE = RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)
+
+TOO_EARLY = SuppressTokensAtBeginLogitsProcessor([3], begin_index=2)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,11 @@ def test_greedy_text_is_that_of_the_model(model, batch, draft):
         {"repetition_penalty": 0.6},
         {"sequence_bias": {(EOS,): -30.0, (20,): 2.0}},
         {"repetition_penalty": 1.3, "sequence_bias": {(20,): 3.0}},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[62, 31], [10, 57], [11], [EOS]]},
+        {"suppress_tokens": [EOS, 20], "begin_suppress_tokens": [33, 12]},
+        {"min_new_tokens": 25},
+        {"min_length": 30},
         {"do_sample": True, "min_p": 1.0, "repetition_penalty": 1.6, "top_k": 0},
     ],
 )
@@ -82,6 +90,16 @@ def test_penalties_and_biases_are_those_of_the_model(model, batch, fields):
         model, **batch, max_new_tokens=30, draft="ngram", **{"do_sample": False, **fields}
     )
     assert found.tolist() == wanted.tolist()
+
+
+def test_unigrams_of_padding_are_refused(model, batch):
+    """transformers bans the padding's token with them, which no prompt of an engine has."""
+    options = {"max_new_tokens": 5, "do_sample": False, "no_repeat_ngram_size": 1}
+    with pytest.raises(ConfigError, match="NoRepeatNGramLogitsProcessor is not supported here"):
+        door.generate(model, **batch, **options)
+    (row, *_) = batch["input_ids"]
+    wanted = model.generate(row[None], **options)
+    assert door.generate(model, row[None], **options).tolist() == wanted.tolist()
 
 
 def test_an_engine_is_used_again(model, batch):
@@ -158,12 +176,12 @@ def filled_cache(model):
         ({"repetition_penalty": 5e-324}, r"repetition_penalty must be .* \[0.01, 10\], got 5e-324"),
         ({"sequence_bias": {(11, 12): 2.0}}, r"the bias 2 of \[11, 12\] is not supported"),
         ({"sequence_bias": {(11,): 101.0}}, r"the bias 101 of \[11\] is not supported"),
-        ({"bad_words_ids": [[11]]}, "NoBadWordsLogitsProcessor is not supported here"),
-        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor is not supported here"),
+        ({"encoder_no_repeat_ngram_size": 2}, "EncoderNoRepeatNGramLogitsProcessor is not supp"),
+        ({"logits_processor": [TOO_EARLY]}, "SuppressTokensAtBeginLogitsProcessor is not supp"),
         ({"logits_processor": [MinPLogitsWarper(0.1)]}, "MinPLogitsWarper is not supported"),
         ({"logits_processor": [LATE]}, "RepetitionPenaltyLogitsProcessor is not supported here"),
         ({"do_sample": True, "typical_p": 0.5}, "TypicalLogitsWarper is not supported here"),
-        ({"min_new_tokens": 3}, "MinLengthLogitsProcessor"),
+        ({"forced_eos_token_id": 3}, "ForcedEOSTokenLogitsProcessor"),
         ({"max_time": 1.0}, "MaxTimeCriteria"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores"),
         ({"streamer": object()}, "Engine.stream"),

@@ -46,7 +46,7 @@ class Group:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self.port),
                 "OMP_NUM_THREADS": "1",
-                "SPECPOOL_RANKS_TIMEOUT": "60",
+                "SPECPOOL_RANKS_TIMEOUT": "200",
             }
             more = environments[rank] if environments else {}
             self.processes.append(

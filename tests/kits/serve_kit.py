@@ -49,7 +49,7 @@ class Server:
             lines.append(line)
 
     def _wait_for_port(self) -> int:
-        end = time.monotonic() + 240
+        end = time.monotonic() + 500
         while time.monotonic() < end:
             found = re.search(r"http://[\w.\[\]:]+?:(\d+)/v1", "".join(self.out))
             if found:
@@ -64,7 +64,7 @@ class Server:
 
     def log(self, wanted: str) -> str:
         """What stands in the log, once `wanted` stands there: a line may come after its answer."""
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while wanted not in (text := "".join(self.err)):
             assert time.monotonic() < end, f"no {wanted!r} in the log:\n{text}"
             time.sleep(0.02)
@@ -114,7 +114,7 @@ class Server:
         pairs = (line.rpartition(" ") for line in lines if line and line[0] != "#")
         return {name: float(value) for name, _, value in pairs}
 
-    def idle(self, seconds: float = 20) -> dict[str, float]:
+    def idle(self, seconds: float = 200) -> dict[str, float]:
         """The metrics once nothing runs or waits; no page is held then."""
         end = time.monotonic() + seconds
         while True:

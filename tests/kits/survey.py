@@ -288,6 +288,7 @@ def silence() -> Iterator[None]:
 
 HEAD = """# Which models run
 
+For whoever wants to know before loading whether a model runs.
 specpool runs most of the decoders that `AutoModelForCausalLM` of transformers loads, unmodified.
 `make models` has written this page with transformers {version}: it builds each type small, with
 random weights, and compares greedy text over pages, plain and drafted (trees of 4x4x16, chains
@@ -308,6 +309,14 @@ where a state forbids trees), with transformers' own `generate`.
 ALiBi (BLOOM, MPT, Falcon with `alibi`) is refused because these models add it to their scores by
 themselves: transformers' `AttentionInterface` does not pass it to an attention function. Encoders
 (BERT) and encoder-decoders (T5) are refused because they do not decode one sequence.
+
+A folder of a model of text and images or sound is read for its text part alone: the towers and
+projectors are not built, and their weights are not read. This works for types that transformers
+maps to `AutoModelForImageTextToText` or `AutoModelForMultimodalLM` and whose decoder is one that
+runs. A test compares greedy text with the whole model's own `generate` for `gemma3`, `glm4v`,
+`idefics3`, `internvl`, `kimi_k25`, `llava`, `mistral3`, `paligemma`, `qwen2_5_vl`, `qwen2_vl`,
+`qwen3_vl`, `qwen3_vl_moe` and `voxtral`. Others run or are refused by the same checks. A prompt
+with the token that stands for an image is refused.
 
 | type | class | verdict | what it keeps, or why not |
 |---|---|---|---|

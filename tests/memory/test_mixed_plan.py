@@ -77,7 +77,7 @@ def test_a_budget_admits_as_many_as_planned_and_finds_the_planned_room():
 
 
 def planned(capsys, monkeypatch, *args: str) -> dict:
-    monkeypatch.setattr("sys.argv", ["specpool", "plan", *args, "--json"])
+    monkeypatch.setattr("sys.argv", ["specpool", "plan", "--workspace", "0", *args, "--json"])
     with pytest.raises(SystemExit) as end:
         main()
     assert not end.value.code
@@ -123,7 +123,15 @@ def test_without_a_budget_the_plan_has_no_mixed_rows(monkeypatch, capsys):
     ],
 )
 def test_a_wrong_question_about_a_budget_is_one_line(monkeypatch, capsys, args, message):
-    argv = ["specpool", "plan", *NUMBERS.split(), *REQUESTS.split(), *args.split()]
+    argv = [
+        "specpool",
+        "plan",
+        "--workspace",
+        "0",
+        *NUMBERS.split(),
+        *REQUESTS.split(),
+        *args.split(),
+    ]
     monkeypatch.setattr("sys.argv", argv)
     with pytest.raises(SystemExit) as end:
         main()

@@ -24,7 +24,7 @@ from specpool.models import TargetModel
 from specpool.models.files.names import fetch_config
 from specpool.models.files.plain_config import FAMILIES as PLAIN
 from specpool.models.files.plain_config import PlainConfig
-from specpool.models.gate import max_context_len
+from specpool.models.gate import context_limit
 from specpool.models.outline import stated_layers
 from specpool.num_bytes import parse_bytes, show_bytes
 
@@ -268,8 +268,9 @@ def test_a_request_holds_as_many_pages_as_planned_and_no_more():
 NUMBERS = ("--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--max-context-len", "4096")
 
 
-def ask(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
-    monkeypatch.setattr("sys.argv", ["specpool", "plan", *args])
+def ask(monkeypatch, capsys, *args: str, workspace: str | None = "0") -> tuple[int, str, str]:
+    words = [] if workspace is None or "--workspace" in args else ["--workspace", workspace]
+    monkeypatch.setattr("sys.argv", ["specpool", "plan", *words, *args])
     code = 0
     try:
         main()
@@ -279,8 +280,8 @@ def ask(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:
     return code, out.out, out.err
 
 
-def answer(monkeypatch, capsys, *args: str) -> dict:
-    code, out, err = ask(monkeypatch, capsys, *args, "--json")
+def answer(monkeypatch, capsys, *args: str, workspace: str | None = "0") -> dict:
+    code, out, err = ask(monkeypatch, capsys, *args, "--json", workspace=workspace)
     assert code == 0, err
     return json.loads(out)
 
@@ -373,6 +374,42 @@ def test_an_engine_has_the_pages_that_were_planned(monkeypatch, capsys, draft):
         ]
         token_bytes = [g["page_bytes"] * (g["num_pages"] + 1) for g in found["groups"]]
         assert sum(token_bytes) == engine.kv_bytes
+
+
+def test_a_tenth_of_the_memory_is_left_to_all_else(monkeypatch, capsys):
+    args = (*NUMBERS, "--memory", "80GiB", "--weights", "16GB")
+    found = answer(monkeypatch, capsys, *args, workspace=None)
+    assert found["workspace"] == 8 * 2**30
+    assert found["kv_bytes"] == 72 * 2**30 - 16 * 10**9
+    _, out, _ = ask(monkeypatch, capsys, *args, workspace=None)
+    assert "workspace 8 GiB (a tenth of it; --workspace)" in " ".join(out.split())
+    assert "a tenth" not in ask(monkeypatch, capsys, *args)[1]
+
+
+def test_devices_share_heads_and_weights(monkeypatch, capsys):
+    """Law: of two devices, each has half of the target's heads and weights, and a whole head."""
+    args = (*NUMBERS, "--memory", "40GiB", "--weights", "16GB")
+    alone, shared = (answer(monkeypatch, capsys, *args, "--tp", tp) for tp in ("1", "2"))
+    assert (alone["tp"], shared["tp"]) == (1, 2)
+    assert shared["weights"] == alone["weights"] // 2
+    target, draft = (
+        [found["groups"][group]["page_bytes"] for found in (alone, shared)] for group in (0, 1)
+    )
+    assert target[0] == 2 * target[1] and draft[0] == draft[1]
+    assert " each of 2 devices" in ask(monkeypatch, capsys, *args, "--tp", "2")[1]
+
+
+def test_a_head_that_is_not_there_is_planned(monkeypatch, capsys):
+    """Law: its layers are of the target's width unless it is said; so the plan is the head's."""
+    how = ("--target", "specpool/tiny", "--dtype", "float32", "--memory", "64MB")
+    real = answer(monkeypatch, capsys, *how, "--draft", "specpool/tiny-eagle3", "--weights", "0")
+    planned = answer(monkeypatch, capsys, *how, "--draft-layers", "1", "--weights", "0")
+    assert planned["model"] == "specpool/tiny + 1 draft layer"
+    assert planned["groups"] == real["groups"] and planned["fits"] == real["fits"]
+    assert any("not counted" in note for note in planned["notes"])
+    sizes = ("--draft-layers", "2", "--draft-kv-heads", "1", "--draft-head-dim", "64")
+    draft = answer(monkeypatch, capsys, *how, *sizes)["groups"][1]
+    assert draft["page_bytes"] == 16 * 2 * 64 * 2 * 4 and draft["name"] == "draft"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -510,7 +547,7 @@ def test_a_plain_config_is_what_transformers_makes_of_it(model_type):
         if not changes:
             assert found is not None
             assert (found.max_context_len, found.vocab_size) == (
-                max_context_len(config),
+                context_limit(config)[0],
                 config.vocab_size,
             )
         for key in (None, *raw):
@@ -521,7 +558,7 @@ def test_a_plain_config_is_what_transformers_makes_of_it(model_type):
             if found is not None:
                 beside = transformers.AutoConfig.for_model(**less)
                 assert found.layers == stated_layers(beside), key
-                assert found.max_context_len == max_context_len(beside), key
+                assert found.max_context_len == context_limit(beside)[0], key
                 num_read += 1
     assert num_read > 10
 
@@ -594,9 +631,19 @@ def test_numbers_need_no_torch():
             "--draft-kv-heads is of a draft model's layers, and there are none",
         ),
         (
-            ["--target", "specpool/tiny", "--draft-layers", "2"],
-            "--draft-layers goes with plain numbers; beside --target, give the head itself",
+            ["--target", "specpool/tiny", "--draft", "ngram", "--draft-layers", "2"],
+            "error: --draft states it: leave out --draft-layers",
         ),
+        (
+            ["--target", "specpool/tiny", "--draft-kv-heads", "2"],
+            "error: --draft-kv-heads needs --draft-layers",
+        ),
+        (
+            ["--target", "specpool/tiny", "--draft-layers", "0"],
+            "error: --draft-layers must be an integer in [1, 65536], got 0",
+        ),
+        ([*NUMBERS, "--tp", "0"], "error: --tp must be an integer in [1, 65536], got 0"),
+        ([*NUMBERS, "--tp", "3"], "error: --tp: 3 devices cannot share 8 KV heads"),
         ([*NUMBERS, "--output", "5"], "--output needs --prompt"),
         ([*NUMBERS, "--common", "5"], "--common needs --prompt"),
         (

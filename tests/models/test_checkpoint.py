@@ -9,6 +9,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+import transformers
+from safetensors.torch import save_file
 
 from eagle_checkpoints import (
     DRAFT_VOCAB,
@@ -23,7 +25,15 @@ from eagle_checkpoints import (
 )
 from specpool.errors import CheckpointError, ConfigError
 from specpool.models.eagle.config import EagleConfig
-from specpool.models.files.checkpoint import Weights, find_folder, read_config
+from specpool.models.files.checkpoint import (
+    Weights,
+    find_folder,
+    read_config,
+    weight_bytes,
+    weight_files,
+)
+from specpool.models.files.draft_kind import is_language_model
+from specpool.models.outline import head_outline
 
 FORMS = ["safetensors", "bin", "sharded safetensors", "sharded bin"]
 
@@ -177,9 +187,66 @@ def test_an_index_names_files_beside_it(
     index: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write(tmp_path, None, eagle_state())  # what `../` would reach
-    folder = write(tmp_path / "head", base_config(), eagle_state())
+    folder = write(tmp_path / "head", base_config(), None)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     load_fails(folder, message)
+
+
+NAMES = [
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "consolidated.safetensors",
+    "model.fp16.safetensors",
+]
+
+
+@pytest.mark.parametrize("named", [None, "other.safetensors", "other.safetensors.index.json"])
+def test_the_weights_are_those_that_transformers_takes(named: str | None, tmp_path: Path) -> None:
+    """Law: whatever else lies in a folder, all readers here read what transformers reads."""
+    resolve = transformers.modeling_utils._get_resolved_checkpoint_files
+    state = eagle_state()
+    for number in range(1 << len(NAMES)):
+        files = [name for i, name in enumerate(NAMES) if number >> i & 1]
+        folder = tmp_path / str(number)
+        write(folder, base_config(**({"transformers_weights": named} if named else {})), None)
+        for file in [*files, named] if named else files:
+            shards = {}
+            if file.endswith(".index.json"):
+                shard = file.replace(".index.json", "-1." + file.split(".")[1])
+                shards = {shard: state}
+                (folder / file).write_text(
+                    json.dumps({"weight_map": dict.fromkeys(state, shard), "metadata": {}})
+                )
+            for path, tensors in (shards or {file: state}).items():
+                if path.endswith(".bin"):
+                    torch.save(tensors, folder / path)
+                else:
+                    save_file(tensors, folder / path)
+        try:
+            theirs, _ = resolve(str(folder), None, None, None, {}, False, named)
+        except OSError:
+            continue
+        assert [str(path) for path in weight_files(folder)] == theirs, files
+
+
+def test_a_stale_index_beside_a_whole_file_is_read_by_nobody(tmp_path: Path) -> None:
+    """Law: an index of an earlier save in shards changes no reader's answer."""
+    state = {**eagle_state(), "embed_tokens.weight": torch.zeros(VOCAB, H)}
+    folder = write(tmp_path, base_config(), state)
+    size = (folder / "model.safetensors").stat().st_size
+    answers = []
+    for stale in (None, {"embed_tokens.weight": "model-00001-of-00002.safetensors"}):
+        if stale is not None:
+            index = {"metadata": {"total_size": 12345}, "weight_map": stale}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        outline = head_outline(folder)
+        answers.append(
+            (Target().load(folder).kind, set(Weights(folder)), is_language_model(folder), outline)
+        )
+    assert answers[0] == answers[1]
+    assert answers[0][3].weight_bytes == weight_bytes(folder) == size
 
 
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:

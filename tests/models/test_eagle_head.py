@@ -283,7 +283,8 @@ def speculators_eagle(name: str) -> str:
         {"config": {"fc_norm": None}},  # only the tensors show it
         {"config": {"draft_vocab_size": None}},
         {"extra": {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}},
-        {"extra": {"embed_tokens.weight": torch.zeros(VOCAB, H)}},
+        {"extra": {"embed_tokens.weight": Target().embedding}},
+        {"extra": {"embed_tokens.weight": Target().embedding.bfloat16()}},
         {"nested": True},
     ],
 )
@@ -329,6 +330,97 @@ def test_spellings_of_one_eagle1_head_give_identical_outputs(
     expected = run_head(target.load(write(tmp_path / "plain", base_config(), state)), target)
     other = run_head(target.load(write(tmp_path / "other", config, state, rename=rename)), target)
     same_outputs(other, expected)
+
+
+@pytest.mark.parametrize(("kind", "width"), [("eagle", H), ("eagle3", H), ("eagle3", 20)])
+def test_an_own_embedding_is_read(
+    kind: str, width: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Law: a head that was trained with another embedding than the target's reads that one."""
+    caplog.set_level("INFO", logger="specpool")
+    target = Target(width)
+    state = eagle_state() if kind == "eagle" else eagle3_state(target_h=width)
+    state["embed_tokens.weight"] = torch.randn(VOCAB, H, generator=torch.Generator().manual_seed(8))
+    config = base_config(**({} if kind == "eagle" else {"draft_vocab_size": DRAFT_VOCAB}))
+    head = target.load(write(tmp_path, config, state), dtype=torch.float64)
+    assert [r.getMessage().count("its own embedding [40, 16]") for r in caplog.records] == [1]
+    assert [r.levelname for r in caplog.records] == ["WARNING" if width == H else "INFO"]
+    own = Target(width)
+    own.embedding = state["embed_tokens.weight"]
+    reference = Reference(kind, to_double(state), own)
+    expected = run_reference(reference, max(1, len(head.feature_layers)))
+    same_outputs(run_head(head, target), expected)
+
+
+def test_a_copy_of_the_embedding_takes_no_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="specpool")
+    target = Target()
+    state = {**eagle_state(), "embed_tokens.weight": target.embedding.half()}
+    head = target.load(write(tmp_path, base_config(), state))
+    assert head._embedding.data_ptr() == target.embedding.data_ptr()
+    assert [r.getMessage() for r in caplog.records] == [
+        f"draft head {tmp_path} reads the target's embedding"
+    ]
+
+
+def test_a_tied_head_reads_its_own_embedding_as_output_matrix(tmp_path: Path) -> None:
+    table = torch.randn(VOCAB, H)
+    state = {**eagle3_state(lm_head=False, draft_vocab=None), "embed_tokens.weight": table}
+    config = base_config(tie_word_embeddings=True, draft_vocab_size=VOCAB)
+    head = Target().load(write(tmp_path, config, state))
+    hidden = torch.randn(3, H)
+    normed = torch.nn.functional.rms_norm(hidden, (H,), state["norm.weight"], 1e-5)
+    torch.testing.assert_close(head.logits(hidden), normed @ table.T)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("with_table", ["none", "copy", "own"])
+def test_tokens_that_were_added_to_a_target_change_no_draft_and_may_be_read(
+    kind: str, with_table: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Law: a head of 40 tokens drafts for its target after 5 tokens were added to that."""
+    target = Target()
+    tables = {"copy": target.embedding.clone(), "own": torch.randn(VOCAB, H)}
+    state = eagle_state(lm_head=True) if kind == "eagle" else eagle3_state()
+    if with_table in tables:
+        state["embed_tokens.weight"] = tables[with_table]
+    config = base_config(**({} if kind == "eagle" else {"draft_vocab_size": DRAFT_VOCAB}))
+    folder = write(tmp_path, config, state)
+    before = run_head(target.load(folder), target)
+    more = torch.randn(5, H)
+    sizes = {
+        "vocab_size": VOCAB + 5,
+        "embedding_weight": torch.cat([target.embedding, more]),
+        "lm_head_weight": torch.cat([target.lm_head, more]),
+    }
+    head = target.load(folder, **sizes)
+    same_outputs(run_head(head, target), before)
+    assert torch.isfinite(head.embed(torch.tensor([VOCAB, VOCAB + 4]))).all()
+    assert int(head.topk(torch.randn(64, H), 4)[1].max()) < VOCAB
+    numbers = (
+        "made for a vocabulary of 40 tokens, the target's is 45: it has learned nothing of the last"
+    )
+    assert sum(numbers in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("vocab", "message"),
+    [(VOCAB - 1, "which lacks the last 1 of them"), (VOCAB + 1025, "this one has 1025 more")],
+)
+def test_another_vocabulary_is_refused_with_the_reason(
+    vocab: int, message: str, tmp_path: Path
+) -> None:
+    target, table = Target(), torch.randn(VOCAB + 1025, H)
+    table[:VOCAB] = target.embedding
+    folder = write(tmp_path, base_config(), eagle_state())
+    sizes = {"vocab_size": vocab, "embedding_weight": table, "lm_head_weight": table}
+    with pytest.raises(CheckpointError, match=f"of 40 tokens, the target's is {vocab}.*{message}"):
+        target.load(folder, **sizes)
+    if vocab > VOCAB:  # a copy of the first rows shows that it is the same target
+        state = {**eagle_state(), "embed_tokens.weight": target.embedding}
+        target.load(write(tmp_path / "copy", base_config(), state), **sizes)
 
 
 def test_missing_config_keys_take_their_defaults(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def sharded(hub: Hub, **weight_map: Any) -> None:
+    (hub.path / "model.safetensors").unlink()
     index = {"weight_map": weight_map}
     (hub.path / "model.safetensors.index.json").write_text(json.dumps(index))
 
@@ -98,6 +99,14 @@ def test_code_is_fetched_only_if_the_user_says_so(hub: Hub) -> None:
     assert "own.py" in hub.fetched
 
 
+def test_an_mtp_layer_beside_the_weights_is_fetched_if_it_drafts(hub: Hub) -> None:
+    (hub.path / "model_mtp.safetensors").write_bytes(b"x")
+    find_target(NAME)
+    assert "model_mtp.safetensors" not in hub.fetched
+    find_target(NAME, with_mtp=True)
+    assert "model_mtp.safetensors" in hub.fetched
+
+
 def test_a_config_alone_is_fetched_alone(hub: Hub) -> None:
     sharded(hub, a="model.safetensors")
     find_target(NAME, config_only=True)
@@ -113,6 +122,13 @@ def test_shards_are_fetched_by_their_names(hub: Hub) -> None:
     assert weights == {"model-1.safetensors", "model-2.safetensors"}
 
 
+def test_a_whole_file_goes_before_an_index(hub: Hub) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (hub.path / "model.safetensors.index.json").write_text(json.dumps(index))
+    TargetModel.from_pretrained(NAME).close()
+    assert "model.safetensors" in hub.fetched
+
+
 @pytest.mark.parametrize("name", ["*", "*.py", "weights.ggu?", "[a-z]*", "onnx/*", "../x", ""])
 def test_an_index_names_files_and_no_patterns(hub: Hub, name: str) -> None:
     """As patterns, a hostile index could fetch everything, or code."""
@@ -125,6 +141,7 @@ def test_an_index_names_files_and_no_patterns(hub: Hub, name: str) -> None:
 
 @pytest.mark.parametrize("content", ["[" * 99999, "[]", '{"weight_map": 5}', "\xff{", "{}"])
 def test_an_index_that_is_none_is_one_error(hub: Hub, content: str) -> None:
+    sharded(hub)
     (hub.path / "model.safetensors.index.json").write_text(content, encoding="latin-1")
     with pytest.raises(CheckpointError) as caught:
         TargetModel.from_pretrained(NAME)

@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 
 import kernel_reference as ref  # noqa: E402
 from families import FAMILIES, VOCAB, PagedLanes, make_config, make_model  # noqa: E402
+from specpool import Engine  # noqa: E402
 from specpool.errors import ConfigError, ShapeError  # noqa: E402
 from specpool.models import TargetModel  # noqa: E402
 
@@ -303,7 +304,7 @@ def test_a_wrong_path_is_named(tmp_path: Any) -> None:
 
 def test_a_folder_without_weights_is_refused(tmp_path: Any) -> None:
     make_config("llama").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="cannot load a model from"):
+    with pytest.raises(ConfigError, match=r"no model\.safetensors"):
         TargetModel.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
@@ -313,7 +314,9 @@ def test_a_folder_without_weights_is_refused(tmp_path: Any) -> None:
         TargetModel.from_pretrained(tmp_path)
 
 
-def test_rotary_factors_that_follow_the_batch_end_the_context() -> None:
+def test_rotary_factors_that_follow_the_batch_end_the_context(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """longrope changes every lane once one of them passes the original length."""
     settings = copy.deepcopy(FAMILIES["phi3"][1])
     factors = [1.0] * (settings["hidden_size"] // settings["num_attention_heads"] // 2)
@@ -321,8 +324,21 @@ def test_rotary_factors_that_follow_the_batch_end_the_context() -> None:
     config = transformers.Phi3Config(
         **settings, original_max_position_embeddings=64, rope_scaling=rope
     )
-    with TargetModel.from_pretrained(make_model(config)) as target:
+    model = make_model(config)
+    with TargetModel.from_pretrained(model) as target:
         assert target.max_context_len == 64
+    said = r"of original_max_position_embeddings its longrope rotary embedding changes"
+    with pytest.raises(ConfigError, match=f"100 is above the model's 64 positions: .*{said}"):
+        Engine.from_pretrained(model, max_context_len=100)
+    with Engine.from_pretrained(model, num_pages=20) as engine:
+        assert engine.max_context_len == 64
+    assert (
+        sum(
+            "max_context_len is 64: its config says" in record.getMessage()
+            for record in caplog.records
+        )
+        == 1
+    )
 
 
 # --- Models that cannot run over pages --------------------------------------------------------

@@ -497,7 +497,7 @@ def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, folder: Pa
         head_outline(head)
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
-    refused(folder, "it has no model.safetensors or pytorch_model.bin")
+    refused(folder, "no model.safetensors or pytorch_model.bin")
 
 
 def test_a_distributed_checkpoint_is_not_unpickled(folder: Path) -> None:

@@ -92,7 +92,7 @@ def test_ten_thousand_turns_with_a_digest_each() -> None:
 
 def test_ranks_choose_shapes_by_the_clock_of_rank_0_alone() -> None:
     """Law: both clocks run at random, and controllers on both ranks are told the same times."""
-    first, second = Group([SCRIPT, "timed"]).wait(200)
+    first, second = Group([SCRIPT, "timed"]).wait(500)
     assert (first.code, second.code) == (0, 0), first.err + second.err
     (texts, told), (_, other) = json.loads(first.out), json.loads(second.out)
     assert told == other
@@ -104,7 +104,7 @@ def test_ranks_choose_shapes_by_the_clock_of_rank_0_alone() -> None:
 
 
 def _plant(kind: str, record: int) -> tuple[Ended, Ended]:
-    first, second = Group([SCRIPT, "plant", kind, str(record)]).wait(120)
+    first, second = Group([SCRIPT, "plant", kind, str(record)]).wait(500)
     return first, second
 
 
@@ -118,7 +118,7 @@ def test_a_call_of_one_rank_alone_is_found_at_the_next_record_and_named() -> Non
     replay = re.search(r"specpool replay (\S+) --against (\S+) names", second.err)
     assert replay is not None
     command = [sys.executable, "-m", "specpool", "replay", replay[1], "--against", replay[2]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 1, done.stderr
     assert "they differ from event" in done.stdout
     assert "planted" in done.stdout
@@ -165,7 +165,7 @@ def test_a_forward_that_fails_on_one_rank_ends_all_and_is_named(rank: int, error
     cause = "planted" if error == "ValueError" else "RuntimeError: planted"
     own = rf"RankError: rank {rank}: the forward of step \d+ failed: {cause}$"
     other = rf"RankError: rank {rank} has ended: RankError: rank {rank}: the forward of step \d+ "
-    assert abs(ends[0].seconds - ends[1].seconds) < 30  # nobody waits out the timeout of 60 s
+    assert abs(ends[0].seconds - ends[1].seconds) < 100  # nobody waits out the timeout of 200 s
     for each, ended in enumerate(ends):
         assert ended.code == 1
         last = ended.err.strip().splitlines()[-1]
@@ -178,7 +178,7 @@ def test_a_rank_that_is_gone_is_named_in_seconds(kind: str) -> None:
     group = Group([SCRIPT, "plant", kind, "6"])
     try:
         first = group.processes[0]
-        _, err = first.communicate(timeout=90)
+        _, err = first.communicate(timeout=150)
     finally:
         group.processes[1].kill()
         group.processes[1].communicate()
@@ -189,7 +189,7 @@ def test_a_rank_that_is_gone_is_named_in_seconds(kind: str) -> None:
 
 def _refused(*own: tuple[str, ...], world: int = 2, **environments: Any) -> list[Ended]:
     command = ["-m", "specpool", "generate", "-n", "4", "--json"]
-    return Group(command, world, own=own, **environments).wait(120)
+    return Group(command, world, own=own, **environments).wait(500)
 
 
 def test_ranks_that_differ_are_refused_with_both_values() -> None:

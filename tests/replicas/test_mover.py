@@ -13,7 +13,8 @@ from specpool.serve.replicas.fleet.engine import SimEngine
 from specpool.serve.replicas.fleet.world import Node, World
 from specpool.serve.replicas.manifest import LONGEST_MOVES
 from specpool.serve.replicas.mover import MOST_AT_ONCE, SETTLE, WAIT, Mover, Time
-from specpool.serve.sessions import Sessions
+from specpool.serve.replicas.routing import Routing
+from specpool.serve.sessions import Sessions, ident_of
 
 
 class Replica(Node):
@@ -431,6 +432,44 @@ def test_a_session_that_was_announced_moves_until_it_comes():
     own.run(LONGEST_MOVES)
     own.mover.expect({})
     assert not own.mover._expected
+
+
+def test_a_session_that_was_announced_moves_for_its_own_key_alone():
+    """Law: a request of another key is answered, and waits, as for an id that never existed."""
+    giver, own = Replica("g" * 40), Replica()
+    own.mover.update(["own"])
+    record = giver.do(giver.sessions.open(None, "a" * 64))
+    _, parcel = giver.do(giver.sessions.pack(record.ident))
+    own.mover.expect({record.ident: 1})
+    other, never = (ident_of(name, "b") for name in (record.public_id, f"{'g' * 40}.x"))
+    with pytest.raises(ApiError, match="moves to another replica"):
+        own.sessions.find(record.ident)
+    found = [own.start(own.sessions.reach(ident)) for ident in (record.ident, other, never)]
+    own.run(0.2)
+    assert found == [[], [], []]
+    own.do(own.mover.take_in(parcel))
+    own.run(0.2)
+    assert found == [[None], [], []] and own.sessions.find(record.ident)
+    own.run(WAIT)
+    assert found == [[None]] * 3
+    for ident in (other, never):
+        with pytest.raises(ApiError, match="another server's memory"):
+            own.sessions.find(ident)
+
+
+def test_a_session_of_a_key_moves_to_where_routers_look_for_it():
+    """Law: routers know its id alone."""
+    own = Replica()
+    idents = [own.do(own.sessions.open(None, "a" * 64)) for _ in range(6)]
+    own.mover.update(["a", "b"])
+    own.run(2)
+    routing = Routing()
+    routing.update(["a", "b"])
+    places = {each.ident: routing.place_of(each.public_id) for each in idents}
+    assert {ident: tag for _, tag, ident in own.sent} == places and set(places.values()) == {
+        "a",
+        "b",
+    }
 
 
 def test_a_flood_of_wrong_ids_does_not_wait():

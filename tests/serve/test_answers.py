@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from paths import ROOT
 from specpool import Engine, SamplingParams
 from specpool.serve.api.requests import ChatRequest
-from specpool.serve.api.tool_calls import MARKERS, ToolCalls, markers_of
+from specpool.serve.api.tool_calls import ToolCalls
+from specpool.serve.api.tool_formats import FORMATS, formats_of
 from specpool.serve.counters import Counters
 from specpool.serve.exposition import accepted_per_position, exposition
 
@@ -23,9 +24,9 @@ ASK = {
 CALL = '{"name": "f", "arguments": {"a": [1, "}"]}}'
 
 
-def read(text, size=1, markers=MARKERS, **more):
+def read(text, size=1, formats=FORMATS, **more):
     """Push a text in parts; returns content and calls. The deltas of calls make up the calls."""
-    tools = ToolCalls(ChatRequest.model_validate(ASK | more), markers)
+    tools = ToolCalls(ChatRequest.model_validate(ASK | more), formats)
     parts = [text[i : i + size] for i in range(0, len(text), size)] or [""]
     content, told = "", []
     for number, part in enumerate(parts):
@@ -113,18 +114,23 @@ def test_arguments_are_told_as_they_come():
 
 
 def test_the_template_says_how_calls_are_marked():
-    assert markers_of("{% if tools %}<tool_call>{% endif %}") == ("<tool_call>",)
-    assert markers_of("[TOOL_CALLS]") == ("[TOOL_CALLS]",)
-    assert markers_of(None) == markers_of("{{ messages }}") == MARKERS
-    text = f"[TOOL_CALLS][{CALL}]"
-    assert read(text, 5, ("[TOOL_CALLS]",))[1] and not read("a" + text, 5, ("<tool_call>",))[1]
+    def marks(template):
+        return {mark for each in formats_of(template) for mark in each.marks}
+
+    assert marks("{% if tools %}<tool_call>{% endif %}") == {"<tool_call>"}
+    assert marks("[TOOL_CALLS]") == {"[TOOL_CALLS]"}
+    assert marks({"default": "", "tool_use": "<|tool_call|>"}) == {"<|tool_call|>"}
+    assert formats_of(None) == formats_of("{{ messages }}") == FORMATS
+    text, mistral = f"[TOOL_CALLS][{CALL}]", formats_of("[TOOL_CALLS]")
+    assert read(text, 5, mistral)[1] and not read("a" + text, 5, formats_of("<tool_call>"))[1]
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_no_cut_of_a_text_changes_what_is_found(seed):
     """Texts of random pieces, in random parts: the same content and calls as in one part."""
     rng = random.Random(seed)
-    pieces = [CALL, "{", "}", "[", "]", '"', "\\", ", ", "; ", "text", *MARKERS, "</tool_call>"]
+    marks = [mark for each in FORMATS for mark in each.marks]
+    pieces = [CALL, "{", "}", "[", "]", '"', "\\", ", ", "; ", "text", *marks, "</tool_call>"]
     pieces += ['{"name": "g"}', "f[ARGS]", "{}", "\n", '{"name": "f", "arguments": {']
     text = "".join(rng.choices(pieces, k=rng.randrange(1, 9)))
 

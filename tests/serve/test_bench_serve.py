@@ -115,8 +115,8 @@ def test_a_closed_loop_and_a_poisson_process(server):
 
 def test_what_has_not_ended_in_time_is_given_up(server):
     items = [Item("seq: 1, ", 240, 0.0)] * 20
-    records, seconds = run(server, items, concurrency=2, seconds=0.3)
-    assert seconds < 10 and any("time was over" in (r.error or "") for r in records)
+    records, _ = run(server, items, concurrency=2, seconds=0.3)
+    assert any("time was over" in (r.error or "") for r in records)
     assert len(records) < 20
 
 

@@ -29,6 +29,7 @@ from specpool.serve.bridge.messages import (
 )
 from specpool.serve.bridge.process import EngineProcess
 from specpool.serve.bridge.runner import Runner
+from specpool.text.structured import compiler
 
 READY = Ready(64, 256, frozenset({0}), 64, (("kv", 4, 99),), {"speculative_num_steps": 3}, None)
 
@@ -290,6 +291,57 @@ def test_errors_are_answers_and_disturb_nobody(engine):
     assert set(refused) == {2, 3, 4} and all(m.is_users for m in refused.values())
     assert "999" in refused[2].message and "structured: " in refused[4].message
     assert [m.finish_reason for m in said if isinstance(m, Done)] == ["length"]
+
+
+class PanicException(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("fault", [TypeError, KeyError, OSError, PanicException])
+def test_an_unexpected_error_of_one_call_leaves_the_engine_to_the_others(
+    engine, monkeypatch, fault
+):
+    """Law: a call that fails by our own fault is refused, and no other call hears of it."""
+    submit = engine.submit
+
+    def failing(prompt, *args, **options):
+        if prompt == [98]:
+            raise fault("planted")
+        return submit(prompt, *args, **options)
+
+    def fail() -> None:
+        raise fault("planted")
+
+    monkeypatch.setattr(engine, "submit", failing)
+    monkeypatch.setattr(engine, "stats", fail)
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    calls = [
+        Submit(1, [97], params, None, 0),
+        Submit(2, [98], params, None, 0),
+        Call(3, "stats", ()),
+    ]
+    said = run(engine, [*calls, Submit(4, [99], params, None, 0)])
+    refused = {m.key: m for m in said if isinstance(m, Refused)}
+    assert set(refused) == {2, 3} and not any(m.is_users for m in refused.values())
+    assert all("planted" in m.message for m in refused.values())
+    assert {m.key: m.finish_reason for m in said if isinstance(m, Done)} == {
+        1: "length",
+        4: "length",
+    }
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("planted"), PanicException("planted")])
+def test_a_form_whose_compiler_fails_is_refused_and_waits_for_nothing(engine, monkeypatch, fault):
+    def fail(*args):
+        raise fault
+
+    monkeypatch.setattr(compiler, "compiled", fail)
+    form = SamplingParams(structured=Grammar.regex(f"a{type(fault).__name__}"))
+    plain = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    said = run(engine, [Submit(1, [97], form, None, 0), Submit(2, [97], plain, None, 0)])
+    (refused,) = [m for m in said if isinstance(m, Refused)]
+    assert refused.key == 1 and "planted" in refused.message
+    assert [m.key for m in said if isinstance(m, Done)] == [2]
 
 
 def test_an_abort_ends_every_sample(engine):

@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from specpool.serve.app import paths
+from specpool.serve.app import paths, routers
 from specpool.serve.config import ServeConfig
 from specpool.serve.service import Service
 
@@ -36,7 +36,7 @@ CHECKS = (
 def operations():
     """The operations of the document, each with a strategy for its calls."""
     service = Service(ServeConfig(), cast("EngineClient", None), cast("Any", None))
-    schema = schemathesis.openapi.from_dict(paths(service).openapi())
+    schema = schemathesis.openapi.from_dict(paths(routers(service)).openapi())
     found = [result.ok() for result in schema.get_all_operations()]
     return [pytest.param(each, id=each.label) for each in found]
 

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SCRIPT = """
 import os, re, signal, socket
 
@@ -17,7 +15,7 @@ from specpool.serve.server import serve
 
 def tell(line):
     if found := re.search(r"http://([^:]+):(\\d+)/v1", line):
-        socket.create_connection((found[1], int(found[2])), 5).close()
+        socket.create_connection((found[1], int(found[2])), 120).close()
         print("it listens")
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -28,12 +26,11 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.timeout(120)
 def test_the_server_listens_before_it_says_where(tmp_path: Path) -> None:
     script = tmp_path / "served.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=550, check=False
     )
     assert "it listens" in done.stdout, done.stderr[-2000:]
     assert done.returncode == 0, done.stderr[-2000:]

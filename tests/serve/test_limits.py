@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -19,12 +20,12 @@ SHORT = LONG | {"max_tokens": 4}
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    """Two texts run, two wait; a second for each; two keys; one site; two sessions."""
+    """Two texts run, two wait; three seconds for each; two keys; one site; two sessions."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("first-key\nsecond-key\n")
-    options = ["--batch", "2", "--max-queue", "2", "--request-timeout", "1.5"]
+    options = ["--batch", "2", "--max-queue", "2", "--request-timeout", "3"]
     options += ["--api-key-file", str(keys), "--allow-origin", "https://site.example"]
-    options += ["--max-open-sessions", "2", "--session-timeout", "2"]
+    options += ["--max-open-sessions", "2", "--session-timeout", "4"]
     options += ["--name", "toy", "--name", "other", "--max-connections", "40"]
     with Server(*options, environment={"SPECPOOL_API_KEY": "third-key"}) as server:
         server.key = "first-key"
@@ -152,7 +153,7 @@ def test_the_most_sessions_and_their_end(guarded):
     assert opened[2][1]["error"]["code"] == "too_many_sessions"
     ident = opened[0][1]["id"]
     assert guarded.ask("POST", f"/v1/sessions/{ident}/fork", headers=KEY)[0] == 429
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while guarded.ask("GET", "/v1/sessions", headers=KEY)[1]["data"]:
         assert time.monotonic() < end
         time.sleep(0.1)
@@ -181,20 +182,20 @@ def test_a_reader_that_does_not_read_is_left():
 def test_connections_beyond_the_most_are_closed(guarded):
     held = [socket.create_connection(("127.0.0.1", guarded.port), 10) for _ in range(60)]
     try:
-        closed = 0
-        for sock in held:
-            sock.settimeout(0.05)
-            try:
-                closed += sock.recv(1) == b""
-            except ConnectionResetError:
-                closed += 1
-            except TimeoutError:
-                pass
-        assert 20 <= closed <= 40
+        still_open, end = list(held), time.monotonic() + 120
+        while len(still_open) > 40:
+            assert time.monotonic() < end
+            for sock in list(still_open):
+                sock.settimeout(0.05)
+                with contextlib.suppress(TimeoutError):
+                    with contextlib.suppress(ConnectionResetError):
+                        assert sock.recv(1) == b""
+                    still_open.remove(sock)
+        assert len(still_open) >= 20
     finally:
         for sock in held:
             sock.close()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while True:
         try:
             assert guarded.ask("GET", "/health")[0] == 200

@@ -228,7 +228,7 @@ def test_a_client_that_leaves_ends_its_request(client, server):
     )
     next(iter(stream))
     stream.close()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while server.metrics()["specpool_aborted_requests_total"] == before:
         assert time.monotonic() < end
         time.sleep(0.02)

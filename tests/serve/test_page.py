@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
 from pathlib import Path
 
@@ -32,9 +34,12 @@ def chromium(tmp_path_factory):
 
 @pytest.fixture
 def browser(chromium, server):
-    chromium.errors.clear()
     chromium.look(1200)
+    chromium.go(f"{server.url}/")
+    chromium.until("name")
+    chromium.run("localStorage.clear(); sessionStorage.clear()")
     chromium.go("about:blank?")
+    chromium.errors.clear()
     chromium.go(f"{server.url}/")
     chromium.until("name")
     yield chromium
@@ -50,7 +55,21 @@ def say(browser, text):
     browser.run("$('text').focus()")
     browser.type(text)
     browser.press_enter()
+    ended(browser)
+
+
+def ended(browser):
     browser.until("!running && current && !current.turns.some((turn) => turn.runs)")
+
+
+def regenerate(browser):
+    browser.run("window.old = current.turns.at(-1); document.querySelector('.again').click()")
+    browser.until("current.turns.at(-1) !== old")
+    ended(browser)
+
+
+def texts(browser):
+    return browser.run("current.turns.map((turn) => [turn.text, said(turn)])")
 
 
 def test_the_page_is_one_file():
@@ -73,12 +92,16 @@ def test_a_talk_shows_drafts_figures_and_pages(browser, server):
     drafted = browser.run(
         "[...document.querySelectorAll('.answer .draft')].map((e) => e.textContent)"
     )
-    text = browser.run("document.querySelector('.answer').textContent")
+    ((_, text),) = texts(browser)
     assert len(text) == 128 and drafted and len("".join(drafted)) < len(text)
     (session,) = server.ask("GET", "/v1/sessions")[1]["data"]
     assert session["offset"] == len("seq: 2, 4, 6, \n") + 128
     note = browser.run("document.querySelector('.note').textContent")
-    assert re.search(r"128 tokens, \d+ tokens/s, \d+ % of drafts accepted, \d+ of 15 tokens", note)
+    assert re.match(
+        r"cut at 128 tokens: raise Most tokens under Options, if the context has room; 128 tokens, "
+        r"\d+ tokens/s, \d+ % of drafts accepted, \d+ of 15 tokens",
+        note,
+    )
     assert re.fullmatch(r"\d+ tokens/s", browser.run("$('speed').textContent"))
     assert re.fullmatch(r"\d+ %", browser.run("$('accepted').textContent"))
     browser.until("Number($('accept').textContent) > 1")
@@ -103,7 +126,7 @@ def test_the_answer_runs_and_can_be_stopped(browser, server):
     assert not browser.run("$('stop').hidden") and browser.run("$('send').hidden")
     browser.run("$('stop').click()")
     browser.until("!running")
-    assert "stopped: the session is as before" in browser.run("document.body.innerText")
+    assert "stopped: the conversation is as before" in browser.run("document.body.innerText")
     assert server.ask("GET", "/v1/sessions")[1]["data"][0]["offset"] == 0
 
 
@@ -113,25 +136,187 @@ def test_rewind_and_fork(browser, server):
     browser.run("$('max').value = 16")
     say(browser, "seq: 3, 6, ")
     browser.run("$('do-fork').click()")
-    browser.until("sessions.length === 2 && current === sessions[1] && current.turns.length === 2")
+    browser.until("talks.length === 2 && current === talks[1] && current.turns.length === 2")
     browser.run("document.querySelectorAll('.rewind')[1].click()")
     browser.until("current.turns.length === 1")
     assert browser.run("$('text').value") == "seq: 3, 6, "
-    offsets = [each["offset"] for each in server.ask("GET", "/v1/sessions")[1]["data"]]
-    assert sorted(offsets) == sorted(browser.run("sessions.map((each) => each.offset)"))
+    offsets = [session["offset"] for session in server.ask("GET", "/v1/sessions")[1]["data"]]
+    assert sorted(offsets) == sorted(browser.run("talks.map((talk) => talk.offset)"))
     browser.run("$('text').value = ''")
     say(browser, "seq: 7, 14, ")
-    texts = browser.run("current.turns.map((turn) => turn.text)")
-    assert texts == ["seq: 2, 4, ", "seq: 7, 14, "]
-    browser.run("document.querySelector('#sessions button').click()")
+    assert [text for text, _ in texts(browser)] == ["seq: 2, 4, ", "seq: 7, 14, "]
+    browser.run("document.querySelector('#talks button').click()")
     assert browser.run("current.turns.map((turn) => turn.text)")[1] == "seq: 3, 6, "
-    browser.run("$('do-close').click()")
-    browser.until("sessions.length === 1")
+    browser.run("window.confirm = () => true; $('do-delete').click()")
+    browser.until("talks.length === 1")
     assert len(server.ask("GET", "/v1/sessions")[1]["data"]) == 1
 
 
 @needs_browser
-@pytest.mark.parametrize(("width", "dark"), [(400, False), (400, True), (1200, True)])
+def test_conversations_survive_a_reload(browser, server):
+    """The page comes back to its session; if that is gone, a new one gets the whole text."""
+    browser.run("$('max').value = 16")
+    say(browser, "seq: 2, 4, ")
+    say(browser, "seq: 3, 6, ")
+    before, session = texts(browser), browser.run("current.session")
+    for is_gone in (False, True):
+        if is_gone:
+            server.ask("DELETE", f"/v1/sessions/{browser.run('current.session')}")
+        browser.go(f"{server.url}/")
+        browser.until("name")
+        assert texts(browser) == before
+        say(browser, "seq: 5, 10, ")
+        assert [text for text, _ in texts(browser)][-1] == "seq: 5, 10, "
+        assert not browser.run("current.turns.some((turn) => turn.failed)")
+        assert (browser.run("current.session") == session) is not is_gone
+        (held,) = server.ask("GET", "/v1/sessions")[1]["data"]
+        assert held["offset"] == browser.run("current.offset")
+        said = "\n".join(part for turn in texts(browser) for part in turn)
+        assert held["offset"] == len(said)  # a line each: the toy has no template
+        before = texts(browser)
+    regenerate(browser)  # also a turn whose begin in the session is not known
+    assert texts(browser) == before
+    browser.errors.clear()  # the browser notes the 404 itself
+
+
+@needs_browser
+def test_a_session_that_goes_in_between_is_opened_anew(browser, server):
+    browser.run("$('max').value = 16")
+    say(browser, "seq: 2, 4, ")
+    server.ask("DELETE", f"/v1/sessions/{browser.run('current.session')}")
+    say(browser, "seq: 3, 6, ")
+    assert not browser.run("current.turns.some((turn) => turn.failed)")
+    assert len(texts(browser)[1][1]) == 16
+    browser.errors.clear()
+
+
+@needs_browser
+def test_a_conversation_is_renamed_and_saved_as_files(browser, server):
+    browser.run("$('max').value = 16; $('system').value = 'Count.'")
+    say(browser, "seq: 2, 4, ")
+    browser.run("$('title').value = 'Even numbers'; $('title').onchange()")
+    assert browser.run("document.querySelector('#talks button').textContent") == "Even numbers"
+    browser.run(
+        "window.files = {}; download = (extension, text) => { files[extension] = text; };"
+        "$('do-markdown').click(); $('do-json').click()"
+    )
+    ((asked, answer),) = texts(browser)
+    saved = json.loads(browser.run("files.json"))
+    assert saved["title"] == "Even numbers" and saved["model"] == "specpool/tiny"
+    assert saved["messages"] == [
+        {"role": "system", "content": "Count."},
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": answer},
+    ]
+    wanted = ["# Even numbers", "## System", "Count.", "## You", "seq: 2, 4,", "## Model"]
+    assert browser.run("files.md") == "\n\n".join([*wanted, f"{answer.rstrip()}\n"])
+    browser.go(f"{server.url}/")
+    browser.until("name")
+    assert browser.run("$('title').value") == "Even numbers"
+    assert browser.run("$('system').value") == ""  # not changed by hand: it was not kept
+    assert browser.run("current.system") == "Count."
+
+
+@needs_browser
+def test_options_reach_the_server_and_are_kept(browser, server):
+    browser.run(
+        "const set = (id, value) => { $(id).value = value;"
+        " $(id).dispatchEvent(new Event('change', { bubbles: true })); };"
+        "set('max', 7); set('temperature', 1); set('top_k', 5); set('seed', 3);"
+        "set('drafter', 'specpool/tiny-eagle')"
+    )
+    wanted = {
+        "temperature": 1, "seed": 3, "top_k": 5, "max_tokens": 7, "drafter": "specpool/tiny-eagle",
+    }  # fmt: skip
+    assert browser.run("fields()") == wanted
+    browser.go(f"{server.url}/")
+    browser.until("name")
+    assert browser.run("fields()") == wanted
+    say(browser, "seq: 2, 4, ")
+    first = texts(browser)
+    assert len(first[0][1]) == 7
+    browser.run("$('drafter').value = 'none'")
+    assert browser.run("fields()")["max_draft_steps"] == 0
+    regenerate(browser)
+    assert texts(browser) == first  # the seed is the same, so the text is
+    assert browser.run("document.querySelectorAll('.answer .draft').length") == 0
+
+
+MARKDOWN = {
+    "a **b *c* d** `x*y*`": "<p>a <strong>b <em>c</em> d</strong> <code>x*y*</code></p>",
+    "# T\ntext\n\nmore": "<h3>T</h3><p>text</p><p>more</p>",
+    "- a\n- b\n  - c\n- d": "<ul><li>a</li><li>b<ul><li>c</li></ul></li><li>d</li></ul>",
+    "2. a\n3. b": '<ol start="2"><li>a</li><li>b</li></ol>',
+    "```py\n<b>\n\nx\n```\nend": '<pre data-language="py">&lt;b&gt;\n\nx</pre><p>end</p>',
+    "```\nno end": '<pre data-language="">no end</pre>',
+    "> a\n> b\nc": "<blockquote>a\nb</blockquote><p>c</p>",
+    "| a | b |\n|---|---|\n| 1 | **2** |": '<div class="table"><table><tr><th>a</th><th>b</th></tr>'
+    "<tr><td>1</td><td><strong>2</strong></td></tr></table></div>",
+    "---": "<hr>",
+    "snake_case_name 2*3*4": "<p>snake_case_name 2<em>3</em>4</p>",
+    "[x](javascript:alert(1))": "<p>[x](javascript:alert(1))</p>",
+    "<b onclick=x>": "<p>&lt;b onclick=x&gt;</p>",
+}
+
+
+@needs_browser
+def test_markdown_is_drawn_without_a_network(browser):
+    drawn = """((text) => { const box = element("div");
+      box.append(markdown(text, new Uint8Array(text.length))); return box.innerHTML; })"""
+    for text, html in MARKDOWN.items():
+        assert browser.run(f"{drawn}({json.dumps(text)})") == html
+    link = browser.run(f"{drawn}('see https://a.example/b. and [c](http://d.example)')")
+    assert re.findall('href="(.*?)" target="_blank" rel="noopener noreferrer"', link) == [
+        "https://a.example/b",
+        "http://d.example",
+    ]
+
+
+MARKS = [
+    "a",
+    "b",
+    " ",
+    "**",
+    "*",
+    "_",
+    "`",
+    "~~b",
+    "\n",
+    "\n\n",
+    "\n```\n",
+    "# ",
+    "- ",
+    "1. ",
+    "> ",
+]
+MARKS += ["|", "a|b\n|--|--|\n", "[", "](http://x.y)", "<", "&"]
+
+
+@needs_browser
+def test_no_text_is_lost_in_markdown_and_drafts_stay_marked(browser):
+    """Random texts: what is drawn has each letter once, and marks just those that were drafted."""
+    rng, cases = random.Random(0), []
+    for _ in range(300):
+        text = "".join(rng.choices(MARKS, k=rng.randint(1, 40)))
+        cases.append([text, [rng.randint(0, 1) for _ in text]])
+    drawn = browser.run(
+        f"""{json.dumps(cases)}.map(([text, marks]) => {{
+        const box = element("div");
+        box.append(markdown(text, Uint8Array.from(marks)));
+        return [box, ...box.querySelectorAll(".draft")].map((node) => node.textContent); }})"""
+    )
+
+    def letters(text):
+        return re.sub("[^ab]", "", text)
+
+    for (text, marks), (whole, *marked) in zip(cases, drawn, strict=True):
+        assert letters(whole) == letters(text), text
+        drafted = "".join(letter for letter, mark in zip(text, marks, strict=True) if mark)
+        assert letters("".join(marked)) == letters(drafted), text
+
+
+@needs_browser
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (1200, True)])
 def test_it_is_usable_when_narrow_and_in_the_dark(browser, width, dark):
     browser.look(width, dark=dark)
     say(browser, "seq: 2, 4, 6, ")
@@ -151,7 +336,8 @@ def test_it_is_usable_when_narrow_and_in_the_dark(browser, width, dark):
         const own = getComputedStyle(e).backgroundColor;
         return own === 'rgba(0, 0, 0, 0)' ? back(e.parentElement) : own;
       };
-      return ['.answer .draft', '.answer', '.said', '.note', 'dt', '#send', '.legend'].map((s) => {
+      return ['.answer .draft', '.answer', '.said', '.note', 'dt', '#send', '.legend', '#title',
+        '#talks button'].map((s) => {
         const e = document.querySelector(s);
         const [a, b] = [light(getComputedStyle(e).color), light(back(e))].sort((x, y) => y - x);
         return (a + 0.05) / (b + 0.05);

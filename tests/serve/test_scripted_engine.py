@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
@@ -10,9 +11,10 @@ from test_bridge import READY, Wire, done
 
 from specpool import Engine
 from specpool.assets import resolve
+from specpool.sampling_params import NEUTRAL
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
-from specpool.serve.bridge.messages import Abort, Accepted, Call, Refused, Reply, Submit
+from specpool.serve.bridge.messages import Abort, Accepted, Call, Refused, Reply, Submit, Tokens
 from specpool.serve.config import ServeConfig
 from specpool.serve.server import tokenizer_of
 from specpool.serve.service import Service
@@ -24,22 +26,26 @@ FORM = TEXT | {"structured_outputs": {"regex": "[a-z]{4}"}}
 class Scripted:
     """A front, its engine's words, and clients that can leave."""
 
-    def __init__(self, **options):
+    def __init__(self, tokenizer=None, ready=READY, wire=None, **options):
         options = {"access_log": False} | options
-        self.wire = Wire()
+        self.tokenizer = tokenizer or tokenizer_of(resolve("specpool/tiny"), None, False)
+        self.wire, self.ready = Wire() if wire is None else wire, ready
         self.client = EngineClient(self.wire)
         self.config = ServeConfig(**options)
 
     async def start(self):
-        await self.wire.come(READY)
+        await self.wire.come(self.ready)
         await self.client.start()
-        self.service = Service(
-            self.config, self.client, tokenizer_of(resolve("specpool/tiny"), None, False)
-        )
+        self.service = Service(self.config, self.client, self.tokenizer)
         self.app = build_app(self.service)
 
-    async def ask(self, body, path="/v1/completions", leaves=None, method="POST", **headers):
-        """One request; returns status and JSON. The client leaves with the event `leaves`."""
+    async def ask(
+        self, body, path="/v1/completions", leaves=None, method="POST", client=None, **headers
+    ):
+        """One request; returns status and JSON, or a text that is none.
+
+        The client leaves with the event `leaves`.
+        """
         told, parts = [], [{"type": "http.request", "body": json.dumps(body).encode()}]
 
         async def receive():
@@ -60,13 +66,15 @@ class Scripted:
                 "path": path,
                 "raw_path": path.encode(),
                 "query_string": b"",
+                "client": client,
                 "headers": [(k.encode(), v.encode()) for k, v in given.items()],
             },
             receive,
             send,
         )
         content = b"".join(message.get("body", b"") for message in told[1:])
-        return told[0]["status"], json.loads(content) if content[:1] == b"{" else None
+        is_json = content[:1] == b"{"
+        return told[0]["status"], json.loads(content) if is_json else content.decode()
 
     def begin(self, body, **more):
         return asyncio.create_task(self.ask(body, **more))
@@ -210,7 +218,7 @@ def test_the_time_of_a_request_counts_while_its_form_is_compiled(stream):
         assert status == 504 and found["error"]["code"] == "request_timeout"
         assert isinstance(front.wire.said[-1], Abort) and front.service.num_open == 0
 
-    scripted(test, request_timeout=0.1)
+    scripted(test, request_timeout=0.5)
 
 
 @pytest.mark.parametrize(("reason", "offset"), [("abort", 0), ("length", 4)])
@@ -230,4 +238,57 @@ def test_a_session_whose_turn_was_too_late_is_as_long_as_the_engine_says(reason,
         assert front.service.sessions.find(ident).body()["busy"] is False
         assert front.service.sessions.find(ident).offset == offset
 
-    scripted(test, request_timeout=0.1)
+    scripted(test, request_timeout=0.5)
+
+
+def test_a_prompt_is_counted_whole_once_for_each_sample():
+    """As vLLM counts: cached tokens too, and no tokens behind the end."""
+
+    async def test(front):
+        for prompt, reused in (("abcd", 0), ("abcd", 3)):
+            task = front.begin(TEXT | {"prompt": [prompt, "ab"], "n": 2})
+            for submit in (await front.said(Submit, 2))[-2:]:
+                await front.wire.come(Accepted(submit.key))
+                for sample in (0, 1):
+                    tokens = Tokens(submit.key, sample, [97], [False], None)
+                    await front.wire.come(tokens, dataclasses.replace(tokens, ids=[98]))
+                    end = done(submit.key, sample)
+                    await front.wire.come(dataclasses.replace(end, num_reused=reused))
+            assert (await task)[0] == 200
+            front.wire.said.clear()
+        value = front.service.counters.registry.get_sample_value
+        labels = front.service.counters.labels
+        assert value("vllm:prompt_tokens_total", labels) == 2 * 2 * (4 + 2)
+        assert value("vllm:generation_tokens_total", labels) == 2 * 2 * 2 * 2
+        assert value("vllm:request_generation_tokens_sum", labels) == 2 * 2 * 2 * 2
+
+    scripted(test)
+
+
+def test_what_a_request_does_not_say_is_left_to_the_targets_files():
+    own = {"repetition_penalty": 1, "top_p": 1, "min_p": 0.1, "min_tokens": 9}
+    hot = TEXT | {"temperature": 1.5, "top_k": -1}
+    asked = [
+        ("/v1/completions", {"prompt": "ab", "max_tokens": 4}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/completions", hot),
+        ("/v1/completions", hot | own),
+    ]
+
+    async def test(front):
+        params = []
+        for number, (path, body) in enumerate(asked):
+            task = front.begin(body, path=path)
+            submitted = (await front.said(Submit, number + 1))[-1]
+            await front.wire.come(Accepted(submitted.key), done(submitted.key))
+            assert (await task)[0] == 200
+            params.append(submitted.params)
+        for quiet in params[:2]:
+            assert quiet.temperature == 0.6
+            assert {getattr(quiet, name) for name in NEUTRAL} == {None}
+        assert params[2].temperature == 1.5 and params[2].top_k == 0
+        assert params[2].top_p is None and params[2].repetition_penalty is None
+        assert (params[3].top_p, params[3].repetition_penalty, params[3].min_p) == (1.0, 1.0, 0.1)
+        assert params[3].min_new_tokens == 4, "min_tokens, up to max_tokens"
+
+    scripted(test, ready=dataclasses.replace(READY, temperature=0.6))

@@ -25,6 +25,11 @@ from specpool.serve.guard.access import ApiError, _check_host
         (["--read-timeout", "nan"], "--read-timeout must be seconds above 0"),
         (["--drain-timeout", "inf"], "--drain-timeout must be seconds above 0"),
         (["--allow-origin", "site.example"], "an origin is * or begins with http"),
+        (
+            ["--trust-proxy", "nginx"],
+            "--trust-proxy must be addresses or networks such as 10.0.0.0",
+        ),
+        (["--trust-proxy", "*"], "--trust-proxy must be addresses or networks such as 10.0.0.0/8"),
         (["--api-key-file", "/no/such"], "--api-key-file /no/such cannot be read"),
         (["--chat-template", "/no/such"], "--chat-template /no/such cannot be read"),
         (["--name", ""], "--name must be one name or several"),
@@ -48,6 +53,32 @@ def test_an_empty_file_of_keys_opens_nothing(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("keys", "options", "is_refused"),
+    [
+        ("a b", ["--draft", "suffix:shared"], True),
+        ("a b", ["--draft", "specpool/tiny-eagle", "--draft", "suffix:shared"], True),
+        ("a b", ["--draft", "suffix"], False),
+        ("a b", ["--draft", "suffix:shared", "--share-prefixes"], False),
+        ("a a", ["--draft", "suffix:shared"], False),
+        ("", ["--draft", "suffix:shared"], False),
+    ],
+)
+def test_drafts_from_texts_of_all_are_refused_between_keys(
+    capsys, tmp_path, monkeypatch, keys, options, is_refused
+):
+    """Law: accepted drafts tell no key what another one has sent, unless that is asked for."""
+    started = []
+    monkeypatch.setattr("specpool.serve.server.serve", lambda *given, **more: started.append(given))
+    (tmp_path / "keys").write_text(keys.replace(" ", "\n"))
+    file = ["--api-key-file", str(tmp_path / "keys")] if keys else []
+    code, _, err = call(capsys, "serve", *file, *options)
+    assert (code, len(started)) == ((2, 0) if is_refused else (0, 1)), err
+    if is_refused:
+        assert "--draft: 'suffix:shared' drafts from the texts of all clients" in err
+        assert "the 2 API keys" in err and "--share-prefixes" in err
+
+
+@pytest.mark.parametrize(
     ("field", "value", "message"),
     [
         *(("hosts", (name,), "hosts must be names of this machine as in a URL") for name in
@@ -55,6 +86,9 @@ def test_an_empty_file_of_keys_opens_nothing(capsys, tmp_path):
         *(("hosts", value, "hosts must be a tuple of names") for value in ("abc", 5, None)),
         *(("origins", (origin,), "an origin is . or begins with http") for origin in ("", 5)),
         ("origins", "*", "origins must be a tuple of names"),
+        ("proxies", "10.0.0.1", "proxies must be a tuple of names"),
+        *(("proxies", (proxy,), "proxies must be addresses or networks") for proxy in
+          ("", "*", "box", "10.0.0.1/8", "1.2.3.4:80", None)),
         *(("names", value, "names must be one name or several") for value in ((), ("",), (5,))),
         ("names", "abc", "names must be a tuple of names"),
         ("names", ("a", "b", "a"), "names: 'a' is given twice"),

@@ -17,7 +17,7 @@ from specpool.serve.bridge.client import EngineFault, EngineGone
 from specpool.serve.bridge.parcel import ParcelNumbers
 from specpool.serve.bridge.runner import Runner, done, ready
 from specpool.serve.config import ServeConfig
-from specpool.serve.sessions import Sessions
+from specpool.serve.sessions import Sessions, ident_of
 
 GREEDY = SamplingParams(max_new_tokens=8, ignore_eos=True)
 PROMPTS = ["seq: 2, 4, ", "and on ", [5, 6, 7]]
@@ -108,6 +108,40 @@ def test_a_session_goes_on_under_its_name_with_its_text_and_kv(sides, temperatur
             assert parcel.image is not None and parcel.ident == idents[0]
     assert there.sessions.find(idents[0]).offset == offset
     assert here.content()[:2] == (0, 0)
+
+
+def test_a_session_belongs_to_its_key_wherever_it_is(sides):
+    """Law: before, while and after it moves, another key's request finds what never existed."""
+    here, there = sides("here"), sides("there")
+    own = run(here.sessions.open(None, "a")).ident
+    offset = len(here.turn(own, 0, PROMPTS[0]).prompt_ids) + 8
+    public_id = own.partition("/")[0]
+    other, never = ident_of(public_id, "b"), ident_of(public_id[:-4] + "0000", "b")
+
+    def check(ident):
+        for side in (here, there):
+            for act in (side.sessions.find, lambda i, side=side: side.sessions.begin(i, offset)):
+                assert code_of(act, ident) == code_of(act, never)
+            assert side.sessions.may_come(ident) == side.sessions.may_come(never)
+            assert not side.sessions.of_key("b")
+
+    async def move():
+        record, parcel = await here.sessions.pack(own)
+        check(other)
+        parcel = pickle.loads(pickle.dumps(parcel))
+        await there.sessions.take_in(parcel)
+        check(other)
+        await here.sessions.leave(record)
+
+    check(other)
+    run(move())
+    for ident in (other, public_id, ident_of(own, "b"), ident_of(public_id, "")):
+        check(ident)
+    (record,) = there.sessions.of_key("a")
+    assert record.ident == own and record.public_id == public_id == record.body()["id"]
+    assert there.turn(own, offset, PROMPTS[1]).num_reused
+    copy = run(there.sessions.fork(own))
+    assert copy.key_id == "a" and copy.public_id != public_id
 
 
 def test_the_time_that_a_session_was_idle_goes_along(sides):
@@ -323,7 +357,7 @@ def test_what_cannot_come_changes_nothing(sides, options, change, says):
     ident = run(here.sessions.open(None)).ident
     if "ident" in change:
         there.sessions._records["there.0"] = there.sessions._keep(
-            here.sessions._records[ident].conversation, 9
+            here.sessions._records[ident].conversation, 9, ""
         )
     output = here.turn(ident, 0, PROMPTS[0])
     record, parcel = run(here.sessions.pack(ident))

@@ -29,7 +29,7 @@ def streams(server, count, max_tokens):
     threads = [threading.Thread(target=ask) for _ in range(count)]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 2000
     while True:  # all have come, and one at least runs
         found = server.metrics()
         running = found["specpool_running_requests"]
@@ -40,7 +40,7 @@ def streams(server, count, max_tokens):
 
 def lasts(threads, answers):
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert len(answers) == len(threads)
     return [list(events(text))[-1] for status, text, _ in answers if status == 200]
 
@@ -58,7 +58,7 @@ def test_running_streams_end_whole_and_new_ones_are_refused(number):
                 assert server.ask("GET", "/health")[0] in (200, 503)
             except OSError:  # it has closed its port
                 break
-        assert server.process.wait(60) == 0
+        assert server.process.wait(200) == 0
         assert found == {(503, "server_shutting_down")}
         assert lasts(threads, answers) == ["[DONE]"] * 4
 
@@ -88,7 +88,7 @@ def test_a_dead_engine_is_told_and_ends_the_server():
         os.kill(engine, signal.SIGKILL)
         codes = [last["error"]["code"] for last in lasts(threads, answers)]
         assert codes == ["engine_gone"] * 4
-        assert server.process.wait(60) == 2
+        assert server.process.wait(200) == 2
         server.log("error: the engine has ended")
 
 
@@ -97,8 +97,8 @@ def test_a_dead_front_ends_the_engine():
         threads, answers = streams(server, 1, 1900)
         (engine,) = children(server.process.pid)
         server.process.kill()
-        server.process.wait(10)
-        end = time.monotonic() + 20
+        server.process.wait(200)
+        end = time.monotonic() + 200
         while os.path.exists(f"/proc/{engine}") and not is_zombie(engine):
             assert time.monotonic() < end
             time.sleep(0.05)

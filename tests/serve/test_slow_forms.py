@@ -23,8 +23,8 @@ def core():
 
 @pytest.fixture
 def forms(core, monkeypatch):
-    monkeypatch.setattr(module, "QUICK_SECONDS", 0.3)
-    monkeypatch.setattr(module, "MAX_SECONDS", 1.5)
+    monkeypatch.setattr(module, "QUICK_SECONDS", 1.0)
+    monkeypatch.setattr(module, "MAX_SECONDS", 2.5)
     forms = Forms(core.compiler, core.compile)
     yield forms
     forms.close()
@@ -50,10 +50,8 @@ def test_a_trial_is_ended_at_its_limit_and_the_next_one_works(core):
     try:
         trial.check(Grammar.regex("[a-c]+"), 60)
         for _ in range(2):
-            begin = time.monotonic()
             with pytest.raises(TimeoutError):
                 trial.check(ENDLESS[0], 0.5)
-            assert time.monotonic() - begin < 60  # with the start of a process
         with pytest.raises(ConfigError, match="structured: "):
             trial.check(Grammar.json_schema({"type": "nonsense"}), 60)
         trial.check(Grammar.regex("[a-c]+"), 60)
@@ -61,24 +59,27 @@ def test_a_trial_is_ended_at_its_limit_and_the_next_one_works(core):
         trial.close()
 
 
-def test_quick_forms_pass_slow_ones(forms):
+def test_quick_forms_pass_slow_ones(forms, monkeypatch):
     """Law: every quick form is done before the slow ones that came before it have ended."""
-    for key in range(4):
+    for key in range(2):
         forms.add(submit(key, ENDLESS[key]))
-    for key in range(4, 8):
+    for key in range(2, 6):
         forms.add(submit(key, Grammar.regex(f"[a-c]{{{key}}}")))
-    found = results(forms, 8)
-    assert set(list(found)[:4]) == {4, 5, 6, 7}
+    found = results(forms, 6)
+    assert set(list(found)[:4]) == {2, 3, 4, 5}
     for key, error in found.items():
-        if key >= 4:
+        if key >= 2:
             assert error is None
         else:
-            assert "took more than 1.5 s to compile: make it smaller" in str(error)
+            assert "took more than 2.5 s to compile: make it smaller" in str(error)
     assert not forms
-    forms.add(submit(9, ENDLESS[0]))  # known by now
-    begin = time.monotonic()
-    assert "took more than 1.5 s" in str(results(forms, 1)[9])
-    assert time.monotonic() - begin < 0.3
+
+    def tried_again(*_):
+        raise AssertionError("it is known by now")
+
+    monkeypatch.setattr(Trial, "check", tried_again)
+    forms.add(submit(9, ENDLESS[0]))
+    assert "took more than 2.5 s" in str(results(forms, 1)[9])
 
 
 def test_slow_forms_beyond_the_most_are_refused(forms, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -10,6 +11,8 @@ import pytest
 
 from specpool import ConfigError, Engine, RequestOutput, SamplingParams
 from specpool.engine.output import Chunk
+from specpool.engine.texts import Texts
+from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.requests.request import Request
 
 TEMPLATE = (
@@ -30,6 +33,11 @@ def engine() -> Iterator[Engine]:
     with Engine.from_pretrained(draft="ngram", max_context_len=256, prefix_cache=False) as engine:
         engine.tokenizer.chat_template = TEMPLATE
         yield engine
+
+
+@pytest.fixture
+def tokenizer(engine):
+    return engine.tokenizer
 
 
 def test_a_chat_is_what_its_template_makes_of_it(engine):
@@ -77,6 +85,14 @@ def test_every_way_in_takes_a_chat(engine):
             "'content' of message 0 of prompt 0 is no valid text: a lone surrogate at position 2",
         ),
         (
+            [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "b\ud800"}}]}],
+            "a string of message 0 of prompt 0 is no valid text: a lone surrogate at position 1",
+        ),
+        (
+            [{"role": "user", "content": "a", "\ud800": 1}],
+            "a string of message 0 of prompt 0 is no valid text: a lone surrogate at position 0",
+        ),
+        (
             [{"role": "tool", "content": "a"}],
             "the chat template refuses prompt 0: TemplateError: no tools",
         ),
@@ -88,6 +104,50 @@ def test_a_chat_that_is_none_is_refused(engine, chat, message):
         engine.generate(chat, PARAMS)
     with pytest.raises(ConfigError, match=message):
         engine.stream(chat, PARAMS)
+
+
+class PanicException(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [TypeError("planted"), PanicException("planted")])
+def test_a_text_that_the_tokenizer_refuses_is_named(tokenizer, error):
+    stumbling = copy.deepcopy(tokenizer)
+
+    def encode(text, **options):
+        if "~" in text:
+            raise error
+        return tokenizer.encode(text, **options)
+
+    stumbling.encode = encode
+    texts = Texts(stumbling)
+    with pytest.raises(ConfigError, match=r"the tokenizer refuses prompt 3: .*planted"):
+        texts.encode(3, "a ~")
+    with pytest.raises(ConfigError, match=r"the tokenizer refuses the turn: .*planted"):
+        texts.turn(Conversation(1, []), [{"role": "user", "content": "~"}])
+    assert texts.encode(3, "a") == [97]
+
+
+def test_a_template_that_makes_no_text_is_named(tokenizer):
+    """Law: the error says that the template has made it, and nothing else fails."""
+    broken = copy.deepcopy(tokenizer)
+    broken.chat_template = "{{ 'ab\\ud800' }}"
+    told = (
+        "what the chat template makes of prompt 0 is no valid text: a lone surrogate at position 2"
+    )
+    chat = [{"role": "user", "content": "a"}]
+    for ask in (
+        lambda: Texts(broken).encode(0, chat),
+        lambda: Texts(broken).turn(Conversation(1, []), chat),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            ask()
+    with pytest.raises(ConfigError, match="a string of the variables of prompt 0 is no valid text"):
+        Texts(tokenizer).encode(0, chat, variables={"tools": [{"name": "\ud800"}]})
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(ConfigError, match=r"the chat template refuses prompt 0: .*Circular"):
+        Texts(tokenizer).encode(0, [chat[0] | {"more": endless}])
 
 
 def test_parts_of_text_are_one_text(engine):

@@ -51,6 +51,10 @@ def root_ids(matcher: Matcher) -> set[int]:
         (lambda: Grammar("regex", 5), "text must be a string, got 5"),
         (lambda: Grammar("regex", " "), "the text of a regex is empty"),
         (lambda: Grammar("regex", "a\ud800"), "a lone surrogate at position 1"),
+        (lambda: Grammar.choice(["a\ud800"]), r"the choice is not valid: a lone surrogate in "),
+        (lambda: Grammar("choice", r'["\ud800"]'), r"a lone surrogate in '\[\"\\ud800'"),
+        (lambda: Grammar.json_schema({"a\ud800": {}}), "the schema is not valid: a lone surrogate"),
+        (lambda: Grammar.json_schema(r'{"const": "\udfff"}'), "the schema is not valid: a lone"),
         (lambda: Grammar("json_object", "{}"), "json_object has no text, got '{}'"),
         (lambda: Grammar.json_schema("{"), "the schema is no JSON: .* at line 1, column 2"),
         (lambda: Grammar.json_schema({"a": {1}}), "the schema is no JSON: .* set"),
@@ -333,6 +337,45 @@ def test_an_output_outside_the_form_is_an_error(compiler):
 def test_special_tokens_are_never_allowed(compiler):
     for grammar in (Grammar.regex("(?s).*"), Grammar.json_object(), Grammar.json_schema(True)):
         assert root_ids(compiler.matcher(grammar)).isdisjoint({256, 258})
+
+
+@pytest.mark.parametrize("ends", [{ord("e")}, {ord("e"), EOS}, {ord("e"), 256, EOS}])
+def test_a_token_that_ends_the_text_is_allowed_exactly_where_the_form_is_complete(ends):
+    """An end may be ordinary text, as where a base model ends at a line break."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve("specpool/tiny"))
+    ends = frozenset(ends)
+    for compiler, more in (
+        (Compiler(tokenizer, 259, ends), frozenset()),
+        (Compiler(tokenizer, 259, frozenset([EOS])), ends),
+    ):
+        matcher = compiler.matcher(Grammar.regex("[a-f]{2,}"), more)
+        matcher.follow([1], 1)
+        assert root_ids(matcher) == {*b"abcdf"}
+        matcher.follow([1, 97], 1)
+        assert root_ids(matcher) == {*b"abcdf"} and matcher.forced(9) == []
+        matcher.follow([1, 97, 98], 1)
+        assert root_ids(matcher) == {*b"abcdf"} | ends | ({EOS} if more else set())
+        matcher.follow([1, 97, 98, ord("e")], 1)
+        assert matcher.error is None and not len(matcher.masks(*[np.zeros(1, np.int64)] * 3)[0])
+        matcher = compiler.matcher(Grammar.choice(["yes"]), more)
+        assert matcher.forced(9) == [ord("y")]  # not the end within it
+
+
+@pytest.mark.parametrize("strange", [-1, 259, 1 << 20])
+def test_an_end_outside_the_vocabulary_changes_no_mask(strange):
+    """A config may name an end-of-sequence token that the target cannot say."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve("specpool/tiny"))
+    matcher = Compiler(tokenizer, 259, frozenset([EOS])).matcher(
+        Grammar.regex("ab?"), frozenset([strange])
+    )
+    matcher.follow([1, 97], 1)
+    assert root_ids(matcher) == {98, EOS} and matcher.error is None
+
+
+def test_a_form_that_only_an_end_could_go_on_with_says_so(compiler):
+    matcher = compiler.matcher(Grammar.choice(["yes"]), frozenset([ord("e")]))
+    assert matcher.dead_end([1], 1) is None
+    assert "only one that ends the text" in matcher.dead_end([1, ord("y")], 1)
 
 
 def test_whitespace_is_not_a_choice(compiler):

@@ -28,6 +28,7 @@ ENGINES = {
     "eagle chain D=1": (HEADS[0], (3, 1, 4), {"overlap_depth": 1}),
     "eagle-3 tree D=1": (HEADS[1], (4, 4, 16), {"overlap_depth": 1, "page_size": 3}),
     "eagle-3 long spans": (HEADS[1], (3, 2, 6), {"overlap_depth": 1, "forced_steps": 20}),
+    "eagle-3 tree of fewer nodes than steps": (HEADS[1], (4, 2, 3), {"overlap_depth": 1}),
     "eagle-3 tree, nodes chosen": (HEADS[1], (3, 2, 6), {"verify_nodes": 7}),
     "eagle-3 tree v1": (HEADS[1], (3, 2, 6), {"worker": "v1", "forced_steps": 9}),
     "eagle holey, mixed": (HEADS[0], (3, 4, 12), {"layout": "holey", "mixed_chunks": True}),
@@ -245,6 +246,51 @@ def test_the_controller_learns_from_the_drafter_alone(make, monkeypatch):
     (output,) = engine.generate(["Once"], params)
     assert output.accept_len > 2
     assert not any(learnt)  # of the last round at most, with one token left
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("case", [case for case in DRAFTING if case != "few pages"])
+def test_an_end_that_is_ordinary_text_ends_no_form_early(make, target, monkeypatch, case, drawn):
+    """As the target's own end, as a stop token, in forms and beside them: as in plain decoding."""
+    likely = {ord("e"): 6.0, ord(" "): 4.0}
+    schema = closed(id={"type": "integer"}, a_word={"type": "string", "maxLength": 9})
+    forms = [Grammar.regex("[a-f]{3,30}"), Grammar.regex("([a-e]+ ?){2,9}[.]"), None]
+    forms.append(Grammar.json_schema(schema))
+    params = [
+        SamplingParams(
+            max_new_tokens=90,
+            structured=form,
+            stop_token_ids=stops,
+            logit_bias=ENDS | likely if form else {},
+            temperature=0.9 if drawn else 0,
+            seed=i,
+        )
+        for i, (form, stops) in enumerate((f, s) for f in forms for s in ((), (32,), (258, 34)))
+    ]
+    monkeypatch.setattr(target, "eos_token_ids", frozenset([ord("e")]))
+    texts = prompts(len(params))
+    expected = make("plain").generate(texts, params)
+    outputs = make(case).generate(texts, params)
+    num_whole = 0
+    for output, plain, mine in zip(outputs, expected, params, strict=True):
+        assert output.token_ids == plain.token_ids and output.text == plain.text
+        if output.finish_reason == "error":  # JSON without quotes
+            assert 34 in mine.stop_token_ids and "no token can follow" in output.error
+        elif mine.structured is not None and output.finish_reason == "stop":
+            check(mine.structured, output.text)
+            num_whole += 1
+    assert num_whole > 4
+
+
+def test_a_stop_string_ends_a_form_where_it_stands(make):
+    """A stop string is the user's own wish: the text before it is a beginning of the form."""
+    params = SamplingParams(
+        max_new_tokens=40, structured=Grammar.choice(["no, not at all"]), stop="t at"
+    )
+    for case in ("plain", "eagle-3 long spans"):
+        (output,) = make(case).generate(["Once"], params)
+        assert (output.text, output.stop_hit) == ("no, no", "t at")
 
 
 def test_samples_and_turns_have_their_form(make):

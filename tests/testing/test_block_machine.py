@@ -47,6 +47,26 @@ def run(make: Callable[..., Any]) -> None:
     run_state_machine_as_test(Machine, settings=QUICK)
 
 
+def test_a_device_of_ones_own_serves() -> None:
+    class Counting(BlockDevice):
+        num_forwards = 0
+
+        def forward(self, *given: Any) -> int:
+            Counting.num_forwards += 1
+            return super().forward(*given)
+
+    class Machine(BlockMachine):
+        def make_device(self, num_blocks: int, block_size: int) -> Counting:
+            return Counting(num_blocks, block_size)
+
+        def make_scheduler(self, num_blocks: int, block_size: int, device: Any) -> Any:
+            assert type(device) is Counting
+            return example.BlockScheduler(num_blocks, block_size, device)
+
+    run_state_machine_as_test(Machine, settings=settings(QUICK, max_examples=10))
+    assert Counting.num_forwards > 0
+
+
 class DropsTwice(example.BlockScheduler):
     def give_back(self, request):
         self.pool.drop(request.blocks, tag=self.name_of(request))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import subprocess
@@ -30,6 +31,7 @@ from specpool.testing import (
     no_page_leaks,  # noqa: F401 - a fixture
     operation_sequences,
 )
+from specpool.testing import device as module
 
 DOC = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
 QUICK = settings(
@@ -101,6 +103,43 @@ def test_a_scheduler_that_never_comes_to_rest_is_found(example):
             return Stuck(ledger, device)
 
     with pytest.raises(AssertionError, match="not at rest after 50 turns"):
+        run_state_machine_as_test(Machine, settings=QUICK)
+
+
+def test_prompts_with_tokens_begin_alike_and_run_on_a_device_of_ones_own(example):
+    """The documented machine; each prompt has the tokens of its strategy, and fits."""
+    prompts, devices = [], []  # of each run
+
+    class Scheduler(example["TokenScheduler"]):
+        def submit(self, request, prompt, max_new_tokens):
+            assert 1 <= len(prompt) and set(prompt) <= {0, 1, 2, 3, 4, 5, 6}
+            assert len(prompt) + max_new_tokens <= self.ledger.max_context_len
+            prompts[-1].append(prompt)
+            super().submit(request, prompt, max_new_tokens)
+
+    class Machine(example["TokenMachine"]):
+        def make_scheduler(self, ledger, device):
+            assert type(device) is example["NamedDevice"]
+            devices.append(device)
+            prompts.append([])
+            return Scheduler(ledger, device)
+
+    run_state_machine_as_test(Machine, settings=QUICK)
+    assert any(hasattr(device, "launched") for device in devices)
+    pairs = [pair for texts in prompts for pair in itertools.combinations(texts, 2)]
+    assert any(one != other and one[:2] == other[:2] for one, other in pairs if len(one) > 2)
+
+
+def test_the_machine_asks_a_device_of_ones_own_whether_all_has_run(example):
+    class Lazy(example["NamedDevice"]):
+        def check_complete(self):
+            raise AssertionError("step 7 has not run on my device")
+
+    class Machine(example["TokenMachine"]):
+        def make_device(self, ledger, choose):
+            return Lazy(ledger, choose=choose)
+
+    with pytest.raises(AssertionError, match="step 7 has not run on my device"):
         run_state_machine_as_test(Machine, settings=QUICK)
 
 
@@ -443,12 +482,19 @@ def test_the_device_forgets_a_step_that_is_over():
     device = FakeDevice(ledger)
     row = ledger.admit()
     prefill_on(ledger, device, row, 6)
+    own = [tracemalloc.Filter(True, module.__file__)]  # other threads may take memory too
+
+    def taken() -> int:
+        traces = tracemalloc.take_snapshot().filter_traces(own)
+        return sum(each.size for each in traces.statistics("filename"))
+
     tracemalloc.start()
     serve_on(ledger, device, row, 20)
-    before, _ = tracemalloc.get_traced_memory()
+    before = taken()
     serve_on(ledger, device, row, 200)
-    after, _ = tracemalloc.get_traced_memory()
+    after = taken()
     tracemalloc.stop()
+    assert before > 0
     assert after - before < 40_000  # Of 400 steps, whose records are more than 500 bytes each.
 
 

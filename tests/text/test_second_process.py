@@ -42,9 +42,10 @@ def test_it_can_be_closed_while_it_is_asked(process):
     threads = [threading.Thread(target=each, daemon=True) for each in (ask, process.close)]
     for thread in threads:
         thread.start()
-        time.sleep(0.3)  # so that it is asked by then
+        while not process._lock.locked() and not found:  # until it is asked
+            time.sleep(0.001)
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert [thread.is_alive() for thread in threads] == [False, False]
     (error,) = found
     assert str(error) == "the process for it ended" and not error.is_late

@@ -179,13 +179,8 @@ def test_a_peer_that_sends_garbage_or_nothing_is_hung_up_on():
         for size in (0, 1, 64, 5000):
             reader, writer = await asyncio.open_connection("127.0.0.1", receiver.port)
             writer.write(rng.randbytes(size))
-            start = time.monotonic()
-            try:
-                while await reader.read(100):
-                    pass
-            except ConnectionError:
-                pass
-            assert time.monotonic() - start < 5
+            with contextlib.suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 120)  # to the end
             await hang_up(writer)
         assert len(receiver.failures) == 4
         peers = [await asyncio.open_connection("127.0.0.1", receiver.port) for _ in range(2)]
@@ -418,7 +413,7 @@ def test_the_receiver_takes_runs_in_while_the_sender_writes(tmp_path):
         def tells(num_runs: int) -> None:
             told(num_runs)
             if num_runs == 1:
-                assert read.wait(5), "the receiver waits for the whole image"
+                assert read.wait(120), "the receiver waits for the whole image"
 
         write(image, tells)
 

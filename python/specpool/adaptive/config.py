@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from specpool._core import Shape
-from specpool.checks import check_choice, check_int, shown
+from specpool.checks import check_choice, check_int, did_you_mean, shown
 from specpool.errors import ConfigError
 from specpool.shape_names import chain, depth_order, name_of, parse_shape
 
@@ -182,6 +182,7 @@ class AdaptiveConfig:
         except OSError as error:
             raise ConfigError(
                 f"{path!s:.1000}: cannot be read: {error.strerror or error}"
+                f"{did_you_mean(path, POLICIES)}"
             ) from None
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from specpool.assembly.worker_choice import routed
 from specpool.attention import BACK_ENDS, BackEnd, check_trees, start_back_end
 from specpool.attention.view import Attend
 from specpool.config import EngineConfig, WorkerName
-from specpool.draft import BlockDrafter, Drafter, LMDrafter
+from specpool.draft import BlockDrafter, Drafter, EagleDrafter, LMDrafter
 from specpool.errors import ConfigError
 from specpool.loop.busy_check import BusyCheck
 from specpool.loop.loop import Loop
@@ -31,6 +32,8 @@ from specpool.scheduler.scheduler import Scheduler
 from specpool.worker.followers import feature_layers
 from specpool.worker.graphs.capture import capture_on
 from specpool.worker.worker import Worker
+
+_log = logging.getLogger("specpool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,7 @@ def assemble(
     shapes = _shapes(config, drafters, shape, controller)
     _check(config, drafters, attention, shapes)
     kind = routed(config, target, drafters, shapes)
-    max_context_len = _context_len(config, target, drafters)
+    max_context_len = _context_len(config, target, named)
     pools = _pools(config, target, draft_layers, shapes, max_context_len, ranks)
     ledger, cache = pools.ledger, _cache(pools, layers, target, started.attend if started else None)
     target.capture(feature_layers(drafters))
@@ -166,7 +169,7 @@ def assemble(
         captured = worker.capture(capture, ledger, kinds, started).sizes
         if captured != sizes:  # only captured sizes decide a batch's range
             controller = _controller(config, captured, ranks)
-    return Assembly(
+    parts = Assembly(
         target=target,
         drafters=named,
         config=config,
@@ -180,6 +183,8 @@ def assemble(
         controller=controller,
         ranks=ranks,
     )
+    _tell_changes(config, target, max_context_len, parts)
+    return parts
 
 
 def forced_shape(config: EngineConfig) -> Shape | None:
@@ -263,17 +268,56 @@ def _check(
         )
 
 
-def _context_len(config: EngineConfig, target: TargetModel, drafters: Sequence[Drafter]) -> int:
-    """Return the most tokens of a sequence; a draft model may have fewer positions."""
-    limit = target.max_context_len
-    if config.max_context_len is None:
-        return min([limit, *(d.max_context_len for d in drafters if isinstance(d, LMDrafter))])
-    max_context_len = config.max_context_len
-    if max_context_len > limit:
-        raise ConfigError(
-            f"max_context_len {max_context_len} is above the model's {limit} positions"
+def _context_len(config: EngineConfig, target: TargetModel, named: Mapping[str, Drafter]) -> int:
+    """Return the most tokens of a sequence; a draft model may have fewer positions.
+
+    Raises:
+        ConfigError: more tokens are asked for than the target has positions.
+    """
+    limit, reason = target.max_context_len, target.context_reason
+    asked = config.max_context_len
+    if asked is not None:
+        if asked > limit:
+            raise ConfigError(
+                f"max_context_len {asked} is above the model's {limit} positions"
+                + (f": {reason}" if reason else "")
+            )
+        return asked
+    longest = limit
+    for name, drafter in named.items():
+        if isinstance(drafter, LMDrafter) and drafter.max_context_len < longest:
+            longest = drafter.max_context_len
+            reason = f"the draft model {name} has {longest} positions, the target {limit}"
+    if reason:
+        _log.warning("max_context_len is %d: %s", longest, reason)
+    return longest
+
+
+def _tell_changes(config: EngineConfig, target: TargetModel, longest: int, parts: Assembly) -> None:
+    """Log, in a line each, what this engine does otherwise than its configuration says.
+
+    `longest` is the most tokens of a sequence.
+    """
+    if target.keeps_state and (config.prefix_cache or config.max_sessions):
+        _log.info(
+            "prefix_cache and max_sessions %d have no effect: the target has recurrent layers, "
+            "whose states no other request and no later turn can take over",
+            config.max_sessions,
         )
-    return max_context_len
+    if config.verify_nodes is not None and parts.scheduler_config().verify_nodes is None:
+        why = "the target has recurrent layers" if target.keeps_state else "ranks share the target"
+        _log.warning("verify_nodes %s has no effect: %s", config.verify_nodes, why)
+    for name, drafter in parts.drafters.items():
+        if isinstance(drafter, EagleDrafter | BlockDrafter):
+            made_for = drafter.head.config.max_position_embeddings
+            if made_for < longest:
+                _log.info(
+                    "draft head %s was made for %d positions, a sequence may have %d tokens: "
+                    "beyond them it may propose worse",
+                    name,
+                    made_for,
+                    longest,
+                )
 
 
 def _pools(

@@ -101,7 +101,8 @@ def load(
     folder = None
     if isinstance(target, str | PathLike):
         name = resolve(target) if isinstance(target, str) else target
-        source = find_target(name, trust_remote_code=trust_remote_code)
+        with_mtp = any(isinstance(one, str) and one == MTP for one in drafts.values())
+        source = find_target(name, trust_remote_code=trust_remote_code, with_mtp=with_mtp)
         load_config(source)  # refuse a wrong model before a wrong tokenizer
         folder = source.path
         if tokenizer is None:

@@ -64,6 +64,21 @@ def generate(
     steps: StepOptions,
     memory: MemoryOptions,
     checks: CheckOptions,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="Log probabilities of each token and of this many likeliest ones."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the outputs, a line of JSON each, as they are complete."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --out.")] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Decode plainly too: compare texts and speeds, and print a table."
+        ),
+    ] = False,
     compare_ancestry: Annotated[
         bool,
         typer.Option(
@@ -73,7 +88,7 @@ def generate(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Generate with drafts, then decode plainly on the same pages and compare."""
+    """Generate texts, and print them as they come."""
     from specpool.cli.generate.generate import Job, run
 
     run(
@@ -83,12 +98,15 @@ def generate(
             prompts=prompts.given(),
             chat=chat,
             shape=shape,
+            compare=compare,
             compare_ancestry=compare_ancestry,
+            out=out,
+            force=force,
             json=json,
             sampling=sampling.fields()
             | form.fields()
             | {"max_new_tokens": max_new_tokens, "n": samples, "stop": tuple(stop or ())}
-            | {"drafter": drafter},
+            | {"drafter": drafter, "logprobs": logprobs},
             options=engine_options(
                 pages,
                 reads,

@@ -137,6 +137,17 @@ def check_file(path: Path, what: str) -> None:
         raise ConfigError(f"cannot write {what}: {error.strerror or error}") from None
 
 
+def check_out(path: Path, *, force: bool) -> None:
+    """Check that a file of `--out` can be written.
+
+    Raises:
+        ConfigError: it cannot (`check_file`), or it exists and `force` is not set.
+    """
+    check_file(path, str(path))
+    if path.exists() and not force:
+        raise ConfigError(f"{path} exists: give --force to write over it")
+
+
 def check_plot(path: Path) -> None:
     """Check that a picture can be written, before minutes of measuring.
 

@@ -27,7 +27,7 @@ from specpool.cli.generate.report import mean_accept_len
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import draft_of
 from specpool.cli.options.prompts import Given, PromptValue, read_prompts
-from specpool.cli.results import Result, as_json, check_file, check_plot, machine
+from specpool.cli.results import Result, as_json, check_out, check_plot, machine
 from specpool.errors import ConfigError, CorruptState
 from specpool.sampling_params import SamplingParams
 from specpool.shape_names import chain, depth_order, name_of, parse_shape
@@ -93,7 +93,7 @@ def run(job: Job) -> None:
     if job.plot is not None:
         check_plot(job.plot)
     if job.out is not None:
-        _check_out(job.out, force=job.force)
+        check_out(job.out, force=job.force)
     elif job.force:
         raise ConfigError("--force says to write over a file: give --out too")
     draft = draft_of(job.target, job.draft)
@@ -236,12 +236,6 @@ def configuration(cells: Cells, policy: str) -> dict[str, Any]:
     return content
 
 
-def _check_out(path: Path, *, force: bool) -> None:
-    check_file(path, str(path))
-    if path.exists() and not force:
-        raise ConfigError(f"{path} exists: give --force to write over it")
-
-
 def write(content: Mapping[str, Any], path: Path, *, force: bool) -> None:
     """Write the file whole or not at all, after reading it back.
 
@@ -256,7 +250,7 @@ def write(content: Mapping[str, Any], path: Path, *, force: bool) -> None:
         beside.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
         if (found := AdaptiveConfig.from_file(beside)) != wanted:
             raise CorruptState(f"{path} would read as {found}, not as {wanted}")
-        _check_out(path, force=force)
+        check_out(path, force=force)
         beside.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None

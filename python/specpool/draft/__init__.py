@@ -18,7 +18,7 @@ from specpool.draft.mtp import MTPDrafter
 from specpool.draft.ngram import NgramDrafter
 from specpool.draft.scripted import ScriptedDrafter
 from specpool.draft.suffix import SuffixDrafter
-from specpool.models.files.names import ngram_of, suffix_of
+from specpool.models.files.names import check_draft_name, ngram_of, suffix_of
 
 __all__ = [
     "BlockDrafter",
@@ -45,9 +45,10 @@ def named_drafter(name: str) -> Drafter | None:
             for a suffix automaton of all requests' texts.
 
     Raises:
-        ConfigError: `ngram:` is followed by anything else than a number in `[1, MAX_NGRAM]`, or
-            `suffix:` by anything else than `shared`.
+        ConfigError: the name is nearly one of these; `ngram:` is followed by anything else than a
+            number in `[1, MAX_NGRAM]`, or `suffix:` by anything else than `shared`.
     """
+    check_draft_name(name)
     shares = suffix_of(name)
     if shares is not None:
         return SuffixDrafter(shares=shares)

@@ -28,8 +28,7 @@ class DraftTree:
     """The trees of one round, one per lane. Node 0 is the root; parents precede children.
 
     The fields must describe the same tree. The worker checks them before the target sees the tree.
-    If they do not agree, the step fails on a CPU; on a GPU only the requests of the lanes concerned
-    end with an error.
+    If they do not agree in a lane, the request of that lane ends with an error.
 
     All fields are on one device: the engine's, or a CPU for proposals that the host made.
 
@@ -88,16 +87,24 @@ class DraftTree:
     def check_values(self, root_tokens: Int64, vocab_size: int) -> None:
         """Check that the fields describe one tree; a wrong tree could change the text.
 
+        The arguments are those of `broken_lanes`.
+
+        Raises:
+            ShapeError: a value is wrong; the message names the field, or the token.
+        """
+        if broken := self.broken_lanes(root_tokens, vocab_size):
+            raise ShapeError(broken[0][1])
+
+    def broken_lanes(self, root_tokens: Int64, vocab_size: int) -> list[tuple[int, str]]:
+        """Return the lanes whose fields do not describe one tree, each with what is wrong.
+
         The fields must be on a CPU.
 
         Args:
             root_tokens: int64 [B], the tokens that node 0 must have.
             vocab_size: the target's.
-
-        Raises:
-            ShapeError: a value is wrong; the message names the field, or the token.
         """
-        broken = find_broken_trees(
+        return find_broken_trees(
             self.tokens.numpy(),
             self.depths.numpy(),
             self.mask.numpy(),
@@ -106,8 +113,6 @@ class DraftTree:
             root_tokens,
             vocab_size=vocab_size,
         )
-        if broken:
-            raise ShapeError(broken[0][1])
 
     def check_chain(self) -> None:
         """Check that each node's parent is the node before it, as recurrent targets need.

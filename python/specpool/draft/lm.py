@@ -117,7 +117,7 @@ class LMDrafter(ByParts):
             if isinstance(source, PreTrainedModel):
                 check_same_tokenizer(None, None, target.vocab_size, model.vocab_size)
             if max_context_len is not None:
-                _check_context(model.max_context_len, max_context_len)
+                _check_context(model, max_context_len)
             return cls(model, vocab_size=target.vocab_size)
         except BaseException:
             model.close()
@@ -142,7 +142,7 @@ class LMDrafter(ByParts):
             )
         who = "the draft model and its target share"
         check_shapes(shapes, self._num_tokens, who)
-        _check_context(self.max_context_len, cache.max_context_len)
+        _check_context(self.model, cache.max_context_len)
         self._attached = True
         self._cache, self._group, self._layout = cache, group, layout
         self._last_position = cache.max_context_len - 1
@@ -306,9 +306,10 @@ def _vocab_size(config: Any) -> int:
     return int(getattr(config, "get_text_config", lambda: config)().vocab_size)
 
 
-def _check_context(has: int, needs: int) -> None:
+def _check_context(model: TargetModel, needs: int) -> None:
+    has, reason = model.max_context_len, model.context_reason
     if has < needs:
         raise ConfigError(
             f"the draft model has {has} positions, a sequence may have {needs} tokens: lower "
-            f"max_context_len to {has}"
+            f"max_context_len to {has}" + (f" ({reason})" if reason else "")
         )

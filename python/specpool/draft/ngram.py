@@ -1,16 +1,19 @@
 """`NgramDrafter`: prompt lookup. It proposes what followed an earlier copy of the last tokens.
 
-An index per text maps each n-gram to its latest end. The index grows with the text, at O(1) per
-token and n-gram length.
+An index per text maps each n-gram to its latest end. What a text has at first is sorted with NumPy,
+because a prompt may have a hundred thousand tokens, and the round waits for them. Then the index
+grows with the text, at O(log n) per token and n-gram length for a prompt of n tokens.
 """
 
 from __future__ import annotations
 
 import itertools
+import secrets
 from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from specpool._core import Shape
@@ -29,6 +32,10 @@ FIRST_HIT_RATES = (0.3, 0.5, 0.7, 0.8)
 #: The weight of the newest find in its rate, and the rate below which a row decodes plainly.
 HIT_WEIGHT, MIN_HIT_RATE = 0.25, 0.3
 
+# By which the tokens of an n-gram count in its hash. Nobody can know n-grams of one hash.
+_FACTORS = [secrets.randbits(64) | 1 for _ in range(MAX_NGRAM)]
+_WORD = (1 << 64) - 1
+
 
 class NgramDrafter:
     """A drafter by prompt lookup, for text that repeats itself or its prompt.
@@ -41,9 +48,9 @@ class NgramDrafter:
     it if nothing occurred before, repeats the root token; verify accepts it only where it is right.
 
     The drafter knows a text by the list that holds it, so pass the same list in each round. Another
-    list is indexed anew, and so is a list whose last indexed tokens have changed. An index takes
-    about 200 bytes per token and n-gram length. An unused index is dropped after `KEPT_CALLS`
-    turns.
+    list is indexed anew, and so is a list whose last indexed tokens have changed. An index takes 16
+    bytes per token and n-gram length for what a text has at first, and about 200 for what it grows
+    by. An unused index is dropped after `KEPT_CALLS` turns.
     """
 
     layers: tuple[LayerKV, ...] = ()
@@ -117,13 +124,16 @@ class NgramDrafter:
 class _NgramIndex:
     """The ends of each n-gram of one text, for several n.
 
-    `_last[n]` maps an n-gram to the end of its last occurrence. `_before[n][e - n + 1]` is the end
-    of the occurrence before the one that ends at `e`, or -1.
+    `_first[n]` has the n-grams of the text as it was at first. `_last[n]` maps an n-gram that ended
+    since to its last end. `_before[n][e - n + 1]` is the end of the occurrence before the one that
+    ends at `e`, or -1. An n-gram of the same hash may stand in an occurrence's place, so whoever
+    reads an end compares the tokens.
     """
 
     def __init__(self, lens: Sequence[int]) -> None:
         self.text: Sequence[int] = ()
         self._lens = lens  # longest first
+        self._first: dict[int, _Sorted] = {}
         self._last: dict[int, dict[tuple[int, ...], int]] = {n: {} for n in lens}
         self._before = {n: array("q") for n in lens}
         self._num_indexed = 0
@@ -138,14 +148,25 @@ class _NgramIndex:
             token, place = self._foreseen
             self._hit_rates[place] += ((text[begin] == token) - self._hit_rates[place]) * HIT_WEIGHT
             self._foreseen = None
-        for n in self._lens:
-            first = max(0, begin - n + 1)
-            new, last, before = text[first:], self._last[n], self._before[n]
-            ngrams = zip(*(new[at:] for at in range(n)), strict=False)
-            for end, ngram in enumerate(ngrams, first + n - 1):
-                before.append(last.get(ngram, -1))
-                last[ngram] = end
+        if begin == 0:
+            tokens = np.array(text, np.int64).view(np.uint64)
+            for n in self._lens:
+                self._first[n] = _Sorted(tokens, n)
+                self._before[n] = self._first[n].before()
+        else:
+            for n in self._lens:
+                self._grow(n, text, begin)
         self._num_indexed = len(text)
+
+    def _grow(self, n: int, text: Sequence[int], begin: int) -> None:
+        """Index the n-grams that end at `begin` or behind it."""
+        start = max(0, begin - n + 1)
+        new, last, before = text[start:], self._last[n], self._before[n]
+        ngrams = zip(*(new[at:] for at in range(n)), strict=False)
+        for end, ngram in enumerate(ngrams, start + n - 1):
+            known = last.get(ngram)
+            before.append(self._first[n].last_end(ngram) if known is None else known)
+            last[ngram] = end
 
     def drop(self) -> None:
         """Do nothing, because the index is its own."""
@@ -186,6 +207,41 @@ class _NgramIndex:
         for at in range(len(known), num_tokens):
             known.append(known[at - period])
         return known
+
+
+class _Sorted:
+    """The n-grams of a text in the order of their hashes, and of their places among equal ones.
+
+    A key is a word: its high bits are those of the hash, its low bits the place of the n-gram.
+    """
+
+    def __init__(self, tokens: npt.NDArray[np.uint64], n: int) -> None:
+        """Sort the n-grams of these tokens. O(t log t) for t tokens."""
+        self._n, self._num = n, max(0, len(tokens) - n + 1)
+        self._places = (1 << self._num.bit_length()) - 1
+        keys = np.zeros(self._num, np.uint64)
+        for at in range(n):
+            keys += tokens[at : at + self._num] * np.uint64(_FACTORS[at])
+        keys &= np.uint64(_WORD ^ self._places)
+        keys |= np.arange(self._num, dtype=np.uint64)
+        keys.sort()
+        self._keys = keys
+
+    def before(self) -> array[int]:
+        """Return the end of the n-gram of the same hash before each; -1 = there is none."""
+        ends = np.full(self._num, -1, np.int64)
+        places = (self._keys & np.uint64(self._places)).astype(np.int64)
+        is_same = (self._keys[1:] ^ self._keys[:-1]) <= np.uint64(self._places)
+        ends[places[1:][is_same]] = places[:-1][is_same] + self._n - 1
+        return array("q", ends.tobytes())
+
+    def last_end(self, ngram: Sequence[int]) -> int:
+        """Return the last end of an n-gram of the same hash; -1 = there is none."""
+        key = sum(token * factor for token, factor in zip(ngram, _FACTORS, strict=False)) & _WORD
+        at = int(self._keys.searchsorted(np.uint64(key | self._places), side="right")) - 1
+        if at < 0 or int(self._keys[at]) ^ key > self._places:
+            return -1
+        return (int(self._keys[at]) & self._places) + self._n - 1
 
 
 def _grow(index: _NgramIndex, shape: Shape) -> tuple[list[int], list[int]]:

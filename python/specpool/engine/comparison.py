@@ -129,7 +129,7 @@ def compare(target: TargetModel, first: RequestOutput, second: RequestOutput) ->
         if params.changes_logits or params.min_p:
             raise ConfigError(
                 f"the texts part at token {num_same}, and the model's own logits cannot judge texts"
-                " with a bias, penalties, a form or min_p: compare runs without them"
+                " with a bias, penalties, bans, a form or min_p: compare runs without them"
             )
     if num_same == min(len(a), len(b)):
         shorter, longer = ("first", "second") if len(a) < len(b) else ("second", "first")
@@ -196,8 +196,8 @@ class Referee:
 
         `start` is the index of the first token in the output.
         """
-        params, size = self._output.params, len(logits)
-        top_p = max(params.top_p, torch.finfo(torch.float32).tiny)
+        params, size = self._output.params.filled(), len(logits)
+        top_p = max(params.top_p or 0, torch.finfo(torch.float32).tiny)
 
         def column(values: list[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=logits.device)
@@ -205,7 +205,7 @@ class Referee:
         return kernels.sample_tokens(
             logits.contiguous(),
             column([params.temperature] * size, torch.float32),
-            column([params.top_k] * size, torch.int32),
+            column([params.top_k or 0] * size, torch.int32),
             column([top_p] * size, torch.float32),
             column([self._draw(start + i) for i in range(size)], torch.float64),
         )
@@ -271,7 +271,7 @@ def drawn_gap(
     order = torch.argsort(logits, descending=True, stable=True)
     most = min(params.top_k or len(order), len(order))
     weights = torch.softmax(logits[order[:most]] / params.temperature, 0)
-    sizes = _cuts(weights.cumsum(0), params.top_p, noise / params.temperature)
+    sizes = _cuts(weights.cumsum(0), params.top_p or 1.0, noise / params.temperature)
     # If no cut keeps the token, its gap is how far its logit is below the last kept one.
     lacks = float(logits[order[max(sizes) - 1]] - logits[token])
     best = TokenGap(token, lacks, noise) if lacks > noise else None

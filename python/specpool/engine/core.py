@@ -131,13 +131,22 @@ class EngineCore:
             while True:
                 with self.lock:
                     index = next(run, None)
-                    news = list(reports[index].news()) if tell and index is not None else []
+                    news: list[Chunk | RequestOutput] = []
+                    if tell and index is not None:
+                        news += reports[index].news()
+                        self.end_undecoded(requests[index], reports[index])
                 if index is None:
                     return
                 yield index, news
         finally:
             with self.lock:
                 run.close()
+
+    def end_undecoded(self, request: Request, report: Report) -> None:
+        """End a request whose tokens the tokenizer cannot decode; its output is told next."""
+        if report.error is not None:
+            with self.loop.recovering():
+                self.inputs.abort(request)
 
     def compile(self, params: SamplingParams | None) -> None:
         """Compile the form that parameters name; making a request then takes no time.
@@ -200,18 +209,29 @@ class EngineCore:
                 self.inputs.abort(request)
 
     def turn(self) -> bool:
-        """Run one turn for all requests; return False when nothing is left to do."""
+        """Run one turn for all requests; return False when nothing is left to do.
+
+        Raises:
+            Exception: the first error of an `on_item`, after every other one was called.
+        """
         with self.lock:
             self.loop.turn()
             # A waiting request has no news, and thousands may wait.
             running = {request.request_id for request in self.scheduler.running}
+            failure: Exception | None = None
             for number in sorted(running | self._mailbox.keys()):
                 submitted = self._submitted.get(number)
                 if submitted is not None:
-                    self._tell(number, submitted)
+                    try:
+                        self._tell(number, submitted)
+                    except Exception as error:  # of an `on_item`: the others are told first
+                        failure = failure or error
+                        continue  # the next turn tells the rest
                     if number in self._submitted and submitted.request.finish_reason is not None:
                         continue  # its own `on_item` ended it: the next turn gives its output
-                self._mailbox.pop(number, None)  # last: if `_tell` raises, the next turn retries
+                self._mailbox.pop(number, None)  # last: after Ctrl-C the next turn tells the rest
+            if failure is not None:
+                raise failure
             return bool(self.scheduler.has_requests or self.loop.num_flying or self._submitted)
 
     def give_everything_back(self) -> list[str]:
@@ -236,3 +256,4 @@ class EngineCore:
                 del self._submitted[number]
             if submitted.on_item is not None:
                 submitted.on_item(number, item)
+        self.end_undecoded(submitted.request, submitted.report)

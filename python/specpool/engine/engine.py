@@ -268,7 +268,8 @@ class Engine(Movable, KeepsPrefixes):
             session: make the request this session's next turn; the prompt follows its tokens.
             decode: False = chunks and outputs have token ids and no text, and cost less.
             on_item: called within `turn` with the request's number and each new chunk, at last
-                with the output. It may call `submit` and `abort`.
+                with the output. It may call `submit` and `abort`. If it raises, `turn` raises its
+                error after all other requests were told, and the request goes on.
 
         Returns:
             The request's number. The further samples of `params.n` have the numbers that follow.

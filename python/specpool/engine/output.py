@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from specpool.errors import is_fault
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.request import Request, TokenLogprob, draft_flags
 from specpool.text.stream import TextStream
@@ -53,11 +54,12 @@ class Report:
         """Decode with `tokenizer`; without one, or without `decodes`, texts are empty."""
         self._request = request
         self._tokenizer = tokenizer if decodes else None
-        self._text = TextStream(tokenizer, request.params.stop) if decodes else None
+        self._text = request.params.text_stream(tokenizer, request.stop_ids) if decodes else None
         self._num_told = 0  # tokens of the output
         self._num_forwards = 0  # forwards whose flags were added to `_flags`
         self._flags: deque[bool] = deque()  # for tokens that have not been told
         self._is_done = False
+        self.error: str | None = None  # why the text cannot be decoded: the request has to end
 
     def news(self) -> Iterator[Chunk | RequestOutput]:
         """Yield what came since the last call: a chunk, and the output once the request is done."""
@@ -68,7 +70,7 @@ class Report:
         self._num_told = max(start, num_tokens)
         ids = request.tokens[request.prompt_len + start :]
         flags = self._take_flags(len(ids))
-        pieces = [] if self._text is None else self._decode(self._text, ids, flags, done)
+        pieces = self._pieces(ids, flags, done)
         if ids or pieces:
             entries = None
             if request.params.logprobs is not None:
@@ -76,8 +78,18 @@ class Report:
             yield Chunk(request.index, request.sample, ids, pieces, flags, entries)
         # The consumer of the chunk may have raised, or called `news` itself meanwhile.
         if done and not self._is_done:
-            yield output_of(request, self._tokenizer)
+            yield output_of(request, self._tokenizer, self.error)
             self._is_done = True  # last: if Ctrl-C comes before, the output is told again
+
+    def _pieces(self, ids: list[int], flags: list[bool], done: bool) -> list[tuple[str, bool]]:
+        """Return the new text in runs; none from where the tokenizer has failed on."""
+        if self._text is None or self.error is not None:
+            return []
+        try:
+            return self._decode(self._text, ids, flags, done)
+        except BaseException as error:
+            self.error = _undecoded(error)
+            return []
 
     def _decode(
         self, text: TextStream, ids: list[int], flags: list[bool], done: bool
@@ -85,8 +97,7 @@ class Report:
         """Return the new text in runs, each with whether it is accepted drafts."""
         pieces = []
         for from_draft, run in itertools.groupby(zip(ids, flags, strict=True), key=itemgetter(1)):
-            tokens = _visible([token for token, _ in run], self._request)
-            pieces.append((text.push(tokens), from_draft))
+            pieces.append((text.push([token for token, _ in run]), from_draft))
         if done:
             pieces.append((text.push([], last=True), False))
         return [piece for piece in pieces if piece[0]]
@@ -100,23 +111,43 @@ class Report:
         return [self._flags.popleft() for _ in range(num_tokens)]
 
 
-def _visible(tokens: list[int], request: Request) -> list[int]:
-    return [token for token in tokens if token not in request.stop_ids]
+def _text_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Decode the output of a request that is done, up to the first stop string."""
+    params = request.params if tokenizer is not None else SamplingParams()
+    return params.text_stream(tokenizer, request.stop_ids).push(request.output_ids, last=True)
 
 
-def output_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> RequestOutput:
-    """Build the output of a request that is done."""
-    text = TextStream(tokenizer, request.params.stop if tokenizer is not None else ())
+def _undecoded(error: BaseException) -> str:
+    """Return what an output says of an error of the tokenizer; raise one that is no fault."""
+    if not is_fault(error):
+        raise error
+    return f"the tokenizer cannot decode the output: {type(error).__name__}: {error}"
+
+
+def output_of(
+    request: Request, tokenizer: PreTrainedTokenizerBase | None, undecoded: str | None = None
+) -> RequestOutput:
+    """Build the output of a request that is done; an error if its tokens cannot be decoded.
+
+    `undecoded` says why a part of them could not; None = they could, as far as is known.
+    """
     ids, times = request.output_ids, request.times
+    finish_reason, error, text = request.finish_reason or "abort", request.error, ""
+    try:
+        text = _text_of(request, tokenizer)
+    except BaseException as failure:
+        undecoded = _undecoded(failure)
+    if undecoded is not None and error is None:
+        finish_reason, error = "error", undecoded
     hit = None if request.watch is None else request.watch.hit
     return RequestOutput(
         index=request.index,
         sample=request.sample,
         prompt_ids=request.tokens[: request.prompt_len],
         token_ids=ids,
-        text=text.push(_visible(ids, request), last=True),
-        finish_reason=request.finish_reason or "abort",
-        error=request.error,
+        text=text,
+        finish_reason=finish_reason,
+        error=error,
         seed=request.seed,
         accept_lens=request.accept_lens,
         from_draft=request.from_draft,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
@@ -19,11 +20,13 @@ from specpool.scheduler.requests.conversation import Conversation, Message
 from specpool.scheduler.requests.latency import Times
 from specpool.scheduler.requests.request import Request, TokenLogprob
 from specpool.scheduler.scheduler import Scheduler
-from specpool.text.stream import TextStream
 from specpool.text.structured.compiler import Compiler
+from specpool.text.tokenizer import cleans_spaces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger("specpool")
 
 
 class Prompts:
@@ -56,6 +59,7 @@ class Prompts:
             drafters: the engine's, by name.
         """
         self._target, self._tokenizer, self._scheduler = target, tokenizer, scheduler
+        self._defaults, self._has_told = target.generation_defaults, False
         self._texts = Texts(tokenizer)
         self._shape, self._shapes = shape, list(shapes)
         self._num_pages, self._max_context_len = list(num_pages), max_context_len
@@ -93,6 +97,8 @@ class Prompts:
             ids = self._texts.encode(index, prompt)
             if not ids:
                 raise ConfigError(f"prompt {index} is empty")
+            if is_chat(prompt):
+                p = self._chat_params(p)
             first = self._request(f"prompt {index}", index, ids, p, own, priority)
             first.siblings = [self._sibling(first, sample) for sample in range(1, p.n)]
             requests += [first, *first.siblings]
@@ -129,6 +135,8 @@ class Prompts:
                 f"the turn was tokenized for a session of {next_turn.history_len} tokens, which "
                 f"has {len(history)}"
             )
+        if is_chat(prompt):  # who makes a `NextTurn` knows the ends of its chat
+            params = self._chat_params(params)
         ids = next_turn.ids
         if not ids:
             raise ConfigError("the session's first turn is empty")
@@ -181,6 +189,21 @@ class Prompts:
             request.watch.push(request.output_ids)
         return request
 
+    def tell_defaults(self, *, draws: bool) -> None:
+        """Log once what requests take from the target's files, and what they do not.
+
+        `draws` says whether requests draw if they give no temperature.
+        """
+        if self._has_told:
+            return
+        self._has_told = True
+        self._defaults.tell(draws=draws)
+        if self._tokenizer is not None and cleans_spaces(self._tokenizer):
+            _log.warning(
+                "tokenizer_config: clean_up_tokenization_spaces is not taken: texts have the "
+                "spaces that their tokens have, because a text that streams cannot lose them later"
+            )
+
     def check_tokens(self, name: str, tokens: list[int]) -> None:
         """Raise `ConfigError` for a token that the vocabulary does not have."""
         vocab_size = self._target.vocab_size
@@ -190,6 +213,15 @@ class Prompts:
                     f"{name} has token id {token} at position {position}; "
                     f"the vocabulary is [0, {vocab_size})"
                 )
+
+    def _check_text(self, name: str, tokens: list[int]) -> None:
+        """Raise `ConfigError` for a token that stands for an image or sound, which is not read."""
+        for token in self._target.media_tokens.keys() & set(tokens):
+            raise ConfigError(
+                f"{name} has token id {token} at position {tokens.index(token)}, which stands for "
+                f"an image, a video or sound ({self._target.media_tokens[token]}): this engine "
+                "reads text alone"
+            )
 
     def check_open(self) -> None:
         """Raise `ConfigError` if the engine or its target model has been closed."""
@@ -222,7 +254,9 @@ class Prompts:
             sample=sample,
             tokens=list(first.tokens),
             seed=(first.seed + sample) % (1 << 64),
-            watch=TextStream(self._tokenizer, first.params.stop) if first.watch else None,
+            watch=first.params.text_stream(self._tokenizer, first.stop_ids)
+            if first.watch
+            else None,
             matcher=first.matcher.fresh() if first.matcher else None,
             forced=[],
             forwards=[],
@@ -243,11 +277,15 @@ class Prompts:
     ) -> Request:
         longest = self._max_context_len
         self.check_tokens(name, ids)
+        self._check_text(name, ids)
         if len(ids) >= longest:
             raise ConfigError(
                 f"{name} has {len(ids)} tokens; with one new token at least, "
                 f"max_context_len {longest} leaves room for {longest - 1}"
             )
+        if (filled := self._defaults.fill(params, len(ids))) is not params:
+            self.tell_defaults(draws=False)
+            params = filled
         self._check_params(name, params)
         drafter = self._drafter_of(name, params)
         most_steps, choices, rounds = params.max_draft_steps, None, self._scheduler.round_shapes
@@ -257,12 +295,13 @@ class Prompts:
             shape_index = self._shapes.index(shape)
             if most_steps is not None and shape.num_steps > most_steps:
                 raise ConfigError(f"{name} asks for {shape}, and for {most_steps} steps at most")
+        eos = frozenset[int]() if params.ignore_eos else self._target.eos_token_ids
+        stop_ids = eos | frozenset(params.stop_token_ids)
         matcher, forced = None, 0
         if params.structured is not None:
-            matcher = self._compiler.matcher(params.structured)
+            matcher = self._compiler.matcher(params.structured, stop_ids)
             given = shape_index, choices, most_steps
             shape_index, choices, forced = rounds.with_forced(*given)
-        eos = frozenset[int]() if params.ignore_eos else self._target.eos_token_ids
         request = Request(
             request_id=next(self._ids),
             index=index,
@@ -273,10 +312,10 @@ class Prompts:
             shape_index=shape_index,
             choices=choices,
             max_len=min(len(ids) + params.max_new_tokens, max_tokens or longest),
-            stop_ids=eos | frozenset(params.stop_token_ids),
+            stop_ids=stop_ids,
             seed=fresh_seed() if params.seed is None else params.seed,
             priority=priority if params.priority is None else params.priority,
-            watch=TextStream(self._tokenizer, params.stop) if params.stop else None,
+            watch=params.text_stream(self._tokenizer, stop_ids) if params.stop else None,
             matcher=matcher,
             forced_shape=forced,
             drafter=drafter,
@@ -289,6 +328,10 @@ class Prompts:
                 f"groups have {self._num_pages}: lower max_new_tokens"
             )
         return request
+
+    def _chat_params(self, params: SamplingParams) -> SamplingParams:
+        target = self._target
+        return self._texts.chat_params(params, target.eos_token_ids, target.vocab_size)
 
     def _drafter_of(self, name: str, params: SamplingParams) -> int:
         """Return the number of the drafter that the parameters name, else 0."""
@@ -309,18 +352,19 @@ class Prompts:
                 "adaptive='budget'"
             )
         vocab_size = self._target.vocab_size
-        for token in params.logit_bias:
-            if token >= vocab_size:
-                raise ConfigError(
-                    f"{name} has {token} in its logit_bias, which no token can be; the vocabulary "
-                    f"is [0, {vocab_size})"
-                )
-        for token in params.stop_token_ids:
-            if token >= vocab_size:
-                raise ConfigError(
-                    f"{name} has {token} among its stop_token_ids, which no token can be; the "
-                    f"vocabulary is [0, {vocab_size})"
-                )
+        for field, tokens in (
+            ("in its logit_bias", params.logit_bias),
+            ("among its stop_token_ids", params.stop_token_ids),
+            ("among its suppress_tokens", params.suppress_tokens or ()),
+            ("among its begin_suppress_tokens", params.begin_suppress_tokens or ()),
+            ("among its bad_words_ids", itertools.chain.from_iterable(params.bad_words_ids or ())),
+        ):
+            for token in tokens:
+                if token >= vocab_size:
+                    raise ConfigError(
+                        f"{name} has {token} {field}, which no token can be; the vocabulary is "
+                        f"[0, {vocab_size})"
+                    )
         if params.logprobs is not None and params.logprobs > vocab_size:
             raise ConfigError(
                 f"{name} asks for logprobs of {params.logprobs} tokens; the vocabulary has "

@@ -16,7 +16,6 @@ from specpool.ranks.following import Follower
 from specpool.ranks.group import Ranks
 from specpool.ranks.wire import params_of, params_wire
 from specpool.scheduler.requests.request import Request
-from specpool.text.stream import TextStream
 
 #: Seconds after which an idle rank 0 says that it is there, so that nobody waits in vain.
 IDLE_SECONDS = 1.0
@@ -84,9 +83,9 @@ class RankedEngine:
         """Give a request what finds its end, as `Prompts` does on rank 0."""
         params = request.params
         if params.stop:
-            request.watch = TextStream(self._core.tokenizer, params.stop)
+            request.watch = params.text_stream(self._core.tokenizer, request.stop_ids)
         if params.structured is not None:
-            request.matcher = self._core.compiler.matcher(params.structured)
+            request.matcher = self._core.compiler.matcher(params.structured, request.stop_ids)
 
     def _judge(self, *outputs: Any) -> None:
         """Take part in the forwards of a comparison, whose result rank 0 gives out."""

@@ -45,6 +45,7 @@ class Turn(Iterator["Chunk | RequestOutput"]):
                 if self._request.finish_reason is None:
                     self._core.loop.turn()
                 self._news += self._report.news()
+                self._core.end_undecoded(self._request, self._report)
             item = self._news.popleft()
             if isinstance(item, RequestOutput):
                 self._is_read = True

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from specpool.checks import shown
-from specpool.errors import ConfigError
+from specpool.errors import ConfigError, is_fault, reading
+from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Message, Said, common_len
+from specpool.text.chat_ends import chat_ends
+from specpool.text.chat_messages import prepared, template_of
 from specpool.text.chat_template import TemplateError
 from specpool.text.chat_template import render as render_template
 from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger("specpool")
 
 #: A text, token ids, or the messages of a chat.
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -27,6 +33,8 @@ Prompt = str | Sequence[int] | Sequence[Message]
 _LONG = 8
 #: Characters of a piece.
 _PIECE = 1 << 16
+#: A message that shows how a template reads contents.
+_PROBE = {"role": "user", "content": "probe-text"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +68,48 @@ class Texts:
                 refused before all of it is tokenized; None = texts of any length are tokenized.
         """
         self._tokenizer, self._max_context_len = tokenizer, max_context_len
+        self._ends: dict[str, dict[int, str]] = {}  # of the latest chat template
+        self._is_told = False  # the log has those that the target does not name
+        self._wants_parts: dict[str, bool] = {}  # by chat template; see `_has_parts`
+
+    def chat_params(
+        self, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int
+    ) -> SamplingParams:
+        """Return the parameters of a chat: the tokens that end its answers stop it too.
+
+        Tokens that the target does not name itself are logged once for a chat template.
+
+        Args:
+            params: of the chat; with `ignore_eos` they stay as they are.
+            eos_token_ids: the target's, which stop it anyway.
+            vocab_size: the target's.
+        """
+        if params.ignore_eos:
+            return params
+        ends = self.chat_ends()
+        more = [i for i in ends if i not in eos_token_ids and i < vocab_size]
+        if more and not self._is_told:
+            names = ", ".join(f"{ends[token]} ({token})" for token in more)
+            _log.info("answers of chats end at %s, which the model's config does not list", names)
+            self._is_told = True
+        more = [i for i in more if i not in params.stop_token_ids]
+        if not more:
+            return params
+        return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *more))
+
+    def chat_ends(self) -> dict[int, str]:
+        """Return the tokens that end the answer of a chat, with their names.
+
+        The first call for a chat template renders a few chats.
+        """
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        template = str(tokenizer.chat_template)
+        ends = self._ends.get(template)
+        if ends is None:
+            ends = chat_ends(tokenizer, lambda chat, variables: self.render(0, chat, variables))
+            self._ends, self._is_told = {template: ends}, False
+        return ends
 
     def turn(
         self, conversation: Conversation, prompt: Prompt, variables: Mapping[str, Any] | None = None
@@ -74,7 +124,7 @@ class Texts:
             messages = tuple(self.messages(0, cast("Sequence[Message]", prompt)))
             ids, said = self._go_on(conversation, messages, variables)
             return NextTurn(ids, said, messages, len(history))
-        ids = [*history, *self.encode(0, prompt, goes_on=bool(history))]
+        ids = [*history, *self.encode(0, prompt, adds_special=not history)]
         return NextTurn(ids, list(conversation.said), None, len(history))
 
     def encode(
@@ -82,17 +132,25 @@ class Texts:
         index: int,
         prompt: Prompt,
         *,
-        goes_on: bool = False,
+        adds_special: bool | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the prompt's token ids; if `goes_on`, without those that begin a text.
+        """Return the prompt's token ids.
+
+        Args:
+            index: the prompt's number, for errors.
+            prompt: a text, a chat or token ids, which stay as they are.
+            adds_special: add the special tokens that begin a text; None = to a text, but not to a
+                chat, whose template writes them.
+            variables: see `render`.
 
         Raises:
             ConfigError: the prompt has another form, or the tokenizer or its template refuses it.
         """
         if is_chat(prompt):
             messages = self.messages(index, cast("Sequence[Message]", prompt))
-            return self._ids_of(self.render(index, messages, variables))
+            text = self.render(index, messages, variables)
+            return self._ids_of(text, f"prompt {index}", adds_special=bool(adds_special))
         if not isinstance(prompt, str):
             return token_ids(prompt, f"prompt {index} must be a string or integer token ids")
         if self._tokenizer is None:
@@ -100,7 +158,7 @@ class Texts:
                 f"prompt {index} is a string, but the target has no tokenizer: give token ids"
             )
         _check_text(f"prompt {index}", prompt)
-        return self._ids_of(prompt, adds_special=not goes_on)
+        return self._ids_of(prompt, f"prompt {index}", adds_special=adds_special is not False)
 
     def messages(self, index: int, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return a copy of a chat's messages, checked, with each content as one string.
@@ -125,10 +183,13 @@ class Texts:
             copy = dict(message)
             if isinstance(message.get("content"), list | tuple):
                 copy["content"] = _text_of_parts(name, message["content"])
+            if copy.get("role") == "assistant" and copy.get("content") is None:
+                copy["content"] = ""  # an answer that was calls alone
             for key in ("role", "content"):
                 if not isinstance(copy.get(key), str):
                     raise ConfigError(f"{name} needs a string as {key!r}, got {shown(message)}")
                 _check_text(f"{key!r} of {name}", copy[key])
+            _check_texts(name, copy)
             copies.append(copy)
         return copies
 
@@ -146,32 +207,89 @@ class Texts:
             variables: further variables of the template, such as `tools`.
 
         Raises:
-            ConfigError: the template refuses the messages.
+            ConfigError: the template refuses the messages, or makes no valid text of them.
         """
+        _check_texts(f"the variables of prompt {index}", variables or {})
+        text = self._named_errors(index, messages, variables)
+        _check_text(f"what the chat template makes of prompt {index}", text)
+        return text
+
+    def _named_errors(
+        self, index: int, messages: Sequence[Message], variables: Mapping[str, Any] | None
+    ) -> str:
+        """Render messages; an error names the prompt."""
         from transformers import PreTrainedTokenizerBase
 
         tokenizer = self._tokenizer
         assert tokenizer is not None
         try:
             if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
-                template = tokenizer.get_chat_template()
-                given = {**tokenizer.special_tokens_map, **(variables or {})}
-                return render_template(template, messages, given)
+                templates = cast("str | dict[str, str]", tokenizer.chat_template)
+                template = template_of(templates, variables or {})
+                return self._rendered(template, messages, variables or {})
             # A tokenizer class with its own `apply_chat_template` renders by itself.
             return str(
                 tokenizer.apply_chat_template(
-                    cast("list[dict[str, str]]", list(messages)),
-                    add_generation_prompt=True,
+                    cast("list[dict[str, str]]", prepared(messages, str(tokenizer.chat_template))),
                     tokenize=False,
-                    **(variables or {}),
+                    **{"add_generation_prompt": True, **(variables or {})},
                 )
             )
+        except ConfigError:
+            raise
         except TemplateError as error:
             raise ConfigError(f"the chat template refuses prompt {index}: {error}") from error
-        except Exception as error:  # a tokenizer's own code may raise anything
+        except BaseException as error:  # a tokenizer's own code may raise anything
+            if not is_fault(error):
+                raise
             raise ConfigError(
                 f"the chat template refuses prompt {index}: {type(error).__name__}: {error}"
             ) from error
+
+    def _rendered(
+        self, template: str, messages: Sequence[Message], variables: Mapping[str, Any]
+    ) -> str:
+        """Render messages in the form that the template expects.
+
+        Most templates expect the arguments of calls as objects. Some join them to other text, which
+        is a `TypeError`; these get them as JSON text.
+
+        Raises:
+            TemplateError: see `render_template`.
+        """
+        assert self._tokenizer is not None
+        special = self._tokenizer.special_tokens_map
+        variables = {**special, **variables}
+        has_parts = self._has_parts(template, special)
+        chat = prepared(messages, template, has_parts=has_parts)
+        try:
+            return render_template(template, chat, variables)
+        except TemplateError as error:
+            texts = prepared(messages, template, has_objects=False, has_parts=has_parts)
+            if not str(error).startswith("TypeError") or texts == chat:
+                raise
+            try:
+                return render_template(template, texts, variables)
+            except TemplateError:
+                raise error from None
+
+    def _has_parts(self, template: str, special: Mapping[str, Any]) -> bool:
+        """Return whether a template reads contents only as lists of parts, as of images and text.
+
+        The first call for a template renders a short chat.
+        """
+        if template not in self._wants_parts:
+            has_parts = False
+            if "content" in template and "type" in template:
+                for has_parts in (False, True):
+                    chat = prepared([_PROBE], template, has_parts=has_parts)
+                    with contextlib.suppress(TemplateError):
+                        if _PROBE["content"] in render_template(template, chat, special):
+                            break
+                else:
+                    has_parts = False
+            self._wants_parts[template] = has_parts
+        return self._wants_parts[template]
 
     def _go_on(
         self,
@@ -188,6 +306,7 @@ class Texts:
         """
         said, start = conversation.said, 0
         old: list[Message] = []
+        marked: list[Message] = []  # the same with the special tokens of the answers
         for turn in said:
             if turn.messages is None:
                 raise ConfigError(
@@ -195,15 +314,22 @@ class Texts:
                     f"on with the like, or rewind to {start}"
                 )
             old += [*turn.messages, self._answer(turn)]
+            marked += [*turn.messages, self._answer(turn, shows_special=True)]
             start = turn.end
         kept = conversation.tokens[:start]  # without the part of a turn that a rewind has left
-        text = self.render(0, [*old, *new], variables)
-        own = self._text_of(kept)
+        own, text = self._text_of(kept), ""
+        if marked != old:  # such as the marks of a call, without which it would not be one
+            with contextlib.suppress(ConfigError):
+                text = self.render(0, [*marked, *new], variables)
+        if text.startswith(own) and kept:
+            old = marked
+        else:
+            text = self.render(0, [*old, *new], variables)
         if text.startswith(own):
-            ids = [*kept, *self._ids_of(text[len(own) :])]
+            ids = [*kept, *self._ids_of(text[len(own) :], "the turn")]
             if self._text_of(ids) == text:
                 return ids, said
-        ids = self._ids_of(text)
+        ids = self._ids_of(text, "the turn")
         same = common_len(kept, ids)
         if same == start:
             return ids, said
@@ -211,36 +337,41 @@ class Texts:
         # with another message in its place, and see where the texts part.
         other = "-" if new[0]["content"].strip()[:1] != "-" else "+"
         others = self.render(0, [*old, {**new[0], "content": other}], variables)
-        end = common_len(self._ids_of(text[: common_len(text, others)]), ids)
+        end = common_len(self._ids_of(text[: common_len(text, others)], "the turn"), ids)
         return ids, [
             dataclasses.replace(turn, end=max(same, end)) if turn.end > same else turn
             for turn in said
         ]
 
-    def _answer(self, turn: Said) -> Message:
+    def _answer(self, turn: Said, *, shows_special: bool = False) -> Message:
         """Return the model's answer of a turn, as a chat message."""
-        text = TextStream(self._tokenizer, turn.stop).push(turn.answer_ids, last=True)
+        with reading("the tokenizer cannot decode an earlier answer", ConfigError):
+            stream = TextStream(self._tokenizer, turn.stop, shows_special=shows_special)
+            text = stream.push(turn.answer_ids, last=True)
         return {"role": "assistant", "content": text}
 
     def _text_of(self, ids: list[int]) -> str:
         """Decode tokens to text, special tokens included."""
         assert self._tokenizer is not None
-        text = self._tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        with reading("the tokenizer cannot decode the session's tokens", ConfigError):
+            text = self._tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
         return str(text)
 
-    def _ids_of(self, text: str, *, adds_special: bool = False) -> list[int]:
+    def _ids_of(self, text: str, name: str, *, adds_special: bool = False) -> list[int]:
         """Tokenize a text; by default without the special tokens that begin one.
 
         Raises:
-            ConfigError: it has far more tokens than a sequence.
+            ConfigError: it has far more tokens than a sequence, or the tokenizer refuses it; the
+                message says `name`.
         """
         assert self._tokenizer is not None
         most = self._max_context_len
-        if most is not None and len(text) > _LONG * most:
-            self._check_len(text, most)
-        return list(self._tokenizer.encode(text, add_special_tokens=adds_special))
+        with reading(f"the tokenizer refuses {name}", ConfigError):
+            if most is not None and len(text) > _LONG * most:
+                self._check_len(text, most)
+            return list(self._tokenizer.encode(text, add_special_tokens=adds_special))
 
     def _check_len(self, text: str, most: int) -> None:
         """Refuse a long text by its beginning: its pieces are tokenized until they are too many.
@@ -291,13 +422,17 @@ def _text_of_parts(name: str, parts: Sequence[object]) -> str:
 
 
 def num_characters(prompt: Prompt) -> int:
-    """Return the characters of a text, or of all contents of a chat; 0 = token ids."""
+    """Return the characters of a text, or of a chat's contents and calls; 0 = token ids."""
     if isinstance(prompt, str):
         return len(prompt)
     texts: list[object] = []
     for message in prompt:
         if not isinstance(message, Mapping):
             continue
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            texts.append(function.get("arguments") if isinstance(function, Mapping) else None)
         content = message.get("content")
         parts = content if isinstance(content, list | tuple) else [{"text": content}]
         texts += [part.get("text") for part in parts if isinstance(part, Mapping)]
@@ -311,6 +446,22 @@ def _check_text(name: str, text: str) -> None:
         raise ConfigError(
             f"{name} is no valid text: a lone surrogate at position {error.start}"
         ) from None
+
+
+def _check_texts(name: str, value: object) -> None:
+    """Raise `ConfigError` for a lone surrogate in any string of plain data."""
+    values, seen = [value], set[int]()  # a container may hold itself
+    while values:
+        part = values.pop()
+        if isinstance(part, str):
+            _check_text(f"a string of {name}", part)
+        elif id(part) in seen:
+            continue
+        elif isinstance(part, Mapping):
+            values += [*part.keys(), *part.values()]
+        elif isinstance(part, list | tuple):
+            values += part
+        seen.add(id(part))
 
 
 def is_chat(prompt: object) -> bool:

@@ -38,6 +38,7 @@ _RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "mamba", "recurrent",
 _KNOWN_LAYER_TYPES = frozenset(
     {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 )
+_MEDIA = ("image", "video", "audio")
 #: Types with chunked attention that run here: a test compares each with transformers.
 CHUNKED = ("llama4_text",)
 #: Types with recurrent layers that run here: a test compares each with transformers.
@@ -73,6 +74,18 @@ def refusal(model_type: str, reason: str) -> ConfigError:
 def text_config(config: Any) -> Any:
     """Return the text decoder's part of a config; it is the config itself unless multimodal."""
     return config.get_text_config(decoder=True)
+
+
+def media_tokens(config: Any) -> dict[int, str]:
+    """Return the tokens that stand for an image, a video or sound, with the config's key of each.
+
+    A multimodal model replaces their embeddings by features of the image.
+    """
+    if text_config(config) is config:
+        return {}
+    keys = (f"{kind}_token_{end}" for kind in _MEDIA for end in ("id", "index"))
+    found = {key: getattr(config, key, None) for key in keys}
+    return {token: key for key, token in found.items() if isinstance(token, int)}
 
 
 def check_config(config: Any) -> None:
@@ -174,10 +187,8 @@ def check_class(model_class: type, model_type: str, *, is_recurrent: bool) -> No
 NO_POSITIONS = 1 << 18
 
 
-def max_context_len(config: Any) -> int:
-    """Return the longest context in tokens, L.
-
-    It may be shorter than the config's; see `longest_context`.
+def context_limit(config: Any) -> tuple[int, str]:
+    """Return the longest context in tokens, and why it is not the config's; see `longest_context`.
 
     Raises:
         ConfigError: the config has no `max_position_embeddings`.
@@ -185,7 +196,7 @@ def max_context_len(config: Any) -> int:
     text = text_config(config)
     length = getattr(text, "max_position_embeddings", None)
     if length is None and has_recurrent_layers(config):
-        return NO_POSITIONS
+        return NO_POSITIONS, "its config states no positions, as its layers need none"
     if length is None:
         raise refusal(config.model_type, "its config has no max_position_embeddings")
     return longest_context(int(length), text)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specpool.errors import CheckpointError, ConfigError
+from specpool.errors import CheckpointError, ConfigError, reading
 from specpool.memory.layer_kv import LayerKV
 from specpool.models.block.config import BlockConfig
 from specpool.models.eagle.config import EagleConfig
@@ -28,6 +28,7 @@ from specpool.models.files.headers import main_dtype, read_header
 from specpool.models.files.hub import from_hub
 from specpool.models.files.names import fetch_config, find_model
 from specpool.models.files.plain_config import FAMILIES, PlainConfig
+from specpool.models.mtp.layout import files_beside
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 # A config with one of these keys states the width of keys and values in a way not read here.
@@ -45,6 +46,7 @@ class Outline:
     num_parameters: int | None  # about, by the config; None = not known
     max_context_len: int
     vocab_size: int | None
+    context_reason: str = ""  # why the context is not the config's; empty if it is
 
     def loaded_bytes(self, dtype: str) -> int | None:
         """Return the bytes of the weights in `dtype`, by the files or else by the config."""
@@ -76,11 +78,13 @@ def target_outline(source: str, *, trust_remote_code: bool = False) -> Outline:
         plain = _by_transformers(source, folder, trust_remote_code)
     if found is None:
         _fetch_index(source)
+    dtype, dtype_from = _dtype(raw, folder)
     try:
         num_bytes = weight_bytes(folder)
+        if plain.is_part and dtype in ITEMSIZES and not raw.get("quantization_config"):
+            num_bytes = min(num_bytes, plain.num_parameters * ITEMSIZES[dtype])
     except CheckpointError:
         num_bytes = None
-    dtype, dtype_from = _dtype(raw, folder)
     return Outline(
         layers=plain.layers,
         dtype=dtype,
@@ -89,7 +93,32 @@ def target_outline(source: str, *, trust_remote_code: bool = False) -> Outline:
         num_parameters=plain.num_parameters or None,
         max_context_len=plain.max_context_len,
         vocab_size=plain.vocab_size or None,
+        context_reason=plain.context_reason,
     )
+
+
+def mtp_bytes_beside(source: str, target: Outline, dtype: str) -> int:
+    """Return the bytes, in `dtype`, of a target's MTP layer in files that its index does not name.
+
+    Args:
+        source: the target's folder or hub name; of the latter nothing is known.
+        target: the target's outline, whose `weight_bytes` do not count these files.
+        dtype: what the weights are loaded in.
+
+    Raises:
+        CheckpointError: one of the files is not sound.
+    """
+    folder = find_model(source)
+    try:
+        files = [] if folder is None else files_beside(folder, len(target.layers))
+    except CheckpointError:
+        if target.weight_bytes is None:  # a config alone
+            return 0
+        raise
+    if (stored := main_dtype(files)) not in ITEMSIZES:
+        stored = dtype
+    size = sum(path.stat().st_size for path in files)
+    return size * ITEMSIZES[dtype] // ITEMSIZES[stored]
 
 
 def _dtype(raw: dict[str, Any], folder: Path) -> tuple[str | None, str]:
@@ -121,12 +150,24 @@ def _by_transformers(source: str, folder: Path, trust_remote_code: bool) -> Plai
             "give --layers, --kv-heads and --head-dim instead; without it these types are read, if "
             f"no key is missing: {', '.join(FAMILIES)}"
         ) from None
-    from specpool.models.gate import max_context_len, text_config
-    from specpool.models.target_folder import TargetFolder, load_config
+    from specpool.models.gate import context_limit, text_config
+    from specpool.models.target_folder import (
+        TargetFolder,
+        empty_model,
+        load_config,
+        runs_own_code,
+    )
 
     config = load_config(TargetFolder(source, folder, trust_remote_code))
     vocab_size = _integer(text_config(config), "vocab_size")
-    return PlainConfig(stated_layers(config), max_context_len(config), vocab_size, 0)
+    layers, num_parameters = stated_layers(config), 0
+    longest, reason = context_limit(config)
+    is_part = text_config(config) is not config and not runs_own_code(config)
+    if is_part:  # the files hold more than is loaded
+        with reading(f"{source}: no model can be built of its config.json", ConfigError):
+            parameters = empty_model(config).parameters()
+        num_parameters = sum(parameter.numel() for parameter in parameters)
+    return PlainConfig(layers, longest, vocab_size, num_parameters, reason, is_part)
 
 
 def stated_layers(config: Any) -> tuple[LayerKV, ...]:

@@ -28,11 +28,13 @@ from specpool.models.decoder import _find_decoder, _isolate_configs, _no_model, 
 from specpool.models.gate import (
     check_class,
     check_config,
+    context_limit,
     has_recurrent_layers,
-    max_context_len,
+    media_tokens,
     refusal,
     text_config,
 )
+from specpool.models.generation_defaults import GenerationDefaults
 from specpool.models.paged_attention import _ATTENTION, _BATCH, _register, _torch_attention
 from specpool.models.placement import _parse_device, _placement, check_dtype
 from specpool.models.probe import probe
@@ -73,12 +75,14 @@ class TargetModel:
         hidden_size: width h of the hidden states that the language model head reads.
         vocab_size: V, width of the logits.
         max_context_len: longest context in tokens.
+        context_reason: why it is not the config's number of positions; empty if it is.
         layer_kv: the KV that each layer of `kv_layers` keeps per token.
         kv_layers: the layers with attention, by the index that they attend with.
         state_specs: the states that the recurrent layers keep per row; empty = there are none.
         continues: whether a forward of several tokens may start from a state; if not, such tokens
             run one by one.
         eos_token_ids: tokens that end a text; may be empty.
+        media_tokens: tokens that stand for an image, a video or sound, with the config's key.
         closed: whether `close` was called.
     """
 
@@ -87,7 +91,10 @@ class TargetModel:
         check_values(model.config)
         check_config(model.config)
         self._is_recurrent = has_recurrent_layers(model.config)
-        check_class(type(model), model.config.model_type, is_recurrent=self._is_recurrent)
+        # Of a multimodal model, the decoder's class says how it attends.
+        is_text = text_config(model.config) is model.config
+        kind = type(model if is_text else _find_decoder(model))
+        check_class(kind, model.config.model_type, is_recurrent=self._is_recurrent)
         if model.config._attn_implementation == _ATTENTION:
             raise ConfigError(
                 "the model in memory is in use by another engine, or a copy of one that is: close"
@@ -186,6 +193,17 @@ class TargetModel:
     def keeps_state(self) -> bool:
         """Whether rows have recurrent states beside KV. Such a state cannot be cut back."""
         return bool(self.state_specs)
+
+    @cached_property
+    def generation_defaults(self) -> GenerationDefaults:
+        """What the model's generation_config says of texts.
+
+        Raises:
+            ConfigError: a value is wrong; the message has its key.
+        """
+        return GenerationDefaults.of(
+            getattr(self.model, "generation_config", None), self.vocab_size
+        )
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -382,7 +400,7 @@ class TargetModel:
         text = text_config(self.config)
         # LongCat's layers attend twice.
         self.num_layers: int = getattr(text, "num_layers", None) or text.num_hidden_layers
-        self.max_context_len = max_context_len(self.config)
+        self.max_context_len, self.context_reason = context_limit(self.config)
         model: Any = self.model
         self._lm_head = model.get_output_embeddings()
         if self._lm_head is None:
@@ -402,6 +420,7 @@ class TargetModel:
         eos = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         eos = getattr(text, "eos_token_id", None) if eos is None else eos
         self.eos_token_ids = eos_ids(eos)
+        self.media_tokens = media_tokens(self.config)
 
     def _find_layers(self) -> nn.ModuleList:
         for child in self._decoder.children():

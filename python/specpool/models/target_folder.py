@@ -9,9 +9,11 @@ weight files hold.
 from __future__ import annotations
 
 import glob
+import inspect
+import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,33 +29,46 @@ from specpool.errors import (
     wants_trust,
 )
 from specpool.models.files.checkpoint import (
+    SINGLES,
     check_counts,
     read_json,
-    shards,
     some_of,
     stored_dtypes,
     text_parts,
+    weight_files,
 )
 from specpool.models.files.hub import from_hub
 from specpool.models.gate import (
     check_class,
     check_config,
+    context_limit,
     has_recurrent_layers,
-    max_context_len,
     refusal,
     text_config,
 )
 from specpool.models.sharding import sharded
+from specpool.models.text_part import has_other_parts, text_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_log = logging.getLogger("specpool")
+
 # The files that transformers reads of a repository besides weights, none of them in a subfolder.
 _CONFIGS = ("config.json", "*.index.json")
 _TEXTS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-# The weights in the order in which transformers looks for them.
-_SINGLES = ("model.safetensors", "pytorch_model.bin")
+# Keys that transformers or this package reads for every class: files, RoPE, MTP layers.
+_ANY_CLASS = frozenset(
+    """
+    _attn_implementation_autoset attn_implementation auto_map is_decoder num_nextn_predict_layers
+    partial_rotary_factor quantization_config rope_parameters rope_scaling rope_theta torch_dtype
+    transformers_weights use_cache
+    """.split()
+)
 _FLOATS = ("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64")
+# Where transformers maps a config to a class: the first that has it decides. The last is new in 5.
+_AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+_MTP_FILES = ("*mtp*.safetensors",)
 # The most numbers per byte of a weight file (4-bit weights have 2), and the numbers that a model
 # may have beyond that (computed buffers).
 _NUMBERS_PER_BYTE, _SPARE_NUMBERS = 4, 1 << 26
@@ -101,6 +116,7 @@ def find_target(
     local_files_only: bool = False,
     trust_remote_code: bool = False,
     config_only: bool = False,
+    with_mtp: bool = False,
 ) -> TargetFolder:
     """Find a target's folder, or fetch it from the hub; its files are not read.
 
@@ -110,6 +126,7 @@ def find_target(
         local_files_only: never ask the network.
         trust_remote_code: fetch Python code too.
         config_only: fetch no weights and no tokenizer.
+        with_mtp: fetch files of an MTP layer too that the weights' index does not name.
 
     Raises:
         ConfigError: there is no such folder, it has no config.json, or the hub cannot give it.
@@ -136,36 +153,38 @@ def find_target(
         raise ConfigError(f"no model at {name!r}: there is no such folder")
     with from_hub(name, revision, local_files_only=local_files_only) as only_cached:
         where = {"revision": revision, "local_files_only": only_cached}
-        path = _fetch(name, config_only, trust_remote_code, where)
+        more = [*(["*.py"] if trust_remote_code else []), *(_MTP_FILES if with_mtp else [])]
+        path = _fetch(name, _CONFIGS if config_only else (*_TEXTS, *more), where)
+        if not config_only:
+            _fetch_weights(name, path, where)
     if not os.path.isfile(path / "config.json"):
         raise ConfigError(f"no model at {name!r}: the hub has no config.json of it")
     return TargetFolder(name, path, trust_remote_code)
 
 
-def _fetch(name: str, config_only: bool, with_code: bool, where: dict[str, Any]) -> Path:
+def _fetch(name: str, patterns: Sequence[str], where: dict[str, Any]) -> Path:
+    """Fetch the files of these patterns that the hub has; return the folder of all files so far."""
     from huggingface_hub import snapshot_download
 
-    def fetch(patterns: Sequence[str]) -> Path:
-        found = snapshot_download(
-            name, allow_patterns=list(patterns), ignore_patterns=["*/*"], **where
-        )
-        return Path(found)
+    folder = snapshot_download(
+        name, allow_patterns=list(patterns), ignore_patterns=["*/*"], **where
+    )
+    return Path(folder)
 
-    if config_only:
-        return fetch(_CONFIGS)
-    folder = fetch((*_TEXTS, "*.py") if with_code else _TEXTS)
-    # A repository often holds its weights several times: only those that will be read are fetched.
-    for single in _SINGLES:
+
+def _fetch_weights(name: str, folder: Path, where: dict[str, Any]) -> None:
+    """Fetch the weights that will be read: a repository often holds its weights several times."""
+    for single in SINGLES:
+        _fetch(name, [single], where)
+        if (folder / single).is_file():
+            return
         index = folder / f"{single}.index.json"
         if index.is_file():
             weight_map = read_json(index).get("weight_map")
             files = weight_map.values() if isinstance(weight_map, dict) else ()
             names = {file for file in files if isinstance(file, str)}
-            return fetch([glob.escape(name) for name in sorted(names)])  # names, not patterns
-        fetch([single])
-        if (folder / single).is_file():
-            break
-    return folder
+            _fetch(name, [glob.escape(file) for file in sorted(names)], where)  # no patterns
+            return
 
 
 def load_config(folder: TargetFolder) -> Any:
@@ -187,14 +206,36 @@ def load_config(folder: TargetFolder) -> Any:
         check_values(config)
         check_config(config)
         is_recurrent = has_recurrent_layers(config)
-        if not _runs_own_code(config):
-            check_class(_model_class(config), config.model_type, is_recurrent=is_recurrent)
-        max_context_len(config)
+        if not runs_own_code(config):
+            model_class = _model_class(config)
+            if not has_other_parts(model_class, config):  # else the decoder's class decides
+                check_class(model_class, config.model_type, is_recurrent=is_recurrent)
+        context_limit(config)
         # A config may name kernels to fetch and run; name none.
         config._attn_implementation = "eager"
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = None
     return config
+
+
+def _unread(config: Any, raw: dict[str, Any]) -> Iterator[str]:
+    """Yield the keys of a config.json that transformers' class of it has no use for."""
+    from transformers import GenerationConfig, PretrainedConfig
+
+    text = text_config(config)
+    nested = raw.get("text_config")
+    pairs = [(config, raw, "")]
+    if text is not config and isinstance(nested, dict):
+        pairs.append((text, nested, "text_config."))
+    for part, keys, start in pairs:
+        kind = type(part)
+        try:
+            known = {*vars(kind()), *inspect.signature(kind).parameters, *dir(kind)}
+        except Exception:  # a class of the checkpoint's own code, or one without defaults
+            continue
+        known |= {*getattr(kind, "attribute_map", ()), *PretrainedConfig().to_dict(), *_ANY_CLASS}
+        known |= set(vars(GenerationConfig()))  # type: ignore[no-untyped-call]
+        yield from (start + key for key in sorted(set(keys) - known) if keys[key] is not None)
 
 
 def _check_dtype(name: str, raw: dict[str, Any]) -> None:
@@ -276,11 +317,15 @@ def load_model(
     """
     from transformers import AutoModelForCausalLM, PretrainedConfig
 
-    options = {} if world == 1 else sharded(config, _model_class(config), world)
+    model_class = None if runs_own_code(config) else _model_class(config)
+    loader: Any = AutoModelForCausalLM
+    if model_class is not None and has_other_parts(model_class, config):
+        loader = model_class = text_part(model_class)
+    options = {} if world == 1 else sharded(config, model_class or _model_class(config), world)
     _check_size(folder, _check_files(folder), config)
     name = "dtype" if hasattr(PretrainedConfig(), "dtype") else "torch_dtype"  # before 4.56
     model, loaded = folder.load(
-        AutoModelForCausalLM,
+        loader,
         config=config,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
@@ -288,6 +333,9 @@ def load_model(
         **options,
     )
     check_loaded(folder.name, model, loaded)
+    unread = [*_unread(config, read_json(folder.path / "config.json"))]
+    if unread:
+        _log.info("%s: transformers does not know %s of its config.json", folder.name, unread)
     found: PreTrainedModel = model
     return found
 
@@ -302,7 +350,7 @@ def _check_files(folder: TargetFolder) -> list[Path]:
     ends = folder.path / "generation_config.json"
     if os.path.exists(ends):
         read_json(ends)  # transformers would leave out a damaged one, and with it where texts end
-    files = _weight_files(folder, config)
+    files = _weight_files(folder)
     dtypes: dict[str, str] = {}
     for path in files:
         dtypes |= stored_dtypes(path)
@@ -333,8 +381,8 @@ def _check_plain_names(path: Path, content: dict[str, Any], key: str) -> None:
             raise CheckpointError(f"{path}: {key} names {shown(name)}, which is no file beside it")
 
 
-def _weight_files(folder: TargetFolder, config: dict[str, Any]) -> list[Path]:
-    path, own = folder.path, config.get("transformers_weights")
+def _weight_files(folder: TargetFolder) -> list[Path]:
+    path = folder.path
     # transformers prefers such files, and torch.distributed unpickles other files of the folder.
     parts = sorted(file.name for file in path.iterdir() if re.match(r"shard-\d", file.name))
     if parts:
@@ -342,21 +390,7 @@ def _weight_files(folder: TargetFolder, config: dict[str, Any]) -> list[Path]:
             f"{path} is a distributed checkpoint ({parts[0]:.80}): load it where it was saved, and "
             "save it with save_pretrained"
         )
-    for name in _SINGLES if own is None else [own]:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(
-                f"{path}: transformers_weights names {shown(name)}, which is no file beside it"
-            )
-        if os.path.isfile(path / name):
-            return shards(path / name) if name.endswith(".index.json") else [path / name]
-        index = path / f"{name}.index.json"
-        if os.path.isfile(index):
-            return shards(index)
-    found = ", ".join(sorted(file.name for file in path.iterdir()))
-    raise CheckpointError(
-        f"cannot load a model from {folder.name!r}: it has no "
-        f"{' or '.join(_SINGLES) if own is None else own}, nor an index of one; found {found:.200}"
-    )
+    return weight_files(path)
 
 
 def _check_size(folder: TargetFolder, files: Sequence[Path], config: Any) -> None:
@@ -364,13 +398,10 @@ def _check_size(folder: TargetFolder, files: Sequence[Path], config: Any) -> Non
 
     transformers would fill any number of missing weights with random numbers.
     """
-    if _runs_own_code(config):
+    if runs_own_code(config):
         return
-    from transformers import AutoModelForCausalLM
-
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        model = empty_model(config)
     except Exception:  # loading will raise the same error
         return
     numbers = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
@@ -380,6 +411,17 @@ def _check_size(folder: TargetFolder, files: Sequence[Path], config: Any) -> Non
             f"{folder.name}: the model of config.json has {numbers:.3e} numbers, its weight files "
             f"hold {stored} bytes: they are not of one model"
         )
+
+
+def empty_model(config: Any) -> Any:
+    """Build the model that `load_model` would load, on the meta device: without weights."""
+    from transformers import AutoModelForCausalLM
+
+    model_class = _model_class(config)
+    with torch.device("meta"):
+        if has_other_parts(model_class, config):
+            return text_part(model_class)(config)
+        return AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
 
 
 def check_loaded(name: str, model: Any, loaded: dict[str, Any]) -> None:
@@ -395,20 +437,25 @@ def check_loaded(name: str, model: Any, loaded: dict[str, Any]) -> None:
         raise CheckpointError(f"{name}: {some_of(faults)}")
 
 
-def _model_class(config: Any) -> type:
-    """Return the class that `AutoModelForCausalLM` will load, without reading weights."""
-    from transformers import AutoModelForCausalLM
+def _model_class(config: Any) -> Any:
+    """Return the class of transformers for a config, without reading weights.
 
-    mapping = AutoModelForCausalLM._model_mapping
-    if type(config) not in mapping:
-        raise refusal(config.model_type, "transformers has no causal language model for it")
-    found: Any = mapping[type(config)]
-    classes: tuple[type, ...] = found if isinstance(found, tuple) else (found,)
-    named = [one for one in classes if one.__name__ in (config.architectures or ())]
-    return (named or classes)[0]
+    Raises:
+        ConfigError: transformers has none whose text part is a causal language model.
+    """
+    import transformers
+
+    for name in _AUTO_CLASSES:
+        mapping: Any = getattr(getattr(transformers, name, None), "_model_mapping", ())
+        if type(config) in mapping:
+            found: Any = mapping[type(config)]
+            classes: tuple[type, ...] = found if isinstance(found, tuple) else (found,)
+            named = [one for one in classes if one.__name__ in (config.architectures or ())]
+            return (named or classes)[0]
+    raise refusal(config.model_type, "transformers has no causal language model for it")
 
 
-def _runs_own_code(config: Any) -> bool:
+def runs_own_code(config: Any) -> bool:
     """Return whether the model's class is the checkpoint's own code, which the user trusts."""
     from transformers import AutoModelForCausalLM
 

@@ -68,26 +68,39 @@ class Admission:
         claimed = None
         while self._waiting and len(self._running) < self._config.max_batch:
             request = self._waiting.first
-            hit = self._prefix_cache.match(request)
-            if self._prefix_cache.is_coming(request, hit.length):
-                return
-            if self._running:
-                new = self._needs.of(len(request.tokens), request.shape_index) - hit.shared
-                new = new + hit.cached
-                claimed = new + (self._claimed() if claimed is None else claimed)
-                if not self._has_room(new) or (claimed > self._needs.num_pages).any():
+            try:
+                hit = self._prefix_cache.match(request)
+                if self._prefix_cache.is_coming(request, hit.length):
                     return
-            place = self._own_row(request) or self._take_row(request)
-            if place is None:
-                return
-            row, length = place
+                if self._running:
+                    new = self._needs.of(len(request.tokens), request.shape_index) - hit.shared
+                    new = new + hit.cached
+                    claimed = new + (self._claimed() if claimed is None else claimed)
+                    if not self._has_room(new) or (claimed > self._needs.num_pages).any():
+                        return
+                place = self._own_row(request) or self._take_row(request)
+                if place is None:
+                    return
+                row, length = place
+                self._start(request, row, length)
+            except BaseException as error:
+                self._ends.fault(request, error)
+                continue
             self._prefix_cache.count(request, length)
-            self._running.start(request, row, length)
             self._waiting.remove(request)
             if length == len(request.tokens) - 1:  # no prefill will fork its siblings
                 self._waiting.part(request)
             if length or request.conversation is not None:  # which pages are shared has changed
                 claimed = None
+
+    def _start(self, request: Request, row: int, length: int) -> None:
+        """Let a request run on a row; give the row back if that fails."""
+        try:
+            self._running.start(request, row, length)
+        except BaseException:
+            self._running.leave(request)
+            self._conversations.give_up(row)
+            raise
 
     def _has_room(self, new: Int64) -> bool:
         """Return whether so many pages, int64 [num_groups], can be had now."""
@@ -211,7 +224,11 @@ class Admission:
                 with contextlib.suppress(OutOfRows, OutOfPages, OutOfMemory):
                     row = self._ledger.fork(request.row, str(sibling.request_id))
             if row:
-                self._running.start(sibling, row, request.prefilled_len)
+                try:
+                    self._start(sibling, row, request.prefilled_len)
+                except BaseException as error:
+                    self._waiting.add(sibling)
+                    self._ends.fault(sibling, error)
             else:
                 self._waiting.add(sibling)
             del request.siblings[0]

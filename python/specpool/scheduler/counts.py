@@ -63,9 +63,9 @@ class Counts:
 
     def end(self, reason: str, times: Times | None = None) -> None:
         """Count the end of a request, and its latency if `times` are given."""
-        self.end_cts[reason] += 1
         if times is not None and reason in ("stop", "length"):
             self.latency.add(times)
+        self.end_cts[reason] += 1
 
     @property
     def accept_cts(self) -> list[int]:

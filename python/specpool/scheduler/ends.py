@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from specpool._core import Ledger
-from specpool.errors import OutOfMemory, SpecpoolError
+from specpool.errors import ConfigError, OutOfMemory, SpecpoolError, is_fault
 from specpool.scheduler.counts import Counts
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.requests.waiting import Waiting
@@ -68,6 +68,19 @@ class Ends:
                     raise
         self._running.leave(request)
         self._running.remove(request)
+
+    def fault(self, request: Request, error: BaseException) -> None:
+        """End a request with an error because code that works for it alone has failed.
+
+        Raises:
+            BaseException: `error`, if it concerns more than this request: Ctrl-C, or an error of
+                the ledger.
+        """
+        is_shared = isinstance(error, SpecpoolError) and not isinstance(error, ConfigError)
+        if is_shared or not is_fault(error):
+            raise error
+        request.error = f"the request failed: {type(error).__name__}: {error}"
+        self.end(request, "error")
 
     def give_up(self, requests: list[Request], shortage: OutOfMemory) -> None:
         """End with an error the requests of a call for which the ledger had no memory."""

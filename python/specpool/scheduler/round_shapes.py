@@ -187,7 +187,7 @@ class RoundShapes:
         own = request.choices or request.shape_index
         shape = own if drafts else 0
         if request.matcher is not None and request.finish_reason is None:
-            own_steps = request.shape.num_steps
+            own_steps = request.shape.max_accept_len - 1  # a tree may have fewer nodes than steps
             most = max(own_steps, self._steps[request.forced_shape])
             request.matcher.follow(request.tokens, request.prompt_len)
             request.forced = request.matcher.forced(most)

@@ -41,7 +41,7 @@ from specpool.scheduler.room import Room
 from specpool.scheduler.round_shapes import RoundShapes
 from specpool.scheduler.rows.conversations import Conversations
 from specpool.scheduler.rows.exports import Exports
-from specpool.scheduler.rows.host_handles import HostHandles
+from specpool.scheduler.rows.host_handles import HostHandles, costing_speed
 from specpool.scheduler.rows.rows import Rows
 from specpool.scheduler.rows.running import Running
 from specpool.scheduler.step import Step, StepResult
@@ -97,7 +97,8 @@ class Scheduler:
         self.prefix_cache = PrefixCache(ledger, config, running, self.handles)
 
         def leave(request: Request) -> None:
-            self.prefix_cache.leave(request)
+            with costing_speed():
+                self.prefix_cache.leave(request)
             before_release(request)
 
         self.rows = Rows(ledger, self.handles, leave)
@@ -279,7 +280,10 @@ class Scheduler:
             requests = [*compress(requests, alive.tolist())]
         if step.handles is not None:
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
-                self._come_back(request, end)
+                try:
+                    self._come_back(request, end)
+                except BaseException as error:
+                    self._ends.fault(request, error)
             return
         if is_decode:
             num_new, shapes = result.accept_len, plan.shapes[alive]
@@ -297,7 +301,8 @@ class Scheduler:
             num_new = np.array([bool(new) for new in result.tokens], np.int32)
             self.counts.prefill(plan.start, plan.new_len, num_new)
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
-                self.prefix_cache.index(request, end)
+                with costing_speed():
+                    self.prefix_cache.index(request, end)
                 if request.siblings and end == request.prefill_len - 1 and not request.tainted:
                     self._admission.fork(request)
         may_end = self._running.grow(rows, num_new)
@@ -308,7 +313,10 @@ class Scheduler:
             entries_of = result.logprobs or repeat(None, len(requests))
             lanes = zip(requests, result.tokens, entries_of, strict=True)
         for request, new, entries in lanes:
-            self._give(request, new, entries, is_decode)
+            try:
+                self._give(request, new, entries, is_decode)
+            except BaseException as error:
+                self._ends.fault(request, error)
         if self.config.trims_rounds and is_decode:
             self._trim(requests)
 

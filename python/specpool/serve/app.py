@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from specpool._core import __version__
 from specpool.errors import ConfigError
@@ -52,8 +55,14 @@ _ERROR = {
 }
 
 
-def paths(service: Service) -> FastAPI:
-    """Return the paths of a server, without its guards."""
+def routers(service: Service) -> list[APIRouter]:
+    """Return the routes of a server, a router for each concern."""
+    modules = (chat, completions, tokens, sessions, state, figures)
+    return [*(module.routes(service) for module in modules), page_routes()]
+
+
+def paths(routers: Sequence[APIRouter]) -> FastAPI:
+    """Return the application of these routes, without guards."""
     app = FastAPI(
         title="specpool",
         version=__version__,
@@ -61,9 +70,8 @@ def paths(service: Service) -> FastAPI:
         redoc_url=None,
         responses={"4XX": _ERROR, "5XX": _ERROR},
     )
-    for module in (chat, completions, tokens, sessions, state, figures):
-        app.include_router(module.routes(service))
-    app.include_router(page_routes())
+    for router in routers:
+        app.include_router(router)
     for kind in (ApiError, ConfigError, EngineFault, EngineGone):
         app.add_exception_handler(kind, _own_error)
     app.add_exception_handler(RequestValidationError, _wrong_body)
@@ -74,7 +82,8 @@ def paths(service: Service) -> FastAPI:
 
 def build_app(service: Service) -> ASGIApp:
     """Return the application of a server."""
-    app = paths(service)
+    made = routers(service)
+    app = paths(made)
     guarded: ASGIApp = AccessGuard(BodyGuard(app, service), service)
     if service.config.origins:
         guarded = CORSMiddleware(
@@ -84,7 +93,13 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-specpool-ignored", "x-should-retry"],
         )
-    return AccessLog(guarded, service)
+    routes = [*app.routes, *(route for router in made for route in router.routes)]
+    patterns = [route for route in routes if isinstance(route, Route)]
+    logged: Any = AccessLog(guarded, service, patterns)  # uvicorn's types differ from Starlette's
+    if service.config.proxies:
+        logged = ProxyHeadersMiddleware(logged, [*service.config.proxies])
+    answer: ASGIApp = logged
+    return answer
 
 
 async def _own_error(request: Request, error: Exception) -> Response:

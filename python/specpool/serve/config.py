@@ -11,6 +11,7 @@ from typing import Any
 
 from specpool.checks import check_int, shown
 from specpool.errors import ConfigError
+from specpool.models.files.names import suffix_of
 from specpool.num_bytes import parse_bytes
 
 #: Where the server listens unless it is told otherwise: this machine alone.
@@ -29,7 +30,9 @@ class ServeConfig:
         names: what clients may call the model; the first is the one that answers carry.
         api_keys: clients must send one of them; () = no key is asked for.
         open_metrics: `/metrics` needs no key, although other paths do.
+        share_prefixes: all keys share cached KV; else each key has that of its own texts alone.
         origins: other sites whose pages may call the server (CORS); `*` = all.
+        proxies: addresses and networks of proxies whose `x-forwarded-for` is believed.
         hosts: names beside the loopback ones by which a loopback server may be called.
         max_queue: requests that may wait beside those that run; further ones get 429.
         max_body: the most bytes of a request's body.
@@ -40,7 +43,7 @@ class ServeConfig:
         read_timeout: seconds in which a request's headers and body must come.
         write_timeout: seconds that a client may leave a part of a stream unread.
         drain_timeout: seconds that running requests get when the server is told to stop.
-        max_sessions: the most open sessions.
+        max_sessions: the most open sessions; one of several keys may have as many as are left.
         session_timeout: seconds after which a session without a turn is closed.
         access_log: write a line for each request.
     """
@@ -50,7 +53,9 @@ class ServeConfig:
     names: tuple[str, ...] = ("specpool/tiny",)
     api_keys: tuple[str, ...] = ()
     open_metrics: bool = False
+    share_prefixes: bool = False
     origins: tuple[str, ...] = ()
+    proxies: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     max_queue: int = 1024
     max_body: int = 8 << 20
@@ -88,8 +93,8 @@ class ServeConfig:
                 )
 
     def _check_names(self) -> None:
-        """Raise `ConfigError` for an empty or strange name of a model, a host or an origin."""
-        for field in ("names", "hosts", "origins"):
+        """Raise `ConfigError` for a strange name of a model, a host, a site or a proxy."""
+        for field in ("names", "hosts", "origins", "proxies"):
             value = getattr(self, field)
             if not isinstance(value, tuple | list):
                 raise ConfigError(f"{field} must be a tuple of names, got {shown(value)}")
@@ -116,6 +121,18 @@ class ServeConfig:
                 raise ConfigError(
                     f"an origin is * or begins with http:// or https://, got {shown(origin)}"
                 )
+        for proxy in self.proxies:
+            try:
+                ipaddress.ip_network(str(proxy))
+            except ValueError as error:
+                raise ConfigError(
+                    f"proxies must be addresses or networks such as 10.0.0.0/8: {error!s:.200}"
+                ) from None
+
+    @property
+    def has_several_keys(self) -> bool:
+        """Whether clients may have different keys."""
+        return len(set(self.api_keys)) > 1
 
     @property
     def is_loopback(self) -> bool:
@@ -139,6 +156,9 @@ class Launch:
         chat_template: replaces the tokenizer's own (Jinja).
         stuck_timeout: seconds after which a replica's engine that does not answer is killed.
         ranks: the processes of a replica that share the target.
+
+    Raises:
+        ConfigError: a draft would show clients something of the texts of others.
     """
 
     config: ServeConfig
@@ -147,6 +167,15 @@ class Launch:
     chat_template: str | None = None
     stuck_timeout: float = 60.0
     ranks: int = 1
+
+    def __post_init__(self) -> None:
+        shares = any(map(suffix_of, self.loading.get("draft") or ()))
+        if shares and self.config.has_several_keys and not self.config.share_prefixes:
+            raise ConfigError(
+                "draft: 'suffix:shared' drafts from the texts of all clients, so accepted drafts "
+                f"would tell each of the {len(set(self.config.api_keys))} API keys something of "
+                "the others' texts: give 'suffix', or share_prefixes to share on purpose"
+            )
 
 
 def body_bytes(text: str) -> int:

@@ -14,7 +14,11 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 
 class Counters:
-    """Counters and histograms of the front; their registry is scraped at `/metrics`."""
+    """Counters and histograms of the front; their registry is scraped at `/metrics`.
+
+    They count what clients have sent and got, as vLLM's do: new tokens as they come, and a prompt
+    with all its tokens, cached or not, once for each sample, with the sample's first token.
+    """
 
     def __init__(self, model_name: str) -> None:
         """Start at 0."""
@@ -33,6 +37,10 @@ class Counters:
         self._queue = self._seconds("request_queue_time_seconds", "Arrival to the first row")
         self._prompt = self._tokens("request_prompt_tokens", "Prompt tokens of a request")
         self._new = self._tokens("request_generation_tokens", "New tokens of a request")
+        self._prompt_total = self._counter(
+            "prompt_tokens", "Prompt tokens of the texts that have begun, cached ones included."
+        )
+        self._new_total = self._counter("generation_tokens", "New tokens of all texts.")
         self._ended = Counter(
             "vllm:request_success",
             "Requests that ended, by reason.",
@@ -46,9 +54,14 @@ class Counters:
             registry=self.registry,
         )
 
-    def first(self, seconds: float) -> None:
-        """Note the first token of a request."""
+    def first(self, seconds: float, num_prompt: int) -> None:
+        """Note the first token of a sample, whose prompt has `num_prompt` tokens."""
         self._first_token.observe(seconds)
+        self._prompt_total.inc(num_prompt)
+
+    def new(self, num_tokens: int) -> None:
+        """Note new tokens of a sample."""
+        self._new_total.inc(num_tokens)
 
     def part(self, seconds: float, num_tokens: int) -> None:
         """Note a further part of a stream, of so many tokens."""
@@ -68,6 +81,10 @@ class Counters:
             self._queue.observe(done.queue_seconds)
         if first is not None and num_new > 1:
             self._per_token.observe((seconds - first) / (num_new - 1))
+
+    def _counter(self, name: str, text: str) -> Counter:
+        family = Counter(f"vllm:{name}", text, [*self.labels], registry=self.registry)
+        return family.labels(**self.labels)
 
     def _seconds(self, name: str, text: str) -> Histogram:
         return self._histogram(name, f"{text}, in seconds.", _SECONDS)

@@ -52,8 +52,6 @@ def engine_families(stats: EngineStats, labels: Mapping[str, str]) -> Iterator[M
         yield gauge
     counts: dict[str, tuple[str, float]] = {
         "num_preemptions": ("Retractions.", stats.retracted_ct),
-        "prompt_tokens": ("Tokens of prefills.", stats.prefilled_token_ct),
-        "generation_tokens": ("Tokens that the steps gave.", stats.generated_token_ct),
         "spec_decode_num_drafts": ("Rows' rounds with drafts.", stats.drafted_round_ct),
         "spec_decode_num_draft_tokens": ("Drafts, right or wrong.", stats.draft_ct),
         "spec_decode_num_accepted_tokens": ("Accepted drafts.", stats.correct_draft_ct),

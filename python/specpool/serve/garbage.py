@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 from collections.abc import Callable
 
@@ -16,9 +17,13 @@ _FEW = 64
 
 
 def settle() -> None:
-    """Leave what is loaded out of all later searches: it stays, and takes half a second to see."""
+    """Leave what is loaded out of all later searches: it stays, and takes half a second to see.
+
+    At exit all of it is searched again: libraries print a line for each object that is left behind.
+    """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 async def tidy(num_open: Callable[[], int]) -> None:

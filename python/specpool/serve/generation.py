@@ -31,11 +31,12 @@ class Order:
     params: SamplingParams
     priority: int = 0
     session: SessionRecord | None = None  # taken; its turn is the only prompt
+    notes_special: bool = False  # special tokens are told beside the texts
 
     @property
     def num_prompt(self) -> int:
         """The tokens of all prompts."""
-        return sum(len(p.ids if isinstance(p, NextTurn) else p) for p in self.prompts)
+        return sum(map(num_tokens_of, self.prompts))
 
 
 class Generation:
@@ -52,7 +53,10 @@ class Generation:
         num = len(order.prompts) * order.params.n
         self._check_number(num)
         eos = service.client.ready.eos_token_ids
-        self.choices = [Choice(i, service.tokenizer, order.params, eos) for i in range(num)]
+        self.choices = [
+            Choice(i, service.tokenizer, order.params, eos, notes_special=order.notes_special)
+            for i in range(num)
+        ]
         self._streams: list[Stream] = []
         self._latest: list[float | None] = [None] * num  # when each text's latest part came
         self._firsts: list[float | None] = [None] * num
@@ -165,10 +169,12 @@ class Generation:
         """Measure a part, and raise if the text has failed."""
         counters, now, i = self._service.counters, time.perf_counter(), choice.index
         if delta.num_tokens:
+            counters.new(delta.num_tokens)
             latest = self._latest[i]
             if latest is None:
                 self._firsts[i] = now - self._arrived
-                counters.first(now - self._arrived)
+                prompt = self.order.prompts[i // self.order.params.n]
+                counters.first(now - self._arrived, num_tokens_of(prompt))
             else:
                 counters.part(now - latest, delta.num_tokens)
             self._latest[i] = now
@@ -193,6 +199,11 @@ class Generation:
         )
         for stream in self._streams:
             stream.fail(error)
+
+
+def num_tokens_of(prompt: list[int] | NextTurn) -> int:
+    """Return the tokens of a prompt; in a session, with those of the earlier turns."""
+    return len(prompt.ids if isinstance(prompt, NextTurn) else prompt)
 
 
 def _gone(error: EngineGone) -> ApiError:

@@ -137,6 +137,7 @@ async def _main(
                 log_config=None,
                 log_level="info",
                 access_log=False,
+                proxy_headers=False,  # `build_app` does what the options say
                 server_header=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=5,

@@ -14,6 +14,7 @@ from specpool.serve.api.errors import ApiError, shutting_down
 from specpool.serve.bridge.client import EngineClient
 from specpool.serve.config import ServeConfig
 from specpool.serve.counters import Counters
+from specpool.serve.keys import Keys
 from specpool.serve.sessions import Sessions
 from specpool.serve.turns import Turns
 
@@ -37,6 +38,7 @@ class Service:
         config: the options.
         client: the way to the engine.
         tokenizer: the target's.
+        keys: the API keys.
         sessions: the open sessions.
         counters: what the front measures.
         turns: requests for work are checked, and later parsed, tokenized and submitted, a few in
@@ -55,6 +57,7 @@ class Service:
     ) -> None:
         """Serve an engine that is ready; see `Sessions` for the tag."""
         self.config, self.client, self.tokenizer = config, client, tokenizer
+        self.keys = Keys(config)
         self.sessions = Sessions(client, config, tag)
         self.counters = Counters(config.names[0])
         self.turns = Turns(_PER_ROUND)

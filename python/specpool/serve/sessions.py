@@ -1,4 +1,10 @@
-"""`Sessions`: conversations over HTTP. The front knows the tokens, the engine has the KV."""
+"""`Sessions`: conversations over HTTP. The front knows the tokens, the engine has the KV.
+
+A session belongs to the API key that opened it. Its full name, `ident`, is the id that clients know
+and the key's id behind it (`ident_of`). A request names a session by the id that it sends and the
+key that it has, so with another key it names one that never existed. The name goes along when a
+session moves, and so does its key.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +28,27 @@ from specpool.serve.bridge.parcel import Others, ParcelNumbers, SessionParcel
 from specpool.serve.config import ServeConfig
 
 
+def ident_of(public_id: str, key_id: str) -> str:
+    """Return the full name of a session, which one key alone can name.
+
+    Args:
+        public_id: the id that the client sends.
+        key_id: the id of its key; "" on a server without keys.
+    """
+    return f"{public_id}/{key_id}" if key_id else public_id
+
+
+def public_id_of(ident: str) -> str:
+    """Return the id that clients and routers know."""
+    return ident.partition("/")[0]
+
+
 @dataclass(slots=True, eq=False)
 class SessionRecord:
     """An open session.
 
     Attributes:
-        ident: its name for clients.
+        ident: its full name.
         conversation: its tokens and turns, as in the engine; `number` is the engine's.
         max_tokens: the most tokens of all turns.
         is_busy: a turn, a rewind, a fork or a move is under way.
@@ -44,6 +66,16 @@ class SessionRecord:
     is_leaving: bool = False
 
     @property
+    def public_id(self) -> str:
+        """Its name for clients."""
+        return public_id_of(self.ident)
+
+    @property
+    def key_id(self) -> str:
+        """The id of the key that it belongs to."""
+        return self.ident.partition("/")[2]
+
+    @property
     def offset(self) -> int:
         """The tokens of all turns that have ended."""
         return len(self.conversation.tokens)
@@ -51,7 +83,7 @@ class SessionRecord:
     def body(self) -> dict[str, Any]:
         """Return the session as clients see it."""
         return {
-            "id": self.ident,
+            "id": self.public_id,
             "object": "session",
             "offset": self.offset,
             "turn_ends": [turn.end for turn in self.conversation.said],
@@ -90,7 +122,7 @@ class Sessions:
         # A session lives in one server's memory: its name says in which.
         self._tag = tag or secrets.token_hex(4)
         self._records: dict[str, SessionRecord] = {}
-        self._num_opening = 0  # the engine has not answered yet
+        self._opening: Counter[str] = Counter()  # by key; the engine has not answered yet
         self._settling: set[asyncio.Task[None]] = set()
         self.others: Others | None = None
         self._past = ParcelNumbers()  # of sessions that moved on, or were closed after a move
@@ -103,17 +135,21 @@ class Sessions:
     def __iter__(self) -> Any:
         return iter(list(self._records.values()))
 
-    async def open(self, max_tokens: int | None) -> SessionRecord:
-        """Open a session.
+    def of_key(self, key_id: str) -> list[SessionRecord]:
+        """Return the sessions of a key."""
+        return [record for record in self if record.key_id == key_id]
+
+    async def open(self, max_tokens: int | None, key_id: str = "") -> SessionRecord:
+        """Open a session for the key of this id.
 
         Raises:
             ApiError: too many are open.
             ConfigError: `max_tokens` does not fit the engine.
         """
-        with self._room():
+        with self._room(key_id):
             number = await self._client.call("open", max_tokens)
             most = max_tokens or self._client.ready.max_context_len
-            return self._keep(Conversation(number), most)
+            return self._keep(Conversation(number), most, key_id)
 
     def may_come(self, ident: str) -> bool:
         """Return whether a session is not here, but may be on its way to this server."""
@@ -182,7 +218,7 @@ class Sessions:
                 code="session_offset_mismatch",
                 param="session_offset",
                 retry=False,
-                session={"id": record.ident, "offset": record.offset},
+                session={"id": record.public_id, "offset": record.offset},
             )
         return record
 
@@ -207,7 +243,9 @@ class Sessions:
         """Add a turn that has ended, as the engine does, and give the session back."""
         if done.finish_reason in ("stop", "length"):
             stop_ids = frozenset(params.stop_token_ids) | (eos if not params.ignore_eos else set())
-            answer = [token for token in done.token_ids if token not in stop_ids]
+            answer = done.token_ids
+            if done.stop_hit is None:
+                answer = [token for token in answer if token not in stop_ids]
             tokens = [*turn.ids, *done.token_ids]
             said = Said(len(tokens), turn.messages, answer, params.stop)
             record.conversation.tokens = tokens
@@ -270,7 +308,7 @@ class Sessions:
             ApiError: there is no such session, it is busy, or too many are open.
         """
         record = self.find(ident)
-        with self._room():
+        with self._room(record.key_id):
             self._take(record)
             try:
                 number = await self._client.call("fork", record.conversation.number)
@@ -278,7 +316,7 @@ class Sessions:
                 self.release(record)
             old = record.conversation
             copy = Conversation(number, list(old.tokens), list(old.said))
-            return self._keep(copy, record.max_tokens)
+            return self._keep(copy, record.max_tokens, record.key_id)
 
     async def close(self, ident: str) -> None:
         """Close a session and abort its turn.
@@ -423,28 +461,35 @@ class Sessions:
         return record
 
     @contextlib.contextmanager
-    def _room(self) -> Iterator[None]:
+    def _room(self, key_id: str = "") -> Iterator[None]:
         """Keep the place of a session while the engine opens it.
+
+        One of several keys may have at most as many sessions as places are free: it can take half
+        of the places if no other key has any, and never all.
 
         Raises:
             ApiError: with those that are being opened, too many are open.
         """
-        num = len(self._records) + self._num_opening
-        if num >= self._config.max_sessions:
+        num = len(self._records) + self._opening.total()
+        num_free = self._config.max_sessions - num
+        has_others = self._config.has_several_keys
+        num_own = len(self.of_key(key_id)) + self._opening[key_id] if has_others else num
+        if num_free <= 0 or (has_others and num_own > num_free):
+            whose = " of this key" if has_others else ""
             raise ApiError(
                 429,
-                f"{num} sessions are open, which is the most: close one",
+                f"{num_own} sessions{whose} are open, which is the most: close one",
                 code="too_many_sessions",
                 retry=False,
             )
-        self._num_opening += 1
+        self._opening[key_id] += 1
         try:
             yield
         finally:
-            self._num_opening -= 1
+            self._opening[key_id] -= 1
 
-    def _keep(self, conversation: Conversation, max_tokens: int) -> SessionRecord:
-        ident = f"{self._tag}.{self._secret(16)}"
+    def _keep(self, conversation: Conversation, max_tokens: int, key_id: str) -> SessionRecord:
+        ident = ident_of(f"{self._tag}.{self._secret(16)}", key_id)
         record = SessionRecord(ident, conversation, max_tokens, used=self._clock())
         self._records[record.ident] = record
         return record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -50,11 +50,16 @@ class BlockMachine(RuleBasedStateMachine):
     # The most turns of the loop between the last request and rest.
     max_turns: ClassVar[int] = 20_000
 
-    def make_scheduler(
-        self, num_blocks: int, block_size: int, device: BlockDevice
-    ) -> BlockScheduler:
+    def make_scheduler(self, num_blocks: int, block_size: int, device: Any) -> BlockScheduler:
         """Return the scheduler under test, which must run its forwards on `device`."""
         raise NotImplementedError
+
+    def make_device(self, num_blocks: int, block_size: int) -> Any:
+        """Return the device for a pool; override it to give one of your own.
+
+        The machine sets its `pool`, and calls nothing of it.
+        """
+        return BlockDevice(num_blocks, block_size)
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +70,7 @@ class BlockMachine(RuleBasedStateMachine):
         """Build the device and the scheduler."""
         num_blocks, block_size = data.draw(self.sizes, label="num_blocks, block_size")
         self.most_tokens = min(num_blocks, _MOST_BLOCKS) * block_size
-        device = BlockDevice(num_blocks, block_size)
+        device = self.make_device(num_blocks, block_size)
         self.scheduler = self.make_scheduler(num_blocks, block_size, device)
         device.pool = self.scheduler.pool
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Protocol
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -19,14 +19,27 @@ from specpool.testing.strategies import LedgerConfig, ledger_configs
 class Scheduler(Protocol):
     """The interface of the scheduler under test: usually a few lines around your own class."""
 
-    def submit(self, request: int, prompt_len: int, max_new_tokens: int) -> None:
-        """Take a new request; `prompt_len + max_new_tokens <= max_context_len`."""
+    def submit(self, request: int, prompt: Any, max_new_tokens: int, /) -> None:
+        """Take a new request; prompt and new tokens fit into `max_context_len`.
+
+        Args:
+            request: its number.
+            prompt: how many tokens it has; with `LedgerMachine.tokens` a list of them.
+            max_new_tokens: at least 1.
+        """
 
     def abort(self, request: int) -> None:
         """End a request whose client is gone. It was submitted once, and may be over by now."""
 
     def step(self) -> bool:
         """Run one turn of the loop; return False when all is done and every step is complete."""
+
+
+class Device(Protocol):
+    """What the machine calls of a device: the scheduler under test calls the rest."""
+
+    def check_complete(self) -> None:
+        """Raise an `AssertionError` if a step that is complete in the ledger has not run here."""
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -42,12 +55,22 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # The ledgers to run on; override it to fix the options that the scheduler needs.
     configs: ClassVar[st.SearchStrategy[LedgerConfig]] = ledger_configs()
+    # The tokens of prompts; None = `submit` gets the length of each. With few tokens, such as
+    # `st.integers(0, 6)`, prompts that begin alike part again soon.
+    tokens: ClassVar[st.SearchStrategy[int] | None] = None
     # The most turns of the loop between the last request and rest.
     max_turns: ClassVar[int] = 500
 
-    def make_scheduler(self, ledger: Ledger, device: FakeDevice) -> Scheduler:
+    def make_scheduler(self, ledger: Ledger, device: Any) -> Scheduler:
         """Return the scheduler under test, which must run its forwards on `device`."""
         raise NotImplementedError
+
+    def make_device(self, ledger: Ledger, choose: Callable[[int], int]) -> Device:
+        """Return the device for a ledger; override it to give one of your own.
+
+        `choose(n)` returns a number in `range(n)`. Hypothesis has drawn its seed.
+        """
+        return FakeDevice(ledger, choose=choose)
 
     def kept_prefixes(self) -> Iterable[int]:
         """Return the pinned prefixes that the scheduler keeps on purpose, as a prefix cache does.
@@ -59,13 +82,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.requests = 0
+        self.prompts: list[list[int]] = []  # of each request, if they have tokens
 
     @initialize(data=st.data(), seed=st.integers(0, 2**32 - 1))
     def start(self, data: st.DataObject, seed: int) -> None:
         """Build the ledger, the device and the scheduler."""
         config = data.draw(self.configs, label="config")
         self.ledger = config.build()
-        self.device = FakeDevice(self.ledger, choose=random.Random(seed).randrange)
+        self.device = self.make_device(self.ledger, random.Random(seed).randrange)
         self.scheduler = self.make_scheduler(self.ledger, self.device)
 
     @rule(data=st.data())
@@ -75,7 +99,14 @@ class LedgerMachine(RuleBasedStateMachine):
         prompt_len = data.draw(st.integers(1, context - 1), label="prompt_len")
         max_new_tokens = data.draw(st.integers(1, context - prompt_len), label="max_new_tokens")
         self.requests += 1
-        self.scheduler.submit(self.requests, prompt_len, max_new_tokens)
+        if self.tokens is None:
+            self.scheduler.submit(self.requests, prompt_len, max_new_tokens)
+            return
+        known = data.draw(st.sampled_from([[], *self.prompts]), label="it begins as")[:prompt_len]
+        size = prompt_len - len(known)
+        new = data.draw(st.lists(self.tokens, min_size=size, max_size=size), label="new tokens")
+        self.prompts.append([*known, *new])
+        self.scheduler.submit(self.requests, [*known, *new], max_new_tokens)
 
     @precondition(lambda self: self.requests > 0)
     @rule(data=st.data())

@@ -43,12 +43,13 @@ _process = SecondProcess(__name__, START_SECONDS)
 def render(
     template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
 ) -> str:
-    """Render a chat up to where the answer begins.
+    """Render a chat up to where the answer begins, unless `variables` say otherwise.
 
     Args:
         template: Jinja, as transformers takes it.
         messages: plain data, as in JSON.
-        variables: further variables of the template, such as the special tokens.
+        variables: further variables of the template, such as the special tokens; also
+            `add_generation_prompt` and `continue_final_message`, as in transformers.
 
     Returns:
         The text.
@@ -89,8 +90,7 @@ def serve() -> None:
             rendered: Any = render_jinja_template(
                 conversations=[request["messages"]],
                 chat_template=request["template"],
-                add_generation_prompt=True,
-                **request["variables"],
+                **{"add_generation_prompt": True} | request["variables"],
             )
             text = rendered[0][0]
             if len(text) > num_characters:

@@ -1,8 +1,9 @@
-"""`StopSearch`: searches a growing text for stop strings."""
+"""`StopSearch`: searches a growing text for stop strings. `VeiledSearch`: one with hidden parts."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import copy
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,10 +52,15 @@ class StopSearch:
     """A search for the earliest of several strings in a text that comes in pieces.
 
     It holds back only the end of the text that may be the beginning of a string.
+
+    Attributes:
+        hit: the string that ended the text; None = none has yet.
+        num_given: characters returned so far; after a hit, those before its string.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.hit: StopHit | None = None
+        self.num_given = 0
         self._strings = sorted(strings, key=len)
         self._by_first: defaultdict[str, list[str]] = defaultdict(list)  # by their first character
         for string in strings:
@@ -63,6 +69,11 @@ class StopSearch:
         self._ends: list[int] = []  # for each character held, the tokens pushed when it is complete
         # The start of the earliest string in `_held`, and the length of the shortest one there.
         self._found: tuple[int, int] | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Characters that are held back."""
+        return len(self._held)
 
     def feed(self, text: str, ends: Sequence[int]) -> str:
         """Search the next piece, and return the text that cannot be part of a stop string.
@@ -113,6 +124,87 @@ class StopSearch:
     def _give(self, end: int) -> str:
         given, self._held = self._held[:end], self._held[end:]
         del self._ends[:end]
+        self.num_given += end
         if self._found is not None:
             self._found = self._found[0] - end, self._found[1]
         return given
+
+
+class VeiledSearch:
+    """A search in a text of which parts are hidden, such as the names of special tokens.
+
+    It searches the text with its hidden parts and without them. The string that begins first ends
+    the text; the hidden parts are never returned.
+
+    Attributes:
+        hit: the string that ended the text; None = none has yet.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.hit: StopHit | None = None
+        self._shown = StopSearch(strings)  # the text without hidden parts
+        self._whole: StopSearch | None = None  # with them; None = nothing held is hidden
+        self._spans: deque[tuple[int, int]] = deque()  # hidden in `_whole`: first place and length
+        self._num_hidden = 0  # characters of older spans
+        self._held = ""  # shown text that one of the searches holds back
+        self._num_given = 0  # shown characters returned so far
+
+    def feed(self, text: str, ends: Sequence[int]) -> str:
+        """Search the next piece that is shown; see `StopSearch.feed`."""
+        if self.hit is not None:
+            return ""
+        self._held += text
+        self._shown.feed(text, ends)
+        if self._whole is not None:
+            self._whole.feed(text, ends)
+        return self._settle()
+
+    def hide(self, text: str, end: int) -> str:
+        """Search the next piece that is hidden; return shown text that was held back until now.
+
+        Args:
+            text: the next piece.
+            end: the number of pushed tokens with the one that it belongs to.
+        """
+        if self.hit is not None:
+            return ""
+        if self._whole is None:
+            self._whole = copy.deepcopy(self._shown)
+            self._spans, self._num_hidden = deque(), 0
+        self._spans.append((self._whole.num_given + self._whole.num_held, len(text)))
+        self._whole.feed(text, [end] * len(text))
+        return self._settle()
+
+    def close(self) -> str:
+        """End the text; return the text held back, up to the stop string if there is one."""
+        if self.hit is not None:
+            return ""
+        self._shown.close()
+        if self._whole is not None:
+            self._whole.close()
+        return self._settle()
+
+    def _settle(self) -> str:
+        """Return the shown text that both searches have given, and take over a hit that is final.
+
+        A hit is final unless the other search still holds text from before it.
+        """
+        whole, shown_len = self._whole, self._shown.num_given
+        whole_len = shown_len if whole is None else self._shown_part(whole.num_given)
+        end = min(shown_len, whole_len)
+        given, self._held = self._held[: end - self._num_given], self._held[end - self._num_given :]
+        self._num_given = end
+        hits = [(shown_len, self._shown.hit), (whole_len, None if whole is None else whole.hit)]
+        final = [hit for start, hit in hits if hit is not None and start == end]
+        if final:
+            self.hit = min(final, key=lambda hit: (hit.num_tokens, len(hit.stop)))
+        elif whole is not None and not self._held and not whole.num_held:
+            self._whole = None  # from here on both texts are the same
+        return given
+
+    def _shown_part(self, num_whole: int) -> int:
+        """Return how many of the first characters of the whole text are shown."""
+        while self._spans and sum(self._spans[0]) <= num_whole:
+            self._num_hidden += self._spans.popleft()[1]
+        start, length = self._spans[0] if self._spans else (num_whole, 0)
+        return num_whole - self._num_hidden - min(max(num_whole - start, 0), length)

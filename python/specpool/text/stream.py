@@ -1,14 +1,16 @@
 """`TextStream`: decodes tokens as they come, and finds stop strings.
 
 The output of a stream is final: it is the beginning of `tokenizer.decode` of all tokens, and it
-never ends within a character or a stop string.
+never ends within a character or a stop string. Special tokens have no text in the output, but stop
+strings see their names.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
@@ -16,7 +18,7 @@ from specpool.errors import (
     ConfigError,
     OrderError,
 )
-from specpool.text.stop_search import StopHit, StopSearch, check_stop
+from specpool.text.stop_search import StopHit, VeiledSearch, check_stop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +29,7 @@ CONTEXT = 16
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
-Kind = Literal["plain", "byte", "empty", "silent"]
+Kind = Literal["plain", "byte", "empty", "hidden", "silent"]
 
 # For each tokenizer, the kinds of the tokens that have been looked up.
 _KINDS: WeakKeyDictionary[PreTrainedTokenizerBase, dict[int, Kind]] = WeakKeyDictionary()
@@ -38,16 +40,32 @@ class TextStream:
 
     It holds back a character whose bytes are not complete; a run of byte tokens (`<0xE2>`, of
     sentencepiece tokenizers), which decodes as a whole once another token ends it; and text that
-    may begin a stop string. Special tokens have no text. The output does not depend on how the
-    tokens are split into calls.
+    may begin a stop string. The output does not depend on how the tokens are split into calls.
+
+    Attributes:
+        hit: the stop string that ended the text; None = none has yet.
+        specials: if they are noted, the special tokens that are not output: each as the number of
+            the text's characters before it, and its name. The text may not be output that far yet.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop: Sequence[str] = (),
+        *,
+        hidden: Collection[int] = (),
+        shows_special: bool = False,
+        notes_special: bool = False,
+    ) -> None:
         """Decode with `tokenizer`; without one, every text is empty.
 
         Args:
             tokenizer: the target's.
-            stop: strings; the text ends before the first place where one of them begins.
+            stop: strings; the text ends before the first place where one of them begins. They are
+                looked for in the text as it is output, and in the text with the hidden tokens.
+            hidden: tokens that have no text in the output, such as those that end a text.
+            shows_special: output the names of special tokens; if False, they are hidden too.
+            notes_special: list special tokens that are hidden, other than `hidden`, in `specials`.
 
         Raises:
             ConfigError: there are stop strings without a tokenizer, or they are not valid.
@@ -56,13 +74,18 @@ class TextStream:
         if stop and tokenizer is None:
             raise ConfigError(f"stop strings need a tokenizer, and the target has none: {stop!r}")
         self.hit: StopHit | None = None
+        self.specials: list[tuple[int, str]] = []
         self._tokenizer = tokenizer
         self._kinds = {} if tokenizer is None else _KINDS.setdefault(tokenizer, {})
-        self._stops = StopSearch(stop) if stop else None
+        self._hidden, self._shows_special = hidden, shows_special
+        self._notes_special = notes_special
+        self._stops = VeiledSearch(stop) if stop else None
         self._window: list[int] = []  # the last tokens, decoded again with each new one
         self._given_len = 0  # characters of the window's text that were taken
         self._run: list[int] = []  # byte tokens of a run that has not ended
         self._run_ends: list[int] = []  # for each of them, the tokens pushed up to it
+        self._veiled: list[tuple[int, int]] = []  # hidden tokens amid the run, and their numbers
+        self._num_decoded = 0  # characters so far, those that are held back included
         self._num_tokens = 0  # pushed so far
         self._is_closed = False
 
@@ -88,6 +111,8 @@ class TextStream:
             if kind == "byte":
                 self._run += block
                 self._run_ends += ends
+            elif kind == "hidden":
+                parts += [self._hide(t, n) for t, n in zip(block, ends, strict=True)]
             elif kind != "silent":
                 parts.append(self._end_run())
                 if kind == "empty":  # keep one between two runs, but only one
@@ -107,13 +132,17 @@ class TextStream:
             self.hit = self._stops.hit
         return "".join(parts)
 
+    def shows(self, token: int) -> bool:
+        """Return whether a token has a part in the text that is output."""
+        return self._tokenizer is not None and self._kind(token) not in ("hidden", "silent")
+
     def _end_run(self) -> str:
         """Decode the run of byte tokens; each character is complete at its own token."""
         run, ends = self._run, self._run_ends
         if not run:
             return ""
         self._run, self._run_ends = [], []
-        if self._stops is None:
+        if self._stops is None and not self._veiled:
             return self._take(run, [], whole=True)
         assert self._tokenizer is not None
         names = "".join(self._tokenizer.convert_ids_to_tokens(run))
@@ -142,31 +171,66 @@ class TextStream:
         if len(self._window) >= 2 * CONTEXT:  # the shorter window may cut a character
             self._window = self._window[-CONTEXT:]
             self._given_len = len(self._decode(self._window)) - held_len
-        if self._stops is None:
-            return new
+        if self._stops is None and not self._veiled:
+            return self._show(new, ends)
         num_more = len(new) - len(ends)
-        return self._stops.feed(new, [*[ends[0]] * num_more, *ends[max(0, -num_more) :]])
+        ends = [*[ends[0]] * num_more, *ends[max(0, -num_more) :]]
+        parts, done = [], 0
+        for token, number in self._veiled:  # each stands behind the characters complete before it
+            end = bisect_left(ends, number)
+            parts += [self._show(new[done:end], ends[done:end]), self._veil(token, number)]
+            done = end
+        self._veiled.clear()
+        return "".join([*parts, self._show(new[done:], ends[done:])])
+
+    def _show(self, text: str, ends: Sequence[int]) -> str:
+        """Return what can be output now that this text has been decoded."""
+        self._num_decoded += len(text)
+        return text if self._stops is None else self._stops.feed(text, ends)
+
+    def _hide(self, token: int, number: int) -> str:
+        """Take a hidden token; return text that was held back until now."""
+        if self._run:
+            self._veiled.append((token, number))
+            return ""
+        return self._veil(token, number)
+
+    def _veil(self, token: int, number: int) -> str:
+        """Let the stop strings see a hidden token in its place, and note it."""
+        is_noted = self._notes_special and token not in self._hidden
+        if self._stops is None and not is_noted:
+            return ""
+        text = self._decode([token], skip_special=False)
+        if is_noted:
+            self.specials.append((self._num_decoded, text))
+        return "" if self._stops is None else self._stops.hide(text, number)
 
     def _kind(self, token: int) -> Kind:
         """Return the effect of a token: text, part of a byte run, the end of a run, or none."""
+        if token in self._hidden:
+            return "hidden"
         if token not in self._kinds:
             self._kinds[token] = self._look_up(token)
-        return self._kinds[token]
+        kind = self._kinds[token]
+        return "plain" if kind == "hidden" and self._shows_special else kind
 
     def _look_up(self, token: int) -> Kind:
         assert self._tokenizer is not None
         name: str | None = self._tokenizer.convert_ids_to_tokens([token])[0]
-        text = self._decode([token])
-        if name is None or (not text and self._decode([token], skip_special=False)):
-            return "silent"  # not in the vocabulary, or special
+        text = self._decode([token], skip_special=True)
+        if name is None:
+            return "silent"  # not in the vocabulary
+        if not text and self._decode([token], skip_special=False):
+            return "hidden"  # special
         if not name:
             return "empty"
         return "byte" if BYTE_TOKEN.fullmatch(name) and text != name else "plain"
 
-    def _decode(self, tokens: list[int], *, skip_special: bool = True) -> str:
+    def _decode(self, tokens: list[int], *, skip_special: bool | None = None) -> str:
         """Decode tokens, without removing spaces before punctuation."""
         assert self._tokenizer is not None
+        skip = not self._shows_special if skip_special is None else skip_special
         text = self._tokenizer.decode(
-            tokens, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+            tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False
         )
         return str(text)

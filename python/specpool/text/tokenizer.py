@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
-import os
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpool.checks import shown
 from specpool.errors import CheckpointError, ConfigError, needs_trust, reading, wants_trust
+from specpool.text.tokenizer_trial import check_growth, read_tokenizer, try_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+#: The files of tokenizers that transformers reads: its own, sentencepiece's, tiktoken's, Mistral's.
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "*.model",
+    "*.tiktoken",
+)
 
 
 def load_tokenizer(
@@ -26,35 +38,70 @@ def load_tokenizer(
             refused.
 
     Returns:
-        The tokenizer; None if the folder holds none of its files.
+        The tokenizer; None if the folder holds none of its files. Subfolders are not looked at.
 
     Raises:
-        CheckpointError: its files are broken, or need a package that is not installed.
+        CheckpointError: its files are broken, need a package that is not installed, or blow up (see
+            `check_growth`).
     """
     folder = Path(source)
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if not any(os.path.isfile(folder / name) for name in names):
+    files = [path for name in _FILES for path in sorted(folder.glob(name)) if path.is_file()]
+    if not files:
         return None
     config = folder / "tokenizer_config.json"
+    tokenizer: PreTrainedTokenizerBase | None = None
     try:
         with reading(f"cannot load the tokenizer of {str(source)!r}"):
             if config.is_file():
                 _check_config(json.loads(config.read_text(encoding="utf-8")))
-            from transformers import AutoTokenizer
-
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                str(folder),
-                trust_remote_code=trust_remote_code,
-                local_files_only=not trust_remote_code,
-            )
-            _try(tokenizer)
+            if not trust_remote_code:  # else the folder's code may do anything
+                check_growth(folder)
+            tokenizer = read_tokenizer(str(folder), trust_remote_code=trust_remote_code)
+            try_tokenizer(tokenizer)
+            _take_template(tokenizer, folder / "chat_template.json")
     except CheckpointError as error:
         if not trust_remote_code and wants_trust(error):
             raise needs_trust(str(source), "tokenizer") from error
+        if tokenizer is None and not (folder / "tokenizer.json").is_file():
+            for path in files:
+                if packages := _missing_packages(path):
+                    raise CheckpointError(
+                        f"cannot load the tokenizer of {str(source)!r}: {path.name} needs packages "
+                        f"that are not installed: pip install {packages}, or give a tokenizer with "
+                        "tokenizer="
+                    ) from error
         raise CheckpointError(
             f"{error}; mend its files, or give a tokenizer with tokenizer="
         ) from error
     return tokenizer
+
+
+def _take_template(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Take the chat template of a processor, which older models with images have beside them."""
+    if not tokenizer.chat_template and file.is_file():
+        template = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+        if not isinstance(template, str):
+            raise ValueError(f"{file.name} holds {shown(template)}, which is no template")
+        tokenizer.chat_template = template
+
+
+def _missing_packages(path: Path) -> str:
+    """Return the packages that a vocabulary of sentencepiece or tiktoken lacks, or ""."""
+    if path.suffix not in (".model", ".tiktoken"):
+        return ""
+    with path.open("rb") as file:
+        start = file.read(1)
+    # sentencepiece's file begins with the tag of a field, tiktoken's with base64.
+    readers = ("sentencepiece", "protobuf") if start == b"\n" else ("tiktoken",)
+    return " ".join(name for name in readers if not _is_installed(name))
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _check_config(content: Any) -> None:
@@ -69,18 +116,11 @@ def _check_config(content: Any) -> None:
             )
 
 
-def _try(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Encode and decode a little; raise any error of a tokenizer that cannot do it."""
-    count = len(tokenizer)
-    if not count:
-        raise ValueError("it knows no tokens")
-    ids = list(tokenizer.encode("a 1, b"))
-    if any(type(one) is not int or one < 0 for one in ids):
-        raise ValueError(f"it encodes to {shown(ids)}, not to token ids")
-    for some in (ids, list(range(min(64, count))), list(range(max(0, count - 64), count))):
-        tokenizer.convert_ids_to_tokens(some)
-        if not isinstance(tokenizer.decode(some), str):
-            raise ValueError(f"it decodes {shown(some)} to no text")
+def cleans_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether `decode` takes spaces away before marks, which a text that streams keeps."""
+    ids = tokenizer.encode("a , b . c", add_special_tokens=False)
+    plain = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    return bool(tokenizer.decode(ids) != plain)
 
 
 def check_tokenizer(tokenizer: object) -> None:

@@ -207,7 +207,7 @@ class Tokens:
         size, left = self._length - len(begin), np.empty(0, np.int32)
         for piece in _pieces(row.prompt):
             try:
-                ids = self._texts.encode(0, piece, goes_on=True)
+                ids = self._texts.encode(0, piece, adds_special=False)
             except ConfigError as error:
                 raise ConfigError(f"{row.place}: {error}") from None
             left = np.append(left, np.array(ids, np.int32))
@@ -220,7 +220,7 @@ class Tokens:
     def answered(self, row: Row) -> Text | None:
         """Return the text of a row with an answer; see `joined`."""
         assert row.answer is not None
-        ids = self._texts.encode(0, row.answer, goes_on=True) if row.answer else []
+        ids = self._texts.encode(0, row.answer, adds_special=False) if row.answer else []
         end = getattr(self._tokenizer, "eos_token_id", None)
         return self.joined(self.prompt(row), ids if end is None else [*ids, end])
 

@@ -1,4 +1,4 @@
-"""`Processors`: change the target's logits before tokens are chosen: bias, penalties, forms.
+"""`Processors`: change the target's logits before tokens are chosen: bias, penalties, forms, bans.
 
 They run at every node of a tree, each by the text up to that node. So the text is that of plain
 decoding. Rows without processors are left alone.
@@ -12,15 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specpool.arrays import Int64
 from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
 from specpool.kernels.transfer import Download, upload
 from specpool.scheduler.requests.request import Request
 from specpool.worker.penalties import TokenCounts
 
+# The tree of a root alone: its token, no child, no sibling.
+_ROOT = np.array([[0], [-1], [-1]], np.int64)
+
 
 class Processors:
-    """The processors of all rows; order: bias, repetition, frequency, presence, form."""
+    """The processors of all rows; order: bias, repetition, frequency, presence, form, bans."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         """Keep nothing yet; `num_rows` is without row 0."""
@@ -35,11 +39,11 @@ class Processors:
             self._counts.start(rows, [requests[i] for i in chosen])
 
     def look(self, tree: DraftTree, requests: Sequence[Request]) -> Download | None:
-        """Start the copy of trees to the host if a lane's form has to be followed along its tree.
+        """Start the copy of trees to the host if a lane's form or bans follow the drafts.
 
         Call it before the target's forward is launched, so that the host works meanwhile.
         """
-        if all(request.matcher is None for request in requests):
+        if not any(request.waits_for_tokens for request in requests):
             return None
         links = tree.first_child.long(), tree.next_sibling.long()
         return Download(torch.stack([tree.tokens, *links]))
@@ -77,7 +81,9 @@ class Processors:
         by_lane = processed.view(len(requests), -1, logits.shape[1])
         self._bias(by_lane, requests, chosen)
         self._penalize(by_lane, lanes, requests, chosen, tree)
-        self._constrain(processed, requests, chosen, on_host)
+        trees = None if on_host is None else on_host.array()
+        self._constrain(processed, requests, chosen, trees)
+        self._ban(processed, requests, chosen, trees)
         return processed
 
     def add(
@@ -145,19 +151,17 @@ class Processors:
         processed: Tensor,
         requests: Sequence[Request],
         chosen: Sequence[int],
-        on_host: Download | None,
+        trees: Int64 | None,
     ) -> None:
         """Rule out, at each node, the tokens that the form does not allow behind it."""
         mine = [(i, m) for i in chosen if (m := requests[i].matcher) is not None]
         if not mine:
             return
         num_nodes = len(processed) // len(requests)
-        trees = None if on_host is None else on_host.array()
-        root = np.zeros(1, np.int64), np.full(1, -1, np.int32), np.full(1, -1, np.int32)
         found = []
         for lane, matcher in mine:
             matcher.follow(requests[lane].tokens, requests[lane].prompt_len)
-            nodes, bits = matcher.masks(*(root if trees is None else trees[:, lane]))
+            nodes, bits = matcher.masks(*(_ROOT if trees is None else trees[:, lane]))
             found.append((nodes + lane * num_nodes, bits))
         places, words = upload(
             self._device,
@@ -168,6 +172,31 @@ class Processors:
         allowed = (words.unsqueeze(2) >> shifts & 1).flatten(1)[:, : processed.shape[1]] > 0
         masked = processed.index_select(0, places).masked_fill(~allowed, -torch.inf)
         processed.index_copy_(0, places, masked)
+
+    def _ban(
+        self,
+        processed: Tensor,
+        requests: Sequence[Request],
+        chosen: Sequence[int],
+        trees: Int64 | None,
+    ) -> None:
+        """Rule out, at each node, the tokens that may not follow the text up to it."""
+        num_nodes = len(processed) // len(requests)
+        pairs = []
+        for lane in chosen:
+            request = requests[lane]
+            if request.bans is not None:
+                tree = _ROOT if trees is None else trees[:, lane]
+                nodes, tokens = request.bans.of_tree(request.tokens, *tree)
+                pairs.append((nodes + lane * num_nodes, tokens))
+        if not pairs:
+            return
+        places, banned_tokens = upload(
+            self._device,
+            np.concatenate([nodes for nodes, _ in pairs]),
+            np.concatenate([tokens for _, tokens in pairs]),
+        )
+        processed[places, banned_tokens] = -torch.inf
 
     def _put(self, lanes: Sequence[int]) -> Tensor:
         """Return lane numbers on the device, int64 [n]."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool._core import Shape
+from specpool.arrays import Int64
 from specpool.attention.lanes import Lanes
 from specpool.checks import shown
 from specpool.draft.base import Drafter, DraftTree
 from specpool.draft.side_by_side import DraftPart, Reading, drafts_side_by_side
-from specpool.errors import ShapeError
+from specpool.errors import ShapeError, is_fault
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.scheduler.requests.request import Request
@@ -67,8 +69,8 @@ class Proposer:
             parts = [wanted[index][0] for index in indices]
             if drafts_side_by_side(drafter):
                 for index, tree in zip(indices, drafter.propose_parts(parts), strict=True):
-                    part = wanted[index][0]
-                    checked = self._checked(tree, part.shape, part.root_tokens, None)
+                    part, requests = wanted[index]
+                    checked = self._checked(tree, part.shape, part.root_tokens, requests)
                     found[index] = *checked, source
         return [
             found.get(index)
@@ -115,11 +117,11 @@ class Proposer:
 
         Returns:
             The trees, safe for verify to walk, and bool [B], the lanes whose tree was invalid and
-            was replaced. None instead of the latter if the host could read the trees. Last the
-            drafter that has proposed all trees; None = there is no single one.
+            was replaced. None instead of the latter if the host has read the trees and all are
+            valid. Last the drafter that has proposed all trees; None = there is no single one.
 
         Raises:
-            ShapeError: the trees are of another type or shape, or the host found invalid values.
+            ShapeError: the trees are of another type or shape.
         """
         sources = self._sources(requests)
         if len(sources) == 1:
@@ -159,23 +161,58 @@ class Proposer:
         self, drafter: Drafter, part: DraftPart, requests: Sequence[Request]
     ) -> tuple[DraftTree, Tensor | None]:
         """Ask the drafter for the trees of these lanes and check them; see `propose`."""
-        shape, roots, texts = part.shape, part.root_tokens, None
+        shape, roots = part.shape, part.root_tokens
         if drafts_side_by_side(drafter):
             (tree,) = drafter.propose_parts([part])
-            return self._checked(tree, shape, roots, None)
-        if drafter.reads_tokens and requests:
-            texts = [request.tokens for request in requests]
-        tree = drafter.propose(part.lanes, shape, roots, texts)
-        return self._checked(tree, shape, roots, texts)
+            return self._checked(tree, shape, roots, requests)
+        if not (drafter.reads_tokens and requests):
+            tree = drafter.propose(part.lanes, shape, roots, None)
+            return self._checked(tree, shape, roots, requests)
+        texts, failures = [request.tokens for request in requests], dict[int, str]()
+        try:
+            tree = drafter.propose(part.lanes, shape, roots, texts)
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            tree, failures = self._one_by_one(drafter, part, requests)
+        return self._checked(tree, shape, roots, requests, texts, failures)
+
+    def _one_by_one(
+        self, drafter: Drafter, part: DraftPart, requests: Sequence[Request]
+    ) -> tuple[DraftTree, dict[int, str]]:
+        """Ask for the trees lane by lane, because the drafter has failed for one of the texts.
+
+        Returns:
+            The trees, and for each lane for which it fails again, why. Such a lane has no drafts.
+        """
+        shape, trees, failures = part.shape, [], dict[int, str]()
+        for lane, request in enumerate(requests):
+            lanes = part.lanes.part(lane, lane + 1, shape.num_draft_tokens)
+            root = part.root_tokens[lane : lane + 1]
+            try:
+                tree = drafter.propose(lanes, shape, root, [request.tokens])
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                failures[lane] = f"the drafter failed: {type(error).__name__}: {error}"
+                tree = _forced_trees([request], shape)
+            trees.append(tree)
+        return functools.reduce(DraftTree.joined, trees), failures
 
     def _checked(
         self,
         tree: DraftTree,
         shape: Shape,
         roots: Tensor,
-        texts: Sequence[Sequence[int]] | None,
+        requests: Sequence[Request],
+        texts: Sequence[Sequence[int]] | None = None,
+        failures: Mapping[int, str] = MappingProxyType({}),
     ) -> tuple[DraftTree, Tensor | None]:
-        """Check a drafter's trees; return them and the broken lanes, see `propose`."""
+        """Check a drafter's trees; return them and the broken lanes, see `propose`.
+
+        `texts` are the lanes' tokens, if the drafter has read them on the host. `failures` say why
+        it has failed, by lane.
+        """
         if not isinstance(tree, DraftTree):
             raise ShapeError(f"a drafter proposes a DraftTree, got {shown(tree)}")
         tree.check(shape, len(roots))
@@ -183,11 +220,9 @@ class Proposer:
             tree.check_chain()
         if texts is not None and tree.tokens.device.type == "cpu":
             last = np.array([text[-1] for text in texts])
-            tree.check_values(last, self._vocab_size)
-            return tree.to(self._device), None
+            return self._checked_here(tree, shape, last, requests, failures)
         if not runs_kernels(self._device):
-            tree.check_values(roots.numpy(), self._vocab_size)
-            return tree, None
+            return self._checked_here(tree, shape, roots.numpy(), requests, failures)
         tree = tree.to(self._device)
         links = tree.mask, tree.first_child, tree.next_sibling
         tokens, depths, is_broken = kernels.check_tree(
@@ -195,11 +230,40 @@ class Proposer:
         )
         return replace(tree, tokens=tokens, depths=depths), is_broken
 
+    def _checked_here(
+        self,
+        tree: DraftTree,
+        shape: Shape,
+        roots: Int64,
+        requests: Sequence[Request],
+        failures: Mapping[int, str],
+    ) -> tuple[DraftTree, Tensor | None]:
+        """Check trees that the host can read; see `_checked`.
+
+        A broken lane's request gets the reason, and its tree is replaced by one without drafts.
+        """
+        broken = tree.broken_lanes(roots, self._vocab_size)
+        reasons = {lane: f"the drafter's tree is no tree: {why}" for lane, why in broken}
+        reasons |= failures
+        if not reasons:
+            return tree.to(self._device), None
+        for lane, why in reasons.items():
+            requests[lane].draft_error = why
+        is_broken = np.zeros(len(requests), np.bool_)
+        is_broken[[*reasons]] = True
+        (sound,), (wrong,) = (~is_broken).nonzero(), is_broken.nonzero()
+        bare = _forced_trees([requests[lane] for lane in wrong.tolist()], shape)
+        order = torch.from_numpy(np.concatenate([sound, wrong]).argsort())
+        tree = DraftTree.joined(tree.of(torch.from_numpy(sound)), bare).of(order)
+        (flags,) = upload(self._device, is_broken)
+        return tree.to(self._device), flags
+
 
 def _forced_trees(requests: Sequence[Request], shape: Shape) -> DraftTree:
     """Return trees whose first nodes are the requests' forced tokens, on the host.
 
-    The other nodes repeat the root's token: in a chain behind the span, in a tree below the root.
+    A span is cut to the tree's depth and to its nodes, of which there may be fewer. The other nodes
+    repeat the root's token: in a chain behind the span, in a tree below the root.
     """
     num_nodes = shape.num_draft_tokens
     tokens = np.empty((len(requests), num_nodes), np.int64)
@@ -207,7 +271,7 @@ def _forced_trees(requests: Sequence[Request], shape: Shape) -> DraftTree:
     parents[:, 0] = -1
     is_chain = num_nodes == shape.num_steps + 1
     for lane, request in enumerate(requests):
-        span = request.forced[: shape.num_steps]
+        span = request.forced[: shape.max_accept_len - 1]
         tokens[lane] = request.tokens[-1]
         tokens[lane, 1 : 1 + len(span)] = span
         last = num_nodes if is_chain else 1 + len(span)

@@ -97,6 +97,5 @@ class PendingStep:
         entries, width = self._logprobs.entries(), len(tokens[0])
         for i, num_top in enumerate(self._wanted):
             if num_top is not None:
-                mine = entries[i * width : i * width + len(kept[i])]
-                logprobs[i] = [entry.first(num_top) for entry in mine]
+                logprobs[i] = entries[i * width : i * width + len(kept[i])]
         return StepResult(kept, lens, not_finite, logprobs, told)

@@ -1,4 +1,4 @@
-"""`specpool generate`: prints texts as they come and figures, and compares with plain decoding."""
+"""`specpool generate`: prints texts as they come, and with `--compare` decodes plainly too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -24,12 +25,21 @@ from rich.table import Table
 
 from specpool._core import Shape
 from specpool.cli.generate.interrupt import Interrupt
-from specpool.cli.generate.printer import Printer, name_of
-from specpool.cli.generate.report import Runs, Timed, mean_accept_len, report_of, table_of
+from specpool.cli.generate.output_file import OutputFile
+from specpool.cli.generate.printer import Printer, prompt_name
+from specpool.cli.generate.report import (
+    Runs,
+    Timed,
+    mean_accept_len,
+    report_of,
+    summary_of,
+    table_of,
+)
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import check_drafter, drafts_of, keep_kv
 from specpool.cli.options.prompts import Given, PromptValue, read_prompts, shown
 from specpool.cli.options.shapes import shape_of
+from specpool.cli.results import check_out
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.errors import ConfigError
 from specpool.models.files.names import shown_drafts
@@ -42,8 +52,9 @@ if TYPE_CHECKING:
     from specpool.engine.texts import Prompt
 
 NUM_BUILT_IN_PROMPTS = 3
-# The most runs whose speeds are averaged, and the seconds for those after the first.
-MOST_RUNS, MOST_REPEAT_SECONDS = 5, 2.0
+# With --compare: the fewest and the most runs of each kind, because one run says little about
+# speed, and the seconds for those beyond the fewest.
+MIN_RUNS, MAX_RUNS, REPEAT_SECONDS = 2, 5, 2.0
 # --compare-ancestry: ancestries differ in trees only, and by little, so the defaults are many
 # prompts and a tree.
 NUM_ANCESTRY_PROMPTS = 24
@@ -63,7 +74,10 @@ class Job:
     device: str
     threads: int
     trust_remote_code: bool
+    compare: bool
     compare_ancestry: bool
+    out: Path | None
+    force: bool
     json: bool
     sampling: dict[str, Any]
     options: dict[str, Any]
@@ -129,8 +143,15 @@ def run(job: Job) -> None:
         shape = ANCESTRY_SHAPE
     params = checks.sampling_params(job.sampling)
     count = NUM_ANCESTRY_PROMPTS if job.compare_ancestry else NUM_BUILT_IN_PROMPTS
+    if job.out is not None:
+        check_out(job.out, force=job.force)
+    elif job.force:
+        raise ConfigError("--force says to write over a file: give --out too")
     drafts = drafts_of(job.target, job.draft)
     check_drafter(drafts, params.drafter)
+    if job.compare and (not drafts or shape == Shape.none()):
+        what = "--draft" if not drafts else "a --shape that drafts"
+        raise ConfigError(f"--compare compares drafting with plain decoding: give {what}")
     if job.compare_ancestry:
         _check_ancestry(job, shape, drafts)
     checks.check_engine_config(shape, drafts, job.options)
@@ -153,15 +174,15 @@ def run(job: Job) -> None:
     from specpool.engine.engine import Engine
 
     ranks = checks.start_ranks(job.device)
-    console = Console(stderr=job.json)
+    status = Console(stderr=True)
 
     def load(**options: Any) -> Engine:
         with Progress(
             SpinnerColumn(),
             TextColumn("loading {task.description}"),
             transient=True,
-            console=console,
-            disable=not console.is_terminal,  # else it leaves an empty line
+            console=status,
+            disable=not status.is_terminal,  # else it leaves an empty line
         ) as progress:
             progress.add_task(f"{job.target}, {shown_drafts(drafts)}")
             return Engine.from_pretrained(**loading, ranks=ranks, **options)
@@ -169,17 +190,20 @@ def run(job: Job) -> None:
     interrupt = Interrupt()
     with ranks or nullcontext(), interrupt.handled():
         if job.compare_ancestry:
-            _compare_ancestry(job, load, prompts_of(job, texts), params, interrupt, console)
+            _compare_ancestry(job, load, prompts_of(job, texts), params, interrupt)
         else:
             with load() as engine:
-                _generate(job, engine, texts, params, interrupt, console)
+                _generate(job, engine, texts, params, interrupt, status)
     if interrupt.asked:
-        console.print("interrupted: requests aborted, pages returned")
+        status.print("interrupted: requests aborted, pages returned")
         raise SystemExit(130)
 
 
 def _check_ancestry(job: Job, shape: Shape | None, drafts: Sequence[str]) -> None:
-    """Raise `ConfigError` if both ancestries would be the same, or there are ranks."""
+    """Raise `ConfigError` if both ancestries would be the same, or another option has no use."""
+    if job.compare or job.out is not None:
+        other = "--compare" if job.compare else "--out"
+        raise ConfigError(f"--compare-ancestry prints accept lengths alone: leave out {other}")
     if (world := world_of_environment()[1]) > 1:
         raise ConfigError(f"--compare-ancestry runs in one process, there are {world} ranks")
     if not keep_kv(drafts):
@@ -199,53 +223,81 @@ def _generate(
     texts: Sequence[PromptValue],
     params: SamplingParams,
     interrupt: Interrupt,
-    console: Console,
+    status: Console,
 ) -> None:
-    prompts = prompts_of(job, texts)
-    if not job.json:
+    prompts, console = prompts_of(job, texts), Console()
+    if job.compare and not job.json:
         pools = ", ".join(
             f"{p.name}: {p.num_pages} pages of {p.page_size} slots" for p in engine.pool_stats()
         )
         console.print(f"{engine.kv_bytes / 2**20:.1f} MiB of KV ({pools})", highlight=False)
-    warm_up = SamplingParams(max_new_tokens=8)
-    has_drafts = engine.shape != Shape.none() or engine.stats().adaptive is not None
-    for kind in (None, Shape.none()):
-        timed(engine, prompts[:1], warm_up, interrupt, shape=kind)
+    if job.compare:  # both kinds of rounds once, so that neither run is timed while it warms up
+        for shape in (None, Shape.none()):
+            timed(engine, prompts[:1], SamplingParams(max_new_tokens=8), interrupt, shape=shape)
     total = len(prompts) * params.n * params.max_new_tokens
-    before = _chosen(engine)
-    if job.json:
-        with _bar(console, "generating", total) as on_chunk:
-            first = timed(engine, prompts, params, interrupt, on_chunk=on_chunk)
-    else:
-        printer = Printer(console, [shown(text) for text in texts], params.n)
-        first = timed(
-            engine, prompts, params, interrupt, on_chunk=printer.chunk, on_output=printer.done
+    rounds_before = _round_cts(engine)
+    with (
+        OutputFile(job.out, prompts, force=job.force) as file,
+        _bar(status if job.json else None, "generating", total) as advance,
+    ):
+        printer = None
+        if not job.json:
+            printer = Printer(
+                console,
+                [shown(text) for text in texts],
+                params.n,
+                marks=job.compare,
+                token_text=_token_text(engine) if params.logprobs is not None else None,
+            )
+
+        def on_output(output: RequestOutput) -> None:
+            file.write(output)
+            if printer is not None:
+                printer.done(output)
+
+        generated = timed(
+            engine,
+            prompts,
+            params,
+            interrupt,
+            on_chunk=advance if printer is None else printer.chunk,
+            on_output=on_output,
         )
-    peak = list(engine.peak_pages)
-    chosen = _chosen(engine) - before
-    plain = None
-    if has_drafts:
-        with _bar(console, "decoding plainly, for comparison", total) as on_chunk:
-            plain = timed(engine, prompts, params, interrupt, shape=Shape.none(), on_chunk=on_chunk)
-    runs = _repeat(engine, prompts, params, interrupt, first, plain)
+    peak_pages = list(engine.peak_pages)
+    round_cts = _round_cts(engine) - rounds_before
+    runs = Runs([generated], [])
+    if job.compare:
+        with _bar(status, "decoding plainly, for comparison", total) as advance:
+            runs.plain.append(
+                timed(engine, prompts, params, interrupt, shape=Shape.none(), on_chunk=advance)
+            )
+        _repeat(engine, prompts, params, interrupt, runs)
     if interrupt.asked:
         return
-    report = report_of(engine, runs, peak)
-    if chosen:
-        report["chosen"] = {name_of_shape(shape): count for shape, count in chosen.most_common()}
+    report = report_of(engine, runs, peak_pages)
+    if round_cts:
+        report["chosen"] = {name_of_shape(s): count for s, count in round_cts.most_common()}
     if job.json:
-        report["outputs"] = [asdict(output) for output in first.outputs]
+        report["outputs"] = [asdict(output) for output in generated.outputs]
         print(json.dumps(report))
-    else:
+    elif job.compare:
         console.print(table_of(report))
-    for output in first.outputs:
+    else:
+        console.file.flush()
+        status.print(summary_of(report, params), highlight=False, soft_wrap=True)
+    _exit(generated, report, params)
+
+
+def _exit(generated: Timed, report: dict[str, Any], params: SamplingParams) -> None:
+    """Print the errors and exit: 2 if a request failed, 1 if a text differs from plain decoding."""
+    for output in generated.outputs:
         if output.error is not None:
-            name = name_of(output.index, output.sample, params.n)
+            name = prompt_name(output.index, output.sample, params.n)
             print(f"error: {name}: {output.error}", file=sys.stderr)
-    for found in report["comparisons"] or []:
-        if found["verdict"] == "fault":
-            name = name_of(found["index"], found["sample"], params.n)
-            print(f"error: {name}: {found['line']}", file=sys.stderr)
+    for comparison in report["comparisons"] or []:
+        if comparison["verdict"] == "fault":
+            name = prompt_name(comparison["index"], comparison["sample"], params.n)
+            print(f"error: {name}: {comparison['line']}", file=sys.stderr)
     if report["errors"]:
         raise SystemExit(2)
     if report["same_as_plain"] is False:
@@ -257,35 +309,37 @@ def _repeat(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     interrupt: Interrupt,
-    first: Timed,
-    plain: Timed | None,
-) -> Runs:
-    """Repeat both runs in turn while this is quick, because one run says little about speed."""
-    runs, spent = Runs([first], [] if plain is None else [plain]), 0.0
-    latest = first.seconds + (0.0 if plain is None else plain.seconds)
-    while len(runs.drafted) < MOST_RUNS and spent + latest <= MOST_REPEAT_SECONDS:
+    runs: Runs,
+) -> None:
+    """Add further runs of both kinds in turn, until there are enough for a range."""
+    seconds, pair_seconds = 0.0, runs.drafted[0].seconds + runs.plain[0].seconds
+    while not interrupt.asked and (
+        len(runs.drafted) < MIN_RUNS
+        or (len(runs.drafted) < MAX_RUNS and seconds + pair_seconds <= REPEAT_SECONDS)
+    ):
         runs.drafted.append(timed(engine, prompts, params, interrupt))
-        latest = runs.drafted[-1].seconds
-        if plain is not None:
-            runs.plain.append(timed(engine, prompts, params, interrupt, shape=Shape.none()))
-            latest += runs.plain[-1].seconds
-        spent += latest
-        if interrupt.asked:
-            break
-    return runs
+        runs.plain.append(timed(engine, prompts, params, interrupt, shape=Shape.none()))
+        pair_seconds = runs.drafted[-1].seconds + runs.plain[-1].seconds
+        seconds += pair_seconds
 
 
-def _chosen(engine: Engine) -> Counter[Shape]:
+def _token_text(engine: Engine) -> Callable[[int], str]:
+    """Return a function from a token to its text; without a tokenizer, to its number."""
+    tokenizer = engine.tokenizer
+    return str if tokenizer is None else lambda token: str(tokenizer.decode([token]))
+
+
+def _round_cts(engine: Engine) -> Counter[Shape]:
     """Return the number of rounds by the shape that the controller chose."""
     stats = engine.stats().adaptive
     return Counter({} if stats is None else stats.round_cts)
 
 
 @contextmanager
-def _bar(console: Console, text: str, total: int) -> Iterator[Callable[[Chunk], None]]:
+def _bar(console: Console | None, text: str, total: int) -> Iterator[Callable[[Chunk], None]]:
     """Show a progress bar over tokens within the block; yield the function that advances it."""
     columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    off = not console.is_terminal  # else it leaves an empty line
+    off = console is None or not console.is_terminal  # else it leaves an empty line
     with Progress(*columns, transient=True, console=console, disable=off) as progress:
         task = progress.add_task(text, total=total)
         yield lambda chunk: progress.advance(task, len(chunk.token_ids))
@@ -297,7 +351,6 @@ def _compare_ancestry(
     prompts: Sequence[Prompt],
     params: SamplingParams,
     interrupt: Interrupt,
-    console: Console,
 ) -> None:
     """Print accept lengths with the true ancestors and with SGLang's reading of the branches."""
     results = {}
@@ -319,4 +372,4 @@ def _compare_ancestry(
     names = {"exact": "their true ancestors", "branch": "their branch's slots (upstream)"}
     for ancestry, result in results.items():
         table.add_row(names[ancestry], f"{result['accept_len']:.3f}", str(result["rounds"]))
-    console.print(table)
+    Console().print(table)

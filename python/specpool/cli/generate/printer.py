@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -14,52 +14,97 @@ MARKS = ("\u2039", "\u203a")
 
 
 class Printer:
-    """A printer of chunks as they come, one prompt after the other, with accepted drafts marked."""
+    """A printer of chunks as they come, one prompt after the other, with accepted drafts marked.
 
-    def __init__(self, console: Console, prompts: Sequence[str], num_samples: int = 1) -> None:
+    A heading stands above each prompt and above each answer, so that both can be told apart
+    without colour.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        prompts: Sequence[str],
+        num_samples: int = 1,
+        *,
+        marks: bool = True,
+        token_text: Callable[[int], str] | None = None,
+    ) -> None:
+        """Print the first heading.
+
+        Args:
+            console: where to print.
+            prompts: the prompts, as texts.
+            num_samples: answers of each prompt.
+            marks: without colour, put `MARKS` around accepted drafts.
+            token_text: returns a token's text; log probabilities are listed below each answer that
+                has some. None = they are not listed.
+        """
         self._console, self._prompts, self._num_samples = console, prompts, num_samples
+        self._marks = MARKS if marks and console.color_system is None else ("", "")
+        self._token_text = token_text
         num_outputs = len(prompts) * num_samples
-        self._waiting: list[list[tuple[str, bool]]] = [[] for _ in range(num_outputs)]
-        self._done = [False] * num_outputs
+        self._pending: list[list[tuple[str, bool]]] = [[] for _ in range(num_outputs)]
+        self._outputs: list[RequestOutput | None] = [None] * num_outputs
         self._current = -1
         self._advance()
 
     def chunk(self, chunk: Chunk) -> None:
         """Print a chunk, or keep it until the earlier outputs are done."""
         place = chunk.index * self._num_samples + chunk.sample
-        self._waiting[place] += chunk.pieces
+        self._pending[place] += chunk.pieces
         if place == self._current:
             self._flush()
 
     def done(self, output: RequestOutput) -> None:
         """Mark an output as complete, and go on to the next that is not."""
-        self._done[output.index * self._num_samples + output.sample] = True
-        while self._current < len(self._done) and self._done[self._current]:
+        self._outputs[output.index * self._num_samples + output.sample] = output
+        while self._current < len(self._outputs):
+            complete = self._outputs[self._current]
+            if complete is None:
+                return
             self._console.print()
+            self._list_logprobs(complete)
             self._advance()
 
     def _advance(self) -> None:
         self._current += 1
-        if self._current < len(self._done):
+        if self._current < len(self._outputs):
             index, sample = divmod(self._current, self._num_samples)
-            self._console.rule(name_of(index, sample, self._num_samples))
             if sample == 0:
-                self._print(self._prompts[index], "dim")
+                prompt = self._prompts[index]
+                self._console.rule(f"prompt {index + 1}")
+                self._print(prompt if prompt.endswith("\n") else f"{prompt}\n", "dim")
+            self._console.rule(answer_name(index, sample, self._num_samples))
             self._flush()
 
     def _flush(self) -> None:
-        for text, from_draft in self._waiting[self._current]:
-            if from_draft and self._console.color_system is None:
-                text = f"{MARKS[0]}{text}{MARKS[1]}"
-            style = "green" if from_draft else "bold yellow"
-            self._print(text, style)
-        self._waiting[self._current].clear()
+        for text, from_draft in self._pending[self._current]:
+            if from_draft:
+                text = text.join(self._marks)
+            self._print(text, "green" if from_draft else "bold yellow")
+        self._pending[self._current].clear()
+
+    def _list_logprobs(self, output: RequestOutput) -> None:
+        if self._token_text is None or not output.logprobs:
+            return
+        self._print("log probability of each token; the likeliest tokens and theirs\n", "dim")
+        for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+            likeliest = "  ".join(
+                f"{self._token_text(other)!r} {value:.3f}" for other, value in entry.top.items()
+            )
+            line = f"{entry.logprob:9.3f}  {self._token_text(token)!r:16}  {likeliest}"
+            self._print(f"{line.rstrip()}\n", "dim")
 
     def _print(self, text: str, style: str) -> None:
         """Print a text literally, without rich's markup and emoji names."""
         self._console.print(Text(text, style=style), end="", soft_wrap=True)
 
 
-def name_of(index: int, sample: int, num_samples: int) -> str:
-    """Return the printed name of an output, such as "prompt 2, sample 1"."""
+def answer_name(index: int, sample: int, num_samples: int) -> str:
+    """Return the heading of an answer, such as "answer 2, sample 1"."""
+    return f"answer {index + 1}" + (f", sample {sample + 1}" if num_samples > 1 else "")
+
+
+def prompt_name(index: int, sample: int, num_samples: int) -> str:
+    """Return an output's name in errors, such as "prompt 2, sample 1"."""
     return f"prompt {index + 1}" + (f", sample {sample + 1}" if num_samples > 1 else "")

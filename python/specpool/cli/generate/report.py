@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from specpool.engine.output import RequestOutput
+from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specpool.engine.comparison import TokenGap
@@ -73,6 +74,8 @@ def report_of(engine: Engine, runs: Runs, peak_pages: Sequence[int]) -> dict[str
         "rounds": sum(output.verify_ct for output in outputs),
         "accept_len": mean_accept_len(outputs),
         "accept_histogram": accept_histogram(outputs),
+        "num_outputs": len(outputs),
+        "finish_reasons": dict(Counter(output.finish_reason for output in outputs)),
         "tokens": first.num_tokens,
         "prompt_tokens": sum(len(output.prompt_ids) for output in outputs),
         "reused_tokens": sum(output.num_reused for output in outputs),
@@ -140,35 +143,41 @@ def _text_of(engine: Engine, gap: TokenGap | None) -> str | None:
     return str(engine.tokenizer.decode([gap.token_id]))
 
 
+def summary_of(report: dict[str, Any], params: SamplingParams) -> str:
+    """Return the report of a run without comparison in one line."""
+    parts = [f"{report['tokens']} tokens"]
+    if any(int(length) > 1 for length in report["accept_histogram"]):
+        parts.append(f"{report['accept_len']:.2f} a round in {report['rounds']} rounds")
+    parts.append(f"{report['tokens_per_second']:.0f} tokens/s in one run")
+    if cut := report["finish_reasons"].get("length", 0):
+        parts.append(f"{cut} of {report['num_outputs']} cut at -n {params.max_new_tokens}")
+    return ", ".join(parts)
+
+
 def table_of(report: dict[str, Any]) -> Table:
-    """Return the report as a table."""
+    """Return the report of a run with comparison as a table."""
     table = Table(show_header=False, title="specpool generate")
     steps, topk, nodes = report["shape"]
-    drafts = report["speedup"] is not None
     if "chosen" in report:
         counts = ", ".join(f"{name} {count}" for name, count in report["chosen"].items())
         table.add_row("shapes, rounds of each", counts)
-    elif drafts:
-        table.add_row("shape", f"num_steps {steps}, topk {topk}, num_draft_tokens {nodes}")
     else:
-        table.add_row("shape", "none: plain decoding, nothing is drafted")
+        table.add_row("shape", f"num_steps {steps}, topk {topk}, num_draft_tokens {nodes}")
     table.add_row("rounds", str(report["rounds"]))
-    if drafts:
-        table.add_row("accept length", f"{report['accept_len']:.2f} tokens a round, bonus included")
-        most = max(report["accept_histogram"].values(), default=1)
-        for length, count in report["accept_histogram"].items():
-            table.add_row(f"  {length}", f"{'█' * max(1, round(24 * count / most))} {count}")
+    table.add_row("accept length", f"{report['accept_len']:.2f} tokens a round, bonus included")
+    most = max(report["accept_histogram"].values(), default=1)
+    for length, count in report["accept_histogram"].items():
+        table.add_row(f"  {length}", f"{'█' * max(1, round(24 * count / most))} {count}")
     _add_speeds(table, report)
     if report["reused_tokens"]:
-        found = f"{report['reused_tokens']} of {report['prompt_tokens']} prompt tokens"
-        table.add_row("found in the prefix cache", found)
+        reused = f"{report['reused_tokens']} of {report['prompt_tokens']} prompt tokens"
+        table.add_row("found in the prefix cache", reused)
     for pool in report["pools"]:
         table.add_row(
             f"{pool['group']} pages",
             f"{pool['pages']}: {pool['peak_used']} at the peak, {pool['leaked']} leaked",
         )
-    if drafts:
-        _add_comparisons(table, report)
+    _add_comparisons(table, report)
     for error in report["errors"]:
         table.add_row("error", error)
     return table
@@ -177,16 +186,14 @@ def table_of(report: dict[str, Any]) -> Table:
 def _add_speeds(table: Table, report: dict[str, Any]) -> None:
     def speed(name: str) -> str:
         least, most = report[f"{name}_range"]
-        runs = f"{least:.0f} to {most:.0f}, {report['runs']} runs"
-        return f"{report[name]:.0f} tokens/s ({runs if report['runs'] > 1 else 'one run'})"
+        return f"{report[name]:.0f} tokens/s ({least:.0f} to {most:.0f}, {report['runs']} runs)"
 
     table.add_row("speed", speed("tokens_per_second"))
-    if report["speedup"] is not None:
-        table.add_row("plain decoding, in turn", speed("plain_tokens_per_second"))
-        least, most = report["speedup_range"]
-        ratio = f"{report['speedup']:.2f}x"
-        spread = f" ({least:.2f}x to {most:.2f}x)" if report["runs"] > 1 else ""
-        table.add_row("drafting against plain", ratio + spread)
+    table.add_row("plain decoding, in turn", speed("plain_tokens_per_second"))
+    least, most = report["speedup_range"]
+    table.add_row(
+        "drafting against plain", f"{report['speedup']:.2f}x ({least:.2f}x to {most:.2f}x)"
+    )
     if report["first_token_seconds"] is not None:
         table.add_row(
             "latency, medians",

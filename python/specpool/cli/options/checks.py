@@ -184,7 +184,12 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 
 
 def start_torch(threads: int) -> None:
-    """Import torch and transformers and set them up for a command; this takes seconds of CPU."""
+    """Import torch and transformers and set them up for a command; this takes seconds of CPU.
+
+    Whoever watches a terminal sees a line meanwhile.
+    """
+    if sys.stderr is not None and sys.stderr.isatty():
+        print("importing torch and transformers", file=sys.stderr)
     if world_of_environment()[1] > 1:  # else torch prints C++ frames when a rank goes
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch

@@ -77,10 +77,10 @@ class SamplingOptions:
     """The sampling of tokens."""
 
     temperature: o.Temperature = 0.0
-    top_k: o.TopK = 0
-    top_p: o.TopP = 1.0
-    min_p: o.MinP = 0.0
-    repetition_penalty: o.RepetitionPenalty = 1.0
+    top_k: o.TopK = None
+    top_p: o.TopP = None
+    min_p: o.MinP = None
+    repetition_penalty: o.RepetitionPenalty = None
     presence_penalty: o.PresencePenalty = 0.0
     frequency_penalty: o.FrequencyPenalty = 0.0
     logit_bias: o.LogitBias = None
@@ -159,8 +159,10 @@ class ServerOptions:
     port: o.Port = 8000
     api_key_file: o.ApiKeyFile = None
     open_metrics: o.OpenMetrics = False
+    share_prefixes: o.SharePrefixes = False
     allow_origin: o.AllowOrigin = None
     allow_host: o.AllowHost = None
+    trust_proxy: o.TrustProxy = None
     max_queue: o.MaxQueue = 1024
     max_body: o.MaxBody = "8MiB"
     max_connections: o.MaxConnections = 4096
@@ -182,6 +184,7 @@ class ServerOptions:
         del given["api_key_file"]
         given["origins"] = tuple(given.pop("allow_origin") or ())
         given["hosts"] = tuple(given.pop("allow_host") or ())
+        given["proxies"] = tuple(given.pop("trust_proxy") or ())
         given["max_body"] = parse_bytes("max_body", given["max_body"])
         given["max_sessions"] = given.pop("max_open_sessions")
         given["request_timeout"] = given["request_timeout"] or None

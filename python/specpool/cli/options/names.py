@@ -18,6 +18,7 @@ _OTHER_NAMES = {
     "n": "samples",
     "names": "name",
     "hosts": "allow_host",
+    "proxies": "trust_proxy",
     "num_tokens": "tokens",
     "overlap_depth": "depth",
     "kv_bytes": "memory",

@@ -163,13 +163,18 @@ OnFinding = Annotated[
 
 # A request.
 Temperature = Annotated[float, typer.Option(help="0 = greedy.")]
-TopK = Annotated[int, typer.Option(help="Keep this many of the most likely tokens; 0 = all.")]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens with this mass; 1 = all.")]
+TopK = Annotated[
+    int | None, typer.Option(help="Keep this many of the most likely tokens; 0 = all.")
+]
+TopP = Annotated[
+    float | None, typer.Option(help="Keep the likeliest tokens with this mass; 1 = all.")
+]
 MinP = Annotated[
-    float, typer.Option(help="Drop tokens less likely than this share of the likeliest; 0 = none.")
+    float | None,
+    typer.Option(help="Drop tokens less likely than this share of the likeliest; 0 = none."),
 ]
 RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1 = tokens of prompt and output become less likely.")
+    float | None, typer.Option(help="Above 1 = tokens of prompt and output become less likely.")
 ]
 PresencePenalty = Annotated[
     float, typer.Option(help="Taken from the logit of each token of the output; -2 to 2.")
@@ -211,6 +216,13 @@ ApiKeyFile = Annotated[
 OpenMetrics = Annotated[
     bool, typer.Option("--open-metrics", help="Give /metrics without a key too.")
 ]
+SharePrefixes = Annotated[
+    bool,
+    typer.Option(
+        "--share-prefixes",
+        help="All API keys share cached KV, so each can find out what others have sent.",
+    ),
+]
 AllowOrigin = Annotated[
     list[str] | None,
     typer.Option(help="Site whose pages may call the server (CORS); * = all; may be repeated."),
@@ -218,6 +230,12 @@ AllowOrigin = Annotated[
 AllowHost = Annotated[
     list[str] | None,
     typer.Option(help="Name by which a loopback server may be called too; may be repeated."),
+]
+TrustProxy = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Address or network of a proxy whose X-Forwarded-For is believed; may be repeated."
+    ),
 ]
 MaxQueue = Annotated[
     int, typer.Option(help="Most texts that wait beside those that run; further ones get 429.")

@@ -21,10 +21,11 @@ ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The numbers of the models that the sizing of memory needs."""
+    """The numbers of the models that the sizing of memory needs, of one device."""
 
     name: str
-    target_layers: tuple[LayerKV, ...]
+    tp: int  # devices that share the target
+    target_layers: tuple[LayerKV, ...]  # with the heads of one device
     draft_layers: tuple[LayerKV, ...]
     drafts: bool
     reads_tokens: bool  # whether the drafter reads tokens (`Drafter.reads_tokens`)
@@ -33,6 +34,7 @@ class Model:
     max_context_len: int | None  # None = not known
     vocab_size: int | None  # None = not known
     notes: tuple[str, ...] = ()  # assumptions, for the user
+    context_reason: str = ""  # why the context is not the target's own; empty if it is
 
     def token_bytes(self) -> tuple[dict[int | None, int], int]:
         """Return a token's KV bytes in the target's layers, by window, and in the draft's."""
@@ -89,12 +91,18 @@ def model_of_numbers(question: Question) -> Model:
     check_choice("dtype", dtype, tuple(ITEMSIZES))
     return Model(
         name=f"{question.layers} + {draft_layers} layers",
-        target_layers=_layers(question.layers, question.kv_heads, question.head_dim),
+        tp=question.tp,
+        target_layers=_of_a_device(
+            _layers(question.layers, question.kv_heads, question.head_dim), question.tp
+        ),
         draft_layers=_layers(draft_layers, heads, head_dim),
         drafts=draft_layers > 0 or is_lookup_draft,
         reads_tokens=is_lookup_draft,
         dtype=dtype,
-        weight_bytes=parse_bytes("weights", "0" if question.weights is None else question.weights),
+        weight_bytes=_share(
+            parse_bytes("weights", "0" if question.weights is None else question.weights),
+            question.tp,
+        ),
         max_context_len=None,
         vocab_size=question.vocab_size,
     )
@@ -103,6 +111,23 @@ def model_of_numbers(question: Question) -> Model:
 def _layers(count: int | None, heads: int | None, dim: int | None) -> tuple[LayerKV, ...]:
     assert count is not None and heads is not None and dim is not None
     return (LayerKV(heads, dim, dim),) * count
+
+
+def _of_a_device(layers: tuple[LayerKV, ...], tp: int) -> tuple[LayerKV, ...]:
+    """Return the layers with the KV heads of one device.
+
+    Raises:
+        ConfigError: the devices do not divide the heads.
+    """
+    for layer in layers:
+        if layer.num_kv_heads % tp:
+            raise ConfigError(f"tp: {tp} devices cannot share {layer.num_kv_heads} KV heads")
+    return tuple(replace(layer, num_kv_heads=layer.num_kv_heads // tp) for layer in layers)
+
+
+def _share(num_bytes: int, tp: int) -> int:
+    """Return a device's part of the target's weights."""
+    return -(-num_bytes // tp)
 
 
 def model_of_files(question: Question) -> Model:
@@ -114,25 +139,29 @@ def model_of_files(question: Question) -> Model:
     for name in ("layers", "kv_heads", "head_dim", "vocab_size"):
         if getattr(question, name) is not None:
             raise ConfigError(f"--target states it: leave out --{name.replace('_', '-')}")
+    draft = question.draft
     for name in ("draft_layers", "draft_kv_heads", "draft_head_dim"):
-        if getattr(question, name) is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} goes with plain numbers; beside --target, give the "
-                "head itself: --draft"
-            )
-    from specpool.models.outline import target_outline
+        if draft is not None and getattr(question, name) is not None:
+            raise ConfigError(f"--draft states it: leave out --{name.replace('_', '-')}")
+        if getattr(question, name) is not None and question.draft_layers is None:
+            raise ConfigError(f"--{name.replace('_', '-')} needs --draft-layers")
+    if question.draft_layers is not None:
+        check_int("draft_layers", question.draft_layers, 1, 1 << 16)
+    from specpool.models.outline import mtp_bytes_beside, target_outline
 
     assert question.target is not None
-    draft = question.draft
-    if draft is None and question.target == "specpool/tiny":
+    if draft is None and question.draft_layers is None and question.target == "specpool/tiny":
         draft = "specpool/tiny-eagle"
     if draft == "none":
         draft = None
     is_lookup_draft = draft is not None and is_lookup(draft)
     target = target_outline(question.target, trust_remote_code=question.trust_remote_code)
-    head = None
+    head, longest, reason = None, target.max_context_len, target.context_reason
     if draft is not None and draft != MTP and not is_lookup_draft:
-        head = _draft_outline(draft, question)
+        head, is_whole = _draft_outline(draft, question)
+        if is_whole and head.max_context_len < longest:
+            reason = f"the draft model has {head.max_context_len} positions, the target {longest}"
+            longest = head.max_context_len
     dtype, notes = question.dtype or target.dtype, []
     if dtype is None:
         dtype = "float32"
@@ -144,7 +173,7 @@ def model_of_files(question: Question) -> Model:
         notes.append(f"{dtype} is the weights': the config names no dtype")
     check_choice("dtype", dtype, tuple(ITEMSIZES))
     if question.weights is not None:
-        weight_bytes = parse_bytes("weights", question.weights)
+        weight_bytes = _share(parse_bytes("weights", question.weights), question.tp)
     else:
         known = target.loaded_bytes(dtype)
         if known is None:
@@ -157,19 +186,46 @@ def model_of_files(question: Question) -> Model:
                 f"the weights are estimated from the config: {target.num_parameters:,} parameters "
                 f"in {dtype}; --weights says it better"
             )
-        weight_bytes = known + ((head.loaded_bytes(dtype) or 0) if head is not None else 0)
+        weight_bytes = _share(known, question.tp)
+        weight_bytes += (head.loaded_bytes(dtype) or 0) if head is not None else 0
+        if draft == MTP:
+            weight_bytes += mtp_bytes_beside(question.target, target, dtype)
+    planned = question.draft_layers
+    if planned is not None:
+        draft_layers = _planned_layers(question, target)
+        notes.append("the weights of the draft layers are not counted: add them to --workspace")
+    else:
+        draft_layers = _draft_layers(draft, target, head)
+    if question.tp > 1 and draft_layers:
+        notes.append(
+            f"each of {question.tp} devices keeps a whole draft model, and whole copies of the "
+            "target's embedding and output matrix for it, which are not counted: raise --workspace"
+        )
+    suffix = draft if planned is None else f"{planned} draft layer{'s' if planned > 1 else ''}"
     return Model(
-        name=question.target + (f" + {draft}" if draft is not None else ""),
-        target_layers=target.layers,
-        draft_layers=_draft_layers(draft, target, head),
-        drafts=draft is not None,
+        name=question.target + (f" + {suffix}" if suffix is not None else ""),
+        tp=question.tp,
+        target_layers=_of_a_device(target.layers, question.tp),
+        draft_layers=draft_layers,
+        drafts=draft is not None or planned is not None,
         reads_tokens=is_lookup_draft,
         dtype=dtype,
         weight_bytes=weight_bytes,
-        max_context_len=target.max_context_len,
+        max_context_len=longest,
+        context_reason=reason,
         vocab_size=target.vocab_size,
         notes=tuple(notes),
     )
+
+
+def _planned_layers(question: Question, target: Outline) -> tuple[LayerKV, ...]:
+    """Return the layers of a draft model that is not there; what is not given is the target's."""
+    last = target.layers[-1]
+    heads = last.num_kv_heads if question.draft_kv_heads is None else question.draft_kv_heads
+    dim = last.k_head_dim if question.draft_head_dim is None else question.draft_head_dim
+    check_int("draft_kv_heads", heads, 1, 1 << 16)
+    check_int("draft_head_dim", dim, 1, 1 << 16)
+    return _layers(question.draft_layers, heads, dim)
 
 
 def _draft_layers(draft: str | None, target: Outline, head: Outline | None) -> tuple[LayerKV, ...]:
@@ -179,11 +235,11 @@ def _draft_layers(draft: str | None, target: Outline, head: Outline | None) -> t
     return () if head is None else head.layers
 
 
-def _draft_outline(draft: str, question: Question) -> Outline:
-    """Return the outline of a draft model: of a head, or of a language model."""
+def _draft_outline(draft: str, question: Question) -> tuple[Outline, bool]:
+    """Return the outline of a draft model, and whether it is a language model, not a head."""
     from specpool.models.files.draft_kind import is_language_model
     from specpool.models.outline import head_outline, target_outline
 
     if is_language_model(resolve(draft)):
-        return target_outline(draft, trust_remote_code=question.trust_remote_code)
-    return head_outline(resolve(draft))
+        return target_outline(draft, trust_remote_code=question.trust_remote_code), True
+    return head_outline(resolve(draft)), False

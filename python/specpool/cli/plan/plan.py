@@ -57,6 +57,7 @@ class Answer:
     model: Model
     memory: int
     workspace: int
+    assumes_workspace: bool  # whether it is a tenth of the memory because none was given
     logits: int  # bytes of one verify forward's logits, for all rows
     kv_bytes: int
     sizes: GroupSizes
@@ -92,7 +93,10 @@ def plan(question: Question, *, as_json: bool) -> None:
 def answered(question: Question) -> Answer:
     """Compute the answer; see `plan` for the errors."""
     memory = parse_bytes("memory", question.memory)
-    workspace = parse_bytes("workspace", question.workspace)
+    if question.workspace is None:
+        workspace = memory - memory * 9 // 10
+    else:
+        workspace = parse_bytes("workspace", question.workspace)
     _check(question)  # before anything is read or fetched
     model = model_of_numbers(question) if question.target is None else model_of_files(question)
     for note in model.notes:
@@ -106,12 +110,14 @@ def answered(question: Question) -> Answer:
     max_context_len = question.max_context_len
     if max_context_len is None:
         max_context_len = model.max_context_len
+        if model.context_reason:
+            warn(f"the context is {max_context_len} tokens: {model.context_reason}")
     if max_context_len is None:
         raise ConfigError("plain numbers need --max-context-len")
     if model.max_context_len is not None and max_context_len > model.max_context_len:
         raise ConfigError(
             f"max_context_len {max_context_len} is above the model's {model.max_context_len} "
-            "positions"
+            "positions" + (f": {model.context_reason}" if model.context_reason else "")
         )
     shapes = _shapes(question, model)
     _check_lengths(question, max_context_len)
@@ -139,7 +145,18 @@ def answered(question: Question) -> Answer:
     if question.adaptive is not None:
         candidates = sorted(shapes, key=width_order)
         mixes = mixed(asked, _lengths(question), candidates, acceptance)
-    return Answer(model, memory, workspace, logits, kv_bytes, sizes, lines, mixes, acceptance)
+    return Answer(
+        model,
+        memory,
+        workspace,
+        question.workspace is None,
+        logits,
+        kv_bytes,
+        sizes,
+        lines,
+        mixes,
+        acceptance,
+    )
 
 
 def _check(question: Question) -> None:
@@ -149,6 +166,7 @@ def _check(question: Question) -> None:
     if question.dtype is not None:
         check_choice("dtype", question.dtype, tuple(ITEMSIZES))
     check_int("headroom", question.headroom, 0, 1 << 30)
+    check_int("tp", question.tp, 1, 1 << 16)
     if question.max_context_len is not None:
         check_int("max_context_len", question.max_context_len, 2, 1 << 30)
     for text in question.shape or ():
@@ -327,6 +345,7 @@ def _object(answer: Answer) -> dict[str, Any]:
         "memory": answer.memory,
         "weights": answer.model.weight_bytes,
         "workspace": answer.workspace,
+        "tp": answer.model.tp,
         "logits": answer.logits,
         "notes": list(answer.model.notes),
         "kv_bytes": answer.kv_bytes,
@@ -371,10 +390,12 @@ def _groups_table(answer: Answer) -> Table:
     if answer.unused:
         unused = f"; {show_bytes(answer.unused)} of it unused: raise --max-batch"
         unused += "" if sizes.num_rows < sizes.most_rows else ", or lower --max-context-len"
+    shared = f", each of {answer.model.tp} devices" if answer.model.tp > 1 else ""
+    assumed = " (a tenth of it; --workspace)" if answer.assumes_workspace else ""
     table = Table(
-        title=f"plan: {answer.model.name}, {answer.model.dtype}",
+        title=f"plan: {answer.model.name}, {answer.model.dtype}{shared}",
         caption=f"{show_bytes(answer.memory)} - weights {show_bytes(answer.model.weight_bytes)} - "
-        f"workspace {show_bytes(answer.workspace)} - logits {show_bytes(answer.logits)} = "
+        f"workspace {show_bytes(answer.workspace)}{assumed} - logits {show_bytes(answer.logits)} = "
         f"{show_bytes(answer.kv_bytes)} of KV "
         f"(kv_bytes={answer.kv_bytes}), page 0 of each group included{unused}; row width in slots",
     )

@@ -29,7 +29,11 @@ class Question:
         typer.Option(help="Width of the logits, which take memory too. [default: not counted]"),
     ] = None
     draft_layers: Annotated[
-        int | None, typer.Option(help="Layers of the draft model. [default: 1, 0 with --draft]")
+        int | None,
+        typer.Option(
+            help="Layers of a draft model that is not there yet. [default: 1 beside plain numbers, "
+            "0 with --draft or --target]"
+        ),
     ] = None
     draft_kv_heads: Annotated[
         int | None, typer.Option(help="KV heads of a draft layer. [default: the target's]")
@@ -45,7 +49,13 @@ class Question:
     weights: Annotated[
         str | None, typer.Option(help="Bytes of the weights. [default: the model's, else 0]")
     ] = None
-    workspace: Annotated[str, typer.Option(help="Bytes for all else.")] = "0"
+    workspace: Annotated[
+        str | None,
+        typer.Option(help="Bytes for all else: activations, CUDA. [default: a tenth of --memory]"),
+    ] = None
+    tp: Annotated[
+        int, typer.Option(help="Devices that share the target (ranks); --memory is of each.")
+    ] = 1
     shape: Annotated[
         list[str] | None,
         typer.Option(help="SxKxN, or a chain's depth; may be repeated. [default: 3]"),

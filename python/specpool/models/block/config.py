@@ -12,13 +12,17 @@ from typing import Any
 
 from specpool.checks import shown
 from specpool.errors import CheckpointError
-from specpool.models.eagle.config import ConfigReader, EagleConfig
+from specpool.models.eagle.config import NEUTRAL, ConfigReader, EagleConfig
 from specpool.models.files.checkpoint import check_counts
 
 #: Tokens of a block if the config does not say it, as in the published code.
 _BLOCK_SIZE = 16
 _KNOWN = frozenset(
     {"block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "causal", "mask_token"}
+)
+#: Keys beside them: the first holds them, and the windows of layers are read from `layer_types`.
+_SILENT = frozenset(
+    {"dflash_config", "use_sliding_window", "max_window_layers", "tie_word_embeddings"}
 )
 #: Options that are supported with these values alone, with which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -43,6 +47,7 @@ class BlockConfig:
         num_target_layers: layers of the target; None = not stated.
         windows: per layer, the keys that a query sees, its own included; None = all.
         causal: per layer, whether a token of the block sees no token behind it.
+        unread: keys of the config that nothing here reads, and that are not known to be neutral.
     """
 
     layers: EagleConfig
@@ -52,6 +57,7 @@ class BlockConfig:
     num_target_layers: int | None
     windows: tuple[int | None, ...]
     causal: tuple[bool, ...]
+    unread: tuple[str, ...]
 
     @property
     def layer_kv(self) -> tuple[tuple[int, int], ...]:
@@ -87,6 +93,7 @@ class BlockConfig:
         check_counts("a block drafter", raw)
         _check_options(raw, nested)
         spec = ConfigReader({**raw, **nested})
+        spec.check_neutral(NEUTRAL, of_eagle3=False)
         layers = EagleConfig.of_layers(spec)
         if spec.integer("draft_vocab_size", default=layers.vocab_size) != layers.vocab_size:
             raise CheckpointError(
@@ -114,6 +121,9 @@ class BlockConfig:
             num_target_layers=spec.maybe_integer("num_target_layers"),
             windows=windows,
             causal=causal,
+            unread=tuple(
+                key for key in spec.unread() if key not in _SILENT.union(_KNOWN, _NEUTRAL)
+            ),
         )
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:

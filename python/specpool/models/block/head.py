@@ -9,6 +9,7 @@ Embedding and output matrix are the target's. The decoder layers are those of `E
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 
@@ -19,15 +20,18 @@ from specpool.errors import CheckpointError
 from specpool.models.block.config import BlockConfig
 from specpool.models.eagle.head import Attend, EagleHead
 from specpool.models.eagle.likeliest import likeliest
-from specpool.models.eagle.weights import layer_shapes
+from specpool.models.eagle.weights import check_vocabulary, layer_shapes
 from specpool.models.files.checkpoint import (
     Shape,
     Weights,
     check_tensors,
     find_folder,
+    log_unused,
     read_config,
 )
 from specpool.models.target import TargetModel
+
+_log = logging.getLogger("specpool")
 
 
 class BlockHead:
@@ -81,12 +85,16 @@ class BlockHead:
         raw, weights = read_config(folder), Weights(folder)
         try:
             config = BlockConfig.parse(raw)
-            _check_target(config, target)
+            added = _check_target(config, target)
             config.feature_layers(target.num_layers)
             _check_tensors(config, weights)
-            return cls(config, weights, target)
+            head = cls(config, weights, target)
         except CheckpointError as error:
             raise CheckpointError(f"{source}: {error}") from error
+        if added is not None:
+            _log.warning("block drafter %s: %s", source, added)
+        log_unused(source, (), config.unread)
+        return head
 
     def reserve_positions(self, num_positions: int) -> None:
         """Make RoPE rows for positions `[0, num_positions)`."""
@@ -132,19 +140,15 @@ class BlockHead:
         return likeliest(self._stack.logits(hidden), k)
 
 
-def _check_target(config: BlockConfig, target: TargetModel) -> None:
-    """Refuse a drafter that was made for a target of other sizes."""
+def _check_target(config: BlockConfig, target: TargetModel) -> str | None:
+    """Refuse a drafter of a target of other sizes; see `check_vocabulary` for the result."""
     layers = config.layers
     if layers.hidden_size != target.hidden_size:
         raise CheckpointError(
             f"a block drafter for another target: made for hidden size {layers.hidden_size}, "
             f"the target's is {target.hidden_size}"
         )
-    if layers.vocab_size != target.vocab_size:
-        raise CheckpointError(
-            f"a block drafter for another target: made for a vocabulary of {layers.vocab_size} "
-            f"tokens, the target's is {target.vocab_size}"
-        )
+    return check_vocabulary("a block drafter", layers.vocab_size, target.vocab_size)
 
 
 def _check_tensors(config: BlockConfig, weights: Weights) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from specpool.checks import shown
@@ -12,6 +12,36 @@ from specpool.errors import CheckpointError
 Kind = Literal["eagle", "eagle3"]
 
 _MOST = (1 << 31) - 1  # of every size
+#: Keys that change no result of a head: names, tokens of texts, training, files, and a window that
+#: `sliding_window` found to be switched off.
+_SILENT = frozenset(
+    """
+    _name_or_path architectures attention_dropout attn_implementation auto_map
+    base_model_ep_plan base_model_pp_plan base_model_tp_plan bos_token_id dtype
+    embed_requires_grad eos_token_id has_lm_head has_no_defaults_at_init hidden_dropout
+    initializer_range is_decoder modal_type model_type output_router_logits pad_token_id
+    parallel_draft_heads_num_layers pretraining_tp router_aux_loss_coef sliding_window
+    speculators_config speculators_version target_model_type torch_dtype transformers_version
+    transformers_weights truncated_vocab_size unk_token_id use_cache
+    """.split()
+)
+#: Biases exist if the file has them, and are none otherwise, whatever these keys say.
+_BY_TENSORS = frozenset({"attention_bias", "bias", "mlp_bias"})
+#: Options that change the computation, with the values that change nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (0, 0.0),
+    "embedding_multiplier": (1, 1.0),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1,),
+    "partial_rotary_factor": (1, 1.0),
+    "residual_multiplier": (1, 1.0),
+    "rope_interleaved": (False,),
+    "scale_emb": (1, 1.0),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +74,8 @@ class EagleConfig:
         use_aux_hidden_state: EAGLE-3: features are layer inputs; else the last hidden state.
         num_aux_hidden_states: EAGLE-3: layer inputs per feature; None = not stated.
         feature_layers: EAGLE-3: target layers whose inputs are the features; None = not stated.
+        ties_embedding: without an output matrix in the file, the head's own embedding is it.
+        unread: keys of the config that nothing here reads, and that are not known to be neutral.
     """
 
     kind: Kind
@@ -70,6 +102,8 @@ class EagleConfig:
     use_aux_hidden_state: bool
     num_aux_hidden_states: int | None
     feature_layers: tuple[int, ...] | None
+    ties_embedding: bool
+    unread: tuple[str, ...]
 
     @property
     def layer_kv(self) -> tuple[tuple[int, int], ...]:
@@ -97,8 +131,9 @@ class EagleConfig:
         """
         spec = ConfigReader(raw)
         kind = _kind(spec, weights)
-        if spec.layer.get("quantization_config") or raw.get("quantization_config"):
+        if spec.get("quantization_config")[1]:
             raise CheckpointError("config.json: quantized heads are not supported")
+        spec.check_neutral(NEUTRAL, of_eagle3=kind == "eagle3")
         if spec.integer("num_local_experts", least=0, default=0):
             raise CheckpointError("config.json: mixture-of-experts heads are not supported")
         hidden_size, num_heads = spec.integer("hidden_size"), spec.integer("num_attention_heads")
@@ -112,7 +147,7 @@ class EagleConfig:
             )
         vocab_size = spec.integer("vocab_size")
         rope_theta, rope_scaling = spec.rope()
-        return cls(
+        head = cls(
             kind=kind,
             hidden_size=hidden_size,
             target_hidden_size=spec.maybe_integer("target_hidden_size"),
@@ -139,7 +174,10 @@ class EagleConfig:
             feature_layers=(
                 spec.feature_layers() if feature_layers is None else tuple(feature_layers)
             ),
+            ties_embedding=spec.flag_or("tie_word_embeddings", False),
+            unread=(),
         )
+        return replace(head, unread=spec.unread())
 
     @classmethod
     def of_layers(cls, spec: ConfigReader) -> EagleConfig:
@@ -178,24 +216,79 @@ class EagleConfig:
             use_aux_hidden_state=False,
             num_aux_hidden_states=None,
             feature_layers=None,
+            ties_embedding=False,
+            unread=(),
         )
+
+
+class _Part(Mapping[str, Any]):
+    """An object of a config.json that notes which of its keys were asked for."""
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content = content
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return self._content[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
 
 
 class ConfigReader:
     """A reader that finds keys in the places that publishers use, and checks their types.
 
     The decoder's keys are at the top level, or in `transformer_layer_config` (speculators). The
-    head's options are at the top level, in `eagle_config`, or beside the decoder's keys.
+    head's options are at the top level, in `eagle_config`, or beside the decoder's keys. The reader
+    notes the keys that were asked for; `unread` returns the others.
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.raw = raw
-        self.layer = self._part("transformer_layer_config", raw)
-        self.eagle = self._part("eagle_config", {})
-        self.is_speculators = "speculators_model_type" in raw
+        self.raw = _Part(raw)
+        layer = self._part("transformer_layer_config", None)
+        self.layer = self.raw if layer is None else _Part(layer)
+        self.eagle = _Part(self._part("eagle_config", {}) or {})
+        self.is_speculators = "speculators_model_type" in self.raw
 
-    def _part(self, key: str, default: Mapping[str, Any]) -> Mapping[str, Any]:
-        part = self.raw.get(key)
+    def unread(self) -> tuple[str, ...]:
+        """Return the keys with a value that nobody asked for, unless they change no result."""
+        parts = {"": self.raw, "eagle_config.": self.eagle}
+        if self.layer is not self.raw:
+            parts["transformer_layer_config."] = self.layer
+        known = _SILENT | _BY_TENSORS | set(NEUTRAL)
+        known = known.union(*(part.read for part in parts.values()))
+        return tuple(
+            start + key
+            for start, part in parts.items()
+            for key, value in part.items()
+            if key not in known and value is not None
+        )
+
+    def check_neutral(self, options: Mapping[str, tuple[Any, ...]], *, of_eagle3: bool) -> None:
+        """Refuse options that change the computation, unless they have a value that does not.
+
+        Args:
+            options: the values of each option that change nothing.
+            of_eagle3: refuse the options of `eagle_config` too, which have no meaning for EAGLE-1.
+
+        Raises:
+            CheckpointError: an option has another value.
+        """
+        for place in (self.raw, self.layer, *([self.eagle] if of_eagle3 else ())):
+            for key, values in options.items():
+                value = place.get(key)
+                if value is not None and value not in values:
+                    raise CheckpointError(
+                        f"config.json: {key} {shown(value)} changes what a head computes and is "
+                        "not supported"
+                    )
+
+    def _part(self, key: str, default: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        part: Any = self.raw.get(key)
         if part is not None and not isinstance(part, Mapping):
             raise CheckpointError(f"config.json: {key} is {shown(part)}, not an object")
         return default if part is None else part
@@ -269,30 +362,42 @@ class ConfigReader:
 
     def rope(self) -> tuple[float, dict[str, Any] | None]:
         """Read base and scaling from `rope_parameters` (transformers 5) or the two older keys."""
-        params = self.layer.get("rope_parameters") or self.layer.get("rope_scaling") or {}
+        params, older = (self.layer.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+        params = params or older
         if isinstance(params, Mapping) and isinstance(params.get("full_attention"), Mapping):
             params = params["full_attention"]  # one entry per layer type
         if not isinstance(params, Mapping):
             raise CheckpointError(f"config.json: the RoPE parameters are {params!r}, not an object")
-        older = self.number("rope_theta", default=10000.0, place=self.layer)
-        theta = self.number("rope_theta", default=older, place=params)
+        theta = self.number("rope_theta", default=10000.0, place=self.layer)
+        theta = self.number("rope_theta", default=theta, place=params)
         scaling = {k: v for k, v in params.items() if k not in ("rope_theta", "type")}
         rope_type = scaling.setdefault("rope_type", params.get("type") or "default")
         # For text, multimodal RoPE rotates every section by the same position, as plain RoPE does.
         return theta, None if rope_type in ("default", "mrope") else scaling
 
     def sliding_window(self) -> int | None:
-        """Return the window of layer 0; None if it is a full layer."""
-        layer_types = self.layer.get("layer_types")
+        """Return the window of all layers; None if they are full layers.
+
+        Raises:
+            CheckpointError: some layers have a window and others have none.
+        """
+        layer_types, is_on = (self.layer.get(k) for k in ("layer_types", "use_sliding_window"))
+        num_full = self.maybe_integer("max_window_layers", least=0) or 0
         if layer_types:
             if not isinstance(layer_types, list):
                 raise CheckpointError(
                     f"config.json: layer_types is {shown(layer_types)}, not a list of names"
                 )
-            slides = layer_types[0] == "sliding_attention"
+            kinds = layer_types[: self.integer("num_hidden_layers", default=1)]
+            if any(kind != kinds[0] for kind in kinds):
+                raise CheckpointError(
+                    f"config.json: layer_types {shown(kinds)}: a head's layers must be of one type"
+                )
+            slides = kinds[0] == "sliding_attention"
         else:
-            # Qwen writes a window and switches it off; mistral has no switch.
-            slides = bool(self.layer.get("use_sliding_window", True))
+            # Qwen writes a window and switches it off, by a flag or for its first layers; mistral
+            # has no switch.
+            slides = (is_on is None or bool(is_on)) and num_full == 0
         return self.maybe_integer("sliding_window") if slides else None
 
     def feature_layers(self) -> tuple[int, ...] | None:

@@ -14,6 +14,7 @@ modules. The caller passes the attention function, because only it knows the pag
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,14 +26,18 @@ from specpool.checks import shown
 from specpool.errors import CheckpointError, ShapeError
 from specpool.models.eagle.config import EagleConfig, Kind
 from specpool.models.eagle.likeliest import likeliest
+from specpool.models.eagle.tables import is_copy, with_rows
 from specpool.models.eagle.weights import (
     _add_linear,
     _check_target,
     _check_tensors,
     _Layer,
     _load_layer,
+    check_vocabulary,
 )
-from specpool.models.files.checkpoint import Weights, find_folder, read_config
+from specpool.models.files.checkpoint import Weights, find_folder, log_unused, read_config
+
+_log = logging.getLogger("specpool")
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -72,7 +77,6 @@ class EagleHead:
         self.config, self.dtype, self.device = config, dtype, device
         self.kind: Kind = config.kind
         self.num_layers, self.hidden_size = config.num_layers, config.hidden_size
-        self.draft_vocab_size = config.draft_vocab_size
         self.feature_layers = feature_layers
         self.layer_kv = config.layer_kv
         self._embedding = embedding.to(device=device, dtype=dtype)
@@ -92,6 +96,7 @@ class EagleHead:
                 self._lm_head = target_head.to(device=device, dtype=dtype)
             else:
                 self._target_logits = target_head
+        self.draft_vocab_size = config.draft_vocab_size
         # int64 [Vd], add it to a draft id to get the target id; None = the ids are equal
         self._d2t = (
             weights["d2t"].to(device=device, dtype=torch.int64) if "d2t" in weights else None
@@ -152,21 +157,34 @@ class EagleHead:
         try:
             config = EagleConfig.parse(raw, weights, feature_layers)
             layers = _feature_layers(config, num_layers, is_given=feature_layers is not None)
-            _check_target(config, weights, layers, hidden_size, vocab_size)
-            _check_tensors(config, weights, layers, hidden_size)
-            if config.hidden_size != hidden_size:
-                embedding_weight = weights["embed_tokens.weight"]
-            return cls(
+            _check_target(config, weights, layers, hidden_size)
+            unused = _check_tensors(config, weights, layers, hidden_size)
+            embedding, is_own = _embedding(weights, embedding_weight.detach())
+            added = check_vocabulary(
+                "a head",
+                config.vocab_size,
+                vocab_size,
+                is_copied=not is_own and "embed_tokens.weight" in weights,
+            )
+            target_head = compute_logits or output.detach()[:vocab_size]
+            if is_own and config.kind == "eagle3" and config.ties_embedding:
+                target_head = embedding
+            head = cls(
                 config,
                 weights,
                 feature_layers=layers,
-                embedding=embedding_weight.detach(),
-                target_head=compute_logits or output.detach()[:vocab_size],
+                embedding=with_rows(embedding, vocab_size),
+                target_head=target_head,
                 dtype=dtype,
                 device=torch.device(device),
             )
         except CheckpointError as error:
             raise CheckpointError(f"{source}: {error}") from error
+        _tell_embedding(source, embedding, hidden_size, is_own=is_own)
+        if added is not None:
+            _log.warning("draft head %s: %s", source, added)
+        log_unused(source, unused, config.unread)
+        return head
 
     def reserve_positions(self, num_positions: int) -> None:
         """Make RoPE rows for positions `[0, num_positions)`; existing rows stay.
@@ -357,6 +375,38 @@ class EagleHead:
 
     def _rms(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+
+def _embedding(weights: Weights, targets: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Return the embedding that a head reads, and whether it is the head's own.
+
+    It is the file's if that is not a copy of the target's. So a head is run with what it was
+    trained with, and a copy takes no memory.
+    """
+    if "embed_tokens.weight" not in weights:
+        return targets, False
+    table = weights["embed_tokens.weight"]
+    if table.shape[1] == targets.shape[1] and is_copy(table, targets):
+        return targets, False
+    return table, True
+
+
+def _tell_embedding(
+    source: str | os.PathLike[str], table: torch.Tensor, hidden_size: int, *, is_own: bool
+) -> None:
+    """Say which embedding a head reads; `hidden_size` is the target's."""
+    if not is_own:
+        _log.info("draft head %s reads the target's embedding", source)
+    elif table.shape[1] != hidden_size:
+        _log.info("draft head %s reads its own embedding %s", source, list(table.shape))
+    else:
+        _log.warning(
+            "draft head %s reads its own embedding %s, which is not the target's. If few drafts are"
+            " accepted, its export may have left random numbers in embed_tokens.weight: without"
+            " this tensor the head reads the target's",
+            source,
+            list(table.shape),
+        )
 
 
 def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:

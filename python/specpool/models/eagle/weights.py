@@ -13,6 +13,9 @@ from specpool.models.files.checkpoint import Shape, Weights, check_tensors
 
 # Tensors that are not read: they are for training only, the target's, or recomputed.
 IGNORED = (r"t2d", r".*rotary_emb\..*", r"verifier_.*")
+#: The most tokens by which a target's vocabulary may be larger than its head's, if nothing else
+#: says that they belong together: added tokens, and padding to a multiple.
+MOST_ADDED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +92,8 @@ def _check_target(
     weights: Mapping[str, torch.Tensor],
     feature_layers: tuple[int, ...],
     hidden_size: int,
-    vocab_size: int,
 ) -> None:
-    """Raise if the head was trained for a target of another size."""
+    """Raise if the head was trained for a target of another width."""
     trained_for = config.target_hidden_size
     if trained_for is None:
         trained_for = config.hidden_size
@@ -106,11 +108,39 @@ def _check_target(
             f"a head for another target: made for hidden size {trained_for}, "
             f"the target's is {hidden_size}"
         )
-    if config.vocab_size != vocab_size:
+
+
+def check_vocabulary(what: str, made_for: int, has: int, *, is_copied: bool = False) -> str | None:
+    """Return what to log if a target has more tokens than its head was made for; None = as many.
+
+    Tokens that were added to a target, and rows that pad its tables, come after the tokens that the
+    head knows. So the head drafts the others as before.
+
+    Args:
+        what: what the head is, for the message.
+        made_for: the tokens that the head was made for.
+        has: the target's.
+        is_copied: the head's file has a copy of the target's embedding, so the target is the same.
+
+    Raises:
+        CheckpointError: the target lacks tokens of the head, or has so many more that it is
+            probably another one.
+    """
+    if made_for == has:
+        return None
+    numbers = f"made for a vocabulary of {made_for} tokens, the target's is {has}"
+    if made_for > has:
         raise CheckpointError(
-            f"a head for another target: made for a vocabulary of {config.vocab_size} tokens, "
-            f"the target's is {vocab_size}"
+            f"{what} for another target: {numbers}, which lacks the last {made_for - has} of them"
         )
+    more = has - made_for
+    if more > MOST_ADDED and not is_copied:
+        raise CheckpointError(
+            f"{what} for another target: {numbers}; of a target with up to {MOST_ADDED} added "
+            f"tokens it would be taken, this one has {more} more, and the file has no copy of the "
+            "target's embedding to compare"
+        )
+    return f"{numbers}: it has learned nothing of the last {more} of them"
 
 
 def _check_tensors(
@@ -118,8 +148,8 @@ def _check_tensors(
     weights: Weights,
     feature_layers: tuple[int, ...],
     target_hidden_size: int,
-) -> None:
-    """Raise unless the checkpoint holds exactly the tensors of its config."""
+) -> list[str]:
+    """Raise unless the checkpoint holds the tensors of its config alone; return the unused ones."""
     h, vocab = config.hidden_size, config.vocab_size
     required: dict[str, Shape] = {}
     optional: dict[str, Shape] = {"fc.bias": (h,), "embed_tokens.weight": (vocab, h)}
@@ -162,6 +192,8 @@ def _check_tensors(
                 f"d2t maps draft id {bad[0]} to target id {int(targets[bad[0]])}, "
                 f"outside the vocabulary of {vocab} tokens"
             )
+    is_unused = config.kind == "eagle3" and "fc.weight" not in required
+    return [name for name in weights if is_unused and name.startswith("fc.")]
 
 
 def layer_shapes(config: EagleConfig, index: int) -> tuple[dict[str, Shape], dict[str, Shape]]:

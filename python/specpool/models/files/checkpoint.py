@@ -7,6 +7,7 @@ read only when it is asked for. A file that does not fit raises `CheckpointError
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +22,17 @@ from specpool.models.files.hub import from_hub
 if TYPE_CHECKING:
     import torch
 
+_log = logging.getLogger("specpool")
+
 Shape = tuple[int, ...]
 _MOST_LAYERS = 1 << 14
 _LEAST = {"hidden_size": 1, "intermediate_size": 0, "vocab_size": 1, "head_dim": 1}
 _LEAST |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+
+#: The files of whole weights, in the order in which transformers looks for them. Each comes before
+#: its own index.
+SINGLES = ("model.safetensors", "pytorch_model.bin")
+_INDEX = ".index.json"
 
 # safetensors' names of the dtypes that weights may have; other dtypes keep their names.
 _STORED = {"F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16"}
@@ -49,15 +57,15 @@ class Weights(Mapping[str, "torch.Tensor"]):
     `fc.` for `fusion_fc.`; `fc_norm.{0,1,2}` for `aux_norm_{low,mid,high}`.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Open the weight files of `folder`.
+    def __init__(self, folder: Path, beside: Sequence[Path] = ()) -> None:
+        """Open the weight files of `folder`, and the files `beside` them.
 
         Raises:
             CheckpointError: there is no weight file, one is unreadable or unsafe, a shard is
                 missing, or two tensors have the same normal name.
         """
         self._sources: dict[str, tuple[Callable[[str], Any], str]] = {}
-        for path in weight_files(folder):
+        for path in [*weight_files(folder), *beside]:
             names, read = _open(path)
             for name in names:
                 normal = normal_name(name)
@@ -102,6 +110,19 @@ def normal_name(name: str) -> str:
         if name.startswith(prefix):
             name = normal + name[len(prefix) :]
     return name
+
+
+def is_of_mtp(name: str, num_layers: int) -> bool:
+    """Return whether a tensor belongs to no layer of the target, but seems to be of MTP layers.
+
+    Args:
+        name: the tensor's normal name (see `Weights`).
+        num_layers: decoder layers of the target.
+    """
+    if re.search(r"(^|[._])(mtp|nextn)", name):
+        return True
+    layer = re.match(r"layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= num_layers
 
 
 def find_folder(source: str | os.PathLike[str]) -> Path:
@@ -192,9 +213,9 @@ def weight_bytes(folder: Path) -> int:
     Raises:
         CheckpointError: there are no weight files, or the index names none.
     """
-    index = folder / "model.safetensors.index.json"
-    if os.path.isfile(index):
-        metadata = read_json(index).get("metadata")
+    entry = weight_entry(folder)
+    if entry.name.endswith(_INDEX):
+        metadata = read_json(entry).get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if isinstance(total, int | float) and 0 < total < 1 << 60:
             return int(total)
@@ -202,25 +223,44 @@ def weight_bytes(folder: Path) -> int:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files; prefer safetensors to pickles, and an index to a single file.
+    """Return the weight files of a checkpoint folder; every reader of weights asks here.
 
     Raises:
         CheckpointError: there are none, or an index is wrong (see `shards`).
     """
-    for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
-        index = folder / f"{stem}.{suffix}.index.json"
-        if os.path.isfile(index):
-            return shards(index)
-        single = folder / f"{stem}.{suffix}"
-        if os.path.isfile(single):
-            return [single]
-        others = sorted(path for path in folder.glob(f"*.{suffix}") if os.path.isfile(path))
-        if len(others) == 1:
-            return others
-    found = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
-    raise CheckpointError(
-        f"{folder}: no model.safetensors or pytorch_model.bin, nor an index of one; found {found}"
-    )
+    entry = weight_entry(folder)
+    return shards(entry) if entry.name.endswith(_INDEX) else [entry]
+
+
+def weight_entry(folder: Path) -> Path:
+    """Return the weight file, or the index of several, that transformers would read.
+
+    The first that exists is read, and the others are stale or copies: the file that the config
+    names in `transformers_weights`, model.safetensors, its index, pytorch_model.bin, its index.
+    A folder with none of them may have one file of another name, which transformers does not read.
+
+    Raises:
+        CheckpointError: there is none, or the config names a file that is not beside it.
+    """
+    named = None
+    if os.path.isfile(folder / "config.json"):
+        named = read_config(folder).get("transformers_weights")
+    if named is not None and (not isinstance(named, str) or Path(named).name != named):
+        raise CheckpointError(
+            f"{folder}: transformers_weights names {shown(named)}, which is no file beside it"
+        )
+    singles = [name for single in SINGLES for name in (single, single + _INDEX)]
+    names = singles if named is None else [named]
+    for name in names:
+        if os.path.isfile(folder / name):
+            return folder / name
+    for single in SINGLES if named is None else ():
+        lone = sorted(p for p in folder.glob(f"*{Path(single).suffix}") if os.path.isfile(p))
+        if len(lone) == 1:
+            return lone[0]
+    files = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+    wanted = f"no {named}" if named else f"no {' or '.join(SINGLES)}, nor an index of one"
+    raise CheckpointError(f"{folder}: {wanted}; found {files:.200}")
 
 
 def shards(index: Path) -> list[Path]:
@@ -280,6 +320,15 @@ def _load_pickle(path: Path, device: str) -> Any:
             f"{path} is not a sound state dict of plain tensors, and anything else is not run: "
             f"{one_line(error)}"
         ) from error
+
+
+def log_unused(
+    source: str | os.PathLike[str], tensors: Sequence[str], keys: Sequence[str] = ()
+) -> None:
+    """Name, once, the tensors and the config keys of a checkpoint that nothing reads."""
+    for what, names in (("tensors", tensors), ("keys of its config.json", keys)):
+        if names:
+            _log.warning("%s: %s that are not read: %s", source, what, some_of(sorted(names)))
 
 
 def check_tensors(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from specpool.models.files.checkpoint import (
     find_folder,
     normal_name,
     read_config,
-    read_json,
     weight_files,
 )
 from specpool.models.files.headers import read_header
@@ -81,16 +80,9 @@ def _is_config_of_head(raw: Mapping[str, Any]) -> bool:
 
 def _tensor_names(folder: Path) -> frozenset[str]:
     """Return the normal names of a folder's tensors. A pickle needs torch."""
-    index = folder / "model.safetensors.index.json"
-    names: Iterable[str]
-    if os.path.isfile(index):
-        weight_map = read_json(index).get("weight_map")
-        names = weight_map if isinstance(weight_map, dict) else ()
-    else:
-        files = weight_files(folder)
-        if any(path.suffix != ".safetensors" for path in files):
-            from specpool.models.files.checkpoint import Weights
+    files = weight_files(folder)
+    if any(path.suffix != ".safetensors" for path in files):
+        from specpool.models.files.checkpoint import Weights
 
-            return frozenset(Weights(folder))
-        names = [name for path in files for name in read_header(path)]
-    return frozenset(normal_name(str(name)) for name in names)
+        return frozenset(Weights(folder))
+    return frozenset(normal_name(name) for path in files for name in read_header(path))

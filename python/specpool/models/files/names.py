@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specpool.assets import EMBEDDED, resolve
-from specpool.checks import check_int, shown
+from specpool.checks import check_int, did_you_mean, shown
 from specpool.errors import ConfigError
 from specpool.models.files.hub import from_hub
 
@@ -19,6 +19,9 @@ from specpool.models.files.hub import from_hub
 MTP = "mtp"
 #: The longest n-gram of prompt lookup that may be asked for, and the default.
 MAX_NGRAM, DEFAULT_NGRAM = 32, 4
+
+#: The names of drafts that are neither a folder's nor a hub's.
+_DRAFT_WORDS = ("ngram", "suffix", MTP, "none")
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 
@@ -55,8 +58,25 @@ def suffix_of(name: str) -> bool | None:
 
 
 def is_lookup(name: str) -> bool:
-    """Return whether a name stands for a drafter that searches texts and has no model."""
+    """Return whether a name stands for a drafter that searches texts and has no model.
+
+    Raises:
+        ConfigError: the name is nearly that of such a drafter, or has a wrong ending.
+    """
+    check_draft_name(name)
     return ngram_of(name) is not None or suffix_of(name) is not None
+
+
+def check_draft_name(name: str) -> None:
+    """Raise `ConfigError` for a word that is nearly `ngram`, `suffix`, `mtp` or `none`.
+
+    The hub would be asked for it otherwise. A folder may have such a name.
+    """
+    word = name.partition(":")[0]
+    if word in _DRAFT_WORDS or "/" in name or os.path.exists(name):
+        return
+    if meant := did_you_mean(word, _DRAFT_WORDS, cutoff=0.65):
+        raise ConfigError(f"draft: there is none named {shown(name)}{meant}")
 
 
 def shown_drafts(names: Sequence[str]) -> str:
@@ -83,7 +103,8 @@ def find_model(name: str) -> Path | None:
         raise ConfigError(f"no model at {name!r}: it is a file; give the folder that holds it")
     if name.startswith("specpool/"):
         raise ConfigError(
-            f"no model at {name!r}: there is no such folder; embedded are {', '.join(EMBEDDED)}"
+            f"no model at {name!r}: there is no such folder{did_you_mean(name, EMBEDDED) or ';'} "
+            f"embedded are {', '.join(EMBEDDED)}"
         )
     if not _HUB_NAME.fullmatch(name):
         raise ConfigError(f"no model at {name!r:.200}: there is no such folder")

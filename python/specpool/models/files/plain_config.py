@@ -86,12 +86,16 @@ class PlainConfig:
         max_context_len: the longest context in tokens.
         vocab_size: width of the logits.
         num_parameters: about; without norms and biases. Tied embeddings count once.
+        context_reason: why `max_context_len` is below the config's; empty if it is not.
+        is_part: the files hold other parts beside the decoder, which are not counted.
     """
 
     layers: tuple[LayerKV, ...]
     max_context_len: int
     vocab_size: int
     num_parameters: int
+    context_reason: str = ""
+    is_part: bool = False
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> PlainConfig | None:
@@ -109,16 +113,18 @@ class PlainConfig:
         windows = _windows(raw, family, layers)
         if type(head_dim) is not int or head_dim < 1 or windows is None or layers > 1 << 16:
             return None
+        longest, reason = longest_context(length, raw)
         return cls(
             tuple(LayerKV(kv_heads, head_dim, head_dim, window) for window in windows),
-            longest_context(length, raw),
+            longest,
             vocab,
             _num_parameters(raw, family, layers, heads * head_dim, kv_heads * head_dim),
+            context_reason=reason,
         )
 
 
-def longest_context(length: int, config: Any) -> int:
-    """Return the longest context at which RoPE does not depend on other lanes of a batch.
+def longest_context(length: int, config: Any) -> tuple[int, str]:
+    """Return the longest context at which RoPE does not depend on other lanes of a batch, and why.
 
     NOTE: "longrope" and "dynamic" rotary embeddings change with the longest position *of the
     batch*, so one lane would change another's text. Below `original_max_position_embeddings` they
@@ -127,22 +133,34 @@ def longest_context(length: int, config: Any) -> int:
     Args:
         length: the config's `max_position_embeddings`.
         config: a parsed config.json, or transformers' config.
+
+    Returns:
+        The length in tokens, and the reason if it is below `length`; else an empty text.
     """
 
     def of(key: str) -> Any:
         return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
 
+    longest, reason = int(length), ""
     for key in ("rope_parameters", "rope_scaling"):  # transformers 5 and 4
         settings = of(key)
         if not isinstance(settings, dict):
             continue
         for rope in [settings, *(part for part in settings.values() if isinstance(part, dict))]:
-            if rope.get("rope_type", rope.get("type")) in ("longrope", "su", "dynamic"):
-                original = rope.get("original_max_position_embeddings") or of(
-                    "original_max_position_embeddings"
+            kind = rope.get("rope_type", rope.get("type"))
+            if kind not in ("longrope", "su", "dynamic"):
+                continue
+            original = rope.get("original_max_position_embeddings") or of(
+                "original_max_position_embeddings"
+            )
+            if original and original < longest:
+                longest = int(original)
+                reason = (
+                    f"its config says {length}, but beyond the {longest} of "
+                    f"original_max_position_embeddings its {kind} rotary embedding changes with "
+                    "the longest row of a batch, so one request would change another's text"
                 )
-                length = min(length, original or length)
-    return int(length)
+    return longest, reason
 
 
 def _windows(raw: Mapping[str, Any], family: _Family, layers: int) -> list[int | None] | None:

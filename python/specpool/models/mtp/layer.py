@@ -3,13 +3,14 @@
     x = projection([token_norm(embed(token p + 1)); hidden_norm(hidden state of p)])
     out = final_norm(decoder_layer(x)); logits = the target's (out)
 
-`out` is the hidden state of the next step. Embedding and output matrix are the target's
-(DeepSeek-V3, arXiv 2412.19437).
+`out` is the hidden state of the next step. Embedding and output matrix are the target's, unless the
+checkpoint has others in the layer (DeepSeek-V3, arXiv 2412.19437).
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +21,17 @@ from torch import Tensor, nn
 from specpool.attention import AttentionBatch
 from specpool.errors import CheckpointError, ConfigError, reading
 from specpool.models.eagle.likeliest import likeliest
-from specpool.models.files.checkpoint import Weights, find_folder
+from specpool.models.eagle.tables import is_copy
+from specpool.models.files.checkpoint import Weights, find_folder, is_of_mtp, log_unused, some_of
 from specpool.models.gate import text_config
-from specpool.models.mtp.layout import MtpLayout, find_layout
+from specpool.models.mtp.layout import MtpLayout, files_beside, find_layout
 from specpool.models.target import TargetModel
 from specpool.models.target_folder import check_loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_log = logging.getLogger("specpool")
 
 #: Tokens of the small vocabulary with which the layer's model is built and probed.
 _PROBE_VOCAB = 256
@@ -51,11 +55,19 @@ class MtpLayer:
         token_norm: nn.Module,
         hidden_norm: nn.Module,
         hidden_first: bool,
+        embedding: Tensor | None,
+        head: Tensor | None,
     ) -> None:
-        """Assemble a layer from checked parts; callers use `from_pretrained`."""
+        """Assemble a layer from checked parts; callers use `from_pretrained`.
+
+        `embedding` and `head` are the layer's own [V, h]; None = the target's.
+        """
         self.model = model
         self.hidden_size, self.draft_vocab_size = target.hidden_size, target.vocab_size
-        self._embedding, self._logits = target.embedding_weight.detach(), target.compute_logits
+        self._embedding = target.embedding_weight.detach() if embedding is None else embedding
+        self._logits = target.compute_logits
+        if head is not None:
+            self._logits = lambda hidden: F.linear(hidden, head)
         self._projection = projection
         self._token_norm, self._hidden_norm = token_norm, hidden_norm
         self._hidden_first = hidden_first
@@ -77,12 +89,20 @@ class MtpLayer:
         """
         folder = find_folder(source)
         _check_target(target)
-        weights = Weights(folder)
         try:
+            weights, beside = Weights(folder), []
+            if not any(is_of_mtp(name, target.num_layers) for name in weights):
+                beside = files_beside(folder, target.num_layers)
+                weights = Weights(folder, beside)
             layout = find_layout(weights, target.num_layers)
             model = _one_layer(target, weights, layout)
+            tables = _own_tables(target, weights, layout)
         except (CheckpointError, ConfigError) as error:
             raise type(error)(f"{source}: {error}") from error
+        if beside:
+            names = ", ".join(path.name for path in beside)
+            _log.info("MTP layer of %s: from %s, which its index does not name", source, names)
+        log_unused(source, layout.unread(weights, target.num_layers))
         norm = _norm_of(model)
         parts = {}
         for name in (layout.token_norm, layout.hidden_norm):
@@ -98,6 +118,8 @@ class MtpLayer:
             token_norm=parts[layout.token_norm],
             hidden_norm=parts[layout.hidden_norm],
             hidden_first=layout.hidden_first,
+            embedding=tables.get(layout.embedding),
+            head=tables.get(layout.head),
         )
 
     @torch.inference_mode()
@@ -144,6 +166,27 @@ def _check_target(target: TargetModel) -> None:
         raise ConfigError(f"the target of type {kind!r} is quantized: its MTP layer cannot run")
 
 
+def _own_tables(target: TargetModel, weights: Weights, layout: MtpLayout) -> dict[str, Tensor]:
+    """Return the layer's own embedding and output matrix, those that are no copy of the target's.
+
+    Raises:
+        CheckpointError: one has another shape, or is quantized.
+    """
+    tables: dict[str, Tensor] = {}
+    for name, targets in (
+        (layout.embedding, target.embedding_weight),
+        (layout.head, target.lm_head_weight),
+    ):
+        if name not in weights:
+            continue
+        table = _part(target, weights, name, (target.vocab_size, target.hidden_size))
+        if not is_copy(weights[name], targets.detach()):
+            label = weights.file_name(name)
+            _log.warning("the MTP layer reads its own %s, which is not the target's", label)
+            tables[name] = table
+    return tables
+
+
 def _one_layer(target: TargetModel, weights: Weights, layout: MtpLayout) -> PreTrainedModel:
     """Return a model of the target's class with the MTP layer as its only layer.
 
@@ -173,8 +216,11 @@ def _one_layer(target: TargetModel, weights: Weights, layout: MtpLayout) -> PreT
             ignore_mismatched_sizes=True,
         )
     check_loaded("the MTP layer", model, loaded)
-    if loaded["unexpected_keys"]:
-        raise CheckpointError(f"the MTP layer has unexpected {sorted(loaded['unexpected_keys'])}")
+    if unexpected := sorted(loaded["unexpected_keys"]):
+        tensors = [layout.block + name.removeprefix(f"{start}.0.") for name in unexpected]
+        raise CheckpointError(
+            f"the MTP layer has unexpected {some_of([*map(weights.file_name, tensors)])}"
+        )
     found: PreTrainedModel = model.to(device=target.device, dtype=target.dtype)
     return found
 

@@ -10,11 +10,14 @@ mimo      mtp_layers.0.{token_layernorm, hidden_layernorm, input_proj, final_lay
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from specpool.errors import ConfigError
+from specpool.models.files.checkpoint import is_of_mtp, normal_name, weight_files
+from specpool.models.files.headers import read_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +42,30 @@ class MtpLayout:
     final_norm: str
     hidden_first: bool = False
 
-    def block_names(self, names: Collection[str]) -> list[str]:
-        """Return the names of the decoder layer's tensors among `names`.
+    @property
+    def embedding(self) -> str:
+        """The embedding [V, h] that a file may hold, mostly a copy of the target's."""
+        return self.block + "embed_tokens.weight"
 
-        A copy of the target's embedding or output matrix does not belong to it: the target's own
-        are used.
-        """
-        others = {self.projection, self.token_norm, self.hidden_norm, self.final_norm}
-        copies = {self.block + "embed_tokens.weight", self.block + "shared_head.head.weight"}
+    @property
+    def head(self) -> str:
+        """The output matrix [V, h] that a file may hold, mostly a copy of the target's."""
+        return self.block + "shared_head.head.weight"
+
+    def block_names(self, names: Collection[str]) -> list[str]:
+        """Return the names of the decoder layer's tensors among `names`."""
         return [
-            name for name in names if name.startswith(self.block) and name not in others | copies
+            name for name in names if name.startswith(self.block) and name not in self._others()
         ]
+
+    def unread(self, names: Collection[str], num_layers: int) -> list[str]:
+        """Return the tensors of MTP layers among `names` that do not belong to this layer."""
+        known = self._others().union(self.block_names(names))
+        return [name for name in names if is_of_mtp(name, num_layers) and name not in known]
+
+    def _others(self) -> set[str]:
+        parts = {self.projection, self.token_norm, self.hidden_norm, self.final_norm}
+        return parts | {self.embedding, self.head}
 
 
 def find_layout(names: Collection[str], num_layers: int) -> MtpLayout:
@@ -73,7 +89,7 @@ def find_layout(names: Collection[str], num_layers: int) -> MtpLayout:
                     f"the MTP layer has {layout.projection} but lacks {', '.join(missing)}"
                 )
             return layout
-    beyond = [name for name in sorted(names) if _is_extra(name, num_layers)]
+    beyond = [name for name in sorted(names) if is_of_mtp(name, num_layers)]
     if not beyond:
         raise ConfigError(
             f"the target has no MTP layer: its checkpoint has no tensors beside its {num_layers} "
@@ -84,6 +100,32 @@ def find_layout(names: Collection[str], num_layers: int) -> MtpLayout:
         f"the layout of the target's MTP layer is not known: it has {beyond[0]} and "
         f"{len(beyond) - 1} more, but none of {known}"
     )
+
+
+def files_beside(folder: Path, num_layers: int) -> list[Path]:
+    """Return the files that hold MTP layers and that the index of the weights does not name.
+
+    Quantizing tools often keep the MTP layer of the original so: `mtp.safetensors` and
+    `model_mtp.safetensors` are common names. The tensors decide, not the name.
+
+    Args:
+        folder: the target's folder.
+        num_layers: decoder layers of the target.
+
+    Raises:
+        CheckpointError: the folder has no weights, or one of its safetensors files is not sound.
+    """
+    named = set(weight_files(folder))
+    return [
+        path
+        for path in sorted(folder.glob("*.safetensors"))
+        if path not in named and os.path.isfile(path) and _holds_mtp(path, num_layers)
+    ]
+
+
+def _holds_mtp(path: Path, num_layers: int) -> bool:
+    names = [normal_name(name) for name in read_header(path)]
+    return bool(names) and all(is_of_mtp(name, num_layers) for name in names)
 
 
 def _layouts(num_layers: int) -> tuple[MtpLayout, ...]:
@@ -107,11 +149,3 @@ def _layouts(num_layers: int) -> tuple[MtpLayout, ...]:
             mimo,
         ),
     )
-
-
-def _is_extra(name: str, num_layers: int) -> bool:
-    """Return whether a tensor belongs to no layer of the target, but seems to be of MTP layers."""
-    if re.search(r"(^|[._])(mtp|nextn)", name):
-        return True
-    layer = re.match(r"layers\.(\d+)\.", name)
-    return layer is not None and int(layer[1]) >= num_layers

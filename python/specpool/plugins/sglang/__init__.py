@@ -10,6 +10,7 @@ import logging
 
 from specpool.plugins.drift import ON_DRIFT
 from specpool.plugins.settings import setting
+from specpool.plugins.switch import switch_on
 
 _log = logging.getLogger("specpool.plugins.sglang")
 
@@ -20,7 +21,7 @@ def register() -> None:
     """Switch the plug-in on, as the environment asks.
 
     SGLang's loader logs what a plug-in raises and goes on without it. What must not be lost ends
-    the process.
+    the process. If SGLang has changed, or cannot be imported, its own code serves.
 
     Raises:
         SystemExit: a setting is unknown; or SGLang has changed and `SPECPOOL_SGLANG_DRIFT` is exit.
@@ -31,25 +32,20 @@ def register() -> None:
     on_drift = setting("SPECPOOL_SGLANG_DRIFT", ON_DRIFT)
     from specpool.plugins.sglang import drift
 
-    found = drift.differences(level, bodies=on_drift != "trust")
-    if not found:
-        if level == "rows":
-            from specpool.plugins.sglang import rows
-
-            rows.install()
-            _log.warning("specpool: SGLang's rows and KV pages are those of specpool's ledger")
-            return
-        from specpool.plugins.sglang import allocator, history
-
-        allocator.install()
-        history.install()
-        _log.warning("specpool: SGLang's KV pages come from specpool's pool")
-        if level == "reserve":
-            from specpool.plugins.sglang import reserve
-
-            reserve.install()
-            _log.warning("specpool: a round of EAGLE reserves what it can write")
-    elif on_drift == "exit":
-        raise SystemExit(f"specpool: SGLang is not as known: {'; '.join(found)}")
+    parts = {"rows": ("rows",), "pages": ("allocator", "history")}
+    parts["reserve"] = (*parts["pages"], "reserve")
+    if not switch_on(
+        "SGLang",
+        "SGLang's own allocator",
+        [f"{__name__}.{part}" for part in parts[level]],
+        lambda: drift.differences(level, bodies=on_drift != "trust"),
+        on_drift,
+        _log,
+    ):
+        return
+    if level == "rows":
+        _log.warning("specpool: SGLang's rows and KV pages are those of specpool's ledger")
     else:
-        _log.error("specpool: SGLang's own allocator serves: %s", "; ".join(found))
+        _log.warning("specpool: SGLang's KV pages come from specpool's pool")
+    if level == "reserve":
+        _log.warning("specpool: a round of EAGLE reserves what it can write")

@@ -11,6 +11,7 @@ import sys
 
 from specpool.plugins.drift import ON_DRIFT
 from specpool.plugins.settings import setting
+from specpool.plugins.switch import switch_on
 
 _log = logging.getLogger("specpool.plugins.vllm")
 
@@ -23,7 +24,8 @@ _POOL = "specpool.plugins.vllm.pool"
 def register() -> None:
     """Switch the plug-in on, as the environment asks; a second call changes nothing.
 
-    vLLM does not catch what a plug-in raises, and each of its processes calls this.
+    vLLM does not catch what a plug-in raises, and each of its processes calls this. If vLLM has
+    changed, or cannot be imported, its own code serves.
 
     Raises:
         SystemExit: a setting is unknown; or vLLM has changed and `SPECPOOL_VLLM_DRIFT` is exit.
@@ -35,18 +37,16 @@ def register() -> None:
         return
     from specpool.plugins.vllm import releases
 
-    found = releases.differences(level, bodies=on_drift != "trust")
-    if not found:
-        from specpool.plugins.vllm import pool
-
-        pool.install()
-        _log.warning("specpool: vLLM's KV blocks come from specpool's pool")
-        if level == "speculative":
-            from specpool.plugins.vllm import speculative
-
-            speculative.install()
-            _log.warning("specpool: a round reserves what it can write, and keeps a proved hit")
-    elif on_drift == "exit":
-        raise SystemExit(f"specpool: vLLM is not as known: {'; '.join(found)}")
-    else:
-        _log.error("specpool: vLLM's own block pool serves: %s", "; ".join(found))
+    parts = (_POOL, f"{__name__}.speculative") if level == "speculative" else (_POOL,)
+    if not switch_on(
+        "vLLM",
+        "vLLM's own block pool",
+        parts,
+        lambda: releases.differences(level, bodies=on_drift != "trust"),
+        on_drift,
+        _log,
+    ):
+        return
+    _log.warning("specpool: vLLM's KV blocks come from specpool's pool")
+    if level == "speculative":
+        _log.warning("specpool: a round reserves what it can write, and keeps a proved hit")

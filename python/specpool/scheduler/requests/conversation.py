@@ -19,7 +19,8 @@ class Said:
     Attributes:
         end: the number of tokens of the conversation at the turn's end.
         messages: the chat messages that began the turn; None = it began with text or token ids.
-        answer_ids: the generated tokens without stop tokens.
+        answer_ids: the generated tokens without those that end a text; with them if a stop string
+            ended it, because such a token may be part of that string.
         stop: the turn's stop strings; the answer's text ends before the first of them.
     """
 

@@ -13,6 +13,7 @@ from specpool.arrays import Int32
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import common_len
 from specpool.scheduler.requests.latency import Times
+from specpool.text.bans import Bans
 from specpool.text.stream import TextStream
 from specpool.text.structured.matcher import Matcher
 
@@ -94,13 +95,33 @@ class Request:
     )
     changes_logits: bool = field(init=False)  # as in `params`, looked up in every round
     penalizes: bool = field(init=False)
+    draft_error: str | None = None  # why its drafter's proposal cannot be used
     drafter: int = 0  # who drafts for it, of the engine's drafters
     reads_tokens: bool = True  # if any drafter reads tokens: this one does
     _token_array: Int32 = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
 
+    bans: Bans | None = field(init=False, repr=False)  # what may not follow its text
+
     def __post_init__(self) -> None:
-        self.changes_logits = self.params.changes_logits
-        self.penalizes = self.params.penalizes
+        self.params = params = self.params.filled()
+        self.changes_logits = params.changes_logits
+        self.penalizes = params.penalizes
+        self.bans = None
+        if params.bans:
+            self.bans = Bans(
+                self.prompt_len,
+                self.stop_ids,
+                always=params.suppress_tokens or (),
+                first=params.begin_suppress_tokens or (),
+                words=params.bad_words_ids or (),
+                ngram_size=params.no_repeat_ngram_size or 0,
+                min_new_tokens=params.min_new_tokens or 0,
+            )
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Whether its next round needs the tokens of its last one on the host."""
+        return self.matcher is not None or self.bans is not None
 
     def post(self) -> None:
         """Put the request into its mailbox: it does not run any more, but may have news."""
@@ -181,14 +202,15 @@ class Request:
         # Tokens last, because Ctrl-C may come between: the other lists must not be shorter.
         self.forwards.append(n if is_verify else -n)
         if logprobs is not None:
-            self.logprobs += logprobs[: len(tokens)]
+            num_top = self.params.logprobs or 0
+            self.logprobs += [entry.first(num_top) for entry in logprobs[: len(tokens)]]
         self.tokens += tokens
         if self.watch is not None:
             self._look_for_stop(self.watch, tokens)
 
     def _look_for_stop(self, watch: TextStream, new: list[int]) -> None:
         """End the request if its text holds a stop string, which may begin some tokens back."""
-        watch.push([token for token in new if token not in self.stop_ids])
+        watch.push(new)
         if self.finish_reason is not None:
             watch.push([], last=True)
         if watch.hit is not None:
@@ -210,14 +232,19 @@ class Request:
         if self.finish_reason is None and tokens[-1] < 0:
             self.finish_reason = "error"
             position = len(self.tokens) + len(kept) - 1
-            self.error = (
-                f"the drafter's tree at position {position} is no tree: a wrong root, a token "
-                "outside the target's vocabulary, or mask, depths and links that disagree"
-                if tokens[-1] == NO_TREE
-                else f"the logits at position {position} are not finite"
-            )
-            if self.matcher is not None and self.matcher.error is not None:
-                self.error = f"{self.matcher.error}, at position {position + 1}"
+            self.error = f"the logits at position {position} are not finite"
+            if tokens[-1] == NO_TREE:
+                why = self.draft_error or (
+                    "the drafter's tree is no tree: a wrong root, a token outside the target's "
+                    "vocabulary, or mask, depths and links that disagree"
+                )
+                self.error = f"{why}, at position {position}"
+            elif self.bans is not None:
+                self.error += ", or the request's bans leave no token"
+            if self.matcher is not None:
+                dead_end = self.matcher.dead_end([*self.tokens, *kept], self.prompt_len)
+                if dead_end is not None:
+                    self.error = f"{dead_end}, at position {position + 1}"
         return kept
 
 

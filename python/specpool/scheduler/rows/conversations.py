@@ -64,7 +64,9 @@ class Conversations:
         conversation = request.conversation
         if conversation is None:
             return
-        answer_ids = [token for token in request.output_ids if token not in request.stop_ids]
+        answer_ids, watch = request.output_ids, request.watch
+        if watch is None or watch.hit is None:
+            answer_ids = [token for token in answer_ids if token not in request.stop_ids]
         said = Said(len(request.tokens), request.messages, answer_ids, request.params.stop)
         # One statement, so that Ctrl-C leaves both or neither.
         conversation.tokens, conversation.said = list(request.tokens), [*request.said, said]

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
 
 from specpool.arrays import Int32
-from specpool.errors import NotReady
+from specpool.errors import NotReady, SpecpoolError
 from specpool.memory.host.handle import Handle
 from specpool.memory.host.tier import HostTier
 from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.requests.request import Request
+
+_log = logging.getLogger("specpool")
+
+
+@contextlib.contextmanager
+def costing_speed() -> Iterator[None]:
+    """Let a failure within the block cost KV that is computed again, and end no request.
+
+    An error of the ledger or the tier is raised all the same: it concerns more than one request.
+    """
+    try:
+        yield
+    except SpecpoolError:
+        raise
+    except Exception as error:
+        _log.warning("KV of a request is computed again: %s: %s", type(error).__name__, error)
 
 
 class HostHandles:
@@ -27,8 +44,9 @@ class HostHandles:
 
     def offload(self, row: int) -> Handle | None:
         """Move the row's KV to the host if that pays; return None if nothing was moved."""
-        if self._host is not None and self._host.pays(row, self.token_seconds):
-            with contextlib.suppress(NotReady):  # a step of the row is in flight
+        # `NotReady`: a step of the row is in flight.
+        with costing_speed(), contextlib.suppress(NotReady):
+            if self._host is not None and self._host.pays(row, self.token_seconds):
                 return self._host.offload(row)
         return None
 
@@ -55,7 +73,9 @@ class HostHandles:
 
         `tokens` are its tokens. With siblings it gets none: they are forked behind a prefill.
         """
-        if self._host is not None and not request.siblings:
+        if self._host is None or request.siblings:
+            return
+        with costing_speed():
             request.handle = self._host.lend(
                 tokens, request.salt, start, self.token_seconds, needs_draft=needs_draft
             )
@@ -108,7 +128,12 @@ class HostHandles:
             if handle is None or request.prefilled_len >= handle.length:
                 continue
             assert self._host is not None
-            end, writes = self._host.next_extend(handle, request.prefilled_len)
+            end = 0
+            with costing_speed():
+                end, writes = self._host.next_extend(handle, request.prefilled_len)
+            if not end:  # it cannot come back
+                self.drop(request)
+                continue
             if not chosen:
                 writes_draft = writes
             if writes == writes_draft and len(chosen) < max_batch:

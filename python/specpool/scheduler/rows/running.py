@@ -66,7 +66,7 @@ class Running:
         self.by_row[row] = request
         self.lens[row], self.accept_len[row] = len(request.tokens), 1
         self.shapes[row] = request.shape_index
-        self.waits[row] = request.matcher is not None
+        self.waits[row] = request.waits_for_tokens
         self._reads[row] = request.reads_tokens
         self._round_shapes.admit(row, request, self._num_admitted)
         self.prefilling[row] = request

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.request import TokenLogprob
+from specpool.serve.api.logprobs import TokenLog
 from specpool.serve.bridge.messages import Done, Tokens
-from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,8 @@ class Delta:
     """The new part of a choice."""
 
     text: str = ""
+    # Special tokens: where each stands in the text, and its own text, if they are asked for.
+    specials: list[tuple[int, str]] = field(default_factory=list)
     pieces: list[tuple[str, bool]] = field(default_factory=list)  # the text, by accepted draft
     entries: list[TokenLogprob] = field(default_factory=list)
     num_tokens: int = 0
@@ -43,14 +46,22 @@ class Choice:
         tokenizer: PreTrainedTokenizerBase,
         params: SamplingParams,
         eos_token_ids: frozenset[int],
+        *,
+        notes_special: bool = False,
     ) -> None:
-        """Start an empty text."""
+        """Start an empty text; if `notes_special`, its special tokens are told beside it."""
         self.index = index
         self.done: Done | None = None
         self.num_tokens = self.text_len = 0
-        self._text = TextStream(tokenizer, params.stop)
         eos = frozenset[int]() if params.ignore_eos else eos_token_ids
-        self._hidden = eos | frozenset(params.stop_token_ids)
+        stop_ids = eos | frozenset(params.stop_token_ids)
+        self._text = params.text_stream(tokenizer, stop_ids, notes_special=notes_special)
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def log(self) -> TokenLog:
+        """The writer of the text's log probabilities."""
+        return TokenLog(self._tokenizer, self._text.shows)
 
     def take(self, news: list[Tokens | Done]) -> Delta:
         """Decode what came; several pieces of news become one delta."""
@@ -66,10 +77,13 @@ class Choice:
             delta.entries += each.logprobs or ()
             new = zip(each.ids, each.from_draft, strict=True)
             for from_draft, run in itertools.groupby(new, key=itemgetter(1)):
-                visible = [token for token, _ in run if token not in self._hidden]
-                delta.pieces.append((self._text.push(visible), from_draft))
+                delta.pieces.append((self._text.push([token for token, _ in run]), from_draft))
             self.num_tokens += len(each.ids)
         delta.pieces = [piece for piece in delta.pieces if piece[0]]
         delta.text = "".join(text for text, _ in delta.pieces)
-        self.text_len += len(delta.text)
+        start, self.text_len = self.text_len, self.text_len + len(delta.text)
+        specials = self._text.specials
+        while specials and specials[0][0] <= self.text_len:
+            place, text = specials.pop(0)
+            delta.specials.append((place - start, text))
         return delta

@@ -27,6 +27,7 @@ Token = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 Tokens = Annotated[list[Token], Field(fail_fast=True, max_length=1 << 20)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _kind_of_prompt(value: Any) -> str | None:
@@ -88,17 +89,27 @@ class Generation(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few)] = None
-    user: str | None = None
     # vLLM's and SGLang's
     top_k: Annotated[int, Field(ge=-1, le=(1 << 31) - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
     stop_token_ids: Tokens | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Strings | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
     # our own
     max_draft_steps: Annotated[int, Field(ge=0, le=1 << 16)] | None = None
     tpot_ms: Annotated[float, Field(ge=1e-3, le=1e9, allow_inf_nan=False)] | None = None
@@ -146,6 +157,9 @@ class Tool(Body):
     function: Function
 
 
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
 class ChatRequest(Generation):
     """The body of `POST /v1/chat/completions`."""
 
@@ -153,8 +167,14 @@ class ChatRequest(Generation):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    # vLLM's and SGLang's
+    documents: Annotated[Objects, Field(max_length=1024)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -164,7 +184,10 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 class DetokenizeRequest(Body):

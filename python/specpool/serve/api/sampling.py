@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -15,29 +16,48 @@ from specpool.serve.api.structured import grammar_of
 #: What the engine can do.
 _FIELDS = {field.name for field in fields(SamplingParams)}
 
-#: Fields of OpenAI that are no use here and change nothing.
-IGNORED = frozenset(
-    "metadata service_tier store user safety_identifier prompt_cache_key parallel_tool_calls "
-    "reasoning_effort verbosity detokenize skip_special_tokens spaces_between_special_tokens "
-    "add_generation_prompt request_id".split()
-)
-#: Fields whose values other than these ask for something that is not there.
+#: Fields whose values other than these, and None, ask for something that is not there: another
+#: text, or another prompt. What only asks for more in the answer is named in it as ignored.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (None,),
-    "functions": (None, []),
-    "function_call": (None, "none"),
-    "modalities": (None, [], ["text"]),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "suffix": (None, ""),
-    "use_beam_search": (None, False),
-    "min_tokens": (None, 0),
-    "prompt_logprobs": (None,),
-    "include_stop_str_in_output": (None, False),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
+    "audio": (),
+    "functions": ([],),
+    "function_call": ("none",),
+    "modalities": ([], ["text"]),
+    "prediction": (),
+    "web_search_options": (),
+    "suffix": ("",),
+    # vLLM's
+    "use_beam_search": (False,),
+    "watermarking": (False,),
+    "prompt_logprobs": (),
+    "logprob_token_ids": (),
+    "include_stop_str_in_output": (False,),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "guided_whitespace_pattern": (),
+    "structural_tag": (),
+    # SGLang's
+    "stop_regex": ([],),
+    "no_stop_trim": (False,),
+    "lora_path": (),
+    "session_params": (),
+    "custom_logit_processor": (),
+    "input_ids": (),
+    "extra_key": (),
+}
+#: Values of further fields that are what is done anyway, so that nothing is ignored.
+_ANYWAY: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "length_penalty": (1.0,),
+    "detokenize": (True,),
+    "spaces_between_special_tokens": (False, True),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
 #: How errors about prompts begin, and the fields that they are about.
 _PLACES = [
@@ -54,23 +74,37 @@ _PLACES = [
 
 
 def check_supported(request: Generation, *names: str) -> list[str]:
-    """Refuse fields that ask for something that is not there; return the unknown ones.
+    """Refuse fields that ask for something that is not there; return those that are ignored.
 
     Raises:
         ApiError: a field has a value that cannot be honoured.
     """
     given = (request.model_extra or {}) | {name: getattr(request, name) for name in names}
-    for name, harmless in _UNSUPPORTED.items():
-        if name in given and given[name] not in harmless:
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in _UNSUPPORTED.keys() & given.keys():
+        if given[name] not in _UNSUPPORTED[name]:
             raise bad(f"{name} is not supported", name, "unsupported_parameter")
-    return sorted((request.model_extra or {}).keys() - IGNORED - _UNSUPPORTED.keys())
+    ignored = given.keys() - _UNSUPPORTED.keys()
+    ignored = {name for name in ignored if given[name] not in _ANYWAY.get(name, ())}
+    options = request.stream_options
+    more = {} if options is None else options.model_extra or {}
+    return sorted(ignored | {f"stream_options.{name}" for name in more})
 
 
-def params_of(request: Generation, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Return the header of an answer that names the fields of the request that were ignored."""
+    text = ", ".join(name.encode("unicode_escape").decode() for name in names)
+    return {"x-specpool-ignored": text[:500]} if text else {}
+
+
+def params_of(
+    request: Generation, max_new_tokens: int, logprobs: int | None, temperature: float
+) -> SamplingParams:
     """Return the sampling parameters of a request.
 
-    As with OpenAI, the temperature is 1 unless it is given. At temperature 0, and with `top_p` 0,
-    the likeliest token is taken, and the truncations do nothing.
+    `temperature` is that of a request which gives none. At temperature 0, and with `top_p` 0, the
+    likeliest token is taken, and the truncations do nothing. Other fields that the request does not
+    give are left to the engine, which knows the target's defaults.
 
     Raises:
         ApiError: a field cannot work.
@@ -78,19 +112,20 @@ def params_of(request: Generation, max_new_tokens: int, logprobs: int | None) ->
     given: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "logprobs": logprobs,
-        "temperature": 1.0 if request.temperature is None else float(request.temperature),
+        "temperature": temperature if request.temperature is None else float(request.temperature),
         "n": request.n or 1,
         "stop": _stops(request.stop),
         "stop_token_ids": tuple(request.stop_token_ids or ()),
         "ignore_eos": bool(request.ignore_eos),
+        "skip_special_tokens": request.skip_special_tokens is not False,
         "cache_salt": request.cache_salt or "",
     }
     if request.top_p == 0:
         given["temperature"] = 0.0
     if given["temperature"]:
-        given["top_p"] = 1.0 if request.top_p is None else float(request.top_p)
-        given["top_k"] = max(request.top_k or 0, 0)
-        given["min_p"] = request.min_p or 0.0
+        given["top_p"] = None if request.top_p is None else float(request.top_p)
+        given["top_k"] = None if request.top_k is None else max(request.top_k, 0)
+        given["min_p"] = request.min_p
     if request.seed is not None:
         given["seed"] = request.seed % (1 << 64)
     given["max_draft_steps"] = request.max_draft_steps
@@ -98,7 +133,9 @@ def params_of(request: Generation, max_new_tokens: int, logprobs: int | None) ->
     given["tpot_ms"] = request.tpot_ms
     given["presence_penalty"] = request.presence_penalty or 0.0
     given["frequency_penalty"] = request.frequency_penalty or 0.0
-    given["repetition_penalty"] = request.repetition_penalty or 1.0
+    given["repetition_penalty"] = request.repetition_penalty
+    if request.min_tokens is not None:
+        given["min_new_tokens"] = min(request.min_tokens, max_new_tokens)
     given["logit_bias"] = _bias(request.logit_bias)
     given["structured"] = grammar_of(request)
     try:

@@ -18,10 +18,23 @@ _KINDS = {
     "grammar": "ebnf",
     "json_object": "json_object",
 }
+#: Other engines' fields for a form, and what each has.
+_FIELDS = {
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "ebnf": "ebnf",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "ebnf",
+    "guided_json_object": "json_object",
+}
+#: Options of `structured_outputs` that say how a form is compiled, or what is done anyway.
+_OPTIONS = {"disable_any_whitespace", "disable_fallback"}
 
 
 def grammar_of(request: Generation) -> Grammar | None:
-    """Return the grammar of `response_format`, `structured_outputs` or a forced tool; None = any.
+    """Return the form of the text, which several fields or a forced tool can give; None = any.
 
     Raises:
         ApiError: they do not have OpenAI's form, or several of them are given.
@@ -46,7 +59,9 @@ def form_field(request: Generation) -> str | None:
 
 
 def _forms(request: Generation) -> list[tuple[str, str, Any]]:
-    return [
+    others = [(name, kind, getattr(request, name)) for name, kind in _FIELDS.items()]
+    given = [part for part in others if _is_given(part[1], part[2])]
+    return given + [
         (name, *part)
         for name, part in (
             ("response_format", _of_format(request.response_format)),
@@ -55,6 +70,11 @@ def _forms(request: Generation) -> list[tuple[str, str, Any]]:
         )
         if part is not None
     ]
+
+
+def _is_given(kind: str, content: Any) -> bool:
+    """Return whether a field asks for something: False is a schema, but else it is no wish."""
+    return content is not None and (content is not False or kind == "json_schema")
 
 
 def _of_format(given: dict[str, Any] | None) -> tuple[str, Any] | None:
@@ -76,7 +96,11 @@ def _of_format(given: dict[str, Any] | None) -> tuple[str, Any] | None:
 
 
 def _of_outputs(given: dict[str, Any] | None) -> tuple[str, Any] | None:
-    held = {name: value for name, value in (given or {}).items() if value not in (None, False)}
+    held = {
+        name: value
+        for name, value in (given or {}).items()
+        if name not in _OPTIONS and _is_given(_KINDS.get(name, ""), value)
+    }
     if not held:
         return None
     if len(held) > 1 or not held.keys() <= _KINDS.keys():

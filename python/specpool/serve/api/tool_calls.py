@@ -2,53 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
 import secrets
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from specpool.serve.api.requests import ChatRequest
 from specpool.serve.api.structured import forced_tool, tools_of
+from specpool.serve.api.tool_formats import FORMATS, OBJECT_HEAD, THOUGHTS_END, Format
+from specpool.serve.api.tool_values import json_of_gemma, json_of_keywords, json_of_tag, types_of
 
-#: What models write before calls: Hermes and Qwen; Mistral; Llama 3; Granite.
-MARKERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>")
-_CLOSE = "</tool_call>"
-#: The begin of a call whose arguments are an object, up to them.
-_HEAD = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([\w-]+)"\s*,\s*'
-    r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)
-#: Mistral's newer form: a name, and then its arguments.
-_NAMED = re.compile(r"([\w-]{1,64})(?:\[CALL_ID\]\w{1,32})?\[ARGS\](?=\{)")
-_NAMED_LEN = 160
-
-
-def markers_of(template: object) -> tuple[str, ...]:
-    """Return the markers that a chat template speaks of; all of them if it speaks of none."""
-    found = tuple(marker for marker in MARKERS if marker in str(template or ""))
-    return found or MARKERS
+if TYPE_CHECKING:
+    import regex
 
 
 class JsonEnd:
-    """Finds the end of a JSON object or list that comes in parts."""
+    """Finds the end of a JSON object or list, or of a Python call, that comes in parts."""
 
-    def __init__(self, depth: int = 0) -> None:
+    def __init__(self, depth: int = 0, *, is_python: bool = False) -> None:
         """Begin `depth` brackets deep."""
-        self._depth, self._is_quoted, self._is_escaped = depth, False, False
+        self._depth, self._quote, self._is_escaped = depth, "", False
+        self._quotes, self._opens, self._closes = "\"'" if is_python else '"', "{[", "}]"
+        if is_python:
+            self._opens, self._closes = "{[(", "}])"
 
     def find(self, text: str) -> int | None:
         """Look at the next part; return the index behind the last bracket, None = not yet."""
         for index, char in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False
-            elif self._is_quoted:
-                self._is_escaped, self._is_quoted = char == "\\", char != '"'
-            elif char == '"':
-                self._is_quoted = True
-            elif char in "{[":
+            elif self._quote:
+                self._is_escaped = char == "\\"
+                if char == self._quote:
+                    self._quote = ""
+            elif char in self._quotes:
+                self._quote = char
+            elif char in self._opens:
                 self._depth += 1
-            elif char in "}]":
+            elif char in self._closes:
                 self._depth -= 1
                 if self._depth <= 0:
                     return index + 1
@@ -58,31 +50,45 @@ class JsonEnd:
 class ToolCalls:
     """A reader of one answer. It splits the text into content and calls.
 
-    A forced function's whole text is its arguments. Otherwise a call is `{"name": ..,
-    "arguments": ..}`, alone or behind a marker, also several of them in a list. Its arguments are
-    told as they come, once its name is known to be one of the request's. All else is content.
+    A forced function's whole text is its arguments. Otherwise calls are read in the formats of
+    `tool_formats`, anywhere in the text; those without a mark only at its begin or behind thoughts.
+    A call's arguments are output as they come, once its name is known to be one of the request's.
+    Everything else is content. Special tokens are read, but are not part of any output.
     """
 
-    def __init__(self, request: ChatRequest, markers: tuple[str, ...] = MARKERS) -> None:
-        """Read an answer to this request, of a model that marks its calls by `markers`."""
+    def __init__(self, request: ChatRequest, formats: Sequence[Format] = FORMATS) -> None:
+        """Read an answer to this request, of a model that writes its calls in these formats."""
         forced = forced_tool(request)
-        self._names = {tool.function.name for tool in tools_of(request)}
+        self._schemas = {t.function.name: t.function.parameters or {} for t in tools_of(request)}
         self._forced = None if forced is None else forced.function.name
-        self._markers = markers
-        self._held = self._raw = ""  # not decided yet; and what stood before it, also not
-        self._marker = ""  # of the call that is read
-        self._is_begin = True  # nothing but blanks has come
+        self._formats, self._format = formats, FORMATS[0]  # the latter: of the call that is read
+        self._held = ""  # not decided yet
+        self._shown = bytearray()  # for each held character, 0 = of a special token
+        self._seen = 0  # held characters that need not be searched again
+        self._at = 0  # where the object or the arguments of the call begin in the held text
+        self._is_begin = True  # nothing but blanks has come, or nothing else behind thoughts
         self._is_fresh = False  # nothing but blanks has come since a call
-        self._json, self._num_seen = JsonEnd(), 0
+        self._end, self._num_seen = JsonEnd(), 0
         self._is_wrapped = False  # the arguments are within the call's object
+        self._name = ""  # of the function that is called
+        self._num_args = 0  # in tags, of the call that is read
+        self._types = frozenset[str]()  # of the argument that is read
         self._state: Callable[[bool], bool] = self._text
         self._content = ""
         self._deltas: list[dict[str, Any]] = []
         self.calls: list[dict[str, Any]] = []
 
-    def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Take new text; return content and deltas of calls that are certain now."""
-        if self._forced is None and not self._names:
+    def push(
+        self, text: str, last: bool, specials: Sequence[tuple[int, str]] = ()
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """Take new text; return content and deltas of calls that are certain now.
+
+        Args:
+            text: the next text, without special tokens.
+            last: no text follows.
+            specials: special tokens: where each stands in the new text, and its own text.
+        """
+        if self._forced is None and not self._schemas:
             return text, []
         self._content, self._deltas = "", []
         if self._forced is not None:
@@ -90,7 +96,11 @@ class ToolCalls:
                 self._begin(self._forced)
             self._argue(text)
             return "", self._deltas
-        self._held += text
+        start = 0
+        for place, special in (*specials, (len(text), "")):
+            self._held += text[start:place] + special
+            self._shown += b"\1" * (place - start) + b"\0" * len(special)
+            start = place
         while self._state(last):
             pass
         return self._content, self._deltas
@@ -100,139 +110,211 @@ class ToolCalls:
         """The reason for an end by a stop."""
         return "tool_calls" if self.calls and self._forced is None else "stop"
 
-    # --- the states: each takes what it can from `_held`; True = another may go on
+    # --- the states: each takes what it can from the held text; True = another may go on
 
     def _text(self, last: bool) -> bool:
-        """Read content, up to a marker; a bracket at the begin may be a call without one."""
-        begin = self._held.lstrip() if self._is_begin else ""
-        if begin[:1] in ("{", "[") and not begin.startswith(self._markers):
-            if not last and any(marker.startswith(begin) for marker in self._markers):
-                return False
-            self._marker, self._is_begin, self._state = "", False, self._item
+        """Read content, up to a call or to the end of thoughts."""
+        held = self._held
+        starts = [(m, form) for form in self._formats if (m := self._find(form, last)) is not None]
+        thoughts = THOUGHTS_END.search(held, self._seen, partial=not last)
+        places = [m.start() for m, _ in starts] + ([thoughts.start()] if thoughts else [])
+        certain = min([*places, len(held)])
+        whole = [pair for pair in starts if pair[0].start() == certain and not pair[0].partial]
+        if whole:
+            match, self._format = whole[0]
+            content_len = len(held[:certain].rstrip())
+            self._content += self._cut(content_len)
+            self._is_begin = self._is_fresh = False
+            self._enter(match, match.end() - content_len)
             return True
-        found = [(at, m) for m in self._markers if (at := self._held.find(m)) >= 0]
-        if found:
-            at, self._marker = min(found)
-            end = at + len(self._marker)
-            content = self._held[:at].rstrip()
-            self._content += content
-            self._raw, self._held = self._held[len(content) : end], self._held[end:]
-            self._is_begin, self._state = False, self._item
+        if thoughts and not thoughts.partial and thoughts.start() == certain:
+            self._content += self._cut(thoughts.end())
+            self._is_begin, self._is_fresh = True, False
             return True
-        kept = len(self._held) if last else self._num_certain()
-        is_blank = not self._held[:kept].strip()
+        self._seen = certain
+        num = len(held) if last else len(held[:certain].rstrip())
+        is_blank = not held[:num].strip()
         self._is_begin &= is_blank
         self._is_fresh &= is_blank
         if not is_blank or (last and not self._is_fresh):
-            self._content += self._held[:kept]
-            self._held = self._held[kept:]
+            self._content += self._cut(num)
         return False
-
-    def _item(self, last: bool) -> bool:
-        """Read what stands before a call: blanks, a list's bracket, a name."""
-        lead = re.match(r"[\s,;\[]*", self._held)
-        assert lead is not None
-        rest = self._held[lead.end() :]
-        if not rest and not last:
-            return False
-        if rest.startswith("{"):
-            self._raw, self._held = self._raw + lead[0], rest
-            self._json, self._num_seen, self._state = JsonEnd(), 0, self._call
-            return True
-        if self._marker == "[TOOL_CALLS]" and not lead[0].strip():
-            named = _NAMED.match(rest)
-            if named is not None and named[1] in self._names:
-                self._held, self._is_wrapped = rest[named.end() :], False
-                self._start(named[1])
-                return True
-            if not last and named is None and len(rest) < _NAMED_LEN:
-                return False
-        return self._give_up(0)
 
     def _call(self, last: bool) -> bool:
         """Read a call's object, up to its arguments, or all of it."""
-        head = _HEAD.match(self._held)
-        if head is not None and head[1] in self._names:
-            self._held, self._is_wrapped = self._held[head.end() :], True
-            self._start(head[1])
+        head = OBJECT_HEAD.match(self._held, self._at)
+        if head is not None and head["name"] in self._schemas:
+            self._is_wrapped = True
+            self._start(head["name"], head.end())
             return True
-        end = self._json.find(self._held[self._num_seen :])
+        end = self._end.find(self._held[self._num_seen :])
         if end is None:
             self._num_seen = len(self._held)
-            return self._give_up(len(self._held)) if last else False
+            return last and self._give_up(len(self._held))
         end += self._num_seen
-        call = self._parsed(self._held[:end])
-        if call is None:
-            return self._give_up(end)
-        self._held, self._raw = self._held[end:], ""
-        self._begin(call["name"])
-        self._argue(call["arguments"])
-        self._state = self._after
-        return True
+        return self._whole(*self._parsed(self._held[self._at : end]), end)
+
+    def _keywords(self, last: bool) -> bool:
+        """Read a Python call."""
+        end = self._end.find(self._held[self._num_seen :])
+        if end is None:
+            self._num_seen = len(self._held)
+            return last and self._give_up(len(self._held))
+        end += self._num_seen
+        return self._whole(self._name, json_of_keywords(self._held[self._at : end - 1]), end)
+
+    def _gemma(self, last: bool) -> bool:
+        """Read one of Gemma's objects, up to the mark behind it."""
+        end = self._format.last.search(self._held, self._num_seen, partial=not last)
+        if not last and (end is None or end.partial):
+            self._num_seen = len(self._held) if end is None else end.start()
+            return False
+        start, stop = end.span() if end else (len(self._held),) * 2
+        return self._whole(self._name, json_of_gemma(self._held[self._at : start]), stop)
 
     def _arguments(self, last: bool) -> bool:
-        """Tell the arguments as they come."""
-        end = self._json.find(self._held)
-        self._argue(self._held[:end])
-        self._held = "" if end is None else self._held[end:]
+        """Output the arguments as they come."""
+        end = self._end.find(self._held)
+        self._argue(self._cut(len(self._held) if end is None else end))
         if end is None:
             return False
-        self._json = JsonEnd(1)
+        self._end = JsonEnd(1)
         self._state = self._rest if self._is_wrapped else self._after
         return True
 
     def _rest(self, last: bool) -> bool:
         """Leave out what the call's object has behind the arguments."""
-        end = self._json.find(self._held)
-        self._held = "" if end is None else self._held[end:]
+        end = self._end.find(self._held)
+        self._cut(len(self._held) if end is None else end)
         self._state = self._rest if end is None else self._after
         return end is not None
 
-    def _after(self, last: bool) -> bool:
-        """Find the end of the calls, or a further one."""
-        rest = self._held.lstrip()
-        if self._marker == "<tool_call>":
-            if not last and len(rest) < len(_CLOSE) and _CLOSE.startswith(rest):
-                return False
-            if rest.startswith(_CLOSE):
-                self._held = rest.removeprefix(_CLOSE)
-            self._is_fresh, self._state = True, self._text
+    def _key(self, last: bool) -> bool:
+        """Read the tag of the next argument; any other text ends the arguments."""
+        key = self._format.key_pattern.match(self._held, partial=True)
+        if key is None:
+            self._argue("}" if self._num_args else "{}")
+            self._state = self._after
             return True
-        more = rest.lstrip(",; \t\r\n")
-        if not more and not last:
+        if key.partial:
+            if last:  # the text was cut within a tag
+                self._cut(len(self._held))
             return False
-        if more.startswith("{"):
-            self._held, self._state = more, self._item
-            return True
-        if rest.startswith("]"):
-            self._held = rest.removeprefix("]")
-        self._is_fresh, self._state = True, self._text
+        self._cut(key.end())
+        properties = self._schemas[self._name].get("properties")
+        schema = properties.get(key["key"]) if isinstance(properties, dict) else None
+        self._types = types_of(schema)
+        self._argue(f"{', ' if self._num_args else '{'}{json.dumps(key['key'])}: ")
+        self._argue('"' if self._types == {"string"} else "")
+        self._num_args, self._seen, self._state = self._num_args + 1, 0, self._value
+        return True
+
+    def _value(self, last: bool) -> bool:
+        """Read an argument's value: a string is output as it comes, anything else as a whole."""
+        end = self._format.value_end_pattern.search(self._held, self._seen, partial=True)
+        is_whole = end is not None and not end.partial
+        self._seen = len(self._held) if end is None else end.start()
+        if self._types == {"string"}:
+            text = json.dumps(self._cut(self._seen))[1:-1]
+            self._argue(text + '"' if is_whole else text)
+        elif is_whole:
+            self._argue(json_of_tag(self._cut(self._seen), self._types))
+        if end is not None and is_whole:
+            self._cut(len(end.group()))
+            self._state = self._key
+        return is_whole
+
+    def _after(self, last: bool) -> bool:
+        """Find the next call of the same kind, or the end of the calls."""
+        if self._format.next is not None:
+            match = self._format.next.match(self._held, partial=not last)
+            if match is not None and match.partial:
+                return False
+            if match is not None and self._is_known(match):
+                self._enter(match, match.end())
+                return True
+        rest = self._format.last.fullmatch(self._held, partial=True)
+        if rest is not None and not last:
+            return False
+        # A text that was cut off within the closing mark ends there.
+        end = rest or self._format.last.match(self._held)
+        self._cut(0 if end is None else end.end())
+        self._is_fresh, self._seen, self._state = True, 0, self._text
         return True
 
     # --- what the states share
 
-    def _num_certain(self) -> int:
-        """Return how much of the held text is content, whatever follows."""
-        held = self._held
-        for marker in self._markers:
-            sizes = range(min(len(marker) - 1, len(held)), 0, -1)
-            size = next((n for n in sizes if self._held.endswith(marker[:n])), 0)
-            held = min(held, self._held[: len(self._held) - size], key=len)
-        return len(held.rstrip())
+    def _find(self, form: Format, last: bool) -> regex.Match[str] | None:
+        """Find the first place where a call of a format begins, or may begin with more text."""
+        held, partial = self._held, not last
+        if not form.marks:
+            if not self._is_begin:
+                return None
+            blanks = len(held) - len(held.lstrip())
+            match = form.first.match(held, blanks, partial=partial)
+            return match if match and match.start() < len(held) and self._is_known(match) else None
+        at = self._seen
+        while (match := form.first.search(held, at, partial=partial)) and match.start() < len(held):
+            if self._is_known(match):
+                return match
+            at = match.start() + 1
+        return None
+
+    def _is_known(self, match: regex.Match[str]) -> bool:
+        """Return whether a call's name is one of the request's, or has not come yet."""
+        name = match.groupdict().get("name")
+        return match.partial or name is None or name in self._schemas
+
+    def _enter(self, match: regex.Match[str], at: int) -> None:
+        """Begin to read a call of the current format, whose arguments or object begin at `at`."""
+        self._at = self._num_seen = at
+        self._name = match.groupdict().get("name") or ""
+        kind = self._format.kind
+        if kind == "object":
+            self._end, self._state = JsonEnd(), self._call
+        elif kind == "python":
+            self._end, self._state = JsonEnd(1, is_python=True), self._keywords
+        elif kind == "gemma":
+            self._state = self._gemma
+        else:
+            self._is_wrapped = False
+            self._start(self._name, at)
+            if kind == "tags":
+                self._num_args, self._state = 0, self._key
+
+    def _start(self, name: str, num: int) -> None:
+        """Output a call's begin, and leave out the `num` characters of it."""
+        self._cut(num)
+        self._begin(name)
+        self._end, self._state = JsonEnd(), self._arguments
+
+    def _whole(self, name: str, arguments: str | None, num: int) -> bool:
+        """Output a call that was read as a whole, in `num` characters; None = give it up."""
+        if arguments is None:
+            return self._give_up(num)
+        self._cut(num)
+        self._begin(name)
+        self._argue(arguments)
+        self._state = self._after
+        return True
 
     def _give_up(self, num: int) -> bool:
-        """Take back a call: it and `num` held characters are content."""
-        self._content += self._raw + self._held[:num]
-        self._raw, self._held, self._state = "", self._held[num:], self._text
+        """Take back a call: `num` held characters are content."""
+        self._content += self._cut(num)
+        self._seen, self._state = 0, self._text
         self._is_fresh = False
         return bool(self._held)
 
-    def _start(self, name: str) -> None:
-        self._raw, self._json, self._state = "", JsonEnd(), self._arguments
-        self._begin(name)
+    def _cut(self, num: int) -> str:
+        """Remove the first held characters; return those that are not of special tokens."""
+        cut = "".join(itertools.compress(self._held[:num], self._shown))
+        self._held = self._held[num:]
+        del self._shown[:num]
+        self._seen = max(0, self._seen - num)
+        return cut
 
     def _begin(self, name: str) -> None:
-        """Tell a new call."""
+        """Output a new call."""
         call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
         self._deltas.append(
             {"index": len(self.calls), **call, "function": {"name": name, "arguments": ""}}
@@ -240,7 +322,7 @@ class ToolCalls:
         self.calls.append({**call, "function": {"name": name, "arguments": ""}})
 
     def _argue(self, text: str) -> None:
-        """Tell more arguments of the latest call."""
+        """Output more arguments of the latest call."""
         index = len(self.calls) - 1
         self.calls[index]["function"]["arguments"] += text
         if self._deltas and self._deltas[-1]["index"] == index:
@@ -248,17 +330,20 @@ class ToolCalls:
         elif text:
             self._deltas.append({"index": index, "function": {"arguments": text}})
 
-    def _parsed(self, text: str) -> dict[str, str] | None:
-        """Parse a call; None = it is none, or of a function that the request has not."""
+    def _parsed(self, text: str) -> tuple[str, str | None]:
+        """Return a call's name and its arguments; None if it is not a call that may be made."""
         try:
-            found = json.loads(text)
+            call = json.loads(text)
         except (ValueError, RecursionError):
-            return None
-        if isinstance(found, dict) and isinstance(found.get("function"), dict):
-            found = found["function"]
-        if not isinstance(found, dict) or found.get("name") not in self._names:
-            return None
-        arguments = found.get("arguments", found.get("parameters", {}))
+            return "", None
+        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+            call = call["function"]
+        if not isinstance(call, dict):
+            return "", None
+        name = call.get("name", call.get("tool_name"))
+        if not isinstance(name, str) or name not in self._schemas:
+            return "", None
+        arguments = call.get("arguments", call.get("parameters"))
         if not isinstance(arguments, str):
-            arguments = json.dumps(arguments)
-        return {"name": str(found["name"]), "arguments": arguments}
+            arguments = json.dumps({} if arguments is None else arguments)
+        return name, arguments

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from specpool.errors import ConfigError
+from specpool.errors import ConfigError, one_line
 from specpool.sampling_params import SamplingParams
 from specpool.serve.bridge.messages import Submit
 from specpool.text.structured.compiler import MAX_COMPILED, MAX_SECONDS, Compiler
@@ -93,6 +93,8 @@ class Forms:
             error = self._too_slow(grammar, seconds)
         except Exception as raised:
             error = raised
+        except BaseException as raised:  # a panic of a library: the request must not wait for ever
+            error = RuntimeError(one_line(raised))
         if done.set_running_or_notify_cancel():
             if error is None:
                 done.set_result(None)

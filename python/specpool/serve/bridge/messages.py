@@ -59,6 +59,7 @@ class Ready:
         groups: name, page size and pages of each group.
         config: what a client may know of the engine, for `/server_info`.
         tokenizer: the folder of the tokenizer; None = there is none.
+        temperature: of a request that gives none.
         model_key: a hash of the target's configuration: what has another one reads other tokens.
     """
 
@@ -69,6 +70,7 @@ class Ready:
     groups: tuple[tuple[str, int, int], ...]
     config: dict[str, Any]
     tokenizer: str | None
+    temperature: float = 1.0
     model_key: str = ""
 
 

@@ -20,7 +20,7 @@ class SessionParcel:
     """A session on its way from one server to another. It can be pickled.
 
     Attributes:
-        ident: its name for clients, which stays.
+        ident: its full name (`ident_of`), which stays: also the key that it belongs to.
         model: what the servers must have in common.
         number: of the session's parcels, above those of all earlier ones. The same parcel keeps
             its number when it is sent again.

@@ -13,7 +13,7 @@ from specpool.engine.engine import Engine
 from specpool.engine.moving.identity import config_key
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.engine.session import Session
-from specpool.errors import ConfigError, SpecpoolError, TransferError
+from specpool.errors import ConfigError, TransferError, is_fault
 from specpool.serve.bridge.forms import Forms
 from specpool.serve.bridge.messages import (
     Abort,
@@ -75,6 +75,7 @@ class Runner:
 
     def run(self) -> None:
         """Serve until the front says `Stop` or is gone."""
+        self._engine.core.prompts.tell_defaults(draws=True)
         self._line.send([ready(self._engine)])
         busy = False
         while True:
@@ -136,7 +137,9 @@ class Runner:
             self._out.append(act(message))
         except ConfigError as error:
             self._out.append(Refused(key, str(error), is_users=True))
-        except (SpecpoolError, MemoryError, RuntimeError) as error:
+        except BaseException as error:
+            if not is_fault(error):
+                raise
             log.exception("the engine refused a call")
             self._out.append(Refused(key, f"{type(error).__name__}: {error}", is_users=False))
 
@@ -269,8 +272,10 @@ def ready(engine: Engine) -> Ready:
             "page_size": config.page_size,
             "overlap_depth": config.overlap_depth,
             "kv_bytes": engine.kv_bytes,
+            "drafters": [*engine.drafters],
         },
         tokenizer=None if engine.tokenizer is None else str(engine.tokenizer.name_or_path),
+        temperature=engine.target.generation_defaults.server_temperature,
         model_key=config_key(engine.target),
     )
 

@@ -1,9 +1,8 @@
-"""`AccessGuard`: who may call the server: the key, the name it is called by, the room in it."""
+"""`AccessGuard`: who may call the server: the key, the site, the server's name, the room in it."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -18,7 +17,7 @@ _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 
 class AccessGuard:
-    """Middleware: a wrong key gets 401, a strange name 403, and work without room 429 or 503.
+    """Middleware: a wrong key gets 401, a strange name or site 403, work without room 429 or 503.
 
     It answers before the body is read, so a flood costs little. Requests for work take turns.
     """
@@ -27,9 +26,7 @@ class AccessGuard:
         """Guard this application."""
         self._app, self._service = app, service
         self._open = OPEN_PATHS | ({"/metrics"} if service.config.open_metrics else set())
-        # Hashes have one length, so that a comparison tells nothing of a key.
         self._is_loopback = service.config.is_loopback
-        self._keys = [_hash(key.encode()) for key in service.config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -52,23 +49,13 @@ class AccessGuard:
             _check_host(headers.get("host", ""), self._service.config)
         if scope["method"] == "OPTIONS":
             return
-        if self._keys and path not in self._open:
-            self._check_key(headers.get("authorization", ""))
+        is_read = scope["method"] in ("GET", "HEAD")
+        if not (is_read and path in OPEN_PATHS):
+            _check_site(headers, self._service.config.origins, is_read=is_read)
+        if path not in self._open:
+            scope["specpool.key"] = self._service.keys.check(headers.get("authorization", ""))
         if path in WORK_PATHS:
             self._service.check_room()
-
-    def _check_key(self, given: str) -> None:
-        scheme, _, key = given.partition(" ")
-        found = _hash(key.strip().encode("latin-1", "replace"))
-        # No `any`: each key is compared, whichever fits.
-        fits = [hmac.compare_digest(found, known) for known in self._keys]
-        if scheme.lower() != "bearer" or not sum(fits):
-            raise ApiError(
-                401,
-                "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
 
 
 def _check_host(host: str, config: ServeConfig) -> None:
@@ -83,5 +70,29 @@ def _check_host(host: str, config: ServeConfig) -> None:
         )
 
 
-def _hash(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def _check_site(headers: Headers, origins: Collection[str], *, is_read: bool) -> None:
+    """Refuse what a page of another site has made a browser send, unless `origins` names the site.
+
+    A browser may send such a request without asking, if it has no JSON: the page cannot read the
+    answer, but the server has done the work. Clients that are not browsers send none of these
+    headers.
+    """
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+    if "*" in origins or origin in origins:
+        return
+    if site is not None:  # the browser knows, also behind a proxy that changes the host
+        is_foreign = site not in ("same-origin", "none")
+    elif origin is not None:
+        host = headers.get("host", "")
+        is_foreign = origin.lower() not in (f"http://{host}".lower(), f"https://{host}".lower())
+    else:
+        return
+    if is_read and headers.get("sec-fetch-mode") == "navigate":  # a person follows a link
+        return
+    if is_foreign:
+        raise ApiError(
+            403,
+            f"a page of another site, {origin or site!r:.100}, has sent the request: start the "
+            "server with --allow-origin to allow this site",
+            code="origin_not_allowed",
+        )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
+import ipaddress
 import logging
 import re
 import secrets
 import time
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specpool.serve.api.errors import ApiError, internal
@@ -21,16 +23,12 @@ log = logging.getLogger("specpool.serve")
 _POLLED = frozenset({"/health", "/metrics", "/pool"})
 
 
-#: Ids of requests: a random tag of this run of the server, then a number.
-_TAG, _NUMBERS = secrets.token_hex(8), itertools.count(1)
-
-
 class AccessLog:
-    """Middleware, the outermost: it writes no prompt, no key and no query."""
+    """Middleware, the outermost: it writes no prompt, no key, no id of a session and no query."""
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
-        """Log the requests of this application."""
-        self._app, self._service = app, service
+    def __init__(self, app: ASGIApp, service: Service, routes: Sequence[Route]) -> None:
+        """Log the requests of this application, which has these routes."""
+        self._app, self._service, self._routes = app, service, routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -62,22 +60,38 @@ class AccessLog:
             self._write(scope, ident, status, time.perf_counter() - start)
 
     def _write(self, scope: Scope, ident: str, status: int, seconds: float) -> None:
-        # A path that no route has could be anything, and would grow the counters without end.
-        route = scope.get("route")
-        path = getattr(route, "path", None) or ("refused" if status >= 400 else "other")
+        path = self._pattern(scope)
         self._service.counters.answers.labels(path=path, status=str(status)).inc()
         is_poll = path in _POLLED and status == 200
         if self._service.config.access_log and not is_poll:
-            client = scope.get("client") or ("-", 0)
-            shown = scope["path"].encode("unicode_escape").decode()[:200]
-            line = (
-                f"{client[0]} {scope['method']} {shown} {status or 'left'} {1e3 * seconds:.1f} ms"
-            )
-            access.info("%s %s", line, ident)
+            line = f"{_address(scope)} {scope['method']} {path} {status or 'left'}"
+            access.info("%s %.1f ms %s", line, 1e3 * seconds, ident)
+
+    def _pattern(self, scope: Scope) -> str:
+        """Return the pattern of a request's path, such as `/v1/sessions/{ident}`.
+
+        The path itself may hold the id of a session. One that no route has could be anything, and
+        would grow the counters without end: it is "unknown".
+        """
+        if (route := scope.get("route")) is not None:
+            return str(route.path)
+        for route in self._routes:  # the request was refused before its route was looked for
+            if route.matches(scope)[0] != Match.NONE:
+                return str(route.path)
+        return "unknown"
+
+
+def _address(scope: Scope) -> str:
+    """Return the client's address; `-` if there is none, or a proxy calls something else so."""
+    try:
+        address = ipaddress.ip_address((scope.get("client") or ("",))[0])
+    except ValueError:
+        return "-"
+    return str(address).partition("%")[0]  # a zone could be any text
 
 
 def _ident(given: str) -> str:
     """Return the client's own id if it is harmless, else a new one."""
     if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII):
         return given
-    return f"{_TAG}{next(_NUMBERS):08x}"
+    return secrets.token_hex(12)  # a number would tell clients how many requests there are

@@ -18,11 +18,11 @@ _POLICY = (
 def page() -> str:
     """Return the page."""
     folder = resources.files(__name__)
-    html, style, script = (
-        folder.joinpath(f"page.{kind}").read_text(encoding="utf-8")
-        for kind in ("html", "css", "js")
+    html, style, *scripts = (
+        folder.joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.html", "page.css", "markdown.js", "page.js")
     )
-    return html.replace("STYLE", style, 1).replace("SCRIPT", script, 1)
+    return html.replace("STYLE", style, 1).replace("SCRIPT", "".join(scripts), 1)
 
 
 def routes() -> APIRouter:

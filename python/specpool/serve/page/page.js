@@ -1,7 +1,11 @@
-"use strict";
 // The page talks to its own server alone: sessions, chats as streams, and the pages that are held.
+// Conversations are kept by the browser, a key of its store each. The server's session of one is looked for before its next
+// turn; if it is gone, a new one gets the whole text.
 const $ = (id) => document.getElementById(id);
-const sessions = []; // {id, offset, node, turns: [{begin, text, pieces, note}]}
+const STORE = "specpool.conversation.";
+const FIELDS = ["max", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "system", "drafter"];
+const CHECKS = ["as-markdown", "mark-drafts"];
+const talks = []; // {key, title, system, session, offset, isHere, turns: [{begin, text, pieces, note, failed, runs}]}
 let current = null;
 let running = null; // the AbortController of the answer that runs
 let name = null;
@@ -32,43 +36,9 @@ function element(kind, className, text) {
   return node;
 }
 
-// --- sessions
-
-function keep(info, turns = []) {
-  const session = { id: info.id, offset: info.offset, turns, number: sessions.length + 1 };
-  sessions.push(session);
-  choose(session);
-  return session;
-}
-
-function choose(session) {
-  current = session;
-  draw();
-}
-
-async function open() {
-  return keep(await ask("POST", "/v1/sessions", {}));
-}
-
-async function fork() {
-  if (!current) return;
-  const info = await ask("POST", `/v1/sessions/${current.id}/fork`);
-  keep(info, current.turns.map((turn) => ({ ...turn })));
-}
-
-async function rewind(turn) {
-  const session = current;
-  const info = await ask("POST", `/v1/sessions/${session.id}/rewind`, { offset: turn.begin });
-  session.turns.length = session.turns.indexOf(turn);
-  session.offset = info.offset;
-  $("text").value = turn.text;
-  draw();
-}
-
-async function close(session) {
-  await ask("DELETE", `/v1/sessions/${session.id}`);
-  sessions.splice(sessions.indexOf(session), 1);
-  choose(sessions[sessions.length - 1] || null);
+function button(label, act, options = {}) {
+  const node = element("button", "", label);
+  return Object.assign(node, { type: "button", onclick: act, ...options });
 }
 
 function guarded(act) {
@@ -77,29 +47,174 @@ function guarded(act) {
   };
 }
 
+// --- what the browser keeps
+
+function save(talk) {
+  const { key, title, system, session, offset } = talk;
+  const turns = talk.turns.map(({ begin, text, pieces, note, failed }) => ({ begin, text, pieces, note, failed }));
+  try {
+    localStorage.setItem(STORE + key, JSON.stringify({ key, title, system, session, offset, turns }));
+  } catch (error) {
+    tell(`the browser keeps no more conversations (${error.name}): delete some`);
+  }
+}
+
+function loadAll() {
+  for (let at = 0; at < localStorage.length; at++) {
+    const item = localStorage.key(at);
+    if (!item.startsWith(STORE)) continue;
+    try {
+      const talk = JSON.parse(localStorage.getItem(item));
+      for (const turn of talk.turns) turn.runs = false;
+      talks.push({ ...talk, isHere: false });
+    } catch { /* not ours */ }
+  }
+  talks.sort((one, other) => (one.key < other.key ? -1 : 1));
+  current = talks.find((talk) => talk.key === sessionStorage.getItem("specpool.current")) || talks[talks.length - 1] || null;
+}
+
+function saveOptions() {
+  const values = Object.fromEntries([
+    ...FIELDS.map((id) => [id, $(id).value]), ...CHECKS.map((id) => [id, $(id).checked])]);
+  localStorage.setItem("specpool.options", JSON.stringify(values));
+  sessionStorage.setItem("specpool.key", $("key").value); // for this tab alone
+}
+
+function loadOptions() {
+  let values = {};
+  try { values = JSON.parse(localStorage.getItem("specpool.options")) || {}; } catch { /* none */ }
+  for (const id of FIELDS) if (id in values) $(id).value = values[id];
+  for (const id of CHECKS) if (id in values) $(id).checked = values[id];
+  $("key").value = sessionStorage.getItem("specpool.key") || "";
+}
+
+// --- conversations
+
+function add(talk) {
+  talk.key = `${Date.now().toString(36)}.${Math.random().toString(36).slice(2)}`;
+  talks.push(talk);
+  choose(talk);
+  return talk;
+}
+
+function begin() {
+  return add({ title: "", system: $("system").value.trim(), session: null, offset: 0, isHere: false, turns: [] });
+}
+
+function choose(talk) {
+  current = talk;
+  sessionStorage.setItem("specpool.current", talk ? talk.key : "");
+  draw();
+}
+
+// The server's session has what `offset` says, or there is none.
+async function reach(talk) {
+  if (talk.session && !talk.isHere) {
+    try {
+      const info = await ask("GET", `/v1/sessions/${talk.session}`);
+      talk.isHere = info.offset === talk.offset;
+    } catch (error) {
+      if (!isGone(error)) throw error;
+    }
+    if (!talk.isHere) leave(talk);
+  }
+}
+
+function isGone(error) { return error.code === "session_not_found" || error.code === "session_lost"; }
+
+// Without a session, the next turn sends the whole text to a new one.
+function leave(talk) {
+  Object.assign(talk, { session: null, offset: 0, isHere: false });
+  for (const turn of talk.turns) turn.begin = null;
+}
+
+async function fork() {
+  const talk = current;
+  await reach(talk);
+  const turns = talk.turns.map((turn) => ({ ...turn }));
+  let info = { id: null, offset: 0 };
+  if (talk.session) info = await ask("POST", `/v1/sessions/${talk.session}/fork`);
+  const copy = { title: `${talk.title} (fork)`, system: talk.system, session: info.id, offset: info.offset, isHere: !!info.id, turns };
+  save(add(copy));
+}
+
+async function rewind(turn) {
+  const talk = current;
+  await reach(talk);
+  if (talk.session && turn.begin !== null) {
+    talk.offset = (await ask("POST", `/v1/sessions/${talk.session}/rewind`, { offset: turn.begin })).offset;
+  } else if (talk.session) {
+    await close(talk);
+    leave(talk);
+  }
+  talk.turns.length = talk.turns.indexOf(turn);
+  save(talk);
+  draw();
+}
+
+async function close(talk) {
+  try { await ask("DELETE", `/v1/sessions/${talk.session}`); } catch (error) { if (!isGone(error)) throw error; }
+}
+
+async function remove() {
+  const talk = current;
+  if (!confirm(`Delete "${talk.title || "this conversation"}" from this browser?`)) return;
+  if (talk.session) await close(talk);
+  localStorage.removeItem(STORE + talk.key);
+  talks.splice(talks.indexOf(talk), 1);
+  choose(talks[talks.length - 1] || null);
+}
+
+function said(turn) { return turn.pieces.map(([text]) => text).join(""); }
+
+function messagesOf(talk) {
+  const messages = talk.system ? [{ role: "system", content: talk.system }] : [];
+  for (const turn of talk.turns) {
+    if (turn.failed || turn.runs) continue; // the session does not have it
+    messages.push({ role: "user", content: turn.text }, { role: "assistant", content: said(turn) });
+  }
+  return messages;
+}
+
+function download(extension, text) {
+  const link = element("a");
+  link.href = URL.createObjectURL(new Blob([text]));
+  link.download = `${(current.title || "conversation").replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}.${extension}`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+function asMarkdown(talk) {
+  const heads = { system: "System", user: "You", assistant: "Model" };
+  const parts = messagesOf(talk).map(({ role, content }) => `## ${heads[role]}\n\n${content.trimEnd()}\n`);
+  return [`# ${talk.title}\n`, ...parts].join("\n");
+}
+
+function asJson(talk) {
+  return JSON.stringify({ title: talk.title, model: name, messages: messagesOf(talk) }, null, 1);
+}
+
 // --- drawing the conversation
 
 function draw() {
-  const nav = $("sessions");
-  nav.replaceChildren();
-  for (const session of sessions) {
-    const button = element("button", "", `session ${session.number}`);
-    button.type = "button";
-    button.setAttribute("aria-current", session === current);
-    button.onclick = () => choose(session);
-    nav.append(button);
-  }
-  const extra = [["new", guarded(open), false], ["fork", guarded(fork), !current],
-    ["close", guarded(() => close(current)), !current]];
-  for (const [label, act, off] of extra) {
-    const button = element("button", "", label);
-    button.type = "button";
-    button.id = `do-${label}`;
-    button.disabled = off || !!running;
-    button.onclick = act;
-    nav.append(button);
-  }
-  $("log").replaceChildren(...(current ? current.turns.map(drawn) : []));
+  $("talks").replaceChildren(...talks.map((talk) => {
+    const node = button(talk.title || "new conversation", () => choose(talk));
+    node.setAttribute("aria-current", talk === current);
+    return node;
+  }));
+  const off = !current || !!running;
+  $("title").value = current ? current.title : "";
+  $("title").disabled = !current;
+  $("acts").replaceChildren(
+    button("new", guarded(begin), { id: "do-new", disabled: !!running }),
+    button("fork", guarded(fork), { id: "do-fork", disabled: off }),
+    button("save .md", () => download("md", asMarkdown(current)), { id: "do-markdown", disabled: off }),
+    button("save .json", () => download("json", asJson(current)), { id: "do-json", disabled: off }),
+    button("delete", guarded(remove), { id: "do-delete", disabled: off }),
+  );
+  const nodes = current ? current.turns.map(drawn) : [];
+  if (current && current.system) nodes.unshift(element("div", "said system", current.system));
+  $("log").replaceChildren(...nodes);
   $("log").scrollTop = $("log").scrollHeight;
   $("send").hidden = !!running;
   $("stop").hidden = !running;
@@ -108,34 +223,54 @@ function draw() {
 function drawn(turn) {
   const node = element("div", "turn");
   const answer = element("div", turn.runs ? "answer runs" : "answer");
-  for (const [text, drafted] of turn.pieces) answer.append(element("span", drafted ? "draft" : "", text));
-  const note = element("div", turn.failed ? "note bad" : "note", turn.note);
-  if (!turn.runs && !turn.failed) {
-    const back = element("button", "rewind", "rewind to before this");
-    back.type = "button";
-    back.disabled = !!running;
-    back.onclick = guarded(() => rewind(turn));
-    note.append(back);
-  }
-  node.append(element("div", "said", turn.text), answer, note);
+  const note = element("div", turn.failed ? "note bad" : "note");
   turn.node = { answer, note };
+  node.append(element("div", "said", turn.text), answer, note);
+  paint(turn);
+  if (!turn.runs) {
+    const isLast = turn === current.turns[current.turns.length - 1];
+    const again = async () => { await rewind(turn); await say(turn.text); };
+    const back = async () => { await rewind(turn); $("text").value = turn.text; $("text").focus(); };
+    if (isLast) note.append(button(turn.failed ? "try again" : "regenerate", guarded(again), { className: "again", disabled: !!running }));
+    note.append(button("rewind to before this", guarded(back), { className: "rewind", disabled: !!running }));
+  }
   return node;
 }
 
+function paint(turn) {
+  const text = said(turn);
+  const marked = new Uint8Array(text.length);
+  let at = 0;
+  for (const [part, drafted] of turn.pieces) {
+    if (drafted && $("mark-drafts").checked) marked.fill(1, at, at + part.length);
+    at += part.length;
+  }
+  const { answer, note } = turn.node;
+  const isMarkdown = $("as-markdown").checked;
+  answer.classList.toggle("plain", !isMarkdown);
+  if (isMarkdown) answer.replaceChildren(markdown(text, marked));
+  else answer.replaceChildren(...turn.pieces.map(([part, drafted]) =>
+    element("span", drafted && $("mark-drafts").checked ? "draft" : "", part)));
+  if (note.firstChild && note.firstChild.nodeType === Node.TEXT_NODE) note.firstChild.data = turn.note;
+  else note.prepend(turn.note);
+}
+
+let painting = false;
 function grow(turn, pieces) {
-  const log = $("log");
-  const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
   for (const [text, drafted] of pieces) {
     const last = turn.pieces[turn.pieces.length - 1];
-    if (last && last[1] === drafted) {
-      last[0] += text;
-      turn.node.answer.lastChild.textContent = last[0];
-    } else {
-      turn.pieces.push([text, drafted]);
-      turn.node.answer.append(element("span", drafted ? "draft" : "", text));
-    }
+    if (last && last[1] === drafted) last[0] += text;
+    else turn.pieces.push([text, drafted]);
   }
-  if (atEnd) log.scrollTop = log.scrollHeight;
+  if (painting) return; // once a frame is enough
+  painting = true;
+  requestAnimationFrame(() => {
+    painting = false;
+    const log = $("log");
+    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    if (turn.node.answer.isConnected) paint(turn);
+    if (atEnd) log.scrollTop = log.scrollHeight;
+  });
 }
 
 // --- a turn
@@ -168,53 +303,87 @@ function live(start, usage) {
   return `${usage.completion_tokens} tokens, ${Math.round(rate)} tokens/s`;
 }
 
+function ended(reason, usage) {
+  if (reason === "stop") return "ended by itself";
+  if (reason === "length") return `cut at ${usage.completion_tokens} tokens: raise Most tokens under Options, if the context has room`;
+  return `ended: ${reason}`;
+}
+
+function fields() {
+  const number = (id) => ($(id).value === "" ? {} : { [id]: Number($(id).value) });
+  const drafter = $("drafter").value;
+  const sampled = Number($("temperature").value) > 0 ? ["top_p", "top_k", "min_p"] : [];
+  return {
+    temperature: Number($("temperature").value),
+    ...Object.assign({}, ...["repetition_penalty", "seed", ...sampled].map(number)),
+    ...($("max").value === "" ? {} : { max_tokens: Number($("max").value) }),
+    ...(drafter === "none" ? { max_draft_steps: 0 } : drafter ? { drafter } : {}),
+  };
+}
+
 async function say(text) {
   running = new AbortController();
-  let turn = null;
+  const talk = current || begin();
+  const turn = { begin: null, text, pieces: [], note: "…", runs: true, failed: false };
+  talk.turns.push(turn);
+  if (!talk.title) talk.title = text.trim().split("\n")[0].slice(0, 60);
+  draw();
   try {
-    const session = current || (await open());
-    turn = { begin: session.offset, text, pieces: [], note: "…", runs: true, failed: false };
-    session.turns.push(turn);
-    draw();
-    const seed = $("seed").value;
-    const body = {
-      model: name, messages: [{ role: "user", content: text }], stream: true, include_drafts: true,
-      stream_options: { include_usage: true, continuous_usage_stats: true },
-      max_tokens: Number($("max").value) || 128, temperature: Number($("temperature").value),
-      session_offset: session.offset,
-      ...(seed === "" ? {} : { seed: Number(seed) }),
-      ...($("drafting").checked ? {} : { max_draft_steps: 0 }),
-    };
-    const headers = { "x-session-id": session.id };
-    const start = performance.now();
-    const answer = await ask("POST", "/v1/chat/completions", body,
-      { headers, stream: true, signal: running.signal });
-    let drafted = 0;
-    for await (const event of events(answer)) {
-      const pieces = event.drafts || [];
-      for (const [piece, isDraft] of pieces) drafted += isDraft ? [...piece].length : 0;
-      grow(turn, pieces);
-      if (event.usage) turn.note = live(start, event.usage);
-      const all = turn.pieces.reduce((sum, [piece]) => sum + [...piece].length, 0);
-      $("accepted").textContent = `${percent(drafted, all)} of the text`;
-      if (event.session) {
-        session.offset = event.session.offset;
-        const found = event.metrics.speculative_decoding;
-        const used = event.usage.prompt_tokens_details.cached_tokens;
-        const part = percent(found.num_accepted_draft_tokens, found.num_draft_tokens);
-        $("accepted").textContent = part;
-        turn.note += `, ${part} of drafts accepted, ${used} of ${event.usage.prompt_tokens} tokens reused`;
-      }
+    await reach(talk);
+    try {
+      await answered(talk, turn);
+    } catch (error) {
+      if (!isGone(error)) throw error;
+      leave(talk); // it was closed meanwhile: once more, with the whole text
+      await answered(talk, turn);
     }
   } catch (error) {
-    const note = error.name === "AbortError" ? "stopped: the session is as before" : error.message;
-    if (turn) Object.assign(turn, { note, failed: true });
-    else tell(note);
-    if (error.code === "session_offset_mismatch") current.offset = error.session.offset;
+    const note = error.name === "AbortError" ? "stopped: the conversation is as before" : error.message;
+    Object.assign(turn, { note, failed: true });
+    if (error.code === "session_offset_mismatch") leave(talk);
   }
-  if (turn) turn.runs = false;
+  turn.runs = false;
   running = null;
+  save(talk);
   draw();
+}
+
+async function answered(talk, turn) {
+  if (!talk.session) {
+    const info = await ask("POST", "/v1/sessions", {}, { signal: running.signal });
+    Object.assign(talk, { session: info.id, offset: info.offset, isHere: true });
+  }
+  turn.begin = talk.offset;
+  const before = talk.offset ? [] : messagesOf(talk);
+  if (before.length > (talk.system ? 1 : 0)) turn.begin = null; // earlier turns stand in this one
+  const body = {
+    model: name, messages: [...before, { role: "user", content: turn.text }], stream: true, include_drafts: true,
+    stream_options: { include_usage: true, continuous_usage_stats: true },
+    session_offset: talk.offset, ...fields(),
+  };
+  const start = performance.now();
+  const answer = await ask("POST", "/v1/chat/completions", body,
+    { headers: { "x-session-id": talk.session }, stream: true, signal: running.signal });
+  let drafted = 0;
+  let reason = null;
+  for await (const event of events(answer)) {
+    const pieces = event.drafts || [];
+    for (const [piece, isDraft] of pieces) drafted += isDraft ? [...piece].length : 0;
+    if (event.choices.length && event.choices[0].finish_reason) reason = event.choices[0].finish_reason;
+    if (event.usage) turn.note = live(start, event.usage);
+    grow(turn, pieces);
+    const all = turn.pieces.reduce((sum, [piece]) => sum + [...piece].length, 0);
+    $("accepted").textContent = `${percent(drafted, all)} of the text`;
+    if (event.session) {
+      talk.offset = event.session.offset;
+      const figures = event.metrics.speculative_decoding;
+      const used = event.usage.prompt_tokens_details.cached_tokens;
+      const part = percent(figures.num_accepted_draft_tokens, figures.num_draft_tokens);
+      $("accepted").textContent = part;
+      turn.note = `${ended(reason, event.usage)}; ${turn.note}, ${part} of drafts accepted, `
+        + `${used} of ${event.usage.prompt_tokens} tokens reused`;
+    }
+  }
 }
 
 $("form").onsubmit = (event) => {
@@ -232,6 +401,15 @@ $("text").onkeydown = (event) => {
   }
 };
 $("stop").onclick = () => running && running.abort();
+$("title").onchange = () => {
+  current.title = $("title").value.trim();
+  save(current);
+  draw();
+};
+$("options").onchange = () => {
+  saveOptions();
+  if (!running) draw();
+};
 
 // --- pages
 
@@ -284,8 +462,14 @@ async function look() {
       $("accept").textContent = pool.accept_len.toFixed(2);
       $("load").textContent = `${pool.running}, ${pool.waiting}`;
       if (!name) {
-        name = (await ask("GET", "/v1/models")).data[0].id;
-        $("model").textContent = name;
+        const model = (await ask("GET", "/v1/models")).data[0];
+        if ($("max").value === "") $("max").value = model.max_model_len < 4096 ? 128 : 1024;
+        for (const drafter of (await ask("GET", "/server_info")).drafters) {
+          $("drafter").append(Object.assign(element("option", "", drafter), { value: drafter }));
+        }
+        loadOptions(); // the drafters can be chosen now
+        $("model").textContent = model.id;
+        name = model.id;
       }
       if ($("state").dataset.from === "look") { tell(""); delete $("state").dataset.from; }
     } catch (error) {
@@ -297,5 +481,7 @@ async function look() {
   setTimeout(look, pause);
 }
 
+loadOptions();
+loadAll();
 draw();
 look();

@@ -20,7 +20,7 @@ from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.parcel import SessionParcel
 from specpool.serve.replicas.manifest import LONGEST_MOVES
 from specpool.serve.replicas.routing import MOST_PATIENT, PATIENCE, Routing, owner_of
-from specpool.serve.sessions import SessionRecord, Sessions
+from specpool.serve.sessions import SessionRecord, Sessions, public_id_of
 
 #: Seconds after a change of the list until sessions move: the routers hear of it at other times.
 SETTLE = PATIENCE
@@ -171,7 +171,7 @@ class Mover:
 
     async def wait_for(self, ident: str) -> None:
         """Wait for a session that may be on its way here."""
-        if owner_of(ident) is None or self._num_waiting >= MOST_PATIENT:
+        if owner_of(public_id_of(ident)) is None or self._num_waiting >= MOST_PATIENT:
             return
         self._num_waiting += 1
         end = self._time.now() + WAIT
@@ -186,11 +186,12 @@ class Mover:
     # --- moves ---
 
     def _place_of(self, ident: str) -> str | None:
-        owner = owner_of(ident)
+        public_id = public_id_of(ident)  # as the routers know it
+        owner = owner_of(public_id)
         if owner is None or owner in self._tags:
             return owner
         self._routing.update(self._tags)
-        return self._routing.place_of(ident)
+        return self._routing.place_of(public_id)
 
     def _look(self) -> None:
         """Look for sessions to move, until there are none."""

@@ -42,7 +42,7 @@ class RayPeers:
         except ActorDiedError:
             return "gone"
         except Exception as error:
-            log.warning("session %s: no answer of replica %s: %s", parcel.ident, tag, error)
+            log.warning("no answer of replica %s to a session: %s", tag, error)
             return "unknown"
         return fate
 

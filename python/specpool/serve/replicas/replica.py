@@ -116,7 +116,7 @@ class Replica:
             # A caller who leaves must not stop it halfway.
             await asyncio.shield(self._spawn(self._mover.take_in(parcel)))
         except Exception as error:  # without an answer, the session would be sent for ever
-            log.warning("session %s was refused: %s", parcel.ident, one_line(error))
+            log.warning("a session was refused: %s", one_line(error))
             return "refused"
         return "taken"
 

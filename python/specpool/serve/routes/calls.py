@@ -18,12 +18,12 @@ from specpool.serve.answers import EventStream, watched
 from specpool.serve.api.choice import Choice, Delta
 from specpool.serve.api.errors import ApiError, bad, event, json_response
 from specpool.serve.api.requests import Generation as Body
-from specpool.serve.api.sampling import refused
+from specpool.serve.api.sampling import ignored_header, refused
 from specpool.serve.api.structured import form_field
 from specpool.serve.api.usage import drafting_of, usage_of
 from specpool.serve.generation import Generation, Order
 from specpool.serve.service import Service
-from specpool.serve.sessions import SessionRecord
+from specpool.serve.sessions import SessionRecord, ident_of
 
 #: What a call for texts answers, for the OpenAPI document.
 ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -34,6 +34,8 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
+#: Fields that would put something else between the turns of a session.
+_NOT_IN_SESSIONS = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
 #: Prompts of so many characters together are tokenized at once: a thread would cost more.
 _SHORT = 2048
 
@@ -59,15 +61,19 @@ class Call:
     request: Request
     body: Body
     model: str
-    unknown: list[str]
+    ignored: list[str]
     arrived: float = field(default_factory=time.perf_counter)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the answer: the fields of the request that were ignored."""
-        names = ", ".join(name.encode("unicode_escape").decode() for name in self.unknown)
-        return {"x-specpool-ignored": names[:500]} if names else {}
+        return ignored_header(self.ignored)
+
+    @property
+    def key_id(self) -> str:
+        """The id of the key that calls."""
+        return str(self.request.scope["specpool.key"])
 
     async def take_session(self) -> SessionRecord | None:
         """Take the session that the call names, if it does.
@@ -90,6 +96,10 @@ class Call:
             return None
         if (self.body.n or 1) > 1:
             raise bad("a turn of a session has one text: fork the session", "n")
+        for name in _NOT_IN_SESSIONS:
+            if getattr(self.body, name, None) is not None:
+                raise bad(f"{name} does not go with a session, whose turns follow each other", name)
+        ident = ident_of(ident, self.key_id)
         await self.service.sessions.reach(ident)
         return self.service.sessions.begin(ident, self.body.session_offset)
 
@@ -104,13 +114,23 @@ class Call:
         service = self.service
 
         def work() -> list[list[int] | NextTurn]:
+            tokens: list[list[int] | NextTurn]
             if record is not None:
                 (prompt,) = prompts
-                return [service.sessions.turn(record, service.texts, prompt, variables)]
-            return [
-                service.texts.encode(index, prompt, variables=variables)
-                for index, prompt in enumerate(prompts)
-            ]
+                tokens = [service.sessions.turn(record, service.texts, prompt, variables)]
+            else:
+                tokens = [
+                    service.texts.encode(
+                        index,
+                        prompt,
+                        adds_special=self.body.add_special_tokens,
+                        variables=variables,
+                    )
+                    for index, prompt in enumerate(prompts)
+                ]
+            if is_chat(prompts[0]):
+                service.texts.chat_ends()  # here, because the first call takes a moment
+            return tokens
 
         # A thread pays for long texts and for chats, whose template may take a while.
         is_short = record is None and all(
@@ -131,6 +151,8 @@ class Call:
         prompts: list[Prompt],
         params_of: Callable[[int], SamplingParams],
         variables: Mapping[str, Any],
+        *,
+        notes_special: bool = False,
     ) -> Generation:
         """Return the call's texts, ready to start.
 
@@ -138,6 +160,7 @@ class Call:
             prompts: the prompts; in a session, what is new.
             params_of: returns the parameters for the room that is left, in tokens.
             variables: further variables of the chat template.
+            notes_special: the answer's form needs the special tokens beside the texts.
 
         Raises:
             ApiError: something cannot work.
@@ -149,7 +172,13 @@ class Call:
             ids = await self.tokenized(prompts, record, variables)
             lens = [len(each.ids if isinstance(each, NextTurn) else each) for each in ids]
             room = min(self.room(num, most, index) for index, num in enumerate(lens))
-            order = Order(ids, params_of(room), self.body.priority or 0, record)
+            params = self.service.keys.salted(self.key_id, params_of(room))
+            if is_chat(prompts[0]):
+                ready = self.service.client.ready
+                params = self.service.texts.chat_params(
+                    params, ready.eos_token_ids, ready.vocab_size
+                )
+            order = Order(ids, params, self.body.priority or 0, record, notes_special)
             return Generation(self.service, order, self.arrived)
         except BaseException as error:
             if record is not None:
@@ -284,5 +313,5 @@ class Call:
             end["metrics"] = {"speculative_decoding": drafting_of(done, num_steps)}
         record = generation.order.session
         if record is not None:
-            end["session"] = {"id": record.ident, "offset": record.offset}
+            end["session"] = {"id": record.public_id, "offset": record.offset}
         return end

@@ -10,11 +10,11 @@ from starlette.responses import Response
 from specpool.sampling_params import SamplingParams
 from specpool.serve.api.choice import Choice, Delta
 from specpool.serve.api.errors import bad
-from specpool.serve.api.logprobs import chat_logprobs
-from specpool.serve.api.requests import ChatRequest, Message
+from specpool.serve.api.requests import ChatRequest, Message, TokenizeRequest, Tool
 from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.api.structured import tools_of
-from specpool.serve.api.tool_calls import ToolCalls, markers_of
+from specpool.serve.api.tool_calls import ToolCalls
+from specpool.serve.api.tool_formats import formats_of
 from specpool.serve.routes.calls import ANSWERS, Call
 from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
@@ -29,10 +29,10 @@ class ChatForm:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, body: ChatRequest, num: int) -> None:
         """Write `num` choices for this request."""
-        self._tokenizer = tokenizer
+        self._most_calls = 1 if body.parallel_tool_calls is False else None
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
-        markers = markers_of(getattr(tokenizer, "chat_template", None))
-        self._tools = [ToolCalls(body, markers) for _ in range(num)]
+        formats = formats_of(getattr(tokenizer, "chat_template", None))
+        self._tools = [ToolCalls(body, formats) for _ in range(num)]
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
         """Return the part that names the role."""
@@ -41,35 +41,41 @@ class ChatForm:
     def part(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         """Return the part of a stream with a delta's text and calls."""
         tools, is_last = self._tools[choice.index], delta.finish_reason is not None
-        content, calls = tools.push(delta.text, is_last)
+        content, calls = tools.push(delta.text, is_last, delta.specials)
+        if self._most_calls is not None:
+            calls = [call for call in calls if call["index"] < self._most_calls]
         new: dict[str, Any] = {"content": content} if content else {}
         if calls:
             new["tool_calls"] = calls
         if not new and not is_last and not (self._num_top is not None and delta.entries):
             return None
-        return _part(choice, new, self._logprobs(delta), self._reason(tools, delta))
+        return _part(choice, new, self._logprobs(choice, delta), self._reason(tools, delta))
 
     def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
         """Return a choice in one piece."""
         tools = self._tools[choice.index]
-        texts = [tools.push(delta.text, delta.finish_reason is not None)[0] for delta in deltas]
+        texts = [
+            tools.push(delta.text, delta.finish_reason is not None, delta.specials)[0]
+            for delta in deltas
+        ]
         message: dict[str, Any] = {"role": "assistant", "content": "".join(texts), "refusal": None}
         if tools.calls:
-            message |= {"content": message["content"] or None, "tool_calls": tools.calls}
+            calls = tools.calls[: self._most_calls]
+            message |= {"content": message["content"] or None, "tool_calls": calls}
         assert choice.done is not None
         whole = Delta(entries=[entry for delta in deltas for entry in delta.entries])
         del whole.entries[len(choice.done.token_ids) :]  # tokens behind a stop string
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": self._logprobs(whole),
+            "logprobs": self._logprobs(choice, whole),
             "finish_reason": self._reason(tools, deltas[-1]),
         }
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
-        return chat_logprobs(self._tokenizer, delta.entries, self._num_top)
+        return choice.log.chat(delta.entries, self._num_top)
 
     def _reason(self, tools: ToolCalls, delta: Delta) -> str | None:
         return tools.finish_reason if delta.finish_reason == "stop" else delta.finish_reason
@@ -87,7 +93,7 @@ def _part(
 
 
 def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return messages for the chat template: fields that are not given are left out."""
+    """Return messages as plain data: fields that are not given are left out."""
     found = []
     for message in messages:
         plain = message.model_dump(exclude_none=True)
@@ -96,8 +102,10 @@ def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
     return found
 
 
-def _variables(body: ChatRequest) -> dict[str, Any]:
-    """Return the further variables of the chat template.
+def template_variables(
+    body: ChatRequest | TokenizeRequest, tools: list[Tool] | None
+) -> dict[str, Any]:
+    """Return the tools and the variables that a body names for the chat template.
 
     Raises:
         ApiError: one of them is what the server itself gives the template.
@@ -109,7 +117,49 @@ def _variables(body: ChatRequest) -> dict[str, Any]:
             "template itself: leave it out",
             "chat_template_kwargs",
         )
-    return dict(given)
+    told = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
+    return {**given, **told}
+
+
+#: The variables of a chat template that `reasoning_effort` sets: gpt-oss', and Qwen3's and others'.
+_EFFORT = ("reasoning_effort", "enable_thinking")
+
+
+def _variables(body: ChatRequest) -> dict[str, Any]:
+    """Return the further variables of the chat template.
+
+    Raises:
+        ApiError: see `template_variables`, or two fields contradict.
+    """
+    found: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        found |= zip(_EFFORT, (body.reasoning_effort, body.reasoning_effort != "none"), strict=True)
+    if body.documents is not None:
+        found["documents"] = body.documents
+    found |= template_variables(body, tools_of(body))
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise bad(
+                "add_generation_prompt begins a new answer, continue_final_message goes on with "
+                "the last message: give one",
+                "continue_final_message",
+            )
+        found |= {"add_generation_prompt": False, "continue_final_message": True}
+    elif body.add_generation_prompt is False:
+        found["add_generation_prompt"] = False
+    return found
+
+
+def _unread(body: ChatRequest, template: str) -> list[str]:
+    """Return the fields that are for the chat template, which does not read them."""
+    names = []
+    if body.reasoning_effort is not None and not any(name in template for name in _EFFORT):
+        names.append("reasoning_effort")
+    if body.documents is not None and "documents" not in template:
+        names.append("documents")
+    if body.parallel_tool_calls is not None and not body.tools:
+        names.append("parallel_tool_calls")
+    return names
 
 
 def routes(service: Service) -> APIRouter:
@@ -119,19 +169,22 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/chat/completions", summary="Answer a chat", responses=ANSWERS)
     async def chat(body: ChatRequest, request: Request) -> Response:
         model = service.check_model(body.model)
-        call = Call(service, request, body, model, check_supported(body))
+        template = str(getattr(service.tokenizer, "chat_template", ""))
+        ignored = sorted(check_supported(body) + _unread(body, template))
+        call = Call(service, request, body, model, ignored)
         if body.top_logprobs is not None and not body.logprobs:
             raise bad("top_logprobs needs logprobs: true", "top_logprobs")
         variables = _variables(body)
-        if tools := tools_of(body):
-            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         num_top = (body.top_logprobs or 0) if body.logprobs else None
 
         def params(room: int) -> SamplingParams:
             wanted = body.max_completion_tokens or body.max_tokens
-            return params_of(body, min(wanted or room, room), num_top)
+            temperature = service.client.ready.temperature
+            return params_of(body, min(wanted or room, room), num_top, temperature)
 
-        generation = await call.generation([messages_of(body.messages)], params, variables)
+        generation = await call.generation(
+            [messages_of(body.messages)], params, variables, notes_special="tools" in variables
+        )
         form = ChatForm(service.tokenizer, body, len(generation.choices))
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         return await call.answer(generation, form, kind, "chatcmpl")

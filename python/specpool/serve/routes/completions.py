@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -11,15 +11,11 @@ from specpool.engine.texts import Prompt
 from specpool.sampling_params import SamplingParams
 from specpool.serve.api.choice import Choice, Delta
 from specpool.serve.api.errors import bad
-from specpool.serve.api.logprobs import completion_logprobs
 from specpool.serve.api.requests import CompletionRequest
 from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.routes.calls import ANSWERS, Call
 from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 #: OpenAI's default of `max_tokens`.
 _DEFAULT_TOKENS = 16
@@ -28,12 +24,9 @@ _DEFAULT_TOKENS = 16
 class CompletionForm:
     """The form of a completion's answer."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, body: CompletionRequest, echoes: list[str]
-    ) -> None:
+    def __init__(self, body: CompletionRequest, echoes: list[str]) -> None:
         """Write choices, each behind its text of `echoes`."""
-        self._tokenizer, self._num_top, self._echoes = tokenizer, body.logprobs, echoes
-        self._lens = [len(echo) for echo in echoes]  # of the text so far
+        self._num_top, self._echoes = body.logprobs, echoes
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
         """Return the part with the echo of the prompt."""
@@ -45,7 +38,6 @@ class CompletionForm:
         if not delta.text and delta.finish_reason is None and self._num_top is None:
             return None
         logprobs = self._logprobs(choice, delta)
-        self._lens[choice.index] += len(delta.text)
         return _choice(choice, delta.text, logprobs, delta.finish_reason)
 
     def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
@@ -61,8 +53,8 @@ class CompletionForm:
     def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
-        offset = self._lens[choice.index]
-        return completion_logprobs(self._tokenizer, delta.entries, self._num_top, offset)
+        echo_len = len(self._echoes[choice.index])
+        return choice.log.completion(delta.entries, self._num_top, echo_len)
 
 
 def _choice(
@@ -108,14 +100,15 @@ def routes(service: Service) -> APIRouter:
 
         def params(room: int) -> SamplingParams:
             wanted = body.max_tokens or _DEFAULT_TOKENS
-            return params_of(body, min(wanted, room), body.logprobs)
+            temperature = service.client.ready.temperature
+            return params_of(body, min(wanted, room), body.logprobs, temperature)
 
         generation = await call.generation(prompts, params, {})
         echoes = [""] * len(generation.choices)
         if body.echo:
             texts = [each if isinstance(each, str) else _text(service, each) for each in prompts]
             echoes = [text for text in texts for _ in range(body.n or 1)]
-        form = CompletionForm(service.tokenizer, body, echoes)
+        form = CompletionForm(body, echoes)
         return await call.answer(generation, form, "text_completion", "cmpl")
 
     return router

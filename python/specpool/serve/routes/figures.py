@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 from fastapi import APIRouter
@@ -77,6 +78,9 @@ class Pool:
         async with self._lock:
             if asyncio.get_running_loop().time() > self._until:
                 stats, groups = await self._stats.get(), await asked(self._service, "pool")
+                if self._service.config.has_several_keys:
+                    for group in groups:
+                        group["runs"] = _without_rows(group["runs"])
                 self._answer = {
                     "groups": groups,
                     "running": stats.num_running,
@@ -85,6 +89,12 @@ class Pool:
                 } | _figures(self._service, stats)
                 self._until = asyncio.get_running_loop().time() + _FRESH
             return self._answer
+
+
+def _without_rows(runs: list[list[int]]) -> list[list[int]]:
+    """Return the runs without their rows: the pages of a row tell the length of a client's text."""
+    joined = itertools.groupby(runs, key=lambda run: run[1])
+    return [[sum(run[0] for run in same), state, 0] for state, same in joined]
 
 
 def _figures(service: Service, stats: EngineStats) -> dict[str, Any]:

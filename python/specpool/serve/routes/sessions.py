@@ -6,16 +6,26 @@ A turn is a chat or a completion with the header `x-session-id` and the field `s
 from __future__ import annotations
 
 import contextlib
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from starlette.responses import Response
 
 from specpool.errors import SpecpoolError
 from specpool.serve.answers import whole
 from specpool.serve.api.errors import json_response, shutting_down
 from specpool.serve.api.requests import RewindRequest, SessionRequest
+from specpool.serve.keys import KeyId
 from specpool.serve.service import Service
-from specpool.serve.sessions import SessionRecord
+from specpool.serve.sessions import SessionRecord, ident_of
+
+
+async def _full_name(ident: str, key_id: KeyId) -> str:
+    return ident_of(ident, key_id)
+
+
+#: The full name of the session whose id is in the path.
+FullName = Annotated[str, Depends(_full_name)]
 
 
 def routes(service: Service) -> APIRouter:
@@ -27,38 +37,39 @@ def routes(service: Service) -> APIRouter:
             await sessions.close(record.ident)
 
     @router.post("/v1/sessions", summary="Open a session")
-    async def open_session(body: SessionRequest | None = None) -> Response:
+    async def open_session(key_id: KeyId, body: SessionRequest | None = None) -> Response:
         service.check_model(None if body is None else body.model)
         if service.is_draining:
             raise shutting_down()
         most = None if body is None else body.max_tokens
-        record = await whole(sessions.open(most), close_unheard)
+        record = await whole(sessions.open(most, key_id), close_unheard)
         return json_response(record.body())
 
-    @router.get("/v1/sessions", summary="List the sessions")
-    async def list_sessions() -> Response:
-        return json_response({"object": "list", "data": [each.body() for each in sessions]})
+    @router.get("/v1/sessions", summary="List the sessions of the key")
+    async def list_sessions(key_id: KeyId) -> Response:
+        found = [record.body() for record in sessions.of_key(key_id)]
+        return json_response({"object": "list", "data": found})
 
     @router.get("/v1/sessions/{ident}", summary="Look at a session")
-    async def session(ident: str) -> Response:
-        await sessions.reach(ident)
-        return json_response(sessions.find(ident).body())
+    async def session(name: FullName) -> Response:
+        await sessions.reach(name)
+        return json_response(sessions.find(name).body())
 
     @router.post("/v1/sessions/{ident}/rewind", summary="Forget the tokens from an offset on")
-    async def rewind(ident: str, body: RewindRequest) -> Response:
-        await sessions.reach(ident)
-        record, kept = await whole(sessions.rewind(ident, body.offset))
+    async def rewind(name: FullName, body: RewindRequest) -> Response:
+        await sessions.reach(name)
+        record, kept = await whole(sessions.rewind(name, body.offset))
         return json_response(record.body() | {"kept_tokens": kept})
 
     @router.post("/v1/sessions/{ident}/fork", summary="Open a copy of a session")
-    async def fork(ident: str) -> Response:
-        await sessions.reach(ident)
-        return json_response((await whole(sessions.fork(ident), close_unheard)).body())
+    async def fork(name: FullName) -> Response:
+        await sessions.reach(name)
+        return json_response((await whole(sessions.fork(name), close_unheard)).body())
 
     @router.delete("/v1/sessions/{ident}", summary="Close a session and abort its turn")
-    async def close(ident: str) -> Response:
-        await sessions.reach(ident)
-        await whole(sessions.close(ident))
+    async def close(ident: str, name: FullName) -> Response:
+        await sessions.reach(name)
+        await whole(sessions.close(name))
         return json_response({"id": ident, "object": "session", "deleted": True})
 
     return router

@@ -10,7 +10,8 @@ from starlette.responses import Response
 from specpool.engine.texts import num_characters
 from specpool.serve.api.errors import bad, json_response
 from specpool.serve.api.requests import DetokenizeRequest, TokenizeRequest
-from specpool.serve.routes.chat import messages_of
+from specpool.serve.api.sampling import ignored_header
+from specpool.serve.routes.chat import messages_of, template_variables
 from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
 
@@ -28,13 +29,18 @@ def routes(service: Service) -> APIRouter:
         service.check_characters(
             num_characters(prompt), "prompt" if body.messages is None else "messages"
         )
+        variables = template_variables(body, body.tools)
+        variables["add_generation_prompt"] = body.add_generation_prompt is not False
 
         def work() -> list[int]:
-            return service.texts.encode(0, prompt, goes_on=not body.add_special_tokens)
+            return service.texts.encode(
+                0, prompt, adds_special=body.add_special_tokens, variables=variables
+            )
 
         ids = await service.aside(work)
         most = service.client.ready.max_context_len
-        return json_response({"count": len(ids), "max_model_len": most, "tokens": ids})
+        content = {"count": len(ids), "max_model_len": most, "tokens": ids}
+        return json_response(content, headers=ignored_header(sorted(body.model_extra or ())))
 
     @router.post("/detokenize", summary="Turn tokens into text")
     async def detokenize(body: DetokenizeRequest) -> Response:
@@ -48,6 +54,7 @@ def routes(service: Service) -> APIRouter:
             text = service.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)
             return str(text)
 
-        return json_response({"prompt": await service.aside(work)})
+        headers = ignored_header(sorted(body.model_extra or ()))
+        return json_response({"prompt": await service.aside(work)}, headers=headers)
 
     return router

@@ -53,17 +53,21 @@ class Compiler:
         # The cache keeps results alone: a wrong grammar is refused again each time.
         self._engine = lru_cache(MAX_COMPILED)(partial(_within_time, self.vocabulary))
 
-    def matcher(self, grammar: Grammar) -> Matcher:
+    def matcher(self, grammar: Grammar, stop_ids: frozenset[int] = frozenset()) -> Matcher:
         """Return a matcher at the start of a grammar; compile it unless that was done before.
 
         Compiling takes a millisecond for a small schema. The first call also reads the vocabulary,
         which takes a quarter of a second for 32,000 tokens.
 
+        Args:
+            grammar: the form.
+            stop_ids: tokens that end the output, beside those that end every text of the target.
+
         Raises:
             ConfigError: the package is missing, the tokenizer cannot be read, or the grammar is
                 wrong, allows no text, or is too large; the message says where.
         """
-        return Matcher(self._engine(grammar), self._vocab_size, self._eos_ids)
+        return Matcher(self._engine(grammar), self._vocab_size, self._eos_ids | stop_ids)
 
 
 def check_grammar(grammar: Grammar) -> None:
@@ -147,6 +151,8 @@ def _within_time(vocabulary: Vocabulary, grammar: Grammar) -> Any:
             results.append(compiled(vocabulary, grammar))
         except Exception as error:
             results.append(error)
+        except BaseException as error:  # a panic of the library: nothing interrupts this thread
+            results.append(refusal(f"{type(error).__name__}: {error}"))
 
     thread = threading.Thread(target=work, name="specpool-grammar", daemon=True)
     thread.start()

@@ -122,6 +122,7 @@ def _check_schema(text: str) -> None:
             f"structured: a schema is an object or true, got {text[:80]!r}"
             + (": false allows no text" if schema is False else "")
         )
+    _check_unicode("schema", schema)
 
 
 def _check_choices(text: str) -> None:
@@ -137,3 +138,16 @@ def _check_choices(text: str) -> None:
         raise ConfigError(
             f"structured: a choice has 1 to {MAX_CHOICES} strings, got {len(strings)}"
         )
+    _check_unicode("choice", strings)
+
+
+def _check_unicode(kind: str, value: object) -> None:
+    """Raise `ConfigError` for a lone surrogate, which JSON can write, in a string of `value`."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"structured: the {kind} is not valid: a lone surrogate in "
+            f"{shown(text[max(error.start - 20, 0) : error.end])}"
+        ) from None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from specpool.arrays import Int32, Int64
-from specpool.errors import ConfigError
+from specpool.errors import ConfigError, is_fault
 
 #: A forced span with more tokens than this has no end, as far as a request is concerned.
 MAX_SPAN = 4096
@@ -19,40 +21,47 @@ MAX_SPAN = 4096
 class Matcher:
     """A place in a grammar: behind the tokens of one request's output.
 
-    It follows the output on the host. For the drafts of a tree it goes ahead and comes back.
+    It follows the output on the host. For the drafts of a tree it goes ahead and comes back. A
+    token that ends the text may follow exactly where the form is complete, whatever its bytes are.
 
     Attributes:
         error: why no token can follow; None = there is no such reason.
     """
 
-    def __init__(self, engine: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(self, engine: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
         """Begin an empty output.
 
         Args:
             engine: an `llguidance.LLMatcher` at its start, which is not changed.
             vocab_size: the target's.
-            eos_ids: the tokens that end a text.
+            end_ids: the tokens that end the output.
         """
         self._start, self._place = engine, engine.deep_copy()
-        self._vocab_size, self._eos_ids = vocab_size, eos_ids
+        self._vocab_size = vocab_size
+        self._end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)
         self._num_words = -(-vocab_size // 32)
+        self._end_bits = np.zeros(self._num_words, np.int32)
+        for token in self._end_ids:
+            self._end_bits.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
         self._num_tokens = 0  # of the output, so far
         self._has_ended = False  # the last of them ends the text
         self._foresees = True
+        self._is_lost = False  # the library has failed: nobody knows where the place is
         self.error: str | None = None
 
     def fresh(self) -> Matcher:
         """Return a matcher of the same grammar, at its start."""
-        return Matcher(self._start, self._vocab_size, self._eos_ids)
+        return Matcher(self._start, self._vocab_size, self._end_ids)
 
     def follow(self, tokens: Sequence[int], prompt_len: int) -> None:
         """Go on to the end of `tokens`: a prompt, the output followed so far, and new output."""
         new = tokens[prompt_len + self._num_tokens :]
         self._num_tokens += len(new)
-        if new and new[-1] in self._eos_ids:
+        if new and new[-1] in self._end_ids:
             self._has_ended, new = True, new[:-1]
-        if new and not self._place.consume_tokens(list(new)):
-            self._fail("the form does not allow the output")
+        with self._failing():
+            if new and not self._place.consume_tokens(list(new)):
+                self._fail("the form does not allow the output")
 
     def masks(
         self, tokens: Int64, first_child: Int32, next_sibling: Int32
@@ -81,7 +90,7 @@ class Matcher:
             child = int(first_child[node])
             while child != -1:
                 token = int(tokens[child])
-                if line[token // 32] >> (token % 32) & 1 and token not in self._eos_ids:
+                if line[token // 32] >> (token % 32) & 1 and token not in self._end_ids:
                     if self._place.consume_token(token):
                         visit(child)
                     if not self._place.rollback(1):
@@ -89,24 +98,45 @@ class Matcher:
                         return
                 child = int(next_sibling[child])
 
-        visit(0)
-        if not lines[0].any() and self.error is None:
-            self._fail("no token can follow")
+        if not self._is_lost:
+            with self._failing():
+                visit(0)
+                if not lines[0].any():
+                    self._fail(
+                        "no token can follow, or only one that ends the text, which it may not yet"
+                    )
+        if self._is_lost:
+            return np.zeros(1, np.int64), np.zeros((1, self._num_words), np.int32)
         return np.array(nodes), np.array(lines)
+
+    def dead_end(self, tokens: Sequence[int], prompt_len: int) -> str | None:
+        """Return why no token can follow the end of `tokens`, as in `follow`; None = one can."""
+        self.follow(tokens, prompt_len)
+        none = np.full(1, -1, np.int32)
+        self.masks(np.zeros(1, np.int64), none, none)
+        return self.error
 
     def forced(self, most: int) -> list[int]:
         """Return the next tokens, at most `most`, if the grammar leaves one string or one end."""
         if self._has_ended or self.error is not None or most < 1:
             return []
+        span: list[int] = []
+        with self._failing():
+            span = self._span(most)
+        return span
+
+    def _span(self, most: int) -> list[int]:
+        """Return the forced tokens; see `forced`."""
         if self._place.is_stopped():
-            return [min(self._eos_ids)] if len(self._eos_ids) == 1 else []
+            return [min(self._end_ids)] if len(self._end_ids) == 1 else []
         if not self._foresees:
             return []
-        span: list[int] = self._place.compute_ff_tokens()
+        tokens = self._place.compute_ff_tokens()
+        span = [*itertools.takewhile(lambda token: token not in self._end_ids, tokens)]
         if len(span) > MAX_SPAN:  # each look would take as long
             self._foresees = False
-        if len(span) < most and len(self._eos_ids) == 1 and self._ends_after(span):
-            span = [*span, *self._eos_ids]
+        if len(span) < most and len(self._end_ids) == 1 and self._ends_after(span):
+            span = [*span, *self._end_ids]
         return [token for token in span[:most] if token < self._vocab_size]
 
     def _ends_after(self, span: list[int]) -> bool:
@@ -125,7 +155,21 @@ class Matcher:
             return np.zeros(self._num_words, np.int32)
         words = np.zeros(max(self._num_words, -(-len(bits) // 4)), np.int32)
         words.view(np.uint8)[: len(bits)] = np.frombuffer(bits, np.uint8)
-        return words[: self._num_words]
+        words = words[: self._num_words]
+        if self._place.is_accepting():
+            return words | self._end_bits
+        return words & ~self._end_bits
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Turn an error of the library within the block into this matcher's, which ends here."""
+        try:
+            yield
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            self._is_lost = True
+            self._fail(shortened(f"{type(error).__name__}: {error}"))
 
     def _fail(self, why: str) -> None:
         if self.error is None:

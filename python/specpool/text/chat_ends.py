@@ -1,0 +1,86 @@
+"""`chat_ends`: the tokens that end an answer of a chat, as the chat template writes them.
+
+A base model's configs often name `<|endoftext|>` alone, while its chat template ends every turn
+with another token. Without that one an answer would run into the next turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from specpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Renders messages with these variables of the template; raises `ConfigError`.
+Render = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
+
+_ANSWER, _FUNCTION = "probe-answer", "probe_function"
+_USER = {"role": "user", "content": "probe"}
+_SAID = {"role": "assistant", "content": _ANSWER}
+_CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "call00000",
+            "type": "function",
+            "function": {"name": _FUNCTION, "arguments": {"a": 1}},
+        }
+    ],
+}
+
+
+def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, str]:
+    """Return the tokens that end an answer of a chat, with their names.
+
+    They are the tokenizer's end-of-sequence token, and the added token that stands behind an
+    answer, or behind a call of a function, at the end of a rendered chat. If the template writes
+    nothing behind an answer, it is the special token that begins the next turn. A template that
+    refuses such a chat adds nothing.
+
+    Args:
+        tokenizer: the target's.
+        render: renders a chat with the tokenizer's template.
+    """
+    added = {str(each.content): (i, each.special) for i, each in _added(tokenizer).items()}
+    ends: dict[int, str] = {}
+    if isinstance(eos := getattr(tokenizer, "eos_token_id", None), int):
+        ends[eos] = str(tokenizer.eos_token)
+
+    def tail(messages: Sequence[Mapping[str, Any]], mark: str, **variables: Any) -> str | None:
+        """Return what the template writes behind a mark of the last answer; None = no mark."""
+        try:
+            text = render(messages, {"add_generation_prompt": False, **variables})
+        except ConfigError:
+            return None
+        _, found, rest = text.rpartition(mark)
+        return rest.strip() if found else None
+
+    def note(names: Sequence[str]) -> None:
+        if names:
+            name = max(names, key=len)
+            ends[added[name][0]] = name
+
+    behind = tail([_USER, _SAID], _ANSWER)
+    if behind:
+        note([name for name in added if name.strip() and behind.endswith(name.strip())])
+    elif behind is not None and (rest := tail([_USER, _SAID, _USER], _ANSWER)):
+        note([name for name, (_, special) in added.items() if special and rest.startswith(name)])
+    # Llama 3.1 ends a call with another token if it is told of built-in tools, even of none.
+    told_of: tuple[dict[str, Any], ...] = ({}, {"builtin_tools": []})
+    for variables in told_of:
+        if behind := tail([_USER, _CALLED], _FUNCTION, **variables):
+            note([name for name in added if behind.endswith(name) and not _ends_call(name)])
+    return ends
+
+
+def _added(tokenizer: PreTrainedTokenizerBase) -> dict[int, Any]:
+    return dict(getattr(tokenizer, "added_tokens_decoder", {}))
+
+
+def _ends_call(name: str) -> bool:
+    """Return whether a token ends a call alone, as `</tool_call>` does: others may follow it."""
+    return "tool" in name or not name.strip() or (name.startswith("</") and name != "</s>")

@@ -1,0 +1,85 @@
+"""The history of a chat as templates expect it, and the choice among named templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specpool.errors import ConfigError
+
+Message = Mapping[str, Any]
+
+
+def template_of(templates: str | Mapping[str, str], variables: Mapping[str, Any]) -> str:
+    """Return the chat template for these variables, of one or of several by their names.
+
+    With tools it is `tool_use`, as in transformers; with `documents` it is `rag`; without such a
+    name, or otherwise, `default`.
+
+    Raises:
+        ConfigError: there is no such template.
+    """
+    if isinstance(templates, str):
+        return templates
+    wanted = [("tools", "tool_use"), ("documents", "rag")]
+    names = [name for variable, name in wanted if variables.get(variable)]
+    for name in (*names, "default"):
+        if name in templates:
+            return templates[name]
+    known = ", ".join(map(repr, sorted(templates)))
+    raise ConfigError(
+        f"the tokenizer has the chat templates {known}, but no 'default' for this chat: set one "
+        "template as the tokenizer's chat_template, on the command line with --chat-template"
+    )
+
+
+def prepared(
+    messages: Sequence[Message], template: str, *, has_objects: bool = True, has_parts: bool = False
+) -> list[dict[str, Any]]:
+    """Return copies of messages in the form that a template expects.
+
+    Fields without a value are left out: None, and empty lists beside the content. The arguments of
+    calls, which OpenAI's interface has as JSON text, become objects. A text that is not an object
+    stays as it is. The role `developer` becomes `system` if the template does not know it.
+
+    Args:
+        messages: plain data; each content is a string.
+        template: Jinja.
+        has_objects: if False, the arguments of calls become JSON text instead.
+        has_parts: each content becomes a list of one text part.
+    """
+    copies = []
+    for message in messages:
+        copy = {
+            key: value
+            for key, value in message.items()
+            if value is not None and (value != [] or key == "content")
+        }
+        if copy.get("role") == "developer" and "developer" not in template:
+            copy["role"] = "system"
+        if isinstance(calls := copy.get("tool_calls"), list):
+            copy["tool_calls"] = [_call(call, has_objects) for call in calls]
+        if has_parts:
+            copy["content"] = [{"type": "text", "text": copy.get("content", "")}]
+        copies.append(copy)
+    return copies
+
+
+def _call(call: Any, has_objects: bool) -> Any:
+    """Return a copy of a call whose arguments are an object, or JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    arguments = function.get("arguments")
+    if has_objects and not arguments:
+        arguments = {}
+    elif has_objects and isinstance(arguments, str):
+        try:
+            value = json.loads(arguments)
+        except (ValueError, RecursionError):
+            value = None
+        arguments = value if isinstance(value, dict) else arguments
+    elif not has_objects and not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}

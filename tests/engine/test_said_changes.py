@@ -1,0 +1,45 @@
+"""Law: where an engine does otherwise than its options or a config say, one line says so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import recurrent_families
+from specpool import Engine
+from specpool.assets import resolve
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    return sum(text in record.getMessage() for record in caplog.records)
+
+
+def test_positions_beyond_a_heads_own_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="specpool")
+    head = Path(shutil.copytree(resolve("specpool/tiny-eagle3"), tmp_path / "head"))
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32}))
+    text = f"draft head {head} was made for 32 positions, a sequence may have"
+    Engine.from_pretrained(draft=str(head), max_context_len=32).close()
+    assert said(caplog, text) == 0
+    Engine.from_pretrained(draft=str(head), max_context_len=100).close()
+    assert said(caplog, f"{text} 100 tokens") == 1
+
+
+def test_options_that_recurrent_layers_leave_without_effect_are_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="specpool")
+    model = recurrent_families.make_model(recurrent_families.make_config("lfm2"))
+    options = {"draft": "ngram", "num_pages": 40, "max_context_len": 64}
+    Engine.from_pretrained(model, verify_nodes=6, **options).close()
+    assert said(caplog, "verify_nodes 6 has no effect: the target has recurrent layers") == 1
+    assert said(caplog, "prefix_cache and max_sessions 16 have no effect") == 1
+    caplog.clear()
+    Engine.from_pretrained(model, prefix_cache=False, max_sessions=0, **options).close()
+    assert said(caplog, "has no effect") + said(caplog, "have no effect") == 0

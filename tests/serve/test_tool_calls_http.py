@@ -1,0 +1,200 @@
+"""Calls of tools over HTTP, beside an engine that says what it is told, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from test_bridge import READY, done
+from test_scripted_engine import Scripted
+
+from reciter import byte_tokenizer
+from serve_kit import events
+from specpool.serve.bridge.messages import Accepted, Submit, Tokens
+from specpool.serve.server import tokenizer_of
+from tool_families import FAMILIES
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}]
+ASK = {"messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "max_tokens": 999}
+PARIS = {"city": "Zürich", "days": 3}
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": PARIS}}
+
+
+def run(tokenizer, test):
+    async def all_of_it():
+        ready = dataclasses.replace(READY, max_context_len=4096, vocab_size=len(tokenizer))
+        front = Scripted(tokenizer, ready)
+        await front.start()
+        await asyncio.wait_for(test(front), 60)
+
+    asyncio.run(all_of_it())
+
+
+async def answer(front, body, parts, reason="stop"):
+    """Ask, and let the engine say these tokens in parts; returns the JSON or the stream's."""
+    num = sum(isinstance(message, Submit) for message in front.wire.said)
+    task = front.begin(body, path="/v1/chat/completions")
+    asked = (await front.said(Submit, num + 1))[-1]
+    await front.wire.come(Accepted(asked.key))
+    for ids in parts:
+        await front.wire.come(Tokens(asked.key, 0, ids, [False] * len(ids), None))
+    await front.wire.come(done(asked.key, reason=reason))
+    status, found = await task
+    assert status == 200, found
+    return found, asked
+
+
+def joined(text):
+    """The message that a stream's parts make up, its calls, and its finish reason."""
+    content, calls, reason = "", [], None
+    for part in events(text):
+        if part == "[DONE]":
+            break
+        (choice,) = ChatCompletionChunk.model_validate(part).choices
+        content += choice.delta.content or ""
+        for call in choice.delta.tool_calls or []:
+            if call.index == len(calls):
+                assert call.id and call.type == "function"
+                calls.append([call.function.name, ""])
+            calls[call.index][1] += call.function.arguments or ""
+        reason = choice.finish_reason or reason
+    return content or None, calls, reason
+
+
+def said(found):
+    choice = ChatCompletion.model_validate(found | {"model": "m"}).choices[0]
+    calls = [[c.function.name, c.function.arguments] for c in choice.message.tool_calls or []]
+    return choice.message.content, calls, choice.finish_reason
+
+
+@pytest.mark.sample(16)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("content", ["", "Let me look."])
+def test_a_call_behind_special_tokens_is_a_call(name, content):
+    """Streamed and as a whole; the tokens that mark it are special, as in published tokenizers."""
+    family = FAMILIES[name]
+    tokenizer = byte_tokenizer(family.specials, family.template)
+    text = "".join(text for text, _ in family.answer(content, [CALL]))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert (
+        set(ids) >= {*tokenizer.convert_tokens_to_ids([*family.specials])} - {None} or "|" in text
+    )
+    parts = [ids[start : start + 9] for start in range(0, len(ids), 9)]
+
+    async def test(front):
+        whole, asked = await answer(front, ASK, parts)
+        expected = (content or None, "tool_calls")
+        got = said(whole)
+        assert (got[0], got[2]) == expected
+        assert [(n, json.loads(a)) for n, a in got[1]] == [("get_weather", PARIS)]
+        stream, _ = await answer(front, ASK | {"stream": True}, parts)
+        assert joined(stream) == got
+        prompt = tokenizer.apply_chat_template(
+            ASK["messages"], tools=TOOLS, add_generation_prompt=True, return_dict=False
+        )
+        assert asked.prompt == prompt
+
+    run(tokenizer, test)
+
+
+def test_special_tokens_are_no_content_where_no_call_is_read():
+    family = FAMILIES["mistral_v13"]
+    tokenizer = byte_tokenizer(family.specials, family.template)
+
+    async def test(front):
+        for text, shown in (
+            ("So [TOOL_CALLS]get[ARGS]{}", "So get{}"),
+            ("a[ARGS]b é[TOOL_CALLS]", "a" + "b é"),
+        ):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            for body in (ASK, {**ASK, "tool_choice": "none"}):
+                whole, _ = await answer(front, body, [ids])
+                assert said(whole) == (shown, [], "stop")
+                stream, _ = await answer(front, body | {"stream": True}, [[i] for i in ids])
+                assert joined(stream) == (shown, [], "stop")
+
+    run(tokenizer, test)
+
+
+def test_a_call_that_the_length_cuts_off_says_so():
+    family = FAMILIES["mistral_v13"]
+    tokenizer = byte_tokenizer(family.specials, family.template)
+    ids = tokenizer.encode('[TOOL_CALLS]get_weather[ARGS]{"city": "Pa', add_special_tokens=False)
+
+    async def test(front):
+        whole, _ = await answer(front, ASK, [ids], reason="length")
+        assert said(whole) == (None, [["get_weather", '{"city": "Pa']], "length")
+        stream, _ = await answer(front, ASK | {"stream": True}, [[i] for i in ids], reason="length")
+        assert joined(stream) == said(whole)
+
+    run(tokenizer, test)
+
+
+def test_a_stop_string_before_a_call_ends_the_text():
+    """The call behind it is not read, though its tokens have come."""
+    family = FAMILIES["mistral_v3"]
+    tokenizer = byte_tokenizer(family.specials, family.template)
+    text = "".join(text for text, _ in family.answer("One. Two.", [CALL]))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+
+    async def test(front):
+        for parts in ([ids], [[i] for i in ids]):
+            whole, _ = await answer(front, ASK | {"stop": ["Two"]}, parts)
+            assert said(whole) == ("One. ", [], "stop")
+            whole, _ = await answer(front, ASK | {"stop": ["Twos"]}, parts)
+            assert said(whole)[0] == "One. Two." and said(whole)[2] == "tool_calls"
+
+    run(tokenizer, test)
+
+
+def test_tools_choose_the_template_of_several_and_tokenize_sees_it():
+    family = FAMILIES["qwen"]
+    named = {"default": family.template, "tool_use": "{{ tools | tojson }}" + family.template}
+    tokenizer = byte_tokenizer(chat_template=named)
+    schema = {"type": "object", "properties": {"a": {"type": "null", "default": None}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+
+    async def test(front):
+        for more in ({}, {"tools": tools}):
+            body = {"messages": ASK["messages"], **more}
+            expected = tokenizer.apply_chat_template(
+                add_generation_prompt=True, return_dict=False, conversation=body["messages"], **more
+            )
+            status, found = await front.ask(body, path="/tokenize")
+            assert status == 200 and found["tokens"] == expected
+        wanted = {"messages": ASK["messages"], "tools": tools, "max_tokens": 1}
+        _, asked = await answer(front, wanted, [[97]])
+        assert asked.prompt == expected
+
+    run(tokenizer, test)
+
+
+def test_an_answer_of_calls_may_be_sent_back_as_it_came():
+    """Law: the next request's prompt shows the call as the model said it."""
+    family = FAMILIES["mistral_v13"]
+    tokenizer = byte_tokenizer(family.specials, family.template)
+    text = "".join(text for text, _ in family.answer("", [CALL]))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+
+    async def test(front):
+        whole, first = await answer(front, ASK, [ids])
+        message = ChatCompletion.model_validate(whole | {"model": "m"}).choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "18 C"}
+        body = ASK | {"messages": [*ASK["messages"], message.model_dump(), result]}
+        _, second = await answer(front, body, [[97]])
+        assert second.prompt[: len(first.prompt) + len(ids)] == [*first.prompt, *ids]
+
+    run(tokenizer, test)
+
+
+def test_a_template_of_the_command_line_replaces_all(tmp_path):
+    byte_tokenizer(chat_template={"default": "a", "tool_use": "b"}).save_pretrained(tmp_path)
+    assert tokenizer_of(str(tmp_path), "c", False).chat_template == "c"
+    assert tokenizer_of(str(tmp_path), None, False).chat_template == {
+        "default": "a",
+        "tool_use": "b",
+    }

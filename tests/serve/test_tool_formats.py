@@ -1,0 +1,316 @@
+"""Calls in the forms of many families of models, and in every split of a stream."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from paths import ROOT
+from specpool.serve.api.requests import ChatRequest
+from specpool.serve.api.tool_calls import ToolCalls
+from specpool.serve.api.tool_formats import FORMATS, formats_of
+from specpool.serve.api.tool_values import json_of_keywords, json_of_tag, types_of
+from tool_families import ALL, BARE, FAMILIES
+
+TYPES = {"city": "string", "days": "integer", "far": "boolean", "at": "object", "tags": "array"}
+SCHEMA = {"type": "object", "properties": {key: {"type": kind} for key, kind in TYPES.items()}}
+ASK = {
+    "messages": [{"role": "user", "content": "x"}],
+    "tools": [
+        {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}},
+        {"type": "function", "function": {"name": "stop-it", "parameters": SCHEMA}},
+    ],
+}
+PARIS = {"city": "Paris", "days": 3}
+
+
+def call(name, arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def units(pieces):
+    """Characters and special tokens: a stream may be cut between any two."""
+    return [
+        (unit, is_special)
+        for text, is_special in pieces
+        for unit in ([text] if is_special else text)
+    ]
+
+
+def read(pieces, cuts, formats, **more):
+    """Push the pieces, cut at these units; returns content, names and arguments."""
+    tools = ToolCalls(ChatRequest.model_validate(ASK | more), formats)
+    every = units(pieces)
+    bounds = [0, *cuts, len(every)]
+    content, told = "", []
+    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
+        text, specials = "", []
+        for unit, is_special in every[start:end]:
+            if is_special:
+                specials.append((len(text), unit))
+            else:
+                text += unit
+        new, deltas = tools.push(text, number == len(bounds) - 2, specials)
+        content += new
+        for delta in deltas:
+            if delta["index"] == len(told):
+                assert set(delta) == {"index", "id", "type", "function"}
+                told.append([delta["function"]["name"], ""])
+            assert delta["index"] == len(told) - 1, "only the latest call goes on"
+            told[-1][1] += delta["function"]["arguments"]
+    made = [[c["function"]["name"], c["function"]["arguments"]] for c in tools.calls]
+    assert told == made, "the deltas make up the calls"
+    assert tools.finish_reason == ("tool_calls" if made else "stop")
+    return content, made
+
+
+def check(family, pieces, content, calls, *, every=True):
+    """The pieces give this, in one part, in each two, by single units, and in random parts."""
+    formats, num = formats_of(family.template), len(units(pieces))
+    whole = read(pieces, [], formats)
+    assert (whole[0], [[n, json.loads(a)] for n, a in whole[1]]) == (content, calls)
+    rng = random.Random(num)
+    splits = [range(1, num), *(sorted(rng.choices(range(num + 1), k=num // 3)) for _ in range(3))]
+    for cuts in [*splits, *([cut] for cut in range(num + 1) if every)]:
+        assert read(pieces, cuts, formats) == whole, cuts
+
+
+def visible(pieces):
+    return "".join(text for text, is_special in pieces if not is_special)
+
+
+VALUES = {
+    "one": [("get_weather", PARIS)],
+    "parallel": [("get_weather", PARIS), ("stop-it", {}), ("get_weather", {"city": "Rom"})],
+    "empty": [("stop-it", {})],
+    "unicode": [("get_weather", {"city": "Zürich 東京 🙂 \"'\\ \t a\nb"})],
+    "nested": [("get_weather", {"at": {"x": [1, -2.5, None, True, {"y": "}])"}]}, "tags": [[]]})],
+    "types": [("get_weather", {"city": "3", "days": -7, "far": False, "tags": ["a", 1]})],
+}
+
+
+@pytest.mark.sample(64)
+@pytest.mark.parametrize("case", VALUES)
+@pytest.mark.parametrize("name", ALL)
+def test_calls_are_read_in_every_split(name, case):
+    family, calls = ALL[name], [list(pair) for pair in VALUES[case]]
+    pieces = family.answer("", [call(*pair) for pair in calls])
+    check(family, pieces, "", calls)
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", ALL)
+def test_text_before_and_behind_a_call_is_content(name):
+    family, calls = ALL[name], [["get_weather", PARIS]]
+    for content in ("Let me look.\n\n", "<think>\nIs it 1 < 2 [yes] {so}?\n</think>\n\n"):
+        if name in BARE and "think" not in content:
+            continue
+        pieces = family.answer(content, [call("get_weather", PARIS)])
+        check(family, pieces, content.rstrip(), calls)
+        behind = [*pieces, (" and so on", False)]
+        check(family, behind, content.rstrip() + " and so on", calls, every=False)
+    blank = family.answer("\n", [call("get_weather", PARIS)])
+    check(family, blank, "", calls, every=False)
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", ALL)
+def test_text_without_a_call_is_content(name):
+    family = ALL[name]
+    for text in ("", "Hello.\n\n", " [1] {2} <3> `4` (5) ", "<tool", '{"answer": 42}', "[get_weat"):
+        check(family, [(text, False)], text, [])
+    marks = [(mark, True) for mark in family.specials]
+    mixed = [pair for mark in marks for pair in (mark, ("a ", False))]
+    check(family, mixed, visible(mixed), [], every=False)
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_not_a_call_stays_whole(name):
+    """Calls of functions that the request does not have, and broken ones."""
+    family = ALL[name]
+    pieces = family.answer("So: ", [call("other", PARIS), call("others", {})])
+    check(family, pieces, visible(pieces), [], every=False)
+    broken = "".join(text for text, _ in family.answer("", [call("get_weather", PARIS)]))
+    for old, new in (("get_weather", "get weather"), ("get_weather", "")):
+        pieces = family.pieces("So: " + broken.replace(old, new))
+        check(family, pieces, visible(pieces), [], every=False)
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", ALL)
+def test_a_call_that_is_cut_off_is_a_beginning_of_the_whole_one(name):
+    """Law: no character is invented or lost: it is content, or arguments that would go on."""
+    family = ALL[name]
+    formats = formats_of(family.template)
+    pieces = family.answer("", [call("get_weather", {"city": 'a\n"<b>', "days": 31, "far": True})])
+    every = units(pieces)
+    ((_, whole),) = read(every, [], formats)[1]
+    for num in range(len(every)):
+        content, calls = read(every[:num], range(1, num), formats)
+        assert read(every[:num], [], formats) == (content, calls)
+        if not calls:
+            assert content == visible(every[:num])
+            continue
+        assert content == ""
+        ((called, arguments),) = calls
+        assert called == "get_weather" and whole.startswith(arguments)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_mark_within_an_argument_is_text(name):
+    family = ALL[name]
+    marks = [mark for each in formats_of(family.template) for mark in each.marks]
+    text = "".join({*marks, "</tool_call>"} - {*family.specials}) + "}])"
+    calls = [["get_weather", {"city": text, "days": 1}], ["stop-it", {}]]
+    check(family, family.answer("", [call(*pair) for pair in calls]), "", calls, every=False)
+
+
+# --- random calls
+
+NAMES = st.sampled_from(["get_weather", "stop-it"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 10**9) | st.floats(-9, 9) | st.text(max_size=6),
+    lambda some: (
+        st.lists(some, max_size=3) | st.dictionaries(st.text("abé", min_size=1), some, max_size=3)
+    ),
+    max_leaves=6,
+)
+TEXT = st.text(st.characters(codec="utf-8") | st.sampled_from("<>[]{}()\"'\\`|, \n"), max_size=20)
+
+
+def fitting(kind, value):
+    """Leave out of the strings what ends them in this form."""
+    if isinstance(value, str) and kind == "tags":
+        return value.replace("<", "").strip("\n")
+    if isinstance(value, str) and kind == "gemma":
+        return value.replace("<", "")
+    if isinstance(value, list):
+        return [fitting(kind, each) for each in value]
+    if isinstance(value, dict):
+        return {fitting(kind, key): fitting(kind, each) for key, each in value.items()}
+    return value
+
+
+ARGUMENTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": TEXT,
+        "days": st.integers(-(10**12), 10**12),
+        "far": st.booleans(),
+        "at": st.dictionaries(st.text("abcé", min_size=1), JSON, max_size=3),
+        "tags": st.lists(JSON, max_size=3),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.sampled_from([*FAMILIES]),
+    st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3),
+    st.sampled_from(["", "So.", "<think>{}[]</think>\n\n", "\n", "1 < 2 [ {"]),
+    st.randoms(use_true_random=False),
+)
+def test_random_calls_are_read_in_random_splits(name, calls, content, rng):
+    family = ALL[name]
+    calls = [[called, fitting(family.kind, arguments)] for called, arguments in calls]
+    pieces = family.answer(content, [call(*pair) for pair in calls])
+    formats, num = formats_of(family.template), len(units(pieces))
+    cuts = sorted(rng.choices(range(num + 1), k=rng.randrange(num + 1)))
+    found = read(pieces, cuts, formats)
+    assert (found[0], [[n, json.loads(a)] for n, a in found[1]]) == (content.rstrip(), calls)
+    assert read(pieces, [], formats) == found
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_no_split_of_any_text_changes_what_is_read(data):
+    """Marks, pieces of calls and texts in any order: nothing is lost where no call is found."""
+    family = ALL[data.draw(st.sampled_from([*ALL]))]
+    answer = family.answer("", [call("get_weather", PARIS), call("stop-it", {})])
+    text = "".join(text for text, _ in answer)
+    some = st.integers(0, len(text)).flatmap(
+        lambda start: st.integers(start, len(text)).map(lambda end: text[start:end])
+    )
+    marks = st.sampled_from([mark for each in FORMATS for mark in each.marks] + ["</think>", "\n"])
+    pieces = family.pieces("".join(data.draw(st.lists(some | marks | TEXT, max_size=5))))
+    formats = data.draw(st.sampled_from([FORMATS, formats_of(family.template)]))
+    num = len(units(pieces))
+    whole = read(pieces, [], formats)
+    if not whole[1]:
+        assert whole[0] == visible(pieces)
+    for _ in range(3):
+        cuts = data.draw(st.lists(st.integers(0, num), max_size=12).map(sorted))
+        assert read(pieces, cuts, formats) == whole
+    assert read(pieces, range(1, num), formats) == whole
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", ALL)
+def test_a_forced_call_is_read_whatever_the_models_own_form(name):
+    """Law: the form of `tool_choice` is one that is read beside each family's own."""
+    family = ALL[name]
+    formats = formats_of(family.template)
+    forced = json.dumps({"name": "get_weather", "arguments": PARIS})
+    for cuts in ([], range(1, len(forced))):
+        found = read([(forced, False)], cuts, formats, tool_choice="required")
+        assert found == ("", [["get_weather", json.dumps(PARIS)]])
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    tools = ToolCalls(ChatRequest.model_validate(ASK | {"tool_choice": choice}), formats)
+    marks = [(0, mark) for mark in family.specials]
+    assert tools.push(json.dumps(PARIS), True, marks)[0] == ""
+    assert [c["function"]["arguments"] for c in tools.calls] == [json.dumps(PARIS)]
+    assert tools.finish_reason == "stop"
+
+
+def test_an_object_that_is_no_call_streams():
+    """It may be long, such as an answer in a form beside tools: it is content from its begin on."""
+    tools = ToolCalls(ChatRequest.model_validate(ASK))
+    assert tools.push('{"city": "Par', False) == ('{"city": "Par', [])
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "expected"),
+    [
+        ("3", {"type": "string"}, '"3"'),
+        ("3", {"type": "integer"}, "3"),
+        ("3.0", {"type": "integer"}, "3"),
+        ("3", {"type": "number"}, "3"),
+        (" 3 ", {}, "3"),
+        ("three", {"type": "integer"}, '"three"'),
+        ("null", {"type": ["string", "null"]}, "null"),
+        ("3", {"anyOf": [{"type": "string"}, {"type": "null"}]}, '"3"'),
+        ("None", {"type": "object", "nullable": True}, "null"),
+        ("True", {"type": "boolean"}, "true"),
+        ("['a', None]", {"type": "array"}, '["a", null]'),
+        ('{"a": [1]}', {"$ref": "#/x"}, '{"a": [1]}'),
+        ("1", {"enum": ["1", "2"]}, '"1"'),
+        ("1e999", {"type": "number"}, '"1e999"'),
+        ("[" * 9999, {"type": "array"}, json.dumps("[" * 9999)),
+        ("b'x'", {}, "\"b'x'\""),
+        ("x", "no schema", '"x"'),
+    ],
+)
+def test_a_tags_value_is_what_the_schema_says(text, schema, expected):
+    assert json_of_tag(text, types_of(schema)) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["1", "*a", "**a", "a=b", "a=f()", "a=1)#", "a=1, a={1}", "a=1e999", "a=" + "[" * 9999]
+)
+def test_python_that_is_more_than_literals_is_no_call(text):
+    assert json_of_keywords(text) is None
+
+
+def test_each_format_is_in_the_documentation():
+    rows = [line for line in (ROOT / "docs/serve.md").read_text().splitlines() if line[:1] == "|"]
+    for each in FORMATS:
+        families = [row for row in rows if all(name in row for name in each.families.split(", "))]
+        assert families, each.families
+        for mark in each.marks[:1]:
+            assert any(mark.replace("|", "\\|") in row for row in families), mark

@@ -1,0 +1,268 @@
+"""A chat's history as its template expects it; the judge is transformers' own rendering."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
+from transformers import AutoTokenizer
+
+from reciter import CHATML, byte_tokenizer
+from specpool import ConfigError
+from specpool.engine.texts import Texts
+from specpool.scheduler.requests.conversation import Conversation, Said
+from specpool.serve.api.reading import read
+from specpool.serve.api.requests import ChatRequest
+from specpool.serve.routes.chat import messages_of
+from specpool.text.tokenizer import load_tokenizer
+from tool_families import ALL
+
+ARGUMENTS = {"city": "Zürich \"'", "days": 3, "at": {"x": [1, None, True]}}
+USER = {"role": "user", "content": "Weather?"}
+RESULT = {"role": "tool", "tool_call_id": "c1", "name": "get_weather", "content": "18 C"}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
+#: These join the arguments to other text.
+JOINS = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + '\n' + c.function.arguments }}{% endfor %};{% endfor %}"
+)
+#: These read contents as lists of parts alone.
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+def call(arguments, **more):
+    return {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "f", "arguments": arguments},
+    } | more
+
+
+def history(arguments):
+    called = {"role": "assistant", "content": "So.", "tool_calls": [call(arguments)]}
+    return [USER, called, RESULT, USER]
+
+
+def texts_of(template):
+    return Texts(byte_tokenizer(chat_template=template))
+
+
+def rendered(template, messages, **variables):
+    texts = texts_of(template)
+    return texts.render(0, texts.messages(0, messages), variables)
+
+
+def judged(template, messages, **more):
+    tokenizer = byte_tokenizer(chat_template=template)
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **more
+    )
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_arguments_as_text_are_rendered_as_the_object_is(name):
+    template = ALL[name].template
+    expected = judged(template, history(ARGUMENTS))
+    for given in (json.dumps(ARGUMENTS), json.dumps(ARGUMENTS, indent=1), ARGUMENTS):
+        assert rendered(template, history(given)) == expected
+
+
+@pytest.mark.parametrize("given", [json.dumps(ARGUMENTS), ARGUMENTS])
+def test_a_template_that_joins_arguments_gets_text(given):
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    assert rendered(JOINS, history(given)) == judged(JOINS, history(text))
+
+
+@pytest.mark.parametrize("given", ["", None])
+def test_no_arguments_are_an_empty_object(given):
+    template = ALL["qwen"].template
+    assert rendered(template, history(given)) == judged(template, history({}))
+
+
+@pytest.mark.parametrize("given", ['{"city": "Par', "[1]", '"x"', "3", "[" * 100_000])
+def test_text_that_is_not_an_object_stays_as_it_is(given):
+    template = ALL["qwen"].template
+    assert rendered(template, history(given)) == judged(template, history(given))
+
+
+def test_an_error_of_a_template_is_told_as_it_is():
+    template = "{{ raise_exception('no tools') }}"
+    with pytest.raises(ConfigError, match=r"the chat template refuses prompt 0.*no tools"):
+        rendered(template, history(ARGUMENTS))
+    items = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | items | list }}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(ConfigError, match="TypeError: Can only get item pairs from a mapping"):
+        rendered(items, history("no object"))
+
+
+def test_fields_without_a_value_mean_nothing():
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% if m.tool_calls is defined %}{{ m.tool_calls[0].function.name }}{% endif %}"
+        "{% for key in ('name', 'refusal', 'audio', 'function_call', 'annotations') %}"
+        "{% if m[key] is defined %}{{ key }}{% endif %}{% endfor %};{% endfor %}"
+    )
+    empty = dict.fromkeys(("name", "refusal", "audio", "function_call", "reasoning_content"))
+    for calls in ([], None):
+        said = {"role": "assistant", "content": "Hi.", "tool_calls": calls, "annotations": []}
+        assert rendered(template, [USER, said | empty, USER]) == (
+            "user:Weather?;assistant:Hi.;user:Weather?;"
+        )
+    called = {"role": "assistant", "content": None, "tool_calls": [call("{}")]} | empty
+    assert rendered(template, [USER, called, USER]).startswith("user:Weather?;assistant:f;")
+
+
+def test_what_a_client_got_may_be_sent_back():
+    """Law: `message.model_dump()` of an answer is a message of the next request."""
+    messages = [
+        ChatCompletionMessage(role="assistant", content="Hi."),
+        ChatCompletionMessage.model_validate(
+            {"role": "assistant", "content": None, "tool_calls": [call('{"city": "x"}')]}
+        ),
+        ChatCompletion.model_validate(
+            {
+                "id": "x",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "m",
+                "choices": [
+                    {
+                        "index": 0,
+                        "finish_reason": "stop",
+                        "logprobs": None,
+                        "message": {
+                            "role": "assistant",
+                            "content": "Yes.",
+                            "refusal": None,
+                            "annotations": [],
+                            "reasoning": None,
+                        },
+                    }
+                ],
+            }
+        )
+        .choices[0]
+        .message,
+    ]
+    template = ALL["qwen"].template
+    for message in messages:
+        plain = {"role": "assistant", "content": message.content or ""}
+        if message.tool_calls:
+            plain["tool_calls"] = [call({"city": "x"})]
+        for said in (message.model_dump(), message.model_dump(exclude_unset=True)):
+            body = json.dumps({"messages": [USER, said, RESULT]}).encode()
+            found = messages_of(read(ChatRequest, body).messages)
+            expected = judged(template, [USER, plain, RESULT])
+            assert rendered(template, found) == rendered(template, [USER, said, RESULT]) == expected
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none():
+    messages = [{"role": "developer", "content": "Be brief."}, USER]
+    system = [{"role": "system", "content": "Be brief."}, USER]
+    assert rendered(CHATML, messages) == judged(CHATML, system)
+    knows = CHATML + "{# developer #}"
+    assert rendered(knows, messages) == judged(knows, messages)
+
+
+@pytest.mark.parametrize("given", ["Hello", [{"type": "text", "text": "Hello"}]])
+def test_contents_have_the_form_that_the_template_reads(given):
+    messages = [{"role": "user", "content": given}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    assert rendered(PARTS, messages) == judged(PARTS, parts) == "<user>Hello"
+    text = [{"role": "user", "content": "Hello"}]
+    for template in (CHATML, CHATML + "{# type #}", PARTS.replace("m.content", "[m.content]")):
+        assert rendered(template, messages) == judged(template, text)
+
+
+NAMED = {name: CHATML + name for name in ("default", "tool_use", "rag")}
+
+
+@pytest.mark.parametrize(
+    ("names", "variables", "name"),
+    [
+        (["default", "tool_use"], {}, "default"),
+        (["default", "tool_use"], {"tools": [TOOL]}, "tool_use"),
+        (["default"], {"tools": [TOOL]}, "default"),
+        (["tool_use"], {"tools": [TOOL]}, "tool_use"),
+        (["default", "rag", "tool_use"], {"documents": [{"title": "a"}]}, "rag"),
+        (["default", "rag", "tool_use"], {"documents": [{}], "tools": [TOOL]}, "tool_use"),
+        (["default", "tool_use"], {"documents": [{"title": "a"}]}, "default"),
+    ],
+)
+def test_the_template_of_several_is_chosen_by_what_is_given(names, variables, name):
+    templates = {each: NAMED[each] for each in names}
+    found = rendered(templates, [USER], **variables)
+    assert found == judged(NAMED[name], [USER])
+    if name != "rag":  # which transformers takes only by its name
+        assert found == judged(templates, [USER], **variables)
+
+
+def test_without_a_default_template_the_error_names_those_that_are_there():
+    with pytest.raises(ConfigError, match="templates 'rag', 'tool_use', but no 'default'"):
+        rendered({name: NAMED[name] for name in ("tool_use", "rag")}, [USER])
+
+
+@pytest.mark.parametrize("has_config", [False, True])
+@pytest.mark.parametrize("files", [{}, {"additional_chat_templates/tool_use.jinja": "T"}])
+@pytest.mark.parametrize("jinja", [None, "J"])
+def test_template_files_count_as_in_transformers(tmp_path, has_config, files, jinja):
+    """A processor's `chat_template.json` counts where a tokenizer has no template."""
+    byte_tokenizer(chat_template=None).save_pretrained(tmp_path)
+    if has_config:
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["chat_template"] = [{"name": "default", "template": "C"}]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    for name, text in (
+        files.items() if jinja is None else [("chat_template.jinja", jinja), *files.items()]
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    expected = AutoTokenizer.from_pretrained(tmp_path).chat_template
+    assert load_tokenizer(tmp_path).chat_template == expected
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "P"}))
+    assert load_tokenizer(tmp_path).chat_template == (expected or "P")
+
+
+def test_a_turn_of_a_session_renders_its_messages_as_a_chat_does():
+    template = ALL["qwen"].template
+    texts, tokenizer = texts_of(template), byte_tokenizer(chat_template=template)
+    turn = texts.turn(Conversation(1), history(json.dumps(ARGUMENTS)))
+    expected = judged(template, history(ARGUMENTS))
+    assert turn.ids == tokenizer.encode(expected, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("name", ["mistral_v13", "gpt_oss", "qwen"])
+def test_a_sessions_call_keeps_its_special_tokens(name):
+    """Law: the next turn goes on behind the session's own tokens, with the marks of its call."""
+    family = ALL[name]
+    tokenizer = byte_tokenizer(family.specials, family.template)
+    texts = Texts(tokenizer)
+    first = texts.turn(Conversation(1), [USER])
+    answer = "".join(text for text, _ in family.answer("So.", [call({"a": 1})]))
+    answer_ids = tokenizer.encode(answer, add_special_tokens=False)
+    tokens = [*first.ids, *answer_ids]
+    said = [Said(len(tokens), first.messages, answer_ids, ())]
+    turn = texts.turn(Conversation(1, tokens=tokens, said=said), [RESULT])
+    assert turn.ids[: len(tokens)] == tokens and turn.said == said
+    assert tokenizer.decode(turn.ids[len(tokens) :]) == "[E][tool]18 C[E][A]"
+
+
+def test_a_template_that_refuses_special_tokens_in_a_history_gets_none():
+    family = ALL["mistral_v13"]
+    loop = "{%- for m in messages %}"
+    refusal = "{% if 'ARGS' in m.content %}{{ raise_exception('no') }}{% endif %}"
+    refuses = family.template.replace(loop, loop + refusal)
+    tokenizer = byte_tokenizer(family.specials, refuses)
+    texts = Texts(tokenizer)
+    first = texts.turn(Conversation(1), [USER])
+    answer_ids = tokenizer.encode("[TOOL_CALLS]f[ARGS]{}", add_special_tokens=False)
+    tokens = [*first.ids, *answer_ids]
+    said = [Said(len(tokens), first.messages, answer_ids, ())]
+    turn = texts.turn(Conversation(1, tokens=tokens, said=said), [RESULT])
+    assert tokenizer.decode(turn.ids) == "[user]Weather?[E][A]f{}[E][tool]18 C[E][A]"
