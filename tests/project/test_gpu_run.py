@@ -109,10 +109,19 @@ def test_every_test_for_a_card_is_part_of_the_run(gpu):
     needed = set[str]()
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         text = path.read_text()
-        is_skipped = re.search(r'(reason=|skip\()"no CUDA device', text)
+        is_skipped = re.search(r'(reason=|skip\()"no CUDA device|\bCARDS\b', text)
         if is_skipped or re.search(r"def test_\w+\((.*\W)?kit\b[,)]", text):
             needed.add(str(path.relative_to(ROOT)))
     assert len(needed) > 8 and needed <= selected, needed - selected
+
+
+def test_what_counts_calls_runs_without_a_card_too():
+    """Law: a test that patches, and so may count what is never called, has a case for a CPU."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        tests = re.findall(r"^def (test_\w+)\(([^)]*)", path.read_text(), re.MULTILINE)
+        for name, arguments in tests:
+            is_alone = name.endswith("_cuda")
+            assert not (is_alone and "monkeypatch" in arguments), f"{path}::{name}"
 
 
 def test_what_the_makefile_runs_exists():
