@@ -147,7 +147,7 @@ def test_torch_takes_the_call(dtype, monkeypatch):
         own = OwnCells(
             lambda: torch.empty(3, dtype=torch.int32, device="cuda"),
             torch.empty(3, 10, 10, dtype=torch.bool, device="cuda"),
-            lambda: slots.view(3, 10),
+            lambda view: slots.view(3, 10),
         )
         view = AttentionView(4, slots, pages, 10, no_mask, kv_lens=lens, own=own)
         q, k, v = (torch.empty(30, heads, 64, **gpu) for heads in (8, 2, 2))
@@ -161,11 +161,11 @@ def test_the_own_cells_of_ragged_lanes_are_their_nodes():
     """A narrower lane's padding names a slot that exists; no query sees it."""
     (pages, _) = two_pages(4, 3)
     view = verify_view(pages, [5, 40, 23], [4, 1, 6])
-    assert view.own is not None and view.own.slots().shape == (3, 6)
+    assert view.own is not None and view.own.slots(view).shape == (3, 6)
     table, size = pages.tables[0], pages.page_sizes[0]
     for lane, (start, nodes) in enumerate(((5, 4), (40, 1), (23, 6))):
         rows = torch.tensor([lane + 1], dtype=torch.int32)
         at = torch.tensor([start], dtype=torch.int32)
         count = torch.tensor([nodes], dtype=torch.int32)
         found = kernels.slot_ranges(table, size, rows, at, count, hi=np.array([nodes], np.int32))
-        assert view.own.slots()[lane, :nodes].tolist() == found.tolist()
+        assert view.own.slots(view)[lane, :nodes].tolist() == found.tolist()

@@ -320,11 +320,9 @@ def own_view(
             return bias
         return _chunks(bias, chunk, q_positions, origins, counts)
 
-    write_slots = slots.reshape(-1).long()
-
-    view = AttentionView(
+    return AttentionView(
         page_size=cache.page_sizes[group],
-        write_slots=write_slots,
+        write_slots=slots.reshape(-1).long(),
         read_pages=pages,
         q_lens=num_queries if isinstance(lanes.widths, int) else lanes.widths.tolist(),
         mask_for=bias_for,
@@ -335,17 +333,16 @@ def own_view(
         else OwnCells(
             lambda: origins.since(lanes.starts),
             own_mask,
-            lambda: _own_slots(cache, group, lanes, view, num_cells),
+            partial(_own_slots, cache, group, lanes, num_cells),
         ),
         read_tokens=read_tokens,
         attend_with=cache.attend_with,
         scratch=cache.scratch,
     )
-    return view
 
 
 def _own_slots(
-    cache: KVCache, group: int, lanes: Lanes, view: AttentionView, num_cells: int
+    cache: KVCache, group: int, lanes: Lanes, num_cells: int, view: AttentionView
 ) -> Tensor:
     """Return the slots of the `num_cells` cells behind each lane's prefix, int64 [B, W]."""
     if not isinstance(lanes.widths, int):  # node i lies in cell start + i

@@ -103,13 +103,14 @@ class OwnCells:
     Attributes:
         starts: returns int32 [B], on the device.
         mask: bool [B, Q, W], on the device: query i sees cell ``start + j``.
-        slots: returns int64 [B, W], the slot of each of these cells; any slot where no query of the
-            lane sees the cell.
+        slots: (the view) -> int64 [B, W], the slot of each of these cells; any slot where no query
+            of the lane sees the cell. It takes the view, because a function that holds its view
+            would keep it, with memory of the device, until the garbage collector runs.
     """
 
     starts: Callable[[], Tensor]
     mask: Tensor
-    slots: Callable[[], Tensor]
+    slots: Callable[[AttentionView], Tensor]
 
 
 @dataclass(slots=True)
