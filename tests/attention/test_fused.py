@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -220,6 +221,25 @@ def test_cudnn_is_off_within_the_block_alone(enabled):
         assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
         with without_cudnn(torch.device("cpu")):
             assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_cudnn_is_off_until_the_last_of_two_engines_is_done(first_out, enabled):
+    """Each serves in a thread of its own, and torch's switch is one for all threads."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            blocks = [without_cudnn(torch.device("cuda", 0)) for _ in range(2)]
+            for block in blocks:
+                threads.submit(block.__enter__).result()
+            for block in (blocks[first_out], blocks[1 - first_out]):
+                assert not torch.backends.cuda.cudnn_sdp_enabled()
+                threads.submit(block.__exit__, None, None, None).result()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
 
