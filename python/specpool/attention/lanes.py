@@ -249,6 +249,7 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
             causal_lens=None if is_masked else _causal_lens(lanes, origins, step + 1),
             attend_with=cache.attend_with,
             scratch=cache.scratch,
+            most_pages=cache.most_pages(group, len(pages)),
         )
         for step in range(num_views)
     ]
@@ -338,6 +339,7 @@ def own_view(
         read_tokens=read_tokens,
         attend_with=cache.attend_with,
         scratch=cache.scratch,
+        most_pages=cache.most_pages(group, len(pages)),
     )
 
 
@@ -444,4 +446,5 @@ def _causal(
         causal_lens=None if is_masked else _causal_lens(lanes, origins, None),
         attend_with=cache.attend_with,
         scratch=cache.scratch,
+        most_pages=cache.most_pages(group, len(pages)),
     )

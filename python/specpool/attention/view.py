@@ -147,6 +147,8 @@ class AttentionView:
             different slots of one lane; None = not known.
         attend_with: the back end's `attend`; None = torch's.
         scratch: memory for the result of torch's indexing; None = fresh memory.
+        most_pages: an upper bound of the pages that all lanes see together, each page once for
+            every lane that sees it; None = what ``kv_lens`` says.
 
     Raises:
         ShapeError: sizes do not fit together.
@@ -166,6 +168,7 @@ class AttentionView:
     read_tokens: Callable[[], TokenReads] | None = None
     attend_with: Attend | None = None
     scratch: Scratch | None = None
+    most_pages: int | None = None
     num_lanes: int = field(init=False)  # B
     max_q_len: int = field(init=False)  # Q
     num_queries: int = field(init=False)  # the sum of the q_lens
