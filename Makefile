@@ -146,7 +146,7 @@ ray: $(VENV)/.dev ## install Ray (142 MB), and run the tests of replicas on a cl
 	$(BIN)/pytest -n 0 -q -s -m ray tests/replicas
 
 # For a machine with Python, torch, CuPy and pytest alone: carry the tree and a wheel in dist/, and run this by its python3.
-gpu: ## on a CUDA machine, without .venv: probe, tests, benches, sanitizer, within nine minutes (PARTS=names, OUT=folder)
+gpu: ## on a CUDA machine, without .venv: a stage within nine minutes (PARTS=first, tests, benches, sanitizer or flashinfer; OUT=folder)
 	$(PYTHON) tests/gpu.py --out $(or $(OUT),out) $(if $(PARTS),--parts $(PARTS),)
 
 # Without torch's cache every tensor is its own allocation, so memcheck knows where each one ends.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +22,10 @@ import torch
 
 from benches.kernels import cuda_machine
 from benches.llama import attention_results, decode_results, prefill_results
+from benches.record import Record
 from specpool import Engine, SamplingParams, Shape
 from specpool.assets import corpus
-from specpool.cli.results import Result, as_json, draw, interleaved, report
+from specpool.cli.results import Result, draw, interleaved, report
 from specpool.errors import SpecpoolError
 from specpool.scheduler.step import Step
 from specpool.shape_names import name_of
@@ -177,25 +177,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         where = cuda_machine(torch.device("cuda", 0))
-        found = []
+        record = Record("graphs", where, options.write)
         for result in results("cuda", options.repeats):
-            # Print each figure as it comes, so that a later failure does not lose it.
             print(f"{result.name}: {result.value:.4g} {result.unit}", file=sys.stderr)
-            found.append(result)
+            record.add(result)
     except (SpecpoolError, ImportError) as error:
         print(f"bench_graphs: {error}", file=sys.stderr)
         return 2
-    report("bench graphs", where, found, json_only=options.json, plot=None)
-    if options.write is not None:
-        device = re.sub(r"[^a-z0-9]+", "-", where["device"].lower()).strip("-")
-        path = options.write / f"{where['date']}-{device}-graphs.json"
-        path.write_text(as_json(where, found) + "\n")
-        rounds = [result for result in found if result.unit == "us"]
+    report("bench graphs", where, record.results, json_only=options.json, plot=None)
+    if record.path is not None:
+        rounds = [result for result in record.results if result.unit == "us"]
         try:
-            draw("a decode round with its graph", rounds, path.with_suffix(".png"))
+            draw("a decode round with its graph", rounds, record.path.with_suffix(".png"))
         except SpecpoolError as error:
             print(f"no picture: {error}", file=sys.stderr)
-        print(f"wrote {path}", file=sys.stderr)
+        print(f"wrote {record.path}", file=sys.stderr)
     return 0
 
 

@@ -35,7 +35,8 @@ from benches.kernel_cases import (
     tree_cases,
 )
 from benches.kernel_twins import HostSizes, keep_freed_memory, twin_results
-from specpool.cli.results import Result, as_json, interleaved, machine, report
+from benches.record import Record
+from specpool.cli.results import Result, interleaved, machine, report
 from specpool.errors import SpecpoolError
 
 PAGE_SIZES, BATCHES = (1, 16, 64), (1, 16, 64, 256)
@@ -244,19 +245,6 @@ def picture(where: dict[str, Any], results: Sequence[Result], path: Path) -> Non
     pyplot.close(figure)
 
 
-def write(where: dict[str, Any], results: Sequence[Result], folder: Path) -> Path:
-    """Write the figures, and for a GPU their picture, into files named after date and device."""
-    device = re.sub(r"[^a-z0-9]+", "-", where["device"].lower()).strip("-")
-    path = folder / f"{where['date']}-{device}-kernels.json"
-    path.write_text(as_json(where, results) + "\n")
-    if any(isinstance(result, Launched) for result in results):
-        try:
-            picture(where, results, path.with_suffix(".png"))
-        except ImportError as error:
-            print(f"no picture: {error}", file=sys.stderr)
-    return path
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -273,25 +261,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
             torch.set_num_threads(1)
             keep_freed_memory()
             where = machine(packages=("torch", "numpy"))
-            results = twin_results(HostSizes(), options.repeats)
+            record = Record("kernels", where, options.write)
+            for result in twin_results(HostSizes(), options.repeats):
+                record.add(result)
         else:
             device = torch.device("cuda", 0)
             where = cuda_machine(device)
             limit = where["memory_bandwidth_gb_s"]
             bench = Bench(device, CudaClock(), limit, options.repeats)
-            results = []
+            record = Record("kernels", where, options.write)
             for result in device_results(bench, MODELS):
-                # Print each figure as it comes, so that a later failure does not lose it.
                 print(f"{result.name}: {result.value:.4g} {result.unit}", file=sys.stderr)
-                results.append(result)
+                record.add(result)
     except (SpecpoolError, ImportError) as error:
         print(f"bench_kernels: {error}", file=sys.stderr)
         return 2
-    if options.write is not None:
-        print(f"wrote {write(where, results, options.write)}", file=sys.stderr)
+    if record.path is not None:
+        print(f"wrote {record.path}", file=sys.stderr)
+        if any(isinstance(result, Launched) for result in record.results):
+            try:
+                picture(where, record.results, record.path.with_suffix(".png"))
+            except ImportError as error:
+                print(f"no picture: {error}", file=sys.stderr)
     limit = where.get("memory_bandwidth_gb_s")
     title = "bench kernels" + (f": the memory's limit is {limit:.0f} GB/s" if limit else "")
-    report(title, where, results, json_only=options.json, plot=None)
+    report(title, where, record.results, json_only=options.json, plot=None)
     return 0
 
 

@@ -1,24 +1,28 @@
-"""One run on a CUDA machine: what most likely breaks first, then tests, benches and the sanitizer.
+"""Runs on a CUDA machine: what most likely breaks first, then tests, benches and the sanitizer.
 
-It needs Python, torch, CuPy, pytest and what `NEEDS` lists, and a wheel in dist/ unless specpool is
-installed; no Rust and no network. What is missing of NEEDS is said first, with what goes without
-it. Each part has its own limit, and all end within the budget. Everything that is
-printed goes to OUT/all.log, results to OUT. `--dry` runs on a CPU: it checks that every part finds
-what it would run.
+They need Python, torch, CuPy, pytest and what `NEEDS` lists, and a wheel in dist/ unless specpool
+is installed; no Rust and no network. What is missing of NEEDS is said first, with what goes without
+it. Each part has its own limit, and ends with all its processes. The parts of one stage end within
+the budget of one run, so that `--parts STAGE` is one run. What a part prints goes to OUT/all.log as
+it comes, results to OUT. `--dry` runs on a CPU: it checks that every part finds what it would run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 SANITIZER = ["compute-sanitizer", "--error-exitcode", "1", "--report-api-errors", "no", "--tool"]
@@ -85,6 +89,7 @@ class Part:
 
 
 _DEVICE = "tests/device/test_device_"
+_WORKERS = 4  # processes take turns on one card, each with a context and libraries of its own
 # What takes minutes under the sanitizer: large vocabularies and batches of 257.
 _LONG = "vocabulary or more_moves or compaction or tails or parents"
 _KERNELS = [
@@ -95,37 +100,37 @@ _KERNELS = [
 ]
 _FLASHINFER = [f"tests/attention/test_flashinfer{name}.py" for name in ("", "_graphs")]
 PARTS = {
-    "probe": Part(60, module=["benches.probe"]),
-    "kernels": Part(90, ["-k", "cuda", *_KERNELS], 8),
-    "attention": Part(60, ["-k", "cuda", f"{_DEVICE}attention.py"], 4, needs=("transformers",)),
+    # The first process on a bare machine: cold imports, the kernels' build, two engines.
+    "probe": Part(150, module=["benches.probe"]),
+    "kernels": Part(240, ["-k", "cuda", *_KERNELS], _WORKERS),
     "engine": Part(
-        100,
+        150,
         ["-k", "cuda", f"{_DEVICE}graphs.py", f"{_DEVICE}worker.py"],
-        8,
+        _WORKERS,
         needs=("transformers",),
     ),
-    "requests": Part(60, ["-k", "cuda", f"{_DEVICE}requests.py"], 8, needs=("transformers",)),
-    "flashinfer": Part(
-        80,
-        ["-k", "cuda", *_FLASHINFER],
-        needs=("flashinfer", "hypothesis", "transformers"),
+    "attention": Part(
+        90, ["-k", "cuda", f"{_DEVICE}attention.py"], _WORKERS, needs=("transformers",)
     ),
-    "memory": Part(30, ["-k", "their_memory", f"{_DEVICE}graphs.py"], needs=("transformers",)),
+    "requests": Part(
+        100, ["-k", "cuda", f"{_DEVICE}requests.py"], _WORKERS, needs=("transformers",)
+    ),
+    "memory": Part(40, ["-k", "their_memory", f"{_DEVICE}graphs.py"], needs=("transformers",)),
     "lossless": Part(
-        120,
+        160,
         ["-m", "not full", "tests/engine/test_lossless.py"],
-        12,
+        _WORKERS,
         needs=("transformers",),
         environment={"SPECPOOL_TEST_DEVICE": "cuda"},
     ),
     "bench_kernels": Part(
-        90, module=["benches.kernels", "--device", "cuda", "--repeats", "7", "--write", "OUT"]
+        240, module=["benches.kernels", "--device", "cuda", "--repeats", "7", "--write", "OUT"]
     ),
     "bench_graphs": Part(
-        110, module=["benches.graphs", "--repeats", "49", "--write", "OUT"], needs=("transformers",)
+        240, module=["benches.graphs", "--repeats", "49", "--write", "OUT"], needs=("transformers",)
     ),
     "memcheck": Part(
-        90,
+        180,
         [
             "-k",
             f"cuda and not ({_LONG})",
@@ -136,7 +141,7 @@ PARTS = {
         environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     ),
     "racecheck": Part(
-        60,
+        120,
         [
             "-k",
             f"cuda and not ({_LONG})",
@@ -145,7 +150,21 @@ PARTS = {
         tool="racecheck",
         needs=("compute-sanitizer",),
     ),
+    "flashinfer": Part(  # it compiles its kernels at first use
+        300,
+        ["-k", "cuda", *_FLASHINFER],
+        needs=("flashinfer", "hypothesis", "transformers"),
+    ),
 }
+STAGES = {  # what one run takes, in the order in which they teach most
+    "first": ("probe", "kernels"),
+    "tests": ("engine", "attention", "requests", "memory", "lossless"),
+    "benches": ("bench_kernels", "bench_graphs"),
+    "sanitizer": ("memcheck", "racecheck"),
+    "flashinfer": ("flashinfer",),
+}
+BUDGET = 540  # seconds of one run
+GRACE = 5  # seconds in which an interrupted part may report
 
 
 def missing(part: Part) -> list[str]:
@@ -162,30 +181,49 @@ def installed(folder: str) -> dict[str, str]:
             sys.exit("specpool is not installed, and dist/ has no wheel: run `make build` first")
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
         subprocess.run([*pip, "--target", folder, str(wheels[-1])], check=True)
-        environment["PYTHONPATH"] = folder
+        # What was brought along on this path is there for the parts, too.
+        paths = [folder, os.environ.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment
 
 
-def run(name: str, part: Part, seconds: float, out: Path, environment: dict[str, str]) -> bool:
-    """Run a part, write what it prints to the log, and print its end."""
-    start = time.monotonic()
+@contextlib.contextmanager
+def processes_of(command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command in a process group of its own; behind the block nothing of it runs.
+
+    A process that it started and left behind would go on using the card beside the next part.
+    """
+    process = subprocess.Popen(command, start_new_session=True, **options)
     try:
-        done = subprocess.run(
-            part.command(out),
-            cwd=ROOT,
-            env=environment | part.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=seconds,
-            check=False,
-        )
-        text, code = done.stdout, str(done.returncode)
-    except subprocess.TimeoutExpired as late:
-        text, code = late.stdout or b"", f"stopped after {seconds:.0f} s"
-    head = f"== {name}: {code}, {time.monotonic() - start:.0f} s"
-    lines = text.decode(errors="replace").splitlines()
-    with (out / "all.log").open("a") as log:
-        print(head, *lines, sep="\n", file=log)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run(name: str, part: Part, seconds: float, out: Path, environment: dict[str, str]) -> bool:
+    """Run a part, which prints into the log, and print its last lines and its end.
+
+    A part that reaches its limit is interrupted, so that pytest names what failed until then.
+    """
+    start = time.monotonic()
+    with (out / "all.log").open("ab+", buffering=0) as log:
+        log.write(f"== {name} begins\n".encode())
+        first = log.tell()
+        how = {"cwd": ROOT, "env": environment | part.environment, "stdout": log, "stderr": log}
+        with processes_of(part.command(out), **how) as process:
+            try:
+                code = str(process.wait(seconds))
+            except subprocess.TimeoutExpired:
+                code = f"stopped after {seconds:.0f} s"
+                os.killpg(process.pid, signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+        head = f"== {name}: {code}, {time.monotonic() - start:.0f} s"
+        log.seek(first)
+        lines = log.read().decode(errors="replace").splitlines()
+        log.write(f"{head}\n".encode())
     print(head, *lines[-40 if name == "probe" else -8 :], sep="\n", flush=True)
     return code == "0"
 
@@ -216,17 +254,27 @@ def nothing_to_run(names: list[str]) -> list[str]:
     return [name for name in names if not finds(PARTS[name])]
 
 
+def end_with_part() -> None:
+    """Let a termination of this process end the part that runs, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+
+
 def main() -> int:
     """Run the parts that are asked for; 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help="names, with commas")
+    parser.add_argument(
+        "--parts",
+        default=",".join(STAGES),
+        help=f"names of parts or of stages, with commas: {', '.join([*STAGES, *PARTS])}",
+    )
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "out")))
-    parser.add_argument("--seconds", type=float, default=540, help="the budget of all parts")
+    parser.add_argument("--seconds", type=float, default=BUDGET, help="the budget of all parts")
     parser.add_argument("--dry", action="store_true", help="check the parts on a CPU")
     options = parser.parse_args()
-    names = options.parts.split(",")
+    words = [STAGES.get(word, (word,)) for word in options.parts.split(",")]
+    names = [*dict.fromkeys(name for stage in words for name in stage)]
     if unknown := [name for name in names if name not in PARTS]:
-        parser.error(f"there is no part {unknown[0]!r}: {', '.join(PARTS)}")
+        parser.error(f"there is no part {unknown[0]!r}: {', '.join([*STAGES, *PARTS])}")
     for name in NEEDS:
         if not has(name):
             print(f"there is no {name}: {NEEDS[name]}")
@@ -236,6 +284,14 @@ def main() -> int:
         broken = nothing_to_run(names)
         print(f"gpu: {len(names)} parts" + (f", nothing to run in {broken}" if broken else ""))
         return int(bool(broken))
+    longest = sum(PARTS[name].seconds for name in names if not missing(PARTS[name]))
+    if longest > options.seconds:
+        print(
+            f"the limits of these parts add up to {longest} s, the budget is "
+            f"{options.seconds:.0f} s: the last ones may be left out; --parts takes a stage of "
+            f"{', '.join(STAGES)}",
+            flush=True,
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     end, failed = time.monotonic() + options.seconds, []
     with tempfile.TemporaryDirectory() as folder:
@@ -243,7 +299,7 @@ def main() -> int:
         for name in names:
             part, left = PARTS[name], end - time.monotonic()
             if lacks := missing(part):
-                print(f"== {name}: left out, there is no {', '.join(lacks)}")
+                print(f"== {name}: left out, there is no {', '.join(lacks)}", flush=True)
             elif left < 5:
                 print(f"== {name}: left out, the {options.seconds:.0f} s are over")
                 failed.append(name)
@@ -254,4 +310,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_with_part()
     sys.exit(main())

@@ -297,9 +297,10 @@ def test_every_forward_over_windows(family: str, monkeypatch) -> None:
     assert "BatchPrefillWithPagedKVCacheWrapper" in seen
 
 
+@pytest.mark.parametrize("where", ["emulation", "cuda"])
 @pytest.mark.parametrize("shape", [Shape.none(), Shape.eagle(3, 1, 4)], ids=["plain", "chain"])
-def test_every_forward_on_cuda(shape: Shape, monkeypatch) -> None:
-    rig = on_a_card()
+def test_every_forward_of_a_random_model(shape: Shape, where: str, monkeypatch) -> None:
+    rig = on_a_card() if where == "cuda" else EMULATED
     seen = use_both(monkeypatch, rig)
     config = make_config("llama")
     config.head_dim = rig.head_dim

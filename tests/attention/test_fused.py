@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -95,10 +96,12 @@ def rounds(pages: Pages) -> dict[str, list[AttentionView]]:
 @pytest.mark.parametrize(
     "kind", ["plain", "chain", "draft-extend", "its last tokens", "draft steps"]
 )
-def test_a_round_reads_live_pages_only(doubles, kind, window, page_size):
+@pytest.mark.parametrize("is_bounded", [False, True])
+def test_a_round_reads_live_pages_only(doubles, kind, window, page_size, is_bounded):
     """The host knows bounds, as within a graph: pages past a lane's length are not even named.
 
-    Law: a causal round of 16 bits reads ceil(length / P) pages a lane, and builds no mask.
+    Law: a causal round of 16 bits reads ceil(length / P) pages a lane, and builds no mask. It has
+    room for the pages that the host allows for, not for lanes times columns.
     """
     rig = Rig(None, torch.device("cpu"), torch.bfloat16, 8, 1e-5)
     results, read = [], []
@@ -113,13 +116,18 @@ def test_a_round_reads_live_pages_only(doubles, kind, window, page_size):
             else:
                 view.mask_for = None  # type: ignore[assignment]
                 view.reader = reading(read, page_size)
+                live = int((-(-view.causal_lens() // page_size)).sum())
+                view.most_pages = live if is_bounded else None
             out = attend(view, *pages.buffers, q, k, v, scaling=0.3, window=window)
             kept = 0 if kind != "draft-extend" else [0, *range(4, 8), 8, 9]
             results.append(out.float() if kept == 0 else out.float()[kept])
             if not by_mask:
-                assert view.causal_lens is not None
-                live = -(-view.causal_lens() // page_size)
-                assert (read.pop() == live).all()
+                room = live
+                if not is_bounded:
+                    columns = view.read_pages.shape[1]
+                    lens = [columns * page_size] * 3 if view.kv_lens is None else view.kv_lens
+                    room = sum(min(-(-int(n) // page_size), columns) for n in lens)
+                assert read.pop() == (live, room)
     half = len(results) // 2
     for one, other in zip(results[:half], results[half:], strict=True):
         torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
@@ -220,6 +228,25 @@ def test_cudnn_is_off_within_the_block_alone(enabled):
         assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
         with without_cudnn(torch.device("cpu")):
             assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_cudnn_is_off_until_the_last_of_two_engines_is_done(first_out, enabled):
+    """Each serves in a thread of its own, and torch's switch is one for all threads."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            blocks = [without_cudnn(torch.device("cuda", 0)) for _ in range(2)]
+            for block in blocks:
+                threads.submit(block.__enter__).result()
+            for block in (blocks[first_out], blocks[1 - first_out]):
+                assert not torch.backends.cuda.cudnn_sdp_enabled()
+                threads.submit(block.__exit__, None, None, None).result()
+        assert torch.backends.cuda.cudnn_sdp_enabled() == enabled
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
 

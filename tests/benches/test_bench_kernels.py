@@ -12,9 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import cuda_host  # noqa: E402
+from benches import graphs as bench_graphs  # noqa: E402
 from benches import kernel_cases, kernel_twins  # noqa: E402
 from benches import kernels as bench_kernels  # noqa: E402
 from kernel_kit import backend  # noqa: E402
+from specpool.cli.results import Result  # noqa: E402
 from specpool.kernels import launch  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -54,10 +56,32 @@ def test_every_kernel_is_timed_beside_a_copy(host, tmp_path):
     assert by_name[tail, "upstream's torch operations"].value > 0
 
     where = {"device": "no GPU", "date": "2000-01-01", "memory_bandwidth_gb_s": 1.0, "l2_bytes": 9}
-    path = bench_kernels.write(where, results, tmp_path)
-    assert path.name == "2000-01-01-no-gpu-kernels.json"
-    assert len(json.loads(path.read_text())["results"]) == len(results)
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    picture = tmp_path / "kernels.png"
+    bench_kernels.picture(where, results, picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("bench", [bench_kernels, bench_graphs], ids=["kernels", "graphs"])
+def test_a_bench_that_is_stopped_keeps_what_it_measured(bench, monkeypatch, tmp_path, capsys):
+    """Its part of `make gpu` has a limit of time."""
+    path = tmp_path / f"2000-01-01-no-gpu-{bench.__name__.rpartition('.')[2]}.json"
+
+    def stopped(*args):
+        for number in range(2):
+            yield Result(f"figure {number}", 1.0, "us", "other", 2.0)
+        assert len(json.loads(path.read_text())["results"]) == 2
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    where = {"device": "no GPU", "date": "2000-01-01", "memory_bandwidth_gb_s": 1.0}
+    monkeypatch.setattr(bench, "cuda_machine", lambda device: where)
+    monkeypatch.setattr(bench_kernels, "device_results", stopped)
+    monkeypatch.setattr(bench_graphs, "results", stopped)
+    device = ["--device", "cuda"] if bench is bench_kernels else []
+    with pytest.raises(KeyboardInterrupt):
+        bench.main([*device, "--write", str(tmp_path)])
+    names = [result["name"] for result in json.loads(path.read_text())["results"]]
+    assert names == ["figure 0", "figure 1"] and [*tmp_path.iterdir()] == [path]
 
 
 def test_the_moves_move_what_is_counted(host):

@@ -1,7 +1,8 @@
-"""Real CUDA graphs under a whole engine; without a GPU `test_graphs.py` has a double of them."""
+"""Real CUDA graphs under a whole engine; `test_graphs.py` has a double of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Iterator
@@ -10,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from card_kit import CARDS, Card, HostCard, count_replays
 from graph_kit import CHAIN, NONE, PROMPTS, TREE, make
 from lossless import Comparison, Reference
 from specpool import SamplingParams
 from specpool.assets import resolve
 from specpool.kernels import launch
 from specpool.models import TargetModel
-from specpool.worker.graphs.capture import CudaCapture
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+on_cards = pytest.mark.parametrize("card", CARDS)
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
-CUDA = {"device": "cuda", "dtype": "float32"}
+CUDA = Card.options
 CASES = {
     "chain": (CHAIN, {}),
     "dense": (TREE, {"page_size": 1}),
@@ -39,6 +41,7 @@ def reference() -> Reference:
     return Reference(model)
 
 
+@on_cuda
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("sizes", [(1, 2, 3, 4), (4,)])
 @pytest.mark.parametrize("case", CASES)
@@ -55,6 +58,7 @@ def test_the_text_is_transformers_own_cuda(case, sizes, depth, reference):
     assert stats.graphs.replay_ct == stats.round_ct and stats.graphs.eager_ct == 0
 
 
+@on_cuda
 @pytest.mark.parametrize("case", CASES)
 def test_seeded_draws_repeat_cuda(case):
     """The same graphs, the same numbers: a draw depends on nothing that a replay would change."""
@@ -66,6 +70,7 @@ def test_seeded_draws_repeat_cuda(case):
         assert first.error is None
 
 
+@on_cuda
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="needs the card for itself")
 def test_their_memory_is_told_cuda():
     with make(TREE, **CUDA) as engine:
@@ -74,8 +79,13 @@ def test_their_memory_is_told_cuda():
         assert 0 < graphs.num_bytes < torch.cuda.get_device_properties(0).total_memory
 
 
+# --- what counts calls, over the double too -----------------------------------------------------
+
+
+@pytest.mark.sample(2)
+@on_cards
 @pytest.mark.parametrize("case", CASES)
-def test_a_hundred_rounds_allocate_nothing_cuda(case, monkeypatch):
+def test_a_hundred_rounds_allocate_nothing(case, card, monkeypatch):
     """Nothing is captured or compiled while requests run, either."""
 
     def never(*args: Any, **options: Any) -> Any:
@@ -83,8 +93,13 @@ def test_a_hundred_rounds_allocate_nothing_cuda(case, monkeypatch):
 
     shape, options = CASES[case]
     long = SamplingParams(max_new_tokens=900, ignore_eos=True)
-    with make(shape, **options, **CUDA, max_context_len=1000, busy_check=0) as engine:
-        engine.generate(PROMPTS[:4], long)
+    allocated = count_replays(card, monkeypatch, card.num_allocations)
+    how = {**options, **card.options, "max_context_len": 1000, "busy_check": 0}
+    with card.running(), make(shape, **how) as engine:
+        if isinstance(card, HostCard):
+            long = dataclasses.replace(long, max_new_tokens=100)
+        else:
+            engine.generate(PROMPTS[:4], long)  # what is loaded once is loaded
         for name in ("CUDAGraph", "graph"):
             monkeypatch.setattr(torch.cuda, name, never)
         monkeypatch.setattr(launch, "_build", never)
@@ -92,68 +107,61 @@ def test_a_hundred_rounds_allocate_nothing_cuda(case, monkeypatch):
             engine.submit(prompt, long)
         for _ in range(5):
             engine.turn()  # prompts
-        allocated, replay = list[int](), torch.cuda.graphs.CUDAGraph.replay
-
-        def counted(graph: Any) -> None:
-            first = torch.cuda.memory_stats()["allocation.all.allocated"]
-            replay(graph)
-            allocated.append(torch.cuda.memory_stats()["allocation.all.allocated"] - first)
-
-        monkeypatch.setattr(torch.cuda.graphs.CUDAGraph, "replay", counted)
-        torch.cuda.synchronize()
-        before, rounds = torch.cuda.memory_stats(), engine.stats().graphs.replay_ct
-        for _ in range(100):
+        allocated.clear()
+        before, rounds = card.memory_stats(), engine.stats().graphs.replay_ct
+        for _ in range(card.num_rounds):
             engine.turn()
-        torch.cuda.synchronize()
-        after = torch.cuda.memory_stats()
-        assert engine.stats().graphs.replay_ct == rounds + 100
+        after = card.memory_stats()
+        assert engine.stats().graphs.replay_ct == rounds + card.num_rounds
         waited = ("num_alloc_retries", "num_device_alloc", "num_ooms")
         for name in ("segment.all.allocated", "reserved_bytes.all.allocated", *waited):
             assert after.get(name) == before.get(name), name
         # A round's uploads take memory that is at hand; a replay takes none at all.
-        assert len(allocated) >= 100 and not any(allocated)
+        assert len(allocated) >= card.num_rounds and not any(allocated)
 
 
+@pytest.mark.sample(1)
+@on_cards
 @pytest.mark.parametrize("case", CASES)
-def test_a_replay_never_waits_cuda(case, monkeypatch):
-    """CUDA itself reports every call that would wait, the results' own event aside."""
+def test_a_replay_never_waits(case, card, monkeypatch):
+    """A wait is an error of CUDA's own, the one for the results' event aside."""
     shape, options = CASES[case]
-    with make(shape, overlap_depth=1, **options, **CUDA) as engine:
+    with card.running(), make(shape, overlap_depth=1, **options, **card.options) as engine:
         expected = [o.token_ids for o in engine.generate(PROMPTS[:4], LONG)]
-        run = engine.core.worker.run
+        run, steps = engine.core.worker.run, [0]
 
-        def checked(steps: Any) -> Any:
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return run(steps)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+        def checked(launched: Any) -> Any:
+            steps[0] += 1
+            with card.refusing_waits():
+                return run(launched)
 
         monkeypatch.setattr(engine.core.worker, "run", checked)
         assert [o.token_ids for o in engine.generate(PROMPTS[:4], LONG)] == expected
+        assert steps[0] > 4
 
 
+@on_cards
 @pytest.mark.parametrize("half", [0, 1])
-def test_memory_that_runs_out_within_a_capture_cuda(half, monkeypatch, caplog):
+def test_memory_that_runs_out_within_a_capture(half, card, monkeypatch, caplog):
     """Fewer graphs, a warning with the bytes, serving goes on."""
-    record, calls = CudaCapture.record, []
+    record, calls = card.capture.record, []
 
-    def hungry(self: CudaCapture, work: Any, *, follows: bool) -> Any:
+    def hungry(self: Any, work: Any, *, follows: bool) -> Any:
         calls.append(follows)
 
         def more() -> Iterator[Any]:
             for outcome in work():
                 if not half:
-                    torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
+                    card.run_out()
                 yield outcome
-            torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
+            card.run_out()
 
         return record(self, more if len(calls) == 3 else work, follows=follows)
 
     caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(CudaCapture, "record", hungry)
+    monkeypatch.setattr(card.capture, "record", hungry)
     # The largest first, of each size the chain's before the plain ones'.
-    with make(CHAIN, graph_sizes=(1, 2, 4), **CUDA) as engine:
+    with card.running(), make(CHAIN, graph_sizes=(1, 2, 4), **card.options) as engine:
         graphs = engine.stats().graphs
         outputs = engine.generate(PROMPTS[:4], LONG)
     assert graphs.num_graphs == 2 + 0 + 2

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from card_kit import CARDS
 from device_kit import READS, forbidden, kernels_run, watched
 from kernel_kit import i32
 from lossless import Comparison, Reference
@@ -136,27 +137,25 @@ def test_a_step_reads_nothing_of_the_device_but_its_results(case, kind, monkeypa
     assert steps[0] > 4 and copies[0] == steps[0]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_never_waits_for_the_device_cuda(case, kind, monkeypatch):
+def test_a_step_never_waits_for_the_device(case, kind, card, monkeypatch):
     """CUDA itself reports every call that would wait, the results' own event aside."""
-    with make(case, device="cuda", dtype="float32", graph_sizes=()) as engine:
+    with card.running(), make(case, graph_sizes=(), **card.options) as engine:
         expected = [o.token_ids for o in engine.generate(PROMPTS, PARAMS[kind])]
-        monkeypatch.setattr(engine.core.worker, "run", unsynchronised(engine.core.worker.run))
+        run, steps = engine.core.worker.run, [0]
+
+        def checked(launched):
+            steps[0] += 1
+            with card.refusing_waits():
+                return run(launched)
+
+        monkeypatch.setattr(engine.core.worker, "run", checked)
         again = engine.generate(PROMPTS, PARAMS[kind])
         assert [o.token_ids for o in again] == expected
-
-
-def unsynchronised(method):
-    def run(*args):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return method(*args)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    return run
+        assert steps[0] > 4
 
 
 @pytest.mark.parametrize("case", ["chain", "chain_split", "dense", "holey"])

@@ -82,11 +82,15 @@ class Pages:
         self.sinks, self.num_sinks = [0], [0]
         self.tables = [torch.from_numpy(table).to(rig.device)]
         self.reader, self.attend_with, self.scratch = None, None, None
+        self.bound: int | None = None  # of the pages of all lanes
         generator = torch.Generator().manual_seed(seed)
         size = ((len(ids) + 1) * page_size, kv_heads, rig.head_dim)
         self.buffers = [
             torch.randn(size, generator=generator).to(rig.device, rig.dtype) for _ in range(2)
         ]
+
+    def most_pages(self, group: int, num_lanes: int) -> int | None:
+        return self.bound
 
     def pages_of(self, *args: Any) -> Any:
         return KVCache.pages_of(self, *args)  # type: ignore[arg-type]

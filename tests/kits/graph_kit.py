@@ -135,6 +135,16 @@ def _recorded(tape: Tape) -> Iterator[None]:
             setattr(Tensor, name, method)
 
 
+class HostGraph:
+    """A captured half of a round; a recording holds its bound `replay`, as of torch's graph."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def replay(self) -> None:
+        self._run()
+
+
 class HostCapture:
     """Captures work on CPU tensors.
 
@@ -190,7 +200,8 @@ class HostCapture:
 
         self.recordings += 1
         self._bytes += packed.nbytes
-        return Recording(outcome, decide, follow if follows else None)
+        second = HostGraph(follow).replay if follows else None
+        return Recording(outcome, HostGraph(decide).replay, second)
 
     def used_bytes(self) -> int:
         return 1000 + self._bytes

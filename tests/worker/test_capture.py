@@ -9,8 +9,11 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import threading
 import warnings
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +22,7 @@ import pytest
 import torch
 
 import cuda_host
+from capture_double import FakeCuda
 from graph_kit import CHAIN, NONE, ONE, PARAMS, PROMPTS, SEVEN, TREE, HostCapture, graphs_run, make
 from kernel_kit import backend
 from specpool import Engine, SamplingParams, Shape
@@ -35,6 +39,7 @@ from specpool.worker.graphs.capture import CudaCapture, capture_on, host_capture
 from specpool.worker.graphs.graphs import Graphs
 from specpool.worker.graphs.round_graph import RoundGraph
 from specpool.worker.results import Outcome
+from specpool.worker.worker import Worker
 
 pytestmark = pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable())
 
@@ -128,6 +133,24 @@ def test_no_transfer_within_a_capture():
     upload(tensor.device, array)
     overwrite(tensor, array)
     Download(tensor)
+
+
+def test_a_capture_refuses_the_transfers_of_its_own_thread_alone():
+    """Another engine serves meanwhile, in another thread."""
+    cpu, array = torch.device("cpu"), np.zeros(3, np.int32)
+    with no_transfers(), ThreadPoolExecutor(1) as other:
+        assert len(other.submit(upload, cpu, array).result()) == 1
+        with pytest.raises(OrderError, match="an upload of 1 arrays within the capture"):
+            upload(cpu, array)
+
+        def captures() -> None:
+            with no_transfers(), pytest.raises(OrderError):
+                upload(cpu, array)
+
+        other.submit(captures).result()
+        with pytest.raises(OrderError):
+            upload(cpu, array)
+    upload(cpu, array)
 
 
 def test_a_download_is_of_its_time():
@@ -390,77 +413,6 @@ def test_graphs_that_are_asked_for_in_vain():
     Engine.from_pretrained(graph_sizes=(), max_context_len=64).close()
 
 
-class FakeCuda:
-    """Record the calls of `torch.cuda`, in order, with the states that torch's binary keeps.
-
-    A capture that became invalid ends with an error, and its pool stays open: each later capture to
-    that pool is refused until `_cuda_endAllocateToPool`.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.into: list[tuple[Any, Any]] = []
-        self.is_invalid = False
-        self.streams: list[Any] = []  # current ones, the innermost last
-        self._open: list[Any] = []  # pools
-        self._num_graphs = 0
-
-    def Stream(self, device: Any = None) -> Any:  # noqa: N802 - torch's name
-        return SimpleNamespace(wait_stream=lambda other: self.calls.append("side after current"))
-
-    def CUDAGraph(self) -> Any:  # noqa: N802
-        self._num_graphs += 1
-        name = f"graph {self._num_graphs}"
-
-        def capture_begin(pool: Any, capture_error_mode: str = "global") -> None:
-            if pool in self._open:
-                raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
-            self._open.append(pool)
-            self.into.append((pool, self.streams[-1]))
-            self.calls.append(f"begin {name}")
-
-        def capture_end() -> None:
-            if self.streams[-1] is not self.into[-1][1]:
-                raise RuntimeError("Capture must end on the same stream it began on.")
-            if self.is_invalid:
-                raise RuntimeError("CUDA error: operation failed due to a previous error")
-            self._open.remove(self.into[-1][0])
-            self.calls.append(f"end {name}")
-
-        return SimpleNamespace(
-            capture_begin=capture_begin,
-            capture_end=capture_end,
-            replay=lambda: self.calls.append(f"replay {name}"),
-        )
-
-    def stream(self, stream: Any) -> Any:
-        @contextlib.contextmanager
-        def current() -> Iterator[None]:
-            self.streams.append(stream)
-            try:
-                yield
-            finally:
-                self.streams.pop()
-
-        return current()
-
-    def close(self, index: int, pool: Any) -> None:
-        assert index == 0
-        self._open.remove(pool)
-
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("Stream", "CUDAGraph", "stream"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        current = SimpleNamespace(wait_stream=lambda other: self.calls.append("current after side"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: self.calls.append("wait"))
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.calls.append("empty"))
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
-        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.close, raising=False)
-        monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *at: None, raising=False)
-
-
 def test_what_torch_is_asked_to_capture(monkeypatch):
     """Two graphs of a round that drafts, one pool and one stream for all of them."""
     cuda = FakeCuda()
@@ -478,14 +430,15 @@ def test_what_torch_is_asked_to_capture(monkeypatch):
     assert cuda.calls == ["side after current", *on_the_side, "current after side"]
     cuda.calls.clear()
     recording = capture.record(work, follows=True)
-    one, two = ["begin graph 1", "decides on 1", "end graph 1"], ["begin graph 2", "follows"]
-    assert cuda.calls == ["wait", "empty", *one, "wait", "empty", *two, "end graph 2"]
+    first = ["begin graph 1", "end graph 1"]
+    one, two = ["begin graph 2", "decides on 1", "end graph 2"], ["begin graph 3", "follows"]
+    assert cuda.calls == [*first, "wait", "empty", *one, "wait", "empty", *two, "end graph 3"]
     cuda.calls.clear()
     recording.decide(), recording.follow()
-    assert cuda.calls == ["replay graph 1", "replay graph 2"] and recording.outcome is outcome
+    assert cuda.calls == ["replay graph 2", "replay graph 3"] and recording.outcome is outcome
     plain = capture.record(lambda: iter([outcome]), follows=False)
-    assert plain.follow is None and len(cuda.into) == 3
-    assert len({(id(pool), id(stream)) for pool, stream in cuda.into}) == 1
+    assert plain.follow is None and len(cuda.into) == 4
+    assert len({(id(pool), id(stream)) for pool, stream in cuda.into[1:]}) == 1
     cuda.calls.clear()
     assert capture.used_bytes() == 700 and cuda.calls == ["wait", "empty"]
 
@@ -528,17 +481,133 @@ def test_a_capture_that_fails_harms_no_later_one(where, monkeypatch):
         if fault == "after the outcome":
             raise ValueError("a wait")
 
+    capture.record(work, follows=True)
+    pools = []
     for _ in range(2):
         expected = "previous error" if where == "at the end" else "a wait"
         with pytest.raises((RuntimeError, ValueError), match=expected):
             capture.record(lambda: work(where), follows=True)
-        assert not cuda.streams and not cuda._open
-        cuda.is_invalid = False
+        assert not cuda.streams and not cuda.open_pools
         cuda.calls.clear()
         capture.record(work, follows=True)
         assert [call[:3] for call in cuda.calls if call[-1].isdigit()] == ["beg", "end"] * 2
-    pools = [id(pool) for pool, _ in cuda.into]
-    assert pools[-1] == pools[-2]  # good graphs share one again
+        pools += [id(pool) for pool, _ in cuda.into[-2:]]
+    assert pools[0] == pools[1] != pools[2] == pools[3]  # good graphs share one again
+
+
+def test_what_cannot_be_captured_at_all_leaves_torch_as_it_was(monkeypatch, caplog):
+    """Law: where every kind of round fails, the process goes on with all that torch can do."""
+    cuda = FakeCuda()
+    with graphs_run():
+        cuda.install(monkeypatch)
+        rounds = Worker.steps_of
+
+        def waiting(self: Worker, *args: Any) -> Iterator[Outcome]:
+            cuda.is_invalid = bool(cuda.open_pools)
+            yield from rounds(self, *args)
+            cuda.is_invalid = bool(cuda.open_pools)
+
+        monkeypatch.setattr(Worker, "steps_of", waiting)
+        device = torch.device("cuda", 0)
+        with (
+            host_capture(lambda: CudaCapture(device)),
+            make(CHAIN, graph_sizes=(1, 2)) as engine,
+        ):
+            outputs = engine.generate(PROMPTS[:2], PARAMS[:2])
+            assert engine.stats().graphs.num_graphs == 0
+        gc.collect()
+    assert [output.error for output in outputs] == [None] * 2
+    assert [record.getMessage()[:15] for record in caplog.records] == [
+        "rounds of chain",
+        "rounds of none ",
+    ]
+    assert cuda.host_filters and not cuda.open_pools
+    cuda.draw()
+    cuda.pin()
+
+
+def test_no_garbage_is_collected_until_the_last_of_two_captures_has_ended(monkeypatch):
+    """Two engines are built in two threads: the first one's end does not start the collector."""
+    FakeCuda().install(monkeypatch)
+    outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
+    captures = [CudaCapture(torch.device("cuda", 0)) for _ in range(2)]
+    begun, ended, seen = threading.Event(), threading.Event(), []
+
+    def first() -> Iterator[Outcome]:
+        assert begun.wait(60)  # the second has begun, too
+        yield outcome
+
+    def second() -> Iterator[Outcome]:
+        begun.set()
+        assert ended.wait(60)  # the first has ended
+        seen.append(gc.isenabled())
+        yield outcome
+
+    with ThreadPoolExecutor(2) as threads:
+        one = threads.submit(captures[0].record, first, follows=False)
+        two = threads.submit(captures[1].record, second, follows=False)
+        one.result(60)
+        ended.set()
+        two.result(60)
+    assert seen == [False] and gc.isenabled()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_captures_in_inference_mode_leave_those_of_others_alone(fails, monkeypatch):
+    """torch writes what its first graph has made at each later capture."""
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    capture = CudaCapture(torch.device("cuda", 0))
+    outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
+
+    def work() -> Iterator[Outcome]:
+        cuda.is_invalid = fails
+        yield outcome
+
+    recordings = []
+    with torch.inference_mode(), contextlib.suppress(RuntimeError):
+        recordings.append(capture.record(work, follows=False))
+    assert len(recordings) == 1 - fails  # they live
+    other = torch.cuda.CUDAGraph()
+    other.capture_begin()  # as `torch.cuda.graph` does, outside of inference mode
+    other.capture_end()
+
+
+def test_another_thread_may_allocate_while_one_captures(monkeypatch):
+    """In CUDA's own mode each call of another thread that allocates fails, and the capture too."""
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
+    CudaCapture(torch.device("cuda", 0)).record(lambda: iter([outcome]), follows=False)
+    assert cuda.modes == {"thread_local"}
+
+
+def test_dead_tensors_are_freed_before_each_capture(monkeypatch):
+    """What a cycle of references holds would stay in the graphs' pool, which would grow."""
+    cuda = FakeCuda()
+    cuda.install(monkeypatch)
+    capture, alive = CudaCapture(torch.device("cuda", 0)), []
+    outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
+
+    def work() -> Iterator[Outcome]:
+        assert [dead() for dead in alive] == [None] * len(alive)
+        held: list[Any] = [torch.zeros(1)]
+        held.append(held)
+        alive.append(weakref.ref(held[0]))
+        yield outcome
+
+    old: list[Any] = [torch.zeros(1)]
+    old.append(old)
+    alive.append(weakref.ref(old[0]))
+    gc.collect()  # what lives now is looked at rarely
+    del old
+    gc.disable()
+    try:
+        for _ in range(3):
+            capture.record(work, follows=False)
+    finally:
+        gc.enable()
+    assert len(alive) == 4
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -567,12 +636,26 @@ def test_no_garbage_is_collected_within_a_capture(fails, monkeypatch):
         gc.enable()
 
 
-def test_graphs_leave_some_memory_alone(monkeypatch):
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "text"),
+    [
+        (49, 1000, "49 of 1000 bytes are left, and prompts need 50"),
+        (50, 1000, None),
+        (2 * GIB - 1, 80 * GIB, f"bytes are left, and prompts need {2 * GIB}"),
+        (2 * GIB, 80 * GIB, None),
+    ],
+)
+def test_graphs_leave_some_memory_alone(free, total, text, monkeypatch):
+    """Law: what prompts need does not grow with the card, so 5 % of a large one are too much."""
     FakeCuda().install(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (49, 1000))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))
     outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
-    with pytest.raises(torch.OutOfMemoryError, match="49 of 1000 bytes are left"):
-        CudaCapture(torch.device("cuda", 0)).record(lambda: iter([outcome]), follows=False)
+    capture = CudaCapture(torch.device("cuda", 0))
+    with pytest.raises(torch.OutOfMemoryError, match=text) if text else contextlib.nullcontext():
+        capture.record(lambda: iter([outcome]), follows=False)
 
 
 @pytest.mark.parametrize(

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from specpool.switches import HeldOff
 
-@contextlib.contextmanager
-def without_cudnn(device: torch.device) -> Iterator[None]:
+_cuda: Any = torch.backends.cuda  # only some versions of torch have types for its switches
+_cudnn = HeldOff(lambda: _cuda.cudnn_sdp_enabled(), lambda is_on: _cuda.enable_cudnn_sdp(is_on))
+
+
+def without_cudnn(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Keep torch from attending by cuDNN within the block; on a CPU, do nothing.
 
-    cuDNN builds a plan for each new shape and length, which takes up to half a second.
+    cuDNN builds a plan for each new shape and length, which takes up to half a second. torch's
+    switch is one for all threads, so it stays off until the last engine's block ends.
     """
-    switch: Any = torch.backends.cuda  # only some versions of torch have types for it
-    if device.type != "cuda" or not switch.cudnn_sdp_enabled():
-        yield
-        return
-    switch.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        switch.enable_cudnn_sdp(True)
+    return _cudnn.block() if device.type == "cuda" else contextlib.nullcontext()

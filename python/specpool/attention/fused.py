@@ -20,7 +20,8 @@ from specpool.kernels.transfer import upload
 _flash = torch.ops.aten._flash_attention_forward
 _efficient = torch.ops.aten._efficient_attention_forward
 DEVICE = "cuda"
-_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+FLASH_DTYPES = (torch.float16, torch.bfloat16)
+"""Lanes of these dtypes read their live pages alone, also where the host knows only bounds."""
 _FLASH_MAX_DIM = 256
 _LAST_QUERY_SEES_ALL = 2  # torch's number of the causal mask that is aligned to the last key
 # The memory-efficient kernel wants keys once per head of queries. With fewer queries these copies
@@ -33,8 +34,8 @@ class FusedLanes:
     """The lanes of a view, as the kernels want them.
 
     Attributes:
-        pages: int32 or int64 [n], all pages to read, lane after lane; -1 = none, whose cells are
-            not read.
+        pages: int32 or int64 [n], all pages to read, lane after lane; -1 = none, behind the last
+            lane's pages.
         q_starts: int32 [B + 1], on the device: the first query of each lane.
         k_starts: int32 [B + 1], on the device: the first cell of each lane among the pages' cells.
         kv_lens: int32 [B], on the device: the cells of each lane.
@@ -71,7 +72,7 @@ def serves_fused(view: AttentionView, q: Tensor, v_buffer: Tensor) -> bool:
 
 def takes_flash(q: Tensor) -> bool:
     """Return whether torch's flash kernel takes queries of this dtype and width."""
-    return q.dtype in _FLASH_DTYPES and q.shape[2] <= _FLASH_MAX_DIM
+    return q.dtype in FLASH_DTYPES and q.shape[2] <= _FLASH_MAX_DIM
 
 
 def attend_fused(
@@ -207,23 +208,46 @@ def _split(view: AttentionView) -> FusedLanes:
 
 
 def live_lanes(view: AttentionView, lens: Tensor) -> FusedLanes:
-    """Return the lanes where only the device knows the lengths: each keeps all columns' room.
+    """Return the lanes where only the device knows the lengths: their live pages, side by side.
+
+    The room for pages is what the host allows for, not lanes times columns.
 
     Args:
         view: the view of the forward.
         lens: int32 [B], on the device: the first cells of each lane, which are read.
     """
-    pages = view.read_pages
+    pages, size = view.read_pages, view.page_size
     num_lanes, columns = pages.shape
-    first_cells = torch.arange(columns, device=pages.device) * view.page_size
-    live = torch.where(first_cells < lens.unsqueeze(1), pages, -1)
-    width = columns * view.page_size
-
-    def starts(each: int) -> Tensor:
-        return torch.arange(0, num_lanes * each + 1, each, dtype=torch.int32, device=pages.device)
+    room = _room(view)
+    counts = (lens + (size - 1)) // size
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))  # int64 [B + 1], in pages
+    columns_of = torch.arange(columns, device=pages.device)
+    # The last place takes the pages that no query sees, and is cut off.
+    places = torch.where(
+        columns_of < counts.unsqueeze(1), starts[:-1].unsqueeze(1) + columns_of, room
+    )
+    live = pages.new_full((room + 1,), -1).scatter_(0, places.view(-1), pages.reshape(-1))
 
     if isinstance(view.q_lens, int):
-        q_starts = starts(view.q_lens)
+        most = num_lanes * view.q_lens
+        q_starts = torch.arange(0, most + 1, view.q_lens, dtype=torch.int32, device=pages.device)
     else:
         (q_starts,) = upload(pages.device, np.cumsum([0, *view.q_lens]).astype(np.int32))
-    return FusedLanes(live.reshape(-1), q_starts, starts(width), lens.int(), view.max_q_len, width)
+    return FusedLanes(
+        live[:room],
+        q_starts,
+        (starts * size).int(),
+        lens.int(),
+        view.max_q_len,
+        columns * size,
+    )
+
+
+def _room(view: AttentionView) -> int:
+    """Return an upper bound of the pages that all lanes of a view read together."""
+    num_lanes, columns = view.read_pages.shape
+    room = num_lanes * columns
+    if view.kv_lens is not None:
+        counts = -(-view.kv_lens.astype(np.int64) // view.page_size)
+        room = int(np.minimum(counts, columns).sum())
+    return room if view.most_pages is None else min(room, view.most_pages)

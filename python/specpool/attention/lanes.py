@@ -249,6 +249,7 @@ def chain_views(cache: KVCache, group: int, lanes: Lanes) -> list[AttentionView]
             causal_lens=None if is_masked else _causal_lens(lanes, origins, step + 1),
             attend_with=cache.attend_with,
             scratch=cache.scratch,
+            most_pages=cache.most_pages(group, len(pages)),
         )
         for step in range(num_views)
     ]
@@ -320,11 +321,9 @@ def own_view(
             return bias
         return _chunks(bias, chunk, q_positions, origins, counts)
 
-    write_slots = slots.reshape(-1).long()
-
-    view = AttentionView(
+    return AttentionView(
         page_size=cache.page_sizes[group],
-        write_slots=write_slots,
+        write_slots=slots.reshape(-1).long(),
         read_pages=pages,
         q_lens=num_queries if isinstance(lanes.widths, int) else lanes.widths.tolist(),
         mask_for=bias_for,
@@ -335,17 +334,17 @@ def own_view(
         else OwnCells(
             lambda: origins.since(lanes.starts),
             own_mask,
-            lambda: _own_slots(cache, group, lanes, view, num_cells),
+            partial(_own_slots, cache, group, lanes, num_cells),
         ),
         read_tokens=read_tokens,
         attend_with=cache.attend_with,
         scratch=cache.scratch,
+        most_pages=cache.most_pages(group, len(pages)),
     )
-    return view
 
 
 def _own_slots(
-    cache: KVCache, group: int, lanes: Lanes, view: AttentionView, num_cells: int
+    cache: KVCache, group: int, lanes: Lanes, num_cells: int, view: AttentionView
 ) -> Tensor:
     """Return the slots of the `num_cells` cells behind each lane's prefix, int64 [B, W]."""
     if not isinstance(lanes.widths, int):  # node i lies in cell start + i
@@ -447,4 +446,5 @@ def _causal(
         causal_lens=None if is_masked else _causal_lens(lanes, origins, None),
         attend_with=cache.attend_with,
         scratch=cache.scratch,
+        most_pages=cache.most_pages(group, len(pages)),
     )

@@ -109,7 +109,7 @@ def _tree(view: AttentionView) -> _Tree:
         assert own is not None
         found = view.plans[_Tree] = _Tree(
             fused.live_lanes(view, own.starts()),
-            own.slots().reshape(-1),
+            own.slots(view).reshape(-1),
             torch.zeros(own.mask.shape, device=own.mask.device)
             .masked_fill_(~own.mask, _HIDDEN)
             .view(view.num_lanes, 1, 1, *own.mask.shape[1:]),

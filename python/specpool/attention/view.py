@@ -103,13 +103,14 @@ class OwnCells:
     Attributes:
         starts: returns int32 [B], on the device.
         mask: bool [B, Q, W], on the device: query i sees cell ``start + j``.
-        slots: returns int64 [B, W], the slot of each of these cells; any slot where no query of the
-            lane sees the cell.
+        slots: (the view) -> int64 [B, W], the slot of each of these cells; any slot where no query
+            of the lane sees the cell. It takes the view, because a function that holds its view
+            would keep it, with memory of the device, until the garbage collector runs.
     """
 
     starts: Callable[[], Tensor]
     mask: Tensor
-    slots: Callable[[], Tensor]
+    slots: Callable[[AttentionView], Tensor]
 
 
 @dataclass(slots=True)
@@ -146,6 +147,8 @@ class AttentionView:
             different slots of one lane; None = not known.
         attend_with: the back end's `attend`; None = torch's.
         scratch: memory for the result of torch's indexing; None = fresh memory.
+        most_pages: an upper bound of the pages that all lanes see together, each page once for
+            every lane that sees it; None = what ``kv_lens`` says.
 
     Raises:
         ShapeError: sizes do not fit together.
@@ -165,6 +168,7 @@ class AttentionView:
     read_tokens: Callable[[], TokenReads] | None = None
     attend_with: Attend | None = None
     scratch: Scratch | None = None
+    most_pages: int | None = None
     num_lanes: int = field(init=False)  # B
     max_q_len: int = field(init=False)  # Q
     num_queries: int = field(init=False)  # the sum of the q_lens

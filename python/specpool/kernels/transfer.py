@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,25 +16,31 @@ from specpool.errors import OrderError
 
 _ALIGNMENT = 16
 
-_is_refused = False
+
+class _Thread(threading.local):
+    """What each thread has of its own: another one may serve while this one captures."""
+
+    refuses_transfers = False
+
+
+_thread = _Thread()
 
 
 @contextlib.contextmanager
 def no_transfers() -> Iterator[None]:
-    """Make every transfer raise `OrderError` within the block, while a graph is captured.
+    """Make every transfer of this thread raise `OrderError` within the block, during a capture.
 
     Each replay would repeat the transfer with host memory that has another use by then.
     """
-    global _is_refused
-    before, _is_refused = _is_refused, True
+    before, _thread.refuses_transfers = _thread.refuses_transfers, True
     try:
         yield
     finally:
-        _is_refused = before
+        _thread.refuses_transfers = before
 
 
 def _check(what: str) -> None:
-    if _is_refused:
+    if _thread.refuses_transfers:
         raise OrderError(f"{what} within the capture of a graph")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,22 @@ def first_cells(least: Int32, window: int, page_size: int, num_sinks: int = 0) -
     pages: Int32 = np.maximum(least - (window - 1), 0) // page_size
     cells: Int32 = np.maximum(pages - num_sinks, 0) * page_size
     return cells
+
+
+@dataclass(frozen=True, slots=True)
+class PageBounds:
+    """How many pages a round of a graph reads at most.
+
+    Attributes:
+        num_lanes: the lanes of the round.
+        of_rows: per group, the most pages of all rows together, each page once for every row that
+            sees it; None = the group has no such bound.
+        of_unused: per group, the most pages of an unused lane.
+    """
+
+    num_lanes: int
+    of_rows: Sequence[int | None]
+    of_unused: Sequence[int]
 
 
 class KVCache:
@@ -107,6 +124,7 @@ class KVCache:
         # int32 [num_rows + 1, pages_per_row] per group
         self.tables = upload(device, *(ledger.full_table(g) for g in range(len(ledger.groups))))
         self._whole_groups: dict[int, kernels.Fields] = {}  # group -> all of its layers
+        self._bounds: PageBounds | None = None
         # Output buffers of `read_pages` by widths: the current ones, and those that graphs use.
         self._gathered: dict[tuple[int, ...], kernels.Fields] = {}
         self._pinned: dict[tuple[int, ...], kernels.Fields] = {}
@@ -247,6 +265,40 @@ class KVCache:
             yield
         finally:
             self.attend_with = before
+
+    @contextlib.contextmanager
+    def reading_within(self, bounds: PageBounds | None) -> Iterator[None]:
+        """Let the views that are built within the block read no more pages than `bounds` says.
+
+        None = their pages are not bounded.
+        """
+        before, self._bounds = self._bounds, bounds
+        try:
+            yield
+        finally:
+            self._bounds = before
+
+    def most_pages(self, group: int, num_lanes: int) -> int | None:
+        """Return the most pages that the lanes of a view of a group read; None = not bounded.
+
+        A view may have several lanes for each of the round, as for the branches of a tree.
+        """
+        bounds = self._bounds
+        of_rows = None if bounds is None else bounds.of_rows[group]
+        if bounds is None or of_rows is None:
+            return None
+        most = of_rows + bounds.num_lanes * bounds.of_unused[group]
+        return most * -(-num_lanes // bounds.num_lanes)
+
+    @contextlib.contextmanager
+    def trying_reads(self) -> Iterator[None]:
+        """Drop the output buffers of `read_pages` that were made in the block if it fails."""
+        before = dict(self._gathered)
+        try:
+            yield
+        except BaseException:
+            self._gathered = before
+            raise
 
     def pin_reads(self) -> None:
         """Keep the current output buffers of `read_pages`: graphs will hold their addresses."""

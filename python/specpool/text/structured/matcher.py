@@ -78,36 +78,37 @@ class Matcher:
             [n, ceil(V / 32)]: bit t % 32 of word t // 32 is set if token t may follow. If nothing
             may follow the root, its bits are 0 and `error` says why.
         """
-        nodes: list[int] = []
-        lines: list[npt.NDArray[np.int32]] = []
         if self._has_ended:
             return np.zeros(0, np.int64), np.zeros((0, self._num_words), np.int32)
-
-        def visit(node: int) -> None:
-            line = self._mask()
-            nodes.append(node)
-            lines.append(line)
-            child = int(first_child[node])
-            while child != -1:
-                token = int(tokens[child])
-                if line[token // 32] >> (token % 32) & 1 and token not in self._end_ids:
-                    if self._place.consume_token(token):
-                        visit(child)
-                    if not self._place.rollback(1):
-                        self._fail("the form's place was lost")
-                        return
-                child = int(next_sibling[child])
-
+        lines: dict[int, npt.NDArray[np.int32]] = {}
         if not self._is_lost:
             with self._failing():
-                visit(0)
-                if not lines[0].any():
+                lines.update(self._lines_from(0, tokens, first_child, next_sibling))
+                if not lines[0].any() and self.error is None:
                     self._fail(
                         "no token can follow, or only one that ends the text, which it may not yet"
                     )
         if self._is_lost:
             return np.zeros(1, np.int64), np.zeros((1, self._num_words), np.int32)
-        return np.array(nodes), np.array(lines)
+        return np.array([*lines]), np.array([*lines.values()])
+
+    # A method, because a nested function that calls itself would leave its arrays to the collector.
+    def _lines_from(
+        self, node: int, tokens: Int64, first_child: Int32, next_sibling: Int32
+    ) -> Iterator[tuple[int, npt.NDArray[np.int32]]]:
+        """Yield what may follow a node, where the text now is, and then its allowed descendants."""
+        line = self._mask()
+        yield node, line
+        child = int(first_child[node])
+        while child != -1:
+            token = int(tokens[child])
+            if line[token // 32] >> (token % 32) & 1 and token not in self._end_ids:
+                if self._place.consume_token(token):
+                    yield from self._lines_from(child, tokens, first_child, next_sibling)
+                if not self._place.rollback(1):
+                    self._fail("the form's place was lost")
+                    return
+            child = int(next_sibling[child])
 
     def dead_end(self, tokens: Sequence[int], prompt_len: int) -> str | None:
         """Return why no token can follow the end of `tokens`, as in `follow`; None = one can."""

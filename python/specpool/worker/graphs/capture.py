@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from specpool.switches import HeldOff
 from specpool.worker.results import Outcome
 
 Work = Callable[[], Iterator[Outcome]]
@@ -58,6 +59,7 @@ class CudaCapture:
         cuda: Any = torch.cuda  # only some versions of torch have types for it
         self._device, self._stream = device, cuda.Stream(device)
         self._pool = cuda.graph_pool_handle()
+        self._first: Any = None  # the graph of `_capture_nothing`
 
     def warm_up(self, work: Work) -> None:
         """Run the work on the capture stream, because libraries keep a workspace per stream."""
@@ -72,8 +74,13 @@ class CudaCapture:
         """Capture two graphs, so that a replay can start the copy to the host between them.
 
         Raises:
-            torch.OutOfMemoryError: less than `_RESERVE` of the device's memory is left.
+            torch.OutOfMemoryError: less than `_reserve` bytes of the device's memory are left.
         """
+        if self._first is None:
+            self._first = self._capture_nothing()
+            gc.collect()
+        else:  # dead tensors would keep their memory; a whole search takes tenths of a second
+            gc.collect(1)
         graphs = [torch.cuda.CUDAGraph() for _ in range(1 + follows)]
         with self._into(graphs[0]):
             steps = work()
@@ -82,9 +89,9 @@ class CudaCapture:
             with self._into(graph):
                 next(steps, None)
         free, total = torch.cuda.mem_get_info(self._device)
-        if free < total * _RESERVE:
+        if free < _reserve(total):
             raise torch.OutOfMemoryError(
-                f"{free} of {total} bytes are left, and prompts need {_RESERVE:.0%} of the memory"
+                f"{free} of {total} bytes are left, and prompts need {_reserve(total)}"
             )
         decide, follow = (*(graph.replay for graph in graphs), None)[:2]
         assert decide is not None
@@ -102,9 +109,11 @@ class CudaCapture:
         """Capture the block's work as `graph`; a capture that fails does not harm later ones."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # leaves the graph as much memory as there is
-        with torch.cuda.stream(self._stream), _uncollected():
+        # The objects of an engine that is gone may free pinned memory or wait for an event, which
+        # spoils a capture. So no garbage is collected.
+        with torch.cuda.stream(self._stream), _collector.block():
             try:
-                graph.capture_begin(pool=self._pool)
+                graph.capture_begin(pool=self._pool, capture_error_mode=_OTHERS_MAY)
                 yield
             except BaseException:
                 with contextlib.suppress(Exception):  # the cause is on its way already
@@ -113,7 +122,9 @@ class CudaCapture:
             self._end(graph)
 
     def _end(self, graph: Any) -> None:
-        """End a capture. If it is invalid, close the pool, and take a new one for later graphs.
+        """End a capture. If it is invalid, leave torch as if it had not been.
+
+        Close its pool, and take a new one for later graphs.
 
         Raises:
             RuntimeError: the work cannot be captured.
@@ -121,6 +132,8 @@ class CudaCapture:
         try:
             graph.capture_end()
         except BaseException:
+            # torch's allocator of pinned memory goes on asking this graph about each allocation.
+            _failed.append(graph)
             pool, self._pool = self._pool, torch.cuda.graph_pool_handle()
             index = (
                 torch.cuda.current_device() if self._device.index is None else self._device.index
@@ -129,24 +142,30 @@ class CudaCapture:
                 if hasattr(torch._C, name):
                     with contextlib.suppress(RuntimeError):  # the capture may not have begun
                         getattr(torch._C, name)(index, pool)
+            # torch's generator of random numbers still takes itself to be in a capture, and refuses
+            # all work outside of one, until a capture ends well.
+            with contextlib.suppress(RuntimeError):
+                self._capture_nothing()
             raise
 
+    def _capture_nothing(self) -> Any:
+        """Capture a graph of one operation, outside of inference mode, and return it.
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Collect no garbage within the block.
+        NOTE: a process's first graph makes tensors that torch writes at each later capture. Made in
+        inference mode, they would refuse the captures of all others. They live as long as a graph.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(False), torch.cuda.stream(self._stream):
+            cell = torch.zeros(1, device=self._device)
+            graph.capture_begin(capture_error_mode=_OTHERS_MAY)
+            cell.zero_()
+            graph.capture_end()
+        return graph
 
-    The objects of an engine that is gone may free pinned memory or wait for an event, which spoils
-    a capture.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
+_OTHERS_MAY = "thread_local"  # while this thread captures, others may allocate and wait
+_failed: list[Any] = []  # graphs whose capture failed; they live as long as the process
+_collector = HeldOff(gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable())
 
 # torch's functions that end the allocation to a pool, under its names of two versions, and drop it.
 _CLOSE_POOL = (
@@ -158,10 +177,17 @@ _CLOSE_POOL = (
 
 # Parts of the messages by which libraries report that GPU or CPU memory has run out.
 _SIGNS = ("ALLOC_FAILED", "can't allocate memory", "not enough memory")
-_RESERVE = 0.05  # share of the device's memory that graphs must leave free
 _NO_CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 _host: Callable[[], Capture] | None = None
+
+
+def _reserve(total: int) -> int:
+    """Return how many of a device's bytes graphs must leave free for prompts: 5 %, at most 2 GiB.
+
+    What the activations of a prompt take does not grow with the card.
+    """
+    return min(total // 20, 2 << 30)
 
 
 @contextlib.contextmanager

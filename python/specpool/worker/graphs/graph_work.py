@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from specpool.attention import GraphRecorder
 from specpool.attention.lanes import Lanes
-from specpool.memory.kv_cache import KVCache
+from specpool.memory.kv_cache import KVCache, PageBounds
 from specpool.worker.graphs.round_graph import LaneBuffer, RoundKind
 from specpool.worker.results import Outcome
 from specpool.worker.row_state import RowState
@@ -21,6 +21,7 @@ class GraphWork:
 
     Attributes:
         recorder: the attention's recorder; None = the attention plans nothing.
+        bounds: how many pages the round reads; None = not bounded.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class GraphWork:
         cache: KVCache,
         rows: RowState,
         recorder: GraphRecorder | None,
+        bounds: PageBounds | None,
     ) -> None:
         """Prepare the work of `place`, whose lanes are the first of `buffer`."""
-        self.recorder = recorder
+        self.recorder, self.bounds = recorder, bounds
         self._place, self._rounds, self._lanes = place, rounds, buffer.lanes(place[1])
         self._cache, self._rows = cache, rows
 
@@ -54,6 +56,7 @@ class GraphWork:
     def _within(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._rows.within_graph())
+            stack.enter_context(self._cache.reading_within(self.bounds))
             if self.recorder is not None:
                 stack.enter_context(self._cache.attending_with(self.recorder.attend))
             yield

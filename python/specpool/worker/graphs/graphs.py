@@ -16,13 +16,14 @@ import torch
 
 from specpool._core import Ledger, Plan, Shape
 from specpool.attention import GraphRecorder
+from specpool.attention.fused import FLASH_DTYPES
 from specpool.kernels.transfer import no_transfers
-from specpool.memory.kv_cache import KVCache
+from specpool.memory.kv_cache import KVCache, PageBounds
 from specpool.scheduler.step import Step
 from specpool.shape_names import name_of
 from specpool.worker.graphs.capture import Capture, is_out_of_memory
 from specpool.worker.graphs.graph_work import GraphWork, Place, Rounds
-from specpool.worker.graphs.round_graph import LaneBuffer, RoundGraph, RoundKind
+from specpool.worker.graphs.round_graph import LaneBuffer, RoundGraph, RoundKind, page_bounds
 from specpool.worker.results import PendingStep
 from specpool.worker.row_state import RowState
 
@@ -131,18 +132,22 @@ class Graphs:
                     str(error).partition("\n")[0] or repr(error),
                 )
 
+        loaded: set[tuple[RoundKind, int]] = set()
+
         def warm_up(place: Place) -> None:
-            self._capture.warm_up(works[place])
+            # A run with the longest reads that have room, and one with the shortest, load all that
+            # those between use.
+            kind, size, bound = place
+            if (kind, size) in loaded and bound != self._bounds[0]:
+                return
+            with self._cache.trying_reads():
+                self._capture.warm_up(works[place])
+            loaded.add((kind, size))
 
         def record(place: Place) -> None:
             graphs[place[0]].append(self._record(place, works[place], buffer))
 
-        # A run with the longest reads and one with the shortest load all that those between use.
-        ends = {self._bounds[0], self._bounds[-1]}
-        edges = [place for place in places if place[2] in ends]
-        warmed = {*_within_memory(edges, lambda place: attempt(place, warm_up))}
-        cold = {*edges} - warmed
-        warm = [p for p in places if p in warmed or (p not in cold and not _exceeds(p, cold))]
+        warm = _within_memory(places, lambda place: attempt(place, warm_up))
         self._cache.pin_reads()
         before = self._capture.used_bytes()
         tried = _within_memory(warm, lambda place: attempt(place, record))
@@ -162,7 +167,17 @@ class Graphs:
 
     def _work(self, place: Place, rounds: Rounds, buffer: LaneBuffer) -> GraphWork:
         recorder = None if self._recorder is None else self._recorder(place[2])
-        return GraphWork(place, rounds, buffer, self._cache, self._rows, recorder)
+        bounds = self._page_bounds(place)
+        return GraphWork(place, rounds, buffer, self._cache, self._rows, recorder, bounds)
+
+    def _page_bounds(self, place: Place) -> PageBounds | None:
+        """Return how many pages a round reads; None = as many as its lanes have columns.
+
+        Only torch's attention of 16 bits gathers live pages side by side.
+        """
+        if self._recorder is not None or self._cache.dtype not in FLASH_DTYPES:
+            return None
+        return page_bounds(place[0], place[1], self._ledger.groups)
 
     def _record(self, place: Place, work: GraphWork, buffer: LaneBuffer) -> RoundGraph:
         with no_transfers():
@@ -174,6 +189,7 @@ class Graphs:
             num_rows=self._ledger.num_rows,
             groups=self._ledger.groups,
             recorder=work.recorder,
+            bounds=work.bounds,
         )
 
     def _key(self, kind: RoundKind) -> tuple[int, bool]:
@@ -217,7 +233,8 @@ class Graphs:
             for request in step.requests
         ):
             return None
-        return graph_set.graph_for(len(plan), int(plan.hi.max()))
+        graph = graph_set.graph_for(len(plan), int(plan.hi.max()))
+        return graph if graph is not None and graph.holds(plan) else None
 
     def restart(self) -> None:
         """Set the counters to 0: the rounds so far were not requests'."""

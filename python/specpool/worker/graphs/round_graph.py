@@ -19,6 +19,7 @@ from specpool.arrays import Int32
 from specpool.attention import GraphRecorder
 from specpool.errors import ShapeError
 from specpool.kernels.transfer import overwrite
+from specpool.memory.kv_cache import PageBounds
 from specpool.scheduler.requests.request import Request
 from specpool.worker.graphs.capture import Recording
 from specpool.worker.results import Outcome, PendingStep
@@ -40,6 +41,37 @@ class RoundKind:
     def drafts(self) -> bool:
         """Whether a drafter takes part: it proposes, or at least writes draft KV."""
         return self.shape.num_draft_tokens > 1 or self.writes_draft
+
+
+def write_lens(kind: RoundKind, groups: Sequence[Group]) -> Int32:
+    """Return how many slots a round writes in each group, counted from its root: [groups, 1].
+
+    It reads none beyond them.
+    """
+    shape = kind.shape
+    lens = [
+        sizing_alloc_len_per_decode(
+            page_size=group.page_size,
+            num_steps=shape.num_steps,
+            topk=shape.topk,
+            num_draft_tokens=shape.num_draft_tokens,
+            hosts_drafts=group.hosts_drafts,
+            layout="dense",
+        )
+        for group in groups
+    ]
+    return np.array(lens, np.int32).reshape(-1, 1)
+
+
+def page_bounds(kind: RoundKind, size: int, groups: Sequence[Group]) -> PageBounds:
+    """Return how many pages a round of `size` lanes reads, if `RoundGraph.holds` its plan.
+
+    A window bounds what each lane reads. Unused lanes read, too: their roots stand at position 0.
+    """
+    lens = write_lens(kind, groups)[:, 0].tolist()
+    of_rows = [None if group.window is not None else group.num_pages for group in groups]
+    unused = [-(-written // group.page_size) for written, group in zip(lens, groups, strict=True)]
+    return PageBounds(size, of_rows, unused)
 
 
 class LaneBuffer:
@@ -86,10 +118,20 @@ class RoundGraph:
         num_rows: int,
         groups: Sequence[Group],
         recorder: GraphRecorder | None = None,
+        bounds: PageBounds | None = None,
     ) -> None:
         """Wrap a recording whose lanes are the first `size` of `buffer`.
 
-        `recorder`: the attention's, which plans each replay; None = there is nothing to plan.
+        Args:
+            kind: the kind of its rounds.
+            size: the number of lanes.
+            bound: the greatest root position.
+            recording: what is replayed.
+            buffer: holds the lanes.
+            num_rows: the ledger's.
+            groups: the ledger's.
+            recorder: the attention's, which plans each replay; None = there is nothing to plan.
+            bounds: for how many pages the recording has room; None = for all of its lanes.
         """
         self._recorder = recorder
         self.kind, self.size, self.bound = kind, size, bound
@@ -99,22 +141,23 @@ class RoundGraph:
         self._decide: Callable[[], None] = recording.decide
         self._follow: Callable[[], None] | None = recording.follow
         self._buffer, self._num_rows = buffer, num_rows
-        # int32 [groups, 1]: slots that a round writes, counted from its root.
-        self._write_lens = np.array(
-            [
-                [
-                    sizing_alloc_len_per_decode(
-                        page_size=group.page_size,
-                        num_steps=kind.shape.num_steps,
-                        topk=kind.shape.topk,
-                        num_draft_tokens=kind.shape.num_draft_tokens,
-                        hosts_drafts=group.hosts_drafts,
-                        layout="dense",
-                    )
-                ]
-                for group in groups
-            ],
-            np.int32,
+        self._write_lens = write_lens(kind, groups)
+        self._bounds = bounds
+        # int32 [groups, 1]
+        self._page_sizes = np.array([[group.page_size] for group in groups], np.int32)
+
+    def holds(self, plan: Plan) -> bool:
+        """Return whether the graph has room for all pages that the lanes of a plan may read.
+
+        Rows that share pages may read more than there are: a page once for each of them.
+        """
+        if self._bounds is None:
+            return True
+        ends = plan.hi + self._write_lens
+        num_read = (-(-ends // self._page_sizes)).sum(1).tolist()
+        return all(
+            most is None or read <= most
+            for read, most in zip(num_read, self._bounds.of_rows, strict=True)
         )
 
     def replay(self, plan: Plan, requests: Sequence[Request]) -> PendingStep:
