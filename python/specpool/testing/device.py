@@ -21,6 +21,13 @@ _Ints: TypeAlias = NDArray[np.int32]
 _Delta: TypeAlias = tuple[_Ints, _Ints, _Ints]  # rows, columns, pages of one group
 
 
+# What a slot holds that was never written. Tokens are 0 or greater, drafts of a step are its number
+# negated.
+_NOTHING = -(2**63)
+# The device's first token. Prompts have smaller ones, and int32 holds those that follow.
+_FIRST_TOKEN = 2**20
+
+
 class DeviceFault(AssertionError):  # noqa: N818 - a fault of the schedule, found by the device
     """A forward read a token of another row, or used a position without a page."""
 
@@ -58,6 +65,7 @@ class _Sequence:
     """The device's record of a row."""
 
     tokens: list[int] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)  # tokens that extends write, from position 0 on
     failed: bool = False  # a forward or copy of the row failed, so its KV is garbage
 
 
@@ -66,7 +74,8 @@ class FakeDevice:
 
     Call `launch(plan)` in place of the model's forward, right after `ledger.launch(plan.step)`.
     Then call `accept_lens(step)` for `ledger.resolve`, and `finish(step)` before `ledger.complete`.
-    For a row that starts with another row's tokens (`admit` on a prefix, `fork`), call `begin`.
+    For a row that starts with tokens (`admit` on a prefix, `admit_cached`, `fork`), call `begin`.
+    Tokens are invented, other than those of a `prompt` that `begin` was given.
 
     Args:
         ledger: `launch` takes and acknowledges its table deltas.
@@ -105,16 +114,29 @@ class FakeDevice:
         self._steps: dict[int, list[_Lane]] = {}  # The steps in flight.
         self._newest = 0
         self._skipped: set[int] = set()  # Steps before the newest that were not launched here.
-        self._next_token = 1
+        self._next_token = _FIRST_TOKEN
 
     # --- What an engine calls ---
 
-    def begin(self, row: int, tokens: Sequence[int] = ()) -> None:
-        """Record that a row, just admitted, holds these tokens, such as `tokens(other)`."""
-        self._sequences[row] = _Sequence(list(tokens))
+    def begin(
+        self, row: int, tokens: Sequence[int] = (), *, prompt: Sequence[int] = ()
+    ) -> None:
+        """Record which tokens a row, just admitted, holds, and which its prefill will write.
+
+        Args:
+            row: the row.
+            tokens: those that it starts with, such as `tokens(other)`, or after `admit_cached` the
+                beginning that it found.
+            prompt: what its extends write, from position 0 on: tokens from 0 to 2**20 - 1, or from
+                this device. Without it, and behind its end, the device invents tokens.
+        """
+        self._sequences[row] = _Sequence(list(tokens), list(prompt))
 
     def tokens(self, row: int) -> list[int]:
-        """Return the row's tokens whose KV has been written, as opaque numbers."""
+        """Return the row's tokens whose KV has been written.
+
+        Those of launched rounds whose results the ledger does not have yet may be among them.
+        """
         return list(self._sequence(row).tokens)
 
     def launch(self, plan: Plan) -> None:
@@ -279,7 +301,9 @@ class FakeDevice:
             size = self._groups[group].page_size
             for memory in (self._target[group], self._draft[group]):
                 for offset in range(tokens):
-                    memory[dst * size + offset] = memory.get(src * size + offset, 0)
+                    memory[dst * size + offset] = memory.get(
+                        src * size + offset, _NOTHING
+                    )
 
     def _forward(self, unit: _Lane, wish: int) -> None:
         sequence = self._sequence(unit.row)
@@ -305,7 +329,7 @@ class FakeDevice:
                     f"{_name(unit)} starts at {lo}, the row has {len(sequence.tokens)} tokens"
                 )
             self._read_prefix(unit, lo, self._target)
-        del sequence.tokens[lo:]
+        sequence.tokens[lo:] = sequence.prompt[lo:new_len]
         sequence.tokens += self._new_tokens(new_len - len(sequence.tokens))
         self._keep(unit, sequence.tokens, range(lo, new_len))
 
@@ -364,7 +388,7 @@ class FakeDevice:
         tokens = self._sequences[row].tokens
         for position in positions:
             slot = self._slot(who, group, line, position)
-            found, wanted = memory[group].get(slot, 0), tokens[position]
+            found, wanted = memory[group].get(slot, _NOTHING), tokens[position]
             if found != wanted:
                 kind = "draft" if memory is self._draft else "target"
                 raise DeviceFault(
@@ -398,9 +422,9 @@ def _name(unit: _Lane) -> str:
 
 
 def _token(found: int) -> str:
-    if found == 0:
+    if found == _NOTHING:
         return "nothing"
-    return f"token {found}" if found > 0 else f"drafts of step {-found}"
+    return f"token {found}" if found >= 0 else f"drafts of step {-found}"
 
 
 def _draft_cells(root: int, page_size: int, steps: int, topk: int, holey: bool) -> set[int]:
