@@ -63,6 +63,11 @@ def get(path, *lines):
 def asks(sock):
     """A short request on an open connection."""
     sock.sendall(get("/short"))
+    answered(sock)
+
+
+def answered(sock):
+    """Read a short answer."""
     found = sock.recv(65536)
     while not found.endswith(b"xx"):
         found += sock.recv(65536)
@@ -138,3 +143,49 @@ def test_a_server_full_of_requests_takes_no_further_connection():
         assert all(rest_of(sock) for sock in busy)
 
     with_front(test, max_connections=3, write_timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("head", "rest"),
+    [
+        (get("/short", "Content-Length: 99"), b"x"),
+        (get("/short", "Transfer-Encoding: chunked"), b"5\r\nab"),
+        (get("/short"), b"\r\n"),
+    ],
+    ids=["body", "chunks", "empty lines"],
+)
+def test_what_comes_behind_an_answer_and_is_no_request_holds_no_connection(head, rest):
+    """Law: it makes room for others, and ends within `read_timeout`."""
+
+    def hold(connect):
+        sock = connect()
+        sock.sendall(head)
+        answered(sock)
+        sock.sendall(rest)
+        time.sleep(0.1)  # for the rest to come
+        return sock
+
+    def makes_room(connect):
+        held = [hold(connect) for _ in range(2)]
+        asks(connect())
+        assert rest_of(held[0]) == 0
+
+    def ends(connect):
+        assert rest_of(hold(connect)) == 0
+
+    with_front(makes_room, max_connections=2)
+    with_front(ends, read_timeout=0.5)
+
+
+def test_a_body_that_nobody_reads_keeps_the_next_request_from_nothing():
+    def test(connect):
+        sock = connect()
+        sock.sendall(get("/short", "Content-Length: 3"))
+        answered(sock)
+        sock.sendall(b"abc\r\n")
+        time.sleep(0.1)
+        asks(sock)
+        time.sleep(1)  # longer than what is no request may take
+        asks(sock)
+
+    with_front(test, read_timeout=0.5)

@@ -64,16 +64,22 @@ class GuardedProtocol(HttpToolsProtocol):
         """Take bytes; those of a head that has not ended count."""
         if self._refusal is not None:
             return
-        self.idle.pop(self, None)
         super().data_received(data)
-        if self._in_head and self._refusal is None and not self.transport.is_closing():
+        if self._refusal is not None or self.transport.is_closing():
+            return
+        if self._in_head:
             self._head_bytes += len(data)
             if self._head_bytes > self.limits.max_header:
                 self._refuse()
+        elif self.cycle.response_complete and self._timer is None:
+            # Behind an answer: the rest of a body that nobody reads, or empty lines. They have
+            # ended uvicorn's wait for the next request.
+            self._timer = self.loop.call_later(self.limits.read_timeout, self.transport.close)
 
     def on_message_begin(self) -> None:
         """Begin a request."""
         super().on_message_begin()
+        self.idle.pop(self, None)
         self._in_head, self._head_bytes = True, 0
         # For answers whose client does not read: a plain close would wait for it.
         self.scope["specpool.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
