@@ -201,6 +201,7 @@ class Recorded:
         self.page_sizes, self.windows, self.chunks = [page_size], [None], [None]
         self.sinks, self.num_sinks = [0], [0]
         self.reader, self.attend_with, self.scratch = None, None, None
+        self.most_pages = lambda *args: None
         # Each slot's number, in itself: a copied prefix says where it came from.
         num_slots = (int(table.max()) + 1) * page_size
         self.buffers = [torch.arange(num_slots, dtype=torch.int32).view(-1, 1, 1)]

@@ -82,15 +82,25 @@ def test_the_room_is_of_the_pool_whatever_the_bound(case, monkeypatch):
     assert found[1] == found[0]
 
 
-@pytest.mark.parametrize("shape", [NONE, CHAIN], ids=["none", "chain"])
-def test_a_row_that_fills_the_pool_stands_beside_unused_lanes(shape):
-    """Law: unused lanes read at the sink, and there is room for that beside the whole pool."""
-    how = {"page_size": 1, "max_context_len": 60, "prefix_cache": False, "graph_sizes": (4,)}
-    row = 60 + (3 if shape is CHAIN else 0)
+# Pages of 1 for 60 tokens and what a round writes; pages of 4, with a tail for each branch.
+FULL = {
+    "plain": (NONE, {"page_size": 1, "num_pages": 60}),
+    "chain": (CHAIN, {"page_size": 1, "num_pages": 63}),
+    "holey": (TREE, {"page_size": 4, "num_pages": 22, "layout": "holey"}),
+}
+
+
+@pytest.mark.parametrize("case", FULL)
+def test_a_row_that_fills_the_pool_stands_beside_unused_lanes(case):
+    """Law: unused lanes read at the sink, and there is room for that beside the whole pool.
+
+    Each branch of a tree reads the row's pages once more.
+    """
+    shape, options = FULL[case]
+    how = {"max_context_len": 60, "prefix_cache": False, **options}
     params, texts = SamplingParams(max_new_tokens=60, ignore_eos=True), []
     for sizes in ((), (4,)):
-        how |= {"num_pages": row, "max_batch": 4, "graph_sizes": sizes}
-        with graphs_run(), build(shape, **how) as engine:
+        with graphs_run(), build(shape, **how, graph_sizes=sizes) as engine:
             (output,) = engine.generate([PROMPTS[0]], params)
             texts.append((output.token_ids, output.accept_lens))
             stats = engine.stats()
