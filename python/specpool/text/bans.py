@@ -1,8 +1,8 @@
 """`Bans`: the tokens that may not follow a request's text, at the root and along its drafts.
 
 The rules are those of transformers: no n-gram twice, no bad words, suppressed tokens, and no end
-before a least length. Each depends on the text alone, so drafts do not change the output. Where they
-would leave a form no token, they say nothing.
+before a least length. Each depends on the text alone, so drafts do not change the output. Where
+they would leave a form no token, they say nothing.
 """
 
 from __future__ import annotations
