@@ -18,6 +18,7 @@ from specpool import Engine, EngineConfig, Grammar, SamplingParams, Shape
 from specpool.assets import corpus, resolve
 from specpool.draft import EagleDrafter, NgramDrafter
 from specpool.models import EagleHead, TargetModel
+from specpool.models.generation_defaults import GenerationDefaults
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 # drafter, shape, options
@@ -246,6 +247,62 @@ def test_the_controller_learns_from_the_drafter_alone(make, monkeypatch):
     (output,) = engine.generate(["Once"], params)
     assert output.accept_len > 2
     assert not any(learnt)  # of the last round at most, with one token left
+
+
+#: Fields that would leave a form no token somewhere, alone or as defaults of the target.
+BANS: list[dict[str, object]] = [
+    {"min_new_tokens": 80},
+    {"suppress_tokens": [*b'"{:yn']},
+    {"begin_suppress_tokens": [*range(128)]},
+    {"bad_words_ids": [[ord(c)] for c in "aeoy{}"] + [[*b'":']]},
+    {"no_repeat_ngram_size": 1},
+    {"no_repeat_ngram_size": 2, "min_new_tokens": 30, "repetition_penalty": 1.3},
+    {"suppress_tokens": [*range(259)]},
+    {"suppress_tokens": [*range(128)], "min_new_tokens": 90, "no_repeat_ngram_size": 3},
+]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("case", DRAFTING)
+def test_bans_yield_to_a_form_that_they_leave_no_token(make, target, monkeypatch, case, drawn):
+    """Law: a request with a form ends with it, whatever its own bans or the target's files say."""
+    short = [Grammar.choice(["yes", "no", "nothing"]), Grammar.regex("[a-c]{2}(xyz){3}")]
+    forms = [*short, Grammar.json_schema(closed(id={"type": "boolean"}, id2={"type": "null"}))]
+    texts = prompts(len(forms) * len(BANS))
+    common = {"max_new_tokens": 90, "logit_bias": ENDS, "temperature": 0.8 if drawn else 0}
+    params = [
+        SamplingParams(structured=form, seed=i, **common, **bans)
+        for i, (form, bans) in enumerate((f, b) for f in forms for b in BANS)
+    ]
+    expected = run(make("plain"), texts, params)
+    outputs = make(case).generate(texts, params)
+    assert [output.token_ids for output in outputs] == expected
+    assert all(output.finish_reason == "stop" for output in outputs)
+    for bans in BANS[::3]:
+        defaults = GenerationDefaults(values=bans)
+        monkeypatch.setattr(target, "generation_defaults", defaults)
+        theirs = [SamplingParams(structured=form, seed=i, **common) for i, form in enumerate(forms)]
+        own = [SamplingParams(structured=form, seed=i, **common, **bans)
+               for i, form in enumerate(forms)]  # fmt: skip
+        assert run(make(case), texts[: len(forms)], theirs) == run(
+            make("plain"), texts[: len(forms)], own
+        )
+
+
+def test_bans_hold_where_the_form_leaves_another_token(make):
+    """Law: a ban yields only where nothing else fits, and everywhere else it holds."""
+    (text,) = prompts(1)
+    params = [
+        SamplingParams(structured=Grammar.regex("[a-z]{2,40}"), max_new_tokens=60, **bans)
+        for bans in (
+            {"min_new_tokens": 20, "logit_bias": {257: 50}},
+            {"suppress_tokens": [*b"aeiou"], "logit_bias": dict.fromkeys(b"aeiou", 50.0)},
+        )
+    ]
+    late, consonants = make("eagle-3 tree D=1").generate([text] * 2, params)
+    assert len(late.token_ids) == 21 and late.finish_reason == "stop"
+    assert not set(consonants.text) & set("aeiou") and len(consonants.text) >= 2
 
 
 @pytest.mark.sample(3)

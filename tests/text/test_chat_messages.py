@@ -32,6 +32,14 @@ PARTS = (
     "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}"
     "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
 )
+#: These take ids of nine characters alone, as Mistral's do.
+NINE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{% if not c.id is defined or c.id|length != 9 %}{{ raise_exception('length 9!') }}{% endif %}"
+    "{{ c.function.name }}#{{ c.id }}#{% endfor %}{% if m.role == 'tool' %}"
+    "{% if not m.tool_call_id is defined or m.tool_call_id|length != 9 %}"
+    "{{ raise_exception('length 9!') }}{% endif %}#{{ m.tool_call_id }}#{% endif %};{% endfor %}"
+)
 
 
 def call(arguments, **more):
@@ -81,6 +89,24 @@ def test_a_template_that_joins_arguments_gets_text(given):
 def test_no_arguments_are_an_empty_object(given):
     template = ALL["qwen"].template
     assert rendered(template, history(given)) == judged(template, history({}))
+
+
+@pytest.mark.parametrize(
+    "ids", [["call_0123456789abcdef01234567", "call_1"], ["a" * 9, "b12345678"]]
+)
+def test_a_template_that_wants_ids_of_nine_characters_gets_them(ids):
+    """Law: a result has the id of its call; ids that fit, and those for other templates, stay."""
+    calls = [call({}, id=ident) for ident in ids]
+    results = [RESULT | {"tool_call_id": ident} for ident in reversed(ids)]
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    first, second, *results = rendered(NINE, messages).split("#")[1::2]
+    assert results == [second, first] and first != second
+    assert all(len(ident) == 9 and ident.isalnum() for ident in (first, second))
+    assert [first, second] == ids or len(ids[0]) != 9
+    assert rendered(NINE.replace("9", "0").replace("!= 0", "== 0"), messages).split("#")[1::2] == [
+        *ids,
+        *reversed(ids),
+    ]
 
 
 @pytest.mark.parametrize("given", ['{"city": "Par', "[1]", '"x"', "3", "[" * 100_000])

@@ -213,6 +213,25 @@ def test_the_text_is_the_oracles_at_every_moment(name, data):
         assert stream.hit.stop == hit.stop
 
 
+@pytest.mark.parametrize(
+    ("tokens", "stops"),
+    [
+        ([0, 2], ("<pad>ax", "a")),
+        ([0, 2], ("<pad>ax", "pad", "a")),
+        ([0, 2, 3, 3], ("<pad>abx", "d", "ab")),
+        ([2, 0, 2], ("a<pad>ax", "p", "aa")),
+    ],
+)
+def test_a_stop_string_in_a_hidden_name_ends_the_text_before_one_behind_it(tokens, stops):
+    """Law: also while a longer string, which began before both, may still come."""
+    tokenizer = TOKENIZERS["metaspace"]
+    expected = expected_hit(tokenizer, tokens, stops)
+    for size in (1, len(tokens)):
+        stream = TextStream(tokenizer, stops)
+        text = "".join(stream.push(tokens[n : n + size]) for n in range(0, len(tokens), size))
+        assert (text + stream.push([], last=True), stream.hit) == expected
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=MANY, deadline=None)
@@ -384,6 +403,17 @@ def test_the_context_may_begin_inside_a_broken_run():
     tokens = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in run] + ["a", "b"])
     stream = TextStream(tokenizer)
     assert "".join(stream.push([token]) for token in tokens) == "�" * len(run) + "ab"
+
+
+def test_broken_bytes_before_an_empty_token_come_out_once():
+    """Law: also where the window of old tokens is shortened at that token."""
+    tokenizer = TOKENIZERS["sentencepiece"]
+    byte, empty, letter = tokenizer.convert_tokens_to_ids(["<0x80>", "", "a"])
+    for num_letters in range(3 * CONTEXT):
+        tokens = [letter] * num_letters + [byte] * 3 + [empty, letter]
+        stream = TextStream(tokenizer)
+        text = "".join(stream.push([token]) for token in tokens) + stream.push([], last=True)
+        assert text == decode(tokenizer, tokens) == "a" * num_letters + "���a"
 
 
 def test_bytes_that_never_become_a_character_come_out():

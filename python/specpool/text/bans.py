@@ -1,12 +1,13 @@
 """`Bans`: the tokens that may not follow a request's text, at the root and along its drafts.
 
 The rules are those of transformers: no n-gram twice, no bad words, suppressed tokens, and no end
-before a least length. Each depends on the text alone, so drafts do not change the output.
+before a least length. Each depends on the text alone, so drafts do not change the output. Where
+they would leave a form no token, they say nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -55,7 +56,12 @@ class Bans:
         self._lasts: dict[tuple[int, ...], list[int]] = {}
 
     def of_tree(
-        self, text: Sequence[int], tokens: Int64, first_child: Int32, next_sibling: Int32
+        self,
+        text: Sequence[int],
+        tokens: Int64,
+        first_child: Int32,
+        next_sibling: Int32,
+        allowed: Mapping[int, Int32],
     ) -> tuple[Int64, Int64]:
         """Return what may not follow the nodes of a tree behind a text.
 
@@ -64,6 +70,8 @@ class Bans:
             tokens: [N]; the root is the last token of `text`.
             first_child: [N], -1 = none.
             next_sibling: [N], -1 = none.
+            allowed: nodes at which a form allows some tokens alone, each with them as bits
+                [ceil(V / 32)], as in `Matcher.masks`. If all of these are banned, none is.
 
         Returns:
             Pairs of a node and a token that may not follow it, as two arrays [n]. Nodes behind a
@@ -76,6 +84,8 @@ class Bans:
 
         def visit(node: int) -> None:
             banned = self._banned()
+            if node in allowed and not _leaves_any(allowed[node], banned):
+                banned = set()
             nodes.extend([node] * len(banned))
             banned_tokens.extend(banned)
             child = int(first_child[node])
@@ -115,3 +125,11 @@ class Bans:
         if self._size and len(self._text) >= self._size:
             self._lasts[tuple(self._text[-self._size : -1])].pop()
         self._text.pop()
+
+
+def _leaves_any(allowed: Int32, banned: Collection[int]) -> bool:
+    """Return whether a token whose bit is set in `allowed` is not banned."""
+    left = allowed.view(np.uint32).copy()
+    tokens = np.array([t for t in banned if t < 32 * len(left)], np.int64)
+    np.bitwise_and.at(left, tokens // 32, ~(np.uint32(1) << (tokens % 32).astype(np.uint32)))
+    return bool(left.any())

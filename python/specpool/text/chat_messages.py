@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specpool.errors import ConfigError
 
 Message = Mapping[str, Any]
+
+#: How Mistral's templates look at a call's id: they refuse those that are not of nine characters.
+_NINE = re.compile(r"\|\s*length\s*(?:!=|==|<)\s*9\b")
 
 
 def template_of(templates: str | Mapping[str, str], variables: Mapping[str, Any]) -> str:
@@ -41,7 +46,8 @@ def prepared(
 
     Fields without a value are left out: None, and empty lists beside the content. The arguments of
     calls, which OpenAI's interface has as JSON text, become objects. A text that is not an object
-    stays as it is. The role `developer` becomes `system` if the template does not know it.
+    stays as it is. The role `developer` becomes `system` if the template does not know it. If the
+    template wants ids of nine characters, other ids of calls become such.
 
     Args:
         messages: plain data; each content is a string.
@@ -49,6 +55,7 @@ def prepared(
         has_objects: if False, the arguments of calls become JSON text instead.
         has_parts: each content becomes a list of one text part.
     """
+    has_nine = _NINE.search(template) is not None
     copies = []
     for message in messages:
         copy = {
@@ -60,6 +67,8 @@ def prepared(
             copy["role"] = "system"
         if isinstance(calls := copy.get("tool_calls"), list):
             copy["tool_calls"] = [_call(call, has_objects) for call in calls]
+        if has_nine:
+            copy = _with_short_ids(copy)
         if has_parts:
             copy["content"] = [{"type": "text", "text": copy.get("content", "")}]
         copies.append(copy)
@@ -83,3 +92,27 @@ def _call(call: Any, has_objects: bool) -> Any:
     elif not has_objects and not isinstance(arguments, str):
         arguments = json.dumps(arguments or {}, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls, or whose call's result, have ids of nine characters."""
+    if isinstance(ident := message.get("tool_call_id"), str):
+        message = {**message, "tool_call_id": _short(ident)}
+    if isinstance(calls := message.get("tool_calls"), list):
+        message = {
+            **message,
+            "tool_calls": [
+                {**call, "id": _short(call["id"])}
+                if isinstance(call, Mapping) and isinstance(call.get("id"), str)
+                else call
+                for call in calls
+            ],
+        }
+    return message
+
+
+def _short(ident: str) -> str:
+    """Return an id of nine letters and digits; the same id always becomes the same."""
+    if len(ident) == 9 and ident.isascii() and ident.isalnum():
+        return ident
+    return hashlib.sha256(ident.encode(errors="surrogatepass")).hexdigest()[:9]

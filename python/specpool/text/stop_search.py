@@ -75,6 +75,11 @@ class StopSearch:
         """Characters that are held back."""
         return len(self._held)
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether a string has come, but a longer one that began before it may yet."""
+        return self.hit is None and self._found is not None
+
     def feed(self, text: str, ends: Sequence[int]) -> str:
         """Search the next piece, and return the text that cannot be part of a stop string.
 
@@ -187,7 +192,8 @@ class VeiledSearch:
     def _settle(self) -> str:
         """Return the shown text that both searches have given, and take over a hit that is final.
 
-        A hit is final unless the other search still holds text from before it.
+        A hit is final unless the other search still holds text from before it. The names of hidden
+        tokens may be such text, so a hit waits too while the search of the whole text is undecided.
         """
         whole, shown_len = self._whole, self._shown.num_given
         whole_len = shown_len if whole is None else self._shown_part(whole.num_given)
@@ -196,7 +202,7 @@ class VeiledSearch:
         self._num_given = end
         hits = [(shown_len, self._shown.hit), (whole_len, None if whole is None else whole.hit)]
         final = [hit for start, hit in hits if hit is not None and start == end]
-        if final:
+        if final and not (whole is not None and whole.is_undecided):
             self.hit = min(final, key=lambda hit: (hit.num_tokens, len(hit.stop)))
         elif whole is not None and not self._held and not whole.num_held:
             self._whole = None  # from here on both texts are the same

@@ -169,6 +169,7 @@ class TextStream:
         new = text[self._given_len : len(text) - held_len]
         self._given_len = max(self._given_len, len(text) - held_len)
         if len(self._window) >= 2 * CONTEXT:  # the shorter window may cut a character
+            held_len = len(text) - self._given_len  # none if a run before has shown it
             self._window = self._window[-CONTEXT:]
             self._given_len = len(self._decode(self._window)) - held_len
         if self._stops is None and not self._veiled:

@@ -6,13 +6,13 @@ decoding. Rows without processors are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specpool.arrays import Int64
+from specpool.arrays import Int32, Int64
 from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
 from specpool.kernels.transfer import Download, upload
@@ -82,8 +82,8 @@ class Processors:
         self._bias(by_lane, requests, chosen)
         self._penalize(by_lane, lanes, requests, chosen, tree)
         trees = None if on_host is None else on_host.array()
-        self._constrain(processed, requests, chosen, trees)
-        self._ban(processed, requests, chosen, trees)
+        allowed = self._constrain(processed, requests, chosen, trees)
+        self._ban(processed, requests, chosen, trees, allowed)
         return processed
 
     def add(
@@ -152,16 +152,22 @@ class Processors:
         requests: Sequence[Request],
         chosen: Sequence[int],
         trees: Int64 | None,
-    ) -> None:
-        """Rule out, at each node, the tokens that the form does not allow behind it."""
+    ) -> dict[int, dict[int, Int32]]:
+        """Rule out, at each node, the tokens that the form does not allow behind it.
+
+        Returns:
+            Of each lane with a form, the tokens that it allows, as bits by nodes.
+        """
         mine = [(i, m) for i in chosen if (m := requests[i].matcher) is not None]
         if not mine:
-            return
+            return {}
         num_nodes = len(processed) // len(requests)
         found = []
+        allowed_by_lane = {}
         for lane, matcher in mine:
             matcher.follow(requests[lane].tokens, requests[lane].prompt_len)
             nodes, bits = matcher.masks(*(_ROOT if trees is None else trees[:, lane]))
+            allowed_by_lane[lane] = dict(zip(nodes.tolist(), bits, strict=True))
             found.append((nodes + lane * num_nodes, bits))
         places, words = upload(
             self._device,
@@ -172,6 +178,7 @@ class Processors:
         allowed = (words.unsqueeze(2) >> shifts & 1).flatten(1)[:, : processed.shape[1]] > 0
         masked = processed.index_select(0, places).masked_fill(~allowed, -torch.inf)
         processed.index_copy_(0, places, masked)
+        return allowed_by_lane
 
     def _ban(
         self,
@@ -179,15 +186,20 @@ class Processors:
         requests: Sequence[Request],
         chosen: Sequence[int],
         trees: Int64 | None,
+        allowed_by_lane: Mapping[int, Mapping[int, Int32]],
     ) -> None:
-        """Rule out, at each node, the tokens that may not follow the text up to it."""
+        """Rule out, at each node, the tokens that may not follow the text up to it.
+
+        Where they are all that a form allows, the form comes first.
+        """
         num_nodes = len(processed) // len(requests)
         pairs = []
         for lane in chosen:
             request = requests[lane]
             if request.bans is not None:
                 tree = _ROOT if trees is None else trees[:, lane]
-                nodes, tokens = request.bans.of_tree(request.tokens, *tree)
+                allowed = allowed_by_lane.get(lane, {})
+                nodes, tokens = request.bans.of_tree(request.tokens, *tree, allowed)
                 pairs.append((nodes + lane * num_nodes, tokens))
         if not pairs:
             return

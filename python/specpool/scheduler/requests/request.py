@@ -239,7 +239,7 @@ class Request:
                     "vocabulary, or mask, depths and links that disagree"
                 )
                 self.error = f"{why}, at position {position}"
-            elif self.bans is not None:
+            elif self.bans is not None and self.matcher is None:  # a form comes before them
                 self.error += ", or the request's bans leave no token"
             if self.matcher is not None:
                 dead_end = self.matcher.dead_end([*self.tokens, *kept], self.prompt_len)
