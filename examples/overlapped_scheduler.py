@@ -5,10 +5,13 @@ requests that begin alike.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from specpool import Group, Ledger, OutOfPages, Plan, Shape
 from specpool.testing import FakeDevice
+
+Prepare = Callable[[list[int], list[int]], Plan]  # rows, and the shape or new length of each
 
 
 @dataclass(eq=False)
@@ -66,13 +69,12 @@ class Scheduler:
         while self.waiting and self.ledger.num_free_rows and self.start(self.waiting[0]):
             self.running.append(self.waiting.popleft())
         if self.waiting and not (self.running or self.flying):
-            self.ledger.forget()  # beside the page that its tail is copied from it has no room
+            self.ledger.forget()  # alone, it has no room beside the page that it copies from
 
     def start(self, request: Request) -> bool:
-        tokens, drafts = request.tokens, self.ledger.draft_kv
+        tokens = request.tokens
         try:
-            tag = f"request {request.number}"
-            request.row = self.ledger.admit_cached(tokens, tag=tag, needs_draft=drafts)
+            request.row = self.ledger.admit_cached(tokens, tag=f"request {request.number}")
         except OutOfPages:
             return False
         hit = len(tokens) - self.num_missing(request)
@@ -90,7 +92,7 @@ class Scheduler:
         missing = self.num_missing(request)
         return len(request.tokens) - missing + min(missing, self.ledger.max_chunk or missing)
 
-    def launch(self, prepare, batch: list[Request], values: list[int]) -> bool:
+    def launch(self, prepare: Prepare, batch: list[Request], values: list[int]) -> bool:
         try:
             plan = prepare([request.row for request in batch], values)
         except OutOfPages:
@@ -121,7 +123,7 @@ class Scheduler:
         self.waiting.appendleft(request)
         self.num_retractions += 1
 
-    def release(self, request: Request, verb) -> None:
+    def release(self, request: Request, verb: Callable[[int], None]) -> None:
         length = int(self.ledger.resolved_len[request.row])
         self.ledger.index(request.row, request.tokens[:length])
         self.running.remove(request)

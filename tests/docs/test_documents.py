@@ -104,7 +104,7 @@ def test_python_blocks_run(document, monkeypatch, tmp_path, request):
         if ADDRESS in code:
             assert document == SERVED
             code = code.replace(ADDRESS, request.getfixturevalue("address"))
-        exec(compile(code, document, "exec"), names)
+        exec(compile(code, document, "exec", dont_inherit=True), names)
 
 
 @pytest.mark.parametrize("document", having("json"))

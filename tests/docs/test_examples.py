@@ -29,6 +29,13 @@ def test_the_scheduler_serves_everybody_and_leaks_nothing():
     assert rounds > requests and retractions > 0
 
 
+def test_the_overlapped_scheduler_serves_everybody_and_leaks_nothing():
+    numbers = [int(number) for number in re.findall(r"\d+", run("overlapped_scheduler.py"))]
+    requests, turns, retractions, reused, free, pages = numbers
+    assert (requests, free) == (12, pages)
+    assert turns > requests and retractions and reused
+
+
 def test_the_scheduler_on_blocks_serves_everybody_and_leaks_nothing():
     numbers = [int(number) for number in re.findall(r"\d+", run("block_scheduler.py"))]
     requests, _, computed, tokens, preemptions, left = numbers

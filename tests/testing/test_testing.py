@@ -53,36 +53,152 @@ QUICK = settings(
 def example() -> dict:
     names: dict = {"__name__": "example"}
     for code in re.findall(r"```python\n(.*?)```", DOC, re.DOTALL):
-        exec(compile(code, "docs/testing.md", "exec"), names)
+        exec(compile(code, "docs/testing.md", "exec", dont_inherit=True), names)
     return names
 
 
-def test_the_documented_scheduler_is_as_short_as_the_heading_says():
-    code = re.findall(r"```python\n(.*?)```", DOC, re.DOTALL)[0]
-    lines = [line for line in code.splitlines() if line.strip()]
-    assert f"## A leak in {len(lines)} lines" in DOC
-    assert max(map(len, lines)) <= 100
+def machine_of(example, scheduler: type, device: type = FakeDevice) -> type[LedgerMachine]:
+    class Machine(example["LoopMachine"]):
+        def make_device(self, ledger, choose):
+            return device(ledger, choose=choose)
+
+        def make_scheduler(self, ledger, device):
+            return scheduler(ledger, device)
+
+    return Machine
+
+
+def test_the_page_shows_the_scheduler_of_the_example():
+    code = (ROOT / "examples" / "overlapped_scheduler.py").read_text(encoding="utf-8")
+    shown = code[code.index("Prepare = ") : code.index("def main()")].rstrip()
+    assert f"{shown}\n```" in DOC
+
+
+def test_the_documented_machine_passes_the_documented_scheduler(example):
+    """On every kind of ledger, and the requests meet hits, retractions and steps in flight."""
+    seen = set()
+
+    class Observed(example["Scheduler"]):
+        def step(self):
+            is_busy = super().step()
+            facts = {
+                "a hit": self.num_reused,
+                "a retraction": self.num_retractions,
+                "a round in flight": self.ledger.in_flight.any(),
+            }
+            seen.update(fact for fact, number in facts.items() if number)
+            return is_busy
+
+    assert example["TestLoop"].settings == example["QUICK"]  # what pytest would run it with
+    run_state_machine_as_test(machine_of(example, Observed), settings=QUICK)
+    assert seen == {"a hit", "a retraction", "a round in flight"}
+
+
+@pytest.mark.full
+def test_the_documented_scheduler_passes_thousands_of_runs(example):
+    many = settings(QUICK, max_examples=2000)
+    run_state_machine_as_test(example["LoopMachine"], settings=many)
 
 
 def test_the_documented_machine_finds_the_planted_leak(example):
-    assert example["TestLeaks"].settings == example["QUICK"]  # what pytest would run it with
     quick = settings(example["QUICK"], derandomize=True, database=None)
     with pytest.raises(AssertionError, match=r"owned, row \d \(request \d\)"):
         run_state_machine_as_test(example["LeakMachine"], settings=quick)
 
 
-def test_the_documented_machine_passes_the_mended_scheduler(example):
-    run_state_machine_as_test(example["MendedMachine"], settings=QUICK)
+def _planted(example) -> dict[str, tuple[type, type, str]]:
+    """The mistakes that the page lists: a scheduler, a device, and what the machine reports."""
+    Scheduler = example["Scheduler"]
+
+    class EndsAtLaunch(Scheduler):
+        def launch(self, prepare, batch, values):
+            is_launched = super().launch(prepare, batch, values)
+            for request in list(batch if is_launched else []):
+                if self.ledger.kv_committed_len[request.row] >= request.end:
+                    self.release(request, self.ledger.finish)
+            return is_launched
+
+    class CompletesAtLaunch(Scheduler):
+        def launch(self, prepare, batch, values):
+            is_launched = super().launch(prepare, batch, values)
+            if is_launched:
+                self.ledger.complete(self.flying[-1][1].step)
+            return is_launched
+
+    class NeverCompletesPrefills(Scheduler):
+        def take_results(self):
+            if self.flying[0][1].kind == "decode":
+                return super().take_results()
+            self.device.finish(self.flying.popleft()[1].step)
+
+    class NoDelta(FakeDevice):
+        def apply_delta(self, delta):
+            pass
+
+    class IndexesUncomputedTokens(Scheduler):
+        def release(self, request, verb):
+            self.ledger.index(request.row, request.tokens)
+            self.running.remove(request)
+            verb(request.row)
+
+    class IndexesAnotherText(Scheduler):
+        def release(self, request, verb):
+            length = int(self.ledger.resolved_len[request.row])
+            self.ledger.index(request.row, [0, *request.tokens][:length])
+            self.running.remove(request)
+            verb(request.row)
+
+    class RetractsAtOnce(Scheduler):
+        def make_room(self):
+            self.release(self.running[-1], self.ledger.retract)
+
+    class KeepsTheRow(Scheduler):
+        def start(self, request):
+            if self.ledger.free_pages(0) == 0:
+                self.ledger.admit()
+                return False
+            return super().start(request)
+
+    unread = "is not complete, got"
+    return {
+        "release before results": (EndsAtLaunch, FakeDevice, unread),
+        "complete before it has run": (CompletesAtLaunch, FakeDevice, "true root|KV at position"),
+        "no complete": (NeverCompletesPrefills, FakeDevice, f"not at rest|{unread}"),
+        "delta not taken": (Scheduler, NoDelta, "has no page in group"),
+        "index of uncomputed tokens": (IndexesUncomputedTokens, FakeDevice, "tokens, got"),
+        "index of another text": (IndexesAnotherText, FakeDevice, "target KV at position"),
+        "retract while steps are in flight": (RetractsAtOnce, FakeDevice, unread),
+        "a row that found no pages stays": (KeepsTheRow, FakeDevice, "rows are out|not at rest"),
+    }
+
+
+PLANTED = (
+    "release before results",
+    "complete before it has run",
+    "no complete",
+    "delta not taken",
+    "index of uncomputed tokens",
+    "index of another text",
+    "retract while steps are in flight",
+    "a row that found no pages stays",
+)
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_the_documented_machine_finds_each_mistake_that_the_page_lists(example, mistake):
+    scheduler, device, report = _planted(example)[mistake]
+    generate = settings(QUICK, max_examples=500, phases=(Phase.generate,))
+    with pytest.raises((AssertionError, SpecpoolError), match=report):
+        run_state_machine_as_test(machine_of(example, scheduler, device), settings=generate)
 
 
 def test_one_row_at_a_time_in_a_tight_pool_comes_to_rest(example):
-    """The last admitted row gives way, not the row of the round: else no round ever runs."""
+    """The last admitted row gives way, not the row of the round."""
     group = Group("kv", page_size=2, num_pages=6, hosts_drafts=True)
     ledger = Ledger([group], [Shape(1, 1, 2)], num_rows=3, max_context_len=8, max_batch=1)
-    device = FakeDevice(ledger)
-    scheduler = example["MendedScheduler"](ledger, device)
-    for request in (1, 2, 3):
-        scheduler.submit(request, 3, 5)
+    scheduler = example["Scheduler"](ledger, FakeDevice(ledger))
+    for number in (1, 2, 3):
+        scheduler.submit(number, [number] * 3, 5)
     turns = 0
     while scheduler.step():
         turns += 1
@@ -90,17 +206,27 @@ def test_one_row_at_a_time_in_a_tight_pool_comes_to_rest(example):
     assert_no_page_leaked(ledger)
 
 
+def test_a_request_alone_without_room_for_the_copy_of_its_hit_starts_without_the_hit(example):
+    group = Group("kv", page_size=4, num_pages=2, hosts_drafts=True)
+    ledger = Ledger([group], [Shape(1, 1, 2)], num_rows=1, max_context_len=7)
+    scheduler = example["Scheduler"](ledger, FakeDevice(ledger))
+    scheduler.submit(1, [0, 1, 2, 3, 4, 5], 1)
+    scheduler.submit(2, [0, 9, 9, 9, 9, 9], 1)
+    turns = 0
+    while scheduler.step():
+        turns += 1
+        assert turns < 20, scheduler.waiting
+    assert_no_page_leaked(ledger)
+
+
 def test_a_scheduler_that_never_comes_to_rest_is_found(example):
-    class Stuck(example["MendedScheduler"]):
+    class Stuck(example["Scheduler"]):
         def step(self):
             super().step()
             return True
 
-    class Machine(example["LeakMachine"]):
+    class Machine(machine_of(example, Stuck)):
         max_turns = 50
-
-        def make_scheduler(self, ledger, device):
-            return Stuck(ledger, device)
 
     with pytest.raises(AssertionError, match="not at rest after 50 turns"):
         run_state_machine_as_test(Machine, settings=QUICK)
@@ -110,14 +236,14 @@ def test_prompts_with_tokens_begin_alike_and_run_on_a_device_of_ones_own(example
     """The documented machine; each prompt has the tokens of its strategy, and fits."""
     prompts, devices = [], []  # of each run
 
-    class Scheduler(example["TokenScheduler"]):
-        def submit(self, request, prompt, max_new_tokens):
+    class Scheduler(example["Scheduler"]):
+        def submit(self, number, prompt, max_new_tokens):
             assert 1 <= len(prompt) and set(prompt) <= {0, 1, 2, 3, 4, 5, 6}
             assert len(prompt) + max_new_tokens <= self.ledger.max_context_len
             prompts[-1].append(prompt)
-            super().submit(request, prompt, max_new_tokens)
+            super().submit(number, prompt, max_new_tokens)
 
-    class Machine(example["TokenMachine"]):
+    class Machine(example["NamedMachine"]):
         def make_scheduler(self, ledger, device):
             assert type(device) is example["NamedDevice"]
             devices.append(device)
@@ -130,60 +256,60 @@ def test_prompts_with_tokens_begin_alike_and_run_on_a_device_of_ones_own(example
     assert any(one != other and one[:2] == other[:2] for one, other in pairs if len(one) > 2)
 
 
+def test_without_tokens_the_machine_submits_lengths(example):
+    class Scheduler(example["Scheduler"]):
+        def submit(self, number, prompt_len, max_new_tokens):
+            super().submit(number, [0] * prompt_len, max_new_tokens)
+
+    class Machine(machine_of(example, Scheduler)):
+        tokens = None
+
+    run_state_machine_as_test(Machine, settings=settings(QUICK, max_examples=20))
+
+
 def test_the_machine_asks_a_device_of_ones_own_whether_all_has_run(example):
-    class Lazy(example["NamedDevice"]):
+    class Lazy(FakeDevice):
         def check_complete(self):
             raise AssertionError("step 7 has not run on my device")
 
-    class Machine(example["TokenMachine"]):
-        def make_device(self, ledger, choose):
-            return Lazy(ledger, choose=choose)
-
     with pytest.raises(AssertionError, match="step 7 has not run on my device"):
-        run_state_machine_as_test(Machine, settings=QUICK)
-
-
-def machine_of(example, scheduler: type) -> type[LedgerMachine]:
-    class Machine(example["LeakMachine"]):
-        def make_scheduler(self, ledger, device):
-            return scheduler(ledger, device)
-
-    return Machine
+        run_state_machine_as_test(machine_of(example, example["Scheduler"], Lazy), settings=QUICK)
 
 
 def test_a_scheduler_that_never_uses_the_device_is_found(example):
-    class NoDevice(example["MendedScheduler"]):
-        def launch(self, prepare, rows, what):
-            try:
-                self.plans.append(prepare(rows, what))
-            except OutOfPages:
-                return False
-            self.ledger.launch(self.plans[-1].step)
-            return True
+    class NoDevice(FakeDevice):
+        """Answers, and has launched nothing."""
 
-        def take_results(self):
-            for plan in self.plans:
-                if plan.kind == "decode":
-                    self.ledger.resolve(plan.step, [1] * len(plan))
-                self.ledger.complete(plan.step)
-            self.plans, resolved = [], self.ledger.resolved_len
-            for row in [row for row, one in self.running.items() if resolved[row] >= one[2]]:
-                del self.running[row]
-                self.ledger.finish(row)
+        def __init__(self, ledger, choose):
+            super().__init__(ledger, choose=choose)
+            self.lanes = {}
+
+        def launch(self, plan):
+            self.lanes[plan.step] = len(plan)
+
+        def accept_lens(self, step):
+            return [1] * self.lanes[step]
+
+        def finish(self, step):
+            pass
+
+        def tokens(self, row):
+            return [0] * 1000
 
     message = r"step 1 was launched on the ledger, not on the device: call device\.launch\(plan\)"
     with pytest.raises(AssertionError, match=message):
-        run_state_machine_as_test(machine_of(example, NoDevice), settings=QUICK)
+        machine = machine_of(example, example["Scheduler"], NoDevice)
+        run_state_machine_as_test(machine, settings=QUICK)
 
 
 def test_steps_that_were_cancelled_need_no_device(example):
-    class Canceller(example["MendedScheduler"]):
-        def launch(self, prepare, rows, what):
+    class Canceller(example["Scheduler"]):
+        def launch(self, prepare, batch, values):
             try:
-                self.ledger.cancel(prepare(rows, what).step)
+                self.ledger.cancel(prepare([request.row for request in batch], values).step)
             except OutOfPages:
                 return False
-            return super().launch(prepare, rows, what)
+            return super().launch(prepare, batch, values)
 
     run_state_machine_as_test(machine_of(example, Canceller), settings=QUICK)
 
@@ -268,20 +394,21 @@ def test_the_fixture_knows_what_is_kept(no_page_leaks):  # noqa: F811
 
 
 def test_a_machine_knows_what_its_scheduler_keeps(example):
-    class Keeper(example["MendedScheduler"]):
+    class Keeper(example["Scheduler"]):
         """Keeps the first prompt that fills a page, as a prefix cache would."""
 
         prefix = None
 
-        def take_results(self):
-            super().take_results()
+        def step(self):
+            is_busy = super().step()
             if self.prefix is None:
-                for row in self.running:
+                for row in [request.row for request in self.running]:
                     if self.ledger.resolved_len[row] >= 16 and not self.ledger.in_flight[row]:
                         self.prefix = self.ledger.pin_prefix(row, 16)
-                        return
+                        break
+            return is_busy
 
-    class Forgetful(example["LeakMachine"]):
+    class Forgetful(example["LoopMachine"]):
         # Room for the prefix beside both rows.
         group = Group("kv", page_size=4, num_pages=60, hosts_drafts=True)
         configs = st.just(LedgerConfig((group,), (CHAIN,), num_rows=2, max_context_len=40))

@@ -118,9 +118,7 @@ class FakeDevice:
 
     # --- What an engine calls ---
 
-    def begin(
-        self, row: int, tokens: Sequence[int] = (), *, prompt: Sequence[int] = ()
-    ) -> None:
+    def begin(self, row: int, tokens: Sequence[int] = (), *, prompt: Sequence[int] = ()) -> None:
         """Record which tokens a row, just admitted, holds, and which its prefill will write.
 
         Args:
@@ -301,9 +299,7 @@ class FakeDevice:
             size = self._groups[group].page_size
             for memory in (self._target[group], self._draft[group]):
                 for offset in range(tokens):
-                    memory[dst * size + offset] = memory.get(
-                        src * size + offset, _NOTHING
-                    )
+                    memory[dst * size + offset] = memory.get(src * size + offset, _NOTHING)
 
     def _forward(self, unit: _Lane, wish: int) -> None:
         sequence = self._sequence(unit.row)
