@@ -288,7 +288,7 @@ def test_errors_within_the_noise_explain_every_draw_that_they_change():
     ]
     num_changed = num_faults = num_caught = 0
     for trial in range(1200):
-        params, scale = several[trial % 4], (0.3, 2.0, 5.0)[trial % 3]
+        params, scale = several[trial % 4].filled(), (0.3, 2.0, 5.0)[trial % 3]
         size, deviation = (8, 64, 1000)[trial // 3 % 3], (0.002, 0.02, 0.1)[trial // 9 % 3]
 
         def normal(size=size):

@@ -136,21 +136,24 @@ def test_a_shortage_without_end_ends_all_and_the_engine_goes_on(engine: Engine, 
     check(dict(enumerate(outputs)), [0, 1, 2, 3], wanted, set())
 
 
-def test_a_shortage_that_ends_nobody_is_raised(engine: Engine) -> None:
-    """Otherwise the next turns would meet it for ever; requests go on once there is memory."""
-    (wanted,) = engine.generate([PROMPTS[0]], PARAMS)
+def test_a_shortage_at_an_admission_ends_its_request_alone(engine: Engine) -> None:
+    """Otherwise the next turns would meet it for ever; others go on once there is memory."""
+    wanted = [engine.generate([prompt], PARAMS)[0] for prompt in PROMPTS[:2]]
     told: dict[int, Any] = {}
     is_short = True
     short(engine, "admit", lambda: is_short, MemoryError("numpy has none"))
     numbers = submitted(engine, PROMPTS[:1], told)
-    with pytest.raises(MemoryError, match="numpy has none"):
-        engine.turn()
-    with pytest.raises(MemoryError, match="numpy has none"):
-        engine.generate([PROMPTS[1]], PARAMS)
-    is_short = False
     while engine.turn():
         pass
-    check(told, numbers, [wanted], set())
+    (output,) = told.values()
+    assert output.finish_reason == "error"
+    assert output.error == "the request failed: MemoryError: numpy has none"
+    is_short = False
+    told.clear()
+    numbers = submitted(engine, PROMPTS[:2], told)
+    while engine.turn():
+        pass
+    check(told, numbers, wanted, set())
     assert_no_page_leaked(engine)
 
 

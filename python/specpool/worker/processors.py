@@ -199,7 +199,7 @@ class Processors:
             if request.bans is not None:
                 tree = _ROOT if trees is None else trees[:, lane]
                 allowed = allowed_by_lane.get(lane, {})
-                nodes, tokens = request.bans.of_tree(request.tokens, *tree, allowed)
+                nodes, tokens = request.bans.of_tree(request.tokens, *tree, allowed=allowed)
                 pairs.append((nodes + lane * num_nodes, tokens))
         if not pairs:
             return
