@@ -197,9 +197,14 @@ class Processors:
         for lane in chosen:
             request = requests[lane]
             if request.bans is not None:
-                tree = _ROOT if trees is None else trees[:, lane]
-                allowed = allowed_by_lane.get(lane, {})
-                nodes, tokens = request.bans.of_tree(request.tokens, *tree, allowed=allowed)
+                drafts, first_child, next_sibling = _ROOT if trees is None else trees[:, lane]
+                nodes, tokens = request.bans.of_tree(
+                    request.tokens,
+                    drafts,
+                    first_child,
+                    next_sibling,
+                    allowed_by_lane.get(lane, {}),
+                )
                 pairs.append((nodes + lane * num_nodes, tokens))
         if not pairs:
             return
