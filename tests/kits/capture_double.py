@@ -138,7 +138,13 @@ class FakeCuda:
         assert index == 0
         self.open_pools.remove(pool)
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(self, monkeypatch: pytest.MonkeyPatch, *, holds_tensors: bool = False) -> None:
+        """Take the place of `torch.cuda`; tensors of the device lie on the host unless it has them.
+
+        Args:
+            monkeypatch: undoes it.
+            holds_tensors: something else makes tensors of the device.
+        """
         for name, kind in (("Stream", Stream), ("CUDAGraph", Graph)):  # others name these classes
             monkeypatch.setattr(torch.cuda, name, type(name, (kind,), {"cuda": self}))
         monkeypatch.setattr(torch.cuda, "stream", self.stream)
@@ -148,7 +154,8 @@ class FakeCuda:
             return _zeros(*shape, device="cpu" if on_card else device, **options)
 
         current = SimpleNamespace(wait_stream=lambda other: self.calls.append("current after side"))
-        monkeypatch.setattr(torch, "zeros", zeros)
+        if not holds_tensors:
+            monkeypatch.setattr(torch, "zeros", zeros)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: self.calls.append("wait"))

@@ -47,20 +47,37 @@ def pack(kernel: str, parameters: Sequence[Parameter], args: Sequence[Any]) -> P
     Raises:
         ArgumentError: their number, or the size or kind of one, is not what the kernel reads.
     """
+    values, spans = [], []
+    for i, scalar in enumerate(check(kernel, parameters, args)):
+        raw = scalar
+        if raw is None:
+            spans += spans_of(args[i], f"argument {i}")
+            raw = np.uint64(address_of(args[i])).tobytes()
+        values.append(ctypes.create_string_buffer(raw, 16))
+    pointers = (ctypes.c_void_p * max(len(values), 1))(*[ctypes.addressof(v) for v in values])
+    return Packed(pointers, values, spans)
+
+
+def check(kernel: str, parameters: Sequence[Parameter], args: Sequence[Any]) -> list[bytes | None]:
+    """Checks arguments as `pack` does; arrays may lie on any device.
+
+    Returns:
+        The bytes of each scalar, None for arrays.
+
+    Raises:
+        ArgumentError: as in `pack`.
+    """
     if len(args) != len(parameters):
         raise ArgumentError(f"{kernel} takes {len(parameters)} arguments, {len(args)} were given")
-    values, spans = [], []
+    scalars: list[bytes | None] = []
     for i, (arg, parameter) in enumerate(zip(args, parameters, strict=True)):
         where = f"{kernel}, argument {i}"
         if isinstance(arg, np.ndarray | VirtualBuffer) or is_tensor(arg):
             _check_array(where, parameter, arg)
-            spans += spans_of(arg, f"argument {i}")
-            raw = np.uint64(address_of(arg)).tobytes()
+            scalars.append(None)
         else:
-            raw = _scalar(where, parameter, arg)
-        values.append(ctypes.create_string_buffer(raw, 16))
-    pointers = (ctypes.c_void_p * max(len(values), 1))(*[ctypes.addressof(v) for v in values])
-    return Packed(pointers, values, spans)
+            scalars.append(_scalar(where, parameter, arg))
+    return scalars
 
 
 def _named(kind: str, size: int) -> str:

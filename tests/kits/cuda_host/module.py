@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from . import source as source_text
 from . import toolchain
-from .arguments import Parameter, pack
+from .arguments import Parameter, check, pack
 from .errors import KERNEL_ERRORS, LaunchError
 from .memory import Span, merged, registered_spans
 
@@ -163,6 +163,18 @@ class HostKernel:
             ctypes.byref(options),
         ):
             self._raise()
+
+    def check(
+        self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0
+    ) -> None:
+        """Checks a launch as a call does, and runs nothing; arrays may lie on any device.
+
+        Raises:
+            ArgumentError, LaunchError: as in a call.
+        """
+        self._sizes(grid)
+        self._check_limits(self._sizes(block), shared_mem)
+        check(self.name, self.parameters, args)
 
     def _sizes(self, sizes: Sequence[int]) -> Any:
         three = [*sizes, 1, 1, 1][: max(3, len(sizes))]

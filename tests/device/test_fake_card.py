@@ -1,0 +1,255 @@
+"""Whole engines on a card that is not there: devices, dtypes and shapes are torch's own.
+
+Host and device tensors that are mixed, reads of the device that a step waits for, and operators
+that do not take their arguments on a card are found here alone: all other kits run on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import cuda_host
+from cuda_host.errors import ArgumentError
+from fake_cuda import DEVICE, Card
+from graph_kit import CHAIN, NONE, PROMPTS, TREE, make
+from specpool import Engine, SamplingParams, Shape
+from specpool.assets import resolve
+from specpool.attention.lanes import Lanes
+from specpool.kernels import launch
+from specpool.memory.layer_kv import LayerKV
+from specpool.worker import worker
+
+pytestmark = [
+    pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable() or ""),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card"),
+]
+
+GREEDY = SamplingParams(max_new_tokens=9, ignore_eos=True)
+DRAWN = SamplingParams(max_new_tokens=6, ignore_eos=True, temperature=1.0, top_p=0.9, seed=3)
+PARAMS = [GREEDY, DRAWN, GREEDY, DRAWN]
+PENALTIES = [
+    dataclasses.replace(GREEDY, repetition_penalty=1.3, logit_bias={5: 1.0}),
+    dataclasses.replace(DRAWN, presence_penalty=0.5, frequency_penalty=0.2, min_p=0.05),
+    dataclasses.replace(DRAWN, logprobs=3),
+    GREEDY,
+]
+SAMPLES = [dataclasses.replace(DRAWN, n=2)] * 4
+SEVERAL = ["specpool/tiny-draft", "ngram", "specpool/tiny-eagle", "suffix"]
+
+# shape, options, what requests ask for
+CASES: dict[str, tuple[Shape | None, dict[str, Any], list[SamplingParams]]] = {
+    "plain": (NONE, {}, PARAMS),
+    "chain": (CHAIN, {}, PARAMS),
+    "dense": (TREE, {}, PARAMS),
+    "dense, pages of 1": (TREE, {"page_size": 1}, PARAMS),
+    "dense, by branch": (TREE, {"ancestry": "branch"}, PARAMS),
+    "holey": (TREE, {"page_size": 4, "layout": "holey"}, PARAMS),
+    "shared": (TREE, {"placement": "shared"}, PARAMS),
+    "third head": (CHAIN, {"head": "tiny-eagle3"}, PARAMS),
+    "block": (CHAIN, {"head": "tiny-block"}, PARAMS),
+    "block tree": (TREE, {"head": "tiny-block", "page_size": 4, "layout": "holey"}, PARAMS),
+    "small model": (CHAIN, {"head": "tiny-draft"}, PARAMS),
+    "small model, tree": (TREE, {"head": "tiny-draft"}, PARAMS),
+    "draft window": (TREE, {"draft_window": 16, "draft_sink": 4}, PARAMS),
+    "chunks of prompts": (TREE, {"prefill_tokens": 8}, PARAMS),
+    "by cost": (None, {"adaptive": "cost", "max_batch": 2}, PARAMS),
+    "host tier": (CHAIN, {"host_bytes": 1 << 22}, PARAMS),
+    "samples": (CHAIN, {}, SAMPLES),
+}
+EAGER = {
+    "mixed": (CHAIN, {"mixed_chunks": True, "prefill_tokens": 16}, PARAMS),
+    "mixed, tree": (TREE, {"mixed_chunks": True, "prefill_tokens": 16}, PARAMS),
+    "penalties, chain": (CHAIN, {}, PENALTIES),
+    "penalties, tree": (TREE, {}, PENALTIES),
+    "chosen nodes": (TREE, {"verify_nodes": 9}, PARAMS),
+    "ngram": (CHAIN, {"draft": "ngram"}, PARAMS),
+    "suffix": (CHAIN, {"draft": "suffix"}, PARAMS),
+    "several": (CHAIN, {"draft": SEVERAL}, PARAMS),
+}
+SLICE = {  # the rest is for `make test-full`
+    ("plain", "float32", "eager"),
+    ("chain", "bfloat16", "overlapped"),
+    ("dense", "bfloat16", "captured"),
+    ("holey", "float32", "captured and overlapped"),
+    ("third head", "bfloat16", "captured"),
+    ("small model, tree", "bfloat16", "captured and overlapped"),
+    ("block tree", "bfloat16", "captured"),
+    ("host tier", "bfloat16", "captured"),
+    ("mixed, tree", "bfloat16", "eager"),
+    ("penalties, tree", "float32", "overlapped"),
+}
+HOW = {
+    "eager": {"graph_sizes": ()},
+    "overlapped": {"graph_sizes": (), "overlap_depth": 1},
+    "captured": {"graph_sizes": (1, 4)},
+    "captured and overlapped": {"graph_sizes": (1, 4), "overlap_depth": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def layer_kv() -> dict[tuple[Any, ...], Any]:
+    return Card().probe(resolve("specpool/tiny"), resolve("specpool/tiny-draft")).layer_kv
+
+
+@pytest.fixture
+def card(layer_kv) -> Iterator[Card]:
+    card = Card()
+    card.layer_kv.update(layer_kv)
+    with card.running():
+        yield card
+
+
+def build(shape: Shape | None, **options: Any) -> Engine:
+    common = {"device": "cuda", "busy_check": 0, "max_context_len": 120, "max_batch": 4}
+    options = {**common, **options}
+    if "draft" in options:
+        return Engine.from_pretrained(shape=shape, **options)
+    return make(shape, **options)
+
+
+def run(engine: Engine, params: list[SamplingParams]) -> None:
+    outputs = engine.generate(PROMPTS[:4], params)
+    assert [output.error for output in outputs] == [None] * len(outputs)
+
+
+def some(cases: dict[str, Any], how: list[str]) -> Any:
+    return pytest.mark.parametrize(
+        ("case", "dtype", "how"),
+        [
+            pytest.param(*at, marks=() if at in SLICE else pytest.mark.full)
+            for at in ((c, d, h) for c in cases for d in ("bfloat16", "float32") for h in how)
+        ],
+    )
+
+
+@some(CASES, [*HOW])
+def test_an_engine_runs_on_a_card(case, dtype, how, card, caplog):
+    """Law: nothing of a step is on the wrong device, waits for it, or cannot be captured."""
+    caplog.set_level(logging.WARNING)
+    shape, options, params = CASES[case]
+    sizes = (1, options.get("max_batch", 4)) if how.startswith("captured") else ()
+    with build(shape, **{**HOW[how], **options, "dtype": dtype, "graph_sizes": sizes}) as engine:
+        run(engine, params)
+        stats = engine.stats()
+    assert not caplog.records
+    assert {"apply_table_deltas", "sample_tokens"} <= card.kernels.launches.keys()
+    if sizes:
+        assert stats.graphs.replay_ct > 0 == stats.graphs.eager_ct
+
+
+@some(EAGER, ["eager", "overlapped"])
+def test_rounds_that_no_graph_serves_run_on_a_card(case, dtype, how, card):
+    shape, options, params = EAGER[case]
+    with build(shape, **{**HOW[how], **options, "dtype": dtype}) as engine:
+        run(engine, params)
+
+
+@pytest.mark.parametrize("how", ["eager", "captured and overlapped"])
+def test_a_session_runs_on_a_card(how, card):
+    with build(TREE, dtype="bfloat16", **HOW[how]) as engine, engine.open_session() as session:
+        assert session.append(PROMPTS[0], GREEDY).output().error is None
+        session.rewind(session.num_tokens - 3)
+        assert session.append(PROMPTS[2], DRAWN).output().error is None
+
+
+# --- what the card must find --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["eager", "captured"])
+def test_a_tensor_made_on_the_host_is_found(how, card, monkeypatch):
+    def positions(lanes: Lanes) -> torch.Tensor:
+        offsets = torch.arange(lanes.widths if isinstance(lanes.widths, int) else 1)
+        return (lanes.starts.unsqueeze(1) + offsets).view(-1)
+
+    monkeypatch.setattr(Lanes, "positions", property(positions))
+    assert "cuda:0, cpu" in error_of(lambda: build(CHAIN, dtype="bfloat16", **HOW[how]))
+
+
+@pytest.mark.parametrize("read", ["int", "a copy", "a mask"])
+@pytest.mark.parametrize("how", ["eager", "captured"])
+def test_a_hidden_read_is_found(how, read, card, monkeypatch):
+    verify = worker.verify
+
+    def reading(*args: Any) -> Any:
+        verdict = verify(*args)
+        match read:
+            case "int":
+                int(verdict.accept_len.max())
+            case "a copy":
+                verdict.accept_len.cpu()
+            case "a mask":
+                verdict.tokens[verdict.tokens > 0]
+        return verdict
+
+    monkeypatch.setattr(worker, "verify", reading)
+    assert error_of(lambda: build(CHAIN, dtype="bfloat16", **HOW[how]))
+
+
+def error_of(made: Callable[[], Engine]) -> str:
+    """Return how a request ends."""
+    with made() as engine:
+        (output,) = engine.generate(PROMPTS[:1], GREEDY)
+    assert output.finish_reason == "error"
+    return output.error or ""
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("a number of another type", "is packed as int64"),
+        ("an array of another type", "a torch.int64 array was given"),
+        ("a tensor of the host", "on cpu"),
+        ("a column", r"\(4, 2\)"),
+    ],
+)
+def test_a_launch_that_does_not_fit_its_kernel_is_found(what, text, card):
+    table = torch.zeros(4, 4, dtype=torch.int32, device=DEVICE)
+    places = [torch.zeros(3, dtype=torch.int32, device=DEVICE) for _ in range(3)]
+    number: Any = np.int32(4)
+    match what:
+        case "a number of another type":
+            number = 4
+        case "an array of another type":
+            places[0] = places[0].long()
+        case "a tensor of the host":
+            places[2] = torch.zeros(3, dtype=torch.int32)
+        case "a column":
+            table = table[:, :2]
+    with pytest.raises((AssertionError, ArgumentError), match=text):
+        sizes = [number, np.int32(4)]
+        launch.launch("apply_table_delta", (1,), (256,), [table, *sizes, *places, np.int32(3)])
+
+
+# --- memory, which a fake tensor only adds up ---------------------------------------------------
+
+
+def test_graphs_of_long_contexts_read_into_one_layer_of_the_pool(card):
+    """Law: 64 lanes of 131,072 tokens read into no more, in layers as of an 8B model."""
+    config = transformers.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=2,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=1000,
+        max_position_embeddings=1 << 17,
+    )
+    with torch.device(DEVICE):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    card.layer_kv["llama", 2, 4096] = [LayerKV(8, 128, 128)] * 2
+    how = {"graph_sizes": (64,), "max_batch": 64, "kv_bytes": 4 << 30, "busy_check": 0}
+    with Engine.from_pretrained(model, **how) as engine:
+        assert engine.max_context_len == 1 << 17
+        graphs = engine.stats().graphs
+        assert graphs.num_graphs == 8  # bounds from 1,024 on
+        (room,) = (sum(b.nbytes for b in f.buffers) for f in engine.cache._pinned.values())
+    layer = sum(buffer.nbytes for buffer in (engine.cache.keys[0], engine.cache.values[0]))
+    assert layer > 1 << 30 and 0 < room < 1.13 * layer
