@@ -26,7 +26,7 @@ FORM = TEXT | {"structured_outputs": {"regex": "[a-z]{4}"}}
 class Scripted:
     """A front, its engine's words, and clients that can leave."""
 
-    def __init__(self, tokenizer=None, ready=READY, wire=None, **options):
+    def __init__(self, *, tokenizer=None, ready=READY, wire=None, **options):
         options = {"access_log": False} | options
         self.tokenizer = tokenizer or tokenizer_of(resolve("specpool/tiny"), None, False)
         self.wire, self.ready = Wire() if wire is None else wire, ready

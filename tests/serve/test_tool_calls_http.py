@@ -27,7 +27,7 @@ CALL = {"type": "function", "function": {"name": "get_weather", "arguments": PAR
 def run(tokenizer, test):
     async def all_of_it():
         ready = dataclasses.replace(READY, max_context_len=4096, vocab_size=len(tokenizer))
-        front = Scripted(tokenizer, ready)
+        front = Scripted(tokenizer=tokenizer, ready=ready)
         await front.start()
         await asyncio.wait_for(test(front), 60)
 

@@ -95,7 +95,7 @@ def run(stats):
 
     def run(test, **options):
         async def main():
-            front = Scripted(Willing(stats), **{"api_keys": KEYS} | options)
+            front = Scripted(wire=Willing(stats), **{"api_keys": KEYS} | options)
             await front.start()
             await asyncio.wait_for(test(front), 60)
 
