@@ -149,7 +149,7 @@ def test_rewind_and_fork(browser, server):
     assert browser.run("current.turns.map((turn) => turn.text)")[1] == "seq: 3, 6, "
     browser.run("window.confirm = () => true; $('do-delete').click()")
     browser.until("talks.length === 1")
-    assert len(server.ask("GET", "/v1/sessions")[1]["data"]) == 1
+    browser.until("ask('GET', '/v1/sessions').then(({ data }) => data.length === 1)")
 
 
 @needs_browser
@@ -365,3 +365,57 @@ def test_text_is_text(browser):
     assert browser.run(
         "window.hit === undefined && document.querySelectorAll('#log b').length === 0"
     )
+
+
+@needs_browser
+def test_no_text_keeps_the_page_from_its_next_frame(browser):
+    """Law: long runs of one character, as some models pad, cost little more than they are long."""
+    for mark in (" ", "|", "*", "`", "- ", "~~a", "["):
+        for text in (f"|a|{mark}b|\n|--|--|\n|a|{mark}b|c", f"{mark}a", f"**{mark}a"):
+            long = json.dumps(text.replace(mark, mark * (12_000 // len(mark))))
+            assert browser.run(f"markdown({long}, new Uint8Array(30000)).childNodes.length > 0")
+
+
+@needs_browser
+def test_a_conversation_is_deleted_here_whatever_the_server_says(browser, server):
+    browser.run("$('max').value = 16")
+    say(browser, "seq: 2, 4, ")
+    browser.run("window.confirm = () => true; fetch = async () => { throw Error('no server'); }")
+    browser.run("$('do-delete').click()")
+    browser.until("$('state').textContent === 'no server'")
+    assert browser.run("talks.length") == 0
+    assert not browser.run("Object.keys(localStorage).filter((key) => key.startsWith(STORE))")
+    (session,) = server.ask("GET", "/v1/sessions")[1]["data"]
+    server.ask("DELETE", f"/v1/sessions/{session['id']}")
+
+
+@needs_browser
+def test_two_tabs_keep_the_turns_of_each_other(browser, server):
+    """Law: what one tab says, renames or deletes, the other has at once, and never undoes."""
+    browser.run("$('max').value = 16; $('options').onchange()")
+    say(browser, "seq: 2, 4, ")
+    browser.run("window.other = open(location.href, 'other'); undefined")
+    shown = "[...other.document.querySelectorAll('#log .said')].map((node) => node.textContent)"
+    browser.until("other.document.getElementById('model')?.textContent === 'specpool/tiny'")
+    say(browser, "seq: 3, 6, ")
+    browser.until(f"{shown}.length === 2")
+    browser.run(
+        "other.document.getElementById('text').value = 'seq: 5, 10, ';"
+        "other.document.getElementById('form').requestSubmit()"
+    )
+    browser.until("current.turns.length === 3 && !current.turns.some((turn) => turn.failed)")
+    assert [text for text, _ in texts(browser)] == ["seq: 2, 4, ", "seq: 3, 6, ", "seq: 5, 10, "]
+    (session,) = server.ask("GET", "/v1/sessions")[1]["data"]
+    assert session["offset"] == browser.run("current.offset")
+    say(browser, "seq: 7, 14, ")  # the same session goes on
+    assert server.ask("GET", "/v1/sessions")[1]["data"][0]["id"] == session["id"]
+    browser.run("window.confirm = () => true; $('do-delete').click()")
+    browser.until(f"{shown}.length === 0")
+    browser.run(
+        "other.document.getElementById('text').value = 'seq: 8, ';"
+        "other.document.getElementById('form').requestSubmit()"
+    )
+    browser.until("talks.length === 1 && current === null")  # a new one
+    browser.run("other.location = 'about:blank'")
+    browser.until("other.location.href === 'about:blank'")
+    browser.run("other.close()")

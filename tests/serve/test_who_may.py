@@ -353,6 +353,20 @@ def test_no_route_answers_to_a_name_that_another_site_points_here(run, method):
     run(test)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.2", "127.1.2.3", "::1", "localhost"])
+def test_a_loopback_server_answers_to_the_address_that_it_listens_on(run, host):
+    """Law: its greeting names this address, and no other site can point it elsewhere."""
+
+    async def test(front):
+        name = f"[{host}]" if ":" in host else host
+        for said in (f"{name}:8000", name):
+            assert (await front.ask({}, path="/v1/sessions", **A | {"host": said}))[0] == 200
+        said = {"host": "evil.example"}
+        assert (await front.ask({}, path="/v1/sessions", **A | said))[0] == 403
+
+    run(test, host=host)
+
+
 def test_all_sites_may_call_if_all_are_named(run):
     async def test(front):
         for said in FOREIGN:

@@ -61,7 +61,7 @@ class AccessGuard:
 def _check_host(host: str, config: ServeConfig) -> None:
     """Refuse a strange name for a loopback server: a web page may have made it point here."""
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-    if name.lower() not in {*_LOOPBACK_NAMES, *map(str.lower, config.hosts)}:
+    if name.lower() not in {*_LOOPBACK_NAMES, *map(str.lower, (config.host, *config.hosts))}:
         raise ApiError(
             403,
             f"the server listens on loopback and is called {name!r:.100}: start it with "

@@ -97,7 +97,7 @@ function markdown(text, marked) {
 
   function row(line, kind) {
     const node = element("tr");
-    const body = line.text.replace(/\s*\|?\s*$/, "");
+    const body = line.text.trimEnd().replace(/\|$/, "").trimEnd();
     let from = body.search(/[^\s|]|(?<=\|)\s*\|/);
     from = from < 0 ? 0 : from;
     for (;;) {

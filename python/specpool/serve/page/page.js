@@ -50,6 +50,7 @@ function guarded(act) {
 // --- what the browser keeps
 
 function save(talk) {
+  if (!talks.includes(talk)) return; // another tab has deleted it
   const { key, title, system, session, offset } = talk;
   const turns = talk.turns.map(({ begin, text, pieces, note, failed }) => ({ begin, text, pieces, note, failed }));
   try {
@@ -60,18 +61,37 @@ function save(talk) {
 }
 
 function loadAll() {
-  for (let at = 0; at < localStorage.length; at++) {
-    const item = localStorage.key(at);
-    if (!item.startsWith(STORE)) continue;
-    try {
-      const talk = JSON.parse(localStorage.getItem(item));
-      for (const turn of talk.turns) turn.runs = false;
-      talks.push({ ...talk, isHere: false });
-    } catch { /* not ours */ }
-  }
-  talks.sort((one, other) => (one.key < other.key ? -1 : 1));
+  for (let at = 0; at < localStorage.length; at++) take(localStorage.key(at));
   current = talks.find((talk) => talk.key === sessionStorage.getItem("specpool.current")) || talks[talks.length - 1] || null;
 }
+
+// Takes what the store has under this name into `talks`.
+function take(item) {
+  if (!item.startsWith(STORE)) return;
+  const old = talks.find((talk) => STORE + talk.key === item);
+  const isRunning = old && old.turns.some((turn) => turn.runs);
+  const text = localStorage.getItem(item);
+  if (text === null && old) {
+    if (isRunning) running.abort();
+    talks.splice(talks.indexOf(old), 1);
+    if (current === old) current = null;
+  }
+  if (text === null || isRunning) return; // an answer that runs is saved at its end
+  try {
+    const talk = { ...JSON.parse(text), isHere: false };
+    for (const turn of talk.turns) turn.runs = false;
+    if (old) Object.assign(old, talk);
+    else talks.push(talk);
+  } catch { /* not ours */ }
+  talks.sort((one, other) => (one.key < other.key ? -1 : 1));
+}
+
+// Another tab has saved or deleted a conversation: the next turn here goes on from it.
+window.onstorage = ({ key }) => {
+  if (key === null || !key.startsWith(STORE)) return;
+  take(key);
+  draw();
+};
 
 function saveOptions() {
   const values = Object.fromEntries([
@@ -159,10 +179,10 @@ async function close(talk) {
 async function remove() {
   const talk = current;
   if (!confirm(`Delete "${talk.title || "this conversation"}" from this browser?`)) return;
-  if (talk.session) await close(talk);
   localStorage.removeItem(STORE + talk.key);
   talks.splice(talks.indexOf(talk), 1);
   choose(talks[talks.length - 1] || null);
+  if (talk.session) await close(talk);
 }
 
 function said(turn) { return turn.pieces.map(([text]) => text).join(""); }
