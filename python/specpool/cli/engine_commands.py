@@ -30,6 +30,7 @@ from specpool.cli.options.types import (
     DeviceName,
     DrafterName,
     DtypeName,
+    Force,
     Json,
     OverlapDepth,
     Plot,
@@ -72,7 +73,7 @@ def generate(
         Path | None,
         typer.Option(help="Write the outputs, a line of JSON each, as they are complete."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --out.")] = False,
+    force: Force = False,
     compare: Annotated[
         bool,
         typer.Option(
@@ -268,7 +269,7 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="Write the configuration, for --adaptive.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file of --out.")] = False,
+    force: Force = False,
     json: Json = False,
     plot: Plot = None,
 ) -> None:

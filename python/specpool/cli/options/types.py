@@ -54,6 +54,7 @@ Adaptive = Annotated[
     ),
 ]
 Plot = Annotated[Path | None, typer.Option(help="Write a picture (needs matplotlib).")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the file of --out.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 DeviceName = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 TrustRemoteCode = Annotated[
