@@ -48,6 +48,7 @@ def load(
         shutil.copytree(resolve(source), folder)
     change(folder)
     caplog.clear()
+    caplog.set_level(logging.WARNING, logger="transformers")
     caplog.set_level(logging.INFO, logger="specpool")
     target = folder if kind == "mtp" else resolve("specpool/tiny")
     try:

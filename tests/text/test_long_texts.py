@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +36,15 @@ def test_a_text_is_tokenized_only_until_it_cannot_fit():
     assert tokenizer.num_seen <= 1 << 16
     assert len(texts.encode(0, "a" * 9000)) == 9000  # the caller tells what is left of it
     assert len(Texts(tokenizer).encode(0, "a" * 100_000)) == 100_000
+
+
+def test_a_long_text_raises_no_warning_of_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    """Law: a text is measured by `max_context_len`, never by the tokenizer's own bound."""
+    tokenizer = load_tokenizer(resolve("specpool/tiny"))
+    tokenizer.model_max_length = 4
+    caplog.set_level(logging.WARNING, logger="transformers")
+    assert len(Texts(tokenizer).encode(0, "abcdef")) == 6
+    assert not caplog.records
 
 
 def test_a_chats_characters_are_those_of_its_texts():

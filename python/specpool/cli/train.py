@@ -40,9 +40,6 @@ def run(config: TrainConfig, *, threads: int, as_json: bool) -> None:
     _check_raw(config.target)
     rows = read_rows(config.data)
     checks.start_torch(threads)
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it warns of long texts
     from specpool.train.training import train
 
     console = Console(stderr=True, highlight=False)

@@ -371,7 +371,10 @@ class Texts:
         with reading(f"the tokenizer refuses {name}", ConfigError):
             if most is not None and len(text) > _LONG * most:
                 self._check_len(text, most)
-            return list(self._tokenizer.encode(text, add_special_tokens=adds_special))
+            # max_context_len is checked by name, so transformers' own warning says nothing new.
+            return list(
+                self._tokenizer.encode(text, add_special_tokens=adds_special, verbose=False)
+            )
 
     def _check_len(self, text: str, most: int) -> None:
         """Refuse a long text by its beginning: its pieces are tokenized until they are too many.
@@ -382,7 +385,7 @@ class Texts:
         count = 0
         for start in range(0, len(text), _PIECE):
             piece = text[start : start + _PIECE]
-            count += len(self._tokenizer.encode(piece, add_special_tokens=False))
+            count += len(self._tokenizer.encode(piece, add_special_tokens=False, verbose=False))
             if count > 2 * most:
                 raise ConfigError(
                     f"the first {start + len(piece)} of the prompt's {len(text)} characters have "
