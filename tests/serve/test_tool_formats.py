@@ -33,6 +33,14 @@ def call(name, arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def is_json(text):
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def units(pieces):
     """Characters and special tokens: a stream may be cut between any two."""
     return [
@@ -65,7 +73,8 @@ def read(pieces, cuts, formats, **more):
             told[-1][1] += delta["function"]["arguments"]
     made = [[c["function"]["name"], c["function"]["arguments"]] for c in tools.calls]
     assert told == made, "the deltas make up the calls"
-    assert tools.finish_reason == ("tool_calls" if made else "stop")
+    if not made or is_json(made[-1][1]):
+        assert tools.finish_reason == ("tool_calls" if made else "stop")
     return content, made
 
 
@@ -266,6 +275,31 @@ def test_a_forced_call_is_read_whatever_the_models_own_form(name):
     assert tools.push(json.dumps(PARIS), True, marks)[0] == ""
     assert [c["function"]["arguments"] for c in tools.calls] == [json.dumps(PARIS)]
     assert tools.finish_reason == "stop"
+
+
+def test_half_a_forced_call_is_no_content():
+    """Where some function must be called, the form is the server's own, not the model's words."""
+    forced = json.dumps({"name": "get_weather", "arguments": PARIS})
+    for end in range(len(forced)):
+        for cuts in ([], range(1, end)):
+            content, calls = read([(forced[:end], False)], cuts, FORMATS, tool_choice="required")
+            assert content == "" and len(calls) == (end > forced.index("{", 1))
+
+
+def test_an_answer_in_the_requests_form_is_content_even_if_it_looks_like_a_call():
+    text = json.dumps({"name": "get_weather", "arguments": PARIS})
+    for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}):
+        assert read([(text, False)], [], FORMATS, response_format=form) == (text, [])
+    assert read([(text, False)], [], FORMATS, response_format={"type": "text"})[1]
+
+
+def test_tools_that_are_not_allowed_are_not_called():
+    text = json.dumps({"name": "get_weather", "arguments": PARIS})
+    for mode in ("auto", "required"):
+        for name, is_called in (("get_weather", True), ("stop-it", False)):
+            tools = [{"type": "function", "function": {"name": name}}]
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+            assert bool(read([(text, False)], [], FORMATS, tool_choice=choice)[1]) is is_called
 
 
 def test_an_object_that_is_no_call_streams():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specpool.serve.api.requests import ChatRequest
-from specpool.serve.api.structured import forced_tool, tools_of
+from specpool.serve.api.structured import forced_tool, tools_of, wants_call
 from specpool.serve.api.tool_formats import FORMATS, OBJECT_HEAD, THOUGHTS_END, Format
 from specpool.serve.api.tool_values import json_of_gemma, json_of_keywords, json_of_tag, types_of
 
@@ -50,8 +50,9 @@ class JsonEnd:
 class ToolCalls:
     """A reader of one answer. It splits the text into content and calls.
 
-    A forced function's whole text is its arguments. Otherwise calls are read in the formats of
-    `tool_formats`, anywhere in the text; those without a mark only at its begin or behind thoughts.
+    A forced function's whole text is its arguments. If any function must be called, no text is
+    content. Otherwise calls are read in the formats of `tool_formats`, anywhere in the text; those
+    without a mark only at its begin or behind thoughts.
     A call's arguments are output as they come, once its name is known to be one of the request's.
     Everything else is content. Special tokens are read, but are not part of any output.
     """
@@ -59,7 +60,11 @@ class ToolCalls:
     def __init__(self, request: ChatRequest, formats: Sequence[Format] = FORMATS) -> None:
         """Read an answer to this request, of a model that writes its calls in these formats."""
         forced = forced_tool(request)
-        self._schemas = {t.function.name: t.function.parameters or {} for t in tools_of(request)}
+        # A text in the form of `response_format` is content, even if it looks like a call.
+        is_content = (request.response_format or {}).get("type", "text") != "text"
+        tools = [] if is_content else tools_of(request)
+        self._schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        self._wants_call = wants_call(request)
         self._forced = None if forced is None else forced.function.name
         self._formats, self._format = formats, FORMATS[0]  # the latter: of the call that is read
         self._held = ""  # not decided yet
@@ -103,12 +108,14 @@ class ToolCalls:
             start = place
         while self._state(last):
             pass
-        return self._content, self._deltas
+        # Where a call is the answer's form, a text that ends before its name is the half of one.
+        return "" if self._wants_call else self._content, self._deltas
 
     @property
     def finish_reason(self) -> str:
-        """The reason for an end by a stop."""
-        return "tool_calls" if self.calls and self._forced is None else "stop"
+        """The reason for an end by a stop; a call whose arguments it has cut off was not made."""
+        is_cut = self._state in (self._arguments, self._key, self._value)
+        return "tool_calls" if self.calls and self._forced is None and not is_cut else "stop"
 
     # --- the states: each takes what it can from the held text; True = another may go on
 
