@@ -277,6 +277,19 @@ def test_a_forced_call_is_read_whatever_the_models_own_form(name):
     assert tools.finish_reason == "stop"
 
 
+def test_a_call_has_the_id_that_the_model_gives_it_once():
+    """Kimi's next prompt shows it in the place of the function's name."""
+    text = "".join(
+        f"<|tool_call_begin|>{ident}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        for ident in ("functions.stop-it:3", "functions.stop-it:3", "stop-it", "stop-it:4")
+    )
+    tools = ToolCalls(ChatRequest.model_validate(ASK), formats_of(ALL["kimi"].template))
+    parts = [tools.push(char, False) for char in text] + [tools.push("", True)]
+    first, *others = [call["id"] for call in tools.calls]
+    assert first == "functions.stop-it:3" and "".join(part[0] for part in parts) == ""
+    assert len(others) == len({*others}) == 3 and all(i.startswith("call_") for i in others)
+
+
 def test_half_a_forced_call_is_no_content():
     """Where some function must be called, the form is the server's own, not the model's words."""
     forced = json.dumps({"name": "get_weather", "arguments": PARIS})

@@ -76,6 +76,7 @@ class ToolCalls:
         self._end, self._num_seen = JsonEnd(), 0
         self._is_wrapped = False  # the arguments are within the call's object
         self._name = ""  # of the function that is called
+        self._ident: str | None = None  # of the call, if the model has given one
         self._num_args = 0  # in tags, of the call that is read
         self._types = frozenset[str]()  # of the argument that is read
         self._state: Callable[[bool], bool] = self._text
@@ -276,6 +277,7 @@ class ToolCalls:
         """Begin to read a call of the current format, whose arguments or object begin at `at`."""
         self._at = self._num_seen = at
         self._name = match.groupdict().get("name") or ""
+        self._ident = match.groupdict().get("id")
         kind = self._format.kind
         if kind == "object":
             self._end, self._state = JsonEnd(), self._call
@@ -322,7 +324,10 @@ class ToolCalls:
 
     def _begin(self, name: str) -> None:
         """Output a new call."""
-        call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+        ident = self._ident
+        if ident is None or any(call["id"] == ident for call in self.calls):
+            ident = f"call_{secrets.token_hex(12)}"
+        call = {"id": ident, "type": "function"}
         self._deltas.append(
             {"index": len(self.calls), **call, "function": {"name": name, "arguments": ""}}
         )
