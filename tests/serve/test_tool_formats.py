@@ -341,10 +341,21 @@ def test_an_object_that_is_no_call_streams():
         ("[" * 9999, {"type": "array"}, json.dumps("[" * 9999)),
         ("b'x'", {}, "\"b'x'\""),
         ("x", "no schema", '"x"'),
+        ("0123", {"$ref": "#/$defs/a%20~1b"}, '"0123"'),
+        ("123", {"$ref": "#/$defs/a%20~1b"}, '"123"'),
+        ("123", {"allOf": [{"$ref": "#/$defs/a%20~1b"}], "default": "1"}, '"123"'),
+        ("123", {"anyOf": [{"$ref": "#/$defs/a%20~1b"}, {"type": "null"}]}, '"123"'),
+        ("null", {"anyOf": [{"$ref": "#/$defs/a%20~1b"}, {"type": "null"}]}, "null"),
+        ("123", {"$ref": "#/$defs/round"}, "123"),
+        ("123", {"anyOf": [{"$ref": "#/$defs/round"}] * 9}, "123"),
+        ("123", {"$ref": "#/$defs/none"}, "123"),
+        ("123", {"$ref": "http://x#/$defs/a"}, "123"),
+        ("1", {"const": "1"}, '"1"'),
     ],
 )
 def test_a_tags_value_is_what_the_schema_says(text, schema, expected):
-    assert json_of_tag(text, types_of(schema)) == expected
+    defs = {"a /b": {"enum": ["0123", "123"]}, "round": {"anyOf": [{"$ref": "#/$defs/round"}] * 9}}
+    assert json_of_tag(text, types_of(schema, {"$defs": defs})) == expected
 
 
 @pytest.mark.parametrize(

@@ -209,9 +209,10 @@ class ToolCalls:
                 self._cut(len(self._held))
             return False
         self._cut(key.end())
-        properties = self._schemas[self._name].get("properties")
+        parameters = self._schemas[self._name]
+        properties = parameters.get("properties")
         schema = properties.get(key["key"]) if isinstance(properties, dict) else None
-        self._types = types_of(schema)
+        self._types = types_of(schema, parameters)
         self._argue(f"{', ' if self._num_args else '{'}{json.dumps(key['key'])}: ")
         self._argue('"' if self._types == {"string"} else "")
         self._num_args, self._seen, self._state = self._num_args + 1, 0, self._value
