@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -228,3 +229,59 @@ def test_a_template_of_the_command_line_replaces_all(tmp_path):
         "default": "a",
         "tool_use": "b",
     }
+
+
+#: As gpt-oss', it refuses a result without a call before; as Mistral's, it counts the messages
+#: without calls, which must be the user's and the assistant's by turns.
+STERN = """{%- set ns = namespace(num=0, has_call=false) %}{%- for m in messages %}
+{%- if m.role == 'tool' %}{% if not ns.has_call %}{{ raise_exception('no call') }}{% endif %}[R]
+{{- m.tool_call_id }}={{ m.content }}
+{%- elif m.tool_calls is defined %}{% set ns.has_call = true %}[A]{{ m.content }}
+{%- for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]
+{{- c.function.arguments | tojson }}{% endfor %}
+{%- else %}{% if (m.role == 'user') != (ns.num % 2 == 0) %}{{ raise_exception('by turns') }}
+{%- endif %}{% set ns.num = ns.num + 1 %}[{{ m.role }}]{{ m.content }}{% endif %}[E]{% endfor %}
+{%- if add_generation_prompt %}[A]{% endif %}"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_sessions_history_has_its_calls_as_a_chats_has_them(stream):
+    """Law: a session goes on where a template refuses a call in the text, and ids fit results."""
+    tokenizer = byte_tokenizer(("[TOOL_CALLS]", "[ARGS]"), STERN)
+    said_call = 'So.[TOOL_CALLS]get_weather[ARGS]{"city":"x"}'
+
+    async def test(front):
+        ident, offset, chat = await front.opened(), 0, []
+
+        async def turn(new, text):
+            nonlocal offset
+            num = sum(isinstance(message, Submit) for message in front.wire.said)
+            more = {"messages": [new], "session_offset": offset, "stream": stream}
+            path = "/v1/chat/completions"
+            task = front.begin(ASK | more, path=path, x_session_id=ident)
+            asked = (await front.said(Submit, num + 1))[-1]
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            end = dataclasses.replace(done(asked.key), token_ids=ids)
+            tokens = Tokens(asked.key, 0, ids, [False] * len(ids), None)
+            await front.wire.come(Accepted(asked.key), tokens, end)
+            status, found = await task
+            assert status == 200, found
+            chat.append(new)
+            expected = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=False
+            )
+            assert tokenizer.decode(asked.prompt.ids) == expected
+            offset = len(asked.prompt.ids) + len(ids)
+            return found
+
+        for number in range(2):
+            found = await turn({"role": "user", "content": "q"}, said_call)
+            call_id = re.search("call_[0-9a-f]+", found if stream else json.dumps(found))[0]
+            call = CALL["function"] | {"arguments": {"city": "x"}}
+            calls = [{"id": call_id, "type": "function", "function": call}]
+            chat.append({"role": "assistant", "content": "So.", "tool_calls": calls})
+            result = {"role": "tool", "tool_call_id": call_id, "content": "18 C"}
+            await turn(result, f"It is {number}.")
+            chat.append({"role": "assistant", "content": f"It is {number}."})
+
+    run(tokenizer, test)

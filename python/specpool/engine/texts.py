@@ -315,6 +315,7 @@ class Texts:
         said, start = conversation.said, 0
         old: list[Message] = []
         marked: list[Message] = []  # the same with the special tokens of the answers
+        called: list[Message] = []  # the same with the calls of the answers beside their contents
         for turn in said:
             if turn.messages is None:
                 raise ConfigError(
@@ -323,22 +324,30 @@ class Texts:
                 )
             old += [*turn.messages, self._answer(turn)]
             marked += [*turn.messages, self._answer(turn, shows_special=True)]
+            called += [*turn.messages, turn.message or self._answer(turn)]
             start = turn.end
         kept = conversation.tokens[:start]  # without the part of a turn that a rewind has left
-        own, text = self._text_of(kept), ""
-        if marked != old:  # such as the marks of a call, without which it would not be one
+        own = self._text_of(kept)
+        # A call in a text needs its marks, without which it would not be one. Some templates refuse
+        # them there, or the result of a call that is not beside the content.
+        text: str | None
+        for history in [*(chat for chat in (called, marked) if chat != old), old]:
+            text = None
             with contextlib.suppress(ConfigError):
-                text = self.render(0, [*marked, *new], variables)
-        if text.replace(SEAM, "").startswith(own) and kept:
-            old = marked
+                text = self.render(0, [*history, *new], variables)
+                if text.replace(SEAM, "").startswith(own):
+                    break
         else:
-            text = self.render(0, [*old, *new], variables)
+            history = called
+            if text is None or called != old:
+                text = self.render(0, [*called, *new], variables)
+        assert text is not None
         plain = text.replace(SEAM, "")
         if plain.startswith(own):
-            start_at = len(own)
-            while start_at - text.count(SEAM, 0, start_at) < len(own):
-                start_at = len(own) + text.count(SEAM, 0, start_at)
-            ids = [*kept, *self._ids_of(text[start_at:], "the turn")]
+            begin = len(own)
+            while begin - text.count(SEAM, 0, begin) < len(own):
+                begin = len(own) + text.count(SEAM, 0, begin)
+            ids = [*kept, *self._ids_of(text[begin:], "the turn")]
             if self._text_of(ids) == plain:
                 return ids, said
         ids = self._ids_of(text, "the turn")
@@ -348,7 +357,7 @@ class Texts:
         # The old turns end where the tokens begin to depend on the new message: render the chat
         # with another message in its place, and see where the texts part.
         other = "-" if new[0]["content"].strip()[:1] != "-" else "+"
-        others = self.render(0, [*old, {**new[0], "content": other}], variables)
+        others = self.render(0, [*history, {**new[0], "content": other}], variables)
         end = common_len(self._ids_of(text[: common_len(text, others)], "the turn"), ids)
         return ids, [
             dataclasses.replace(turn, end=max(same, end)) if turn.end > same else turn
@@ -372,7 +381,7 @@ class Texts:
         return str(text)
 
     def _ids_of(self, text: str, name: str, *, adds_special: bool = False) -> list[int]:
-        """Tokenize a text, cut at each `SEAM`; by default without the special tokens that begin one.
+        """Tokenize a text, cut at each `SEAM`; by default without special tokens that begin it.
 
         Raises:
             ConfigError: it has far more tokens than a sequence, or the tokenizer refuses it; the

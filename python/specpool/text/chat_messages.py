@@ -12,8 +12,8 @@ from specpool.errors import ConfigError
 
 Message = Mapping[str, Any]
 
-#: Stands within the name of a token that a tool's result spells, where it may not become that token.
-#: A lone surrogate: no valid text has it.
+#: Stands within each name of a token that a tool's result spells, which may not become that token.
+#: It is a lone surrogate, which no valid text has.
 SEAM = "\udfff"
 
 #: The roles of messages with a tool's result.

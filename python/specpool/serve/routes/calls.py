@@ -263,8 +263,8 @@ class Call:
         await generation.accepted()
         async for choice, delta in generation.deltas():
             deltas[choice.index].append(delta)
-        generation.close()  # now, because the session's new length belongs to the answer
         choices = [form.whole(c, d) for c, d in zip(generation.choices, deltas, strict=True)]
+        generation.close()  # now, because the session's new length belongs to the answer
         whole = head | {"choices": choices} | self._end(generation)
         return json_response(whole, headers=self.headers)
 

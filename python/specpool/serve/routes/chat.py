@@ -33,6 +33,7 @@ class ChatForm:
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         formats = formats_of(getattr(tokenizer, "chat_template", None))
         self._tools = [ToolCalls(body, formats) for _ in range(num)]
+        self._contents: list[list[str]] = [[] for _ in range(num)]
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
         """Return the part that names the role."""
@@ -41,7 +42,7 @@ class ChatForm:
     def part(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         """Return the part of a stream with a delta's text and calls."""
         tools, is_last = self._tools[choice.index], delta.finish_reason is not None
-        content, calls = tools.push(delta.text, is_last, delta.specials)
+        content, calls = self._push(choice, delta)
         if self._most_calls is not None:
             calls = [call for call in calls if call["index"] < self._most_calls]
         new: dict[str, Any] = {"content": content} if content else {}
@@ -54,14 +55,12 @@ class ChatForm:
     def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
         """Return a choice in one piece."""
         tools = self._tools[choice.index]
-        texts = [
-            tools.push(delta.text, delta.finish_reason is not None, delta.specials)[0]
-            for delta in deltas
-        ]
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts), "refusal": None}
-        if tools.calls:
-            calls = tools.calls[: self._most_calls]
-            message |= {"content": message["content"] or None, "tool_calls": calls}
+        for delta in deltas:
+            self._push(choice, delta)
+        content = "".join(self._contents[choice.index])
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if choice.message is not None:
+            message |= choice.message | {"content": content or None}
         assert choice.done is not None
         whole = Delta(entries=[entry for delta in deltas for entry in delta.entries])
         del whole.entries[len(choice.done.token_ids) :]  # tokens behind a stop string
@@ -71,6 +70,20 @@ class ChatForm:
             "logprobs": self._logprobs(choice, whole),
             "finish_reason": self._reason(tools, deltas[-1]),
         }
+
+    def _push(self, choice: Choice, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
+        """Read a delta; return its content and calls. The last one gives the choice its message."""
+        tools, contents = self._tools[choice.index], self._contents[choice.index]
+        is_last = delta.finish_reason is not None
+        content, calls = tools.push(delta.text, is_last, delta.specials)
+        contents.append(content)
+        if is_last and tools.calls:
+            choice.message = {
+                "role": "assistant",
+                "content": "".join(contents),
+                "tool_calls": tools.calls[: self._most_calls],
+            }
+        return content, calls
 
     def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
         if self._num_top is None:
