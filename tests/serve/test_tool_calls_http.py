@@ -165,6 +165,45 @@ def test_a_call_whose_arguments_a_stop_cuts_off_was_not_made(name):
     run(tokenizer, test)
 
 
+@pytest.mark.parametrize("end", ["", " no. </think> Hm."])
+def test_thoughts_that_the_prompt_begins_are_thoughts(end):
+    family = FAMILIES["qwen"]
+    begin = "{%- if add_generation_prompt %}<think>\n{% endif %}"
+    tokenizer = byte_tokenizer(family.specials, family.template + begin)
+    text = "".join(text for text, _ in family.answer("So: ", [CALL]))
+    ids = tokenizer.encode(text + end, add_special_tokens=False)
+
+    async def test(front):
+        for parts in ([ids], [[i] for i in ids]):
+            whole, asked = await answer(front, ASK, parts)
+            assert tokenizer.decode(asked.prompt).endswith("[A]<think>\n")
+            content, calls, reason = said(whole)
+            if end:
+                assert (content, calls, reason) == (text + end, [], "stop")
+            else:
+                assert content == "So:" and len(calls) == 1 and reason == "tool_calls"
+            stream, _ = await answer(front, ASK | {"stream": True}, parts)
+            assert joined(stream) == (content, calls, reason)
+
+    run(tokenizer, test)
+
+
+def test_one_call_that_is_told_is_whole_though_a_later_one_is_cut_off():
+    family = FAMILIES["qwen"]
+    tokenizer = byte_tokenizer(family.specials, family.template)
+    text = "".join(text for text, _ in family.answer("", [CALL, CALL]))
+    ids = tokenizer.encode(text[: text.rindex("Z")], add_special_tokens=False)
+
+    async def test(front):
+        body = ASK | {"parallel_tool_calls": False}
+        whole, _ = await answer(front, body, [ids])
+        stream, _ = await answer(front, body | {"stream": True}, [[i] for i in ids])
+        assert joined(stream) == said(whole) and said(whole)[2] == "tool_calls"
+        assert json.loads(said(whole)[1][0][1]) == PARIS
+
+    run(tokenizer, test)
+
+
 def test_a_stop_string_before_a_call_ends_the_text():
     """The call behind it is not read, though its tokens have come."""
     family = FAMILIES["mistral_v3"]

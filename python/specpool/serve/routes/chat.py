@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from specpool.engine.texts import NextTurn
 from specpool.sampling_params import SamplingParams
 from specpool.serve.api.choice import Choice, Delta
 from specpool.serve.api.errors import bad
@@ -14,7 +16,7 @@ from specpool.serve.api.requests import ChatRequest, Message, TokenizeRequest, T
 from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.api.structured import tools_of
 from specpool.serve.api.tool_calls import ToolCalls
-from specpool.serve.api.tool_formats import formats_of
+from specpool.serve.api.tool_formats import THOUGHTS_BEGIN, formats_of
 from specpool.serve.routes.calls import ANSWERS, Call
 from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
@@ -23,16 +25,27 @@ from specpool.text.chat_template import RESERVED
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: Tokens at a prompt's end in which thoughts may begin.
+_TAIL = 32
+
 
 class ChatForm:
     """The form of a chat's answer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, body: ChatRequest, num: int) -> None:
-        """Write `num` choices for this request."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        body: ChatRequest,
+        num: int,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """Write `num` choices for this request, behind this prompt."""
         self._most_calls = 1 if body.parallel_tool_calls is False else None
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         formats = formats_of(getattr(tokenizer, "chat_template", None))
-        self._tools = [ToolCalls(body, formats) for _ in range(num)]
+        tail = tokenizer.decode(prompt[-_TAIL:]).rstrip() if body.tools else ""
+        thinks = any(match.end() == len(tail) for match in THOUGHTS_BEGIN.finditer(tail))
+        self._tools = [ToolCalls(body, formats, thinks=thinks) for _ in range(num)]
         self._contents: list[list[str]] = [[] for _ in range(num)]
 
     def first(self, choice: Choice) -> dict[str, Any] | None:
@@ -91,7 +104,11 @@ class ChatForm:
         return choice.log.chat(delta.entries, self._num_top)
 
     def _reason(self, tools: ToolCalls, delta: Delta) -> str | None:
-        return tools.finish_reason if delta.finish_reason == "stop" else delta.finish_reason
+        if delta.finish_reason != "stop":
+            return delta.finish_reason
+        # Of several calls where one is told, a later one may be cut off.
+        is_whole = self._most_calls is not None and len(tools.calls) > self._most_calls
+        return "tool_calls" if is_whole else tools.finish_reason
 
 
 def _part(
@@ -198,7 +215,9 @@ def routes(service: Service) -> APIRouter:
         generation = await call.generation(
             [messages_of(body.messages)], params, variables, notes_special="tools" in variables
         )
-        form = ChatForm(service.tokenizer, body, len(generation.choices))
+        (prompt,) = generation.order.prompts
+        ids = prompt.ids if isinstance(prompt, NextTurn) else prompt
+        form = ChatForm(service.tokenizer, body, len(generation.choices), ids)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         return await call.answer(generation, form, kind, "chatcmpl")
 
