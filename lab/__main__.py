@@ -1,0 +1,114 @@
+"""`python -m lab NAME`: the commands of the laboratory and their options."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated
+
+import typer
+
+from specpool.cli.app import run_app
+from specpool.cli.options.names import NamingGroup, help_if_alone
+from specpool.errors import ConfigError
+
+_HELP = "Simulations and comparisons of specpool, from a checkout. Each command explains itself."
+
+app = typer.Typer(
+    cls=NamingGroup,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help=_HELP,
+)
+
+
+@app.callback(invoke_without_command=True, help=_HELP)
+def options(context: typer.Context) -> None:
+    """List the commands, if none is named."""
+    help_if_alone(context)
+
+
+@app.command()
+def sim(
+    seed: Annotated[int, typer.Option(help="Decides every scenario.")] = 0,
+    rounds: Annotated[
+        float | None, typer.Option(help="Rounds in all, as in 1e6. [default: 2e4]")
+    ] = None,
+    check: Annotated[
+        int | None,
+        typer.Option(
+            help="0 = check texts and ends of requests; 1 = also the pools' sums and the order of "
+            "requests; 2 = also a full audit each turn, and every slot that is read or written. "
+            "[default: 2]"
+        ),
+    ] = None,
+    turns: Annotated[
+        float | None,
+        typer.Option(help="Run sessions alone until this many turns have ended, such as 1e5."),
+    ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            help="Simulate so many ranks, whose records are late, lost, repeated or changed; "
+            "--rounds counts the turns of all of them."
+        ),
+    ] = 1,
+    mixed_drafters: Annotated[
+        bool,
+        typer.Option(
+            "--mixed-drafters",
+            help="Requests differ in who drafts: some drafters read tokens, some skip rounds.",
+        ),
+    ] = False,
+) -> None:
+    """Test the scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
+    from lab.sim.command import sim as run
+    from lab.sim.command import sim_ranks
+
+    if ranks != 1:
+        if mixed_drafters:
+            raise ConfigError("--mixed-drafters runs one process: leave --ranks out")
+        if turns is not None:
+            raise ConfigError("--turns runs one process: leave --ranks out")
+        if check is not None:
+            raise ConfigError("--ranks checks all laws: leave --check out")
+        num_rounds = 2e4 if rounds is None else rounds
+        if not sim_ranks(seed=seed, rounds=num_rounds, num_ranks=ranks):
+            raise typer.Exit(1)
+        return
+    if rounds is not None and turns is not None:
+        raise ConfigError("--rounds and --turns both say when to end: give one")
+    num_rounds = 2e4 if rounds is None else rounds
+    level = 2 if check is None else check
+    if not run(seed=seed, rounds=num_rounds, check=level, turns=turns, mixes=mixed_drafters):
+        raise typer.Exit(1)
+
+
+@app.command()
+def fleet(
+    seed: Annotated[int, typer.Option(help="Decides every fleet.")] = 0,
+    replicas: Annotated[int, typer.Option(help="Replicas of a fleet.")] = 3,
+    turns: Annotated[
+        float, typer.Option(help="Run fleets until this many turns have ended.")
+    ] = 2e3,
+) -> None:
+    """Test routing and moving sessions on simulated fleets. Exit code 1: a law is broken.
+
+    Networks lose messages, nodes die and come back, and lists of replicas come late. It needs
+    starlette, which specpool[serve] brings, and no Ray.
+    """
+    if importlib.util.find_spec("starlette") is None:
+        raise ConfigError("lab fleet needs starlette: pip install 'specpool[serve]'")
+    from lab.fleet.command import fleet as run
+
+    if not run(seed=seed, num_replicas=replicas, turns=turns):
+        raise typer.Exit(1)
+
+
+def main() -> None:
+    """Run the command line; see `run_app`."""
+    run_app(lambda: app)
+
+
+if __name__ == "__main__":
+    main()
