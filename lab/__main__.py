@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 from specpool.cli.app import run_app
+from specpool.cli.options.groups import PromptOptions, grouped
 from specpool.cli.options.names import NamingGroup, help_if_alone
+from specpool.cli.options.types import Json, Target, Threads
 from specpool.errors import ConfigError
 
 _HELP = "Simulations and comparisons of specpool, from a checkout. Each command explains itself."
@@ -103,6 +105,44 @@ def fleet(
 
     if not run(seed=seed, num_replicas=replicas, turns=turns):
         raise typer.Exit(1)
+
+
+@app.command()
+@grouped
+def ancestry(
+    *,
+    target: Target = "specpool/tiny",
+    draft: Annotated[
+        str,
+        typer.Option(
+            help="EAGLE head: a folder, a hub name, specpool/tiny-eagle or specpool/tiny-eagle3; "
+            "or 'mtp', the MTP layer in the target's checkpoint."
+        ),
+    ] = "specpool/tiny-eagle",
+    shape: Annotated[str, typer.Option(help="The draft tree of a round: SxKxN.")] = "4x4x16",
+    prompts: PromptOptions,
+    num_prompts: Annotated[
+        int, typer.Option(help="How many built-in prompts, if no prompt is given.")
+    ] = 24,
+    num_tokens: Annotated[int, typer.Option(help="Most tokens of each text.")] = 96,
+    threads: Threads = 1,
+    json: Json = False,
+) -> None:
+    """Compare accept lengths with exact ancestry and with SGLang's reading of a draft tree."""
+    from lab.ancestry import AncestryJob, compare
+
+    compare(
+        AncestryJob(
+            target=target,
+            draft=draft,
+            shape=shape,
+            prompts=prompts.given(),
+            num_prompts=num_prompts,
+            num_tokens=num_tokens,
+            threads=threads,
+            json=json,
+        )
+    )
 
 
 def main() -> None:

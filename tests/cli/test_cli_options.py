@@ -175,10 +175,6 @@ GENERATE = [
         "prompt 2 has token id 259 at position 1; the vocabulary is [0, 259)",
     ),
     (["--chat", "-p", "a"], "prompt 1 is a chat, but the tokenizer has no chat template"),
-    (["--compare-ancestry", "--draft", "ngram"], "--compare-ancestry needs a draft model"),
-    (["--compare-ancestry", "--shape", "3"], "--compare-ancestry needs a tree, topk above 1"),
-    (["--compare-ancestry", "--adaptive", "ema"], "--compare-ancestry takes one shape"),
-    (["--compare-ancestry", "--compare"], "prints accept lengths alone: leave out --compare"),
     (["--compare", "--draft", "none"], "--compare compares drafting with plain decoding: give --d"),
     (["--compare", "--shape", "none"], "--compare compares drafting with plain decoding: give a "),
     (["--logprobs", "-1"], "--logprobs must be an integer in [0, "),
@@ -271,6 +267,7 @@ OTHERS = [
         "--allow-host: names protect a",
     ),
     (["lab", "sim", "--rounds", "5", "--turns", "5"], "--rounds and --turns both say"),
+    (["lab", "ancestry", "--shape", "3"], "--shape 3 must be a tree, topk above 1"),
     (["lab", "sim", "--check", "3"], "--check must be an integer in [0, 2], got 3"),
 ]
 TRAIN = [
