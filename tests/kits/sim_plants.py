@@ -8,6 +8,7 @@ import heapq
 
 import numpy as np
 
+from lab.sim import Settings, SimDevice
 from specpool.errors import OutOfPages, SpecpoolError
 from specpool.memory.host.texts import HostTexts
 from specpool.memory.host.tier import HostTier
@@ -20,7 +21,6 @@ from specpool.scheduler.room import Room
 from specpool.scheduler.round_shapes import RoundShapes
 from specpool.scheduler.rows.running import Running
 from specpool.scheduler.scheduler import Scheduler
-from specpool.sim import Settings, SimDevice
 
 
 class Lying:

@@ -12,6 +12,7 @@ import random
 import pytest
 import torch
 
+from lab.sim import Arrival, Fault, Scenario, Settings, Simulation, broken_law
 from lossless import Comparison, Reference
 from session_plants import (
     PLANTS,
@@ -35,7 +36,6 @@ from specpool.memory.kv_cache import KVCache
 from specpool.models import EagleHead
 from specpool.scheduler.requests import request
 from specpool.scheduler.rows.conversations import Conversations
-from specpool.sim import Arrival, Fault, Scenario, Settings, Simulation, broken_law
 from specpool.worker.row_state import RowState
 from specpool.worker.worker import Worker
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
+from lab.sim.arrivals import Arrival, Text
+from lab.sim.device import BrokenLaw, Ints
 from specpool._core import Ledger
 from specpool.scheduler.pins import Pin
 from specpool.scheduler.requests.request import Request
-from specpool.sim.arrivals import Arrival, Text
-from specpool.sim.device import BrokenLaw, Ints
 
 
 @dataclass(slots=True)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lab.sim.arrivals import Text
+from lab.sim.settings import Settings
 from specpool._core import Ledger, Plan
 from specpool.memory.host.handle import Moves
 from specpool.scheduler.step import Step, StepResult
-from specpool.sim.arrivals import Text
-from specpool.sim.settings import Settings
 
 Ints = npt.NDArray[np.int64]
 Delta = Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from specpool.serve.replicas.fleet.engine import MAX_CONTEXT_LEN, answer_of
-from specpool.serve.replicas.fleet.replica import Request
-from specpool.serve.replicas.fleet.settings import FleetSettings
-from specpool.serve.replicas.fleet.world import Cut, FleetLaw, Node, World
+from lab.fleet.engine import MAX_CONTEXT_LEN, answer_of
+from lab.fleet.replica import Request
+from lab.fleet.settings import FleetSettings
+from lab.fleet.world import Cut, FleetLaw, Node, World
 
 #: Seconds that a client waits for an answer.
 _PATIENCE = 20.0

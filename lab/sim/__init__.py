@@ -3,13 +3,13 @@
 `Simulation(scenario(seed), ...).run()` runs a scenario; `shrink` reduces one that breaks a law.
 """
 
-from specpool.sim.arrivals import Arrival, Text
-from specpool.sim.device import BrokenLaw, SimDevice
-from specpool.sim.settings import Settings
-from specpool.sim.shrink import Failure, broken_law, shrink
-from specpool.sim.simulation import Simulation
-from specpool.sim.source import Fault, Scenario, scenario
-from specpool.sim.watch import Tally
+from lab.sim.arrivals import Arrival, Text
+from lab.sim.device import BrokenLaw, SimDevice
+from lab.sim.settings import Settings
+from lab.sim.shrink import Failure, broken_law, shrink
+from lab.sim.simulation import Simulation
+from lab.sim.source import Fault, Scenario, scenario
+from lab.sim.watch import Tally
 
 __all__ = [
     "Arrival",

@@ -12,10 +12,9 @@ import pytest
 
 import session_plants
 import sim_plants
-from sim_plants import give_tokens_to_dropped_lanes, lie, overlook_stop_tokens
-from specpool.cli import main
-from specpool.cli.sim import SEEDS
-from specpool.sim import (
+from cli_kit import call
+from lab.counts import SEEDS
+from lab.sim import (
     Arrival,
     Fault,
     Scenario,
@@ -26,28 +25,22 @@ from specpool.sim import (
     scenario,
     shrink,
 )
-from specpool.sim.simulation import _Interrupted
-
-
-def sim(monkeypatch, *args: str) -> int:
-    monkeypatch.setattr("sys.argv", ["specpool", "sim", *args])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return end.value.code
+from lab.sim.simulation import _Interrupted
+from sim_plants import give_tokens_to_dropped_lanes, lie, overlook_stop_tokens
 
 
 @pytest.mark.parametrize(
-    ("rounds", "told"),
+    ("rounds", "shown"),
     [("6e3", "6,000"), pytest.param("2e4", "20,000", marks=pytest.mark.full)],
 )
-def test_thousands_of_rounds_break_no_law(monkeypatch, capsys, rounds, told):
-    assert sim(monkeypatch, "--rounds", rounds, "--check", "2", "--seed", "4") == 0
-    assert told in capsys.readouterr().out
+def test_thousands_of_rounds_break_no_law(capsys, rounds, shown):
+    code, out, _ = call(capsys, "lab", "sim", "--rounds", rounds, "--check", "2", "--seed", "4")
+    assert code == 0 and shown in out
 
 
-def test_three_hundred_turns_of_sessions_break_no_law(monkeypatch, capsys):
-    assert sim(monkeypatch, "--turns", "300", "--seed", "4") == 0
-    out = capsys.readouterr().out
+def test_three_hundred_turns_of_sessions_break_no_law(capsys):
+    code, out, _ = call(capsys, "lab", "sim", "--turns", "300", "--seed", "4")
+    assert code == 0
     turns = re.search(r"turns\s+│\s+([\d,]+)", out)
     assert turns and int(turns[1].replace(",", "")) >= 300
 
@@ -92,7 +85,7 @@ def test_the_check_level_changes_nothing_that_happens():
 
 
 def test_a_simulation_needs_no_torch():
-    code = "import specpool.sim, sys; sys.exit('torch' in sys.modules)"
+    code = "import lab.sim, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -104,11 +97,14 @@ def test_a_simulation_needs_no_torch():
         (["--rounds", "nan"], "--rounds must be a whole number in [1, 1e12], got nan"),
         (["--turns", "0.5"], "--turns must be a whole number in [1, 1e12], got 0.5"),
         (["--seed", "-1"], "--seed must be an integer in [0, 2147483647], got -1"),
+        (["--ranks", "65"], "--ranks must be an integer in [2, 64], got 65"),
+        (["--ranks", "2", "--turns", "9"], "--turns runs one process: leave --ranks out"),
+        (["--ranks", "2", "--check", "1"], "--ranks checks all laws: leave --check out"),
     ],
 )
-def test_a_bad_option_is_one_line(monkeypatch, capsys, args, says):
-    assert sim(monkeypatch, *args) == 2
-    assert capsys.readouterr().err == f"error: {says}\n"
+def test_a_bad_option_is_one_line(capsys, args, says):
+    code, _, err = call(capsys, "lab", "sim", *args)
+    assert (code, err) == (2, f"error: {says}\n")
 
 
 # --- bugs that the simulation has found, as it shrank them ---
@@ -371,8 +367,8 @@ def test_a_planted_bug_is_found(monkeypatch, plant):
 
 def test_what_is_found_is_printed_and_shrunk(monkeypatch, capsys):
     overlook_stop_tokens(monkeypatch)
-    assert sim(monkeypatch, "--seed", "3") == 1
-    out = capsys.readouterr().out
+    code, out, _ = call(capsys, "lab", "sim", "--seed", "3")
+    assert code == 1
     found = re.search(r"BROKEN with seed (\d+)", out)
     assert found and int(found[1]) // SEEDS == 3
     assert out.count("Arrival(") == 1

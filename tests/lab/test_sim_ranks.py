@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from cli_kit import call
+from lab.sim.device import BrokenLaw
+from lab.sim.ranks import FAULTS, RanksSimulation, RanksTally, SimRank
 from specpool.errors import CorruptState, RankError
 from specpool.ranks.inputs import Inputs
-from specpool.sim.device import BrokenLaw
-from specpool.sim.ranks import FAULTS, RanksSimulation, RanksTally, SimRank
 
 SEEDS = 12
 
@@ -37,6 +38,11 @@ def test_each_fault_of_a_record_stops_its_rank_alone(kind: Any) -> None:
     assert isinstance(third.stopped, RankError)
     assert second.stopped is None and fourth.stopped is None
     assert second.states == first.states
+
+
+def test_the_command_simulates_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, "lab", "sim", "--ranks", "3", "--rounds", "500")
+    assert code == 0 and "sim: seed 0, 3 ranks" in out
 
 
 # --- bugs of one rank, each found as an error at the next record after it shows -------------------

@@ -6,6 +6,15 @@ import random
 from collections import deque
 from dataclasses import dataclass
 
+from lab.sim.arrivals import Arrival, Text
+from lab.sim.controllers import simulated_controller
+from lab.sim.device import BrokenLaw, Delta, SimDevice, SimHost
+from lab.sim.indexed import Indexed
+from lab.sim.laws import Laws
+from lab.sim.settings import Settings
+from lab.sim.source import Scenario
+from lab.sim.talks import Talks
+from lab.sim.watch import Pinned, Pins, Tally, Watch
 from specpool._core import Shape
 from specpool.errors import StalePlan
 from specpool.memory.host.handle import Handle
@@ -14,15 +23,6 @@ from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
-from specpool.sim.arrivals import Arrival, Text
-from specpool.sim.controllers import simulated_controller
-from specpool.sim.device import BrokenLaw, Delta, SimDevice, SimHost
-from specpool.sim.indexed import Indexed
-from specpool.sim.laws import Laws
-from specpool.sim.settings import Settings
-from specpool.sim.source import Scenario
-from specpool.sim.talks import Talks
-from specpool.sim.watch import Pinned, Pins, Tally, Watch
 
 
 @dataclass(frozen=True, slots=True)

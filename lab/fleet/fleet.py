@@ -7,11 +7,11 @@ import string
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
-from specpool.serve.replicas.fleet.client import Client, FleetTally, SessionClient, TextClient
-from specpool.serve.replicas.fleet.proxy import SimProxy
-from specpool.serve.replicas.fleet.replica import SimReplica
-from specpool.serve.replicas.fleet.settings import FleetSettings
-from specpool.serve.replicas.fleet.world import FleetLaw, Node, World
+from lab.fleet.client import Client, FleetTally, SessionClient, TextClient
+from lab.fleet.proxy import SimProxy
+from lab.fleet.replica import SimReplica
+from lab.fleet.settings import FleetSettings
+from lab.fleet.world import FleetLaw, Node, World
 from specpool.serve.replicas.routing import owner_of
 from specpool.serve.sessions import SessionRecord
 

@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from lab.sim.device import BrokenLaw
+from lab.sim.settings import Settings
 from specpool._core import Plan, Shape
 from specpool.adaptive import AdaptiveConfig, BudgetController, RangeConfig
 from specpool.errors import CorruptState, RankError
@@ -28,8 +30,6 @@ from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step, StepResult
-from specpool.sim.device import BrokenLaw
-from specpool.sim.settings import Settings
 
 RankFault = Literal["lost", "repeated", "overtaken", "changed", "restarted"]
 FAULTS: tuple[RankFault, ...] = ("lost", "repeated", "overtaken", "changed", "restarted")

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from lab.fleet.world import FleetLaw
 from specpool._core import Group, Ledger, Shape, sizing_row_width
 from specpool.errors import OutOfPages, OutOfRows
-from specpool.serve.replicas.fleet.world import FleetLaw
 
 MAX_CONTEXT_LEN = 192
 BATCH = 8

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lab.sim.device import Ints
 from specpool._core import Ledger
-from specpool.sim.device import Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from specpool.sim.arrivals import Arrival
-from specpool.sim.simulation import Simulation
-from specpool.sim.source import Scenario
+from lab.sim.arrivals import Arrival
+from lab.sim.simulation import Simulation
+from lab.sim.source import Scenario
 
 TRACE_LINES = 40
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specpool.serve.replicas.fleet.replica import Request, SimReplica
-from specpool.serve.replicas.fleet.settings import FleetSettings
-from specpool.serve.replicas.fleet.world import Call, Cut, Node, World
+from lab.fleet.replica import Request, SimReplica
+from lab.fleet.settings import FleetSettings
+from lab.fleet.world import Call, Cut, Node, World
 from specpool.serve.replicas.routing import MOST_PATIENT, Routing, owner_of
 
 _POLL = 0.02

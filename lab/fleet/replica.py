@@ -6,6 +6,9 @@ import random
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+from lab.fleet.engine import BATCH, SimEngine, Work
+from lab.fleet.settings import FleetSettings
+from lab.fleet.world import Call, Cut, Later, Node, World
 from specpool.engine.texts import NextTurn, Texts
 from specpool.errors import ConfigError
 from specpool.sampling_params import SamplingParams
@@ -13,9 +16,6 @@ from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.messages import Done
 from specpool.serve.bridge.parcel import SessionParcel
 from specpool.serve.config import ServeConfig
-from specpool.serve.replicas.fleet.engine import BATCH, SimEngine, Work
-from specpool.serve.replicas.fleet.settings import FleetSettings
-from specpool.serve.replicas.fleet.world import Call, Cut, Later, Node, World
 from specpool.serve.replicas.mover import Fate, Mover, Time
 from specpool.serve.sessions import SessionRecord, Sessions
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lab.sim.arrivals import Arrival
+from lab.sim.device import BrokenLaw
+from lab.sim.indexed import Indexed
+from lab.sim.source import Scenario
+from lab.sim.talks import Talks
+from lab.sim.watch import Pinned, Pins, Tally, Watch, shared_len
 from specpool._core import Ledger, Shape
 from specpool.memory.host.tier import HostTier
 from specpool.scheduler.requests.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
-from specpool.sim.arrivals import Arrival
-from specpool.sim.device import BrokenLaw
-from specpool.sim.indexed import Indexed
-from specpool.sim.source import Scenario
-from specpool.sim.talks import Talks
-from specpool.sim.watch import Pinned, Pins, Tally, Watch, shared_len
 
 # The most turns that may leave out a row that could decode: for its rounds in flight, a drain, a
 # retraction and late results.

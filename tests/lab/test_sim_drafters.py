@@ -6,18 +6,11 @@ import re
 
 import pytest
 
+from cli_kit import call
+from lab.sim import Simulation, broken_law, scenario
 from sim_plants import draft_from_old_tokens
-from specpool.cli import main
 from specpool.scheduler.round_shapes import RoundShapes
 from specpool.scheduler.rows.running import Running
-from specpool.sim import Simulation, broken_law, scenario
-
-
-def sim(monkeypatch, *args: str) -> int:
-    monkeypatch.setattr("sys.argv", ["specpool", "sim", *args])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return end.value.code
 
 
 def number(name: str, table: str) -> int:
@@ -27,17 +20,18 @@ def number(name: str, table: str) -> int:
 
 
 @pytest.mark.parametrize("rounds", ["3e3", pytest.param("1e5", marks=pytest.mark.full)])
-def test_rounds_of_mixed_drafters_break_no_law(monkeypatch, capsys, rounds):
+def test_rounds_of_mixed_drafters_break_no_law(capsys, rounds):
     args = ("--mixed-drafters", "--seed", "3", "--rounds", rounds, "--check", "1")
-    assert sim(monkeypatch, *args) == 0
-    table = capsys.readouterr().out
+    code, table, _ = call(capsys, "lab", "sim", *args)
+    assert code == 0
     assert number("rounds", table) == float(rounds) and number("mixed rounds", table) > 0
     assert number("retractions", table) > 0 and number("findings", table) == 0
 
 
-def test_sessions_of_mixed_drafters_break_no_law(monkeypatch, capsys):
-    assert sim(monkeypatch, "--mixed-drafters", "--turns", "60", "--check", "1") == 0
-    assert number("turns", capsys.readouterr().out) >= 60
+def test_sessions_of_mixed_drafters_break_no_law(capsys):
+    args = ("--mixed-drafters", "--turns", "60", "--check", "1")
+    code, table, _ = call(capsys, "lab", "sim", *args)
+    assert code == 0 and number("turns", table) >= 60
 
 
 def test_drafters_are_mixed_in_every_way():
@@ -113,7 +107,6 @@ def test_a_round_may_be_launched_after_results_that_it_was_prepared_without():
     assert broken_law(scenario(3865470566401341, mixes_drafters=True)) is None
 
 
-@pytest.mark.parametrize("more", [["--ranks", "3"], ["--replicas", "3"]])
-def test_mixed_drafters_run_one_process(monkeypatch, capsys, more):
-    assert sim(monkeypatch, "--mixed-drafters", *more) == 2
-    assert "--mixed-drafters runs one process" in capsys.readouterr().err
+def test_mixed_drafters_run_one_process(capsys):
+    code, _, err = call(capsys, "lab", "sim", "--mixed-drafters", "--ranks", "3")
+    assert code == 2 and "--mixed-drafters runs one process: leave --ranks out" in err

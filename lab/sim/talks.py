@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from lab.sim.arrivals import STOP, Arrival
+from lab.sim.device import BrokenLaw
+from lab.sim.indexed import Indexed
+from lab.sim.settings import Settings
+from lab.sim.watch import Tally, Watch
 from specpool._core import Ledger
 from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.rows.conversations import Conversations
-from specpool.sim.arrivals import STOP, Arrival
-from specpool.sim.device import BrokenLaw
-from specpool.sim.indexed import Indexed
-from specpool.sim.settings import Settings
-from specpool.sim.watch import Tally, Watch
 
 Origins = tuple[tuple[int, int], ...]
 

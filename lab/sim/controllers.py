@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 
+from lab.sim.settings import Settings
 from specpool._core import Shape
 from specpool.adaptive import (
     AdaptiveConfig,
@@ -15,7 +16,6 @@ from specpool.adaptive import (
     RangeConfig,
 )
 from specpool.adaptive.base import NumCorrectDrafts
-from specpool.sim.settings import Settings
 
 
 class Dice:

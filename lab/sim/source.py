@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lab.sim.arrivals import Arrival
+from lab.sim.settings import Settings
 from specpool.config import Placement
-from specpool.sim.arrivals import Arrival
-from specpool.sim.settings import Settings
 
 FaultKind = Literal["launch", "result", "not_finite", "interrupt"]
 

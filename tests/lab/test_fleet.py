@@ -10,11 +10,11 @@ import sys
 import pytest
 
 import replica_plants
-from specpool.cli import main
-from specpool.serve.replicas.fleet.client import FleetTally
-from specpool.serve.replicas.fleet.fleet import Fleet
-from specpool.serve.replicas.fleet.settings import fleet_settings, update_settings
-from specpool.serve.replicas.fleet.world import FleetLaw
+from cli_kit import call
+from lab.fleet.client import FleetTally
+from lab.fleet.fleet import Fleet
+from lab.fleet.settings import fleet_settings, update_settings
+from lab.fleet.world import FleetLaw
 
 PLANTS = [
     plant
@@ -88,30 +88,16 @@ def test_a_session_that_was_lost_after_a_late_list():
     run(184)
 
 
-def sim(monkeypatch, *args: str) -> int:
-    monkeypatch.setattr("sys.argv", ["specpool", "sim", *args])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return end.value.code
+def test_the_command(capsys):
+    code, out, _ = call(capsys, "lab", "fleet", "--replicas", "4", "--turns", "200", "--seed", "2")
+    assert code == 0
+    assert "fleet: seed 2, 4 replicas" in out and "lost sessions" in out and "findings" in out
 
 
-def test_the_command(monkeypatch, capsys):
-    assert sim(monkeypatch, "--replicas", "4", "--turns", "200", "--seed", "2") == 0
-    out = capsys.readouterr().out
-    assert "lost sessions" in out and "findings" in out
-
-
-def test_the_command_simulates_replicas_and_ranks(monkeypatch, capsys):
-    options = ["--replicas", "2", "--turns", "50", "--ranks", "3", "--rounds", "500"]
-    assert sim(monkeypatch, *options) == 0
-    out = capsys.readouterr().out
-    assert "sim: seed 0, 2 replicas" in out and "sim: seed 0, 3 ranks" in out
-
-
-def test_the_command_tells_a_broken_law(monkeypatch, capsys):
+def test_the_command_prints_a_broken_law(monkeypatch, capsys):
     replica_plants.append_a_turn_that_is_sent_again(monkeypatch)
-    assert sim(monkeypatch, "--replicas", "3", "--turns", "1e5") == 1
-    out = capsys.readouterr().out
+    code, out, _ = call(capsys, "lab", "fleet", "--replicas", "3", "--turns", "1e5")
+    assert code == 1
     assert "FleetLaw: client" in out and "fleet_settings(" in out
 
 
@@ -119,23 +105,18 @@ def test_the_command_tells_a_broken_law(monkeypatch, capsys):
     ("args", "says"),
     [
         (["--replicas", "0"], "--replicas must be an integer in [1, 10000], got 0"),
-        (["--replicas", "2", "--rounds", "9"], "--replicas goes with --turns, not --rounds"),
-        (["--ranks", "2", "--turns", "9"], "--turns runs one process: leave --ranks out"),
-        (["--ranks", "2", "--replicas", "0"], "--replicas must be an integer in [1, 10000], got 0"),
-        (
-            ["--replicas", "2", "--check", "1"],
-            "--replicas and --ranks check all laws: leave --check out",
-        ),
+        (["--turns", "0.5"], "--turns must be a whole number in [1, 1e12], got 0.5"),
+        (["--seed", "-1"], "--seed must be an integer in [0, 2147483647], got -1"),
     ],
 )
-def test_a_bad_option_is_one_line(monkeypatch, capsys, args, says):
-    assert sim(monkeypatch, *args) == 2
-    assert capsys.readouterr().err == f"error: {says}\n"
+def test_a_bad_option_is_one_line(capsys, args, says):
+    code, _, err = call(capsys, "lab", "fleet", *args)
+    assert (code, err) == (2, f"error: {says}\n")
 
 
 def test_it_needs_no_ray_and_no_torch():
     code = (
-        "import specpool.serve.replicas.fleet.fleet, sys; "
+        "import lab.fleet.fleet, sys; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'ray', 'fastapi')))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
