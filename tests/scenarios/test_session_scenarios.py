@@ -33,8 +33,8 @@ from specpool.draft import EagleDrafter
 from specpool.loop.loop import Loop
 from specpool.memory.kv_cache import KVCache
 from specpool.models import EagleHead
-from specpool.scheduler.requests import request
-from specpool.scheduler.rows.conversations import Conversations
+from specpool.scheduler import request
+from specpool.scheduler.conversations import Conversations
 from specpool.sim import Arrival, Fault, Scenario, Settings, Simulation, broken_law
 from specpool.worker.row_state import RowState
 from specpool.worker.worker import Worker

@@ -8,8 +8,8 @@ import pytest
 
 from sim_plants import draft_from_old_tokens
 from specpool.cli import main
+from specpool.scheduler.queues import Running
 from specpool.scheduler.round_shapes import RoundShapes
-from specpool.scheduler.rows.running import Running
 from specpool.sim import Simulation, broken_law, scenario
 
 

@@ -15,7 +15,7 @@ from specpool.models import TargetModel
 from specpool.ranks.following import Follower
 from specpool.ranks.group import Ranks
 from specpool.ranks.wire import params_of, params_wire
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 #: Seconds after which an idle rank 0 says that it is there, so that nobody waits in vain.
 IDLE_SECONDS = 1.0

@@ -11,9 +11,7 @@ import numpy as np
 from specpool._core import Shape
 from specpool.errors import RankError, SpecpoolError
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.conversation import Conversation
-from specpool.scheduler.requests.latency import Times
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Conversation, Request, Times
 from specpool.text.structured.grammar import Grammar
 
 #: Gives a request what follows its text, which is not sent: `Request.watch`, `Request.matcher`.

@@ -9,7 +9,7 @@ import numpy as np
 
 from specpool._core import Ledger, Shape
 from specpool.memory.host.tier import HostTier
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
 from specpool.sim.arrivals import Arrival

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from specpool._core import Ledger
-from specpool.scheduler.requests.conversation import Conversation
-from specpool.scheduler.rows.conversations import Conversations
+from specpool.scheduler.conversations import Conversations
+from specpool.scheduler.request import Conversation
 from specpool.sim.arrivals import STOP, Arrival
 from specpool.sim.device import BrokenLaw
 from specpool.sim.indexed import Indexed

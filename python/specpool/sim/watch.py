@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from specpool._core import Ledger
 from specpool.scheduler.pins import Pin
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.sim.arrivals import Arrival, Text
 from specpool.sim.device import BrokenLaw, Ints
 

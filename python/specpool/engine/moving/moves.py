@@ -21,9 +21,8 @@ from specpool.engine.session import Session
 from specpool.errors import ConfigError, TransferError
 from specpool.memory.page_bytes import PageBytes
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.conversation import Conversation, Message, Said
-from specpool.scheduler.requests.request import Request, TokenLogprob
-from specpool.scheduler.rows.exports import RowExport
+from specpool.scheduler.exports import RowExport
+from specpool.scheduler.request import Conversation, Message, Request, Said, TokenLogprob
 from specpool.text.structured.grammar import Grammar
 from specpool.transfer.image import Bytes, Image, Run, Told, Writer
 from specpool.transfer.layout import Layout
