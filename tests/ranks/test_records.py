@@ -15,8 +15,7 @@ from specpool import Grammar, SamplingParams, Shape
 from specpool.errors import RankError
 from specpool.ranks.record import HEAD_BYTES, MAX_RECORD, Record, Result
 from specpool.ranks.wire import RankRequest, request_of, wire_of
-from specpool.scheduler.requests.conversation import Conversation
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Conversation, Request
 
 KEY = b"a key of a group"
 

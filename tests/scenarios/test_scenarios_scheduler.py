@@ -27,9 +27,9 @@ from sim_plants import give_tokens_to_dropped_lanes, lie, retract_without_draini
 from specpool import Engine, NotReady, OrderError, SamplingParams, ShapeError, StalePlan
 from specpool.assets import corpus
 from specpool.memory.page_needs import PageNeeds
-from specpool.scheduler.requests.request import Request
-from specpool.scheduler.room import Room
-from specpool.scheduler.rows.running import Running
+from specpool.scheduler.queues import Running
+from specpool.scheduler.reclaim import Room
+from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
 

@@ -14,7 +14,7 @@ from specpool.errors import ConfigError, CorruptState, RankError
 from specpool.models import TargetModel
 from specpool.ranks.following import Follower
 from specpool.ranks.group import Ranks
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.scheduler.wire import checked
 
 #: Seconds after which an idle rank 0 says that it is there, so that nobody waits in vain.

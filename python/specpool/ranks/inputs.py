@@ -19,8 +19,7 @@ from specpool.errors import ConfigError, CorruptState, RankError, one_line
 from specpool.ranks.record import Record, Result
 from specpool.ranks.wire import wire_of
 from specpool.scheduler.pins import Pin
-from specpool.scheduler.requests.conversation import Conversation
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Conversation, Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import StepResult
 

@@ -8,9 +8,7 @@ from typing import Any
 
 from specpool._core import Shape
 from specpool.errors import RankError
-from specpool.scheduler.requests.conversation import Conversation
-from specpool.scheduler.requests.latency import Times
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Conversation, Request, Times
 from specpool.scheduler.wire import Natural, RequestState, checked, sizes_of
 
 #: Gives a request what follows its text, which is not sent: `Request.watch`, `Request.matcher`.

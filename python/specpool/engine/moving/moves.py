@@ -27,9 +27,8 @@ from specpool.engine.moving.states import (
 from specpool.engine.session import Session
 from specpool.errors import ConfigError
 from specpool.memory.page_bytes import PageBytes
-from specpool.scheduler.requests.conversation import Conversation
-from specpool.scheduler.requests.request import Request
-from specpool.scheduler.rows.exports import RowExport
+from specpool.scheduler.exports import RowExport
+from specpool.scheduler.request import Conversation, Request
 from specpool.scheduler.wire import ShapeSizes, sizes_of
 from specpool.transfer.image import Bytes, Image, Run, Told, Writer
 from specpool.transfer.layout import Layout

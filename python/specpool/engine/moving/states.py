@@ -8,8 +8,7 @@ import msgspec
 
 from specpool.errors import TransferError
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.conversation import Conversation, Said
-from specpool.scheduler.requests.request import Request, TokenLogprob
+from specpool.scheduler.request import Conversation, Request, Said, TokenLogprob
 from specpool.scheduler.wire import RequestState, checked, sizes_of
 
 _PARAMS = set(SamplingParams.__dataclass_fields__)

@@ -14,12 +14,10 @@ import numpy.typing as npt
 
 from specpool._core import Ledger
 from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows
-from specpool.scheduler.requests.conversation import Conversation
-from specpool.scheduler.requests.request import Request
-from specpool.scheduler.requests.waiting import Waiting
-from specpool.scheduler.rows.conversations import Conversations
-from specpool.scheduler.rows.rows import Rows
-from specpool.scheduler.rows.running import Running
+from specpool.scheduler.conversations import Conversations
+from specpool.scheduler.queues import Running, Waiting
+from specpool.scheduler.request import Conversation, Request
+from specpool.scheduler.rows import Rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from specpool._core import Ledger, Plan
 from specpool.errors import OutOfMemory, OutOfPages
 from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.ends import Ends
-from specpool.scheduler.requests.request import Request
-from specpool.scheduler.room import Room
-from specpool.scheduler.rows.host_handles import HostHandles
-from specpool.scheduler.rows.running import Running
+from specpool.scheduler.queues import Running
+from specpool.scheduler.reclaim import Ends, Room
+from specpool.scheduler.request import Request
+from specpool.scheduler.rows import HostHandles
 from specpool.scheduler.step import Step
 
 
