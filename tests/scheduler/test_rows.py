@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import specpool.scheduler
-from scheduler_loop import Loop, arrival, parts_with_ledger
+from scheduler_loop import Loop, arrival, put_ledger
 from sim_plants import Lying
 from specpool import SpecpoolError
 from specpool.scheduler.request import TokenLogprob
@@ -61,8 +61,7 @@ def test_what_nobody_owns_is_given_back_or_is_out_of_use():
     rows.abort_all(is_owned=lambda row: row == second)
     assert not loop.ledger.is_live(first) and loop.ledger.is_live(second)
     assert loop.ledger.free_pages(0) > free and not rows.is_quarantined(first)
-    for part in parts_with_ledger(loop.scheduler):
-        part._ledger = Refusing(loop.ledger)
+    put_ledger(loop.scheduler, Refusing(loop.ledger))
     rows.abort_all(is_owned=lambda row: False)
     assert loop.ledger.is_live(second) and rows.is_quarantined(second)
 

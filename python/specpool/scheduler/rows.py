@@ -163,18 +163,11 @@ class HostHandles:
 
 
 class Rows:
-    """The part of the scheduler that gives rows back.
+    """The part of the scheduler that gives rows back."""
 
-    Attributes:
-        before_release: called with a request that ends or is retracted, before its row is released.
-    """
-
-    def __init__(
-        self, ledger: Ledger, handles: HostHandles, before_release: Callable[[Request], None]
-    ) -> None:
+    def __init__(self, ledger: Ledger, handles: HostHandles) -> None:
         """Start without rows out of use."""
         self._ledger, self._handles = ledger, handles
-        self.before_release = before_release
         self._quarantined: dict[int, int] = {}  # rows out of use, and the epoch of each
 
     def finish(self, row: int) -> None:
@@ -188,10 +181,6 @@ class Rows:
     def retract(self, row: int) -> None:
         """Give back a row whose request or conversation may come back."""
         self._ledger.retract(row)
-
-    def return_lent(self, request: Request) -> None:
-        """Drop what the host has lent a request for the row that it has lost."""
-        self._handles.return_lent(request)
 
     def release(self, row: int) -> Handle | None:
         """Give back a row; move its KV to the host first if that pays.
