@@ -85,9 +85,13 @@ class Scheduler:
         self._ledger, self.config, self._is_promising = ledger, config, is_promising
         self._is_starved = False  # a round found no pages: freed pages are for it alone
         self.counts = Counts(ledger.shapes)
-        num_rows, forced = ledger.num_rows + 1, config.forced_shape
-        options = controller, forced, config.verify_nodes
-        self.round_shapes = RoundShapes(ledger.shapes, num_rows, *options, lens=ledger.resolved_len)
+        self.round_shapes = RoundShapes(
+            ledger.shapes,
+            ledger.num_rows + 1,
+            controller,
+            config.forced_shape,
+            lens=ledger.resolved_len,
+        )
         self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.page_choices)
         self._waiting = Waiting(shares_prompts=config.shares_prompts)
         running = Running(ledger, self.round_shapes, reads_tokens=config.reads_tokens)
@@ -292,9 +296,7 @@ class Scheduler:
                 request.num_drafts += num
                 if request.forced:
                     self.counts.forced(len(request.forced), int(num_new[lane]) - 1)
-            self.round_shapes.learn(step.choice, shapes, num_new, requests, result.nodes)
-            if result.nodes is not None:
-                self.counts.undrafted_level_ct += int(result.nodes.undrafted.sum())
+            self.round_shapes.learn(step.choice, shapes, num_new, requests)
             if self._ledger.overlap_depth:
                 self._running.accept_len[rows] = num_new
         else:
@@ -454,5 +456,4 @@ class Scheduler:
                 return None
             else:
                 of = self._running.by_row[rows].tolist()
-                nodes = self.round_shapes.nodes(plan.shapes, of)
-                return Step(plan, of, choice=self.round_shapes.run(), nodes=nodes)
+                return Step(plan, of, choice=self.round_shapes.run())
