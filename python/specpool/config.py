@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 Placement = Literal["split", "shared"]
 Policy = Literal["exact", "double_buffer"]
 Layout = Literal["auto", "dense", "holey"]
-Ancestry = Literal["exact", "branch"]
 WorkerName = Literal["auto", "v1", "v2"]
 OnFinding = Literal["raise", "quarantine"]
 Offload = Literal["cost", "always", "never"]
@@ -73,8 +72,6 @@ class EngineConfig:
             group, the draft's branches in the target's rows (what SGLang does).
         policy: how much a round reserves; `double_buffer` is SGLang's, for comparison.
         layout: where drafts lie in a row; `auto` = dense (the torch back end reads single tokens).
-        ancestry: `exact` = a draft token attends to its true ancestors; `branch` = to its branch's
-            own slots, whatever they hold (SGLang's reading, for comparison).
         draft_window: the last tokens of a row that keep draft KV, a number from 2. A draft token
             sees no others, so a row's draft pages do not grow with its text. None = all tokens.
             Needs placement `split`, and a drafter that keeps KV.
@@ -132,7 +129,6 @@ class EngineConfig:
     placement: Placement = "split"
     policy: Policy = "exact"
     layout: Layout = "auto"
-    ancestry: Ancestry = "exact"
     draft_window: int | None = None
     draft_sink: int = 0
     max_batch: int = 8
@@ -172,7 +168,6 @@ class EngineConfig:
         check_choice("placement", self.placement, get_args(Placement))
         check_choice("policy", self.policy, get_args(Policy))
         check_choice("layout", self.layout, get_args(Layout))
-        check_choice("ancestry", self.ancestry, get_args(Ancestry))
         self._check_draft_window()
         check_int("max_batch", self.max_batch, 1, 1 << 16)
         check_int("max_sessions", self.max_sessions, 0, 1 << 16)

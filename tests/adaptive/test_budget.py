@@ -14,7 +14,7 @@ from specpool.adaptive.row_acceptance import RowAcceptance
 from specpool.assets import corpus
 from specpool.errors import ShapeError
 from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.scheduler.round_shapes import RoundShapes
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import StepResult

@@ -16,7 +16,7 @@ from scheduler_loop import parts_with_ledger
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams
 from specpool.draft import NgramDrafter
 from specpool.engine.output import Chunk
-from specpool.scheduler.ends import Ends
+from specpool.scheduler.reclaim import Ends
 from specpool.worker.results import PendingStep
 
 PARAMS = SamplingParams(max_new_tokens=5, ignore_eos=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from specpool.scheduler.ends import Ends
-from specpool.scheduler.requests.request import Request
-from specpool.scheduler.rows.conversations import Conversations
-from specpool.scheduler.rows.host_handles import HostHandles
+from lab.sim.device import SimHost
+from specpool.scheduler.conversations import Conversations
+from specpool.scheduler.reclaim import Ends
+from specpool.scheduler.request import Request
+from specpool.scheduler.rows import HostHandles
 from specpool.scheduler.scheduler import Scheduler
-from specpool.sim.device import SimHost
 
 
 def keep_the_overshoot(patch):

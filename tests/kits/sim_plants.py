@@ -8,19 +8,17 @@ import heapq
 
 import numpy as np
 
+from lab.sim import Settings, SimDevice
 from specpool.errors import OutOfPages, SpecpoolError
 from specpool.memory.host.texts import HostTexts
 from specpool.memory.host.tier import HostTier
-from specpool.scheduler.ends import Ends
 from specpool.scheduler.pins import Pins
 from specpool.scheduler.prefix_cache import PrefixCache
-from specpool.scheduler.requests.request import Request
-from specpool.scheduler.requests.waiting import Waiting
-from specpool.scheduler.room import Room
+from specpool.scheduler.queues import Running, Waiting
+from specpool.scheduler.reclaim import Ends, Room
+from specpool.scheduler.request import Request
 from specpool.scheduler.round_shapes import RoundShapes
-from specpool.scheduler.rows.running import Running
 from specpool.scheduler.scheduler import Scheduler
-from specpool.sim import Settings, SimDevice
 
 
 class Lying:

@@ -13,17 +13,7 @@ import re
 import pytest
 
 import reference
-from scheduler_loop import Loop, arrival
-from sim_plants import give_tokens_to_dropped_lanes, lie, retract_without_draining
-from specpool import Engine, NotReady, OrderError, SamplingParams, ShapeError, StalePlan
-from specpool.assets import corpus
-from specpool.memory.page_needs import PageNeeds
-from specpool.scheduler.requests.request import Request
-from specpool.scheduler.room import Room
-from specpool.scheduler.rows.running import Running
-from specpool.scheduler.scheduler import Scheduler
-from specpool.scheduler.step import Step
-from specpool.sim import (
+from lab.sim import (
     Arrival,
     BrokenLaw,
     Scenario,
@@ -32,6 +22,16 @@ from specpool.sim import (
     Text,
     broken_law,
 )
+from scheduler_loop import Loop, arrival
+from sim_plants import give_tokens_to_dropped_lanes, lie, retract_without_draining
+from specpool import Engine, NotReady, OrderError, SamplingParams, ShapeError, StalePlan
+from specpool.assets import corpus
+from specpool.memory.page_needs import PageNeeds
+from specpool.scheduler.queues import Running
+from specpool.scheduler.reclaim import Room
+from specpool.scheduler.request import Request
+from specpool.scheduler.scheduler import Scheduler
+from specpool.scheduler.step import Step
 
 
 def pages_of(loop: Loop, request: Request) -> set[int]:

@@ -12,8 +12,8 @@ import specpool.scheduler
 from scheduler_loop import Loop, arrival, parts_with_ledger
 from sim_plants import Lying
 from specpool import SpecpoolError
-from specpool.scheduler.requests.request import TokenLogprob
-from specpool.scheduler.rows.rows import Rows
+from specpool.scheduler.request import TokenLogprob
+from specpool.scheduler.rows import Rows
 from specpool.scheduler.step import StepResult
 
 FOLDER = Path(specpool.scheduler.__file__).parent
@@ -37,7 +37,7 @@ def calls(path: Path) -> set[str]:
 def test_a_row_is_given_back_in_one_place():
     """Law: only `Rows` gives rows back, also those that go to the host."""
     found = {path.stem: verbs for path in FOLDER.rglob("*.py") if (verbs := calls(path))}
-    assert found == {"rows": VERBS - {"offload"}, "host_handles": {"offload"}}
+    assert found == {"rows": VERBS}
 
 
 class Refusing(Lying):

@@ -14,7 +14,7 @@ from specpool.adaptive import AdaptiveConfig, BudgetController, RangeConfig
 from specpool.adaptive.budget import Spare
 from specpool.arrays import Int32
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller

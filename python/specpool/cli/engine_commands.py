@@ -80,13 +80,6 @@ def generate(
             "--compare", help="Decode plainly too: compare texts and speeds, and print a table."
         ),
     ] = False,
-    compare_ancestry: Annotated[
-        bool,
-        typer.Option(
-            "--compare-ancestry",
-            help="Run exact ancestry and SGLang's reading; print both accept lengths.",
-        ),
-    ] = False,
     json: Json = False,
 ) -> None:
     """Generate texts, and print them as they come."""
@@ -100,7 +93,6 @@ def generate(
             chat=chat,
             shape=shape,
             compare=compare,
-            compare_ancestry=compare_ancestry,
             out=out,
             force=force,
             json=json,

@@ -12,15 +12,13 @@ from specpool.arrays import Int32, Int64
 from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows
 from specpool.memory.page_needs import PageNeeds
 from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.ends import Ends
+from specpool.scheduler.conversations import Conversations
 from specpool.scheduler.pins import Pins
 from specpool.scheduler.prefix_cache import PrefixCache
-from specpool.scheduler.requests.request import Request
-from specpool.scheduler.requests.waiting import Waiting
-from specpool.scheduler.room import Room
-from specpool.scheduler.rows.conversations import Conversations
-from specpool.scheduler.rows.host_handles import HostHandles
-from specpool.scheduler.rows.running import Running
+from specpool.scheduler.queues import Running, Waiting
+from specpool.scheduler.reclaim import Ends, Room
+from specpool.scheduler.request import Request
+from specpool.scheduler.rows import HostHandles
 
 
 class Admission:

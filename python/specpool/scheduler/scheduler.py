@@ -30,20 +30,17 @@ from specpool.memory.host.tier import HostTier
 from specpool.memory.page_needs import PageNeeds
 from specpool.scheduler.admission import Admission
 from specpool.scheduler.config import SchedulerConfig
+from specpool.scheduler.conversations import Conversations
 from specpool.scheduler.counts import Counts
-from specpool.scheduler.ends import Ends
+from specpool.scheduler.exports import Exports
 from specpool.scheduler.pins import Pins
-from specpool.scheduler.prefills import Prefills
+from specpool.scheduler.prefill import Prefills
 from specpool.scheduler.prefix_cache import PrefixCache
-from specpool.scheduler.requests.request import Request, TokenLogprob
-from specpool.scheduler.requests.waiting import Waiting
-from specpool.scheduler.room import Room
+from specpool.scheduler.queues import Running, Waiting
+from specpool.scheduler.reclaim import Ends, Room
+from specpool.scheduler.request import Request, TokenLogprob
 from specpool.scheduler.round_shapes import RoundShapes
-from specpool.scheduler.rows.conversations import Conversations
-from specpool.scheduler.rows.exports import Exports
-from specpool.scheduler.rows.host_handles import HostHandles, costing_speed
-from specpool.scheduler.rows.rows import Rows
-from specpool.scheduler.rows.running import Running
+from specpool.scheduler.rows import HostHandles, Rows, costing_speed
 from specpool.scheduler.step import Step, StepResult
 
 if TYPE_CHECKING:

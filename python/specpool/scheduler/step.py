@@ -11,7 +11,7 @@ import numpy.typing as npt
 from specpool._core import Plan
 from specpool.arrays import Int32
 from specpool.memory.host.handle import Handle
-from specpool.scheduler.requests.request import Request, TokenLogprob
+from specpool.scheduler.request import Request, TokenLogprob
 from specpool.scheduler.round_shapes import Choice
 
 

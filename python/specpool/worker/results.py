@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specpool.kernels.transfer import Download
-from specpool.scheduler.requests.request import Request, TokenLogprob
+from specpool.scheduler.request import Request, TokenLogprob
 from specpool.scheduler.step import StepResult
 from specpool.worker.verify import Logprobs, Verdict
 
