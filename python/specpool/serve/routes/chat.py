@@ -43,7 +43,7 @@ class ChatForm:
         self._most_calls = 1 if body.parallel_tool_calls is False else None
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         formats = formats_of(getattr(tokenizer, "chat_template", None))
-        tail = tokenizer.decode(prompt[-_TAIL:]).rstrip() if body.tools else ""
+        tail = str(tokenizer.decode([*prompt[-_TAIL:]])).rstrip() if body.tools else ""
         thinks = any(match.end() == len(tail) for match in THOUGHTS_BEGIN.finditer(tail))
         self._tools = [ToolCalls(body, formats, thinks=thinks) for _ in range(num)]
         self._contents: list[list[str]] = [[] for _ in range(num)]
