@@ -21,6 +21,7 @@ from specpool.ranks.record import HEAD_BYTES, MAX_RECORD, Record, Result
 from specpool.ranks.wire import request_of, wire_of
 from specpool.scheduler.requests.conversation import Conversation
 from specpool.scheduler.requests.request import Request
+from specpool.scheduler.step import StepResult
 
 KEY = b"a key of a group"
 PLAIN = (
@@ -93,8 +94,12 @@ def _record() -> Record:
         ["forget", b"salt"],
         ["turn"],
     ]
-    results = [Result.of(9, [[1, 2, 3], [], [-1]]), Result.of(10, [[5]])]
+    results = [_result(9, [[1, 2, 3], [], [-1]]), _result(10, [[5]])]
     return Record(12, (1 << 64) - 3, inputs, results)
+
+
+def _result(step: int, lanes: list[list[int]]) -> Result:
+    return Result.of(step, StepResult.of_lanes(lanes))
 
 
 def _request() -> Request:
@@ -159,10 +164,10 @@ def test_a_request_with_a_part_missing_is_refused(name: str) -> None:
 
 
 def test_two_results_that_differ_name_the_lane() -> None:
-    own, other = Result.of(9, [[1, 2], [3]]), Result.of(9, [[1, 2], [4]])
+    own, other = _result(9, [[1, 2], [3]]), _result(9, [[1, 2], [4]])
     said = own.difference(other)
     assert said == "lane 1 of step 9 got the tokens [3] here, [4] there"
-    assert own.difference(Result.of(8, [[1, 2], [3]])) == "step 9 here is step 8 there"
+    assert own.difference(_result(8, [[1, 2], [3]])) == "step 9 here is step 8 there"
 
 
 def test_a_changed_byte_is_always_found() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ import numpy as np
 from specpool.arrays import Int32
 from specpool.errors import RankError
 from specpool.ranks.codec import decode, encode
+from specpool.scheduler.step import StepResult
 
 _HEAD = struct.Struct("<qqQ")
 _SEAL_BYTES = 16
@@ -45,11 +45,10 @@ class Result:
     tokens: Int32
 
     @classmethod
-    def of(cls, step: int, tokens: Sequence[Sequence[int]]) -> Result:
-        """Pack the tokens of each lane."""
-        counts = np.fromiter(map(len, tokens), np.int32, len(tokens))
-        flat = [token for lane in tokens for token in lane]
-        return cls(step, counts, np.array(flat, np.int32))
+    def of(cls, step: int, result: StepResult) -> Result:
+        """Pack the tokens of each lane that count."""
+        is_new = np.arange(result.tokens.shape[1]) < result.accept_len[:, None]
+        return cls(step, result.accept_len, result.tokens[is_new].astype(np.int32))
 
     def difference(self, other: Result) -> str | None:
         """Say how another rank's result of the step differs; None = not at all."""

@@ -61,7 +61,8 @@ class PendingStep:
                 request ends.
         """
         packed, logits = outcome.packed, outcome.logits
-        self._done, self._counted = done, outcome.is_verify
+        self._done = None if done is None else np.array(done, np.bool_)
+        self._counted = outcome.is_verify
         self._wanted = [request.params.logprobs for request in requests]
         self._packed = Download(packed)
         self._told = None if outcome.told is None else Download(outcome.told)
@@ -79,23 +80,29 @@ class PendingStep:
         """
         packed = self._packed.array()
         if self._counted:
-            tokens, lens = packed[:, :-2].tolist(), packed[:, -2].astype(np.int32)
-            not_finite = packed[:, -1].astype(bool).tolist()
-            kept = [lane[:n] for lane, n in zip(tokens, lens.tolist(), strict=True)]
+            tokens, accept_len = packed[:, :-2], packed[:, -2].astype(np.int32)
+            not_finite = packed[:, -1].astype(np.bool_)
         else:  # one token per lane
-            kept = tokens = packed.tolist()
-            lens, not_finite = np.ones(len(packed), np.int32), [lane[0] < 0 for lane in tokens]
+            tokens, accept_len = packed, np.ones(len(packed), np.int32)
+            not_finite = packed[:, 0] < 0
         if self._done is not None:
-            lanes = zip(kept, self._done, strict=True)
-            kept = [lane if done or lane[0] < 0 else [] for lane, done in lanes]
-        told = None
+            accept_len = (self._done | not_finite).astype(np.int32)
+        logprobs: list[list[TokenLogprob] | None] | None = None
+        if self._logprobs is not None:
+            entries, width = self._logprobs.entries(), tokens.shape[1]
+            logprobs = [
+                None if num_top is None else entries[lane * width : lane * width + num_tokens]
+                for lane, (num_top, num_tokens) in enumerate(
+                    zip(self._wanted, accept_len.tolist(), strict=True)
+                )
+            ]
+        nodes = None
         if self._told is not None:
-            told = NodeResults.of(self._told.array(), len(kept))
-        if self._logprobs is None:
-            return StepResult(kept, lens, not_finite, nodes=told)
-        logprobs: list[list[TokenLogprob] | None] = [None] * len(kept)
-        entries, width = self._logprobs.entries(), len(tokens[0])
-        for i, num_top in enumerate(self._wanted):
-            if num_top is not None:
-                logprobs[i] = entries[i * width : i * width + len(kept[i])]
-        return StepResult(kept, lens, not_finite, logprobs, told)
+            nodes = NodeResults.of(self._told.array(), len(packed))
+        return StepResult(
+            tokens=tokens,
+            accept_len=accept_len,
+            not_finite=not_finite,
+            logprobs=logprobs,
+            nodes=nodes,
+        )
