@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from conftest import assert_no_page_leaked
+from lab.sim import Arrival, Settings
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
 from specpool.assets import corpus, resolve
 from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
@@ -22,7 +23,6 @@ from specpool.models import TargetModel
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import StepResult
-from specpool.sim import Arrival, Settings
 
 PROMPTS = corpus.prompts(4, 30)
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from lab.sim import Arrival, Settings, SimDevice, Text
 from sim_plants import Lying
 from specpool import Shape
 from specpool.adaptive import Controller
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
-from specpool.sim import Arrival, Settings, SimDevice, Text
 
 
 def put_ledger(scheduler: Scheduler, ledger: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from lab.sim.device import SimHost
 from specpool.scheduler.conversations import Conversations
 from specpool.scheduler.reclaim import Reclaim
 from specpool.scheduler.request import Request
 from specpool.scheduler.rows import HostHandles
 from specpool.scheduler.scheduler import Scheduler
-from specpool.sim.device import SimHost
 
 
 def keep_the_overshoot(patch):

@@ -8,6 +8,7 @@ import heapq
 
 import numpy as np
 
+from lab.sim import Settings, SimDevice
 from specpool.errors import OutOfPages, SpecpoolError
 from specpool.memory.host.texts import HostTexts
 from specpool.memory.host.tier import HostTier
@@ -18,7 +19,6 @@ from specpool.scheduler.reclaim import Reclaim
 from specpool.scheduler.request import Request
 from specpool.scheduler.round_shapes import RoundShapes
 from specpool.scheduler.scheduler import Scheduler
-from specpool.sim import Settings, SimDevice
 
 
 class Lying:

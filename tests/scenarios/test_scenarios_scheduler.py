@@ -13,6 +13,15 @@ import re
 import pytest
 
 import reference
+from lab.sim import (
+    Arrival,
+    BrokenLaw,
+    Scenario,
+    Settings,
+    Simulation,
+    Text,
+    broken_law,
+)
 from scheduler_loop import Loop, arrival
 from sim_plants import give_tokens_to_dropped_lanes, lie, retract_without_draining
 from specpool import Engine, NotReady, OrderError, SamplingParams, ShapeError, StalePlan
@@ -23,15 +32,6 @@ from specpool.scheduler.reclaim import Reclaim
 from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
-from specpool.sim import (
-    Arrival,
-    BrokenLaw,
-    Scenario,
-    Settings,
-    Simulation,
-    Text,
-    broken_law,
-)
 
 
 def pages_of(loop: Loop, request: Request) -> set[int]:

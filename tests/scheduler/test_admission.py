@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lab.sim import Simulation, scenario
 from specpool.scheduler.admission import Admission
-from specpool.sim import Simulation, scenario
 
 admit_all = Admission.admit
 

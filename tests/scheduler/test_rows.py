@@ -19,7 +19,7 @@ from specpool.scheduler.step import StepResult
 FOLDER = Path(specpool.__file__).parent
 VERBS = {"finish", "abort", "retract", "end_turn", "export"}
 #: They have ledgers of their own, beside an engine's.
-OTHERS = {"plugins", "serve", "sim", "testing"}
+OTHERS = {"plugins", "testing"}
 
 
 def calls(path: Path) -> set[str]:
