@@ -67,9 +67,10 @@ class Return:
         self._feed(row, 0)
         ledger.trim(row, self._num_tokens)
         start = time.perf_counter()
-        handle = self._tier.offload(row)
+        handle = self._tier.save(row)
         self._synchronize()
         seconds = time.perf_counter() - start
+        ledger.retract(row)
         if handle is None:
             raise CorruptState(f"{self._num_tokens} tokens have no room on an empty host")
         for g, group in enumerate(ledger.groups):  # or they would be found where they were
