@@ -11,7 +11,7 @@ import numpy as np
 
 from specpool._core import Shape
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.text.stop_search import StopHit
 from specpool.text.stream import TextStream
 

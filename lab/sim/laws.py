@@ -15,7 +15,7 @@ from lab.sim.talks import Talks
 from lab.sim.watch import Pinned, Pins, Tally, Watch, shared_len
 from specpool._core import Ledger, Shape
 from specpool.memory.host.tier import HostTier
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
 

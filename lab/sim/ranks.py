@@ -26,8 +26,7 @@ from specpool.ranks.following import Follower
 from specpool.ranks.inputs import Inputs
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.requests.conversation import Conversation
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Conversation, Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step, StepResult
 

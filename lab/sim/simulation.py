@@ -20,7 +20,7 @@ from specpool.errors import StalePlan
 from specpool.memory.host.handle import Handle
 from specpool.memory.host.tier import HostTier
 from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
 

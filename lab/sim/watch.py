@@ -12,7 +12,7 @@ from lab.sim.arrivals import Arrival, Text
 from lab.sim.device import BrokenLaw, Ints
 from specpool._core import Ledger
 from specpool.scheduler.pins import Pin
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 
 @dataclass(slots=True)

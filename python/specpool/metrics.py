@@ -16,7 +16,7 @@ from specpool.checks import shown
 from specpool.engine.stats import EngineStats
 from specpool.errors import ConfigError
 from specpool.loop.clock import PhaseSeconds
-from specpool.scheduler.requests.latency import Histogram
+from specpool.scheduler.counts import Histogram
 from specpool.shape_names import name_of
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import pytest
 from cli_kit import call
 from lab.sim import Simulation, broken_law, scenario
 from sim_plants import draft_from_old_tokens
+from specpool.scheduler.queues import Running
 from specpool.scheduler.round_shapes import RoundShapes
-from specpool.scheduler.rows.running import Running
 
 
 def number(name: str, table: str) -> int:

@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+from specpool.scheduler.requests import request
 
 from lab.sim import Arrival, Fault, Scenario, Settings, Simulation, broken_law
 from lossless import Comparison, Reference
@@ -34,8 +35,7 @@ from specpool.draft import EagleDrafter
 from specpool.loop.loop import Loop
 from specpool.memory.kv_cache import KVCache
 from specpool.models import EagleHead
-from specpool.scheduler.requests import request
-from specpool.scheduler.rows.conversations import Conversations
+from specpool.scheduler.conversations import Conversations
 from specpool.worker.row_state import RowState
 from specpool.worker.worker import Worker
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from reciter import CHATML, byte_tokenizer
 from specpool import ConfigError
 from specpool.engine.texts import Texts
-from specpool.scheduler.requests.conversation import Conversation, Said
+from specpool.scheduler.request import Conversation, Said
 from specpool.serve.api.reading import read
 from specpool.serve.api.requests import ChatRequest
 from specpool.serve.routes.chat import messages_of

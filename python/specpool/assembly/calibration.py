@@ -15,7 +15,7 @@ from specpool.adaptive.budget import Spare
 from specpool.adaptive.node_budget import NodeChoice
 from specpool.arrays import Int32
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller
@@ -210,7 +210,7 @@ class _Start:
         """Time rounds of these kinds and report them; return whether so many rows had pages."""
         tour, loop = self._tour, self._build()
         scheduler = loop.scheduler
-        num_chunks = -(-size * prompt_len // scheduler.config.prefill_tokens)
+        num_chunks = -(-size * prompt_len // scheduler.state.config.prefill_tokens)
         num_rounds = _PASSES * (_WARM_UP + _TIMED) * len(kinds) + num_chunks + 1
         requests = [
             _request(i, tour, self._ledger, prompt_len=prompt_len, num_rounds=num_rounds)

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Literal
 from specpool._core import Ledger
 from specpool.loop.clock import Clock, PhaseSeconds
 from specpool.memory.host.tier import HostStats
-from specpool.scheduler.prefix_stats import PrefixStats
-from specpool.scheduler.requests.latency import LatencyStats
+from specpool.scheduler.counts import LatencyStats
+from specpool.scheduler.prefix_cache import PrefixStats
 from specpool.scheduler.round_shapes import AdaptiveStats
 from specpool.worker.graphs.graphs import GraphStats
 
 if TYPE_CHECKING:
     from specpool.loop.busy_check import BusyCheck
     from specpool.memory.host.tier import HostTier
-    from specpool.scheduler.requests.conversation import Conversation
-    from specpool.scheduler.requests.request import Request
+    from specpool.scheduler.request import Conversation, Request
     from specpool.scheduler.scheduler import Scheduler
 
 SessionState = Literal["waiting", "running", "idle", "host", "dropped"]

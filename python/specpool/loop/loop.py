@@ -24,7 +24,7 @@ from specpool.loop.scrub import scrub_free
 from specpool.memory.host.tier import HostTier
 from specpool.memory.kv_cache import KVCache
 from specpool.ranks.inputs import Inputs, Peers
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step, StepResult
 from specpool.worker.graphs.capture import is_out_of_memory

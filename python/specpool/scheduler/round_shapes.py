@@ -20,7 +20,7 @@ from specpool.shape_names import width_order
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller
-    from specpool.scheduler.requests.request import Request
+    from specpool.scheduler.request import Request
 
 
 # Rows are sorted into lanes by shape, then by admission number, which has this many bits.

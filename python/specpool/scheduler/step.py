@@ -12,7 +12,7 @@ from specpool._core import Plan
 from specpool.adaptive.node_budget import NodeChoice, NodeResults
 from specpool.arrays import Int32
 from specpool.memory.host.handle import Handle
-from specpool.scheduler.requests.request import Request, TokenLogprob
+from specpool.scheduler.request import Request, TokenLogprob
 from specpool.scheduler.round_shapes import Choice
 
 

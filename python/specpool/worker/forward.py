@@ -13,7 +13,7 @@ from specpool.attention.lanes import Lanes
 from specpool.memory.kv_cache import KVCache
 from specpool.models.target import TargetModel
 from specpool.models.target_output import TargetOutput
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.worker.results import Outcome, PendingStep
 
 

@@ -13,7 +13,7 @@ from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import Download
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True)

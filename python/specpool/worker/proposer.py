@@ -21,7 +21,7 @@ from specpool.draft.side_by_side import DraftPart, Reading, drafts_side_by_side
 from specpool.errors import ShapeError, is_fault
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 #: Trees, the lanes whose tree was invalid, and the drafter of all; see `Proposer.propose`.
 Proposal = tuple[DraftTree, Tensor | None, int | None]

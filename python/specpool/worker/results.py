@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specpool.adaptive.node_budget import NodeResults
 from specpool.kernels.transfer import Download
-from specpool.scheduler.requests.request import Request, TokenLogprob
+from specpool.scheduler.request import Request, TokenLogprob
 from specpool.scheduler.step import StepResult
 from specpool.worker.verify import Logprobs, Verdict
 

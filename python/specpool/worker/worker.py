@@ -28,7 +28,7 @@ from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache
 from specpool.models.target import TargetModel
 from specpool.models.target_output import TargetOutput
-from specpool.scheduler.requests.request import NO_TREE, Request
+from specpool.scheduler.request import NO_TREE, Request
 from specpool.scheduler.step import Step
 from specpool.worker.followers import Followers
 from specpool.worker.forward import Forward, Pass

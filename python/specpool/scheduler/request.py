@@ -1,18 +1,17 @@
-"""`Request`: a prompt and its output on the way through the engine."""
+"""`Request`, a prompt and its output, and `Conversation`, the session that it may be a turn of."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from specpool._core import Shape
 from specpool.arrays import Int32
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.conversation import common_len
-from specpool.scheduler.requests.latency import Times
 from specpool.text.bans import Bans
 from specpool.text.stream import TextStream
 from specpool.text.structured.matcher import Matcher
@@ -20,7 +19,79 @@ from specpool.text.structured.matcher import Matcher
 if TYPE_CHECKING:
     from specpool.memory.host.handle import Handle
     from specpool.scheduler.pins import Pin
-    from specpool.scheduler.requests.conversation import Conversation, Message, Said
+
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The part of a conversation that one turn has added.
+
+    Attributes:
+        end: the number of tokens of the conversation at the turn's end.
+        messages: the chat messages that began the turn; None = it began with text or token ids.
+        answer_ids: the generated tokens without those that end a text; with them if a stop string
+            ended it, because such a token may be part of that string.
+        stop: the turn's stop strings; the answer's text ends before the first of them.
+    """
+
+    end: int
+    messages: tuple[Message, ...] | None
+    answer_ids: list[int]
+    stop: Sequence[str]
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """A conversation: its tokens, and the row or handle with its KV while it is idle.
+
+    Attributes:
+        number: its number within the engine, from 1.
+        tokens: the tokens of all turns that have ended.
+        said: the turns that these tokens are from.
+        row: the idle row with KV of the first tokens; 0 = none, or the turn's request has it.
+        epoch: the row's epoch when it became idle.
+        handle: KV of the first tokens on the host; None = none, or the turn's request has it.
+        turn_ct: turns that have ended by a stop or their length.
+        computed_token_ct: tokens that prefills computed.
+        reused_token_ct: tokens whose KV a turn found in place.
+        retraction_ct: retractions of its turns.
+        drop_ct: how often its KV was dropped between turns, to make room.
+        leaves: whether it is on its way to another engine.
+    """
+
+    number: int
+    tokens: list[int] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
+    row: int = 0
+    epoch: int = 0
+    handle: Handle | None = None
+    turn_ct: int = 0
+    computed_token_ct: int = 0
+    reused_token_ct: int = 0
+    retraction_ct: int = 0
+    drop_ct: int = 0
+    leaves: bool = False
+
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens, and the turns that end within them.
+
+        A cut turn that began with text or token ids stays with its shorter length.
+        """
+        said = [turn for turn in self.said if turn.end <= num_tokens]
+        cut = self.said[len(said) :]
+        if cut and cut[0].messages is None and num_tokens > (said[-1].end if said else 0):
+            said.append(replace(cut[0], end=num_tokens))  # what is left of a text is still text
+        self.tokens, self.said = self.tokens[:num_tokens], said
+
+
+def common_len(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return the length of the common prefix of two sequences of tokens or characters."""
+    if a == b[: len(a)]:
+        return len(a)
+    return next(i for i, (x, y) in enumerate(zip([*a, -1], [*b, -2], strict=False)) if x != y)
+
 
 #: Values in a token's place: the logits were not finite; the drafter's tree was no tree.
 NOT_FINITE, NO_TREE = -1, -2
@@ -37,6 +108,21 @@ class TokenLogprob:
     def first(self, num_top: int) -> TokenLogprob:
         """Return a copy with only the `num_top` most likely tokens."""
         return TokenLogprob(self.token_id, self.logprob, dict(list(self.top.items())[:num_top]))
+
+
+@dataclass(slots=True)
+class Times:
+    """The times of a request's milestones, by `time.perf_counter`; None = not reached yet."""
+
+    queued: float | None = None
+    started: float | None = None  # when it got its first row
+    first_token: float | None = None  # when the host had it
+    ended: float | None = None
+
+    def since_queued(self, name: str) -> float | None:
+        """Return the seconds from arrival to the milestone `name`; None = not reached."""
+        end = getattr(self, name)
+        return None if end is None or self.queued is None else end - self.queued
 
 
 @dataclass(slots=True, eq=False)

@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from specpool._core import Ledger
 from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows, SpecpoolError
 from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.requests.conversation import Conversation, Said
-from specpool.scheduler.requests.request import Request
-from specpool.scheduler.rows.host_handles import HostHandles
-from specpool.scheduler.rows.rows import Rows
+from specpool.scheduler.request import Conversation, Request, Said
+from specpool.scheduler.rows import HostHandles, Rows
 
 
 class Conversations:
