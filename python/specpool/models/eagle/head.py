@@ -87,7 +87,7 @@ class EagleHead:
             for i in range(len(feature_layers))
             if (norm := get(f"fc_norm.{i}.weight")) is not None
         ]
-        self._layers = [_load_layer(config, get, i) for i in range(config.num_layers)]
+        self._layers = [_load_layer(get, i) for i in range(config.num_layers)]
         self._norm = get("norm.weight")
         self._lm_head = get("lm_head.weight")  # [Vd, h]; the target's if the file has none
         self._target_logits: Callable[[torch.Tensor], torch.Tensor] | None = None

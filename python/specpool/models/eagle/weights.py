@@ -44,9 +44,7 @@ def _add_linear(
     return out if bias is None else out + bias
 
 
-def _load_layer(
-    config: EagleConfig, get: Callable[[str], torch.Tensor | None], index: int
-) -> _Layer:
+def _load_layer(get: Callable[[str], torch.Tensor | None], index: int) -> _Layer:
     prefix = f"layers.{index}."
 
     def must(name: str) -> torch.Tensor:
