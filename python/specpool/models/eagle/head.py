@@ -31,7 +31,7 @@ from specpool.models.eagle.weights import (
     _add_linear,
     _check_target,
     _check_tensors,
-    _Layer,
+    _HeadLayer,
     _load_layer,
     check_vocabulary,
 )
@@ -316,7 +316,7 @@ class EagleHead:
             yield k, v
 
     def _qkv(
-        self, layer: _Layer, x: torch.Tensor, rope: Sequence[torch.Tensor], *, skip_q: bool
+        self, layer: _HeadLayer, x: torch.Tensor, rope: Sequence[torch.Tensor], *, skip_q: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rotated q [T, H, D] ([0, H, D] with `skip_q`), rotated k [T, Hk, D], and v."""
         config, weight, bias = self.config, layer.qkv, layer.qkv_bias
