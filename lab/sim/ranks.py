@@ -161,7 +161,7 @@ class SimRank:
             observe, plan = self.scheduler.round_shapes.observe, steps[0].plan
             shapes, lens = plan.shapes, plan.start
             seconds = 0.01 + self.seconds % 1
-            self.inputs.measured(lambda told: observe(choice, shapes, told, None, lens), seconds)
+            self.inputs.measured(lambda told: observe(choice, shapes, told, lens), seconds)
         last = self._turns - (self._settings.overlap_depth if steps else 1)
         while self._flying and self._flying[0][0] <= last:
             self._take_over(self._flying.popleft()[1])

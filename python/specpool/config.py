@@ -67,11 +67,6 @@ class EngineConfig:
             (`SamplingParams.structured`) forces them; memory is laid out for a chain of so many. 0
             = as many as the request's own shape has steps. A block drafter drafts at most its block
             without the root.
-        verify_nodes: the most nodes that the target reads in a round, over all rows: the likeliest
-            of those that were drafted, and the root of each row in any case. None = all nodes,
-            `auto` = as many as pay, which needs adaptive `budget` (docs/budget.md). It needs a
-            drafter. The text is the same. A round reads all nodes if a row's logits are processed
-            or its form followed, if the target has recurrent layers, or if ranks share the target.
         page_size: slots per page, in every group.
         placement: `split` = target layers and draft layers in groups of their own; `shared` = one
             group, the draft's branches in the target's rows (what SGLang does).
@@ -130,7 +125,6 @@ class EngineConfig:
     shape: Shape | None = None
     shapes: tuple[Shape, ...] = ()
     forced_steps: int = 0
-    verify_nodes: int | Literal["auto"] | None = None
     page_size: int = 16
     placement: Placement = "split"
     policy: Policy = "exact"
@@ -201,8 +195,6 @@ class EngineConfig:
             from specpool.adaptive import config_of
 
             object.__setattr__(self, "adaptive", config_of(self.adaptive))
-        if self.verify_nodes is not None:
-            self._check_nodes(self.verify_nodes)
         if self.graph_sizes is not None:
             check_graph_sizes(self.graph_sizes, self.max_batch)
             object.__setattr__(self, "graph_sizes", tuple(self.graph_sizes))
@@ -228,18 +220,4 @@ class EngineConfig:
             raise ConfigError(
                 f"draft_sink {self.draft_sink} needs a draft_window of at least as many tokens, "
                 f"got {window}"
-            )
-
-    def _check_nodes(self, nodes: object) -> None:
-        """Raise `ConfigError` if `verify_nodes` is wrong, or does not go with the policy."""
-        policy = getattr(self.adaptive, "policy", None)
-        if isinstance(nodes, str) and nodes == "auto":
-            if policy != "budget":
-                raise ConfigError(f"verify_nodes 'auto' needs adaptive 'budget', got {policy!r}")
-            return
-        check_int("verify_nodes", nodes, 1, 1 << 30)
-        if policy not in (None, "budget"):
-            raise ConfigError(
-                f"verify_nodes {nodes} leaves drafts out, and adaptive {policy!r} "
-                "learns from whole drafts: take 'budget', or no verify_nodes"
             )

@@ -371,7 +371,6 @@ def test_a_number_too_large_for_a_float_is_refused(name):
         ({"draft": "specpool/tiny-eagle", "feature_layers": [0]}, "the target's last hidden"),
         ({"draft": None, "draft_window": 8}, "draft_window 8 is of draft KV, and no draft keeps"),
         ({"draft": ["ngram", "suffix"], "draft_window": 8}, "draft_window 8 is of draft KV, and"),
-        ({"draft": None, "verify_nodes": 4}, "verify_nodes 4 leaves drafts out, and there is no "),
         (
             {"draft": "specpool/tiny-block", "forced_steps": 8},
             "forced_steps must be at most 7, what a block of 8 tokens drafts, got 8",

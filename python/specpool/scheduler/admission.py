@@ -138,7 +138,8 @@ class Admission:
     def _own_row(self, request: Request) -> tuple[int, int] | None:
         """Take the idle row of the request's conversation, unless the prefix cache has more.
 
-        Return the row and its number of tokens with KV, or None. A cut row goes back to the beginning of a page that is shared; a hit ends at any token.
+        Return the row and its number of tokens with KV, or None. A cut row goes back to the
+        beginning of a page that is shared; a hit ends at any token.
         """
         state = self._state
         start = state.conversations.take(request)

@@ -105,7 +105,6 @@ class Counts:
         self.round_ct = self.prefill_ct = 0
         self.drafted_round_ct = self.draft_ct = 0  # rows' rounds with drafts, and their drafts
         self.forced_token_ct = 0  # accepted drafts that the form of a text left no choice about
-        self.undrafted_level_ct = 0  # levels of rows' shapes that ended drafting left out
         self.end_cts: Counter[str] = Counter()  # requests by finish reason
         self.latency = Latency()
         self._accept_cts = np.zeros(max_accept_len + 1, np.int64)  # rows' rounds by accept length

@@ -264,9 +264,7 @@ class Scheduler:
                 request.num_drafts += num
                 if request.forced:
                     self.counts.forced(len(request.forced), int(num_new[lane]) - 1)
-            self.round_shapes.learn(step.choice, shapes, num_new, requests, result.nodes)
-            if result.nodes is not None:
-                self.counts.undrafted_level_ct += int(result.nodes.undrafted.sum())
+            self.round_shapes.learn(step.choice, shapes, num_new, requests)
             if state.ledger.overlap_depth:
                 state.running.accept_len[rows] = num_new
         else:
@@ -429,6 +427,5 @@ class Scheduler:
                 self._reclaim.give_up(state.running.by_row[rows].tolist(), shortage)
                 return None
             else:
-                of = state.running.by_row[rows].tolist()
-                nodes = self.round_shapes.nodes(plan.shapes, of)
-                return Step(plan, of, choice=self.round_shapes.run(), nodes=nodes)
+                requests = state.running.by_row[rows].tolist()
+                return Step(plan, requests, choice=self.round_shapes.run())

@@ -55,7 +55,6 @@ class State:
             ledger.num_rows + 1,
             controller,
             config.forced_shape,
-            config.verify_nodes,
             lens=ledger.resolved_len,
         )
         self.needs = PageNeeds(ledger, config.headroom, self.round_shapes.page_choices)

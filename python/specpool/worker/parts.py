@@ -39,12 +39,6 @@ class Part:
             return False
         return bool((depths.numpy() == np.arange(depths.shape[1])).all())
 
-    @property
-    def num_drafted_steps(self) -> int:
-        """The levels that were drafted: all of `num_steps`, if drafting has not ended early."""
-        levels = self.tree.levels
-        return self.num_steps if levels is None else min(int(levels.max()), self.num_steps)
-
 
 def own_cells(parts: Sequence[Part], positions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return what the nodes of all lanes see of their own trees, padded to the widest.
