@@ -14,7 +14,7 @@ from specpool.assets import resolve
 from specpool.sampling_params import NEUTRAL
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
-from specpool.serve.bridge.messages import Abort, Accepted, Call, Refused, Reply, Submit, Tokens
+from specpool.serve.bridge.messages import Abort, Accepted, Refused, Reply, Submit, Tokens, VerbCall
 from specpool.serve.config import ServeConfig
 from specpool.serve.server import tokenizer_of
 from specpool.serve.service import Service
@@ -142,16 +142,16 @@ def test_concurrent_opens_never_pass_the_most_sessions():
 
     async def test(front):
         tasks = [front.begin({}, path="/v1/sessions") for _ in range(200)]
-        asked = await front.said(Call, 5)
+        asked = await front.said(VerbCall, 5)
         while sum(task.done() for task in tasks) < 195:
             await asyncio.sleep(0.005)
-        assert len(await front.said(Call, 5)) == 5
+        assert len(await front.said(VerbCall, 5)) == 5
         refused = Refused(asked[0].key, "max_tokens is wrong", is_users=True)
         await front.wire.come(refused, *(Reply(each.key, i) for i, each in enumerate(asked[1:])))
         statuses = [status for status, _ in await asyncio.gather(*tasks)]
         assert sorted(statuses) == [200] * 4 + [400] + [429] * 195
         again = [front.begin({}, path="/v1/sessions") for _ in range(3)]  # one place is free again
-        await front.wire.come(Reply((await front.said(Call, 6))[5].key, 9))
+        await front.wire.come(Reply((await front.said(VerbCall, 6))[5].key, 9))
         assert sorted([status for status, _ in await asyncio.gather(*again)]) == [200, 429, 429]
 
     scripted(test, max_sessions=5)
@@ -162,7 +162,7 @@ def test_forks_count_as_sessions_while_they_are_made():
         ident = await front.opened()
         path = f"/v1/sessions/{ident}/fork"
         tasks = [front.begin({}, path=path), front.begin({}, path="/v1/sessions")]
-        calls = await front.said(Call, 2)
+        calls = await front.said(VerbCall, 2)
         assert (await tasks[1])[0] == 429
         await front.wire.come(Reply(calls[1].key, 8))
         assert (await tasks[0])[0] == 200
@@ -182,18 +182,18 @@ def test_polls_share_one_question(path, stats):
 
     async def test(front):
         first = front.begin(None, path=path, method="GET")
-        (asked,) = await front.said(Call, 1)
+        (asked,) = await front.said(VerbCall, 1)
         later = [front.begin(None, path=path, method="GET") for _ in range(50)]
         await asyncio.sleep(0.05)
-        assert len(await front.said(Call, 1)) == 1
+        assert len(await front.said(VerbCall, 1)) == 1
         await front.wire.come(Reply(asked.key, stats))
         assert (await first)[0] == 200
-        _, second = await front.said(Call, 2)
+        _, second = await front.said(VerbCall, 2)
         assert not any(task.done() for task in later)
         later[0].cancel()  # one that leaves takes nobody's answer
         await front.wire.come(Reply(second.key, stats))
         assert [status for status, _ in await asyncio.gather(*later[1:])] == [200] * 49
-        assert len(await front.said(Call, 2)) == 2
+        assert len(await front.said(VerbCall, 2)) == 2
 
     scripted(test)
 

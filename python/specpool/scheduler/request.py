@@ -93,8 +93,9 @@ def common_len(a: Sequence[object], b: Sequence[object]) -> int:
     return next(i for i, (x, y) in enumerate(zip([*a, -1], [*b, -2], strict=False)) if x != y)
 
 
-#: Values in a token's place: the logits were not finite; the drafter's tree was no tree.
-NOT_FINITE, NO_TREE = -1, -2
+#: Stands in a token's place: the drafter's tree was not a tree. -1 says that the logits were not
+#: finite.
+NO_TREE = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +268,8 @@ class Request:
         """Add the tokens of one forward, the last of which is not a draft.
 
         Set `finish_reason` at the first token that ends the request, and drop the tokens that a
-        verify accepted beyond it. A last token of `NOT_FINITE` or `NO_TREE` ends the request with
-        an error.
+        verify accepted beyond it. A negative last token, -1 or `NO_TREE`, ends the request
+        with an error.
 
         Args:
             tokens: at least one.

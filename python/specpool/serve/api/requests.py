@@ -74,7 +74,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class Generation(Body):
+class GenerationBody(Body):
     """The fields that chats and completions share."""
 
     model: str | None = None
@@ -119,7 +119,7 @@ class Generation(Body):
     session_offset: Annotated[int, Field(ge=0, le=1 << 40)] | None = None
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationBody):
     """The body of `POST /v1/completions`."""
 
     prompt: Prompt
@@ -160,7 +160,7 @@ class Tool(Body):
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
-class ChatRequest(Generation):
+class ChatRequest(GenerationBody):
     """The body of `POST /v1/chat/completions`."""
 
     messages: Messages

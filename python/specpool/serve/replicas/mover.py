@@ -40,7 +40,7 @@ _LOOK = 0.1
 Fate = Literal["taken", "refused", "gone", "unknown"]
 
 
-class Peers(Protocol):
+class PeerReplicas(Protocol):
     """The way to the other replicas."""
 
     async def send(self, tag: str, parcel: SessionParcel) -> Fate:
@@ -76,7 +76,7 @@ class Mover:
         is_closing: the replica ends, and takes no more sessions in.
     """
 
-    def __init__(self, sessions: Sessions, tag: str, peers: Peers, time: Time) -> None:
+    def __init__(self, sessions: Sessions, tag: str, peers: PeerReplicas, time: Time) -> None:
         """Know no replica yet.
 
         Args:

@@ -15,9 +15,9 @@ from specpool.engine.texts import NextTurn, Prompt, is_chat, num_characters
 from specpool.errors import ConfigError
 from specpool.sampling_params import SamplingParams
 from specpool.serve.answers import EventStream, watched
-from specpool.serve.api.choice import Choice, Delta
+from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import ApiError, bad, event, json_response
-from specpool.serve.api.requests import Generation as Body
+from specpool.serve.api.requests import GenerationBody as Body
 from specpool.serve.api.sampling import ignored_header, refused
 from specpool.serve.api.structured import form_field
 from specpool.serve.api.usage import drafting_of, usage_of
@@ -43,13 +43,13 @@ _SHORT = 2048
 class Form(Protocol):
     """An answer's form: a chat's or a completion's."""
 
-    def first(self, choice: Choice) -> dict[str, Any] | None:
+    def first(self, choice: AnswerChoice) -> dict[str, Any] | None:
         """Return the part of a stream that comes before a choice's text; None = there is none."""
 
-    def part(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+    def part(self, choice: AnswerChoice, delta: Delta) -> dict[str, Any] | None:
         """Return a choice's part of a stream; None = nothing is certain yet."""
 
-    def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
+    def whole(self, choice: AnswerChoice, deltas: list[Delta]) -> dict[str, Any]:
         """Return a choice of an answer in one piece."""
 
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from specpool.sampling_params import SamplingParams
-from specpool.serve.api.choice import Choice, Delta
+from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import bad
 from specpool.serve.api.requests import ChatRequest, Message, TokenizeRequest, Tool
 from specpool.serve.api.sampling import check_supported, params_of
@@ -34,11 +34,11 @@ class ChatForm:
         formats = formats_of(getattr(tokenizer, "chat_template", None))
         self._tools = [ToolCalls(body, formats) for _ in range(num)]
 
-    def first(self, choice: Choice) -> dict[str, Any] | None:
+    def first(self, choice: AnswerChoice) -> dict[str, Any] | None:
         """Return the part that names the role."""
         return _part(choice, {"role": "assistant", "content": ""}, None, None)
 
-    def part(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+    def part(self, choice: AnswerChoice, delta: Delta) -> dict[str, Any] | None:
         """Return the part of a stream with a delta's text and calls."""
         tools, is_last = self._tools[choice.index], delta.finish_reason is not None
         content, calls = tools.push(delta.text, is_last, delta.specials)
@@ -51,7 +51,7 @@ class ChatForm:
             return None
         return _part(choice, new, self._logprobs(choice, delta), self._reason(tools, delta))
 
-    def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
+    def whole(self, choice: AnswerChoice, deltas: list[Delta]) -> dict[str, Any]:
         """Return a choice in one piece."""
         tools = self._tools[choice.index]
         texts = [
@@ -72,7 +72,7 @@ class ChatForm:
             "finish_reason": self._reason(tools, deltas[-1]),
         }
 
-    def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, choice: AnswerChoice, delta: Delta) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
         return choice.log.chat(delta.entries, self._num_top)
@@ -82,7 +82,7 @@ class ChatForm:
 
 
 def _part(
-    choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
+    choice: AnswerChoice, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
 ) -> dict[str, Any]:
     return {
         "index": choice.index,

@@ -41,7 +41,7 @@ class _Read(Request):
 def reading(service: Service) -> APIRouter:
     """Return a router whose routes take a model as their body, and read it in a thread."""
 
-    class Reading(APIRoute):
+    class ReadingRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
             assert self.body_field is not None
@@ -58,7 +58,7 @@ def reading(service: Service) -> APIRouter:
 
             return answer
 
-    return APIRouter(route_class=Reading)
+    return APIRouter(route_class=ReadingRoute)
 
 
 def _check_kind(content_type: str, raw: bytes) -> None:
