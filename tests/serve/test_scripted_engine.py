@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 
 import pytest
 from test_bridge import READY, Wire, done
@@ -12,10 +13,13 @@ from test_bridge import READY, Wire, done
 from specpool import Engine
 from specpool.assets import resolve
 from specpool.sampling_params import NEUTRAL
+from specpool.scheduler.requests.request import TokenLogprob
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
 from specpool.serve.bridge.messages import Abort, Accepted, Call, Refused, Reply, Submit, Tokens
 from specpool.serve.config import ServeConfig
+from specpool.serve.routes.chat import ChatForm
+from specpool.serve.routes.completions import CompletionForm
 from specpool.serve.server import tokenizer_of
 from specpool.serve.service import Service
 
@@ -292,3 +296,47 @@ def test_what_a_request_does_not_say_is_left_to_the_targets_files():
         assert params[3].min_new_tokens == 4, "min_tokens, up to max_tokens"
 
     scripted(test, ready=dataclasses.replace(READY, temperature=0.6))
+
+
+@pytest.mark.parametrize(
+    ("path", "form", "body"),
+    [
+        ("/v1/completions", CompletionForm, TEXT | {"logprobs": 1, "n": 2}),
+        (
+            "/v1/chat/completions",
+            ChatForm,
+            {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "n": 2},
+        ),
+    ],
+)
+def test_an_answer_with_many_log_probabilities_holds_up_nobody(monkeypatch, path, form, body):
+    """Law: others are answered while it is written, and it is one whole object."""
+    begun, goes_on, whole = threading.Event(), threading.Event(), form.whole
+
+    def wait(*args):
+        begun.set()
+        assert goes_on.wait(30)
+        return whole(*args)
+
+    monkeypatch.setattr(form, "whole", wait)
+    ids = [97 + i % 26 for i in range(200)]
+
+    async def test(front):
+        task = front.begin(body, path=path)
+        key = (await front.said(Submit, 1))[0].key
+        logs = [TokenLogprob(i, -0.5, {i: -0.5}) for i in ids]
+        ends = [dataclasses.replace(done(key, i, "length"), token_ids=ids) for i in range(2)]
+        news = [Tokens(key, i, ids, [False] * len(ids), logs) for i in range(2)]
+        await front.wire.come(Accepted(key), *news, *ends)
+        while not begun.is_set():
+            await asyncio.sleep(0.005)
+        assert (await front.ask(None, path="/health", method="GET"))[0] == 200
+        goes_on.set()
+        status, found = await task
+        assert status == 200 and list(found)[:4] == ["id", "object", "created", "model"]
+        assert found["usage"]["completion_tokens"] == 400
+        for index, choice in enumerate(found["choices"]):
+            told = choice["logprobs"]
+            assert choice["index"] == index and len(told.get("tokens") or told["content"]) == 200
+
+    scripted(test)
