@@ -340,3 +340,20 @@ def test_an_answer_with_many_log_probabilities_holds_up_nobody(monkeypatch, path
             assert choice["index"] == index and len(told.get("tokens") or told["content"]) == 200
 
     scripted(test)
+
+
+def test_a_call_that_does_not_end_with_the_server_is_told_so():
+    """Law: uvicorn cancels what is left, such as a body that does not come; it gets an answer."""
+
+    async def test(front):
+        calls = [front.begin(FORM), front.begin(TEXT)]
+        await front.said(Submit, 2)
+        calls[0].cancel()  # its client has left
+        with pytest.raises(asyncio.CancelledError):
+            await calls[0]
+        front.service.is_draining = True
+        calls[1].cancel()
+        status, found = await calls[1]
+        assert status == 503 and found["error"]["code"] == "server_shutting_down"
+
+    scripted(test)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import re
@@ -13,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specpool.serve.api.errors import ApiError, internal
+from specpool.serve.api.errors import ApiError, internal, shutting_down
 from specpool.serve.service import Service
 
 access = logging.getLogger("specpool.access")
@@ -48,7 +49,11 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, tell)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError):
+                if not self._service.is_draining:  # its client has left, as Ray Serve says it
+                    raise
+                error = shutting_down()  # uvicorn waits no longer
             if not isinstance(error, ApiError):
                 log.exception("request %s failed", ident)
             if status:  # the answer has begun: cut it, so that it is not taken for whole
