@@ -357,3 +357,35 @@ def test_a_call_that_does_not_end_with_the_server_is_told_so():
         assert status == 503 and found["error"]["code"] == "server_shutting_down"
 
     scripted(test)
+
+
+def test_no_text_waits_for_calls_that_the_queue_does_not_count():
+    """Law: a flood of `/detokenize` and `/tokenize` holds up no chat, nor the reading of it."""
+    goes_on = threading.Event()
+
+    async def test(front):
+        decode = front.tokenizer.decode
+
+        def wait(act):
+            def waiting(*args, **more):
+                if threading.current_thread() is not threading.main_thread():
+                    assert goes_on.wait(30)
+                return act(*args, **more)
+
+            return waiting
+
+        front.tokenizer.decode = wait(decode)
+        flood = [front.begin({"tokens": [5]}, path="/detokenize") for _ in range(4)]
+        flood += [front.begin({"prompt": "ab" * 9000}, path="/tokenize") for _ in range(4)]
+        await asyncio.sleep(0.05)
+        chat = {"messages": [{"role": "user", "content": "ab"}], "user": "x" * 20_000}
+        task = front.begin(chat, path="/v1/chat/completions")
+        key = (await front.said(Submit, 1))[0].key
+        assert not any(call.done() for call in flood)
+        goes_on.set()
+        front.tokenizer.decode = decode
+        await front.wire.come(Accepted(key), done(key))
+        assert (await task)[0] == 200
+        assert {status for status, _ in await asyncio.gather(*flood)} == {200, 400}
+
+    scripted(test)

@@ -164,7 +164,7 @@ def _unread(body: ChatRequest, template: str) -> list[str]:
 
 def routes(service: Service) -> APIRouter:
     """Return the route of chats."""
-    router = reading(service)
+    router = reading(service.read_aside)
 
     @router.post("/v1/chat/completions", summary="Answer a chat", responses=ANSWERS)
     async def chat(body: ChatRequest, request: Request) -> Response:

@@ -82,7 +82,7 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
 
 def routes(service: Service) -> APIRouter:
     """Return the route of completions."""
-    router = reading(service)
+    router = reading(service.read_aside)
 
     @router.post("/v1/completions", summary="Go on with a text", responses=ANSWERS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
