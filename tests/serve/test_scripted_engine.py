@@ -13,7 +13,7 @@ from test_bridge import READY, Wire, done
 from specpool import Engine
 from specpool.assets import resolve
 from specpool.sampling_params import NEUTRAL
-from specpool.scheduler.requests.request import TokenLogprob
+from specpool.scheduler.request import TokenLogprob
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
 from specpool.serve.bridge.messages import Abort, Accepted, Call, Refused, Reply, Submit, Tokens

@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Plan
-from specpool.adaptive.node_budget import NodeChoice, NodeResults
 from specpool.arrays import Int32
 from specpool.memory.host.handle import Handle
-from specpool.scheduler.requests.request import Request, TokenLogprob
+from specpool.scheduler.request import Request, TokenLogprob
 from specpool.scheduler.round_shapes import Choice
 
 
@@ -24,7 +23,6 @@ class Step:
     requests: list[Request]  # the plan's lanes
     handles: list[Handle] | None = None  # for a reload: each lane's KV on the host
     choice: Choice | None = None  # for a round: the controller's choice
-    nodes: NodeChoice | None = None  # for a round: how many nodes the target reads; None = all
 
     @property
     def is_decode(self) -> bool:
@@ -40,7 +38,6 @@ class StepResult:
     accept_len: Int32  # [B], for a decode step
     not_finite: list[bool]
     logprobs: list[list[TokenLogprob] | None] | None = None
-    nodes: NodeResults | None = None  # of a round whose nodes were chosen
 
     def of(self, lives: npt.NDArray[np.bool_]) -> StepResult:
         """Return the results of the lanes that are set in `lives`, bool [B]."""
@@ -50,5 +47,4 @@ class StepResult:
             self.accept_len[lives],
             [*compress(self.not_finite, chosen)],
             None if self.logprobs is None else [*compress(self.logprobs, chosen)],
-            None if self.nodes is None else self.nodes.lanes(lives),
         )
