@@ -44,11 +44,18 @@ class Scripted:
         self.app = build_app(self.service)
 
     async def ask(
-        self, body, path="/v1/completions", leaves=None, method="POST", client=None, **headers
+        self,
+        body,
+        path="/v1/completions",
+        leaves=None,
+        method="POST",
+        client=None,
+        ends=(),
+        **headers,
     ):
         """One request; returns status and JSON, or a text that is none.
 
-        The client leaves with the event `leaves`.
+        The client leaves with the event `leaves`; a connection that is cut comes into `ends`.
         """
         told, parts = [], [{"type": "http.request", "body": json.dumps(body).encode()}]
 
@@ -71,6 +78,7 @@ class Scripted:
                 "raw_path": path.encode(),
                 "query_string": b"",
                 "client": client,
+                "specpool.abort": lambda: ends.append(path),
                 "headers": [(k.encode(), v.encode()) for k, v in given.items()],
             },
             receive,
@@ -387,5 +395,30 @@ def test_no_text_waits_for_calls_that_the_queue_does_not_count():
         await front.wire.come(Accepted(key), done(key))
         assert (await task)[0] == 200
         assert {status for status, _ in await asyncio.gather(*flood)} == {200, 400}
+
+    scripted(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_fault_of_our_own_gives_the_session_back(monkeypatch, path):
+    """Law: whatever fails before a turn is sent, its session goes on; the answer is OpenAI's."""
+
+    def fail(*args):
+        raise OverflowError("a tokenizer's own fault")
+
+    monkeypatch.setattr(CompletionForm, "__init__", fail)
+    monkeypatch.setattr(ChatForm, "__init__", fail)
+    ends = []
+
+    async def test(front):
+        ident = await front.opened()
+        chat = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 4}
+        body = (TEXT if path == "/v1/completions" else chat) | {"session_offset": 0}
+        for _ in range(2):
+            status, found = await front.ask(body, path=path, ends=ends, x_session_id=ident)
+            assert status == 500 and found["error"]["code"] == "internal_error"
+        assert not front.service.sessions.find(ident).is_busy
+        assert not any(isinstance(message, Submit) for message in front.wire.said)
+        assert not ends  # the answer was whole
 
     scripted(test)

@@ -38,13 +38,14 @@ class AccessLog:
             return
         ident = _ident(Headers(scope=scope).get("x-request-id", ""))
         scope["specpool.id"] = ident
-        start, status = time.perf_counter(), 0
+        start, status, is_whole = time.perf_counter(), 0, False
 
         async def tell(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_whole
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = ident
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 
         try:
@@ -56,8 +57,9 @@ class AccessLog:
                 error = shutting_down()  # uvicorn waits no longer
             if not isinstance(error, ApiError):
                 log.exception("request %s failed", ident)
-            if status:  # the answer has begun: cut it, so that it is not taken for whole
-                scope.get("specpool.abort", lambda: None)()
+            if status:
+                if not is_whole:  # cut it, so that it is not taken for whole
+                    scope.get("specpool.abort", lambda: None)()
                 return
             answer = error if isinstance(error, ApiError) else internal()
             await answer.response()(scope, receive, tell)

@@ -216,8 +216,16 @@ class Call:
             )
         return most - num_tokens
 
-    async def answer(self, generation: Generation, form: Form, kind: str, prefix: str) -> Response:
+    async def answer(
+        self, generation: Generation, make_form: Callable[[], Form], kind: str, prefix: str
+    ) -> Response:
         """Run the texts, and answer: in one piece, or as a stream.
+
+        Args:
+            generation: the texts; closed at the end, however it comes.
+            make_form: makes the answer's form.
+            kind: the answer's `object`.
+            prefix: begins the answer's id.
 
         Raises:
             ApiError: the texts cannot run, or have failed.
@@ -229,6 +237,7 @@ class Call:
             "model": self.model,
         }
         try:
+            form = make_form()
             generation.submit()
             self.request.scope["specpool.arrived"]()
             work = self._stream if self.body.stream else self._whole

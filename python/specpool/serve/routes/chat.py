@@ -185,7 +185,10 @@ def routes(service: Service) -> APIRouter:
         generation = await call.generation(
             [messages_of(body.messages)], params, variables, notes_special="tools" in variables
         )
-        form = ChatForm(service.tokenizer, body, len(generation.choices))
+
+        def form() -> ChatForm:
+            return ChatForm(service.tokenizer, body, len(generation.choices))
+
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         return await call.answer(generation, form, kind, "chatcmpl")
 
