@@ -164,7 +164,7 @@ def _unread(body: ChatRequest, template: str) -> list[str]:
 
 def routes(service: Service) -> APIRouter:
     """Return the route of chats."""
-    router = reading(service)
+    router = reading(service.read_aside)
 
     @router.post("/v1/chat/completions", summary="Answer a chat", responses=ANSWERS)
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -185,7 +185,10 @@ def routes(service: Service) -> APIRouter:
         generation = await call.generation(
             [messages_of(body.messages)], params, variables, notes_special="tools" in variables
         )
-        form = ChatForm(service.tokenizer, body, len(generation.choices))
+
+        def form() -> ChatForm:
+            return ChatForm(service.tokenizer, body, len(generation.choices))
+
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         return await call.answer(generation, form, kind, "chatcmpl")
 
