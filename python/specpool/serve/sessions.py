@@ -20,7 +20,7 @@ from typing import Any
 from specpool.engine.texts import NextTurn, Prompt, Texts
 from specpool.errors import SpecpoolError
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Conversation, Said
+from specpool.scheduler.request import Conversation, Message, Said
 from specpool.serve.api.errors import ApiError, session_moving
 from specpool.serve.bridge.client import EngineClient, EngineFault, Stream
 from specpool.serve.bridge.messages import Done
@@ -237,15 +237,25 @@ class Sessions:
         done: Done,
         params: SamplingParams,
         eos: frozenset[int],
+        message: Message | None = None,
     ) -> None:
-        """Add a turn that has ended, as the engine does, and give the session back."""
+        """Add a turn that has ended, as the engine does, and give the session back.
+
+        Args:
+            record: the session.
+            turn: what was sent.
+            done: the turn's end.
+            params: the turn's.
+            eos: the tokens that end every text.
+            message: the answer with its calls of tools; None = it has none.
+        """
         if done.finish_reason in ("stop", "length"):
             stop_ids = frozenset(params.stop_token_ids) | (eos if not params.ignore_eos else set())
             answer = done.token_ids
             if done.stop_hit is None:
                 answer = [token for token in answer if token not in stop_ids]
             tokens = [*turn.ids, *done.token_ids]
-            said = Said(len(tokens), turn.messages, answer, params.stop)
+            said = Said(len(tokens), turn.messages, answer, params.stop, message)
             record.conversation.tokens = tokens
             record.conversation.said = [*turn.said, said]
         self.release(record)

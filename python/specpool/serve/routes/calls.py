@@ -274,22 +274,20 @@ class Call:
         await generation.accepted()
         async for choice, delta in generation.deltas():
             deltas[choice.index].append(delta)
-        generation.close()  # now, because the session's new length belongs to the answer
-        end = self._end(generation)
 
-        def write() -> Response:
+        def write() -> bytes:
             # One choice after another: to encode all at once would keep the interpreter's lock.
             pairs = zip(generation.choices, deltas, strict=True)
-            choices = b",".join(to_json(form.whole(*pair)) for pair in pairs)
-            content = b"".join(
-                (to_json(head)[:-1], b',"choices":[', choices, b"],", to_json(end)[1:])
-            )
-            return Response(content, headers=self.headers, media_type="application/json")
+            return b",".join(to_json(form.whole(*pair)) for pair in pairs)
 
         num_logprobs = sum(len(delta.entries) for parts in deltas for delta in parts)
-        if num_logprobs <= _FEW_LOGPROBS:
-            return write()
-        return await self.service.write_aside(write)
+        is_short = num_logprobs <= _FEW_LOGPROBS
+        choices = write() if is_short else await self.service.write_aside(write)
+        # After `whole`, which gives a turn its message; the session's new length is in the answer.
+        generation.close()
+        end = self._end(generation)
+        parts = (to_json(head)[:-1], b',"choices":[', choices, b"],", to_json(end)[1:])
+        return Response(b"".join(parts), headers=self.headers, media_type="application/json")
 
     async def _events(
         self, generation: Generation, form: Form, head: dict[str, Any]
