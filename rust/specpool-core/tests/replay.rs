@@ -292,7 +292,7 @@ fn first_error(path: &std::path::Path) -> String {
 
 #[test]
 fn a_replay_that_differs_names_the_event_and_its_offset() {
-    let (path, offsets) = forge("digest", &[Call::Admit { prefix: None }], Digest::from_value(5));
+    let (path, offsets) = forge("digest", &[Call::Admit {}], Digest::from_value(5));
     let error = first_error(&path);
     let expected = format!("event 1 (admit) at byte {}: the replay differs: the digest is ", offsets[0]);
     assert!(error.contains(&expected) && error.ends_with("the log has 0000000000000005"), "{error}");
@@ -309,7 +309,7 @@ fn a_restore_of_an_unknown_snapshot_is_named() {
     let path = place("foreign-snapshot");
     let mut log = EventLog::create(&path, &Ledger::new(config()).unwrap().config(), 1 << 20).unwrap();
     let mut bytes = Vec::new();
-    Call::Restore.encode(&mut bytes);
+    Call::Restore {}.encode(&mut bytes);
     log.push(&bytes, &[1], Digest::new(), Digest::new());
     drop(log);
     let error = first_error(&path);
