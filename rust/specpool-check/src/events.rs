@@ -3,6 +3,7 @@
 use specpool_core::{Call, Row, StepKind};
 
 use crate::device::Plant;
+use crate::scene::span;
 use crate::world::{Event, World};
 
 /// Which verbs an enumeration uses, and how far it goes.
@@ -124,7 +125,8 @@ impl Alphabet {
         let sizes: Vec<i32> = (0..ledger.num_groups())
             .filter_map(|group| ledger.group_spec(group).ok().map(|spec| spec.page_size as i32))
             .collect();
-        let is_edge = |len: &i32| sizes.iter().all(|size| len % size == 0);
+        let span = span(ledger);
+        let is_edge = |len: &i32| len % span == 0;
         let lent: Vec<Vec<i32>> = (0..sizes.len()).map(|group| ledger.lent_pages(group).unwrap_or_default()).collect();
         for &row in rows {
             let protected = |group: usize| ledger.protected_len(group).map_or(0, |lens| lens[row as usize]);

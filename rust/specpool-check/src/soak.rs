@@ -7,7 +7,8 @@ use specpool_core::{Call, Given, Group, Layout, Ledger, LedgerConfig, Policy, Ro
 
 use crate::decode::{OP_BYTES, decode};
 use crate::device::{Fault, Plant};
-use crate::scene::Scene;
+use crate::pools::least_pages;
+use crate::scene::{Scene, span};
 use crate::world::{Event, World};
 
 /// `SplitMix64`: small, and the same on every machine.
@@ -86,12 +87,7 @@ pub fn random_config(rng: &mut Rng) -> LedgerConfig {
         group.sink = if rng.flip() { rng.below(most.min(12) + 1) } else { 0 };
     }
     for at in 0..config.groups.len() {
-        let accepts = |num_pages: i64| {
-            let mut config = config.clone();
-            config.groups[at].num_pages = num_pages;
-            Ledger::new(config).is_ok()
-        };
-        let least = (1..1 << 12).find(|&pages| accepts(pages)).unwrap_or(1 << 12);
+        let least = least_pages(&config, at);
         config.groups[at].num_pages = least + rng.below(least * num_rows);
     }
     config
@@ -303,7 +299,8 @@ fn drive(world: &mut World, op: Call<'static>, rng: &mut Rng, tally: &mut Tally)
         },
         Call::Rebind { row, start, end, pages } => {
             let is_live = world.ledger.is_live(Row(row));
-            let is_range = 0 <= start && start < end && start % world.span() == 0 && end % world.span() == 0;
+            let span = span(&world.ledger);
+            let is_range = 0 <= start && start < end && start % span == 0 && end % span == 0;
             match pick_loan(world, rng, end).filter(|&(_, len)| is_live && is_range && len == end) {
                 Some((loan, _)) => world.rebind(loan, row, start, end),
                 // No page of the cache can stand for itself in a range that it does not have.
@@ -331,7 +328,8 @@ fn all_lent(world: &World, pages: &[i32]) -> bool {
 fn pick_loan(world: &World, rng: &mut Rng, len: i32) -> Option<(usize, i32)> {
     let loan = rng.below(world.loans.len() as i64) as usize;
     let most = world.loans.get(loan)?.len();
-    Some((loan, len.min(most).max(0) / world.span() * world.span())).filter(|&(_, len)| len > 0)
+    let span = span(&world.ledger);
+    Some((loan, len.min(most).max(0) / span * span)).filter(|&(_, len)| len > 0)
 }
 
 fn run_up_to(world: &mut World, step: u64, rng: &mut Rng, tally: &mut Tally) -> Result<(), Fault> {

@@ -332,14 +332,6 @@ impl World {
         Ok(())
     }
 
-    /// Q, the least common multiple of the page sizes.
-    pub(crate) fn span(&self) -> i32 {
-        let sizes = (0..self.pinned.len()).filter_map(|group| self.ledger.group_spec(group).ok());
-        let sizes: Vec<i64> = sizes.map(|spec| spec.page_size).collect();
-        let most: i64 = sizes.iter().product();
-        (1..=most).find(|span| sizes.iter().all(|size| span % size == 0)).unwrap_or(most) as i32
-    }
-
     /// The loan's pages of the tokens `[start, end)`, group after group.
     fn loaned(&self, loan: &Loan, start: i32, end: i32) -> Vec<i32> {
         let of_group = |group: usize| {

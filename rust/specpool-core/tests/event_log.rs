@@ -1,7 +1,8 @@
 //! Laws of the event log's bytes: reading returns what was written, and no bytes crash the reader.
 
-use std::path::PathBuf;
+mod kit;
 
+use kit::place;
 use proptest::prelude::*;
 use specpool_core::digest::Digest;
 use specpool_core::log::call::Call;
@@ -31,11 +32,6 @@ fn config() -> LedgerConfig {
     (config.draft_kv, config.sessions, config.page_fencing) = (false, true, false);
     config.digest = true;
     config
-}
-
-/// A file of its own for each test.
-fn place(test: &str) -> PathBuf {
-    std::env::temp_dir().join(format!("specpool-{test}-{}.log", std::process::id()))
 }
 
 struct Written {

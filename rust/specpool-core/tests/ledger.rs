@@ -9,6 +9,8 @@
 mod decode;
 #[path = "../../specpool-check/src/model/mod.rs"]
 mod model;
+#[path = "../../specpool-ops/src/pools.rs"]
+mod pools;
 #[path = "../../specpool-ops/src/scene.rs"]
 mod scene;
 
@@ -19,6 +21,7 @@ use decode::{OP_BYTES, decode};
 use model::ask::{ask, outcome};
 use model::same::{PageMap, same};
 use model::{Model, Outcome};
+use pools::least_pages;
 use proptest::prelude::*;
 use proptest_state_machine::{ReferenceStateMachine, StateMachineTest};
 use scene::{Scene, SceneRow, SceneStep};
@@ -122,16 +125,6 @@ fn any_config() -> impl Strategy<Value = LedgerConfig> {
         }
         config
     })
-}
-
-/// The least pool that the ledger accepts, found by asking it.
-fn least_pages(config: &LedgerConfig, group: usize) -> i64 {
-    let accepts = |num_pages: i64| {
-        let mut config = config.clone();
-        config.groups[group].num_pages = num_pages;
-        Ledger::new(config).is_ok()
-    };
-    (1..1 << 20).find(|&num_pages| accepts(num_pages)).unwrap()
 }
 
 impl ReferenceStateMachine for Reference {

@@ -1,7 +1,10 @@
 //! Laws of recording and replay: running a log again gives the same ledger, event by event.
 
+mod kit;
+
 use std::path::PathBuf;
 
+use kit::place;
 use proptest::prelude::*;
 use specpool_core::{
     Call, Digest, EventLog, Group, Layout, Ledger, LedgerConfig, LogEnd, Replay, Result, Row, Shape, Snapshot,
@@ -33,11 +36,6 @@ fn config() -> LedgerConfig {
     config.sessions = true;
     config.digest = true;
     config
-}
-
-/// A file of its own for each test.
-fn place(test: &str) -> PathBuf {
-    std::env::temp_dir().join(format!("specpool-{test}-{}.log", std::process::id()))
 }
 
 /// Makes one call from raw numbers. A refused call is not an event.

@@ -4,4 +4,5 @@
 #![forbid(unsafe_code)]
 
 pub mod decode;
+pub mod pools;
 pub mod scene;
