@@ -1,4 +1,4 @@
-"""`Choice`: one text of an answer, as it grows."""
+"""`AnswerChoice`: one text of an answer, as it grows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Delta:
     finish_reason: str | None = None
 
 
-class Choice:
+class AnswerChoice:
     """One text of an answer: it decodes the engine's tokens.
 
     Attributes:

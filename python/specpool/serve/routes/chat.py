@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from specpool.engine.texts import NextTurn
 from specpool.sampling_params import SamplingParams
-from specpool.serve.api.choice import Choice, Delta
+from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import bad
 from specpool.serve.api.requests import ChatRequest, Message, TokenizeRequest, Tool
 from specpool.serve.api.sampling import check_supported, params_of
@@ -43,16 +43,16 @@ class ChatForm:
         self._most_calls = 1 if body.parallel_tool_calls is False else None
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         formats = formats_of(getattr(tokenizer, "chat_template", None))
-        tail = str(tokenizer.decode([*prompt[-_TAIL:]])).rstrip() if body.tools else ""
+        tail = str(tokenizer.decode(list(prompt[-_TAIL:]))).rstrip() if body.tools else ""
         thinks = any(match.end() == len(tail) for match in THOUGHTS_BEGIN.finditer(tail))
         self._tools = [ToolCalls(body, formats, thinks=thinks) for _ in range(num)]
         self._contents: list[list[str]] = [[] for _ in range(num)]
 
-    def first(self, choice: Choice) -> dict[str, Any] | None:
+    def first(self, choice: AnswerChoice) -> dict[str, Any] | None:
         """Return the part that names the role."""
         return _part(choice, {"role": "assistant", "content": ""}, None, None)
 
-    def part(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+    def part(self, choice: AnswerChoice, delta: Delta) -> dict[str, Any] | None:
         """Return the part of a stream with a delta's text and calls."""
         tools, is_last = self._tools[choice.index], delta.finish_reason is not None
         content, calls = self._push(choice, delta)
@@ -65,7 +65,7 @@ class ChatForm:
             return None
         return _part(choice, new, self._logprobs(choice, delta), self._reason(tools, delta))
 
-    def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
+    def whole(self, choice: AnswerChoice, deltas: list[Delta]) -> dict[str, Any]:
         """Return a choice in one piece."""
         tools = self._tools[choice.index]
         for delta in deltas:
@@ -84,7 +84,7 @@ class ChatForm:
             "finish_reason": self._reason(tools, deltas[-1]),
         }
 
-    def _push(self, choice: Choice, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
+    def _push(self, choice: AnswerChoice, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
         """Read a delta; return its content and calls. The last one gives the choice its message."""
         tools, contents = self._tools[choice.index], self._contents[choice.index]
         is_last = delta.finish_reason is not None
@@ -98,7 +98,7 @@ class ChatForm:
             }
         return content, calls
 
-    def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, choice: AnswerChoice, delta: Delta) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
         return choice.log.chat(delta.entries, self._num_top)
@@ -112,7 +112,7 @@ class ChatForm:
 
 
 def _part(
-    choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
+    choice: AnswerChoice, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
 ) -> dict[str, Any]:
     return {
         "index": choice.index,
@@ -194,7 +194,7 @@ def _unread(body: ChatRequest, template: str) -> list[str]:
 
 def routes(service: Service) -> APIRouter:
     """Return the route of chats."""
-    router = reading(service)
+    router = reading(service.read_aside)
 
     @router.post("/v1/chat/completions", summary="Answer a chat", responses=ANSWERS)
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -217,7 +217,10 @@ def routes(service: Service) -> APIRouter:
         )
         (prompt,) = generation.order.prompts
         ids = prompt.ids if isinstance(prompt, NextTurn) else prompt
-        form = ChatForm(service.tokenizer, body, len(generation.choices), ids)
+
+        def form() -> ChatForm:
+            return ChatForm(service.tokenizer, body, len(generation.choices), ids)
+
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         return await call.answer(generation, form, kind, "chatcmpl")
 
