@@ -47,8 +47,8 @@ class Result:
     @classmethod
     def of(cls, step: int, result: StepResult) -> Result:
         """Pack the tokens of each lane that count."""
-        is_new = np.arange(result.tokens.shape[1]) < result.accept_len[:, None]
-        return cls(step, result.accept_len, result.tokens[is_new].astype(np.int32))
+        tokens = [token for lane in result.tokens for token in lane]
+        return cls(step, result.accept_len, np.array(tokens, np.int32))
 
     def difference(self, other: Result) -> str | None:
         """Say how another rank's result of the step differs; None = not at all."""

@@ -80,27 +80,26 @@ class PendingStep:
         """
         packed = self._packed.array()
         if self._counted:
-            tokens, accept_len = packed[:, :-2], packed[:, -2].astype(np.int32)
+            drawn, accept_len = packed[:, :-2], packed[:, -2].astype(np.int32)
             not_finite = packed[:, -1].astype(np.bool_)
         else:  # one token per lane
-            tokens, accept_len = packed, np.ones(len(packed), np.int32)
+            drawn, accept_len = packed, np.ones(len(packed), np.int32)
             not_finite = packed[:, 0] < 0
         if self._done is not None:
             accept_len = (self._done | not_finite).astype(np.int32)
+        num_tokens = accept_len.tolist()
         logprobs: list[list[TokenLogprob] | None] | None = None
         if self._logprobs is not None:
-            entries, width = self._logprobs.entries(), tokens.shape[1]
+            entries, width = self._logprobs.entries(), drawn.shape[1]
             logprobs = [
-                None if num_top is None else entries[lane * width : lane * width + num_tokens]
-                for lane, (num_top, num_tokens) in enumerate(
-                    zip(self._wanted, accept_len.tolist(), strict=True)
-                )
+                None if num_top is None else entries[lane * width : lane * width + n]
+                for lane, (num_top, n) in enumerate(zip(self._wanted, num_tokens, strict=True))
             ]
         nodes = None
         if self._told is not None:
             nodes = NodeResults.of(self._told.array(), len(packed))
         return StepResult(
-            tokens=tokens,
+            tokens=[lane[:n] for lane, n in zip(drawn.tolist(), num_tokens, strict=True)],
             accept_len=accept_len,
             not_finite=not_finite,
             logprobs=logprobs,

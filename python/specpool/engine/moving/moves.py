@@ -22,7 +22,7 @@ from specpool.errors import ConfigError, TransferError
 from specpool.memory.page_bytes import PageBytes
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.requests.conversation import Conversation, Message, Said
-from specpool.scheduler.requests.request import Request, TokenLogprob, flags_of_forward
+from specpool.scheduler.requests.request import Request, TokenLogprob
 from specpool.scheduler.rows.exports import RowExport
 from specpool.text.structured.grammar import Grammar
 from specpool.transfer.image import Bytes, Image, Run, Told, Writer
@@ -320,7 +320,7 @@ class Moves:
             _shape_of(flags, self._ledger),
             priority,
             [n for n in forwards if n > 0],
-            [flag for n in forwards for flag in flags_of_forward(abs(n))],
+            [sum(map(abs, forwards[:i])) for i, n in enumerate(forwards) if n < 0],
             logprobs,
             max_tokens,
         )
@@ -355,24 +355,9 @@ def _request_state(request: Request) -> dict[str, Any]:
         "seed": request.seed,
         "priority": request.priority,
         "shape": None if request.choices is not None else named,
-        "forwards": _forwards_of(request),
+        "forwards": [n if is_verify else -n for n, is_verify in request.forwards()],
         "logprobs": [[e.token_id, e.logprob, list(e.top.items())] for e in request.logprobs],
     }
-
-
-def _forwards_of(request: Request) -> list[int]:
-    """Return how many tokens each forward gave; -1 for the token of a prefill.
-
-    Where a retraction has led to a second prefill, it may stand before or after a round of one
-    token. The texts and their accept lengths are the same.
-    """
-    ends = np.flatnonzero(~np.array(request.from_draft, np.bool_)) + 1
-    accept_lens = list(request.accept_lens)
-    forwards: list[int] = []
-    for num_tokens in reversed(np.diff(ends, prepend=0).tolist()):
-        is_verify = bool(accept_lens) and accept_lens[-1] == num_tokens
-        forwards.append(accept_lens.pop() if is_verify else -num_tokens)
-    return forwards[::-1]
 
 
 def _params_of(state: object) -> SamplingParams:
