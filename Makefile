@@ -90,8 +90,8 @@ crate: ## show that specpool-core is ready for crates.io (needs the registry's i
 
 fmt: $(VENV)/.dev ## format Rust and Python
 	cargo fmt --all
-	$(BIN)/ruff format python tests examples benches fuzz docs
-	$(BIN)/ruff check --fix-only --quiet python tests examples benches fuzz docs
+	$(BIN)/ruff format python tests examples benches lab fuzz docs
+	$(BIN)/ruff check --fix-only --quiet python tests examples benches lab fuzz docs
 
 lint: lint-rust lint-python ## run rustfmt, clippy, ruff, the check of imports between folders, mypy, stubtest, a dry run of `make gpu`
 
@@ -101,8 +101,8 @@ lint-rust:
 	RUSTDOCFLAGS="-D warnings" cargo doc --no-deps --quiet -p specpool-core
 
 lint-python: $(VENV)/.dev
-	$(BIN)/ruff format --check python tests examples benches fuzz docs
-	$(BIN)/ruff check python tests examples benches fuzz docs
+	$(BIN)/ruff format --check python tests examples benches lab fuzz docs
+	$(BIN)/ruff check python tests examples benches lab fuzz docs
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	printf '[mypy]\nfollow_imports = skip\n' | $(BIN)/python -m mypy.stubtest specpool._core --mypy-config-file /dev/stdin
@@ -113,8 +113,8 @@ CHECKED := tests/core $(filter-out %scheduler.py,$(wildcard tests/scenarios/test
 	tests/scenarios/test_guards.py tests/docs/test_architecture.py
 check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the core's laws (under a minute)
 	cargo fmt --all --check
-	$(BIN)/ruff format --check --quiet python tests examples benches fuzz docs
-	$(BIN)/ruff check --quiet python tests examples benches fuzz docs
+	$(BIN)/ruff format --check --quiet python tests examples benches lab fuzz docs
+	$(BIN)/ruff check --quiet python tests examples benches lab fuzz docs
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 	cargo test --quiet -p specpool-core --lib
@@ -168,8 +168,8 @@ prove: ## enumerate every interleaving of small ledgers (10 minutes; CASE=text f
 soak: $(VENV)/.dev ## 1e8 random operations on the ledger and on its prefix index, 1e6 simulated rounds of the scheduler, 1e5 turns of sessions (45 minutes; SEED=n)
 	cargo run --release --quiet -p specpool-check --bin soak -- --ops 1e8 $(if $(SEED),--seed $(SEED),)
 	SPECPOOL_RUNS=18600 cargo test --release --quiet -p specpool-core --test prefix_cache a_hit -- --nocapture
-	$(BIN)/specpool sim --rounds 1e6 --check 2 $(if $(SEED),--seed $(SEED),)
-	$(BIN)/specpool sim --turns 1e5 --check 2 $(if $(SEED),--seed $(SEED),)
+	$(BIN)/python -m lab sim --rounds 1e6 --check 2 $(if $(SEED),--seed $(SEED),)
+	$(BIN)/python -m lab sim --turns 1e5 --check 2 $(if $(SEED),--seed $(SEED),)
 
 soak-serve: $(VENV)/.dev ## ten minutes of 64 streams over HTTP whose clients leave at random, then five with a signal at their end (SPECPOOL_SOAK_SECONDS=n)
 	SPECPOOL_SOAK_SECONDS=$${SPECPOOL_SOAK_SECONDS:-600} $(BIN)/pytest -n 0 -s -q --timeout 1800 \

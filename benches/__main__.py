@@ -574,44 +574,6 @@ def budget(
     )
 
 
-@app.command("nodes")
-def nodes(
-    size: Annotated[str, typer.Option(help="tiny, 25m or 125m: a model's parameters.")] = "25m",
-    batch: Annotated[list[int] | None, typer.Option(help="Rows at once. [default: 8]")] = None,
-    kind: Annotated[list[str] | None, typer.Option(help="chains or trees. [default: both]")] = None,
-    says: Annotated[
-        list[str] | None,
-        typer.Option(help="honest, too-sure: what the drafter says. [default: both]"),
-    ] = None,
-    context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 2000,
-    mixed: Annotated[
-        bool, typer.Option("--mixed", help="Half of the prompts have an eighth of it.")
-    ] = False,
-    tokens: Annotated[int, typer.Option(help="Tokens of a text.")] = 96,
-    repeats: Annotated[int, typer.Option(help="Passes of all ways.")] = 3,
-    threads: Threads = 1,
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
-    """The choice of the nodes that the target reads, on models of real sizes."""
-    from benches.nodes import KINDS, SAYS
-    from benches.nodes import nodes as run
-
-    run(
-        size=size,
-        batch_sizes=batch or (8,),
-        kinds=kind or [*KINDS],
-        says=says or [*SAYS],
-        context=context,
-        mixed=mixed,
-        tokens=tokens,
-        repeats=repeats,
-        threads=threads,
-        json=json,
-        plot=plot,
-    )
-
-
 @app.command("train")
 def train(
     kind: Annotated[

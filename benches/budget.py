@@ -56,15 +56,6 @@ NUM_RANDOM = 150
 GOODPUT_SEEDS = 4  # whether a request is in time hangs on a few tokens, so more are needed
 URGENT_BATCH_SIZES = (64, 128, 256)
 REAL_CANDIDATES = tuple(parse_shape("shape", n) for n in ("none", "chain:1", "chain:3"))
-#: Shapes with many nodes, for the choice of nodes.
-WIDE_CANDIDATES = tuple(
-    parse_shape("shape", n) for n in ("none", "chain:3", "tree:3x4x12", "tree:5x4x16")
-)
-#: Policies that choose nodes, and the same ones without that.
-NODE_PAIRS = {
-    "chains": ("budget, chosen nodes", "budget"),
-    "chains and trees": ("budget, trees, chosen nodes", "budget, trees"),
-}
 
 
 def policy(name: str, candidates: Sequence[Shape]) -> AdaptiveConfig:
@@ -317,15 +308,8 @@ def real(batch_sizes: Sequence[int], num_tokens: int, repeats: int, device: str)
 
         engines = {"none": plain}
         engines |= {name_of(s): another(shape=s) for s in REAL_CANDIDATES if s.num_steps}
-        engines["cost"] = another(shape=None, adaptive=policy("cost", REAL_CANDIDATES))
-        for kind, candidates in (
-            ("chains", REAL_CANDIDATES),
-            ("chains and trees", WIDE_CANDIDATES),
-        ):
-            with_it, without = NODE_PAIRS[kind]
-            chosen = policy("budget", candidates)
-            engines[with_it] = another(shape=None, adaptive=chosen, verify_nodes="auto")
-            engines[without] = another(shape=None, adaptive=chosen)
+        for name in ("cost", "budget"):
+            engines[name] = another(shape=None, adaptive=policy(name, REAL_CANDIDATES))
         try:
             return [
                 line
@@ -380,18 +364,10 @@ def _real_lines(
     )
     unit = "tokens/s of processor time"
     pair = f"the shipped pair, {size} rows"
-    nodes = [
-        Line(
-            Result(
-                f"{pair}, {kind}, nodes chosen", rates[with_it], unit, "all nodes", rates[without]
-            )
-        )
-        for kind, (with_it, without) in NODE_PAIRS.items()
-    ]
     return [
         Line(Result(pair, rates["budget"], unit, text, rates[key]), at)
         for text, key, at in references
-    ] + nodes
+    ]
 
 
 # --- the command ---------------------------------------------------------------------------------

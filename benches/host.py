@@ -25,7 +25,7 @@ from specpool.errors import ConfigError, CorruptState
 from specpool.memory.host.handle import Handle
 from specpool.memory.host.tier import HostTier
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.scheduler.step import Step
 
 if TYPE_CHECKING:

@@ -78,13 +78,11 @@ def run(job: Job) -> None:
 
 
 def _record(number: int, rows: int, arrivals: int) -> Record:
-    counts = np.full(rows, _TOKENS, np.int32)
-    tokens = np.arange(rows * _TOKENS, dtype=np.int32)
+    tokens = np.arange(rows * _TOKENS).reshape(rows, _TOKENS).tolist()
     calls: list[list[Any]] = [
-        ["submit", {"request_id": i, "tokens": np.arange(512, dtype=np.int32)}]
-        for i in range(arrivals)
+        ["submit", {"request_id": i, "tokens": list(range(512))}] for i in range(arrivals)
     ]
-    return Record(number, number * 77, [*calls, ["turn"]], [Result(number, counts, tokens)])
+    return Record(number, number * 77, [*calls, ["turn"]], [Result(number, tokens)])
 
 
 def _measure(ranks: Ranks, rows: int, job: Job) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from lab.fleet.fleet import Fleet
+from lab.fleet.settings import FleetSettings
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
-from specpool.serve.replicas.fleet.fleet import Fleet
-from specpool.serve.replicas.fleet.settings import FleetSettings
 from specpool.serve.replicas.routing import Routing, owner_of
 
 T = TypeVar("T")

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from lab.sim import Arrival, Settings, SimDevice, Text
 from specpool._core import Shape
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, draw, machine, print_json
@@ -31,7 +32,6 @@ from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
 from specpool.shape_names import parse_shape
-from specpool.sim import Arrival, Settings, SimDevice, Text
 
 BATCHES = (1, 32, 256, 1024)
 PARTS = ("schedule", "launch", "finish", "all")

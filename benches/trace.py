@@ -22,6 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benches.budget_model import DEVICES
+from lab.sim import Arrival, Settings, SimDevice, Text
 from specpool._core import Ledger, Shape
 from specpool.adaptive import AdaptiveConfig, BudgetController, Controller, RangeConfig
 from specpool.checks import check_int
@@ -35,7 +36,6 @@ from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
 from specpool.shape_names import parse_shape
-from specpool.sim import Arrival, Settings, SimDevice, Text
 
 # Of an 8B model in 16 bits.
 LAYER = LayerKV(num_kv_heads=8, k_head_dim=128, v_head_dim=128)

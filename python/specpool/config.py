@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 Placement = Literal["split", "shared"]
 Policy = Literal["exact", "double_buffer"]
 Layout = Literal["auto", "dense", "holey"]
-Ancestry = Literal["exact", "branch"]
 WorkerName = Literal["auto", "v1", "v2"]
 OnFinding = Literal["raise", "quarantine"]
 Offload = Literal["cost", "always", "never"]
@@ -68,18 +67,11 @@ class EngineConfig:
             (`SamplingParams.structured`) forces them; memory is laid out for a chain of so many. 0
             = as many as the request's own shape has steps. A block drafter drafts at most its block
             without the root.
-        verify_nodes: the most nodes that the target reads in a round, over all rows: the likeliest
-            of those that were drafted, and the root of each row in any case. None = all nodes,
-            `auto` = as many as pay, which needs adaptive `budget` (docs/budget.md). It needs a
-            drafter. The text is the same. A round reads all nodes if a row's logits are processed
-            or its form followed, if the target has recurrent layers, or if ranks share the target.
         page_size: slots per page, in every group.
         placement: `split` = target layers and draft layers in groups of their own; `shared` = one
             group, the draft's branches in the target's rows (what SGLang does).
         policy: how much a round reserves; `double_buffer` is SGLang's, for comparison.
         layout: where drafts lie in a row; `auto` = dense (the torch back end reads single tokens).
-        ancestry: `exact` = a draft token attends to its true ancestors; `branch` = to its branch's
-            own slots, whatever they hold (SGLang's reading, for comparison).
         draft_window: the last tokens of a row that keep draft KV, a number from 2. A draft token
             sees no others, so a row's draft pages do not grow with its text. None = all tokens.
             Needs placement `split`, and a drafter that keeps KV.
@@ -133,12 +125,10 @@ class EngineConfig:
     shape: Shape | None = None
     shapes: tuple[Shape, ...] = ()
     forced_steps: int = 0
-    verify_nodes: int | Literal["auto"] | None = None
     page_size: int = 16
     placement: Placement = "split"
     policy: Policy = "exact"
     layout: Layout = "auto"
-    ancestry: Ancestry = "exact"
     draft_window: int | None = None
     draft_sink: int = 0
     max_batch: int = 8
@@ -178,7 +168,6 @@ class EngineConfig:
         check_choice("placement", self.placement, get_args(Placement))
         check_choice("policy", self.policy, get_args(Policy))
         check_choice("layout", self.layout, get_args(Layout))
-        check_choice("ancestry", self.ancestry, get_args(Ancestry))
         self._check_draft_window()
         check_int("max_batch", self.max_batch, 1, 1 << 16)
         check_int("max_sessions", self.max_sessions, 0, 1 << 16)
@@ -206,8 +195,6 @@ class EngineConfig:
             from specpool.adaptive import config_of
 
             object.__setattr__(self, "adaptive", config_of(self.adaptive))
-        if self.verify_nodes is not None:
-            self._check_nodes(self.verify_nodes)
         if self.graph_sizes is not None:
             check_graph_sizes(self.graph_sizes, self.max_batch)
             object.__setattr__(self, "graph_sizes", tuple(self.graph_sizes))
@@ -233,18 +220,4 @@ class EngineConfig:
             raise ConfigError(
                 f"draft_sink {self.draft_sink} needs a draft_window of at least as many tokens, "
                 f"got {window}"
-            )
-
-    def _check_nodes(self, nodes: object) -> None:
-        """Raise `ConfigError` if `verify_nodes` is wrong, or does not go with the policy."""
-        policy = getattr(self.adaptive, "policy", None)
-        if isinstance(nodes, str) and nodes == "auto":
-            if policy != "budget":
-                raise ConfigError(f"verify_nodes 'auto' needs adaptive 'budget', got {policy!r}")
-            return
-        check_int("verify_nodes", nodes, 1, 1 << 30)
-        if policy not in (None, "budget"):
-            raise ConfigError(
-                f"verify_nodes {nodes} leaves drafts out, and adaptive {policy!r} "
-                "learns from whole drafts: take 'budget', or no verify_nodes"
             )

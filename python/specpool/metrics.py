@@ -16,7 +16,7 @@ from specpool.checks import shown
 from specpool.engine.stats import EngineStats
 from specpool.errors import ConfigError
 from specpool.loop.clock import PhaseSeconds
-from specpool.scheduler.requests.latency import Histogram
+from specpool.scheduler.counts import Histogram
 from specpool.shape_names import name_of
 
 if TYPE_CHECKING:
@@ -63,10 +63,6 @@ COUNTERS = {
     "drafted_round_ct": ("drafted_row_rounds", "Rounds of single rows that had drafts."),
     "draft_ct": ("drafts", "Drafts that were proposed, right or wrong."),
     "forced_token_ct": ("forced_tokens", "Accepted drafts that the form of a text forced."),
-    "undrafted_level_ct": (
-        "undrafted_levels",
-        "Levels of rows' shapes that were not drafted, because drafting had ended early.",
-    ),
     "correct_draft_ct": ("correct_drafts", "Drafts that were accepted."),
 }
 

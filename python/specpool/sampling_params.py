@@ -204,8 +204,9 @@ class SamplingParams:
                 f"min_new_tokens {self.min_new_tokens} is above max_new_tokens "
                 f"{self.max_new_tokens}"
             )
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
-        check_stop(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        check_stop(stop)
+        object.__setattr__(self, "stop", tuple(stop))
         check_bool("skip_special_tokens", self.skip_special_tokens)
         if self.max_draft_steps is not None:
             check_int("max_draft_steps", self.max_draft_steps, 0, (1 << 31) - 1)

@@ -14,7 +14,7 @@ from specpool.adaptive.row_acceptance import RowAcceptance
 from specpool.assets import corpus
 from specpool.errors import ShapeError
 from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.scheduler.round_shapes import RoundShapes
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import StepResult
@@ -405,7 +405,7 @@ def test_admission_counts_the_narrowest_shape() -> None:
             pages, free = spare
             assert (pages[:, 0] == 0).all()
             assert 0 <= free[0] < pages[:, 3].sum()
-            assert free[0] <= scheduler._ledger.free_pages(0)
+            assert free[0] <= scheduler.state.ledger.free_pages(0)
         for shapes in a_turn(scheduler, 0):
             widths.append(shapes)
             assert scheduler.num_running <= 8
@@ -421,7 +421,7 @@ def test_width_gives_way_before_a_row_does() -> None:
     scheduler.submit(a_request(scheduler, 1))
     for _ in range(4):
         a_turn(scheduler, 3)
-    ledger = scheduler._ledger
+    ledger = scheduler.state.ledger
     others = [ledger.admit(f"other {i}") for i in range(4)]
     for row in others:  # hold all pages but a few, behind the scheduler's back
         free = ledger.free_pages(0)

@@ -9,7 +9,6 @@ import pytest
 from specpool import ConfigError
 from specpool.adaptive import AdaptiveConfig, BudgetController
 from specpool.adaptive import budget as module
-from specpool.adaptive.node_budget import NodeBudget, NodeResults, NodeSeconds
 from specpool.adaptive.round_cost import RoundCost
 from specpool.adaptive.row_acceptance import RowAcceptance
 from specpool.shape_names import chain, parse_shape
@@ -361,18 +360,6 @@ def test_a_round_of_less_context_takes_more_than_nothing() -> None:
     assert cost.known(of(4, 0, 0, 0), np.zeros(4)) == 0.25
 
 
-def test_levels_at_the_limits_are_counted() -> None:
-    """Law: drafts that were not read, or not drafted, count within the shape's depth."""
-    row, shape = lanes(0), lanes(2)
-    full = RowAcceptance(SHAPES, 1)
-    full.learn(row, shape, lanes(4), np.array([True]))  # nothing lies behind the last draft
-    assert full._tries[0, 0].tolist() == [1.0, 1.0, 1.0]
-    assert full._hits[0, 0].tolist() == [1.0, 1.0, 1.0]
-    early = RowAcceptance(SHAPES, 1)
-    early.learn(row, shape, lanes(1), undrafted=lanes(3))
-    assert early._tries[0, 0].tolist() == [1.0, 0.0, 0.0]
-
-
 def test_all_rows_remember_at_most_400_tries() -> None:
     """Law: a change of all texts is seen soon, however many rows there are."""
     rows = np.arange(1000, dtype=np.int32)
@@ -391,35 +378,3 @@ def test_a_family_that_is_not_drafted_keeps_its_counts_and_ages() -> None:
         acceptance.learn(lanes(0, 1), lanes(3, 3), lanes(1, 1))
     assert (acceptance._pooled[:, 0] == before).all()
     assert acceptance._unseen.tolist() == [5.0, 0.0]
-
-
-def test_seconds_of_nodes_are_those_of_all_rounds_told() -> None:
-    """Law: a new measurement counts at once, and noise makes no node cheaper than nothing."""
-    seconds, shape = NodeSeconds(), SHAPES[3]
-    for share, took in ((None, 1.0), (1.0, 1.3), (0.25, 0.7)):
-        seconds.tell(shape, 4, share, took)
-    choice, node = seconds.of(4)
-    assert choice == pytest.approx(0.3)
-    assert node == pytest.approx(0.6 / 45)
-    seconds.tell(shape, 4, 1.0, 0.5)
-    assert seconds.of(4) == (0.0, 0.0)
-    seconds = NodeSeconds()
-    for share in (None, 1.0, 0.5):
-        seconds.tell(SHAPES[0], 4, share, 1.0)  # it has no draft to leave out
-    assert seconds.of(4) == (0.0, 0.0)
-
-
-def test_what_a_drafter_says_changes_a_row_by_four_at_most() -> None:
-    """Law: guesses that lie (0, or far above 1) stay within bounds, and NaN moves no curve."""
-    budget = NodeBudget(3, 2)
-    grid = np.full(8, np.nan, np.float32)
-    for guess in (0.0, 50.0):
-        said = np.full((1, 4), guess, np.float32)
-        results = NodeResults(said, np.zeros(1, np.bool_), grid, 1, lanes(0))
-        for _ in range(60):
-            budget.learn(lanes(int(guess > 0)), lanes(0), lanes(4 if not guess else 1), results)
-    drafter = budget._of_drafter(0)
-    for row in (0, 1):
-        (factors,) = budget.factors(lanes(row), lanes(0))
-        assert ((factors / drafter >= 0.249) & (factors / drafter <= 4.001)).all()
-    assert budget._curve is None

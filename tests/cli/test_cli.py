@@ -103,14 +103,6 @@ def test_prompts_from_a_file_and_from_standard_input(capsys, tmp_path):
     assert [bytes(o["prompt_ids"]).decode() for o in json.loads(out)["outputs"]] == ["a\nb"]
 
 
-def test_exact_ancestry_pays_or_costs_nothing(capsys):
-    """The accept length with the true ancestors is at least that of upstream's reading."""
-    code, out, err = call(capsys, "generate", "--compare-ancestry", "--json")
-    assert code == 0, err
-    result = json.loads(out)
-    assert result["exact"]["accept_len"] >= result["branch"]["accept_len"] > 2
-
-
 def test_accept_length_of_the_shipped_pair():
     """Held-out prompts, 96 greedy tokens, bonus included: chain S=3 >= 3.4, tree 4x4x16 >= 4.5."""
     from specpool import Engine, SamplingParams, Shape
@@ -145,8 +137,6 @@ def test_accept_length_of_the_shipped_pair():
         (["--device", "abacus"], "abacus"),
         (["--batch", "0"], "error: --batch must be an integer in .1, 65536., got 0"),
         (["--max-context-len", "64"], "64"),
-        (["--draft", "none", "--compare-ancestry"], "needs a draft model"),
-        (["--draft", "ngram", "--compare-ancestry"], "needs a draft model"),
         (["--draft", "ngram:0"], "must be an integer in .1, 32., got 0"),
         (["--draft", "ngram:x"], "needs a number n in .1, 32., got 'ngram:x'"),
         (["--placement", "nowhere"], "nowhere"),

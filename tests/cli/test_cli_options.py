@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import specpool
 from benches.__main__ import app as benches_app
 from cli_kit import call
+from lab.__main__ import app as lab_app
 from paths import ROOT
 from specpool import ConfigError
 from specpool.assets import resolve
@@ -37,12 +39,13 @@ class Block(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Block())
 from benches.__main__ import main as run_bench
+from lab.__main__ import main as run_lab
 from specpool.cli import main
 
 found = []
 for args in json.loads(sys.argv[1]):
-    run = run_bench if args[:1] == ["benches"] else main
-    sys.argv = args if run is run_bench else ["specpool", *args]
+    run = {"benches": run_bench, "lab": run_lab}.get(args[0] if args else "", main)
+    sys.argv = args if run is not main else ["specpool", *args]
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -64,7 +67,7 @@ def run_all(commands: list[list[str]], blocked: list[str]) -> list[tuple[int, st
         capture_output=True,
         text=True,
         timeout=550,
-        cwd=ROOT,  # where `benches` is
+        cwd=ROOT,  # where `benches` and `lab` are
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
@@ -173,10 +176,6 @@ GENERATE = [
         "prompt 2 has token id 259 at position 1; the vocabulary is [0, 259)",
     ),
     (["--chat", "-p", "a"], "prompt 1 is a chat, but the tokenizer has no chat template"),
-    (["--compare-ancestry", "--draft", "ngram"], "--compare-ancestry needs a draft model"),
-    (["--compare-ancestry", "--shape", "3"], "--compare-ancestry needs a tree, topk above 1"),
-    (["--compare-ancestry", "--adaptive", "ema"], "--compare-ancestry takes one shape"),
-    (["--compare-ancestry", "--compare"], "prints accept lengths alone: leave out --compare"),
     (["--compare", "--draft", "none"], "--compare compares drafting with plain decoding: give --d"),
     (["--compare", "--shape", "none"], "--compare compares drafting with plain decoding: give a "),
     (["--logprobs", "-1"], "--logprobs must be an integer in [0, "),
@@ -268,8 +267,9 @@ OTHERS = [
         ["serve", "--host", "0.0.0.0", "--allow-host", "a"],
         "--allow-host: names protect a",
     ),
-    (["sim", "--rounds", "5", "--turns", "5"], "--rounds and --turns both say"),
-    (["sim", "--check", "3"], "--check must be an integer in [0, 2], got 3"),
+    (["lab", "sim", "--rounds", "5", "--turns", "5"], "--rounds and --turns both say"),
+    (["lab", "ancestry", "--shape", "3"], "--shape must be a tree, topk above 1, got 3"),
+    (["lab", "sim", "--check", "3"], "--check must be an integer in [0, 2], got 3"),
 ]
 TRAIN = [
     (["--data", "missing.txt"], "--data: missing.txt cannot be read: No such file"),
@@ -345,7 +345,7 @@ def test_commands_that_need_no_model_need_no_torch(log, tmp_path):
         ["replay", str(log)],
         ["inspect", str(log)],
         ["inspect", str(log), "--html", str(tmp_path / "page.html")],
-        ["sim", "--rounds", "50"],
+        ["lab", "sim", "--rounds", "50"],
         ["info"],
         ["benches", "reserve", "--json"],
         ["--help"],
@@ -393,9 +393,10 @@ def test_every_option_has_help(capsys):
     """No word of the help is cut, however narrow the terminal."""
     import typer
 
-    ours, benches = map(typer.main.get_command, (app, benches_app))
+    ours, benches, lab = map(typer.main.get_command, (app, benches_app, lab_app))
+    groups = [(ours, ""), (benches, "benches"), (lab, "lab")]
     num_options = 0
-    for name, command in [*commands_of(ours, ""), *commands_of(benches, "benches")]:
+    for name, command in (pair for group in groups for pair in commands_of(*group)):
         _, out, _ = call(capsys, *name.split(), "--help")
         for param in command.params:
             if param.name == "help":
@@ -407,6 +408,24 @@ def test_every_option_has_help(capsys):
             assert words in "".join(out.split()), f"{name} {param.name}"
             num_options += 1
     assert num_options > 150
+
+
+def test_the_help_of_generate_begins_with_what_a_newcomer_needs(capsys):
+    _, out, _ = call(capsys, "generate", "--help")
+    sections = dict(re.findall(r"^(\w[\w ]+):\n((?:  .*\n?)+)", out, re.MULTILINE))
+    assert [*sections] == [
+        *("Options", "Prompts", "Sampling", "Form of the text", "Model", "Drafts", "Memory"),
+        *("Scheduling", "Advanced"),
+    ]
+    named = {
+        title: re.findall(r"^  (?:-\w, )?--([\w-]+)", text, re.M)
+        for title, text in sections.items()
+    }
+    assert named["Options"] == [
+        *("target", "draft", "prompt", "prompt-file", "device", "temperature", "max-new-tokens"),
+        *("out", "force", "compare", "json", "help"),
+    ]
+    assert named["Advanced"][:3] == ["placement", "policy", "layout"]
 
 
 def test_the_list_of_commands_is_not_cut(capsys):
@@ -444,7 +463,7 @@ def test_a_group_of_options_stands_where_its_parameter_is():
 
 
 def test_no_command_prints_the_help():
-    for args in ([], ["bench"], ["benches"]):
+    for args in ([], ["bench"], ["benches"], ["lab"]):
         ((code, out, err, _),) = run_all([args], [])
         assert (code, out) == (2, "") and err.startswith("Usage: ")
 

@@ -1,4 +1,4 @@
-"""docs/ledger.md says what the ledger does: its tables, its laws, its examples, its names."""
+"""docs/ledger.md says what the ledger does: its tables, its examples, its names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import ledger_table
 import specpool
 from ledger_kit import make, prefill, start
-from paths import TESTS
 from specpool import _core
 from specpool.kernels import twins as kernels
 
@@ -22,7 +21,7 @@ def parts() -> dict[str, str]:
     return ledger_table.parts()
 
 
-@pytest.mark.parametrize("name", ["states", *ledger_table.TABLES, "laws"])
+@pytest.mark.parametrize("name", ["states", *ledger_table.TABLES])
 def test_the_page_holds_what_walking_the_ledger_gives(parts, name):
     """`python tests/kits/ledger_table.py --write` after a change."""
     assert ledger_table.written(TEXT, {name: parts[name]}) == TEXT
@@ -74,14 +73,6 @@ def test_every_verb_has_a_column():
     for name in dir(specpool.Ledger):
         if not name.startswith("_") and callable(getattr(specpool.Ledger, name)):
             assert (name in columns) != (name in queries), name
-
-
-def test_every_law_has_its_test():
-    names = re.findall(r"^\| .+ \| (\w+): `(\w+)` \|$", TEXT, re.MULTILINE)
-    assert len(names) > 50
-    for noun, name in names:
-        path = TESTS / "scenarios" / f"test_scenarios_{noun}.py"
-        assert f"def test_scenario_{name}(" in path.read_text(encoding="utf-8")
 
 
 def test_the_names_for_an_engineer_of_sglang_exist():

@@ -211,22 +211,6 @@ def test_parts_draft_side_by_side_on_a_device(draft, layout, where, build, monke
     assert [output.token_ids for output in outputs] == expected and max(parts) > 1
 
 
-@pytest.mark.sample(3)
-@on_devices
-@pytest.mark.parametrize("num_nodes", [1, 9, 14])
-@pytest.mark.parametrize("case", ["head, dense", "head, chain", "model, holey", "several"])
-def test_nodes_are_chosen_on_a_device(case, num_nodes, where, build, monkeypatch):
-    """The target reads some of the drafts. The host never asks which ones."""
-    params = [GREEDY, DRAWN, GREEDY, DRAWN]
-    expected = plain(build, params)
-    with build(case, verify_nodes=num_nodes) as engine:
-        assert texts(engine, params) == expected
-        engine.forget_prefixes()
-        with unread(engine, where, monkeypatch):
-            outputs = engine.generate(PROMPTS, params)
-    assert [output.token_ids for output in outputs] == expected
-
-
 @on_devices
 @pytest.mark.parametrize("kind", PARAMS)
 def test_each_lane_has_its_own_drafter(kind, where, build):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from ancestry_kit import load_engine
 from card_kit import CARDS
 from device_kit import READS, forbidden, kernels_run, watched
 from kernel_kit import i32
@@ -57,7 +58,7 @@ def reference():
 
 def make(case: str, **more: object) -> Engine:
     draft, shape, options = CASES[case]
-    return Engine.from_pretrained(
+    return load_engine(
         draft=draft and f"specpool/{draft}",
         shape=shape and Shape.eagle(*shape),
         max_context_len=200,

@@ -69,7 +69,6 @@ EAGER = {
     "mixed, tree": (TREE, {"mixed_chunks": True, "prefill_tokens": 16}, PARAMS),
     "penalties, chain": (CHAIN, {}, PENALTIES),
     "penalties, tree": (TREE, {}, PENALTIES),
-    "chosen nodes": (TREE, {"verify_nodes": 9}, PARAMS),
     "ngram": (CHAIN, {"draft": "ngram"}, PARAMS),
     "suffix": (CHAIN, {"draft": "suffix"}, PARAMS),
     "several": (CHAIN, {"draft": SEVERAL}, PARAMS),

@@ -55,7 +55,7 @@ def folders() -> set[str]:
     for root, ending in roots.items():
         for path in (ROOT / root).rglob(f"*.{ending}"):
             found.add(path.parent.relative_to(ROOT).as_posix())
-    return found | {"tests", "benches", "fuzz", "examples", "docs"}
+    return found | {"tests", "benches", "lab", "fuzz", "examples", "docs"}
 
 
 @pytest.mark.parametrize(("name", "file"), sorted(set(steps())))

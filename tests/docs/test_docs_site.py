@@ -34,7 +34,6 @@ MODULES = {
     "specpool.attention": ("attention/__init__.py", "attention"),
     "specpool.kernels": ("kernels/__init__.py", "kernels"),
     "specpool.testing": ("testing/__init__.py", "testing"),
-    "specpool.sim": ("sim/__init__.py", "sim"),
     "specpool.metrics": ("metrics.py", "metrics"),
     "specpool._core": ("_core.pyi", "core"),
 }

@@ -30,10 +30,12 @@ else:
     import tomli as tomllib
 
 from benches.__main__ import main as run_bench
+from lab.__main__ import main as run_lab
 from specpool.adaptive import AdaptiveConfig
 from specpool.cli import main
 
-BENCHES = ["python", "-m", "benches"]
+#: What runs the commands that begin with these words.
+MAINS = {("python", "-m", "benches"): run_bench, ("python", "-m", "lab"): run_lab}
 DOCUMENTS = sorted(
     str(path.relative_to(ROOT))
     for pattern in (
@@ -43,10 +45,11 @@ DOCUMENTS = sorted(
         "cuda/*.md",
         "fuzz/*.md",
         "benches/results/*.md",
+        "lab/*.md",
     )
     for path in ROOT.glob(pattern)
 )
-FOLDERS = "benches|cuda|docs|examples|fuzz|python|rust|tests"
+FOLDERS = "benches|cuda|docs|examples|fuzz|lab|python|rust|tests"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: What a block that is not run may need, and how one sees that it does.
 NEEDS = {
@@ -163,10 +166,10 @@ def run(words: list[str], document: str) -> Iterator[int]:
             yield subprocess.run(
                 command, env=os.environ | {found[1]: found[2]}, stdout=subprocess.DEVNULL
             ).returncode
-        elif words[0] == "specpool" or words[:3] == BENCHES:
+        elif words[0] == "specpool" or tuple(words[:3]) in MAINS:
             patch.setattr(sys, "argv", words if words[0] == "specpool" else words[2:])
             try:
-                (main if words[0] == "specpool" else run_bench)()
+                MAINS.get(tuple(words[:3]), main)()
             except SystemExit as error:
                 yield int(error.code or 0)
             else:
@@ -250,15 +253,16 @@ def parse(words: list[str]) -> Iterator[int]:
 
 
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
-    """The command that the words begin with, `specpool` or a benchmark, and the words behind it."""
+    """The command of `specpool`, `benches` or `lab` that is called, and the words behind it."""
     import typer
 
     from benches.__main__ import app as benches
+    from lab.__main__ import app as lab
     from specpool.cli.commands import app
 
-    is_bench = words[:3] == BENCHES
-    words = words[3 if is_bench else 1 :]
-    command: Any = typer.main.get_command(benches if is_bench else app)
+    name = words[2] if tuple(words[:3]) in MAINS else "specpool"
+    words = words[1 if name == "specpool" else 3 :]
+    command: Any = typer.main.get_command({"benches": benches, "lab": lab}.get(name, app))
     while hasattr(command, "commands") and words and not words[0].startswith("-"):
         command, words = command.commands[words[0]], words[1:]
     return command, words
@@ -275,7 +279,9 @@ def inline_commands() -> list[tuple[str, str]]:
     found = set()
     for document in DOCUMENTS:
         text = FENCE.sub("", (ROOT / document).read_text(encoding="utf-8"))
-        for span in re.findall(r"`((?:specpool|make|python -m benches) [^`]*)`", text):
+        for span in re.findall(
+            r"`((?:specpool|make|python -m benches|python -m lab) [^`]*)`", text
+        ):
             if not re.search(r"[A-Z]$|\.\.\.", span):
                 found.add((document, " ".join(span.split())))
     return sorted(found)

@@ -68,12 +68,13 @@ def test_the_two_commands_come_first_and_are_targets():
 
 
 def test_the_holey_picture_is_what_the_core_computes():
-    """The picture's drafts and copies are those of the kernels."""
+    """The drafts and copies of the contract's picture are those of the kernels."""
     import numpy as np
 
     from specpool.kernels import twins as kernels
 
-    lines = README[README.index("position   0") :].splitlines()
+    contract = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
+    lines = contract[contract.index("position   0") :].splitlines()
     cells = re.findall(r"[pd]\d", lines[1])
     roots = np.array([7], np.int32)
     positions = kernels.draft_write_positions(

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -128,37 +127,6 @@ def test_sessions_the_prefix_cache_and_retraction_keep_the_drafts(model, shape):
         return plain.logits(text, shape.num_steps)[len(path)]
 
     check(logits, [text], trees[: len(turn.accept_lens)][:6])
-
-
-@pytest.mark.parametrize("shape", [Shape.eagle(3, 1, 4), Shape.eagle(4, 3, 9)], ids=str)
-def test_a_node_is_as_likely_as_its_path(shape: Shape):
-    """Law: `DraftTree.p` is the product of the probabilities of the path's tokens."""
-    checked = 0
-    with make(shape=shape, verify_nodes=5) as engine:
-        drafter, found = engine.drafter, []
-        assert isinstance(drafter, BlockDrafter)
-        topk, propose = drafter.head.topk, drafter.propose_parts
-        drafter.head.topk = lambda *given: found.append(topk(*given)) or found[-1]
-
-        def check(parts):
-            nonlocal checked
-            trees = propose(parts)
-            for tree, (p, ids) in zip(trees, found, strict=True):
-                lanes, steps = len(tree.tokens), shape.num_steps
-                p, ids = p.view(lanes, steps, -1), ids.view(lanes, steps, -1)
-                for lane, node in np.ndindex(*tree.tokens.shape):
-                    wanted = 1.0
-                    for at in tree.mask[lane, node].nonzero()[1:, 0].tolist():
-                        step = int(tree.depths[lane, at]) - 1
-                        wanted *= float(p[lane, step][ids[lane, step] == tree.tokens[lane, at]])
-                    assert float(tree.p[lane, node]) == pytest.approx(wanted, rel=1e-5)
-                    checked += 1
-            found.clear()
-            return trees
-
-        drafter.propose_parts = check
-        engine.generate(PROMPTS[:2], GREEDY)
-    assert checked > 50
 
 
 def test_the_whole_block_is_drafted_by_one_forward():

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from conftest import assert_no_page_leaked
+from lab.sim import Arrival, Settings
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
 from specpool.assets import corpus, resolve
 from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
@@ -22,7 +23,6 @@ from specpool.models import TargetModel
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import StepResult
-from specpool.sim import Arrival, Settings
 
 PROMPTS = corpus.prompts(4, 30)
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
@@ -275,7 +275,7 @@ def run(scheduler: Scheduler, most_turns: int = 200) -> None:
 def test_a_row_that_cannot_grow_alone_ends_with_the_numbers():
     """The row fits alone, as `fits` has checked, but others hold the pages."""
     scheduler = scheduler_of()
-    ledger = scheduler._ledger
+    ledger = scheduler.state.ledger
     other = ledger.admit("somebody else")
     plan = ledger.prepare_extend([other], [20])
     ledger.launch(plan.step)
@@ -302,13 +302,13 @@ def test_no_request_that_fits_is_exhausted_by_pins(shape):
         scheduler.submit(pin)
         run(scheduler)
         assert pin.pin is not None
-    assert len(scheduler._ledger.prefixes) == 2
+    assert len(scheduler.state.ledger.prefixes) == 2
     late = request(3, prompt_len=16, max_len=32, shape=shape)
     scheduler.submit(late)
     run(scheduler)
     assert (late.finish_reason, late.error) == ("length", None)
     scheduler.pins.drop_all()
-    assert scheduler._ledger.free_pages(0) == 13
+    assert scheduler.state.ledger.free_pages(0) == 13
 
 
 # --- who is who ----------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_a_request_is_queued_once(when):
         "abort" if when == "ended" else "length",
         "length",
     ]
-    assert scheduler._ledger.free_pages(0) == 10
+    assert scheduler.state.ledger.free_pages(0) == 10
 
 
 def test_engine_numbers_are_unique_and_an_unknown_one_is_refused(target):

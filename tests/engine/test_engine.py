@@ -500,7 +500,6 @@ def test_bad_sampling_params_name_the_value(name, value):
         ({"placement": "both"}, "placement must be one of split, shared, got 'both'"),
         ({"policy": "triple"}, "policy must be one of"),
         ({"layout": "loose"}, "layout must be one of"),
-        ({"ancestry": "none"}, "ancestry must be one of"),
         ({"max_batch": 0}, "max_batch"),
         ({"max_context_len": 4096}, "4096 is above the model's 2048 positions"),
         ({"max_context_len": 1}, "max_context_len"),

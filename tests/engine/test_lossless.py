@@ -70,6 +70,7 @@ def run_case(
     layout: str,
     batch: int,
     num_tokens: int = NUM_TOKENS,
+    ancestry: str = "exact",
     **options: object,
 ) -> float:
     """Generate and compare; returns the mean accept length."""
@@ -84,9 +85,7 @@ def run_case(
         **{"max_context_len": 320, **options},
     )
     drafter = (
-        BlockDrafter(head)
-        if isinstance(head, BlockHead)
-        else EagleDrafter(head, ancestry=config.ancestry)
+        BlockDrafter(head) if isinstance(head, BlockHead) else EagleDrafter(head, ancestry=ancestry)
     )
     engine = Engine(target, drafter, config=config)
     texts = prompts(batch, page_size)

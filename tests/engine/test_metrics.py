@@ -26,8 +26,8 @@ from specpool.metrics import (
     PREFIX_GAUGES,
     register,
 )
-from specpool.scheduler.prefix_stats import PrefixStats
-from specpool.scheduler.requests.latency import LatencyStats
+from specpool.scheduler.counts import LatencyStats
+from specpool.scheduler.prefix_cache import PrefixStats
 from specpool.worker.graphs.graphs import GraphStats
 
 

@@ -25,10 +25,10 @@ from specpool.memory.host.copies import HostMemory
 from specpool.memory.host.texts import HostTexts
 from specpool.memory.host.tier import HostTier
 from specpool.models import TargetModel
+from specpool.scheduler.conversations import Conversations
 from specpool.scheduler.prefix_cache import PrefixCache
-from specpool.scheduler.requests.request import Request, TokenLogprob
-from specpool.scheduler.rows.conversations import Conversations
-from specpool.scheduler.rows.running import Running
+from specpool.scheduler.queues import Running
+from specpool.scheduler.request import Request, TokenLogprob
 from specpool.text.stop_search import StopSearch
 from specpool.text.structured.compiler import Compiler
 from specpool.text.structured.matcher import Matcher

@@ -10,7 +10,7 @@ import pytest
 from specpool import Chunk, Engine, RequestOutput, SamplingParams, Shape
 from specpool.assets import corpus
 from specpool.engine.output import Report
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 
 class CountedList(list):

@@ -7,18 +7,19 @@ import sys
 import pytest
 
 from benches.__main__ import main as run_bench
+from lab.__main__ import main as run_lab
 from specpool.cli import main
 
 
 def call(capsys: pytest.CaptureFixture[str], *args: str, stdin: str | None = None):
     """Run the command in this process; returns (exit code, stdout, stderr).
 
-    "benches" for a first word stands for `python -m benches`, else it is `specpool`.
+    "benches" or "lab" for a first word stands for `python -m` and it, else it is `specpool`.
     """
     import io
 
-    run, words = (run_bench, args) if args[:1] == ("benches",) else (main, ("specpool", *args))
-    before, sys.argv = sys.argv, [*words]
+    run = {"benches": run_bench, "lab": run_lab}.get(args[0] if args else "", main)
+    before, sys.argv = sys.argv, [*args] if run is not main else ["specpool", *args]
     old_stdin = sys.stdin
     if stdin is not None:
         sys.stdin = io.StringIO(stdin)

@@ -88,6 +88,7 @@ class Mix:
     Attributes:
         names: the drafters, the first of which drafts where a request names none.
         talks: what users say. Some begin alike, so the prefix cache hits.
+        ancestry: of the heads: `exact` or `branch`.
         options: of `EngineConfig`.
     """
 
@@ -111,6 +112,7 @@ class Mix:
             "prefix_cache": rng.random() < 0.8,
             "max_context_len": CONTEXT,
         }
+        self.ancestry = self.options.pop("ancestry")
         if self.options["placement"] == "split" and rng.random() < 0.25:
             window = {"draft_window": rng.choice([4, 24]), "draft_sink": rng.choice([0, 1, 4])}
             if not {*self.names} <= LOOKUPS:
@@ -147,7 +149,7 @@ class Mix:
         """The engine; half of them have few pages, so that rows are retracted."""
 
         def make(num_pages: int | None) -> Engine:
-            drafters = {name: models.drafter(name, self.options["ancestry"]) for name in self.names}
+            drafters = {name: models.drafter(name, self.ancestry) for name in self.names}
             config = EngineConfig(num_pages=num_pages, **self.options)
             return Engine(models.target, drafters, config=config)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ancestry_kit import load_engine
 from kernel_kit import backend
 from specpool import Engine, SamplingParams, Shape
 from specpool.assets import corpus
@@ -37,7 +38,7 @@ PARAMS = [
 
 
 def make(shape: Shape | None, *, head: str = "tiny-eagle", **options: Any) -> Engine:
-    return Engine.from_pretrained(
+    return load_engine(
         draft=None if shape is NONE else f"specpool/{head}",
         shape=shape,
         **{"max_context_len": 200, "max_batch": 4, "busy_check": 2, **options},

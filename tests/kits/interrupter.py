@@ -14,10 +14,8 @@ FILES = tuple(
     for name in (
         "engine/core", "engine/engine", "engine/output", "engine/session", "loop/loop",
         "loop/scrub", "memory/host/pages", "memory/host/tier", "scheduler/admission",
-        "scheduler/ends", "scheduler/pins", "scheduler/prefills", "scheduler/requests/conversation",
-        "scheduler/requests/request", "scheduler/requests/waiting", "scheduler/room",
-        "scheduler/rows/conversations", "scheduler/rows/host_handles", "scheduler/rows/rows",
-        "scheduler/rows/running", "scheduler/scheduler",
+        "scheduler/conversations", "scheduler/pins", "scheduler/prefill", "scheduler/queues",
+        "scheduler/reclaim", "scheduler/request", "scheduler/rows", "scheduler/scheduler",
     )
 )  # fmt: skip
 

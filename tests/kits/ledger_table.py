@@ -1,12 +1,11 @@
 """Walks the real ledger: every verb in every state of a row, and what comes of it.
 
-`python tests/kits/ledger_table.py` prints the tables; `--write` puts them, and the laws with the
-names of their tests, into docs/ledger.md between their marks. `test_ledger_table.py` compares.
+`python tests/kits/ledger_table.py` prints the tables; `--write` puts them into docs/ledger.md
+between their marks. `test_ledger_table.py` compares.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -325,27 +324,10 @@ def states() -> Iterator[str]:
         yield f"| {build.__name__} | {build.__doc__} |"
 
 
-def laws() -> Iterator[str]:
-    """Every `Law: ...` of a scenario's docstring, with the test's name."""
-    yield "| law | test |"
-    yield "|---|---|"
-    for path in sorted(ROOT.glob("tests/scenarios/test_scenarios_*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            found = isinstance(node, ast.FunctionDef) and ast.get_docstring(node)
-            law = re.search(r"^Law: (.+)\.$", found or "", re.MULTILINE)
-            if law:
-                name = node.name.removeprefix("test_scenario_")
-                noun = path.stem.removeprefix("test_scenarios_")
-                yield f"| {law[1]} | {noun}: `{name}` |"
-
-
 def parts() -> dict[str, str]:
     """What stands between `<!-- name -->` and `<!-- end -->` in the page."""
-    found = {name: table(verbs) for name, verbs in TABLES.items()}
-    return {
-        name: "\n".join(lines)
-        for name, lines in {"states": states(), **found, "laws": laws()}.items()
-    }
+    tables = {name: table(verbs) for name, verbs in TABLES.items()}
+    return {name: "\n".join(lines) for name, lines in {"states": states(), **tables}.items()}
 
 
 def written(text: str, parts: dict[str, str]) -> str:

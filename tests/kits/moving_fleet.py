@@ -1,6 +1,6 @@
 """Replicas whose sessions move, in an event loop of simulated time, with an oracle of their texts.
 
-Unlike `specpool sim --replicas`, an engine answers a call later, a parcel may come late, twice, out
+Unlike `python -m lab fleet`, an engine answers a call later, a parcel may come late, twice, out
 of order or long after its sender has given up, and a client may leave in the middle of any call.
 """
 

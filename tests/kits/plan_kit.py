@@ -6,6 +6,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, replace
 
+from lab.sim import Arrival, Settings, SimDevice, Text
 from specpool import Ledger, OutOfPages, Plan, Shape
 from specpool.adaptive import Controller
 from specpool.config import EngineConfig
@@ -13,7 +14,6 @@ from specpool.memory.capacity import Capacity, Fit
 from specpool.memory.group_sizes import GroupSizes, size_groups
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
-from specpool.sim import Arrival, Settings, SimDevice, Text
 
 MAX_BATCHES = (1, 2, 5, 12, 30)
 

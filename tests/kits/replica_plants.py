@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
+from lab.fleet.engine import SimEngine
+from lab.fleet.fleet import Fleet
+from lab.fleet.proxy import SimProxy
+from lab.fleet.replica import SimReplica
 from specpool.serve.bridge.parcel import ParcelNumbers
-from specpool.serve.replicas.fleet.engine import SimEngine
-from specpool.serve.replicas.fleet.fleet import Fleet
-from specpool.serve.replicas.fleet.proxy import SimProxy
-from specpool.serve.replicas.fleet.replica import SimReplica
 from specpool.serve.replicas.mover import Mover
 from specpool.serve.sessions import Sessions
 

@@ -8,21 +8,22 @@ from typing import Any
 
 import numpy as np
 
+from lab.sim import Arrival, Settings, SimDevice, Text
 from sim_plants import Lying
 from specpool import Shape
 from specpool.adaptive import Controller
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
-from specpool.sim import Arrival, Settings, SimDevice, Text
 
 
-def parts_with_ledger(scheduler: Scheduler) -> list[Any]:
-    """The scheduler and those of its parts that call the ledger: a test may put another there."""
-    parts = [scheduler, *vars(scheduler).values()]
-    folder = Scheduler.__module__.rpartition(".")[0]
-    found = [each for each in parts if type(each).__module__.startswith(folder)]
-    return [each for each in found if hasattr(each, "_ledger")]
+def put_ledger(scheduler: Scheduler, ledger: Any) -> None:
+    """Let the scheduler and its parts call this ledger in place of theirs."""
+    state = scheduler.state
+    for part in vars(state).values():
+        if part is not state.ledger and hasattr(part, "_ledger"):
+            part._ledger = ledger
+    state.ledger = ledger
 
 
 class Unfenced(Lying):

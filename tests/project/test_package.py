@@ -80,7 +80,9 @@ def test_the_sdist_has_all_that_a_build_needs(sdist):
     strangers = {
         name
         for name in names
-        if re.search(r"\.so$|__pycache__|^target/|\.env|^\.|specpool-check/|specpool-capi/", name)
+        if re.search(
+            r"\.so$|__pycache__|^target/|\.env|^\.|^lab/|specpool-check/|specpool-capi/", name
+        )
     }
     assert not strangers
 

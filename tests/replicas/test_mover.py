@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from lab.fleet.engine import SimEngine
+from lab.fleet.world import Node, World
 from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.client import EngineFault, EngineGone
 from specpool.serve.config import ServeConfig
-from specpool.serve.replicas.fleet.engine import SimEngine
-from specpool.serve.replicas.fleet.world import Node, World
 from specpool.serve.replicas.manifest import LONGEST_MOVES
 from specpool.serve.replicas.mover import MOST_AT_ONCE, SETTLE, WAIT, Mover, Time
 from specpool.serve.replicas.routing import Routing

@@ -11,7 +11,9 @@ import random
 
 import pytest
 import torch
+from specpool.scheduler.requests import request
 
+from lab.sim import Arrival, Fault, Scenario, Settings, Simulation, broken_law
 from lossless import Comparison, Reference
 from session_plants import (
     PLANTS,
@@ -33,9 +35,7 @@ from specpool.draft import EagleDrafter
 from specpool.loop.loop import Loop
 from specpool.memory.kv_cache import KVCache
 from specpool.models import EagleHead
-from specpool.scheduler.requests import request
-from specpool.scheduler.rows.conversations import Conversations
-from specpool.sim import Arrival, Fault, Scenario, Settings, Simulation, broken_law
+from specpool.scheduler.conversations import Conversations
 from specpool.worker.row_state import RowState
 from specpool.worker.worker import Worker
 

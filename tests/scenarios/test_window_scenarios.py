@@ -214,9 +214,9 @@ def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatc
 
     def insists(self: Admission, request: Any) -> tuple[int, int]:
         """Start on the pinned text at any length."""
-        for pin, length in self._pins.shared_with(request.tokens):
-            return self._ledger.admit(prefix=pin.prefix, length=length), length
-        return self._ledger.admit(), 0
+        for pin, length in self._state.pins.shared_with(request.tokens):
+            return self._state.ledger.admit(prefix=pin.prefix, length=length), length
+        return self._state.ledger.admit(), 0
 
     monkeypatch.setattr(Admission, "_take_row", insists)
     with pytest.raises(NotReady, match=r"the window below 49 needs the slots from 40 on, held are"):
@@ -225,11 +225,11 @@ def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatc
     def believes(self: Admission, request: Any) -> tuple[int, int]:
         """Pretend that a row of all the text was cut to where the prompt ends."""
         length = len(request.tokens) - 1
-        for pin, _ in self._pins.shared_with(request.tokens):
-            row = self._ledger.admit(prefix=pin.prefix)
-            assert self._ledger.trim(row, length) == 0
+        for pin, _ in self._state.pins.shared_with(request.tokens):
+            row = self._state.ledger.admit(prefix=pin.prefix)
+            assert self._state.ledger.trim(row, length) == 0
             return row, length
-        return self._ledger.admit(), 0
+        return self._state.ledger.admit(), 0
 
     monkeypatch.setattr(Admission, "_take_row", believes)
     with pytest.raises(ShapeError, match="an extend from 0 to 50 is longer than max_chunk 32"):

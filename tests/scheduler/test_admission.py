@@ -7,23 +7,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from lab.sim import Simulation, scenario
 from specpool.scheduler.admission import Admission
-from specpool.sim import Simulation, scenario
 
 admit_all = Admission.admit
 
 
 def admit_one_by_one(admission: Admission) -> None:
     """Admit as ever, but count all rows' pages again for each request."""
-    config = admission._config
+    state, config = admission._state, admission._state.config
     while True:
-        num_running = len(admission._running)
-        admission._config = replace(config, max_batch=min(num_running + 1, config.max_batch))
+        num_running = len(state.running)
+        state.config = replace(config, max_batch=min(num_running + 1, config.max_batch))
         try:
             admit_all(admission)
         finally:
-            admission._config = config
-        if len(admission._running) == num_running:
+            state.config = config
+        if len(state.running) == num_running:
             return
 
 
@@ -50,7 +50,7 @@ def test_pages_that_rows_share_are_those_that_their_tables_say(monkeypatch):
 
     def checked(admission, g, rows):
         nonlocal num_sinks
-        found, ledger = count(admission, g, rows), admission._ledger
+        found, ledger = count(admission, g, rows), admission._state.ledger
         if not ledger.reclaimable_pages(g):
             states, pages = ledger.ownership_map(g)[0], ledger.page_table(g)[rows]
             is_shared = (pages > 0) & (states[pages] == 2)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import specpool.scheduler
-from scheduler_loop import Loop, arrival, parts_with_ledger
+from scheduler_loop import Loop, arrival, put_ledger
 from sim_plants import Lying
 from specpool import SpecpoolError
-from specpool.scheduler.requests.request import TokenLogprob
-from specpool.scheduler.rows.rows import Rows
+from specpool.scheduler.request import TokenLogprob
+from specpool.scheduler.rows import Rows
 from specpool.scheduler.step import StepResult
 
 FOLDER = Path(specpool.scheduler.__file__).parent
@@ -38,7 +38,7 @@ def calls(path: Path) -> set[str]:
 def test_a_row_is_given_back_in_one_place():
     """Law: only `Rows` gives rows back, also those that go to the host."""
     found = {path.stem: verbs for path in FOLDER.rglob("*.py") if (verbs := calls(path))}
-    assert found == {"rows": VERBS - {"offload"}, "host_handles": {"offload"}}
+    assert found == {"rows": VERBS}
 
 
 class Refusing(Lying):
@@ -62,8 +62,7 @@ def test_what_nobody_owns_is_given_back_or_is_out_of_use():
     rows.abort_all(is_owned=lambda row: row == second)
     assert not loop.ledger.is_live(first) and loop.ledger.is_live(second)
     assert loop.ledger.free_pages(0) > free and not rows.is_quarantined(first)
-    for part in parts_with_ledger(loop.scheduler):
-        part._ledger = Refusing(loop.ledger)
+    put_ledger(loop.scheduler, Refusing(loop.ledger))
     rows.abort_all(is_owned=lambda row: False)
     assert loop.ledger.is_live(second) and rows.is_quarantined(second)
 

@@ -134,6 +134,36 @@ def test_a_call_that_the_length_cuts_off_says_so():
     run(tokenizer, test)
 
 
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_whose_arguments_a_stop_cuts_off_was_not_made(name):
+    """Law: `tool_calls` says that the arguments of every call are whole; a stop within them says
+    `stop`, be it a stop string or the model's own end."""
+    family = FAMILIES[name]
+    tokenizer = byte_tokenizer(family.specials, family.template)
+    first, second = ("".join(text for text, _ in family.answer("", [CALL] * num)) for num in (1, 2))
+    cut = second[: second.rindex("Z") + 1]
+    ids = tokenizer.encode(second, add_special_tokens=False)
+    cut_ids = tokenizer.encode(cut, add_special_tokens=False)
+    assert len(cut) > len(first)
+
+    async def test(front):
+        for body, parts in (({}, [[i] for i in cut_ids]), ({"stop": ["ürich"]}, [ids])):
+            whole, _ = await answer(front, ASK | body, parts)
+            stream, _ = await answer(front, ASK | body | {"stream": True}, parts)
+            content, calls, reason = said(whole)
+            assert joined(stream) == (content, calls, reason)
+            is_whole = True
+            for _, arguments in calls:
+                try:
+                    json.loads(arguments)
+                except ValueError:
+                    is_whole = False
+            assert reason == ("tool_calls" if calls and is_whole else "stop")
+
+    run(tokenizer, test)
+
+
 def test_a_stop_string_before_a_call_ends_the_text():
     """The call behind it is not read, though its tokens have come."""
     family = FAMILIES["mistral_v3"]

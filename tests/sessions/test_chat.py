@@ -12,8 +12,7 @@ import pytest
 from specpool import ConfigError, Engine, RequestOutput, SamplingParams
 from specpool.engine.output import Chunk
 from specpool.engine.texts import Texts
-from specpool.scheduler.requests.conversation import Conversation
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Conversation, Request
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"

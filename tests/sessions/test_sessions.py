@@ -15,7 +15,7 @@ from specpool import Engine, RequestOutput, SamplingParams, Session, Shape
 from specpool.assets import corpus
 from specpool.engine.output import Chunk
 from specpool.memory.host.copies import HostMemory
-from specpool.scheduler.rows.conversations import Conversations
+from specpool.scheduler.conversations import Conversations
 from specpool.worker.results import PendingStep
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")

@@ -30,7 +30,6 @@ ENGINES = {
     "eagle-3 tree D=1": (HEADS[1], (4, 4, 16), {"overlap_depth": 1, "page_size": 3}),
     "eagle-3 long spans": (HEADS[1], (3, 2, 6), {"overlap_depth": 1, "forced_steps": 20}),
     "eagle-3 tree of fewer nodes than steps": (HEADS[1], (4, 2, 3), {"overlap_depth": 1}),
-    "eagle-3 tree, nodes chosen": (HEADS[1], (3, 2, 6), {"verify_nodes": 7}),
     "eagle-3 tree v1": (HEADS[1], (3, 2, 6), {"worker": "v1", "forced_steps": 9}),
     "eagle holey, mixed": (HEADS[0], (3, 4, 12), {"layout": "holey", "mixed_chunks": True}),
     "adaptive": (HEADS[0], None, {"adaptive": "ema", "forced_steps": 8, "overlap_depth": 1}),

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from reciter import CHATML, byte_tokenizer
 from specpool import ConfigError
 from specpool.engine.texts import Texts
-from specpool.scheduler.requests.conversation import Conversation, Said
+from specpool.scheduler.request import Conversation, Said
 from specpool.serve.api.reading import read
 from specpool.serve.api.requests import ChatRequest
 from specpool.serve.routes.chat import messages_of
@@ -39,6 +39,15 @@ NINE = (
     "{{ c.function.name }}#{{ c.id }}#{% endfor %}{% if m.role == 'tool' %}"
     "{% if not m.tool_call_id is defined or m.tool_call_id|length != 9 %}"
     "{{ raise_exception('length 9!') }}{% endif %}#{{ m.tool_call_id }}#{% endif %};{% endfor %}"
+)
+
+#: Kimi's show a call's id in the place of its name.
+KIMI = (
+    "{% for m in messages %}{{ m.role }}:{% for c in m.tool_calls or [] %}"
+    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+    "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }} {% endif %}{{ m.content }};"
+    "{% endfor %}"
 )
 
 
@@ -107,6 +116,47 @@ def test_a_template_that_wants_ids_of_nine_characters_gets_them(ids):
         *ids,
         *reversed(ids),
     ]
+
+
+def test_a_template_that_shows_ids_in_the_place_of_names_gets_both():
+    """Law: the model sees which function it has called. An id that repeats means the latest."""
+
+    def said(*pairs):
+        calls = [{"id": i, "function": {"name": n, "arguments": "{}"}} for i, n in pairs]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    def result(ident):
+        return {"role": "tool", "tool_call_id": ident, "content": "r"}
+
+    messages = [
+        said(("a", "f"), ("b", "g-1")),
+        result("b"),
+        result("a"),
+        said(("a", "g-1"), ("functions.f:7", "f"), ("functions.f:8", "g-1")),
+        result("a"),
+        result("functions.f:7"),
+        result("other"),
+    ]
+
+    def shown(*idents):
+        return "assistant:" + "".join(
+            f"<|tool_call_begin|>{ident}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+            for ident in idents
+        )
+
+    assert rendered(KIMI, messages).split(";") == [
+        shown("functions.f:0", "functions.g-1:1"),
+        "tool:## Return of functions.g-1:1 r",
+        "tool:## Return of functions.f:0 r",
+        shown("functions.g-1:2", "functions.f:7", "functions.g-1:4"),
+        "tool:## Return of functions.g-1:2 r",
+        "tool:## Return of functions.f:7 r",
+        "tool:## Return of other r",
+        "",
+    ]
+    odd = [{"role": "assistant", "tool_calls": [{}, 3, {"id": 5, "function": {"name": "f"}}]}]
+    with pytest.raises(ConfigError, match="the chat template refuses prompt 0"):
+        rendered(KIMI, odd)
 
 
 @pytest.mark.parametrize("given", ['{"city": "Par', "[1]", '"x"', "3", "[" * 100_000])

@@ -11,7 +11,7 @@ from test_tokens import TOKENIZERS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from specpool.scheduler.requests.request import TokenLogprob
+from specpool.scheduler.request import TokenLogprob
 from specpool.serve.api.logprobs import TokenLog
 from specpool.text.stream import TextStream
 from specpool.text.token_bytes import TokenBytes

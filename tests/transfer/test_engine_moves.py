@@ -217,12 +217,14 @@ def test_a_form_goes_along(kind, depth):
         assert told[-1].text == wanted.text and len(wanted.text) == 24
         assert told[-1].finish_reason == "stop"
         state = Image(image, two.layout).state
-        assert state["params"]["structured"] == ["regex", form.text]
-        for wrong in (5, "regex", ["xml", "a"], ["regex", 5], ["regex"] * 3):
+        assert state["params"]["structured"] == {"kind": "regex", "text": form.text}
+        for wrong in (5, "regex", {"kind": "xml", "text": "a"}, {"kind": "regex", "text": 5}):
             state["params"]["structured"] = wrong
-            with pytest.raises(TransferError, match="params of the request: "):
+            with pytest.raises(
+                TransferError, match=r"the state of the image: .* `\$.params.structured"
+            ):
                 two.import_row(image_of_text(two, [1, 2, 3], state))
-        state["params"]["structured"] = ["regex", "(a"]
+        state["params"]["structured"] = {"kind": "regex", "text": "(a"}
         with pytest.raises(ConfigError):
             two.import_row(image_of_text(two, [1, 2, 3], state | {"prompt_len": 3, "forwards": []}))
 
@@ -440,12 +442,12 @@ def test_a_moved_turn_that_is_aborted_leaves_the_session_as_it_was_before():
         state = Image(image, two.layout).state
         tokens = Image(image, two.layout).tokens
         for changes, why in (
-            ({"turn": 5}, "turn must be an object"),
-            ({"history": [1, "2"]}, "history must be token ids"),
-            ({"turn": state["turn"] | {"messages": "x"}}, "messages must be those of a chat"),
-            ({"turn": state["turn"] | {"said": 5}}, "said must be a list"),
+            ({"turn": 5}, "Expected `object | null`, got `int`"),
+            ({"history": [1, "2"]}, r"Expected `int`, got `str` - at `\$.history"),
+            ({"turn": state["turn"] | {"messages": "x"}}, r"got `str` - at `\$.turn.messages"),
+            ({"turn": state["turn"] | {"said": 5}}, r"got `int` - at `\$.turn.said"),
             ({"turn": state["turn"] | {"prompt_len": 1 << 40}}, "prompt_len is"),
-            ({"history": []}, "a turn of the session is wrong"),
+            ({"history": []}, "a turn of the session ends at token"),
         ):
             with pytest.raises(TransferError, match=why):
                 two.import_row(image_of_text(two, tokens, state | changes))

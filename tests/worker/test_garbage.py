@@ -56,7 +56,6 @@ CASES: dict[str, tuple[dict[str, Any], list[SamplingParams]]] = {
     "mixed": ({"shape": TREE, "mixed_chunks": True, "prefill_tokens": 5}, PARAMS),
     "chunks of prompts": ({"shape": TREE, "prefill_tokens": 5}, PARAMS),
     "v1": ({"shape": CHAIN, "worker": "v1"}, PARAMS),
-    "chosen nodes": ({"shape": TREE, "verify_nodes": 9}, PARAMS),
     "draft window": ({"shape": TREE, "draft_window": 16, "draft_sink": 4}, PARAMS),
     "by cost": ({"shape": None, "adaptive": "cost"}, PARAMS),
     "by budget": ({"shape": None, "adaptive": BUDGET}, PARAMS),

@@ -318,7 +318,6 @@ EAGER = {
     "penalties": (CHAIN, {}, {"presence_penalty": 1.5}),
     "more lanes than any graph has": (CHAIN, {"graph_sizes": (1,)}, {}),
     "lanes of several shapes": (SEVEN, {"shapes": (ONE,)}, {}),
-    "chosen nodes": (CHAIN, {"verify_nodes": 6}, {}),
 }
 
 

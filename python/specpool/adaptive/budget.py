@@ -17,7 +17,6 @@ import numpy.typing as npt
 from specpool._core import Shape, choose_shapes
 from specpool.adaptive.base import CHOICE_ROUNDS, NumCorrectDrafts
 from specpool.adaptive.config import MOST_BUDGET_SHAPES, AdaptiveConfig
-from specpool.adaptive.node_budget import NodeBudget, NodeChoice, NodeSeconds, Outlook
 from specpool.adaptive.round_cost import RoundCost
 from specpool.adaptive.row_acceptance import RowAcceptance
 from specpool.arrays import Int32, Int64
@@ -50,7 +49,6 @@ class BudgetController:
 
     Attributes:
         candidates: the shapes that it may choose, the narrowest first.
-        nodes: chooses the nodes that the target reads; None = it reads all.
         missed_ct: rows, counted in each round, that were expected to miss their target in it.
     """
 
@@ -71,7 +69,6 @@ class BudgetController:
         self.missed_ct = 0
         # Rounds of the start: the lanes of each shape, seconds, and the context of each lane.
         self._told: list[tuple[Mapping[Shape, int], float, float]] = []
-        self._node_seconds = NodeSeconds()
         self.attach([*self.candidates], 1)
 
     def attach(
@@ -80,13 +77,11 @@ class BudgetController:
         num_rows: int,
         *,
         lens: Int32 | None = None,
-        chooses_nodes: bool = False,
     ) -> None:
         """Serve rows in `[0, num_rows)`; shape indices are into `shapes`.
 
         `lens` is int32 [num_rows or more], the tokens that each row holds, kept up to date by its
-        owner; None = they do not count. With `chooses_nodes`, the nodes that the target reads are
-        chosen too. Results are forgotten, but not the rounds of the start.
+        owner; None = they do not count. Results are forgotten, but not the rounds of the start.
 
         Raises:
             ConfigError: there are more shapes than the choice can tell apart.
@@ -101,10 +96,6 @@ class BudgetController:
         self._acceptance = RowAcceptance(shapes, num_rows)
         self._cost = RoundCost(shapes)
         self._start = RoundCost(shapes)  # as the start told, whatever service says
-        self.nodes: NodeBudget | None = None
-        if chooses_nodes:
-            most = max((shape.num_steps for shape in shapes), default=0)
-            self.nodes = NodeBudget(most, num_rows, seconds=self._node_seconds)
         self._latest = np.full(num_rows, -1, np.int32)  # the shape of each row's round before
         self._worth = np.ones(num_rows)
         self._per_token = np.zeros(num_rows)  # the target in tokens per second; 0 = none
@@ -152,9 +143,6 @@ class BudgetController:
             hoped = self._acceptance.tokens(rows, deviations=_DOUBT)
         targets = due, hoped
         chosen, seconds, missed = self._choice(rows, shapes, tokens.copy(), context, targets, room)
-        if self.nodes is not None:
-            made = float(tokens[np.arange(len(rows)), chosen].sum())
-            self.nodes.outlook = Outlook(made / len(rows) - 1, made / seconds)
         self._kept = None if room is not None or due.any() else (rows, shapes, chosen)
         loss = 0.0
         if self._round % _HOPE_ROUNDS == 0 and self._saved > 0:
@@ -305,39 +293,20 @@ class BudgetController:
         self.missed_ct += missed
         self._open = None
 
-    def learn(
-        self,
-        rows: Int32,
-        shapes: Int32,
-        accept_len: Int32,
-        goes_on: npt.NDArray[np.bool_] | None = None,
-        undrafted: Int32 | None = None,
-    ) -> None:
-        """Learn from the results of a round's lanes; int32 [B], and see `RowAcceptance.learn`."""
+    def learn(self, rows: Int32, shapes: Int32, accept_len: Int32) -> None:
+        """Learn from the results of a round's lanes, int32 [B] each."""
         self._num_made[rows] += accept_len
-        self._acceptance.learn(rows, shapes, accept_len, goes_on, undrafted)
+        self._acceptance.learn(rows, shapes, accept_len)
 
-    def observe(
-        self,
-        shapes: Int32,
-        seconds: float,
-        nodes: NodeChoice | None = None,
-        lens: Int32 | None = None,
-    ) -> None:
+    def observe(self, shapes: Int32, seconds: float, lens: Int32 | None = None) -> None:
         """Learn from the seconds of a round whose lanes had these shapes, int32 [B].
 
-        `lens` are the tokens that the lanes held, int32 [B]; None = 0. `nodes` is the choice of
-        what the target read; None = all. Shapes are known by rounds that read all, so what the
-        choice spares is added. Seconds that no round can take (NaN, 0, infinite) teach nothing.
+        `lens` are the tokens that the lanes held, int32 [B]; None = 0. Seconds that no round
+        can take (NaN, 0, infinite) teach nothing.
         """
         if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
             return
         counts, context = self._composition(shapes, np.zeros(len(shapes)) if lens is None else lens)
-        if self.nodes is not None:
-            if counts @ self._cost.nodes > len(shapes):
-                self.nodes.observe(nodes, seconds, self._cost.known(counts, context))
-            if nodes is not None:
-                seconds += nodes.spared * self.nodes.trust * self._cost.load
         self._cost.observe(counts, seconds, context)
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
@@ -351,13 +320,6 @@ class BudgetController:
         if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
             self._told.append((counts, seconds, context))
             self._tell(counts, seconds, context)
-
-    def on_node_seconds(
-        self, shape: Shape, batch_size: int, share: float | None, seconds: float
-    ) -> None:
-        """Learn from a round of the start, whose lanes all had this shape; see `NodeSeconds`."""
-        if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
-            self._node_seconds.tell(shape, batch_size, share, seconds)
 
     def _tell(self, counts: Mapping[Shape, int], seconds: float, context: float) -> None:
         lanes = np.zeros(len(self._index), np.int64)

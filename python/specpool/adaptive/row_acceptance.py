@@ -37,11 +37,6 @@ class RowAcceptance:
             family.append(keys.setdefault(key, len(keys)) if shape.num_steps else -1)
         self._family: Int32 = np.array(family, np.int32)
         self._num_steps: Int32 = np.array([shape.num_steps for shape in shapes], np.int32)
-        # For counting, each shape also stands there with every lesser depth d, at d * S + shape.
-        depths = np.arange(1, self._num_steps.max(initial=0) + 1, dtype=np.int32)
-        lesser = np.minimum(depths[:, None], self._num_steps).reshape(-1)
-        self._counted_steps: Int32 = np.concatenate([self._num_steps, lesser])
-        self._counted_family: Int32 = np.tile(self._family, len(depths) + 1)
         depth = max(int(self._num_steps.max(initial=0)), 1)
         size = max(len(keys), 1), depth
         self._hits, self._tries = np.zeros((2, num_rows, *size), np.float32)
@@ -54,41 +49,18 @@ class RowAcceptance:
         """Forget a row's counts: another request has it."""
         self._hits[row] = self._tries[row] = self._age[row] = 0
 
-    def learn(
-        self,
-        rows: Int32,
-        shapes: Int32,
-        accept_len: Int32,
-        goes_on: npt.NDArray[np.bool_] | None = None,
-        undrafted: Int32 | None = None,
-    ) -> None:
-        """Count the results of a round's lanes.
-
-        Where a lane `goes_on`, bool [B], the next draft was right too, but the target did not read
-        it. So it counts as a hit, and the drafts behind it do not count. None = no lane does.
-
-        A shape's last levels that were `undrafted`, int32 [B], do not count. None = all were
-        drafted.
+    def learn(self, rows: Int32, shapes: Int32, accept_len: Int32) -> None:
+        """Count the results of a round's lanes, int32 [B] each.
 
         A row's own results decide soon which family it drafts. What it says of that family then
         says nothing of other rows, so all rows learn from the first rounds of each row alone, and
         without the hits that the row owes to its own odds. A family with few tries counts in all
         rounds: one row that begins plainly would never try it again.
         """
-        full = depth = self._num_steps[shapes]  # and the levels that count
-        if undrafted is not None:
-            depth = np.maximum(full - undrafted, 1)
-        if goes_on is not None:
-            goes_on = goes_on & (accept_len <= full)
-            depth = np.where(goes_on, accept_len, depth)
-            accept_len = accept_len + goes_on.astype(np.int32)
-        if depth is not full:
-            lesser = depth * len(self._family) + shapes
-            shapes = np.where(depth < full, lesser, shapes).astype(np.int32)
         lanes = rows, shapes, accept_len
-        counts, prior = (self._hits, self._tries, self._counted_family, self._counted_steps), None
+        counts, prior = (self._hits, self._tries, self._family, self._num_steps), None
         if len(self._unseen) > 1:
-            few = self._pooled[1, self._counted_family[shapes], 0] < _FEW_TRIES
+            few = self._pooled[1, self._family[shapes], 0] < _FEW_TRIES
             young = few | (self._age[rows] < _YOUNG_ROUNDS)
             self._age[rows] += 1
             prior = self._prior(hopes=False)

@@ -56,7 +56,6 @@ class Assembly:
     def scheduler_config(self) -> SchedulerConfig:
         """Return the options of a scheduler for these parts."""
         config, drafters = self.config, [*self.drafters.values()]
-        reads_all = self.target.keeps_state or self.ranks is not None
         return SchedulerConfig(
             max_batch=config.max_batch,
             prefill_tokens=config.prefill_tokens,
@@ -69,7 +68,6 @@ class Assembly:
             idle_pages=config.session_pages,
             prefix_cache=config.prefix_cache and not self.target.keeps_state,
             forced_shape=forced_shape(config),
-            verify_nodes=None if reads_all else config.verify_nodes,
         )
 
     def loop(self, scheduler: Scheduler, *, busy_check: int, peers: Ranks | None = None) -> Loop:
@@ -101,8 +99,7 @@ class Assembly:
         scheduler_config = replace(self.scheduler_config(), prefix_cache=False)
         tour: Tour | RowTour = Tour(self.controller.candidates)
         if isinstance(self.controller, BudgetController):
-            chooses = scheduler_config.verify_nodes == "auto"
-            tour = RowTour(self.controller.candidates, chooses_nodes=chooses)
+            tour = RowTour(self.controller.candidates)
         calibrate(
             self.controller,
             tour,
@@ -248,11 +245,6 @@ def _check(
             f"draft_window {config.draft_window} is of draft KV, and no draft keeps any: leave it "
             "out"
         )
-    if config.verify_nodes is not None and not drafters:
-        raise ConfigError(
-            f"verify_nodes {config.verify_nodes} leaves drafts out, and there is no draft: leave "
-            "it out"
-        )
     for each in drafters:
         if isinstance(each, BlockDrafter) and config.forced_steps >= each.head.block_size:
             size = each.head.block_size
@@ -304,9 +296,6 @@ def _tell_changes(config: EngineConfig, target: TargetModel, longest: int, parts
             "whose states no other request and no later turn can take over",
             config.max_sessions,
         )
-    if config.verify_nodes is not None and parts.scheduler_config().verify_nodes is None:
-        why = "the target has recurrent layers" if target.keeps_state else "ranks share the target"
-        _log.warning("verify_nodes %s has no effect: %s", config.verify_nodes, why)
     for name, drafter in parts.drafters.items():
         if isinstance(drafter, EagleDrafter | BlockDrafter):
             made_for = drafter.head.config.max_position_embeddings

@@ -12,10 +12,9 @@ import numpy as np
 from specpool._core import Ledger, Shape
 from specpool.adaptive import AdaptiveConfig, BudgetController, RangeConfig
 from specpool.adaptive.budget import Spare
-from specpool.adaptive.node_budget import NodeChoice
 from specpool.arrays import Int32
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller
@@ -34,9 +33,6 @@ _PROMPT_LEN = 32
 # one, and the least unless the batch has one row. Fewer rows are measured before prompts are short.
 _PREFILL_SECONDS, _LONGEST, _LONG = 2.0, 2048, 256
 
-_LOW_SHARE = 0.25  # of the drafts, read in a round that tells what a node takes
-
-
 #: Seconds of a round, and the mean context of its lanes.
 Timed = tuple[float, float]
 
@@ -47,11 +43,9 @@ class Kind:
 
     Attributes:
         shapes: the lanes have them by turns: one, or two.
-        share: of the drafts, those that the target reads by choice; None = all, without a choice.
     """
 
     shapes: tuple[Shape, ...]
-    share: float | None = None
 
 
 class Tour:
@@ -92,27 +86,22 @@ class Tour:
 class RowTour(BudgetController):
     """A `Tour` for a budget: beside rounds of one shape it runs rounds of two.
 
-    In these the lanes have the narrowest candidate and another one by turns. Rounds of the widest
-    candidate may also run with chosen nodes, all of them and some.
+    In these the lanes have the narrowest candidate and another one by turns.
     """
 
-    def __init__(self, candidates: Sequence[Shape], *, chooses_nodes: bool = False) -> None:
-        """Begin with the narrowest candidate; `chooses_nodes` adds the rounds of chosen nodes."""
+    def __init__(self, candidates: Sequence[Shape]) -> None:
+        """Begin with the narrowest candidate."""
         ranges = {1: RangeConfig(candidates=tuple(candidates))}
         super().__init__(AdaptiveConfig(ranges=ranges, policy="budget"))
         narrowest, *others = self.candidates
         alone = [Kind((shape,)) for shape in self.candidates]
-        shares = (1.0, _LOW_SHARE) if chooses_nodes else ()
-        chosen = [Kind((shape,), share) for shape in others[-1:] for share in shares]
         pairs = [Kind((narrowest, shape)) for shape in others]
-        self.kinds: tuple[Kind, ...] = (*alone, *pairs, *chosen)
+        self.kinds: tuple[Kind, ...] = (*alone, *pairs)
         self.begin(self.kinds[0], 1)
 
     def begin(self, kind: Kind, size: int) -> None:
         """See `Tour.begin`."""
         self._lines = [self.candidates.index(shape) for shape in kind.shapes]
-        if self.nodes is not None:
-            self.nodes.share = kind.share
         self.size, self.timed = size, list[Timed]()
 
     def choose(self, rows: Int32, shapes: Int32, spare: Callable[[], Spare] | None = None) -> Int32:
@@ -123,13 +112,7 @@ class RowTour(BudgetController):
         self._chosen = chosen
         return chosen
 
-    def observe(
-        self,
-        shapes: Int32,
-        seconds: float,
-        nodes: NodeChoice | None = None,
-        lens: Int32 | None = None,
-    ) -> None:
+    def observe(self, shapes: Int32, seconds: float, lens: Int32 | None = None) -> None:
         """Note the seconds of a round of the kind and size, and the mean context of its lanes."""
         is_mine = len(shapes) == self.size and (np.sort(shapes) == np.sort(self._chosen)).all()
         if is_mine:
@@ -170,7 +153,7 @@ def calibrate(
         if start.is_late():
             break
     if isinstance(tour, RowTour) and largest:
-        alone = [kind for kind in tour.kinds if len(kind.shapes) == 1 and kind.share is None]
+        alone = [kind for kind in tour.kinds if len(kind.shapes) == 1]
         size, long = largest, start.longest(largest)
         while size > 1 and long < _LONG:
             size //= 2
@@ -210,7 +193,7 @@ class _Start:
         """Time rounds of these kinds and report them; return whether so many rows had pages."""
         tour, loop = self._tour, self._build()
         scheduler = loop.scheduler
-        num_chunks = -(-size * prompt_len // scheduler.config.prefill_tokens)
+        num_chunks = -(-size * prompt_len // scheduler.state.config.prefill_tokens)
         num_rounds = _PASSES * (_WARM_UP + _TIMED) * len(kinds) + num_chunks + 1
         requests = [
             _request(i, tour, self._ledger, prompt_len=prompt_len, num_rounds=num_rounds)
@@ -251,11 +234,8 @@ def _report(controller: Controller, kind: Kind, size: int, seconds: float, conte
         controller.on_round_seconds(kind.shapes[0], size, seconds)
         return
     num = len(kind.shapes)
-    if num == 1:
-        controller.on_node_seconds(kind.shapes[0], size, kind.share, seconds)
-    if kind.share is None:
-        counts = {shape: -(-(size - at) // num) for at, shape in enumerate(kind.shapes)}
-        controller.on_mixed_seconds(counts, seconds, context)
+    counts = {shape: -(-(size - at) // num) for at, shape in enumerate(kind.shapes)}
+    controller.on_mixed_seconds(counts, seconds, context)
 
 
 def _can_go_on(requests: Sequence[Request]) -> bool:

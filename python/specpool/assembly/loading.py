@@ -195,14 +195,14 @@ def _drafter(
                 "draft 'mtp' is in the target's checkpoint, and a loaded model has none: give the "
                 "target's folder, or MTPDrafter.from_pretrained(folder, ...)"
             )
-        return MTPDrafter.from_pretrained(loaded.folder, loaded.target, ancestry=config.ancestry)
+        return MTPDrafter.from_pretrained(loaded.folder, loaded.target)
     if isinstance(draft, str | PathLike):
         source = _source(draft)
         if is_block_head(source):
             return BlockDrafter.from_pretrained(source, loaded.target)
         if not is_language_model(source):
             return EagleDrafter.from_pretrained(
-                source, loaded.target, ancestry=config.ancestry, feature_layers=feature_layers
+                source, loaded.target, feature_layers=feature_layers
             )
         draft = source
     return LMDrafter.from_pretrained(

@@ -6,7 +6,6 @@ from specpool.attention.graph_recorder import GraphRecorder, Started
 from specpool.attention.view import (
     AttentionBatch,
     AttentionView,
-    ChosenView,
     JoinedView,
     TokenReads,
     View,
@@ -17,7 +16,6 @@ __all__ = [
     "AttentionBatch",
     "AttentionView",
     "BackEnd",
-    "ChosenView",
     "GraphRecorder",
     "JoinedView",
     "Started",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specpool.attention import torch_backend
-from specpool.attention.view import ChosenView, JoinedView, View
+from specpool.attention.view import JoinedView, View
 
 
 def attend(
@@ -59,20 +59,6 @@ def attend(
                 )
             )
         return torch.cat(outs)
-    if isinstance(view, ChosenView):
-        out = attend(
-            view.whole,
-            k_buffer,
-            v_buffer,
-            q.index_select(0, view.places),
-            k.index_select(0, view.places),
-            v.index_select(0, view.places),
-            scaling=scaling,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
-        return out.index_select(0, view.nodes)
     run = torch_backend.attend if view.attend_with is None else view.attend_with
     return run(
         view,

@@ -293,7 +293,7 @@ class JoinedView:
             lane of another view writes.
     """
 
-    views: Sequence[AttentionView | ChosenView]
+    views: Sequence[AttentionView]
 
     @property
     def num_tokens(self) -> int:
@@ -301,29 +301,7 @@ class JoinedView:
         return sum(view.num_tokens for view in self.views)
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenView:
-    """A view of whole trees, for a forward that holds only some of their nodes.
-
-    For a node that is left out, the query, key and value of one that is not are taken.
-
-    Attributes:
-        whole: the view of all T nodes.
-        nodes: int64 [V], the nodes that the forward holds.
-        places: int64 [T], the index in `nodes` of the node whose values each node takes.
-    """
-
-    whole: AttentionView
-    nodes: Tensor
-    places: Tensor
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens of the forward, V."""
-        return self.nodes.shape[0]
-
-
-View = AttentionView | JoinedView | ChosenView
+View = AttentionView | JoinedView
 
 
 def _consecutive(pages: Tensor) -> int | None:

@@ -1,4 +1,4 @@
-"""The command line: `specpool generate`, `plan`, `replay`, `inspect`, `sim`, `bench`, `info`."""
+"""The command line: `specpool generate`, `plan`, `replay`, `inspect`, `bench`, `info`."""
 
 from specpool.cli.app import main
 

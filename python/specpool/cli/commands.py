@@ -12,8 +12,10 @@ import specpool
 from specpool.checks import check_int
 from specpool.cli.bench_serve.options import GoalChoice, ServerChoice, TraceChoice
 from specpool.cli.engine_commands import chat, generate, serve, train, tune
+from specpool.cli.options import sections
 from specpool.cli.options.groups import grouped
 from specpool.cli.options.names import NamingGroup, help_if_alone
+from specpool.cli.options.sections import SectionedCommand
 from specpool.cli.options.types import (
     Adaptive,
     DeviceName,
@@ -35,11 +37,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="KV-cache memory manager for speculative decoding.",
 )
-app.command()(generate)
-app.command()(chat)
-app.command("serve")(serve)
-app.command()(tune)
-app.command()(train)
+app.command(cls=SectionedCommand)(generate)
+app.command(cls=SectionedCommand)(chat)
+app.command("serve", cls=SectionedCommand)(serve)
+app.command(cls=SectionedCommand)(tune)
+app.command(cls=SectionedCommand)(train)
 
 bench = typer.Typer(
     cls=NamingGroup,
@@ -55,7 +57,7 @@ def bench_options(context: typer.Context) -> None:
     help_if_alone(context)
 
 
-@bench.command("generate")
+@bench.command("generate", cls=SectionedCommand)
 def bench_generate(
     target: Target = "specpool/tiny",
     draft: Annotated[
@@ -65,16 +67,26 @@ def bench_generate(
     adaptive: Adaptive = None,
     tokens: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens of each text; may be repeated. [default: 96 and 400]"),
+        typer.Option(
+            help="Tokens of each text; may be repeated. [default: 96 and 400]",
+            rich_help_panel=sections.MEASUREMENT,
+        ),
     ] = None,
     batch: Annotated[
         list[int] | None,
         typer.Option(help="Rows that run at once; may be repeated. [default: 1 and 8]"),
     ] = None,
     requests: Annotated[
-        int, typer.Option(help="Requests to run at once, and one after another; 0 = none.")
+        int,
+        typer.Option(
+            help="Requests to run at once, and one after another; 0 = none.",
+            rich_help_panel=sections.MEASUREMENT,
+        ),
     ] = 64,
-    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
+    repeats: Annotated[
+        int,
+        typer.Option(help="Runs of each; the median counts.", rich_help_panel=sections.MEASUREMENT),
+    ] = 5,
     device: DeviceName = "cpu",
     threads: Threads = 1,
     trust_remote_code: TrustRemoteCode = False,
@@ -103,7 +115,7 @@ def bench_generate(
     )
 
 
-@bench.command("serve")
+@bench.command("serve", cls=SectionedCommand)
 @grouped
 def bench_serve(
     *,
@@ -183,7 +195,7 @@ def options(
     help_if_alone(context)
 
 
-@app.command()
+@app.command(cls=SectionedCommand)
 @grouped
 def plan(*, question: Question, json: Json = False) -> None:
     """Show what an engine would have room for: pages, rows, requests, and which limit binds.
@@ -305,64 +317,3 @@ def inspect(
         typer.echo(f"--frames {page.num_events + 1} shows them all, --at N those around a step N")
     if page.damage is not None:
         raise page.damage
-
-
-_MIXED = "Requests differ in who drafts: some drafters read tokens, some skip rounds."
-
-
-@app.command()
-def sim(
-    seed: Annotated[int, typer.Option(help="Decides every scenario.")] = 0,
-    rounds: Annotated[
-        float | None, typer.Option(help="Rounds in all, as in 1e6. [default: 2e4]")
-    ] = None,
-    check: Annotated[
-        int | None,
-        typer.Option(
-            help="0 = check texts and ends of requests; 1 = also the pools' sums and the order of "
-            "requests; 2 = also a full audit each turn, and every slot that is read or written. "
-            "[default: 2]"
-        ),
-    ] = None,
-    turns: Annotated[
-        float | None,
-        typer.Option(help="Run sessions alone until this many turns have ended, such as 1e5."),
-    ] = None,
-    replicas: Annotated[
-        int | None,
-        typer.Option(help="Simulate so many replicas with proxies and clients instead."),
-    ] = None,
-    ranks: Annotated[
-        int,
-        typer.Option(
-            help="Simulate so many ranks, whose records are late, lost, repeated or changed; "
-            "--rounds counts the turns of all of them. With --replicas: both, one after the other."
-        ),
-    ] = 1,
-    mixed_drafters: Annotated[bool, typer.Option("--mixed-drafters", help=_MIXED)] = False,
-) -> None:
-    """Test the scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
-    from specpool.cli.sim import fleets, sim_ranks
-    from specpool.cli.sim import sim as run
-
-    if replicas is not None or ranks != 1:
-        if mixed_drafters:
-            raise ConfigError("--mixed-drafters runs one process: leave --replicas and --ranks out")
-        if rounds is not None and ranks == 1:
-            raise ConfigError("--replicas goes with --turns, not --rounds")
-        if turns is not None and replicas is None:
-            raise ConfigError("--turns runs one process: leave --ranks out")
-        if check is not None:
-            raise ConfigError("--replicas and --ranks check all laws: leave --check out")
-        num_turns, num_rounds = 2e3 if turns is None else turns, 2e4 if rounds is None else rounds
-        holds = replicas is None or fleets(seed=seed, num_replicas=replicas, turns=num_turns)
-        holds &= ranks == 1 or sim_ranks(seed=seed, rounds=num_rounds, num_ranks=ranks)
-        if not holds:
-            raise typer.Exit(1)
-        return
-    if rounds is not None and turns is not None:
-        raise ConfigError("--rounds and --turns both say when to end: give one")
-    num_rounds = 2e4 if rounds is None else rounds
-    level = 2 if check is None else check
-    if not run(seed=seed, rounds=num_rounds, check=level, turns=turns, mixes=mixed_drafters):
-        raise typer.Exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -20,8 +20,6 @@ from specpool.memory.kv_cache import KVCache, LayerKV
 
 Links = tuple[Tensor, Tensor, Tensor, Tensor]  # depths, mask, first_child, next_sibling
 
-_ROOT_VALUE = 2.0  # above the value of any draft
-
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
@@ -31,13 +29,6 @@ class DraftTree:
     If they do not agree in a lane, the request of that lane ends with an error.
 
     All fields are on one device: the engine's, or a CPU for proposals that the host made.
-
-    `p` is how likely it is that all drafts up to a node are right, the root's 1. It only decides
-    which nodes the target reads if it does not read all (docs/budget.md). Wrong values cost speed
-    and change no text.
-
-    `levels` is the depth at which drafting has ended early. Deeper nodes repeat the root's token
-    and have a `p` of 0.
     """
 
     tokens: Tensor  # int64 [B, N]
@@ -45,8 +36,6 @@ class DraftTree:
     mask: Tensor  # bool [B, N, N], a node's ancestors and itself
     first_child: Tensor  # int32 [B, N], -1 = none
     next_sibling: Tensor  # int32 [B, N], -1 = none
-    p: Tensor | None = None  # float32 [B, N], see above; None = the drafter does not say
-    levels: Tensor | None = None  # int32 [B], see above, at least 1; None = all were drafted
 
     def check(self, shape: Shape, batch: int) -> None:
         """Check types, dtypes and sizes for trees of this shape, without reading values.
@@ -72,17 +61,6 @@ class DraftTree:
                     f"{name} of the draft trees is {want} {list(size)} on {self.tokens.device}, "
                     f"got {got} {list(value.shape)} on {value.device}"
                 )
-        p = self.p
-        if p is not None and (p.dtype, p.shape) != (torch.float32, flat):
-            raise ShapeError(
-                f"p of the draft trees is float32 {list(flat)}, got {p.dtype} {list(p.shape)}"
-            )
-        levels = self.levels
-        if levels is not None and (levels.dtype, levels.shape) != (torch.int32, (batch,)):
-            raise ShapeError(
-                f"levels of the draft trees is int32 [{batch}], got {levels.dtype} "
-                f"{list(levels.shape)}"
-            )
 
     def check_values(self, root_tokens: Int64, vocab_size: int) -> None:
         """Check that the fields describe one tree; a wrong tree could change the text.
@@ -134,56 +112,19 @@ class DraftTree:
         """Return the trees of both, one after the other; both are on one device."""
         names = ("tokens", "depths", "mask", "first_child", "next_sibling")
         pairs = ((getattr(first, name), getattr(second, name)) for name in names)
-        p = None
-        if first.p is not None or second.p is not None:
-            p = torch.cat([first.known_p, second.known_p])
-        levels = None
-        if first.levels is not None or second.levels is not None:
-            levels = torch.cat([first.known_levels, second.known_levels])
-        return replace(cls(*(torch.cat(pair) for pair in pairs)), p=p, levels=levels)
-
-    @property
-    def known_p(self) -> Tensor:
-        """`p`, or float32 [B, N] of ones if the drafter does not say."""
-        return torch.ones_like(self.tokens, dtype=torch.float32) if self.p is None else self.p
-
-    @property
-    def known_levels(self) -> Tensor:
-        """`levels`, or int32 [B] of N, which no depth reaches, if all levels were drafted."""
-        lanes, size = self.tokens.shape
-        return self.depths.new_full((lanes,), size) if self.levels is None else self.levels
-
-    def values(self, factors: Tensor) -> Tensor:
-        """Return what each node counts in the choice of nodes, float32 [B, N], the root 2.
-
-        A node counts with the least number on its path, so never more than its parent.
-
-        Args:
-            factors: float32 [B, D + 1], by which `p` counts at each depth.
-        """
-        depths = self.depths.long().clamp(0, factors.shape[1] - 1)
-        p = self.known_p.nan_to_num(nan=0.0).clamp(0.0, 1.0)
-        own = (p * factors.gather(1, depths)).clamp(0.0, 1.0)
-        own[:, 0] = _ROOT_VALUE
-        return torch.where(self.mask, own.unsqueeze(1), _ROOT_VALUE).amin(2)
+        return cls(*(torch.cat(pair) for pair in pairs))
 
     def of(self, lanes: Tensor) -> DraftTree:
         """Return the trees of some lanes, int64 [n] on the trees' device."""
         fields = (self.tokens, self.depths, self.mask, self.first_child, self.next_sibling)
-        p, levels = (
-            None if of is None else of.index_select(0, lanes) for of in (self.p, self.levels)
-        )
-        chosen = DraftTree(*(field.index_select(0, lanes) for field in fields))
-        return replace(chosen, p=p, levels=levels)
+        return DraftTree(*(field.index_select(0, lanes) for field in fields))
 
     def to(self, device: torch.device) -> DraftTree:
         """Return the same trees on `device`; trees of a GPU stay there if `device` is a CPU."""
         if self.tokens.device == device or device.type == "cpu":
             return self
         fields = (self.tokens, self.depths, self.mask, self.first_child, self.next_sibling)
-        there = DraftTree(*upload(device, *(field.numpy() for field in fields)))
-        p, levels = (None if of is None else of.to(device) for of in (self.p, self.levels))
-        return replace(there, p=p, levels=levels)
+        return DraftTree(*upload(device, *(field.numpy() for field in fields)))
 
     @classmethod
     def from_parents(cls, tokens: Int64, parents: Int32) -> DraftTree:
@@ -294,7 +235,7 @@ class Reader(Protocol):
         Args:
             lanes: as in `read`; a lane has the root and its accepted drafts.
             tokens: as in `read`.
-            num_steps: drafts of each chain; fewer than the shape has, if drafting has ended early.
+            num_steps: drafts of each chain.
         """
 
 

@@ -127,14 +127,8 @@ class BlockDrafter(ByParts):
 
     def _chain(self, part: DraftPart, hidden: Tensor) -> DraftTree:
         """Build the chains of a part from what its masks' rows predict, [B, S, h]."""
-        size, rows, p = hidden.shape[:2], hidden.flatten(0, 1), None
-        if part.wants_p:
-            likeliest, ids = self.head.topk(rows, 1)
-            p = torch.cat([torch.ones_like(likeliest[: size[0]]), likeliest.view(size)], 1)
-            p = p.cumprod(1)
-        else:
-            ids = self.head.best(rows)
-        return self._chains.of(torch.cat([part.root_tokens.unsqueeze(1), ids.view(size)], 1), p)
+        drafts = self.head.best(hidden.flatten(0, 1)).view(hidden.shape[:2])
+        return self._chains.of(torch.cat([part.root_tokens.unsqueeze(1), drafts], 1))
 
     def _forward(self, blocks: Sequence[Lanes], tokens: Tensor) -> Tensor:
         """Run the blocks of all parts, int64 [T]; return [T, h]."""

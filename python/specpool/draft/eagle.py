@@ -29,7 +29,7 @@ class EagleDrafter(HeadDrafter):
     head: EagleHead
 
     def __init__(self, head: EagleHead, *, ancestry: str = "exact") -> None:
-        """Draft with `head`; `ancestry` is `exact` or `branch` (`EngineConfig.ancestry`)."""
+        """Draft with `head`; `ancestry` is as in `from_pretrained`."""
         self.head = head
         self.layers = tuple(LayerKV(h, d, d) for h, d in head.layer_kv)
         self.feature_layers = tuple(head.feature_layers)
@@ -49,7 +49,8 @@ class EagleDrafter(HeadDrafter):
         Args:
             source: a folder or a hub name.
             target: gives the head its embedding and output matrix.
-            ancestry: `exact` or `branch` (`EngineConfig.ancestry`).
+            ancestry: `exact` = a draft token attends to its true ancestors; `branch` = to its
+                branch's own slots, whatever they hold (SGLang's reading, for comparison).
             feature_layers: target layers whose inputs are the features; overrides the file.
 
         Raises:

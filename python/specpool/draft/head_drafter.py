@@ -86,10 +86,8 @@ class HeadDrafter(ByParts):
         rows = [part.lanes.rows for part in parts]
         hidden = self._hidden.index_select(0, rows[0] if len(rows) == 1 else torch.cat(rows))
 
-        wants_p = topk > 1 or any(part.wants_p for part in parts)
-
         def level_of(hidden: Tensor) -> Level:
-            if wants_p:
+            if topk > 1:
                 return Level(*self.head.topk(hidden, topk), hidden)
             return Level(None, self.head.best(hidden).unsqueeze(1), hidden)
 
@@ -106,7 +104,7 @@ class HeadDrafter(ByParts):
             else:
                 branches = self._branches(part.lanes, part.shape)
                 drafting.append(draft_trees(part, level, branches, 0))
-        return run_side_by_side(drafting, run, parts)
+        return run_side_by_side(drafting, run)
 
     def _branches(self, lanes: Lanes, shape: Shape) -> Branches:
         if self._layout == "holey":

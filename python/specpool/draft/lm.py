@@ -190,13 +190,12 @@ class LMDrafter(ByParts):
     def propose_parts(self, parts: Sequence[DraftPart]) -> list[DraftTree]:
         """Propose the trees of each part; see `SideBySide.propose_parts`."""
         topk = max(part.shape.topk for part in parts)
-        wants_p = topk > 1 or any(part.wants_p for part in parts)
 
         def run(ask: Ask) -> Level:
             logits = self._forward(ask.tokens, ask.positions, ask.view)
-            return Level(*likeliest(logits, topk)) if wants_p else Level(None, _best(logits))
+            return Level(*likeliest(logits, topk)) if topk > 1 else Level(None, _best(logits))
 
-        return run_side_by_side([self._draft(part) for part in parts], run, parts)
+        return run_side_by_side([self._draft(part) for part in parts], run)
 
     def _draft(self, part: DraftPart) -> Drafting:
         """Draft a part: read the roots, then go on level by level."""

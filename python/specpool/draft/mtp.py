@@ -29,7 +29,7 @@ class MTPDrafter(HeadDrafter):
     feature_layers: tuple[int, ...] = ()
 
     def __init__(self, head: MtpLayer, *, ancestry: str = "exact") -> None:
-        """Draft with `head`; `ancestry` is `exact` or `branch` (`EngineConfig.ancestry`).
+        """Draft with `head`; `ancestry` is as in `from_pretrained`.
 
         Raises:
             ConfigError: the layer has chunked attention.
@@ -50,7 +50,8 @@ class MTPDrafter(HeadDrafter):
         Args:
             source: the folder or the hub name that `target` was loaded from.
             target: the model that verifies; it shares its embedding and output matrix.
-            ancestry: `exact` or `branch` (`EngineConfig.ancestry`).
+            ancestry: `exact` = a draft token attends to its true ancestors; `branch` = to its
+                branch's own slots, whatever they hold (SGLang's reading, for comparison).
 
         Raises:
             ConfigError: the checkpoint has no MTP layer, its layout is not known, or such a target

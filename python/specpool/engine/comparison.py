@@ -30,7 +30,7 @@ from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.conversation import common_len
+from specpool.scheduler.request import common_len
 
 Verdict = Literal["identical", "rounding", "fault"]
 

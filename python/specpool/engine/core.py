@@ -19,7 +19,7 @@ from specpool.errors import ConfigError, SpecpoolError
 from specpool.loop.loop import Loop
 from specpool.loop.scrub import scrub_request
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.text.structured.compiler import Compiler
 

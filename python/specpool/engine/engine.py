@@ -33,7 +33,7 @@ from specpool.loop.busy_check import BusyFinding
 from specpool.models import TargetModel
 from specpool.ranks.group import Ranks
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.text.tokenizer import check_tokenizer
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from specpool.errors import is_fault
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.request import Request, TokenLogprob, draft_flags
+from specpool.scheduler.request import Request, TokenLogprob, draft_flags
 from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:

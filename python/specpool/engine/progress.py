@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from specpool.checks import shown
 from specpool.errors import ConfigError
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

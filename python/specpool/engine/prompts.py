@@ -16,9 +16,7 @@ from specpool.engine.texts import NextTurn, Prompt, Texts, is_chat
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.conversation import Conversation, Message
-from specpool.scheduler.requests.latency import Times
-from specpool.scheduler.requests.request import Request, TokenLogprob
+from specpool.scheduler.request import Conversation, Message, Request, Times, TokenLogprob
 from specpool.scheduler.scheduler import Scheduler
 from specpool.text.structured.compiler import Compiler
 from specpool.text.tokenizer import cleans_spaces

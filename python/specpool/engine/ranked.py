@@ -14,8 +14,8 @@ from specpool.errors import ConfigError, CorruptState, RankError
 from specpool.models import TargetModel
 from specpool.ranks.following import Follower
 from specpool.ranks.group import Ranks
-from specpool.ranks.wire import params_of, params_wire
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
+from specpool.scheduler.wire import checked
 
 #: Seconds after which an idle rank 0 says that it is there, so that nobody waits in vain.
 IDLE_SECONDS = 1.0
@@ -36,7 +36,7 @@ class RankedEngine:
     def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
         """Compare two outputs, with the other ranks' part in the forwards. Hold the lock."""
         check_pair(first, second)
-        self._core.inputs.flush("compare", _wire_of(first), _wire_of(second))
+        self._core.inputs.flush("compare", first, second)
         return compare(self._target, first, second)
 
     def follow(self) -> None:
@@ -89,7 +89,7 @@ class RankedEngine:
 
     def _judge(self, *outputs: Any) -> None:
         """Take part in the forwards of a comparison, whose result rank 0 gives out."""
-        compare(self._target, *(_output_of(wire) for wire in outputs))
+        compare(self._target, *(checked(output, RequestOutput) for output in outputs))
 
     def _stay(self) -> None:
         """Send an empty record when nothing else was sent for a while."""
@@ -110,32 +110,3 @@ class RankedEngine:
 def _logs(ranks: Ranks) -> str:
     own, other = ranks.log_of(ranks.rank), ranks.log_of(0)
     return f"; specpool replay {own} --against {other} names the first call that differs"
-
-
-def _wire_of(output: RequestOutput) -> list[Any]:
-    """Return what a comparison needs of an output."""
-    return [output.prompt_ids, output.token_ids, params_wire(output.params), output.seed]
-
-
-def _output_of(wire: Any) -> RequestOutput:
-    prompt_ids, token_ids, params, seed = wire
-    return RequestOutput(
-        index=0,
-        sample=0,
-        prompt_ids=prompt_ids,
-        token_ids=token_ids,
-        text="",
-        finish_reason="length",
-        error=None,
-        seed=seed,
-        accept_lens=[],
-        from_draft=[],
-        logprobs=None,
-        num_reused=0,
-        num_drafts=0,
-        params=params_of(params),
-        stop_hit=None,
-        queue_seconds=None,
-        first_token_seconds=None,
-        seconds=0.0,
-    )

@@ -12,8 +12,7 @@ from specpool.engine.core import EngineCore
 from specpool.engine.output import Chunk, Report, RequestOutput
 from specpool.errors import ConfigError
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.conversation import Conversation
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Conversation, Request
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Literal
 from specpool._core import Ledger
 from specpool.loop.clock import Clock, PhaseSeconds
 from specpool.memory.host.tier import HostStats
-from specpool.scheduler.prefix_stats import PrefixStats
-from specpool.scheduler.requests.latency import LatencyStats
+from specpool.scheduler.counts import LatencyStats
+from specpool.scheduler.prefix_cache import PrefixStats
 from specpool.scheduler.round_shapes import AdaptiveStats
 from specpool.worker.graphs.graphs import GraphStats
 
 if TYPE_CHECKING:
     from specpool.loop.busy_check import BusyCheck
     from specpool.memory.host.tier import HostTier
-    from specpool.scheduler.requests.conversation import Conversation
-    from specpool.scheduler.requests.request import Request
+    from specpool.scheduler.request import Conversation, Request
     from specpool.scheduler.scheduler import Scheduler
 
 SessionState = Literal["waiting", "running", "idle", "host", "dropped"]
@@ -113,8 +112,6 @@ class EngineStats:
         drafted_round_ct: rounds of single rows that had drafts.
         draft_ct: drafts of these rounds, right or wrong.
         forced_token_ct: accepted drafts that the form of a text left no choice about.
-        undrafted_level_ct: levels that rows' shapes have and that were not drafted, because
-            drafting had ended early (`verify_nodes`, docs/budget.md).
         accept_cts: rounds of single rows by accept length, bonus included; [0] is 0.
         seconds: seconds of the loop by phase.
         latency: of the requests that have ended, those of `pin` excluded.
@@ -143,7 +140,6 @@ class EngineStats:
     drafted_round_ct: int
     draft_ct: int
     forced_token_ct: int
-    undrafted_level_ct: int
     accept_cts: tuple[int, ...]
     seconds: PhaseSeconds
     latency: LatencyStats
@@ -227,7 +223,6 @@ def engine_stats(
         drafted_round_ct=counts.drafted_round_ct,
         draft_ct=counts.draft_ct,
         forced_token_ct=counts.forced_token_ct,
-        undrafted_level_ct=counts.undrafted_level_ct,
         accept_cts=tuple(counts.accept_cts),
         seconds=clock.seconds(),
         latency=counts.latency.stats(),

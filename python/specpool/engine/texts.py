@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from specpool.checks import shown
 from specpool.errors import ConfigError, is_fault, reading
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.conversation import Conversation, Message, Said, common_len
+from specpool.scheduler.request import Conversation, Message, Said, common_len
 from specpool.text.chat_ends import chat_ends
 from specpool.text.chat_messages import prepared, template_of
 from specpool.text.chat_template import TemplateError

@@ -23,7 +23,7 @@ from specpool.loop.scrub import scrub_free
 from specpool.memory.host.tier import HostTier
 from specpool.memory.kv_cache import KVCache
 from specpool.ranks.inputs import Inputs, Peers
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step, StepResult
 from specpool.worker.graphs.capture import is_out_of_memory
@@ -318,9 +318,9 @@ class Loop:
         ran = steps if runs_here else before
         alone = len(ran) == len(steps) == 1 and steps[0].choice is not None
         if alone and (choice := ran[0].choice) is not None:
-            observe, plan, nodes = self.scheduler.round_shapes.observe, ran[0].plan, ran[0].nodes
+            observe, plan = self.scheduler.round_shapes.observe, ran[0].plan
             shapes, lens = plan.shapes, plan.start
-            self.inputs.measured(lambda told: observe(choice, shapes, told, nodes, lens), seconds)
+            self.inputs.measured(lambda told: observe(choice, shapes, told, lens), seconds)
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests of a failed forward, after taking over all steps launched before it."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from specpool._core import Ledger
 from specpool.memory.kv_cache import KVCache
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 
 def scrub_request(ledger: Ledger, cache: KVCache, request: Request) -> None:

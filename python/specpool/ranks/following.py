@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specpool.errors import CorruptState, RankError, SpecpoolError
 from specpool.ranks.inputs import Inputs
 from specpool.ranks.wire import Equip, request_of
-from specpool.scheduler.requests.conversation import Conversation
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Conversation, Request
 from specpool.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:

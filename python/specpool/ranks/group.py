@@ -19,12 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 
 from specpool.errors import ConfigError, RankError, one_line
-from specpool.ranks.codec import decode, encode
 from specpool.ranks.environment import (
     KEY_VARIABLE,
     local_world,
@@ -140,7 +140,7 @@ class Ranks:
         Raises:
             ConfigError: one differs; the message has its name, both values and the rank.
         """
-        own = encode(dict(facts))
+        own = msgspec.msgpack.encode(dict(facts))
         key = os.environ.get(KEY_VARIABLE, "")
         sealed = hashlib.blake2b(own, key=_key(key), digest_size=32).digest()
         own = sealed + own
@@ -162,7 +162,7 @@ class Ranks:
             if seal != data[:32]:
                 raise ConfigError(f"rank {rank} has another {KEY_VARIABLE} than rank {self.rank}")
             if data != first:
-                _refuse(rank, decode(first[32:]), decode(data[32:]))
+                _refuse(rank, *(msgspec.msgpack.decode(part[32:]) for part in (first, data)))
 
     def send(self, frame: bytes) -> None:
         """Send a record from rank 0 to all others.

@@ -19,8 +19,7 @@ from specpool.errors import ConfigError, CorruptState, RankError, one_line
 from specpool.ranks.record import Record, Result
 from specpool.ranks.wire import wire_of
 from specpool.scheduler.pins import Pin
-from specpool.scheduler.requests.conversation import Conversation
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Conversation, Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import StepResult
 
@@ -237,7 +236,7 @@ class Inputs:
     def result(self, step: int, result: StepResult) -> None:
         """Note what a step gave."""
         if self._peers is not None:
-            self._results.append(Result.of(step, result))
+            self._results.append(Result(step, [list(tokens) for tokens in result.tokens]))
 
     def broke(self, error: BaseException) -> None:
         """Tell the other ranks that this one was stopped halfway: they cannot go on with it."""

@@ -4,7 +4,7 @@ A record holds inputs and no plans: each rank makes its own plans of them. A hea
 payload's bytes, the record's number and rank 0's digest, 64 bits each, and a seal of 16 bytes. The
 seal is a keyed hash of all other bytes. Only who knows the group's key can make it, so a record
 that was altered, or that comes from elsewhere, is found. The number finds one that comes twice,
-late or too early.
+late or too early. The payload is MessagePack of plain values: nothing in it can run code.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import msgspec
 
-from specpool.arrays import Int32
 from specpool.errors import RankError
-from specpool.ranks.codec import decode, encode
-from specpool.scheduler.step import StepResult
 
 _HEAD = struct.Struct("<qqQ")
 _SEAL_BYTES = 16
@@ -30,40 +27,33 @@ HEAD_BYTES = _HEAD.size + _SEAL_BYTES
 MAX_RECORD = 1 << 28
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
+class Result(msgspec.Struct, frozen=True, array_like=True):
     """What a step gave, on one rank.
 
     Attributes:
         step: the step's number in the ledger.
-        counts: the new tokens of each lane, int32 [B].
-        tokens: all of them, lane after lane, int32.
+        tokens: the new tokens of each lane.
     """
 
     step: int
-    counts: Int32
-    tokens: Int32
-
-    @classmethod
-    def of(cls, step: int, result: StepResult) -> Result:
-        """Pack the tokens of each lane that count."""
-        tokens = [token for lane in result.tokens for token in lane]
-        return cls(step, result.accept_len, np.array(tokens, np.int32))
+    tokens: list[list[int]]
 
     def difference(self, other: Result) -> str | None:
         """Say how another rank's result of the step differs; None = not at all."""
         if self.step != other.step:
             return f"step {self.step} here is step {other.step} there"
-        if len(self.counts) != len(other.counts):
-            return f"step {self.step} has {len(self.counts)} lanes here, {len(other.counts)} there"
-        if np.array_equal(self.counts, other.counts) and np.array_equal(self.tokens, other.tokens):
-            return None
-        lanes = zip(self._lanes(), other._lanes(), strict=True)
-        lane, (here, there) = next((i, pair) for i, pair in enumerate(lanes) if pair[0] != pair[1])
-        return f"lane {lane} of step {self.step} got the tokens {here} here, {there} there"
+        if len(self.tokens) != len(other.tokens):
+            return f"step {self.step} has {len(self.tokens)} lanes here, {len(other.tokens)} there"
+        for lane, (here, there) in enumerate(zip(self.tokens, other.tokens, strict=True)):
+            if here != there:
+                return f"lane {lane} of step {self.step} got the tokens {here} here, {there} there"
+        return None
 
-    def _lanes(self) -> list[list[int]]:
-        return [lane.tolist() for lane in np.split(self.tokens, np.cumsum(self.counts)[:-1])]
+
+class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    inputs: list[list[Any]]
+    results: list[Result]
+    counts: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +80,7 @@ class Record:
         Raises:
             RankError: the payload is longer than `MAX_RECORD`, or holds what cannot be sent.
         """
-        results = [[each.step, each.counts, each.tokens] for each in self.results]
-        payload = encode([self.inputs, results, self.counts])
+        payload = encoded(_Payload(self.inputs, self.results, self.counts))
         if len(payload) > MAX_RECORD:
             raise RankError(f"record {self.number} has {len(payload)} bytes, above {MAX_RECORD}")
         head = _HEAD.pack(len(payload), self.number, self.digest)
@@ -115,7 +104,26 @@ class Record:
                 f"record {number}: its seal does not fit its {length} bytes: it was altered, or it "
                 "is not from rank 0 of this group"
             )
-        return cls(number, digest, *_parts(number, decode(payload)))
+        try:
+            parts = msgspec.msgpack.decode(payload, type=_Payload)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise RankError(f"record {number}: {error!s:.200}") from None
+        for call in parts.inputs:  # what a call means is checked by who applies it
+            if not (call and isinstance(call[0], str)):
+                raise RankError(f"record {number}: a call begins with its name, got {call!r:.200}")
+        return cls(number, digest, parts.inputs, parts.results, parts.counts)
+
+
+def encoded(value: Any) -> bytes:
+    """Return a value as MessagePack.
+
+    Raises:
+        RankError: a part of it is of a type, a size or a depth that cannot be sent.
+    """
+    try:
+        return msgspec.msgpack.encode(value)
+    except (TypeError, OverflowError, RecursionError, UnicodeEncodeError) as error:
+        raise RankError(f"this cannot be sent to another rank: {error!s:.200}") from None
 
 
 def payload_bytes(data: bytes | bytearray) -> int:
@@ -136,27 +144,3 @@ def _seal(key: bytes, head: bytes, payload: bytes | memoryview) -> bytes:
     seal = hashlib.blake2b(head, key=key, digest_size=_SEAL_BYTES)
     seal.update(payload)
     return seal.digest()
-
-
-def _parts(number: int, value: Any) -> tuple[list[list[Any]], list[Result], list[int]]:
-    """Check the shape of a payload; what an input means is checked by who applies it."""
-    wrong = RankError(f"record {number}: its payload is no list of inputs, results and counts")
-    if not (isinstance(value, list) and len(value) == 3):
-        raise wrong
-    inputs, results, counts = value
-    if not all(isinstance(part, list) for part in value):
-        raise wrong
-    if not all(type(count) is int for count in counts):
-        raise wrong
-    for each in inputs:
-        if not (isinstance(each, list) and each and isinstance(each[0], str)):
-            raise wrong
-    return inputs, [_result(each, wrong) for each in results], counts
-
-
-def _result(value: Any, wrong: RankError) -> Result:
-    match value:
-        case [int(step), np.ndarray() as counts, np.ndarray() as tokens]:
-            if (counts >= 0).all() and counts.sum(dtype=np.int64) == len(tokens):
-                return Result(step, counts, tokens)
-    raise wrong

@@ -1,28 +1,25 @@
-"""A request as plain values, for another rank to make the same one."""
+"""`RankRequest`: a new request as plain values, for another rank to make the same one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from specpool._core import Shape
-from specpool.errors import RankError, SpecpoolError
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.conversation import Conversation
-from specpool.scheduler.requests.latency import Times
-from specpool.scheduler.requests.request import Request
-from specpool.text.structured.grammar import Grammar
+from specpool.errors import RankError
+from specpool.scheduler.request import Conversation, Request, Times
+from specpool.scheduler.wire import Natural, RequestState, checked, sizes_of
 
 #: Gives a request what follows its text, which is not sent: `Request.watch`, `Request.matcher`.
 Equip = Callable[[Request], None]
 
+# Fields of `Request` that are sent as they are.
 _SAME = (
     "request_id",
     "index",
     "prompt_len",
+    "params",
     "shape_index",
     "max_len",
     "seed",
@@ -33,78 +30,77 @@ _SAME = (
     "forced_shape",
     "drafter",
     "reads_tokens",
+    "choices",
+    "stop_ids",
 )
 
 
-def wire_of(request: Request) -> dict[str, Any]:
-    """Return a new request with its siblings as plain values."""
-    shape, conversation = request.shape, request.conversation
-    return {
-        **{name: getattr(request, name) for name in _SAME},
-        "tokens": np.array(request.tokens, np.int32),
-        "params": params_wire(request.params),
-        "shape": [shape.num_steps, shape.topk, shape.num_draft_tokens],
-        "choices": None if request.choices is None else list(request.choices),
-        "stop_ids": sorted(request.stop_ids),
-        "conversation": None if conversation is None else conversation.number,
-        "siblings": [[each.request_id, each.sample, each.seed] for each in request.siblings],
-    }
+class RankRequest(RequestState, kw_only=True):
+    """A request that has not run yet, with its siblings; the fields are those of `Request`.
 
-
-def params_wire(params: SamplingParams) -> dict[str, Any]:
-    """Return sampling parameters as plain values."""
-    values = {field.name: getattr(params, field.name) for field in fields(params)}
-    form = params.structured
-    values["structured"] = None if form is None else [form.kind, form.text]
-    return values
-
-
-def params_of(wire: Any) -> SamplingParams:
-    """Return the parameters of `params_wire`.
-
-    Raises:
-        RankError: the values are none of it.
+    Attributes:
+        conversation: the number of the session that it is a turn of; None if it is none.
+        siblings: request id, sample and seed of each.
     """
-    try:
-        values = dict(wire)
-        form = values.pop("structured")
-        for name in ("stop", "stop_token_ids"):
-            values[name] = tuple(values[name])
-        return SamplingParams(**values, structured=None if form is None else Grammar(*form))
-    except (SpecpoolError, TypeError, ValueError, KeyError) as error:
-        raise RankError(f"these are no sampling parameters: {error}") from error
+
+    request_id: Natural
+    index: Natural
+    tokens: list[int]
+    shape_index: Natural
+    max_len: Natural
+    stop_ids: frozenset[int]
+    choices: tuple[int, ...] | None
+    skips_cache: bool
+    sample: Natural
+    wants_pin: bool
+    forced_shape: Natural
+    drafter: Natural
+    reads_tokens: bool
+    conversation: int | None
+    siblings: list[tuple[Natural, Natural, Natural]]
+
+
+def wire_of(request: Request) -> RankRequest:
+    """Return a new request with its siblings as plain values."""
+    conversation = request.conversation
+    return RankRequest(
+        **{name: getattr(request, name) for name in _SAME},
+        tokens=list(request.tokens),
+        shape=sizes_of(request.shape),
+        conversation=None if conversation is None else conversation.number,
+        siblings=[(s.request_id, s.sample, s.seed) for s in request.siblings],
+    )
 
 
 def request_of(wire: Any, open_conversations: dict[int, Conversation], equip: Equip) -> Request:
     """Make the request of `wire_of`, with its siblings.
 
     Args:
-        wire: the values.
+        wire: the values, as a record's payload has them.
         open_conversations: the conversations of this rank, by number.
         equip: called for the request and each sibling.
 
     Raises:
-        RankError: the values are none of a request, or their conversation is not open.
+        RankError: the values do not make a request, or their conversation is not open.
     """
     try:
-        same = {name: wire[name] for name in _SAME}
-        number, choices, tokens = wire["conversation"], wire["choices"], wire["tokens"].tolist()
+        sent: RankRequest = checked(wire, RankRequest)
+        number = sent.conversation
         if number is not None and number not in open_conversations:
             raise RankError(f"session {number} is not open on this rank")
+        if sent.shape is None:
+            raise ValueError("its shape is missing")
         request = Request(
-            **same,
-            tokens=tokens,
-            params=params_of(wire["params"]),
-            shape=Shape(*wire["shape"]),
-            choices=None if choices is None else tuple(choices),
-            stop_ids=frozenset(wire["stop_ids"]),
+            **{name: getattr(sent, name) for name in _SAME},
+            tokens=sent.tokens,
+            shape=Shape(*sent.shape),
             conversation=None if number is None else open_conversations[number],
         )
-        request.siblings = [_sibling(request, *each) for each in wire["siblings"]]
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise RankError(f"these values make no request: {error!r:.200}") from error
-    for each in (request, *request.siblings):
-        equip(each)
+    except ValueError as error:  # of `checked` or `Shape`
+        raise RankError(f"these values make no request: {error!s:.200}") from error
+    request.siblings = [_sibling(request, *ids) for ids in sent.siblings]
+    for sample in (request, *request.siblings):
+        equip(sample)
     return request
 
 

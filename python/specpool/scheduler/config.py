@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from specpool._core import Shape
 
@@ -28,8 +27,6 @@ class SchedulerConfig:
             needed, and requests that begin alike share them.
         forced_shape: the chain for spans that the form of a request's text forces, if they are
             longer than the request's own shape; None = they are drafted within that.
-        verify_nodes: the most nodes that the target reads in a round; None = all, `auto` = as many
-            as the budget chooses.
     """
 
     max_batch: int
@@ -43,4 +40,3 @@ class SchedulerConfig:
     idle_pages: int | None = None
     prefix_cache: bool = False
     forced_shape: Shape | None = None
-    verify_nodes: int | Literal["auto"] | None = None

@@ -1,15 +1,94 @@
-"""`Counts`: the counters of a scheduler."""
+"""`Counts` and `Latency`: the counters of a scheduler, and histograms of its requests' seconds."""
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from specpool._core import Shape
 from specpool.arrays import Int32
-from specpool.scheduler.requests.latency import Latency, Times
+from specpool.scheduler.request import Times
+
+#: Upper ends of a latency's buckets in seconds.
+BUCKETS: tuple[float, ...] = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+    *(2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, math.inf),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """A histogram of seconds, over requests that ended by a stop or their length.
+
+    Attributes:
+        bounds: upper ends of the buckets in seconds, ascending; the last is infinite.
+        cts: requests in each bucket.
+        sum_seconds: the sum over all requests.
+    """
+
+    bounds: tuple[float, ...]
+    cts: tuple[int, ...]
+    sum_seconds: float
+
+    @property
+    def ct(self) -> int:
+        """The number of requests in all buckets."""
+        return sum(self.cts)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyStats:
+    """Seconds from a request's arrival, of requests that ended by a stop or their length.
+
+    Attributes:
+        queue: until the request got a row.
+        first_token: until the host had its first token.
+        request: until the request's end.
+    """
+
+    queue: Histogram
+    first_token: Histogram
+    request: Histogram
+
+
+class Latency:
+    """The histograms of a scheduler's latencies."""
+
+    def __init__(self) -> None:
+        """Start with empty histograms."""
+        self._queue, self._first_token, self._request = _Seconds(), _Seconds(), _Seconds()
+
+    def add(self, times: Times) -> None:
+        """Add a request that has ended."""
+        self._queue.add(times.since_queued("started"))
+        self._first_token.add(times.since_queued("first_token"))
+        self._request.add(times.since_queued("ended"))
+
+    def stats(self) -> LatencyStats:
+        """Return the histograms."""
+        parts = self._queue, self._first_token, self._request
+        return LatencyStats(*(part.histogram() for part in parts))
+
+
+class _Seconds:
+    """A histogram that grows."""
+
+    def __init__(self) -> None:
+        self._cts, self._sum = [0] * len(BUCKETS), 0.0
+
+    def add(self, seconds: float | None) -> None:
+        if seconds is not None:
+            self._cts[bisect_left(BUCKETS, seconds)] += 1
+            self._sum += seconds
+
+    def histogram(self) -> Histogram:
+        return Histogram(BUCKETS, tuple(self._cts), self._sum)
+
 
 # The most steps whose arrays are kept before they are added up.
 _MOST_WAITING = 256
@@ -26,7 +105,6 @@ class Counts:
         self.round_ct = self.prefill_ct = 0
         self.drafted_round_ct = self.draft_ct = 0  # rows' rounds with drafts, and their drafts
         self.forced_token_ct = 0  # accepted drafts that the form of a text left no choice about
-        self.undrafted_level_ct = 0  # levels of rows' shapes that ended drafting left out
         self.end_cts: Counter[str] = Counter()  # requests by finish reason
         self.latency = Latency()
         self._accept_cts = np.zeros(max_accept_len + 1, np.int64)  # rows' rounds by accept length

@@ -11,10 +11,36 @@ from specpool._core import Ledger
 from specpool.arrays import Int64
 from specpool.errors import SpecpoolError
 from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.prefix_stats import PrefixStats
-from specpool.scheduler.requests.request import Request
-from specpool.scheduler.rows.host_handles import HostHandles
-from specpool.scheduler.rows.running import Running
+from specpool.scheduler.queues import Running
+from specpool.scheduler.request import Request
+from specpool.scheduler.rows import HostHandles
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """The contents and the counters of the prefix cache.
+
+    Attributes:
+        hit_ct: tokens of admitted requests whose KV was found.
+        host_ct: tokens of admitted requests whose KV was found on the host.
+        miss_ct: tokens of admitted requests whose KV was not found.
+        num_entries: entries of the index: pieces of text of up to the least common multiple of the
+            page sizes.
+        num_tokens: tokens of these entries.
+        cached_pages: pages of all groups that only the index holds.
+        eviction_ct: how often an entry, or a page below a window, was given up to make room.
+        num_bytes: bytes that the index takes, the pages not among them.
+    """
+
+    hit_ct: int
+    host_ct: int
+    miss_ct: int
+    num_entries: int
+    num_tokens: int
+    cached_pages: int
+    eviction_ct: int
+    num_bytes: int
+
 
 # A request waits for another one's prefill if that saves it more than this many tokens.
 _WORTH_WAITING = 32

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from specpool._core import Shape
 from specpool.adaptive.budget import BudgetController, Spare
-from specpool.adaptive.node_budget import NodeBudget, NodeChoice, NodeResults
 from specpool.arrays import Int32, Int64
 from specpool.checks import shown
 from specpool.errors import ConfigError
@@ -20,7 +19,7 @@ from specpool.shape_names import width_order
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller
-    from specpool.scheduler.requests.request import Request
+    from specpool.scheduler.request import Request
 
 
 # Rows are sorted into lanes by shape, then by admission number, which has this many bits.
@@ -58,14 +57,13 @@ class RoundShapes:
         num_rows: int,
         controller: Controller | None,
         forced_shape: Shape | None = None,
-        verify_nodes: int | Literal["auto"] | None = None,
         *,
         lens: Int32 | None = None,
     ) -> None:
         """Start without requests. Shape indices are into `shapes`, the ledger's.
 
         `forced_shape` is the chain for forced spans, one of `shapes`; None = there is none.
-        `verify_nodes` is as in `SchedulerConfig`. `lens` is int32 [num_rows or more], the tokens
+        `lens` is int32 [num_rows or more], the tokens
         that each row holds, for a budget.
 
         Raises:
@@ -74,7 +72,6 @@ class RoundShapes:
         self.controller = controller
         self.budget = controller if isinstance(controller, BudgetController) else None
         self._steps = [shape.num_steps for shape in shapes]
-        self._num_nodes: Int32 = np.array([shape.num_draft_tokens for shape in shapes], np.int32)
         self._index = {shape: index for index, shape in enumerate(shapes)}
         choices = () if controller is None else controller.candidates
         for shape in choices:
@@ -93,13 +90,8 @@ class RoundShapes:
             self.all_choices += [(*each, self.forced) for each in [*alone, *self.all_choices]]
         self._shapes = [*shapes]
         self.page_choices = [*map(self._always, self.all_choices)]
-        self._nodes: NodeBudget | None = None
         if self.budget is not None:
-            chooses_nodes = verify_nodes == "auto"
-            self.budget.attach(shapes, num_rows, lens=lens, chooses_nodes=chooses_nodes)
-            self._nodes = self.budget.nodes
-        if isinstance(verify_nodes, int):
-            self._nodes = NodeBudget(max(self._steps), num_rows, fixed=verify_nodes)
+            self.budget.attach(shapes, num_rows, lens=lens)
         # By candidate and row. Without a controller there is one line.
         size = max(len(choices), 1), num_rows
         self._following: Int32 = np.zeros(size, np.int32)
@@ -165,8 +157,6 @@ class RoundShapes:
         """Set the shapes of a row that got a request, and its number of admission."""
         self._admission[row] = admission
         self.put(row, request.choices or request.shape_index)
-        if self._nodes is not None:
-            self._nodes.admit(row)
         if self.budget is not None:
             tpot_ms = request.params.tpot_ms
             self.budget.admit(row, tpot_ms=tpot_ms, priority=request.priority)
@@ -280,15 +270,6 @@ class RoundShapes:
             self._ran, self._is_open = shape, False
         return self.choice
 
-    def nodes(self, shapes: Int32, requests: Sequence[Request]) -> NodeChoice | None:
-        """Choose the nodes that the target reads in a round of these lanes; None = all.
-
-        A round of a row whose logits are processed reads all: that needs the text at every node.
-        """
-        if self._nodes is None or any(request.changes_logits for request in requests):
-            return None
-        return self._nodes.choose(self._num_nodes[shapes], partial(_sources, requests))
-
     def latest(self, rows: Sequence[int]) -> Int32:
         """Return the shapes of these rows by the latest choice, int32 [B]."""
         if self.budget is not None and self.choice is not None:
@@ -304,15 +285,12 @@ class RoundShapes:
         shapes: Int32,
         accept_len: Int32,
         requests: Sequence[Request] = (),
-        nodes: NodeResults | None = None,
     ) -> None:
         """Pass a round's results to the controller: each lane's shape, accept length and request.
 
         Lanes whose drafts were forced do not count: they say nothing about the drafter. No requests
-        = there are none. `nodes` is of a round whose nodes were chosen.
+        = there are none.
         """
-        if nodes is not None and self._nodes is not None:
-            self._nodes.learn(*_sources(requests), accept_len, nodes)
         if choice is None:
             return
         assert self.controller is not None
@@ -320,8 +298,7 @@ class RoundShapes:
         if self.budget is not None:
             lanes = [lane for lane, request in enumerate(requests) if not request.forced]
             rows = np.array([requests[lane].row for lane in lanes], np.int32)
-            of_nodes = () if nodes is None else (nodes.goes_on[lanes], nodes.undrafted[lanes])
-            self.budget.learn(rows, shapes[lanes], accept_len[lanes], *of_nodes)
+            self.budget.learn(rows, shapes[lanes], accept_len[lanes])
             return
         chosen = shapes == self._index[choice.shape]
         if any(request.forced for request in requests):
@@ -335,7 +312,6 @@ class RoundShapes:
         choice: Choice,
         shapes: Int32,
         seconds: float,
-        nodes: NodeChoice | None = None,
         lens: Int32 | None = None,
     ) -> None:
         """Pass to the controller the seconds of a turn that was this round alone.
@@ -345,7 +321,7 @@ class RoundShapes:
         """
         assert self.controller is not None
         if self.budget is not None:
-            self.budget.observe(shapes, seconds, nodes, lens)
+            self.budget.observe(shapes, seconds, lens)
         elif (shapes == self._index[choice.shape]).all():
             self.controller.on_round_seconds(choice.shape, len(shapes), seconds)
 
@@ -356,12 +332,6 @@ class RoundShapes:
         shape = None if self.choice is None else self.choice.shape
         missed_ct = 0 if self.budget is None else self.budget.missed_ct
         return AdaptiveStats(shape, self.switch_ct, dict(self.round_cts), missed_ct)
-
-
-def _sources(requests: Sequence[Request]) -> tuple[Int32, Int32]:
-    """Return each lane's row and drafter, int32 [B] each."""
-    rows = np.array([request.row for request in requests], np.int32)
-    return rows, np.array([request.drafter for request in requests], np.int32)
 
 
 def _capped(shape: Shape, shapes: Sequence[Shape], max_steps: int | None) -> Shape:

@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Plan
-from specpool.adaptive.node_budget import NodeChoice, NodeResults
 from specpool.arrays import Int32
 from specpool.memory.host.handle import Handle
-from specpool.scheduler.requests.request import Request, TokenLogprob
+from specpool.scheduler.request import Request, TokenLogprob
 from specpool.scheduler.round_shapes import Choice
 
 
@@ -24,7 +23,6 @@ class Step:
     requests: list[Request]  # the plan's lanes
     handles: list[Handle] | None = None  # for a reload: each lane's KV on the host
     choice: Choice | None = None  # for a round: the controller's choice
-    nodes: NodeChoice | None = None  # for a round: how many nodes the target reads; None = all
 
     @property
     def is_decode(self) -> bool:
@@ -44,14 +42,12 @@ class StepResult:
         not_finite: bool [B], whether some logits of the lane were not finite. It is also true if
             the drafter's tree was not a tree.
         logprobs: for each lane one entry per token, or None if it wants none; None = no lane does.
-        nodes: of a round whose nodes were chosen.
     """
 
     tokens: list[list[int]]
     accept_len: Int32
     not_finite: npt.NDArray[np.bool_]
     logprobs: list[list[TokenLogprob] | None] | None = None
-    nodes: NodeResults | None = None
 
     @classmethod
     def of_lanes(cls, tokens: list[list[int]]) -> StepResult:
@@ -70,5 +66,4 @@ class StepResult:
             accept_len=self.accept_len[lives],
             not_finite=self.not_finite[lives],
             logprobs=None if self.logprobs is None else [*compress(self.logprobs, chosen)],
-            nodes=None if self.nodes is None else self.nodes.lanes(lives),
         )

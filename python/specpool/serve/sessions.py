@@ -20,7 +20,7 @@ from typing import Any
 from specpool.engine.texts import NextTurn, Prompt, Texts
 from specpool.errors import SpecpoolError
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.conversation import Conversation, Said
+from specpool.scheduler.request import Conversation, Said
 from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.client import EngineClient, EngineFault, Stream
 from specpool.serve.bridge.messages import Done

@@ -14,6 +14,8 @@ Message = Mapping[str, Any]
 
 #: How Mistral's templates look at a call's id: they refuse those that are not of nine characters.
 _NINE = re.compile(r"\|\s*length\s*(?:!=|==|<)\s*9\b")
+#: Kimi's templates show a call's id alone, which must hold the function's name and a number.
+_KIMI = "<|tool_call_begin|>"
 
 
 def template_of(templates: str | Mapping[str, str], variables: Mapping[str, Any]) -> str:
@@ -47,7 +49,8 @@ def prepared(
     Fields without a value are left out: None, and empty lists beside the content. The arguments of
     calls, which OpenAI's interface has as JSON text, become objects. A text that is not an object
     stays as it is. The role `developer` becomes `system` if the template does not know it. If the
-    template wants ids of nine characters, other ids of calls become such.
+    template wants ids of nine characters, other ids of calls become such; if it is Kimi's, they
+    become `functions.name:number`.
 
     Args:
         messages: plain data; each content is a string.
@@ -72,7 +75,7 @@ def prepared(
         if has_parts:
             copy["content"] = [{"type": "text", "text": copy.get("content", "")}]
         copies.append(copy)
-    return copies
+    return _with_kimi_ids(copies) if _KIMI in template else copies
 
 
 def _call(call: Any, has_objects: bool) -> Any:
@@ -109,6 +112,37 @@ def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
             ],
         }
     return message
+
+
+def _with_kimi_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have Kimi's ids, with the results of each call.
+
+    The number counts the calls of the chat. An id that comes twice means the latest call before.
+    """
+    new_ids: dict[str, str] = {}
+    num_calls, copies = 0, []
+    for message in messages:
+        copy = {**message}
+        calls = copy.get("tool_calls")
+        if isinstance(calls, list):
+            copy["tool_calls"] = []
+            for call in calls:
+                function = call.get("function") if isinstance(call, Mapping) else None
+                name = function.get("name") if isinstance(function, Mapping) else None
+                if isinstance(name, str):
+                    ident = call.get("id")
+                    new = f"functions.{name}:{num_calls}"
+                    if isinstance(ident, str):
+                        if re.fullmatch(rf"functions\.{re.escape(name)}:[0-9]+", ident):
+                            new = ident
+                        new_ids[ident] = new
+                    call = {**call, "id": new}
+                copy["tool_calls"].append(call)
+                num_calls += 1
+        if isinstance(ident := copy.get("tool_call_id"), str):
+            copy["tool_call_id"] = new_ids.get(ident, ident)
+        copies.append(copy)
+    return copies
 
 
 def _short(ident: str) -> str:

@@ -32,7 +32,7 @@ from specpool.transfer.layout import Layout
 
 Bytes = npt.NDArray[np.uint8]
 
-MAGIC, VERSION = b"SPROWKV\0", 4
+MAGIC, VERSION = b"SPROWKV\0", 5
 #: Called by a writer with a number of runs: all before the pages is written, and so many runs.
 Told = Callable[[int], None]
 #: Called by a reader with a number of runs: returns when they are there, or raises `TransferError`.

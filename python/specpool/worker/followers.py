@@ -92,7 +92,7 @@ class Followers:
             tokens = part.tree.tokens.view(-1).index_select(0, nodes)
             for index, reader in self._readers:
                 if part.chains_of == index:
-                    reader.keep(accepted, tokens, part.num_drafted_steps)
+                    reader.keep(accepted, tokens, part.num_steps)
                 else:
                     reader.read(accepted, tokens)
         if not self._others:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specpool.attention import AttentionBatch, AttentionView, ChosenView, JoinedView, View
+from specpool.attention import AttentionBatch, AttentionView, JoinedView, View
 from specpool.attention.lanes import Lanes
 from specpool.memory.kv_cache import KVCache
 from specpool.models.target import TargetModel
 from specpool.models.target_output import TargetOutput
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.worker.results import Outcome, PendingStep
 
 
@@ -39,7 +39,7 @@ class Pass:
     lanes: Lanes
     tokens: Tensor
     positions: Tensor
-    views: Mapping[int, AttentionView | ChosenView]
+    views: Mapping[int, AttentionView]
     logits_at: Tensor | None
     wants_features: bool
     is_round: bool

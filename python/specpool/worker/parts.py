@@ -13,7 +13,7 @@ from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import Download
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,6 @@ class Part:
         if runs_kernels(depths.device):
             return False
         return bool((depths.numpy() == np.arange(depths.shape[1])).all())
-
-    @property
-    def num_drafted_steps(self) -> int:
-        """The levels that were drafted: all of `num_steps`, if drafting has not ended early."""
-        levels = self.tree.levels
-        return self.num_steps if levels is None else min(int(levels.max()), self.num_steps)
 
 
 def own_cells(parts: Sequence[Part], positions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

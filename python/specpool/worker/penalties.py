@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specpool.draft.base import DraftTree
 from specpool.kernels.transfer import upload
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 # A cell counts an output token as _OUTPUT. The lowest bit says that the prompt has the token.
 _OUTPUT, _PROMPT = 2, 1

@@ -16,7 +16,7 @@ from specpool.arrays import Int32, Int64
 from specpool.attention.lanes import Lanes
 from specpool.draft.base import DraftTree
 from specpool.kernels.transfer import Download, upload
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.worker.penalties import TokenCounts
 
 # The tree of a root alone: its token, no child, no sibling.

@@ -17,11 +17,11 @@ from specpool.arrays import Int64
 from specpool.attention.lanes import Lanes
 from specpool.checks import shown
 from specpool.draft.base import Drafter, DraftTree
-from specpool.draft.side_by_side import DraftPart, Reading, drafts_side_by_side
+from specpool.draft.side_by_side import DraftPart, drafts_side_by_side
 from specpool.errors import ShapeError, is_fault
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 #: Trees, the lanes whose tree was invalid, and the drafter of all; see `Proposer.propose`.
 Proposal = tuple[DraftTree, Tensor | None, int | None]
@@ -73,15 +73,7 @@ class Proposer:
                     checked = self._checked(tree, part.shape, part.root_tokens, requests)
                     found[index] = *checked, source
         return [
-            found.get(index)
-            or self.propose(
-                part.lanes,
-                part.shape,
-                part.root_tokens,
-                requests,
-                wants_p=part.wants_p,
-                reading=part.reading,
-            )
+            found.get(index) or self.propose(part.lanes, part.shape, part.root_tokens, requests)
             for index, (part, requests) in enumerate(wanted)
         ]
 
@@ -98,9 +90,6 @@ class Proposer:
         shape: Shape,
         roots: Tensor,
         requests: Sequence[Request],
-        *,
-        wants_p: bool = False,
-        reading: Reading | None = None,
     ) -> Proposal:
         """Make the trees of a part of a round.
 
@@ -112,8 +101,6 @@ class Proposer:
             shape: the shape of all lanes.
             roots: int64 [B], on the device.
             requests: one per lane; none in a capture.
-            wants_p: see `DraftPart`.
-            reading: see `DraftPart`.
 
         Returns:
             The trees, safe for verify to walk, and bool [B], the lanes whose tree was invalid and
@@ -126,7 +113,7 @@ class Proposer:
         sources = self._sources(requests)
         if len(sources) == 1:
             (source,) = sources
-            trees = self._of(source, DraftPart(lanes, shape, roots, wants_p, reading), requests)
+            trees = self._of(source, DraftPart(lanes, shape, roots), requests)
             return *trees, None if source == _FORCED else source
         of_lane = np.array([_FORCED if each.forced else each.drafter for each in requests])
         mine = [np.flatnonzero(of_lane == source) for source in sources]
@@ -135,9 +122,7 @@ class Proposer:
         for source, place, lane in zip(sources, places, mine, strict=True):
             some = lanes.filter(of_lane == source).part(0, len(lane), shape.num_draft_tokens)
             theirs = [requests[i] for i in lane.tolist()]
-            of_reading = None if reading is None else reading.of(lane)
-            part = DraftPart(some, shape, roots[place], wants_p, of_reading)
-            tree, is_broken = self._of(source, part, theirs)
+            tree, is_broken = self._of(source, DraftPart(some, shape, roots[place]), theirs)
             found.append(tree.to(self._device))
             broken.append(is_broken)
         tree = functools.reduce(DraftTree.joined, found).of(order)

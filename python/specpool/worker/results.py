@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpool.adaptive.node_budget import NodeResults
 from specpool.kernels.transfer import Download
-from specpool.scheduler.requests.request import Request, TokenLogprob
+from specpool.scheduler.request import Request, TokenLogprob
 from specpool.scheduler.step import StepResult
 from specpool.worker.verify import Logprobs, Verdict
 
@@ -28,21 +27,19 @@ class Outcome:
         logits: [n, V], of all nodes of a verify, else of the B lanes; None = not available (a
             graph's replay).
         nodes: int64 [B, A], of a verify: the row of `logits` that each token is from.
-        told: float32, of a verify that chose its nodes; see `NodeResults.of`.
     """
 
     packed: Tensor
     is_verify: bool
     logits: Tensor | None = None
     nodes: Tensor | None = None
-    told: Tensor | None = None
 
     @classmethod
-    def of_verify(cls, verdict: Verdict, logits: Tensor, told: Tensor | None = None) -> Outcome:
-        """Pack a verdict. `logits` has one row per node that was read."""
+    def of_verify(cls, verdict: Verdict, logits: Tensor) -> Outcome:
+        """Pack a verdict. `logits` has one row per node."""
         lens, not_finite = verdict.accept_len.unsqueeze(1), verdict.not_finite.unsqueeze(1)
         packed = torch.cat([verdict.tokens, lens, not_finite], 1)
-        return cls(packed, True, logits, verdict.nodes, told)
+        return cls(packed, True, logits, verdict.nodes)
 
 
 class PendingStep:
@@ -65,7 +62,6 @@ class PendingStep:
         self._counted = outcome.is_verify
         self._wanted = [request.params.logprobs for request in requests]
         self._packed = Download(packed)
-        self._told = None if outcome.told is None else Download(outcome.told)
         self._logprobs = None
         most = max((n for n in self._wanted if n is not None), default=None)
         if most is not None and logits is not None:
@@ -95,13 +91,9 @@ class PendingStep:
                 None if num_top is None else entries[lane * width : lane * width + n]
                 for lane, (num_top, n) in enumerate(zip(self._wanted, num_tokens, strict=True))
             ]
-        nodes = None
-        if self._told is not None:
-            nodes = NodeResults.of(self._told.array(), len(packed))
         return StepResult(
             tokens=[lane[:n] for lane, n in zip(drawn.tolist(), num_tokens, strict=True)],
             accept_len=accept_len,
             not_finite=not_finite,
             logprobs=logprobs,
-            nodes=nodes,
         )

@@ -15,7 +15,7 @@ from specpool.attention.lanes import Lanes
 from specpool.attention.seq_lens import SeqLens
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import Download, upload
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 
 
 class RowState:

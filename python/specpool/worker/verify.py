@@ -11,7 +11,7 @@ from torch import Tensor
 from specpool import kernels
 from specpool.draft.base import DraftTree
 from specpool.kernels.transfer import Download
-from specpool.scheduler.requests.request import TokenLogprob
+from specpool.scheduler.request import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

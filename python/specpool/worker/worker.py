@@ -8,7 +8,6 @@ copied right after verify, while draft-extend still runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,8 +15,7 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool._core import Ledger, Plan, Shape
-from specpool.adaptive.node_budget import NodeChoice
-from specpool.attention import AttentionView, BackEnd, ChosenView, Started
+from specpool.attention import AttentionView, BackEnd, Started
 from specpool.attention.cudnn import without_cudnn
 from specpool.attention.lanes import Lanes, causal_view, own_view
 from specpool.attention.seq_lens import SeqLens
@@ -28,7 +26,7 @@ from specpool.kernels.transfer import upload
 from specpool.memory.kv_cache import KVCache
 from specpool.models.target import TargetModel
 from specpool.models.target_output import TargetOutput
-from specpool.scheduler.requests.request import NO_TREE, Request
+from specpool.scheduler.request import NO_TREE, Request
 from specpool.scheduler.step import Step
 from specpool.worker.followers import Followers
 from specpool.worker.forward import Forward, Pass
@@ -41,7 +39,6 @@ from specpool.worker.proposer import Proposal, Proposer
 from specpool.worker.recurrent_forward import StateForward
 from specpool.worker.results import Outcome, PendingStep
 from specpool.worker.row_state import RowState
-from specpool.worker.selection import EarlyEnd, Selection, select
 from specpool.worker.verify import Verdict, verify
 
 
@@ -50,8 +47,6 @@ class Worker:
 
     Attributes:
         graphs: the captured rounds; None = none were captured.
-        early_end: ends drafting where the target could read no deeper draft. It is off on a GPU,
-            which would have to wait for the host.
     """
 
     def __init__(
@@ -77,7 +72,6 @@ class Worker:
             attention: the back end; its `needs_host_lengths` makes rounds wait for their lengths.
         """
         self.graphs: Graphs | None = None
-        self.early_end = EarlyEnd(is_on=not runs_kernels(cache.device))
         self._cache = cache
         vocab_size, device = target.vocab_size, cache.device
         self._keeps_state = target.keeps_state
@@ -201,12 +195,7 @@ class Worker:
             writes_draft = plan.writes_draft
             return self._plain_round(lanes, requests, writes_draft=writes_draft, greedy=greedy)
         self._catch_up(plan)
-        parts = self._parts(lanes, plan, requests, step.nodes)
-        selection = None
-        if step.nodes is not None:
-            self.early_end.note(parts)
-            selection = select(parts, step.nodes)
-        return self._draft_round(lanes, parts, requests, selection)
+        return self._draft_round(lanes, self._parts(lanes, plan, requests), requests)
 
     def steps_of(self, kind: RoundKind, lanes: Lanes) -> Iterator[Outcome]:
         """Launch a round whose lanes only the device knows, for the capture of a graph.
@@ -223,38 +212,22 @@ class Worker:
         yield from self._forward.steps(one)
 
     def _draft_round(
-        self,
-        lanes: Lanes,
-        parts: Sequence[Part],
-        requests: Sequence[Request],
-        selection: Selection | None = None,
+        self, lanes: Lanes, parts: Sequence[Part], requests: Sequence[Request]
     ) -> Pass:
-        """Make the pass that verifies the parts' trees, compacts, and lets the drafters follow.
-
-        With a selection the target reads its nodes alone.
-        """
+        """Make the pass that verifies the parts' trees, compacts, and lets the drafters follow."""
         are_chains = [part.is_chain for part in parts]
 
         def follow_up(output: TargetOutput) -> Iterator[Outcome]:
             verdicts = []
-            tokens = None if selection is None else self._drawn(parts, selection, output.logits)
             for part in parts:
-                tree = part.tree
-                if selection is None or tokens is None:
-                    drawn = self._drawn_at_all(part, output.logits)
-                else:
-                    drawn, tree = selection.drawn(part, tokens), selection.cut(part)
+                drawn = self._drawn(part, output.logits)
                 if part.is_broken is not None:  # an invalid tree's walk ends at the root
                     drawn = drawn.masked_fill(part.is_broken.unsqueeze(1), NO_TREE)
-                verdicts.append(verify(tree, drawn, part.num_steps))
+                verdicts.append(verify(part.tree, drawn, part.num_steps))
             verdict = Verdict.joined(verdicts, [part.first for part in parts])
-            told = None
-            if selection is not None:
-                told = selection.told(parts, verdicts)
-                verdict = replace(verdict, nodes=selection.places[verdict.nodes])
             self._state.put(lanes, lanes.starts + verdict.accept_len, verdict.bonus)
             self._processors.add(lanes, requests, verdict.tokens, verdict.accept_len)
-            yield Outcome.of_verify(verdict, output.logits, told)
+            yield Outcome.of_verify(verdict, output.logits)
             self._forward.keep(verdict.accept_len)
             for part, accepted, is_chain in zip(parts, verdicts, are_chains, strict=True):
                 if not is_chain:
@@ -263,26 +236,15 @@ class Worker:
 
         wants_features = self._followers.wants_features
         # A node of a chain sees all tokens before it, so no mask is needed. With states all are.
-        is_causal = self._keeps_state or (selection is None and all(are_chains))
-        wants = selection, wants_features, follow_up, is_causal
-        return self._tree_pass(requests, lanes, parts, *wants)
+        is_causal = self._keeps_state or all(are_chains)
+        return self._tree_pass(requests, lanes, parts, wants_features, follow_up, is_causal)
 
-    def _drawn_at_all(self, part: Part, logits: Tensor) -> Tensor:
+    def _drawn(self, part: Part, logits: Tensor) -> Tensor:
         """Choose the target's tokens at all nodes of a part, int64 [B, N]."""
         mine = logits[part.first : part.first + part.positions.numel()]
         mine = self._processors.process(mine, part.lanes, part.requests, part.tree, part.on_host)
         positions = part.positions + 1
         return self._state.draw(part.lanes.rows, mine, positions, greedy=part.greedy)
-
-    def _drawn(self, parts: Sequence[Part], selection: Selection, logits: Tensor) -> Tensor:
-        """Choose the target's tokens at the nodes of a selection, int64 [V]."""
-        rows = torch.cat(
-            [part.lanes.rows.unsqueeze(1).expand_as(part.positions).reshape(-1) for part in parts]
-        )
-        positions = torch.cat([part.positions.view(-1) for part in parts])
-        rows, positions = (each.index_select(0, selection.nodes) for each in (rows, positions))
-        greedy = all(part.greedy for part in parts)
-        return self._state.draw(rows, logits, positions.unsqueeze(1) + 1, greedy=greedy).view(-1)
 
     def _plain_round(
         self, lanes: Lanes, requests: Sequence[Request], *, writes_draft: bool, greedy: bool
@@ -316,14 +278,13 @@ class Worker:
         lanes: Lanes,
         plan: Plan,
         requests: Sequence[Request],
-        nodes: NodeChoice | None,
     ) -> list[Part]:
         """Split the lanes into runs that share a shape, and propose the trees of all."""
         shapes = plan.shapes
         ends = [*(np.flatnonzero(np.diff(shapes)) + 1).tolist(), len(shapes)]
         starts = [0, *ends[:-1]]
         wanted = [
-            self._wanted(lanes, start, end, self._shapes[shapes[start]], nodes)
+            self._wanted(lanes, start, end, self._shapes[shapes[start]])
             for start, end in zip(starts, ends, strict=True)
         ]
         of = [requests[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -339,20 +300,10 @@ class Worker:
             first += part.positions.numel()
         return parts
 
-    def _wanted(
-        self,
-        lanes: Lanes,
-        start: int,
-        end: int,
-        shape: Shape,
-        nodes: NodeChoice | None = None,
-    ) -> DraftPart:
+    def _wanted(self, lanes: Lanes, start: int, end: int, shape: Shape) -> DraftPart:
         """Return what the lanes `[start, end)` are to draft, all with one shape."""
         part = lanes.part(start, end, shape.num_draft_tokens)
-        roots = self._state.root_tokens.index_select(0, part.rows)
-        if nodes is None:
-            return DraftPart(part, shape, roots)
-        return DraftPart(part, shape, roots, True, self.early_end.reading(nodes, start, end))
+        return DraftPart(part, shape, self._state.root_tokens.index_select(0, part.rows))
 
     def _part(
         self,
@@ -417,7 +368,6 @@ class Worker:
         requests: Sequence[Request],
         lanes: Lanes,
         parts: Sequence[Part],
-        selection: Selection | None,
         wants_features: bool,
         follow_up: Callable[[TargetOutput], Iterator[Outcome]],
         is_causal: bool,
@@ -437,13 +387,10 @@ class Worker:
             return self._causal_pass(requests, lanes, tokens, None, sees, follow_up, is_round=True)
         of_parts = [part.positions.clamp(max=self._last_position) for part in parts]
         masks, by_lane = own_cells(parts, of_parts)
-        views: dict[int, AttentionView | ChosenView] = {}
+        views: dict[int, AttentionView] = {}
         for group in self._fields:
             slots = lanes.slots(self._cache, group)
-            view = own_view(self._cache, group, lanes, slots, masks, by_lane, by_lane)
-            views[group] = view if selection is None else selection.view(view)
+            views[group] = own_view(self._cache, group, lanes, slots, masks, by_lane, by_lane)
         flat = torch.cat([positions.view(-1) for positions in of_parts])
-        if selection is not None:
-            tokens, flat = (each.index_select(0, selection.nodes) for each in (tokens, flat))
         wants = None, wants_features, True
         return Pass(requests, lanes, tokens, flat.long(), views, *wants, follow_up)

@@ -21,7 +21,6 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from rich.table import Table
 
 from specpool._core import Shape
 from specpool.cli.generate.interrupt import Interrupt
@@ -30,13 +29,12 @@ from specpool.cli.generate.printer import Printer, prompt_name
 from specpool.cli.generate.report import (
     Runs,
     Timed,
-    mean_accept_len,
     report_of,
     summary_of,
     table_of,
 )
 from specpool.cli.options import checks
-from specpool.cli.options.drafts import check_drafter, drafts_of, keep_kv
+from specpool.cli.options.drafts import check_drafter, drafts_of
 from specpool.cli.options.prompts import Given, PromptValue, read_prompts, shown
 from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import check_out
@@ -55,10 +53,6 @@ NUM_BUILT_IN_PROMPTS = 3
 # With --compare: the fewest and the most runs of each kind, because one run says little about
 # speed, and the seconds for those beyond the fewest.
 MIN_RUNS, MAX_RUNS, REPEAT_SECONDS = 2, 5, 2.0
-# --compare-ancestry: ancestries differ in trees only, and by little, so the defaults are many
-# prompts and a tree.
-NUM_ANCESTRY_PROMPTS = 24
-ANCESTRY_SHAPE = Shape.eagle(4, 4, 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +69,6 @@ class Job:
     threads: int
     trust_remote_code: bool
     compare: bool
-    compare_ancestry: bool
     out: Path | None
     force: bool
     json: bool
@@ -139,10 +132,7 @@ def run(job: Job) -> None:
         graph_sizes=job.options.get("graph_sizes"),
     )
     shape = shape_of(job.shape)
-    if shape is None and job.compare_ancestry:
-        shape = ANCESTRY_SHAPE
     params = checks.sampling_params(job.sampling)
-    count = NUM_ANCESTRY_PROMPTS if job.compare_ancestry else NUM_BUILT_IN_PROMPTS
     if job.out is not None:
         check_out(job.out, force=job.force)
     elif job.force:
@@ -152,11 +142,9 @@ def run(job: Job) -> None:
     if job.compare and (not drafts or shape == Shape.none()):
         what = "--draft" if not drafts else "a --shape that drafts"
         raise ConfigError(f"--compare compares drafting with plain decoding: give {what}")
-    if job.compare_ancestry:
-        _check_ancestry(job, shape, drafts)
     checks.check_engine_config(shape, drafts, job.options)
     checks.check_models(job.target, drafts)
-    texts = read_prompts(job.prompts, job.target, count)
+    texts = read_prompts(job.prompts, job.target, NUM_BUILT_IN_PROMPTS)
     checks.check_prompts(job.target, prompts_of(job, texts))
     loading = {
         "target": job.target,
@@ -176,7 +164,7 @@ def run(job: Job) -> None:
     ranks = checks.start_ranks(job.device)
     status = Console(stderr=True)
 
-    def load(**options: Any) -> Engine:
+    def load() -> Engine:
         with Progress(
             SpinnerColumn(),
             TextColumn("loading {task.description}"),
@@ -185,36 +173,15 @@ def run(job: Job) -> None:
             disable=not status.is_terminal,  # else it leaves an empty line
         ) as progress:
             progress.add_task(f"{job.target}, {shown_drafts(drafts)}")
-            return Engine.from_pretrained(**loading, ranks=ranks, **options)
+            return Engine.from_pretrained(**loading, ranks=ranks)
 
     interrupt = Interrupt()
     with ranks or nullcontext(), interrupt.handled():
-        if job.compare_ancestry:
-            _compare_ancestry(job, load, prompts_of(job, texts), params, interrupt)
-        else:
-            with load() as engine:
-                _generate(job, engine, texts, params, interrupt, status)
+        with load() as engine:
+            _generate(job, engine, texts, params, interrupt, status)
     if interrupt.asked:
         status.print("interrupted: requests aborted, pages returned")
         raise SystemExit(130)
-
-
-def _check_ancestry(job: Job, shape: Shape | None, drafts: Sequence[str]) -> None:
-    """Raise `ConfigError` if both ancestries would be the same, or another option has no use."""
-    if job.compare or job.out is not None:
-        other = "--compare" if job.compare else "--out"
-        raise ConfigError(f"--compare-ancestry prints accept lengths alone: leave out {other}")
-    if (world := world_of_environment()[1]) > 1:
-        raise ConfigError(f"--compare-ancestry runs in one process, there are {world} ranks")
-    if not keep_kv(drafts):
-        raise ConfigError("--compare-ancestry needs a draft model")
-    if job.options.get("adaptive") is not None:
-        raise ConfigError("--compare-ancestry takes one shape, not --adaptive: give --shape")
-    if shape is not None and shape.topk == 1:
-        raise ConfigError(
-            f"--compare-ancestry needs a tree, topk above 1: in {name_of_shape(shape)} ancestors "
-            "and branch are the same"
-        )
 
 
 def _generate(
@@ -343,33 +310,3 @@ def _bar(console: Console | None, text: str, total: int) -> Iterator[Callable[[C
     with Progress(*columns, transient=True, console=console, disable=off) as progress:
         task = progress.add_task(text, total=total)
         yield lambda chunk: progress.advance(task, len(chunk.token_ids))
-
-
-def _compare_ancestry(
-    job: Job,
-    load: Any,
-    prompts: Sequence[Prompt],
-    params: SamplingParams,
-    interrupt: Interrupt,
-) -> None:
-    """Print accept lengths with the true ancestors and with SGLang's reading of the branches."""
-    results = {}
-    for ancestry in ("exact", "branch"):
-        with load(ancestry=ancestry) as engine:
-            outputs = timed(engine, prompts, params, interrupt).outputs
-            results[ancestry] = {
-                "accept_len": mean_accept_len(outputs),
-                "rounds": sum(output.verify_ct for output in outputs),
-            }
-        if interrupt.asked:
-            return
-    if job.json:
-        print(json.dumps(results))
-        return
-    table = Table(title="draft tokens attend to")
-    for column in ("", "accept length", "rounds"):
-        table.add_column(column)
-    names = {"exact": "their true ancestors", "branch": "their branch's slots (upstream)"}
-    for ancestry, result in results.items():
-        table.add_row(names[ancestry], f"{result['accept_len']:.3f}", str(result["rounds"]))
-    Console().print(table)

@@ -14,7 +14,7 @@ from specpool.memory.page_bytes import PageBytes
 from specpool.transfer.image import Bytes, Image, Run
 
 if TYPE_CHECKING:
-    from specpool.scheduler.requests.conversation import Conversation
+    from specpool.scheduler.request import Conversation
 
 
 class Arrival:

@@ -8,27 +8,33 @@ row back. If a peer is lost, the text is prefilled. Half a row is nothing on eit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
+import msgspec
 import numpy as np
 
 from specpool._core import Ledger, Shape
-from specpool.checks import shown
 from specpool.engine.core import EngineCore, OnItem
 from specpool.engine.moving.arrivals import Arrival
+from specpool.engine.moving.states import (
+    MovedRequest,
+    MovedSession,
+    MovedTurn,
+    request_state,
+    session_state,
+    state_of,
+)
 from specpool.engine.session import Session
-from specpool.errors import ConfigError, TransferError
+from specpool.errors import ConfigError
 from specpool.memory.page_bytes import PageBytes
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.conversation import Conversation, Message, Said
-from specpool.scheduler.requests.request import Request, TokenLogprob
-from specpool.scheduler.rows.exports import RowExport
-from specpool.text.structured.grammar import Grammar
+from specpool.scheduler.exports import RowExport
+from specpool.scheduler.request import Conversation, Request
+from specpool.scheduler.wire import ShapeSizes, sizes_of
 from specpool.transfer.image import Bytes, Image, Run, Told, Writer
 from specpool.transfer.layout import Layout
 
-_PARAMS = [field.name for field in dataclasses.fields(SamplingParams)]
+#: Makes a session, or queues a request and returns its number, once its row is here.
+Enter = Callable[[Arrival], "Session | int"]
 
 
 class Export:
@@ -147,10 +153,9 @@ class Moves:
         core = self._core
         core.loop.drain()  # a round of a turn may be under way, and may end it
         conversation, turn = session.leaving()
-        state: dict[str, Any] = {"kind": "session", "max_tokens": session.max_tokens}
-        state["said"] = [_said_state(said) for said in conversation.said]
         if turn is not None:
-            return self._export_turn(turn, conversation, state)
+            return self._export_turn(turn, conversation, session.max_tokens)
+        state = session_state(conversation, session.max_tokens)
         with core.loop.recovering():
             try:
                 row = core.scheduler.exports.of_conversation(conversation)
@@ -159,15 +164,11 @@ class Moves:
                 conversation.leaves = False
                 raise
 
-    def _export_turn(
-        self, turn: Request, conversation: Conversation, state: dict[str, Any]
-    ) -> Export:
+    def _export_turn(self, turn: Request, conversation: Conversation, max_tokens: int) -> Export:
         """Take a session out with the turn that waits or runs: its row, if it has one."""
         core = self._core
         _check_moves(turn)
-        said, messages = [_said_state(each) for each in turn.said], _messages_state(turn.messages)
-        state["turn"] = _request_state(turn) | {"said": said, "messages": messages}
-        state["history"] = conversation.tokens
+        state = session_state(conversation, max_tokens, turn)
         with core.loop.recovering():
             conversation.leaves = True
             try:
@@ -191,13 +192,13 @@ class Moves:
             # Samples that wait for their prompt's pages run by themselves, or move one by one.
             core.scheduler.exports.part(core.first_sample(request))
             row = core.scheduler.exports.of_request(request, takes_kv=self._takes_kv)
-            return self._export(row, request.tokens, _request_state(request), request)
+            return self._export(row, request.tokens, request_state(request), request)
 
     def _export(
         self,
         row: RowExport,
         tokens: list[int],
-        state: Mapping[str, Any],
+        state: MovedRequest | MovedSession,
         owner: Conversation | Request,
     ) -> Export:
         writer = Writer(
@@ -205,7 +206,7 @@ class Moves:
             length=row.length,
             drafted_len=row.drafted_len,
             tokens=tokens,
-            state=state,
+            state=msgspec.to_builtins(state, str_keys=True),
         )
         return Export(self._core, self._pages, row, writer, owner)
 
@@ -220,8 +221,14 @@ class Moves:
 
         Hold no lock: the engine runs between two runs of pages.
         """
-        enter = self._enter(image, on_item, decode)
-        core, is_idle = self._core, image.state["kind"] == "session" and "turn" not in image.state
+        core, state = self._core, state_of(image.state, len(image.tokens))
+        if isinstance(state, MovedRequest):
+            enter, is_idle = self._enter_request(state, image.tokens, on_item, decode), False
+        elif state.turn is not None:
+            enter = self._enter_turn(state, state.turn, image.tokens, on_item, decode)
+            is_idle = False
+        else:
+            enter, is_idle = self._enter_session(state, image.tokens), True
         takes_kv = core.scheduler.prefix_cache.is_on or is_idle
         with core.lock, core.loop.recovering():
             arrival = Arrival(core, self._ledger, self._pages, image, takes_kv)
@@ -229,62 +236,58 @@ class Moves:
             arrival.read()
             with core.lock:
                 with core.loop.recovering():
-                    found = enter(arrival)
-                on_arrival(found)
-            return found
+                    entered = enter(arrival)
+                on_arrival(entered)
+            return entered
         except BaseException:
             with core.lock, core.loop.recovering():
                 arrival.end()
             raise
 
-    def _enter(
-        self, image: Image, on_item: OnItem | None, decode: bool
-    ) -> Callable[[Arrival], Session | int]:
-        """Check the state of an image; return what makes a session or request of its row."""
-        core, kind = self._core, image.state.get("kind")
-        if kind == "session":
-            max_tokens = min(_number(image.state, "max_tokens", 2), self.layout.max_context_len)
-            if "turn" in image.state:
-                return self._enter_turn(image, on_item, decode, max_tokens)
-            said = _said_of(image.state, len(image.tokens))
-            core.prompts.check_tokens("the session", image.tokens)
+    def _enter_session(self, state: MovedSession, tokens: list[int]) -> Enter:
+        """Check an idle session; return what makes it of its row."""
+        core = self._core
+        core.prompts.check_tokens("the session", tokens)
 
-            def enter_session(arrival: Arrival) -> Session:
-                conversation = arrival.keep()
-                conversation.said = said
-                return Session(core, conversation, max_tokens)
+        def enter(arrival: Arrival) -> Session:
+            conversation = arrival.keep()
+            conversation.said = state.said
+            return Session(core, conversation, self._max_tokens(state))
 
-            return enter_session
-        if kind != "request":
-            raise TransferError(f"the state is of kind {shown(kind)}: a session or a request moves")
-        request = self._request_of(image.state, image.tokens)
+        return enter
 
-        def enter_request(arrival: Arrival) -> int:
+    def _enter_request(
+        self, state: MovedRequest, tokens: list[int], on_item: OnItem | None, decode: bool
+    ) -> Enter:
+        """Check a request; return what queues it after its row."""
+        request = self._request_of(state, tokens)
+
+        def enter(arrival: Arrival) -> int:
             # The KV waits in the prefix cache, where running requests may displace it.
             arrival.index(request.salt)
-            return core.submit(request, on_item, decode)
+            return self._core.submit(request, on_item, decode)
 
-        return enter_request
+        return enter
 
     def _enter_turn(
-        self, image: Image, on_item: OnItem | None, decode: bool, max_tokens: int
-    ) -> Callable[[Arrival], Session]:
-        """Check the state of a session with its turn; return what makes them of its row."""
-        core, turn, history = self._core, image.state["turn"], image.state.get("history")
-        if not isinstance(turn, dict):
-            raise TransferError(f"turn must be an object, got {shown(turn)}")
-        if not isinstance(history, list) or any(type(n) is not int for n in history):
-            raise TransferError(f"history must be token ids, got {shown(history)}")
+        self,
+        state: MovedSession,
+        turn: MovedTurn,
+        tokens: list[int],
+        on_item: OnItem | None,
+        decode: bool,
+    ) -> Enter:
+        """Check a session with its turn; return what makes them of its row."""
+        core, history = self._core, state.history or []
         core.prompts.check_tokens("the session", history)
-        said = _said_of(image.state, len(history))
-        request = self._request_of(turn, image.tokens, max_tokens)
-        request.said = _said_of(turn, request.prompt_len)
-        request.messages = _messages_of(turn)
+        max_tokens = self._max_tokens(state)
+        request = self._request_of(turn, tokens, max_tokens)
+        request.said, request.messages = turn.said, turn.messages
 
         def enter(arrival: Arrival) -> Session:
             arrival.index(request.salt)
             conversation = core.scheduler.conversations.new(history)
-            conversation.said, request.conversation = said, conversation
+            conversation.said, request.conversation = state.said, conversation
             try:
                 core.submit(request, on_item, decode)
             except BaseException:
@@ -294,34 +297,21 @@ class Moves:
 
         return enter
 
+    def _max_tokens(self, state: MovedSession) -> int:
+        return min(state.max_tokens, self.layout.max_context_len)
+
     def _request_of(
-        self, state: Mapping[str, Any], tokens: list[int], max_tokens: int | None = None
+        self, state: MovedRequest, tokens: list[int], max_tokens: int | None = None
     ) -> Request:
-        params = _params_of(state.get("params"))
-        prompt_len = _number(state, "prompt_len", 1)
-        if prompt_len > len(tokens):
-            raise TransferError(f"prompt_len is {prompt_len} of {len(tokens)} tokens")
-        forwards, flags = state.get("forwards"), state.get("shape")
-        if not isinstance(forwards, list) or not all(type(n) is int and n for n in forwards):
-            raise TransferError(f"forwards must be a list of lengths, got {shown(forwards)}")
-        num_output = len(tokens) - prompt_len
-        if sum(map(abs, forwards)) != num_output:
-            raise TransferError(
-                f"{len(forwards)} forwards gave {sum(map(abs, forwards))} tokens, the output has "
-                f"{num_output}"
-            )
-        logprobs = _logprobs_of(state.get("logprobs"), params, num_output)
-        priority = _number(state, "priority", -(1 << 31))
-        seed = _number(state, "seed", 0)
         return self._core.prompts.moved(
             tokens,
-            prompt_len,
-            dataclasses.replace(params, seed=seed, n=1),
-            _shape_of(flags, self._ledger),
-            priority,
-            [n for n in forwards if n > 0],
-            [sum(map(abs, forwards[:i])) for i, n in enumerate(forwards) if n < 0],
-            logprobs,
+            state.prompt_len,
+            dataclasses.replace(state.params, seed=state.seed, n=1),
+            _shape_of(state.shape, self._ledger),
+            state.priority,
+            [n for n in state.forwards if n > 0],
+            [sum(map(abs, state.forwards[:i])) for i, n in enumerate(state.forwards) if n < 0],
+            state.logprobs,
             max_tokens,
         )
 
@@ -341,97 +331,6 @@ def _check_moves(request: Request) -> None:
             raise ConfigError(f"request {number} cannot be exported: {why}")
 
 
-def _request_state(request: Request) -> dict[str, Any]:
-    params = {name: getattr(request.params, name) for name in _PARAMS}
-    params["logit_bias"] = list(request.params.logit_bias.items())
-    form = request.params.structured  # the receiver follows the output through it
-    params["structured"] = None if form is None else [form.kind, form.text]
-    shape = request.shape
-    named = [shape.num_steps, shape.topk, shape.num_draft_tokens]
-    return {
-        "kind": "request",
-        "params": params,
-        "prompt_len": request.prompt_len,
-        "seed": request.seed,
-        "priority": request.priority,
-        "shape": None if request.choices is not None else named,
-        "forwards": [n if is_verify else -n for n, is_verify in request.forwards()],
-        "logprobs": [[e.token_id, e.logprob, list(e.top.items())] for e in request.logprobs],
-    }
-
-
-def _params_of(state: object) -> SamplingParams:
-    if not isinstance(state, dict) or set(state) - set(_PARAMS):
-        raise TransferError(f"params must be sampling parameters, got {state!r:.200}")
-    try:
-        bias, form = dict(state.get("logit_bias", [])), state.get("structured")
-        grammar = None if form is None else Grammar(*form)
-        return SamplingParams(**{**state, "logit_bias": bias, "structured": grammar})
-    except (ConfigError, TypeError, ValueError) as error:
-        raise TransferError(f"params of the request: {error!s:.200}") from None
-
-
-def _logprobs_of(state: object, params: SamplingParams, num_output: int) -> list[TokenLogprob]:
-    try:
-        found = [
-            TokenLogprob(int(token), float(logprob), {int(t): float(p) for t, p in top})
-            for token, logprob, top in state  # type: ignore[attr-defined]
-        ]
-    except (TypeError, ValueError) as error:
-        raise TransferError(f"logprobs of the request: {error!s:.200}") from None
-    if len(found) != (0 if params.logprobs is None else num_output):
-        raise TransferError(f"{len(found)} logprobs for {num_output} tokens")
-    return found
-
-
-def _shape_of(state: object, ledger: Ledger) -> Shape | None:
+def _shape_of(sizes: ShapeSizes | None, ledger: Ledger) -> Shape | None:
     """Return the shape that the request named, if this engine has it; else None."""
-    for shape in ledger.shapes:
-        if state == [shape.num_steps, shape.topk, shape.num_draft_tokens]:
-            return shape
-    return None
-
-
-def _said_state(said: Said) -> dict[str, Any]:
-    answer = {"answer_ids": said.answer_ids, "stop": list(said.stop)}
-    return {"end": said.end, "messages": _messages_state(said.messages), **answer}
-
-
-def _messages_state(messages: tuple[Message, ...] | None) -> list[dict[str, Any]] | None:
-    return None if messages is None else [dict(message) for message in messages]
-
-
-def _messages_of(turn: Mapping[str, Any]) -> tuple[Message, ...] | None:
-    messages = turn.get("messages")
-    if messages is None:
-        return None
-    if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
-        raise TransferError(f"messages must be those of a chat, got {shown(messages)}")
-    return tuple(messages)
-
-
-def _said_of(state: Mapping[str, Any], num_tokens: int) -> list[Said]:
-    turns, least, found = state.get("said"), 0, []
-    if not isinstance(turns, list):
-        raise TransferError(f"said must be a list of turns, got {shown(turns)}")
-    for turn in turns:
-        if not isinstance(turn, dict):
-            raise TransferError(f"a turn must be an object, got {shown(turn)}")
-        end, ids, stop = _number(turn, "end", least), turn.get("answer_ids"), turn.get("stop")
-        messages = _messages_of(turn)
-        if end > num_tokens:
-            raise TransferError(f"a turn of the session is wrong: {turn!r:.200}")
-        if not (isinstance(ids, list) and all(type(n) is int for n in ids)):
-            raise TransferError(f"answer_ids must be token ids, got {shown(ids)}")
-        if not (isinstance(stop, list) and all(isinstance(s, str) for s in stop)):
-            raise TransferError(f"stop must be strings, got {shown(stop)}")
-        found.append(Said(end, messages, ids, tuple(stop)))
-        least = end
-    return found
-
-
-def _number(state: Mapping[str, Any], name: str, least: int) -> int:
-    value = state.get(name)
-    if type(value) is not int or not least <= value < 1 << 64:
-        raise TransferError(f"{name} must be a whole number from {least} on, got {shown(value)}")
-    return value
+    return next((shape for shape in ledger.shapes if sizes_of(shape) == sizes), None)

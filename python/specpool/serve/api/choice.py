@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.request import TokenLogprob
+from specpool.scheduler.request import TokenLogprob
 from specpool.serve.api.logprobs import TokenLog
 from specpool.serve.bridge.messages import Done, Tokens
 

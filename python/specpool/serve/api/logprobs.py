@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specpool.scheduler.requests.request import TokenLogprob
+from specpool.scheduler.request import TokenLogprob
 from specpool.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:

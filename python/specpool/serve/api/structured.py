@@ -123,16 +123,20 @@ def _of_tools(request: Generation) -> tuple[str, Any] | None:
     forced = forced_tool(request)
     if forced is not None:
         return "json_schema", _parameters(forced)
-    if request.tool_choice != "required":
+    if not wants_call(request):
         return None
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "arguments": _parameters(tool)},
+            "properties": {
+                "name": {"const": tool.function.name},
+                # With an id of its own, `#` within the parameters means the parameters.
+                "arguments": {"$id": f"urn:specpool:tool:{number}", **_parameters(tool)},
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools_of(request)
+        for number, tool in enumerate(tools_of(request))
     ]
     return "json_schema", calls[0] if len(calls) == 1 else {"anyOf": calls}
 
@@ -158,6 +162,10 @@ def tools_of(request: ChatRequest) -> list[Tool]:
         )
     if not tools:
         raise _no_choice("tool_choice asks for a call, but there are no tools")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        _, allowed = _allowed(choice)
+        names = {_named(entry, tools).function.name for entry in allowed}
+        return [tool for tool in tools if tool.function.name in names]
     return tools
 
 
@@ -168,9 +176,39 @@ def forced_tool(request: ChatRequest) -> Tool | None:
         ApiError: see `tools_of`.
     """
     tools, choice = tools_of(request), request.tool_choice
-    if not isinstance(choice, dict):
+    if not isinstance(choice, dict) or choice.get("type") == "allowed_tools":
         return None
-    function = choice.get("function")
+    return _named(choice, tools)
+
+
+def wants_call(request: ChatRequest) -> bool:
+    """Return whether the answer must be a call of any of the tools.
+
+    Raises:
+        ApiError: see `tools_of`.
+    """
+    choice = request.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _allowed(choice)[0] == "required"
+    return choice == "required"
+
+
+def _allowed(choice: dict[str, Any]) -> tuple[str, list[Any]]:
+    """Return the mode and the tools of a `tool_choice` of the type `allowed_tools`."""
+    allowed = choice.get("allowed_tools")
+    mode = allowed.get("mode") if isinstance(allowed, dict) else None
+    tools = allowed.get("tools") if isinstance(allowed, dict) else None
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise _no_choice(
+            "tool_choice.allowed_tools must have the mode auto or required, and a list of tools, "
+            f"got {shown(allowed)}"
+        )
+    return mode, tools
+
+
+def _named(choice: Any, tools: list[Tool]) -> Tool:
+    """Return the tool that a choice names, as `{"type": "function", "function": {"name": ..}}`."""
+    function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     for tool in tools:
         if choice.get("type") == "function" and tool.function.name == name:

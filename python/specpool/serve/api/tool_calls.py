@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specpool.serve.api.requests import ChatRequest
-from specpool.serve.api.structured import forced_tool, tools_of
+from specpool.serve.api.structured import forced_tool, tools_of, wants_call
 from specpool.serve.api.tool_formats import FORMATS, OBJECT_HEAD, THOUGHTS_END, Format
 from specpool.serve.api.tool_values import json_of_gemma, json_of_keywords, json_of_tag, types_of
 
@@ -50,8 +50,9 @@ class JsonEnd:
 class ToolCalls:
     """A reader of one answer. It splits the text into content and calls.
 
-    A forced function's whole text is its arguments. Otherwise calls are read in the formats of
-    `tool_formats`, anywhere in the text; those without a mark only at its begin or behind thoughts.
+    A forced function's whole text is its arguments. If any function must be called, no text is
+    content. Otherwise calls are read in the formats of `tool_formats`, anywhere in the text; those
+    without a mark only at its begin or behind thoughts.
     A call's arguments are output as they come, once its name is known to be one of the request's.
     Everything else is content. Special tokens are read, but are not part of any output.
     """
@@ -59,7 +60,11 @@ class ToolCalls:
     def __init__(self, request: ChatRequest, formats: Sequence[Format] = FORMATS) -> None:
         """Read an answer to this request, of a model that writes its calls in these formats."""
         forced = forced_tool(request)
-        self._schemas = {t.function.name: t.function.parameters or {} for t in tools_of(request)}
+        # A text in the form of `response_format` is content, even if it looks like a call.
+        is_content = (request.response_format or {}).get("type", "text") != "text"
+        tools = [] if is_content else tools_of(request)
+        self._schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        self._wants_call = wants_call(request)
         self._forced = None if forced is None else forced.function.name
         self._formats, self._format = formats, FORMATS[0]  # the latter: of the call that is read
         self._held = ""  # not decided yet
@@ -71,6 +76,7 @@ class ToolCalls:
         self._end, self._num_seen = JsonEnd(), 0
         self._is_wrapped = False  # the arguments are within the call's object
         self._name = ""  # of the function that is called
+        self._ident: str | None = None  # of the call, if the model has given one
         self._num_args = 0  # in tags, of the call that is read
         self._types = frozenset[str]()  # of the argument that is read
         self._state: Callable[[bool], bool] = self._text
@@ -103,12 +109,14 @@ class ToolCalls:
             start = place
         while self._state(last):
             pass
-        return self._content, self._deltas
+        # Where a call is the answer's form, a text that ends before its name is the half of one.
+        return "" if self._wants_call else self._content, self._deltas
 
     @property
     def finish_reason(self) -> str:
-        """The reason for an end by a stop."""
-        return "tool_calls" if self.calls and self._forced is None else "stop"
+        """The reason for an end by a stop; a call whose arguments it has cut off was not made."""
+        is_cut = self._state in (self._arguments, self._key, self._value)
+        return "tool_calls" if self.calls and self._forced is None and not is_cut else "stop"
 
     # --- the states: each takes what it can from the held text; True = another may go on
 
@@ -201,9 +209,10 @@ class ToolCalls:
                 self._cut(len(self._held))
             return False
         self._cut(key.end())
-        properties = self._schemas[self._name].get("properties")
+        parameters = self._schemas[self._name]
+        properties = parameters.get("properties")
         schema = properties.get(key["key"]) if isinstance(properties, dict) else None
-        self._types = types_of(schema)
+        self._types = types_of(schema, parameters)
         self._argue(f"{', ' if self._num_args else '{'}{json.dumps(key['key'])}: ")
         self._argue('"' if self._types == {"string"} else "")
         self._num_args, self._seen, self._state = self._num_args + 1, 0, self._value
@@ -269,6 +278,7 @@ class ToolCalls:
         """Begin to read a call of the current format, whose arguments or object begin at `at`."""
         self._at = self._num_seen = at
         self._name = match.groupdict().get("name") or ""
+        self._ident = match.groupdict().get("id")
         kind = self._format.kind
         if kind == "object":
             self._end, self._state = JsonEnd(), self._call
@@ -315,7 +325,10 @@ class ToolCalls:
 
     def _begin(self, name: str) -> None:
         """Output a new call."""
-        call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+        ident = self._ident
+        if ident is None or any(call["id"] == ident for call in self.calls):
+            ident = f"call_{secrets.token_hex(12)}"
+        call = {"id": ident, "type": "function"}
         self._deltas.append(
             {"index": len(self.calls), **call, "function": {"name": name, "arguments": ""}}
         )

@@ -45,7 +45,8 @@ class Format:
         marks: a model writes so if its chat template has one of these; none = any model may.
         kind: how the arguments are written.
         begin: what stands before the first call.
-        call: a call up to its arguments; its group `name` is the function's.
+        call: a call up to its arguments; its group `name` is the function's, and a group `id` the
+            call's id, where the model's next prompt shows it.
         end: what may follow a call's arguments.
         between: what stands between `end` and the next call; None = each call has its `begin`.
         close: what may follow the last call.
@@ -168,7 +169,10 @@ FORMATS = (
         ("<|tool_call_begin|>",),
         "json",
         begin=rf"(?:<\|tool_calls_section_begin\|>{_W})?<\|tool_call_begin\|>{_W}",
-        call=rf"(?:functions\.)?{_NAME}(?::\d{{1,9}})?{_W}<\|tool_call_argument_begin\|>{_W}(?=\{{)",
+        call=(
+            rf"(?:(?P<id>functions\.{_NAME}:\d{{1,9}})|(?:functions\.)?{_NAME}(?::\d{{1,9}})?)"
+            rf"{_W}<\|tool_call_argument_begin\|>{_W}(?=\{{)"
+        ),
         end=_may("<|tool_call_end|>"),
         between=rf"{_W}<\|tool_call_begin\|>{_W}",
         close=_may("<|tool_calls_section_end|>"),

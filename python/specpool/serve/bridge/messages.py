@@ -7,7 +7,7 @@ from typing import Any
 
 from specpool.engine.texts import NextTurn
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.requests.request import TokenLogprob
+from specpool.scheduler.request import TokenLogprob
 
 # --- the front says ---------------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""Replicas of the server on Ray Serve. They need `specpool[ray]`; `routing` and `fleet` do not."""
+"""Replicas of the server on Ray Serve. They need `specpool[ray]`; `routing` does not."""

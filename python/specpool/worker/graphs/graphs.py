@@ -221,8 +221,6 @@ class Graphs:
 
     def _graph_for(self, step: Step) -> RoundGraph | None:
         plan = step.plan
-        if step.nodes is not None:  # a graph reads all nodes
-            return None
         if not step.is_decode or plan.shapes[0] != plan.shapes[-1]:  # equal ones side by side
             return None
         graph_set = self._sets.get((int(plan.shapes[0]), plan.writes_draft))

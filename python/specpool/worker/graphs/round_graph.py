@@ -20,7 +20,7 @@ from specpool.attention import GraphRecorder
 from specpool.errors import ShapeError
 from specpool.kernels.transfer import overwrite
 from specpool.memory.kv_cache import PageBounds
-from specpool.scheduler.requests.request import Request
+from specpool.scheduler.request import Request
 from specpool.worker.graphs.capture import Recording
 from specpool.worker.results import Outcome, PendingStep
 

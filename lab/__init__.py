@@ -1,0 +1,1 @@
+"""The laboratory: simulators and comparisons that run from a checkout; no wheel has it."""

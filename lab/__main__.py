@@ -1,0 +1,154 @@
+"""`python -m lab NAME`: the commands of the laboratory and their options."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Annotated
+
+import typer
+
+from specpool.cli.app import run_app
+from specpool.cli.options.groups import PromptOptions, grouped
+from specpool.cli.options.names import NamingGroup, help_if_alone
+from specpool.cli.options.types import Json, Target, Threads
+from specpool.errors import ConfigError
+
+_HELP = "Simulations and comparisons of specpool, from a checkout. Each command explains itself."
+
+app = typer.Typer(
+    cls=NamingGroup,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help=_HELP,
+)
+
+
+@app.callback(invoke_without_command=True, help=_HELP)
+def options(context: typer.Context) -> None:
+    """List the commands, if none is named."""
+    help_if_alone(context)
+
+
+@app.command()
+def sim(
+    seed: Annotated[int, typer.Option(help="Decides every scenario.")] = 0,
+    rounds: Annotated[
+        float | None, typer.Option(help="Rounds in all, as in 1e6. [default: 2e4]")
+    ] = None,
+    check: Annotated[
+        int | None,
+        typer.Option(
+            help="0 = check texts and ends of requests; 1 = also the pools' sums and the order of "
+            "requests; 2 = also a full audit each turn, and every slot that is read or written. "
+            "[default: 2]"
+        ),
+    ] = None,
+    turns: Annotated[
+        float | None,
+        typer.Option(help="Run sessions alone until this many turns have ended, such as 1e5."),
+    ] = None,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            help="Simulate so many ranks, whose records are late, lost, repeated or changed; "
+            "--rounds counts the turns of all of them."
+        ),
+    ] = 1,
+    mixed_drafters: Annotated[
+        bool,
+        typer.Option(
+            "--mixed-drafters",
+            help="Requests differ in who drafts: some drafters read tokens, some skip rounds.",
+        ),
+    ] = False,
+) -> None:
+    """Test the scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
+    from lab.sim.command import sim as run
+    from lab.sim.command import sim_ranks
+
+    if ranks != 1:
+        if mixed_drafters:
+            raise ConfigError("--mixed-drafters runs one process: leave --ranks out")
+        if turns is not None:
+            raise ConfigError("--turns runs one process: leave --ranks out")
+        if check is not None:
+            raise ConfigError("--ranks checks all laws: leave --check out")
+        num_rounds = 2e4 if rounds is None else rounds
+        if not sim_ranks(seed=seed, rounds=num_rounds, num_ranks=ranks):
+            raise typer.Exit(1)
+        return
+    if rounds is not None and turns is not None:
+        raise ConfigError("--rounds and --turns both say when to end: give one")
+    num_rounds = 2e4 if rounds is None else rounds
+    level = 2 if check is None else check
+    if not run(seed=seed, rounds=num_rounds, check=level, turns=turns, mixes=mixed_drafters):
+        raise typer.Exit(1)
+
+
+@app.command()
+def fleet(
+    seed: Annotated[int, typer.Option(help="Decides every fleet.")] = 0,
+    replicas: Annotated[int, typer.Option(help="Replicas of a fleet.")] = 3,
+    turns: Annotated[
+        float, typer.Option(help="Run fleets until this many turns have ended.")
+    ] = 2e3,
+) -> None:
+    """Test routing and moving sessions on simulated fleets. Exit code 1: a law is broken.
+
+    Networks lose messages, nodes die and come back, and lists of replicas come late. It needs
+    starlette, which specpool[serve] brings, and no Ray.
+    """
+    if importlib.util.find_spec("starlette") is None:
+        raise ConfigError("lab fleet needs starlette: pip install 'specpool[serve]'")
+    from lab.fleet.command import fleet as run
+
+    if not run(seed=seed, num_replicas=replicas, turns=turns):
+        raise typer.Exit(1)
+
+
+@app.command()
+@grouped
+def ancestry(
+    *,
+    target: Target = "specpool/tiny",
+    draft: Annotated[
+        str,
+        typer.Option(
+            help="EAGLE head: a folder, a hub name, specpool/tiny-eagle or specpool/tiny-eagle3; "
+            "or 'mtp', the MTP layer in the target's checkpoint."
+        ),
+    ] = "specpool/tiny-eagle",
+    shape: Annotated[str, typer.Option(help="The draft tree of a round: SxKxN.")] = "4x4x16",
+    prompts: PromptOptions,
+    num_prompts: Annotated[
+        int, typer.Option(help="How many built-in prompts, if no prompt is given.")
+    ] = 24,
+    num_tokens: Annotated[int, typer.Option(help="Most tokens of each text.")] = 96,
+    threads: Threads = 1,
+    json: Json = False,
+) -> None:
+    """Compare accept lengths with exact ancestry and with SGLang's reading of a draft tree."""
+    from lab.ancestry import AncestryJob, compare
+
+    compare(
+        AncestryJob(
+            target=target,
+            draft=draft,
+            shape=shape,
+            prompts=prompts.given(),
+            num_prompts=num_prompts,
+            num_tokens=num_tokens,
+            threads=threads,
+            json=json,
+        )
+    )
+
+
+def main() -> None:
+    """Run the command line; see `run_app`."""
+    run_app(lambda: app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Requests, their queue, their latencies, and the conversations that they belong to."""

@@ -1,1 +1,0 @@
-"""The holders of the ledger's rows: running requests, and conversations between turns."""
