@@ -32,7 +32,7 @@ from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.exports import Exports
 from specpool.scheduler.prefill import Prefill
 from specpool.scheduler.reclaim import Reclaim
-from specpool.scheduler.request import Request, TokenLogprob, flags_of_forward
+from specpool.scheduler.request import Request, TokenLogprob
 from specpool.scheduler.rows import costing_speed
 from specpool.scheduler.state import State
 from specpool.scheduler.step import Step, StepResult
@@ -258,14 +258,14 @@ class Scheduler:
                 except BaseException as error:
                     self._reclaim.fault(request, error)
             return
-        accept_len = result.accept_len
+        accept_len, accept_lens = result.accept_len, result.accept_len.tolist()
         if is_decode:
             shapes = plan.shapes[alive]
             num_drafts = self.counts.round(accept_len, shapes)
-            for lane, (request, num) in enumerate(zip(requests, num_drafts, strict=True)):
+            for request, num, length in zip(requests, num_drafts, accept_lens, strict=True):
                 request.num_drafts += num
                 if request.forced:
-                    self.counts.forced(len(request.forced), int(accept_len[lane]) - 1)
+                    self.counts.forced(len(request.forced), length - 1)
             self.round_shapes.learn(step.choice, shapes, accept_len, requests)
             if state.ledger.overlap_depth:
                 state.running.accept_len[rows] = accept_len
@@ -279,12 +279,13 @@ class Scheduler:
         at_limit = state.running.grow(rows, accept_len)
         lanes: Iterable[_Lane]
         if is_decode and result.logprobs is None and self._is_promising is None:
-            lanes = self._append(requests, result, may_end=at_limit | result.not_finite)
+            may_end = (at_limit | result.not_finite).tolist()
+            lanes = self._append(requests, result.tokens, accept_lens, may_end)
         else:
             lanes = zip(
                 requests,
-                result.tokens.tolist(),
-                accept_len.tolist(),
+                result.tokens,
+                accept_lens,
                 result.logprobs or repeat(None, len(requests)),
                 strict=True,
             )
@@ -297,31 +298,28 @@ class Scheduler:
             self._trim(requests)
 
     def _append(
-        self, requests: list[Request], result: StepResult, *, may_end: npt.NDArray[np.bool_]
+        self,
+        requests: list[Request],
+        tokens: list[list[int]],
+        accept_lens: list[int],
+        may_end: list[bool],
     ) -> list[_Lane]:
         """Take over a round's tokens of lanes that need nothing else; return the other lanes.
 
         This is the fast path: it runs for every row of every round, and most rows end here.
         """
         others: list[_Lane] = []
-        for request, tokens, accept_len, ends in zip(
-            requests,
-            result.tokens.tolist(),
-            result.accept_len.tolist(),
-            may_end.tolist(),
-            strict=True,
-        ):
-            new = tokens[:accept_len]
+        lanes = zip(requests, tokens, accept_lens, may_end, strict=True)
+        for request, new, accept_len, ends in lanes:
             if (
                 ends
                 or request.watch is not None
                 or request.matcher is not None
                 or not request.stop_ids.isdisjoint(new)
             ):
-                others.append((request, tokens, accept_len, None))
+                others.append((request, new, accept_len, None))
             else:
                 request.accept_lens.append(accept_len)  # tokens last: see `Request.append`
-                request.draft_flags += flags_of_forward(accept_len)
                 request.tokens += new
         return others
 
@@ -334,10 +332,10 @@ class Scheduler:
         *,
         is_decode: bool,
     ) -> None:
-        """Give a request the first `accept_len` tokens, and end it if they finish it."""
+        """Give a request `accept_len` new tokens, and end it if they finish it."""
         if accept_len:
             request.append(
-                tokens[:accept_len],
+                tokens,
                 accept_len=accept_len if is_decode else None,
                 logprobs=logprobs,
             )
