@@ -122,8 +122,9 @@ def _run(engine: Engine, request: Request, row: int, new_len: int) -> list[int]:
     engine.cache.apply_delta(plan.step)
     engine.cache.copy_pages(plan.page_copies)
     (pending,) = engine.core.worker.run([Step(plan, [request])])
-    (tokens,) = pending.result().tokens
+    result = pending.result()
     engine.ledger.complete(plan.step)
+    tokens: list[int] = result.tokens[0, : result.accept_len[0]].tolist()
     return tokens
 
 
