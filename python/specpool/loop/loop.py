@@ -214,9 +214,9 @@ class Loop:
 
     def _look(self) -> None:
         """Run the busy check before a step is prepared; raise what it says must be raised."""
-        found = self.busy_check.finding_ct
+        finding_ct = self.busy_check.finding_ct
         error = self.busy_check.look()
-        if error is None and self.busy_check.finding_ct == found:
+        if error is None and self.busy_check.finding_ct == finding_ct:
             return
         try:
             self.drain()  # so that no step under way has a row that is out of use
@@ -241,8 +241,8 @@ class Loop:
             except StalePlan:  # an earlier forward of this turn failed and released one of its rows
                 lost = [*steps[len(launched) :], *chain(*behind)]
                 self._num_lost += len(lost)
-                for each in reversed(lost):
-                    self.scheduler.cancel(each)
+                for lost_step in reversed(lost):
+                    self.scheduler.cancel(lost_step)
                 behind.clear()
                 break
             launched.append(step)
