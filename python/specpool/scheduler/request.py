@@ -96,8 +96,7 @@ def common_len(a: Sequence[object], b: Sequence[object]) -> int:
     return next(i for i, (x, y) in enumerate(zip([*a, -1], [*b, -2], strict=False)) if x != y)
 
 
-#: Stands in a token's place: the drafter's tree was not a tree. -1 says that the logits were not
-#: finite.
+#: Values in a token's place: the logits were not finite; the drafter's tree was not a tree.
 NOT_FINITE, NO_TREE = -1, -2
 
 
