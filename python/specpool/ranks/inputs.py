@@ -236,7 +236,7 @@ class Inputs:
     def result(self, step: int, result: StepResult) -> None:
         """Note what a step gave."""
         if self._peers is not None:
-            self._results.append(StepTokens(step, [list(tokens) for tokens in result.tokens]))
+            self._results.append(StepTokens.of(step, result))
 
     def broke(self, error: BaseException) -> None:
         """Tell the other ranks that this one was stopped halfway: they cannot go on with it."""

@@ -144,6 +144,48 @@ impl Ledger {
         Ok(self.groups.iter().map(pages).collect())
     }
 
+    /// The pages of each group that rows of `lens` tokens hold or need for themselves, each for a round of its shape
+    /// (an index into [`Ledger::shapes`]) after it has grown by up to `growth` tokens: `[lanes * groups]`, lane by lane.
+    /// In a full group it is [`pages_needed`](Self::pages_needed) of the roots `[len, len + growth]`, cut to the
+    /// context. In a window group it is the most that the row holds without the chunk of an extend: one extend runs at
+    /// a time, so an admission counts its chunk once for all rows. O(lanes * groups).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless `growth >= 0` and each length is in `0..L`, or for an unknown shape;
+    /// [`Error::OutOfMemory`].
+    pub fn pages_ahead(&self, lens: &[i32], shapes: &[i32], growth: i32) -> Result<Vec<i64>> {
+        if lens.len() != shapes.len() {
+            return Err(Error::Shape(format!("{} lengths, {} shapes", lens.len(), shapes.len())));
+        }
+        if growth < 0 {
+            return Err(Error::Shape(format!("growth must be at least 0, got {growth}")));
+        }
+        if let Some(&len) = lens.iter().find(|&&len| len < 0 || len >= self.max_context_len) {
+            return Err(Error::Shape(format!("length {len} is not in 0..{}", self.max_context_len)));
+        }
+        if let Some(&shape) = shapes.iter().find(|&&shape| shape < 0 || shape as usize >= self.shapes.len()) {
+            return Err(Error::Shape(format!("shape {shape} is not in 0..{}", self.shapes.len())));
+        }
+        let num_groups = self.groups.len();
+        let mut pages = filled(0, lens.len() * num_groups, "the pages of rows")?;
+        for (at, group) in self.groups.iter().enumerate() {
+            let behind = group.spec.window.map(|window| {
+                let ahead = sizing::most_ahead(&group.reserves, &self.shapes, 0, self.overlap_depth.into());
+                sizing::window_pages(group.page_size, window, group.spec.sink, ahead)
+            });
+            let cells = pages.iter_mut().skip(at).step_by(num_groups);
+            for ((&len, &shape), cell) in lens.iter().zip(shapes).zip(cells) {
+                let hi = len.saturating_add(growth).min(self.max_context_len - 1).into();
+                let reserve = &group.reserves[shape as usize];
+                *cell = match behind {
+                    None => reserve.pages(len.into(), hi),
+                    Some(most) => reserve.pages(0, hi).min(most),
+                };
+            }
+        }
+        Ok(pages)
+    }
+
     /// Prepares one round of each row, each with its own shape (an index into [`Ledger::shapes`]). `writes_draft` says
     /// whether the round also writes the draft KV of the tokens that it accepts.
     ///
