@@ -122,10 +122,14 @@ class Row:
     verdict: str  # runs, refused, not tried, differs
     note: str = ""  # the reason; of one that runs, what its layers keep
 
+    @property
+    def cell(self) -> str:
+        """The note as a table of the page has it."""
+        return self.note.replace("|", "\\|")
+
     def line(self) -> str:
-        """The row as the page has it."""
-        note = self.note.replace("|", "\\|")
-        return f"| `{self.model_type}` | `{self.class_name}` | {self.verdict} | {note} |"
+        """The row for a person who asked for this type."""
+        return f"{self.model_type} ({self.class_name}): {self.verdict}: {self.note}"
 
 
 def small_config(model_type: str) -> Any:
@@ -317,18 +321,23 @@ Of a model of text and images or sound the text part alone is read, if transform
 `gemma3`, `glm4v`, `idefics3`, `internvl`, `kimi_k25`, `llava`, `mistral3`, `paligemma`,
 `qwen2_5_vl`, `qwen2_vl`, `qwen3_vl`, `qwen3_vl_moe` and `voxtral` with the whole model's own
 `generate`. A prompt with the token that stands for an image is refused.
-
-| type | class | verdict | what it keeps, or why not |
-|---|---|---|---|
 """
 
 
 def page(rows: list[Row]) -> str:
-    """docs/models.md."""
+    """docs/models.md: a table for each verdict, with a row for each note."""
     counted = Counter(row.verdict for row in rows)
     counts = "\n".join(f"| {verdict} | {n} |" for verdict, n in counted.most_common())
-    head = HEAD.format(version=transformers.__version__, counts=counts)
-    return head + "".join(row.line() + "\n" for row in rows)
+    text = HEAD.format(version=transformers.__version__, counts=counts)
+    for verdict, _ in counted.most_common():
+        types: dict[str, list[str]] = {}
+        for row in rows:
+            if row.verdict == verdict:
+                types.setdefault(row.cell, []).append(f"`{row.model_type}`")
+        text += f"\n## {verdict.capitalize()}\n\n| types | note |\n|---|---|\n"
+        for note, names in sorted(types.items(), key=lambda item: -len(item[1])):
+            text += f"| {', '.join(names)} | {note} |\n"
+    return text
 
 
 def main(types: list[str]) -> int:

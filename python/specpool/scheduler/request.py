@@ -34,12 +34,15 @@ class Said:
         answer_ids: the generated tokens without those that end a text; with them if a stop string
             ended it, because such a token may be part of that string.
         stop: the turn's stop strings; the answer's text ends before the first of them.
+        message: the answer as a chat message with its calls of tools; None = it has none, or nobody
+            has read them.
     """
 
     end: int
     messages: tuple[Message, ...] | None
     answer_ids: list[int]
     stop: Sequence[str]
+    message: Message | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -268,8 +271,8 @@ class Request:
         """Add the tokens of one forward, the last of which is not a draft.
 
         Set `finish_reason` at the first token that ends the request, and drop the tokens that a
-        verify accepted beyond it. A negative last token, -1 or `NO_TREE`, ends the request with an
-        error.
+        verify accepted beyond it. A negative last token, -1 or `NO_TREE`, ends the request
+        with an error.
 
         Args:
             tokens: at least one.

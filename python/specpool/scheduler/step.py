@@ -37,7 +37,7 @@ class StepResult:
 
     Attributes:
         tokens: int64 [B, A]. Of lane b the first `accept_len[b]` count. The last of these is not a
-            draft; below 0 it is an error, -1 or `NO_TREE`.
+            draft; below 0 it is an error, -1 (not finite) or `NO_TREE`.
         accept_len: int32 [B]. Of a prefill it is 1, or 0 while the prompt goes on; of a reload 0.
         not_finite: bool [B], whether some logits of the lane were not finite. It is also true if
             the drafter's tree was not a tree.

@@ -158,12 +158,12 @@ class Generation:
             sessions.release(record)
             return
         (stream,), (turn,) = self._streams, self.order.prompts
-        eos, done = self._service.client.ready.eos_token_ids, self.choices[0].done
+        eos, choice = self._service.client.ready.eos_token_ids, self.choices[0]
         assert isinstance(turn, NextTurn)
-        if done is None:
+        if choice.done is None:
             sessions.settle(record, turn, stream, self.order.params, eos)
         else:
-            sessions.end(record, turn, done, self.order.params, eos)
+            sessions.end(record, turn, choice.done, self.order.params, eos, choice.message)
 
     def _note(self, choice: AnswerChoice, delta: Delta) -> None:
         """Measure a part, and raise if the text has failed."""

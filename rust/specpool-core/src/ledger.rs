@@ -31,7 +31,7 @@ mod transfer;
 use crate::check::in_range;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::log::recorder::Recorder;
 use crate::memory::with_room;
 use crate::shape::Shape;
@@ -202,7 +202,7 @@ impl Ledger {
         self.recorder.make_room(0, tag)?;
         let kept = self.rows.make_room(tag)?;
         self.rows.admit(kept, self.steps.next());
-        self.note(&Event::Admit { prefix: 0, len: 0, row, tag });
+        self.note(&Call::Admit {}, &Given::Row(row), tag);
         Ok(row)
     }
 

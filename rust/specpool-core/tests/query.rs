@@ -184,7 +184,7 @@ fn pages_and_who_holds_them() {
     assert_eq!((ledger.free_pages(TARGET).unwrap(), ledger.fenced_pages(TARGET).unwrap()), (15, 0));
     let record = ledger.page_record(TARGET, Page(1)).unwrap();
     assert_eq!((record.page, record.state, record.owner, record.holders), (Page(1), PageState::Shared, Row(1), 3));
-    assert_eq!((record.birth_step, record.fence, record.last_verb), (1, 0, Verb::Admit));
+    assert_eq!((record.birth_step, record.fence, record.last_verb), (1, 0, Verb::AdmitOn));
     let map = ledger.ownership_map(TARGET).unwrap();
     assert_eq!((map.len(), map[1]), (21, record));
     let states: Vec<PageState> = map[..7].iter().map(|record| record.state).collect();

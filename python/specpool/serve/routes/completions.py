@@ -82,7 +82,7 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
 
 def routes(service: Service) -> APIRouter:
     """Return the route of completions."""
-    router = reading(service)
+    router = reading(service.read_aside)
 
     @router.post("/v1/completions", summary="Go on with a text", responses=ANSWERS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
@@ -104,11 +104,14 @@ def routes(service: Service) -> APIRouter:
             return params_of(body, min(wanted, room), body.logprobs, temperature)
 
         generation = await call.generation(prompts, params, {})
-        echoes = [""] * len(generation.choices)
-        if body.echo:
-            texts = [each if isinstance(each, str) else _text(service, each) for each in prompts]
-            echoes = [text for text in texts for _ in range(body.n or 1)]
-        form = CompletionForm(body, echoes)
+
+        def form() -> CompletionForm:
+            echoes = [""] * len(generation.choices)
+            if body.echo:
+                texts = [p if isinstance(p, str) else _text(service, p) for p in prompts]
+                echoes = [text for text in texts for _ in range(body.n or 1)]
+            return CompletionForm(body, echoes)
+
         return await call.answer(generation, form, "text_completion", "cmpl")
 
     return router

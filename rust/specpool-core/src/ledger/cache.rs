@@ -6,7 +6,7 @@ use super::Ledger;
 use super::share::Start;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::memory::{collected, gathered, room, with_room};
 use crate::state::group::GroupState;
 use crate::state::prefix_index::{NONE, PrefixIndex};
@@ -149,7 +149,8 @@ impl Ledger {
             self.touch(entry);
         }
         self.prune(parent);
-        self.note(&Event::Index { row, tokens, salt, len: len as i32 });
+        let call = Call::Index { row: row.0, tokens: tokens.into(), salt: salt.into() };
+        self.note(&call, &Given::Length(len as i32), None);
         Ok(len as i32)
     }
 
@@ -380,8 +381,10 @@ impl Ledger {
         self.gate()?;
         let hit = self.hit(tokens, salt, limit, needs_draft)?;
         let limit = self.limit(tokens, limit)?;
-        let row = self.new_row(self.starts(&hit)?, (hit.len, hit.drafted), tag, limit + salt.len(), Verb::Admit)?;
-        self.note(&Event::AdmitCached { tokens: &tokens[..limit], salt, needs_draft, row, tag });
+        let row =
+            self.new_row(self.starts(&hit)?, (hit.len, hit.drafted), tag, limit + salt.len(), Verb::AdmitCached)?;
+        let (tokens, salt, limit) = (tokens[..limit].into(), salt.into(), Some(limit as i32));
+        self.note(&Call::AdmitCached { tokens, salt, needs_draft, limit }, &Given::Row(row), tag);
         Ok(row)
     }
 
@@ -398,7 +401,8 @@ impl Ledger {
             let leaf = self.index.leaf_below(root);
             self.drop_entry(leaf, Verb::Forget);
         }
-        self.note(&Event::Forget { salt });
+        let call = salt.map_or(Call::ForgetAll {}, |salt| Call::Forget { salt: salt.into() });
+        self.note(&call, &Given::Nothing(()), None);
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::Ledger;
 use crate::error::{Error, Result};
 use crate::ids::Row;
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::state::group::Fence;
 use crate::state::step::{Plan, StepKind, StepRecord};
 use crate::verb::Verb;
@@ -33,7 +33,7 @@ impl Ledger {
             self.launch_copies(step);
         }
         self.steps.launch_next();
-        self.note(&Event::Launch { step });
+        self.note(&Call::Launch { step }, &Given::Nothing(()), None);
         Ok(())
     }
 
@@ -93,7 +93,7 @@ impl Ledger {
         };
         self.rows.resolve_rounds(&plan, counted, &self.shapes);
         self.steps.set_resolved(step);
-        self.note(&Event::Resolve { step, accept_lens: counted });
+        self.note(&Call::Resolve { step, accept_lens: counted.into() }, &Given::Nothing(()), None);
         self.lanes = standing;
         Ok(())
     }
@@ -137,7 +137,7 @@ impl Ledger {
         for group in &mut self.groups {
             group.pool.complete(completed);
         }
-        self.note(&Event::Complete { step });
+        self.note(&Call::Complete { step }, &Given::Nothing(()), None);
         Ok(())
     }
 
@@ -200,7 +200,7 @@ impl Ledger {
         }
         self.put_copies_back(before.copies);
         self.drop_orphan_copies(Verb::Cancel);
-        self.note(&Event::Cancel { step });
+        self.note(&Call::Cancel { step }, &Given::Nothing(()), None);
         Ok(())
     }
 
@@ -238,7 +238,7 @@ impl Ledger {
         self.lanes = rows;
         dropped?;
         self.steps.set_abandoned(step);
-        self.note(&Event::Abandon { step });
+        self.note(&Call::Abandon { step }, &Given::Nothing(()), None);
         Ok(())
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::Ledger;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, ceil_align};
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::memory::{collected, copied, filled, room, with_room};
 use crate::shape::runs;
 use crate::state::group::GroupState;
@@ -408,7 +408,12 @@ impl Ledger {
         plan.page_copies.extend(copies.iter().map(|copy| copy.copy));
         let plan = Arc::new(plan);
         self.steps.push(Arc::clone(&plan), Before { drafted, idle, copies });
-        self.note(&Event::Prepare { plan: &plan });
+        let (rows, writes_draft) = (plan.rows.as_slice().into(), plan.writes_draft);
+        let call = match plan.kind {
+            StepKind::Extend => Call::PrepareExtend { rows, new_lens: plan.new_len.as_slice().into(), writes_draft },
+            StepKind::Decode => Call::PrepareDecode { rows, shapes: plan.shapes.as_slice().into(), writes_draft },
+        };
+        self.note(&call, &Given::Plan(Arc::clone(&plan)), None);
         Ok(plan)
     }
 }

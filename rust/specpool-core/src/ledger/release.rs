@@ -4,7 +4,7 @@
 use super::Ledger;
 use crate::error::{Error, Result};
 use crate::ids::Row;
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::state::group::Fence;
 use crate::verb::Verb;
 
@@ -38,7 +38,7 @@ impl Ledger {
     pub fn trim(&mut self, row: Row, len: i32) -> Result<i32> {
         self.gate()?;
         let resolved = self.cut(row, len, Verb::Trim)?;
-        self.note(&Event::Cut { verb: Verb::Trim, row, len, resolved });
+        self.note(&Call::Trim { row: row.0, length: len }, &Given::Length(resolved), None);
         Ok(resolved)
     }
 
@@ -79,7 +79,7 @@ impl Ledger {
         self.rows.set_checkpoint(row, Some(resolved));
         self.set_idle(row, true);
         self.drop_orphan_copies(Verb::EndTurn);
-        self.note(&Event::Cut { verb: Verb::EndTurn, row, len, resolved });
+        self.note(&Call::EndTurn { row: row.0, length: len }, &Given::Length(resolved), None);
         Ok(resolved)
     }
 
@@ -88,7 +88,7 @@ impl Ledger {
     /// # Errors
     /// [`Error::Shape`] when the row is not admitted.
     pub fn retract(&mut self, row: Row) -> Result<()> {
-        self.give_back(row, Verb::Retract)
+        self.give_back(row, &Call::Retract { row: row.0 })
     }
 
     /// Takes everything from a row whose request is done.
@@ -96,7 +96,7 @@ impl Ledger {
     /// # Errors
     /// [`Error::Shape`] when the row is not admitted.
     pub fn finish(&mut self, row: Row) -> Result<()> {
-        self.give_back(row, Verb::Finish)
+        self.give_back(row, &Call::Finish { row: row.0 })
     }
 
     /// Takes everything from a row whose request was given up.
@@ -104,15 +104,15 @@ impl Ledger {
     /// # Errors
     /// [`Error::Shape`] when the row is not admitted.
     pub fn abort(&mut self, row: Row) -> Result<()> {
-        self.give_back(row, Verb::Abort)
+        self.give_back(row, &Call::Abort { row: row.0 })
     }
 
-    fn give_back(&mut self, row: Row, verb: Verb) -> Result<()> {
+    fn give_back(&mut self, row: Row, call: &Call<'_>) -> Result<()> {
         self.gate()?;
         let row = self.rows.check_live(row.0)?;
         self.check_give_back(row)?;
-        self.drop_row(row, verb)?;
-        self.note(&Event::GiveBack { verb, row });
+        self.drop_row(row, call.verb())?;
+        self.note(call, &Given::Nothing(()), None);
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use super::Ledger;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, ceil_align};
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::memory::{copied, room, with_room};
 use crate::state::group::{Columns, GroupState};
 use crate::state::page_copy::{PageCopy, TailCopy};
@@ -141,7 +141,7 @@ impl Ledger {
         let prefix = self.next_prefix;
         self.next_prefix += 1;
         self.prefixes.push((prefix, Prefix { len: length, drafted: self.rows.drafted[at].min(length), pages }));
-        self.note(&Event::PinPrefix { row, len, prefix });
+        self.note(&Call::PinPrefix { row: row.0, length: len }, &Given::Prefix(prefix), None);
         Ok(prefix)
     }
 
@@ -165,7 +165,7 @@ impl Ledger {
                 released.map_err(|record| self.page_error(at, record))?;
             }
         }
-        self.note(&Event::ReleasePrefix { prefix });
+        self.note(&Call::ReleasePrefix { prefix }, &Given::Nothing(()), None);
         Ok(())
     }
 
@@ -216,8 +216,8 @@ impl Ledger {
             let page = |column: usize| pages.held[if column < sinks { column } else { column - first + sinks }];
             starts.push(Self::start(group, evicted, len, page)?);
         }
-        let row = self.new_row(starts, (len, drafted.min(len)), tag, 0, Verb::Admit)?;
-        self.note(&Event::Admit { prefix, len, row, tag });
+        let row = self.new_row(starts, (len, drafted.min(len)), tag, 0, Verb::AdmitOn)?;
+        self.note(&Call::AdmitOn { prefix, length: Some(len) }, &Given::Row(row), tag);
         Ok(row)
     }
 
@@ -258,7 +258,7 @@ impl Ledger {
             let whole = i64::from(len) / group.page_size * group.page_size;
             group.protected[at] = group.protected[at].max(whole as i32);
         }
-        self.note(&Event::Fork { parent, row, tag });
+        self.note(&Call::Fork { row: parent.0 }, &Given::Row(row), tag);
         Ok(row)
     }
 

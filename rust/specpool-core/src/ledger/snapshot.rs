@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::Ledger;
 use crate::error::{Error, Result};
 use crate::ids::Row;
-use crate::log::event::Event;
+use crate::log::call::Call;
 use crate::memory::{copied, with_room};
 use crate::verb::Verb;
 
@@ -48,7 +48,7 @@ impl Ledger {
         self.snapshots += 1;
         let number = self.snapshots;
         state.snapshots = number;
-        self.note(&Event::Snapshot { number });
+        self.note_snapshot(&Call::Snapshot {}, number);
         Ok(Snapshot { state, number, log: self.recorder.log_identity().cloned() })
     }
 
@@ -127,7 +127,7 @@ impl Ledger {
         self.index = index;
         self.feed.iter_mut().for_each(|feed| feed.cut_all(&self.rows.resolved));
         self.next_prefix = self.next_prefix.max(state.next_prefix);
-        self.note(&Event::Restore { number: snapshot.number });
+        self.note_snapshot(&Call::Restore {}, snapshot.number);
         Ok(())
     }
 

@@ -8,7 +8,7 @@ use super::Ledger;
 use super::share::{Prefix, PrefixPages, pages_of};
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, ceil_align};
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::memory::{room, with_room};
 use crate::verb::Verb;
 
@@ -77,7 +77,7 @@ impl Ledger {
         self.next_prefix += 1;
         self.prefixes.push((prefix, Prefix { len, drafted: self.rows.drafted[at].min(len), pages }));
         self.drop_row(row, Verb::Export)?;
-        self.note(&Event::Export { row, prefix });
+        self.note(&Call::Export { row: row.0 }, &Given::Prefix(prefix), None);
         Ok(prefix)
     }
 
@@ -126,7 +126,7 @@ impl Ledger {
         }
         self.rows.set_resolved(row, len);
         self.rows.drafted[row.at()] = drafted;
-        self.note(&Event::ImportRow { len, drafted, row, tag });
+        self.note(&Call::ImportRow { length: len, drafted_len: drafted }, &Given::Row(row), tag);
         Ok(row)
     }
 
