@@ -54,8 +54,8 @@ class RanksTally:
 
     def add(self, other: RanksTally) -> None:
         """Add another tally's counts."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 class SimRank:
@@ -135,17 +135,17 @@ class SimRank:
     def state(self) -> Any:
         """Return all that must be the same on all ranks after a record."""
         scheduler = self.scheduler
-        waiting = sorted(each.request_id for each in scheduler.requests() if not each.row)
+        waiting = sorted(request.request_id for request in scheduler.requests() if not request.row)
         return (
             self.ledger.digest,
             [
-                (each.request_id, each.row, len(each.tokens), each.tokens[-1])
-                for each in scheduler.running
+                (request.request_id, request.row, len(request.tokens), request.tokens[-1])
+                for request in scheduler.running
             ],
             waiting,
             [
-                (each.number, len(each.tokens), each.tokens[-1:])
-                for each in scheduler.conversations.open.values()
+                (conversation.number, len(conversation.tokens), conversation.tokens[-1:])
+                for conversation in scheduler.conversations.open.values()
             ],
         )
 
@@ -292,10 +292,14 @@ class RanksSimulation:
 
     def _come_and_go(self, first: SimRank) -> None:
         rng, scheduler = self._rng, first.scheduler
-        self._live = [each for each in self._live if each.finish_reason is None]
+        self._live = [request for request in self._live if request.finish_reason is None]
         conversations = first.scheduler.conversations
-        busy = {each.conversation.number for each in self._live if each.conversation}
-        idle = [each for number, each in conversations.open.items() if number not in busy]
+        busy = {request.conversation.number for request in self._live if request.conversation}
+        idle = [
+            conversation
+            for number, conversation in conversations.open.items()
+            if number not in busy
+        ]
         if rng.random() < _COME and len(self._live) < 12:
             conversation = rng.choice([None, *idle])
             request = self._request(first, conversation)
@@ -304,7 +308,11 @@ class RanksSimulation:
                 self._live.append(request)
                 self.tally.requests += 1
                 self.tally.turns_of_sessions += conversation is not None
-                idle = [each for each in idle if each is not conversation]
+                idle = [
+                    open_conversation
+                    for open_conversation in idle
+                    if open_conversation is not conversation
+                ]
         if self._live and rng.random() < _ABORT:
             scheduler.abort(rng.choice(self._live))
             self.tally.aborts += 1
@@ -399,8 +407,8 @@ def _result(step: Step, shapes: list[Shape]) -> StepResult:
     plan, tokens = step.plan, list[list[int]]()
     for lane, request in enumerate(step.requests):
         if step.is_decode:
-            most = shapes[int(plan.shapes[lane])].max_accept_len
-            count = 1 + _dice(request.seed, len(request.tokens)) % most
+            max_accept_len = shapes[int(plan.shapes[lane])].max_accept_len
+            count = 1 + _dice(request.seed, len(request.tokens)) % max_accept_len
         else:
             count = int(_is_done(plan, lane, request))
         start = len(request.tokens)
