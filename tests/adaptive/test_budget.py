@@ -377,7 +377,7 @@ def a_turn(scheduler: Scheduler, correct: int) -> list[np.ndarray]:
         lens = np.array([1 + min(correct, each) for each in steps], np.int32)
         done = [step.is_decode or r.prefilled_len >= r.prefill_len for r in step.requests]
         tokens = [[7] * n if is_done else [] for n, is_done in zip(lens, done, strict=True)]
-        scheduler.take_over(step, StepResult(tokens, lens, [False] * lanes))
+        scheduler.take_over(step, StepResult.of_lanes(tokens))
         if step.is_decode:
             found.append(plan.shapes.copy())
     return found

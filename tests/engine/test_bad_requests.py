@@ -266,9 +266,7 @@ def run(scheduler: Scheduler, most_turns: int = 200) -> None:
     for _ in range(most_turns):
         for step in scheduler.schedule():
             scheduler.launch(step)
-            batch = len(step.requests)
-            tokens = [[7]] * batch
-            scheduler.take_over(step, StepResult(tokens, np.ones(batch, np.int32), [False] * batch))
+            scheduler.take_over(step, StepResult.of_lanes([[7]] * len(step.requests)))
         if not scheduler.requests():
             return
     raise AssertionError("a livelock")
@@ -334,7 +332,7 @@ def test_a_request_is_queued_once(when):
             scheduler.cancel(step)
         else:
             scheduler.launch(step)
-            scheduler.take_over(step, StepResult([[7]], np.ones(1, np.int32), [False]))
+            scheduler.take_over(step, StepResult.of_lanes([[7]]))
     run(scheduler)
     assert [first.finish_reason, second.finish_reason] == [
         "abort" if when == "ended" else "length",

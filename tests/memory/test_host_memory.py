@@ -164,7 +164,8 @@ def test_a_text_that_was_on_the_host_is_the_same(monkeypatch, draft, shape, para
             requests = scheduler.running
             if turn % 4 == 2 and len(requests) > 1:
                 for request in requests[turn // 4 % 2 : 2]:
-                    handle = tier.offload(request.row)
+                    handle = tier.save(request.row)
+                    engine.ledger.retract(request.row)
                     assert handle is not None and handle.length == len(request.tokens) - 1
                     away[request] = handle
                     scheduler._reclaim.requeue(request)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -181,10 +182,13 @@ def test_scenario_44_admission_by_length_keeps_requests_out(targets, monkeypatch
 
     assert most_running() == 2
 
-    def by_length(ledger: Any, lo: int, hi: int, shape: int) -> list[int]:
-        return [-(-(hi + 1) // group.page_size) for group in ledger.groups]
+    def by_length(needs: page_needs.PageNeeds, lens: Any, shapes: Any) -> Any:
+        ledger = needs._ledger
+        hi = np.minimum(lens + needs._headroom, ledger.max_context_len - 1)
+        sizes = np.array([group.page_size for group in ledger.groups])
+        return -(-(hi[:, None] + 1) // sizes)[:, None].repeat(shapes.shape[1], axis=1)
 
-    monkeypatch.setattr(page_needs, "row_pages", by_length)
+    monkeypatch.setattr(page_needs.PageNeeds, "of_each", by_length)
     assert most_running() == 1
 
 

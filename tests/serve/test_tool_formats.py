@@ -50,9 +50,9 @@ def units(pieces):
     ]
 
 
-def read(pieces, cuts, formats, **more):
+def read(pieces, cuts, formats, thinks=False, **more):
     """Push the pieces, cut at these units; returns content, names and arguments."""
-    tools = ToolCalls(ChatRequest.model_validate(ASK | more), formats)
+    tools = ToolCalls(ChatRequest.model_validate(ASK | more), formats, thinks=thinks)
     every = units(pieces)
     bounds = [0, *cuts, len(every)]
     content, told = "", []
@@ -125,6 +125,32 @@ def test_text_before_and_behind_a_call_is_content(name):
         check(family, behind, content.rstrip() + " and so on", calls, every=False)
     blank = family.answer("\n", [call("get_weather", PARIS)])
     check(family, blank, "", calls, every=False)
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_within_thoughts_is_content_unless_they_never_end(name):
+    """A model may weigh a call and not make it; one that forgets to end its thoughts makes it."""
+    family = ALL[name]
+    formats = formats_of(family.template)
+    called = family.answer("", [call("get_weather", PARIS)])
+    after = family.answer("", [call("stop-it", {})])
+    for begin, thinks in (("\n<think>\nIs ", False), ("Is ", True)):
+        thought = [(begin, False), *called, (" right? No.\n</think>\n\n", False)]
+        for rest, calls in (([("No.", False)], []), (after, [["stop-it", {}]])):
+            pieces = [*thought, *rest]
+            num = len(units(pieces))
+            whole = read(pieces, [], formats, thinks)
+            expected = visible(thought) + "No." if not calls else visible(thought).rstrip()
+            assert (whole[0], [[n, json.loads(a)] for n, a in whole[1]]) == (expected, calls)
+            for cuts in (range(1, num), *([cut] for cut in range(0, num, 5))):
+                assert read(pieces, cuts, formats, thinks) == whole
+        pieces = [(begin, False), *called]
+        whole = read(pieces, [], formats, thinks)
+        assert (whole[0], json.loads(whole[1][0][1])) == (begin.rstrip(), PARIS)
+        num = len(units(pieces))
+        for cuts in (range(1, num), *([cut] for cut in range(0, num, 5))):
+            assert read(pieces, cuts, formats, thinks) == whole
 
 
 @pytest.mark.sample(12)
@@ -246,7 +272,9 @@ def test_no_split_of_any_text_changes_what_is_read(data):
     some = st.integers(0, len(text)).flatmap(
         lambda start: st.integers(start, len(text)).map(lambda end: text[start:end])
     )
-    marks = st.sampled_from([mark for each in FORMATS for mark in each.marks] + ["</think>", "\n"])
+    marks = st.sampled_from(
+        [mark for each in FORMATS for mark in each.marks] + ["</think>", "<think>", "\n"]
+    )
     pieces = family.pieces("".join(data.draw(st.lists(some | marks | TEXT, max_size=5))))
     formats = data.draw(st.sampled_from([FORMATS, formats_of(family.template)]))
     num = len(units(pieces))

@@ -94,10 +94,10 @@ def bench_generate(
     plot: Plot = None,
 ) -> None:
     """Compare drafting, plain decoding on pages, and transformers' own generate."""
-    from specpool.cli.bench import Job, generate
+    from specpool.cli.bench import GenerateBenchJob, generate
 
     generate(
-        Job(
+        GenerateBenchJob(
             target=target,
             draft=draft,
             shape=shape,
@@ -126,9 +126,9 @@ def bench_serve(
     plot: Plot = None,
 ) -> None:
     """Drive an OpenAI server with a seeded trace: times, goodput and accept length."""
-    from specpool.cli.bench_serve.command import Job, run
+    from specpool.cli.bench_serve.command import ServeBenchJob, run
 
-    run(Job(**asdict(server), **asdict(requests), **asdict(goal), json=json, plot=plot))
+    run(ServeBenchJob(**asdict(server), **asdict(requests), **asdict(goal), json=json, plot=plot))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -160,10 +160,10 @@ def deploy(
 
     --host and --port are those of Serve's proxies.
     """
-    from specpool.cli.deploy import Job, run
+    from specpool.cli.deploy import DeployJob, run
 
     run(
-        Job(
+        DeployJob(
             replicas=replicas,
             gpus=gpus,
             cpus=cpus,

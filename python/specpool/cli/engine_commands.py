@@ -99,10 +99,10 @@ def generate(
     json: Json = False,
 ) -> None:
     """Generate texts, and print them as they come."""
-    from specpool.cli.generate.generate import Job, run
+    from specpool.cli.generate.generate import GenerateJob, run
 
     run(
-        Job(
+        GenerateJob(
             **asdict(models),
             **asdict(place),
             prompts=prompts.given(),
@@ -169,10 +169,10 @@ def chat(
 
     A target without a chat template, such as the embedded one, goes on with the text as it is.
     """
-    from specpool.cli.chat import Job, run
+    from specpool.cli.chat import ChatJob, run
 
     run(
-        Job(
+        ChatJob(
             **asdict(models),
             **asdict(place),
             system=system,
@@ -238,14 +238,14 @@ def serving(
         ),
     ] = None,
     checks: CheckOptions,
-) -> Any:  # a `Job` of `specpool.cli.serve`
+) -> Any:  # a `ServeJob`
     """Serve a model to OpenAI's clients, with a page to talk to; without options the embedded pair.
 
     It listens on this machine alone unless --host says otherwise.
     """
-    from specpool.cli.serve import Job
+    from specpool.cli.serve import ServeJob
 
-    return Job(
+    return ServeJob(
         **asdict(models),
         **asdict(place),
         shape=shape,
@@ -313,10 +313,10 @@ def tune(
     plot: Plot = None,
 ) -> None:
     """Find the draft shapes that are worth it on a model and its prompts, by batch size."""
-    from specpool.cli.tune import BATCHES, Job, run
+    from specpool.cli.tune import BATCHES, TuneJob, run
 
     run(
-        Job(
+        TuneJob(
             **asdict(models),
             **asdict(place),
             prompts=prompts.given(),

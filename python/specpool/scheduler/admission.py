@@ -94,7 +94,7 @@ class Admission:
         """
         state = self._state
         ledger, needs = state.ledger, state.needs
-        pages = needs.of_each(state.running.lens[rows], shapes)
+        pages = needs.of_each(state.running.lens[rows], shapes).astype(np.int32)
         pages -= pages[:, :1]
         free = needs.num_pages - self._claimed()
         for group in range(len(ledger.groups)):  # pages that others hold, such as sessions
@@ -108,38 +108,41 @@ class Admission:
         """Return the pages of all running rows' next rounds, int64 [num_groups]. O(rows)."""
         state = self._state
         ledger, lens = state.ledger, state.running.lens
+        groups = range(len(ledger.groups))
         rows = np.flatnonzero(lens)
-        claimed = state.needs.of_all(lens[rows], state.running.shapes[rows]).astype(np.int64)
-        for g in range(len(ledger.groups)):
-            if not state.in_flight:  # then only copies that wait for a step fence pages
-                claimed[g] += ledger.fenced_pages(g)
-            if ledger.shared_pages(g):
-                claimed[g] -= self._shared_twice(g, rows)
+        claimed = state.needs.of_all(lens[rows], state.running.shapes[rows])
+        if not state.in_flight:  # then only copies that wait for a step fence pages
+            claimed += [ledger.fenced_pages(g) for g in groups]
+        num_shared = [ledger.shared_pages(g) for g in groups]
+        if any(num_shared):
+            claimed -= np.where(num_shared, self._shared_twice(rows, num_shared), 0)
         return claimed
 
-    def _shared_twice(self, g: int, rows: Int64) -> int:
+    def _shared_twice(self, rows: Int64, num_shared: list[int]) -> Int64:
         """Return how many pages of these running rows a sum over the rows counts too often.
 
         It is negative if there are shared pages that none of the rows holds, as those of a pin.
+        `num_shared` are the shared pages of each group; the result is int64 [num_groups].
         """
-        ledger, size = self._state.ledger, self._state.ledger.groups[g].page_size
-        evicted = ledger.evicted_len(g) // size
-        sinks = np.minimum(-(-ledger.groups[g].sink // size), evicted)
-        protected = -(-ledger.protected_len(g) // size)
-        shared = np.maximum(protected - evicted, 0) + np.minimum(protected, sinks)
+        ledger = self._state.ledger
+        _, shared = ledger.held_pages(rows)
+        repeated: Int64 = shared.sum(axis=0) - num_shared
         # Idle rows give their pages back when they are needed. A turn that has not prepared its
         # first step is still counted as idle; then it is not known whose the pages are.
-        num_idle, reclaimable = 0, ledger.reclaimable_pages(g)
-        if reclaimable and not ledger.idle[rows].any():
-            own = np.maximum(ledger.allocated_len(g) // size - evicted + sinks - shared, 0)
-            num_idle = max(reclaimable - int(own[ledger.idle].sum()), 0)
-        return int(shared[rows].sum()) - (ledger.shared_pages(g) - num_idle)
+        if ledger.idle.any() and not ledger.idle[rows].any():
+            idle_held, idle_shared = ledger.held_pages(np.flatnonzero(ledger.idle))
+            unshared = (idle_held - idle_shared).sum(axis=0)
+            reclaimable = [ledger.reclaimable_pages(g) for g in range(len(ledger.groups))]
+            repeated += np.maximum(reclaimable - unshared, 0)
+        return repeated
 
     def _own_row(self, request: Request) -> tuple[int, int] | None:
         """Take the idle row of the request's conversation, unless the prefix cache has more.
 
-        Return the row and its number of tokens with KV, or None. A cut row goes back to the
-        beginning of a page that is shared; a hit ends at any token.
+        A cut row goes back to the beginning of a page that is shared; a hit ends at any token.
+
+        Returns:
+            The row and its number of tokens with KV, or None.
         """
         state = self._state
         start = state.conversations.take(request)

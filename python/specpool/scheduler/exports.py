@@ -122,7 +122,7 @@ class Exports:
 
     def _of_row(self, row: int) -> RowExport:
         ledger = self._state.ledger
-        prefix = ledger.export(row)
+        prefix = self._state.rows.export(row)
         self._prefixes.add(prefix)
         pages = tuple(ledger.prefix_pages(prefix, g)[1] for g in range(len(ledger.groups)))
         return RowExport(

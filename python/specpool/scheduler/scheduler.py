@@ -32,7 +32,7 @@ from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.exports import Exports
 from specpool.scheduler.prefill import Prefill
 from specpool.scheduler.reclaim import Reclaim
-from specpool.scheduler.request import Request, TokenLogprob
+from specpool.scheduler.request import Request, TokenLogprob, flags_of_forward
 from specpool.scheduler.rows import costing_speed
 from specpool.scheduler.state import State
 from specpool.scheduler.step import Step, StepResult
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from specpool.adaptive import Controller
 
 
-_Lane = tuple[Request, list[int], list[TokenLogprob] | None]
+# A lane of a result: its request, tokens, accept length and log probabilities.
+_Lane = tuple[Request, list[int], int, list[TokenLogprob] | None]
 
 
 class Scheduler:
@@ -257,68 +258,89 @@ class Scheduler:
                 except BaseException as error:
                     self._reclaim.fault(request, error)
             return
+        accept_len = result.accept_len
         if is_decode:
-            num_new, shapes = result.accept_len, plan.shapes[alive]
-            num_drafts = self.counts.round(num_new, shapes)
+            shapes = plan.shapes[alive]
+            num_drafts = self.counts.round(accept_len, shapes)
             for lane, (request, num) in enumerate(zip(requests, num_drafts, strict=True)):
                 request.num_drafts += num
                 if request.forced:
-                    self.counts.forced(len(request.forced), int(num_new[lane]) - 1)
-            self.round_shapes.learn(step.choice, shapes, num_new, requests)
+                    self.counts.forced(len(request.forced), int(accept_len[lane]) - 1)
+            self.round_shapes.learn(step.choice, shapes, accept_len, requests)
             if state.ledger.overlap_depth:
-                state.running.accept_len[rows] = num_new
+                state.running.accept_len[rows] = accept_len
         else:
-            num_new = np.array([bool(new) for new in result.tokens], np.int32)
-            self.counts.prefill(plan.start, plan.new_len, num_new)
+            self.counts.prefill(plan.start, plan.new_len, accept_len)
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
                 with costing_speed():
                     self.prefix_cache.index(request, end)
                 if request.siblings and end == request.prefill_len - 1 and not request.tainted:
                     self._admission.fork(request)
-        may_end = state.running.grow(rows, num_new)
+        at_limit = state.running.grow(rows, accept_len)
         lanes: Iterable[_Lane]
         if is_decode and result.logprobs is None and self._is_promising is None:
-            lanes = self._append(requests, result.tokens, may_end)
+            lanes = self._append(requests, result, may_end=at_limit | result.not_finite)
         else:
-            entries_of = result.logprobs or repeat(None, len(requests))
-            lanes = zip(requests, result.tokens, entries_of, strict=True)
-        for request, new, entries in lanes:
+            lanes = zip(
+                requests,
+                result.tokens.tolist(),
+                accept_len.tolist(),
+                result.logprobs or repeat(None, len(requests)),
+                strict=True,
+            )
+        for request, tokens, length, logprobs in lanes:
             try:
-                self._give(request, new, entries, is_decode)
+                self._give(request, tokens, length, logprobs, is_decode=is_decode)
             except BaseException as error:
                 self._reclaim.fault(request, error)
         if state.config.trims_rounds and is_decode:
             self._trim(requests)
 
     def _append(
-        self, requests: list[Request], tokens: list[list[int]], may_end: list[bool]
+        self, requests: list[Request], result: StepResult, *, may_end: npt.NDArray[np.bool_]
     ) -> list[_Lane]:
         """Take over a round's tokens of lanes that need nothing else; return the other lanes.
 
         This is the fast path: it runs for every row of every round, and most rows end here.
         """
         others: list[_Lane] = []
-        for request, new, ends in zip(requests, tokens, may_end, strict=True):
+        for request, tokens, accept_len, ends in zip(
+            requests,
+            result.tokens.tolist(),
+            result.accept_len.tolist(),
+            may_end.tolist(),
+            strict=True,
+        ):
+            new = tokens[:accept_len]
             if (
                 ends
-                or new[-1] < 0
                 or request.watch is not None
                 or request.matcher is not None
                 or not request.stop_ids.isdisjoint(new)
             ):
-                others.append((request, new, None))
+                others.append((request, tokens, accept_len, None))
             else:
-                if not request.forwards:
-                    request.times.first_token = time.perf_counter()
-                request.forwards.append(len(new))  # first: see `Request.append`
+                request.accept_lens.append(accept_len)  # tokens last: see `Request.append`
+                request.draft_flags += flags_of_forward(accept_len)
                 request.tokens += new
         return others
 
     def _give(
-        self, request: Request, new: list[int], entries: list[TokenLogprob] | None, is_decode: bool
+        self,
+        request: Request,
+        tokens: list[int],
+        accept_len: int,
+        logprobs: list[TokenLogprob] | None,
+        *,
+        is_decode: bool,
     ) -> None:
-        """Give a request its new tokens, and end it if they finish it."""
-        request.append(new, entries, is_decode)
+        """Give a request the first `accept_len` tokens, and end it if they finish it."""
+        if accept_len:
+            request.append(
+                tokens[:accept_len],
+                accept_len=accept_len if is_decode else None,
+                logprobs=logprobs,
+            )
         if request.shape_index and (self._is_promising or request.matcher):
             drafts = self._is_promising is None or self._is_promising(request)
             self.round_shapes.look_ahead(request, drafts)

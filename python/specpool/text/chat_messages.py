@@ -12,6 +12,12 @@ from specpool.errors import ConfigError
 
 Message = Mapping[str, Any]
 
+#: Stands within each name of a token that a tool's result spells, which may not become that token.
+#: It is a lone surrogate, which no valid text has.
+SEAM = "\udfff"
+
+#: The roles of messages with a tool's result.
+RESULT_ROLES = frozenset({"tool", "function", "ipython", "tool_results", "observation"})
 #: How Mistral's templates look at a call's id: they refuse those that are not of nine characters.
 _NINE = re.compile(r"\|\s*length\s*(?:!=|==|<)\s*9\b")
 #: Kimi's templates show a call's id alone, which must hold the function's name and a number.
@@ -76,6 +82,36 @@ def prepared(
             copy["content"] = [{"type": "text", "text": copy.get("content", "")}]
         copies.append(copy)
     return _with_kimi_ids(copies) if _KIMI in template else copies
+
+
+def with_seams(
+    messages: Sequence[Message], template: str, added: Mapping[str, bool]
+) -> list[dict[str, Any]]:
+    """Return copies of messages in which no tool's result has the name of a control token.
+
+    A web page or a file could otherwise end its message and begin one of the system's. Each name
+    has a `SEAM` behind its first character, at which the rendered chat is cut before it is
+    tokenized. Control tokens are special, or stand in the template.
+
+    Args:
+        messages: plain data; each content is a string.
+        template: Jinja.
+        added: the tokenizer's added tokens by their names, each with whether it is special.
+    """
+    names = [
+        name
+        for name, special in added.items()
+        if len(name) > 1 and name.strip() and (special or name in template)
+    ]
+    if not names:
+        return [dict(message) for message in messages]
+    starts = re.compile(f"(?=(?:{'|'.join(map(re.escape, names))}))(.)", re.DOTALL)
+    return [
+        {**message, "content": starts.sub(rf"\1{SEAM}", message["content"])}
+        if message.get("role") in RESULT_ROLES
+        else dict(message)
+        for message in messages
+    ]
 
 
 def _call(call: Any, has_objects: bool) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from specpool.checks import shown
 from specpool.errors import ConfigError
 from specpool.serve.api.errors import ApiError, bad
-from specpool.serve.api.requests import ChatRequest, Generation, Tool
+from specpool.serve.api.requests import ChatRequest, GenerationBody, Tool
 from specpool.text.structured.grammar import Grammar
 
 _KINDS = {
@@ -33,7 +33,7 @@ _FIELDS = {
 _OPTIONS = {"disable_any_whitespace", "disable_fallback"}
 
 
-def grammar_of(request: Generation) -> Grammar | None:
+def grammar_of(request: GenerationBody) -> Grammar | None:
     """Return the form of the text, which several fields or a forced tool can give; None = any.
 
     Raises:
@@ -53,12 +53,12 @@ def grammar_of(request: Generation) -> Grammar | None:
         raise bad(str(error), name) from None
 
 
-def form_field(request: Generation) -> str | None:
+def form_field(request: GenerationBody) -> str | None:
     """Return the field that says what the text must be; None = there is none."""
     return next((name for name, *_ in _forms(request)), None)
 
 
-def _forms(request: Generation) -> list[tuple[str, str, Any]]:
+def _forms(request: GenerationBody) -> list[tuple[str, str, Any]]:
     others = [(name, kind, getattr(request, name)) for name, kind in _FIELDS.items()]
     given = [part for part in others if _is_given(part[1], part[2])]
     return given + [
@@ -116,7 +116,7 @@ def _of_outputs(given: dict[str, Any] | None) -> tuple[str, Any] | None:
     return _KINDS[name], value
 
 
-def _of_tools(request: Generation) -> tuple[str, Any] | None:
+def _of_tools(request: GenerationBody) -> tuple[str, Any] | None:
     """Return the schema of the call that `tool_choice` forces."""
     if not isinstance(request, ChatRequest):
         return None

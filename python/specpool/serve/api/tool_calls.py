@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from specpool.serve.api.requests import ChatRequest
 from specpool.serve.api.structured import forced_tool, tools_of, wants_call
-from specpool.serve.api.tool_formats import FORMATS, OBJECT_HEAD, THOUGHTS_END, Format
+from specpool.serve.api.tool_formats import (
+    FORMATS,
+    OBJECT_HEAD,
+    THOUGHTS_BEGIN,
+    THOUGHTS_END,
+    Format,
+)
 from specpool.serve.api.tool_values import json_of_gemma, json_of_keywords, json_of_tag, types_of
 
 if TYPE_CHECKING:
@@ -53,12 +59,21 @@ class ToolCalls:
     A forced function's whole text is its arguments. If any function must be called, no text is
     content. Otherwise calls are read in the formats of `tool_formats`, anywhere in the text; those
     without a mark only at its begin or behind thoughts.
+    A call within thoughts is content, unless the thoughts never end.
     A call's arguments are output as they come, once its name is known to be one of the request's.
     Everything else is content. Special tokens are read, but are not part of any output.
     """
 
-    def __init__(self, request: ChatRequest, formats: Sequence[Format] = FORMATS) -> None:
-        """Read an answer to this request, of a model that writes its calls in these formats."""
+    def __init__(
+        self, request: ChatRequest, formats: Sequence[Format] = FORMATS, *, thinks: bool = False
+    ) -> None:
+        """Read an answer to this request.
+
+        Args:
+            request: the request.
+            formats: how the model writes its calls.
+            thinks: the text begins within the model's thoughts.
+        """
         forced = forced_tool(request)
         # A text in the form of `response_format` is content, even if it looks like a call.
         is_content = (request.response_format or {}).get("type", "text") != "text"
@@ -73,6 +88,7 @@ class ToolCalls:
         self._at = 0  # where the object or the arguments of the call begin in the held text
         self._is_begin = True  # nothing but blanks has come, or nothing else behind thoughts
         self._is_fresh = False  # nothing but blanks has come since a call
+        self._thinks = thinks  # the text is within thoughts
         self._end, self._num_seen = JsonEnd(), 0
         self._is_wrapped = False  # the arguments are within the call's object
         self._name = ""  # of the function that is called
@@ -126,6 +142,10 @@ class ToolCalls:
         starts = [(m, form) for form in self._formats if (m := self._find(form, last)) is not None]
         thoughts = THOUGHTS_END.search(held, self._seen, partial=not last)
         places = [m.start() for m, _ in starts] + ([thoughts.start()] if thoughts else [])
+        if self._is_begin and not self._thinks:
+            begin = THOUGHTS_BEGIN.match(held, len(held) - len(held.lstrip()), partial=not last)
+            self._thinks = begin is not None and not begin.partial
+            places += [begin.start()] if begin is not None and begin.partial else []
         certain = min([*places, len(held)])
         whole = [pair for pair in starts if pair[0].start() == certain and not pair[0].partial]
         if whole:
@@ -133,11 +153,13 @@ class ToolCalls:
             content_len = len(held[:certain].rstrip())
             self._content += self._cut(content_len)
             self._is_begin = self._is_fresh = False
+            if self._thinks:
+                self._num_seen, self._state = 0, self._thought
+                return True
             self._enter(match, match.end() - content_len)
             return True
         if thoughts and not thoughts.partial and thoughts.start() == certain:
-            self._content += self._cut(thoughts.end())
-            self._is_begin, self._is_fresh = True, False
+            self._end_thoughts(thoughts.end())
             return True
         self._seen = certain
         num = len(held) if last else len(held[:certain].rstrip())
@@ -147,6 +169,23 @@ class ToolCalls:
         if not is_blank or (last and not self._is_fresh):
             self._content += self._cut(num)
         return False
+
+    def _thought(self, last: bool) -> bool:
+        """Hold back a call within thoughts: it is content if they end, else it is one."""
+        end = THOUGHTS_END.search(self._held, self._num_seen, partial=not last)
+        is_whole = end is not None and not end.partial
+        if end is not None and is_whole:
+            self._end_thoughts(end.end())
+        self._num_seen = len(self._held) if end is None else end.start()
+        if not is_whole and not last:
+            return False
+        self._thinks, self._seen, self._state = False, 0, self._text
+        return True
+
+    def _end_thoughts(self, num: int) -> None:
+        """Output thoughts, up to their end behind `num` held characters."""
+        self._content += self._cut(num)
+        self._thinks, self._is_begin, self._is_fresh = False, True, False
 
     def _call(self, last: bool) -> bool:
         """Read a call's object, up to its arguments, or all of it."""

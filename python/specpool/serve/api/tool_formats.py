@@ -30,6 +30,8 @@ OBJECT_HEAD = regex.compile(
     rf'\{{{_W}(?:"(?:type|id|tool_call_id)"{_W}:{_W}"[\w-]{{0,64}}"{_W},{_W}){{0,3}}'
     rf'"(?:tool_)?name"{_W}:{_W}"{_NAME}"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W}(?=\{{)'
 )
+#: A model's thoughts begin a text, or are begun at a prompt's end.
+THOUGHTS_BEGIN = regex.compile(r"<(?:seed:)?think>|\[THINK\]")
 #: Behind a model's thoughts a text begins anew.
 THOUGHTS_END = regex.compile(r"</(?:seed:)?think>|\[/THINK\]")
 

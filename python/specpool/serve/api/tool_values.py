@@ -12,6 +12,8 @@ from urllib.parse import unquote
 
 #: What parsers raise for texts that they cannot read, also for those that are nested too deep.
 _UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
+#: References of a schema that are followed: each may lead to the next.
+_MOST_REFS = 64
 _WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None}
 #: What Gemma writes on both sides of a string.
 _GEMMA_QUOTE = re.compile(r'<\|"\|>|<escape>')
@@ -41,7 +43,7 @@ def _types(schema: object, root: object, refs: set[str]) -> set[str]:
         for choice in choices if isinstance(choices, list) else ():
             types |= _types(choice, root, refs)
     ref = schema.get("$ref")
-    if not types and isinstance(ref, str) and ref not in refs:
+    if not types and isinstance(ref, str) and ref not in refs and len(refs) < _MOST_REFS:
         refs.add(ref)
         types |= _types(_referred(ref, root), root, refs)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
