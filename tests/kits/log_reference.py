@@ -1,4 +1,4 @@
-"""A second reader of event logs, written from docs/event_log.md alone; its table of events is the page's."""
+"""A second reader of event logs, written from docs/event_log.md, whose table it reads."""
 
 from __future__ import annotations
 
