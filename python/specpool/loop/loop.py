@@ -320,9 +320,8 @@ class Loop:
         ran = steps if runs_here else before
         alone = len(ran) == len(steps) == 1 and steps[0].choice is not None
         if alone and (choice := ran[0].choice) is not None:
-            observe, plan = self.scheduler.round_shapes.observe, ran[0].plan
-            shapes, lens = plan.shapes, plan.start
-            self.inputs.measured(lambda told: observe(choice, shapes, told, lens), seconds)
+            observe, shapes = self.scheduler.round_shapes.observe, ran[0].plan.shapes
+            self.inputs.measured(lambda taken: observe(choice, shapes, taken), seconds)
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests of a failed forward, after taking over all steps launched before it."""

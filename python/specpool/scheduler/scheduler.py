@@ -82,13 +82,8 @@ class Scheduler:
         self._ledger, self.config, self._is_promising = ledger, config, is_promising
         self._is_starved = False  # a round found no pages: freed pages are for it alone
         self.counts = Counts(ledger.shapes)
-        self.round_shapes = RoundShapes(
-            ledger.shapes,
-            ledger.num_rows + 1,
-            controller,
-            config.forced_shape,
-            lens=ledger.resolved_len,
-        )
+        num_rows = ledger.num_rows + 1
+        self.round_shapes = RoundShapes(ledger.shapes, num_rows, controller, config.forced_shape)
         self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.page_choices)
         self._waiting = Waiting(shares_prompts=config.shares_prompts)
         running = Running(ledger, self.round_shapes, reads_tokens=config.reads_tokens)
