@@ -67,9 +67,10 @@ class Return:
         self._feed(row, 0)
         ledger.trim(row, self._num_tokens)
         start = time.perf_counter()
-        handle = self._tier.offload(row)
+        handle = self._tier.save(row)
         self._synchronize()
         seconds = time.perf_counter() - start
+        ledger.retract(row)
         if handle is None:
             raise CorruptState(f"{self._num_tokens} tokens have no room on an empty host")
         for g, group in enumerate(ledger.groups):  # or they would be found where they were
@@ -121,8 +122,9 @@ def _run(engine: Engine, request: Request, row: int, new_len: int) -> list[int]:
     engine.cache.apply_delta(plan.step)
     engine.cache.copy_pages(plan.page_copies)
     (pending,) = engine.core.worker.run([Step(plan, [request])])
-    (tokens,) = pending.result().tokens
+    result = pending.result()
     engine.ledger.complete(plan.step)
+    tokens: list[int] = result.tokens[0, : result.accept_len[0]].tolist()
     return tokens
 
 

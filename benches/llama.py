@@ -24,7 +24,6 @@ from specpool.shape_names import name_of
 
 PROMPT = 4096  # tokens of a prompt that is timed
 BATCH, CONTEXT = 64, 1500  # of decoding
-LEAST_PREFILL, MOST_TRAFFIC = 0.9, 1.2  # the targets: of transformers' speed, of the live KV
 
 
 @dataclass(frozen=True, slots=True)

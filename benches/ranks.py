@@ -24,7 +24,7 @@ import torch.distributed as dist
 from specpool.cli.results import Result as Figure
 from specpool.cli.results import machine, report
 from specpool.ranks.group import Ranks
-from specpool.ranks.record import Record, Result
+from specpool.ranks.record import Record, StepTokens
 
 _TOKENS = 4  # accepted by each row
 
@@ -82,7 +82,7 @@ def _record(number: int, rows: int, arrivals: int) -> Record:
     calls: list[list[Any]] = [
         ["submit", {"request_id": i, "tokens": list(range(512))}] for i in range(arrivals)
     ]
-    return Record(number, number * 77, [*calls, ["turn"]], [Result(number, tokens)])
+    return Record(number, number * 77, [*calls, ["turn"]], [StepTokens(number, tokens)])
 
 
 def _measure(ranks: Ranks, rows: int, job: Job) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from specpool.assets import corpus
 from specpool.checks import check_int
-from specpool.cli.bench_serve.drive import How, Record, drive
+from specpool.cli.bench_serve.drive import How, RequestRecord, drive
 from specpool.cli.bench_serve.http import Caller
 from specpool.cli.bench_serve.trace import Item
 from specpool.cli.options import checks
@@ -75,11 +75,11 @@ def server(command: Sequence[str]) -> Iterator[Caller]:
 
 def ask(
     caller: Caller, prompts: list[str], tokens: int, streams: int
-) -> tuple[list[Record], float]:
+) -> tuple[list[RequestRecord], float]:
     """Send the prompts, so many at once; returns what each got, and the seconds."""
     items = [Item(prompt, tokens, 0.0) for prompt in prompts]
 
-    async def run() -> tuple[list[Record], float]:
+    async def run() -> tuple[list[RequestRecord], float]:
         found = await drive(caller, items, HOW, concurrency=streams, seconds=MOST_SECONDS)
         caller.close()
         return found
@@ -186,7 +186,7 @@ def _places(own: Caller, beside: Caller, texts: Texts, tokens: int, repeats: int
     A thread delivers late and then much at once, which flatters the time per token: look at the
     time to the first token and to the end too.
     """
-    kinds: dict[str, Callable[[Record], float]] = {
+    kinds: dict[str, Callable[[RequestRecord], float]] = {
         "time to first token": lambda r: (r.first or 0.0) - r.due,
         "time per token": lambda r: r.per_token or 0.0,
         "time to the end": lambda r: r.last - r.due,

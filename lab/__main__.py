@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -206,6 +207,21 @@ def ancestry(
             json=json,
         )
     )
+
+
+@app.command()
+def house(
+    root: Annotated[
+        Path, typer.Option(help="The checkout. [default: the one that this command is in]")
+    ] = Path(__file__).parents[1],
+    verb: Annotated[
+        str, typer.Option(help="Count the source files that name this verb of the ledger.")
+    ] = "end_turn",
+) -> None:
+    """Print the sizes of a checkout: lines, files and words, rooms, and names that stand twice."""
+    from lab.house import house as run
+
+    run(root=root, verb=verb)
 
 
 def main() -> None:

@@ -47,8 +47,8 @@ def compare(job: AncestryJob) -> None:
     shape = parse_shape("--shape", job.shape)
     if shape.topk == 1:
         raise ConfigError(
-            f"shape {job.shape} must be a tree, topk above 1: in a chain both ancestries are the "
-            "same"
+            f"shape must be a tree, topk above 1, got {job.shape}: in a chain both ancestries are "
+            "the same"
         )
     check_int("num_prompts", job.num_prompts, 1, 1 << 16)
     check_int("num_tokens", job.num_tokens, 1, 1 << 20)

@@ -4,10 +4,9 @@
 
 use libfuzzer_sys::fuzz_target;
 use specpool_check::decode::{OP_BYTES, decode};
-use specpool_check::op::apply;
 use specpool_check::scene::Scene;
 use specpool_check::soak::{Rng, random_config};
-use specpool_core::Ledger;
+use specpool_core::{Ledger, Snapshots};
 
 const MOST_CALLS: usize = 100;
 
@@ -18,7 +17,7 @@ fuzz_target!(|data: &[u8]| {
     for code in ops.chunks(OP_BYTES).take(MOST_CALLS) {
         scene.read(&ledger);
         let state = ledger.state_hash();
-        if apply(&mut ledger, &decode(code, &scene)).is_err() {
+        if decode(code, &scene).run(&mut ledger, None, &mut Snapshots::default()).is_err() {
             assert_eq!(ledger.state_hash(), state, "a refused call has changed the ledger");
         }
     }

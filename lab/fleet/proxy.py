@@ -19,14 +19,12 @@ class SimProxy(Node):
     Attributes:
         version: of the list that it has; 0 = none yet.
         replicas: the replicas of that list.
-        was_cut: a partition has kept lists from it.
     """
 
     def __init__(self, world: World, name: str, settings: FleetSettings) -> None:
         super().__init__(world, name)
         self.version = 0
         self.replicas: Mapping[str, SimReplica] = {}
-        self.was_cut = False
         self._routing = Routing(world.random.getrandbits(32))
         self._settings = settings
         self._loads: dict[str, int] = {}

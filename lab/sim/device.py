@@ -159,10 +159,9 @@ class SimDevice:
                 forward.texts, plan.new_len.tolist(), forward.has_ended, strict=True
             ):
                 tokens.append([text.tokens[end]] if has_ended else [])
-        flags = [False] * len(plan)
         if not_finite and tokens[0]:
-            tokens[0][-1], flags[0] = -1, True
-        return StepResult(tokens, forward.accept_len.astype(np.int32), flags)
+            tokens[0][-1] = -1
+        return StepResult.of_lanes(tokens)
 
     def fail(self, step: int) -> None:
         """Fail the step's forward, also for lanes that have run."""

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import numpy as np
-
 from lab.sim.device import BrokenLaw
 from lab.sim.settings import Settings
 from specpool._core import Plan, Shape
@@ -404,8 +402,7 @@ def _result(step: Step, shapes: list[Shape]) -> StepResult:
             count = int(_is_done(plan, lane, request))
         start = len(request.tokens)
         tokens.append([_dice(request.seed, start + i + 1) % _VOCAB for i in range(count)])
-    accept_len = np.array([len(lane) for lane in tokens], np.int32)
-    return StepResult(tokens, accept_len, [False] * len(tokens))
+    return StepResult.of_lanes(tokens)
 
 
 def _is_done(plan: Plan, lane: int, request: Request) -> bool:

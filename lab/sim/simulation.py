@@ -280,7 +280,7 @@ class Simulation:
         for request, not_finite in zip(step.requests, result.not_finite, strict=True):
             if not_finite and request.request_id in self._watches:
                 self._watches[request.request_id].may_end.add("error")
-        self._note(f"step {step.plan.step} gives {[len(tokens) for tokens in result.tokens]}")
+        self._note(f"step {step.plan.step} gives {result.accept_len.tolist()}")
         pinning = [(r, self._pins.lines(r)) for r in step.requests if r.wants_pin and r.row]
         samples = [sibling for request in step.requests for sibling in request.siblings]
         try:

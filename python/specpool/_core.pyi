@@ -1318,6 +1318,43 @@ class Ledger:
         Raises:
             ShapeError: not `0 <= lo <= hi < max_context_len`, or the shape is unknown.
         """
+    def pages_ahead(
+        self, lens: _IntArray, shapes: _IntArray | int, growth: int
+    ) -> NDArray[np.int64]:
+        """Return the pages of each group that rows need for their next round, [n, num_groups].
+
+        Row i holds `lens[i]` tokens, grows by up to `growth` more, and then has a round of shape
+        `shapes[i]`; one index stands for all rows. The lengths need not be those of rows of the
+        ledger. Pages that a row shares count as its own. A full group gives `pages_needed` of the
+        roots `[len, len + growth]`, cut to the context. A window group gives the most that the row
+        holds without the chunk of an extend, because one extend at a time runs for all rows.
+
+        Cost: O(n * groups).
+
+        Raises:
+            ShapeError: `growth` is below 0, a length is not in [0, max_context_len), a shape is
+                unknown, or there are not as many shapes as lengths.
+        """
+    def held_pages(self, rows: _IntArray) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the pages of each group that rows hold, and how many of them are shared.
+
+        Both are [n, num_groups]. Two rows may hold the same shared page; `shared_pages` counts it
+        once.
+
+        Cost: O(num_rows + n * groups).
+
+        Raises:
+            ShapeError: a row is not admitted, or is named twice.
+        """
+    def tail_pages(self, length: int) -> NDArray[np.int64]:
+        """Return the pages of each group that `length` tokens fill only in part, 0 or 1 each.
+
+        A row that begins with as many tokens of another one's text copies these pages. The array
+        is [num_groups].
+
+        Raises:
+            ShapeError: `length` is below 0.
+        """
     def prepare_decode(
         self, rows: _IntArray, shapes: _IntArray | int, *, writes_draft: bool = True
     ) -> Plan:

@@ -307,7 +307,7 @@ def a_turn(scheduler: Scheduler, correct: int) -> list[np.ndarray]:
         lens = np.array([1 + min(correct, each) for each in steps], np.int32)
         done = [step.is_decode or r.prefilled_len >= r.prefill_len for r in step.requests]
         tokens = [[7] * n if is_done else [] for n, is_done in zip(lens, done, strict=True)]
-        scheduler.take_over(step, StepResult(tokens, lens, [False] * lanes))
+        scheduler.take_over(step, StepResult.of_lanes(tokens))
         if step.is_decode:
             found.append(plan.shapes.copy())
     return found
@@ -335,7 +335,7 @@ def test_admission_counts_the_narrowest_shape() -> None:
             pages, free = spare
             assert (pages[:, 0] == 0).all()
             assert 0 <= free[0] < pages[:, 3].sum()
-            assert free[0] <= scheduler._ledger.free_pages(0)
+            assert free[0] <= scheduler.state.ledger.free_pages(0)
         for shapes in a_turn(scheduler, 0):
             widths.append(shapes)
             assert scheduler.num_running <= 8
@@ -351,7 +351,7 @@ def test_width_gives_way_before_a_row_does() -> None:
     scheduler.submit(a_request(scheduler, 1))
     for _ in range(6):
         a_turn(scheduler, 3)
-    ledger = scheduler._ledger
+    ledger = scheduler.state.ledger
     others = [ledger.admit(f"other {i}") for i in range(4)]
     for row in others:  # hold all pages but a few, behind the scheduler's back
         free = ledger.free_pages(0)

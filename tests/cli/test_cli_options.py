@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -267,7 +268,7 @@ OTHERS = [
         "--allow-host: names protect a",
     ),
     (["lab", "sim", "--rounds", "5", "--turns", "5"], "--rounds and --turns both say"),
-    (["lab", "ancestry", "--shape", "3"], "--shape 3 must be a tree, topk above 1"),
+    (["lab", "ancestry", "--shape", "3"], "--shape must be a tree, topk above 1, got 3"),
     (["lab", "sim", "--check", "3"], "--check must be an integer in [0, 2], got 3"),
 ]
 TRAIN = [
@@ -407,6 +408,24 @@ def test_every_option_has_help(capsys):
             assert words in "".join(out.split()), f"{name} {param.name}"
             num_options += 1
     assert num_options > 150
+
+
+def test_the_help_of_generate_begins_with_what_a_newcomer_needs(capsys):
+    _, out, _ = call(capsys, "generate", "--help")
+    sections = dict(re.findall(r"^(\w[\w ]+):\n((?:  .*\n?)+)", out, re.MULTILINE))
+    assert [*sections] == [
+        *("Options", "Prompts", "Sampling", "Form of the text", "Model", "Drafts", "Memory"),
+        *("Scheduling", "Advanced"),
+    ]
+    named = {
+        title: re.findall(r"^  (?:-\w, )?--([\w-]+)", text, re.M)
+        for title, text in sections.items()
+    }
+    assert named["Options"] == [
+        *("target", "draft", "prompt", "prompt-file", "device", "temperature", "max-new-tokens"),
+        *("out", "force", "compare", "json", "help"),
+    ]
+    assert named["Advanced"][:3] == ["placement", "policy", "layout"]
 
 
 def test_the_list_of_commands_is_not_cut(capsys):

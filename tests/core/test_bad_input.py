@@ -79,6 +79,9 @@ VERBS: dict[str, tuple[Callable[[Busy], tuple], tuple[str, ...]]] = {
     "prepare_decode": (lambda b: ([b.ready], [1]), ("rows", "shapes")),
     "tokens_required": (lambda b: ([b.ready], [1]), ("rows", "shapes")),
     "pages_needed": (lambda b: (3, 9, 1), ("length", "length", "shape")),
+    "pages_ahead": (lambda b: ([3], [1], 4), ("row lengths", "shapes", "length")),
+    "held_pages": (lambda b: ([b.ready],), ("some rows",)),
+    "tail_pages": (lambda b: (9,), ("length",)),
     "launch": (lambda b: (b.prepared,), ("step",)),
     "resolve": (lambda b: (b.launched, [1]), ("step", "accept_lens")),
     "complete": (lambda b: (b.launched,), ("step",)),
@@ -119,6 +122,8 @@ WRONG = {
     "page": [0, -1, 61, 2**31 - 1],
     "any row": [],
     "rows": [[0], [-1], [6], [7], [2**31 - 1], [1, 1], [1, 2, 1], []],
+    "some rows": [[0], [-1], [6], [7], [2**31 - 1], [1, 1], [1, 2, 1]],
+    "row lengths": [[], [12, 13], [-1], [-(2**31)], [64], [2**31 - 1]],
     "lengths": [[], [12, 13], [9], [0], [-1], [-(2**31)], [65], [2**31 - 1]],
     "shapes": [[], [1, 1], [-1], [2], [2**31 - 1]],
     "accept_lens": [[], [1, 1], [0], [5], [-1], [2**31 - 1]],
@@ -129,6 +134,7 @@ WRONG = {
     "salt": [b"x" * 257, b"x" * (1 << 20)],
 }
 ARRAYS = {"lent", "pages", "rows", "lengths", "shapes", "accept_lens", "tokens", "any tokens"}
+ARRAYS |= {"some rows", "row lengths"}
 NO_ARRAYS = [
     None,
     1,
@@ -372,7 +378,7 @@ def test_a_closed_ledger_refuses_every_verb_and_stays_readable():
     queries = {verb for verb in VERBS if "group" in VERBS[verb][1] or "any row" in VERBS[verb][1]}
     queries -= {"release_lent"}
     queries |= {"match_prefix", "tokens_required", "pages_needed", "prefix_len", "check_quiet"}
-    queries |= {"prefix_drafted_len"}
+    queries |= {"prefix_drafted_len", "pages_ahead", "held_pages", "tail_pages"}
     assert refused == set(calls) - queries
     assert (ledger.state_hash(), lengths.tolist()) == (before, resolved)
     assert table[busy.ready, 0] != 0

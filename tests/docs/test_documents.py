@@ -118,7 +118,6 @@ def test_json_blocks_are_what_the_text_says(document):
 
 # Commands that take most of a minute; their own tests run them at smaller sizes.
 SLOW = (
-    "specpool generate\nspecpool replay run.log",
     "specpool generate\nspecpool inspect engine.log",
     "specpool tune --candidates none",
     "benches reserve --trace",

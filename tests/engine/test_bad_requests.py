@@ -266,9 +266,7 @@ def run(scheduler: Scheduler, most_turns: int = 200) -> None:
     for _ in range(most_turns):
         for step in scheduler.schedule():
             scheduler.launch(step)
-            batch = len(step.requests)
-            tokens = [[7]] * batch
-            scheduler.take_over(step, StepResult(tokens, np.ones(batch, np.int32), [False] * batch))
+            scheduler.take_over(step, StepResult.of_lanes([[7]] * len(step.requests)))
         if not scheduler.requests():
             return
     raise AssertionError("a livelock")
@@ -277,7 +275,7 @@ def run(scheduler: Scheduler, most_turns: int = 200) -> None:
 def test_a_row_that_cannot_grow_alone_ends_with_the_numbers():
     """The row fits alone, as `fits` has checked, but others hold the pages."""
     scheduler = scheduler_of()
-    ledger = scheduler._ledger
+    ledger = scheduler.state.ledger
     other = ledger.admit("somebody else")
     plan = ledger.prepare_extend([other], [20])
     ledger.launch(plan.step)
@@ -304,13 +302,13 @@ def test_no_request_that_fits_is_exhausted_by_pins(shape):
         scheduler.submit(pin)
         run(scheduler)
         assert pin.pin is not None
-    assert len(scheduler._ledger.prefixes) == 2
+    assert len(scheduler.state.ledger.prefixes) == 2
     late = request(3, prompt_len=16, max_len=32, shape=shape)
     scheduler.submit(late)
     run(scheduler)
     assert (late.finish_reason, late.error) == ("length", None)
     scheduler.pins.drop_all()
-    assert scheduler._ledger.free_pages(0) == 13
+    assert scheduler.state.ledger.free_pages(0) == 13
 
 
 # --- who is who ----------------------------------------------------------------------------------
@@ -334,13 +332,13 @@ def test_a_request_is_queued_once(when):
             scheduler.cancel(step)
         else:
             scheduler.launch(step)
-            scheduler.take_over(step, StepResult([[7]], np.ones(1, np.int32), [False]))
+            scheduler.take_over(step, StepResult.of_lanes([[7]]))
     run(scheduler)
     assert [first.finish_reason, second.finish_reason] == [
         "abort" if when == "ended" else "length",
         "length",
     ]
-    assert scheduler._ledger.free_pages(0) == 10
+    assert scheduler.state.ledger.free_pages(0) == 10
 
 
 def test_engine_numbers_are_unique_and_an_unknown_one_is_refused(target):

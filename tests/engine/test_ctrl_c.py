@@ -12,11 +12,11 @@ import torch
 
 from conftest import assert_no_page_leaked
 from interrupter import FILES, FOLDER, Interrupter
-from scheduler_loop import parts_with_ledger
+from scheduler_loop import put_ledger
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams
 from specpool.draft import NgramDrafter
 from specpool.engine.output import Chunk
-from specpool.scheduler.reclaim import Ends
+from specpool.scheduler.reclaim import Reclaim
 from specpool.worker.results import PendingStep
 
 PARAMS = SamplingParams(max_new_tokens=5, ignore_eos=True)
@@ -274,7 +274,7 @@ def test_ctrl_c_at_every_line_of_an_order_takes_it_back(engines, prepare, call):
 
 
 def test_who_was_over_when_ctrl_c_came_has_no_error(engines, monkeypatch):
-    engine, end, reasons = engines["device"], Ends.end, []
+    engine, end, reasons = engines["device"], Reclaim.end, []
     (wanted,) = engine.generate([[*TEXT, 1]], PARAMS)
 
     def late(self, request, reason):
@@ -283,7 +283,7 @@ def test_who_was_over_when_ctrl_c_came_has_no_error(engines, monkeypatch):
             raise KeyboardInterrupt
         end(self, request, reason)
 
-    monkeypatch.setattr(Ends, "end", late)
+    monkeypatch.setattr(Reclaim, "end", late)
     kept = Kept(engine)
     number = kept.submit(1)
     with pytest.raises(KeyboardInterrupt):
@@ -363,9 +363,9 @@ def test_whoever_lacks_memory_in_a_step_the_engine_goes_on(engines, monkeypatch,
             result = PendingStep.result
             patch.setattr(PendingStep, "result", lambda self: failing(result)(self))
         else:
-            for each in parts_with_ledger(engine.core.scheduler):
-                patch.setattr(each, "_ledger", Ledger())
+            put_ledger(engine.core.scheduler, Ledger())
         outputs = engine.generate([TEXT] * 2, PARAMS)  # the second waits for the row
+    put_ledger(engine.core.scheduler, engine.ledger)
     assert outputs[0].finish_reason == "error"
     assert outputs[0].error.endswith(f"{type(error).__name__}: {error}")
     assert outputs[1].token_ids == wanted.token_ids

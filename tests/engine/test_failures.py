@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import assert_no_page_leaked
 from interrupter import FOLDER, Interrupter
-from scheduler_loop import parts_with_ledger
+from scheduler_loop import put_ledger
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
 from specpool.assets import corpus, resolve
 from specpool.draft import BlockDrafter, DraftTree, EagleDrafter, ScriptedDrafter
@@ -100,15 +100,14 @@ VERBS = (
 def test_ctrl_c_at_any_verb_leaves_a_working_engine(target, texts, verb, when, countdown):
     engine = Engine(target, eagle(target), config=CONFIG)
     ledger = engine.ledger
-    callers = (*parts_with_ledger(engine.core.scheduler), engine.cache)
     engine.ledger = InterruptedLedger(ledger, verb, when, countdown)
-    for caller in callers:
-        caller._ledger = engine.ledger
+    put_ledger(engine.core.scheduler, engine.ledger)
+    engine.cache._ledger = engine.ledger
     with pytest.raises(KeyboardInterrupt):
         engine.generate(*JOB)
     engine.ledger = ledger
-    for caller in callers:
-        caller._ledger = ledger
+    put_ledger(engine.core.scheduler, ledger)
+    engine.cache._ledger = ledger
     assert_no_page_leaked(engine)
     assert tokens_of(engine.generate(*JOB)) == texts
     assert_no_page_leaked(engine)

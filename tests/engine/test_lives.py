@@ -18,7 +18,7 @@ import pytest
 from conftest import assert_no_page_leaked
 from interrupter import Interrupter
 from lossless import Comparison, Reference
-from scheduler_loop import parts_with_ledger
+from scheduler_loop import put_ledger
 from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool.config import EngineConfig
 from specpool.draft import EagleDrafter, NgramDrafter
@@ -109,10 +109,8 @@ class Life:
             if owner is not None:
                 setattr(owner, name, self._failing(getattr(owner, name), name))
         self._target, self._owners = target, [(target, "forward")]
-        scheduler = self.engine.core.scheduler
         ledger = _Ledger(self.engine.ledger, self)
-        for holder in parts_with_ledger(scheduler):
-            holder._ledger = ledger
+        put_ledger(self.engine.core.scheduler, ledger)
         self.engine.core.loop.busy_check._ledger = ledger
 
     def _failing(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -166,7 +166,7 @@ def test_ctrl_c_between_the_queues_loses_no_request(at, monkeypatch):
     """Admission and retraction move a request from one queue to the other: it is in neither."""
     with Engine.from_pretrained(max_context_len=256, num_pages=16, headroom=0) as engine:
         scheduler, told = engine.core.scheduler, []
-        owner = scheduler._running if at == "start" else scheduler._waiting
+        owner = scheduler.state.running if at == "start" else scheduler.state.waiting
         for prompt in ("a" * 40, "b" * 40):
             params = SamplingParams(max_new_tokens=120, ignore_eos=True)
             engine.submit(prompt, params, on_item=lambda number, item: told.append(item))

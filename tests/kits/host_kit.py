@@ -173,8 +173,9 @@ class World:
 
     def offload(self, row: int) -> Handle | None:
         """Offload the row; everything that it gives back is overwritten at once."""
-        handle = self.tier.offload(row)
+        handle = self.tier.save(row)
         if handle is not None:
+            self.ledger.retract(row)
             self.away[handle] = self.kv.pop(row)
             self.scribble()
         return handle

@@ -221,7 +221,6 @@ class Fleet:
         self.num_turns = self.num_lost = self.num_left = 0
         self.tasks: set[asyncio.Task] = set()
         self.failures: list[BaseException] = []
-        self.is_stormy = True
 
     def spawn(self, work):
         task = asyncio.ensure_future(work)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +66,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {"num_key_value_heads": 2, "head_dim": 8},
     "Llama": {"num_key_value_heads": 2},
 }
-
-
-@dataclass(frozen=True)
-class Parts:
-    """An MTP layer's tensors under plain names."""
-
-    projection: torch.Tensor
-    token_norm: torch.Tensor
-    hidden_norm: torch.Tensor
-    final_norm: torch.Tensor
 
 
 def write(folder: Path, family: str, layout: str, *, seed: int = 0, **changes: Any) -> Path:

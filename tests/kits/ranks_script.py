@@ -374,7 +374,7 @@ def _planted(kind: str, record: int) -> None:
 
     def planted(self: Follower, data: bytes) -> bool:
         goes_on = apply(self, data)
-        inputs, ledger = self._inputs, self._scheduler._ledger
+        inputs, ledger = self._inputs, self._scheduler.state.ledger
         if inputs.num_records == record:
             if kind == "admit":
                 ledger.admit("planted")

@@ -6,7 +6,7 @@ import dataclasses
 
 from lab.sim.device import SimHost
 from specpool.scheduler.conversations import Conversations
-from specpool.scheduler.reclaim import Ends
+from specpool.scheduler.reclaim import Reclaim
 from specpool.scheduler.request import Request
 from specpool.scheduler.rows import HostHandles
 from specpool.scheduler.scheduler import Scheduler
@@ -20,14 +20,14 @@ def keep_the_overshoot(patch):
 
 def forget_the_last_token(patch):
     """sgl#22651: a turn that finishes with a round in flight is one token short."""
-    end = Ends.end
+    end = Reclaim.end
 
     def short(self, request, reason):
         end(self, request, reason)
         if reason == "length" and request.conversation is not None:
             del request.conversation.tokens[-1:]
 
-    patch.setattr(Ends, "end", short)
+    patch.setattr(Reclaim, "end", short)
 
 
 def take_a_partial_turn_for_a_checkpoint(patch):
@@ -99,8 +99,8 @@ def give_idle_rows_back_at_an_interrupt(patch):
         owned = [(row, c) for row, c in self.conversations.rows() if self.conversations.owns(row)]
         recover(self, why)
         for row, conversation in owned:
-            if self._ledger.is_live(row):
-                self._ledger.abort(row)
+            if self.state.ledger.is_live(row):
+                self.state.ledger.abort(row)
             conversation.row = row
 
     patch.setattr(Scheduler, "recover", forgetful)

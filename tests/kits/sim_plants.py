@@ -15,7 +15,7 @@ from specpool.memory.host.tier import HostTier
 from specpool.scheduler.pins import Pins
 from specpool.scheduler.prefix_cache import PrefixCache
 from specpool.scheduler.queues import Running, Waiting
-from specpool.scheduler.reclaim import Ends, Room
+from specpool.scheduler.reclaim import Reclaim
 from specpool.scheduler.request import Request
 from specpool.scheduler.round_shapes import RoundShapes
 from specpool.scheduler.scheduler import Scheduler
@@ -39,11 +39,11 @@ def lie(patch, **methods) -> None:
 
 def drop_a_retracted_request(patch):
     def requeue(self, request):
-        self._running.remove(request)
-        self._running.leave(request)
-        self.num_retracted += 1
+        self._state.running.remove(request)
+        self._state.running.leave(request)
+        self._state.num_retracted += 1
 
-    patch.setattr(Room, "requeue", requeue)
+    patch.setattr(Reclaim, "requeue", requeue)
 
 
 def admit_the_last_first(patch):
@@ -54,27 +54,28 @@ def admit_the_last_first(patch):
 
 
 def put_the_retracted_behind(patch):
-    requeue = Room.requeue
+    requeue = Reclaim.requeue
 
     def behind(self, request):
         requeue(self, request)
-        self._waiting.remove(request)
-        self._waiting.tidy()
-        heapq.heappush(self._waiting._orders, (1 << 40, request.request_id))
-        self._waiting._requests[request.request_id] = request
+        waiting = self._state.waiting
+        waiting.remove(request)
+        waiting.tidy()
+        heapq.heappush(waiting._orders, (1 << 40, request.request_id))
+        waiting._requests[request.request_id] = request
 
-    patch.setattr(Room, "requeue", behind)
+    patch.setattr(Reclaim, "requeue", behind)
 
 
 def retract_the_first(patch):
     def make_room(self):
-        victim = next(iter(self._running))
-        if len(self._running) > 1:
-            self._rows.before_release(victim)
-            self._rows.retract(victim.row)
+        victim = next(iter(self._state.running))
+        if len(self._state.running) > 1:
+            self.before_release(victim)
+            self._state.rows.retract(victim.row)
             self.requeue(victim)
 
-    patch.setattr(Room, "make", make_room)
+    patch.setattr(Reclaim, "make_room", make_room)
 
 
 def retract_without_draining(patch):
@@ -82,25 +83,26 @@ def retract_without_draining(patch):
 
     def hasty(self):
         steps = schedule(self)
-        if not steps and self._room.in_flight and len(self._running) > 1 and self._is_starved:
-            self._room.make()
+        state = self.state
+        if not steps and state.in_flight and len(state.running) > 1 and self._is_starved:
+            self._reclaim.make_room()
         return steps
 
     patch.setattr(Scheduler, "schedule", hasty)
 
 
 def keep_the_row_of_who_ended(patch):
-    end = Ends.end
+    end = Reclaim.end
 
     def leaky(self, request, reason):
         if reason == "stop":
             request.finish_reason = reason
-            self._running.remove(request)
-            self._running.leave(request)
+            self._state.running.remove(request)
+            self._state.running.leave(request)
         else:
             end(self, request, reason)
 
-    patch.setattr(Ends, "end", leaky)
+    patch.setattr(Reclaim, "end", leaky)
 
 
 def give_tokens_to_dropped_lanes(patch):
@@ -108,9 +110,9 @@ def give_tokens_to_dropped_lanes(patch):
 
     def careless(self, step, result):
         dropped = [
-            (request, tokens)
-            for i, (request, tokens) in enumerate(zip(step.requests, result.tokens, strict=True))
-            if self._ledger.epoch[step.plan.rows[i]] != step.plan.epochs[i]
+            (request, result.tokens[i, : result.accept_len[i]].tolist())
+            for i, request in enumerate(step.requests)
+            if self.state.ledger.epoch[step.plan.rows[i]] != step.plan.epochs[i]
         ]
         take_over(self, step, result)
         for request, tokens in dropped:
@@ -148,20 +150,20 @@ def end_everybody_at_a_fault(patch):
 
     def broad(self, step, error):
         fail(self, step, error)
-        for request in list(self._running):
-            self._ends.end(request, "error")
+        for request in list(self.state.running):
+            self._reclaim.end(request, "error")
 
     patch.setattr(Scheduler, "fail", broad)
 
 
 def forget_the_text_at_retraction(patch):
-    requeue = Room.requeue
+    requeue = Reclaim.requeue
 
     def forgetful(self, request):
         del request.tokens[request.prompt_len :]
         requeue(self, request)
 
-    patch.setattr(Room, "requeue", forgetful)
+    patch.setattr(Reclaim, "requeue", forgetful)
 
 
 def say_a_token_twice(patch):
@@ -206,7 +208,7 @@ def leave_a_row_out(patch):
     decode = Scheduler._decode
 
     def unfair(self, *chosen):
-        running = self._running
+        running = self.state.running
         row = list(running)[-1].row if running else 0
         kept, running.limits[row] = running.limits[row], 0
         step = decode(self, *chosen)
@@ -221,13 +223,13 @@ def admit_again_before_whom_it_made_room_for(patch):
 
     def hurried(self, *args, **options):
         init(self, *args, **options)
-        requeue = self._room.requeue
+        requeue = self._reclaim.requeue
 
         def at_once(request):
             requeue(request)
             self._is_starved = False
 
-        self._room.requeue = at_once
+        self._reclaim.requeue = at_once
 
     patch.setattr(Scheduler, "__init__", hurried)
 
@@ -237,13 +239,13 @@ def keep_pages_for_nobody(patch):
         while True:
             if not self._is_starved:
                 self._admission.admit()
-            chosen = self.round_shapes.choose(self._running.limits)
-            prepared = self._prefills.chunk(), self._decode(*chosen)
+            chosen = self.round_shapes.choose(self.state.running.limits)
+            prepared = self._prefill.chunk(), self._decode(*chosen)
             steps = [step for step in prepared if step is not None]
-            self._room.in_flight += len(steps)
-            if steps or self._room.in_flight or not self._running:
+            self.state.in_flight += len(steps)
+            if steps or self.state.in_flight or not self.state.running:
                 return steps
-            self._room.make()
+            self._reclaim.make_room()
 
     patch.setattr(Scheduler, "schedule", schedule)
 
@@ -341,21 +343,21 @@ def drop_the_newest_pin(patch):
 
 def retract_before_a_pin_is_dropped(patch):
     def make_room(self):
-        pins = self._pins
-        if len(self._running) > 1:
-            self._pins = ()
+        pins = self._state.pins
+        if len(self._state.running) > 1:
+            self._state.pins = ()
         room(self)
-        self._pins = pins
+        self._state.pins = pins
 
-    room = Room.make
-    patch.setattr(Room, "make", make_room)
+    room = Reclaim.make_room
+    patch.setattr(Reclaim, "make_room", make_room)
 
 
 def drop_pins_without_draining(patch):
     schedule = Scheduler.schedule
 
     def hasty(self):
-        if self._room.in_flight and self.pins and self._is_starved:
+        if self.state.in_flight and self.pins and self._is_starved:
             self.pins.drop_oldest()
         return schedule(self)
 

@@ -122,10 +122,14 @@ class Row:
     verdict: str  # runs, refused, not tried, differs
     note: str = ""  # the reason; of one that runs, what its layers keep
 
+    @property
+    def cell(self) -> str:
+        """The note as a table of the page has it."""
+        return self.note.replace("|", "\\|")
+
     def line(self) -> str:
-        """The row as the page has it."""
-        note = self.note.replace("|", "\\|")
-        return f"| `{self.model_type}` | `{self.class_name}` | {self.verdict} | {note} |"
+        """The row for a person who asked for this type."""
+        return f"{self.model_type} ({self.class_name}): {self.verdict}: {self.note}"
 
 
 def small_config(model_type: str) -> Any:
@@ -289,6 +293,7 @@ def silence() -> Iterator[None]:
 HEAD = """# Which models run
 
 For whoever wants to know before loading whether a model runs.
+
 specpool runs most of the decoders that `AutoModelForCausalLM` of transformers loads, unmodified.
 `make models` has written this page with transformers {version}: it builds each type small, with
 random weights, and compares greedy text over pages, plain and drafted (trees of 4x4x16, chains
@@ -298,37 +303,41 @@ where a state forbids trees), with transformers' own `generate`.
 |---|---|
 {counts}
 
-- **runs**: the texts are equal. The note says what the layers keep: `full` (K and V of all
-  tokens), `window` (of the last tokens), `chunk` (of the query's own chunk), `state` (recurrent).
-  "Keys and values of different width" mostly belong to multi-head latent attention. They are kept
-  as the heads that transformers expands them to, which takes more memory than the latent itself.
-- **refused**: loading ends with the reason in the note, before any memory is taken.
-- **not tried**: no small model of this type could be built. Loading a real one makes the same
-  checks and decides. A type that is not in this table may run as well.
+| verdict | meaning |
+|---|---|
+| runs | The texts are equal. The note says what the layers keep: `full` (K and V of all tokens), \
+`window` (of the last tokens), `chunk` (of the query's own chunk), `state` (recurrent). Multi-head \
+latent attention is kept as the heads that transformers expands it to ("keys and values of \
+different width"). |
+| refused | Loading ends with the reason in the note, before any memory is taken. |
+| not tried | No small model of this type could be built. Loading a real one makes the same checks \
+and decides, also for a type that is not in this table. |
 
-ALiBi (BLOOM, MPT, Falcon with `alibi`) is refused because these models add it to their scores by
-themselves: transformers' `AttentionInterface` does not pass it to an attention function. Encoders
-(BERT) and encoder-decoders (T5) are refused because they do not decode one sequence.
+ALiBi is refused because these models add it to their scores by themselves. Encoders and
+encoder-decoders are refused because they do not decode one sequence.
 
-A folder of a model of text and images or sound is read for its text part alone: the towers and
-projectors are not built, and their weights are not read. This works for types that transformers
-maps to `AutoModelForImageTextToText` or `AutoModelForMultimodalLM` and whose decoder is one that
-runs. A test compares greedy text with the whole model's own `generate` for `gemma3`, `glm4v`,
-`idefics3`, `internvl`, `kimi_k25`, `llava`, `mistral3`, `paligemma`, `qwen2_5_vl`, `qwen2_vl`,
-`qwen3_vl`, `qwen3_vl_moe` and `voxtral`. Others run or are refused by the same checks. A prompt
-with the token that stands for an image is refused.
-
-| type | class | verdict | what it keeps, or why not |
-|---|---|---|---|
+Of a model of text and images or sound the text part alone is read, if transformers maps its type to
+`AutoModelForImageTextToText` or `AutoModelForMultimodalLM` and its decoder runs. Tests compare
+`gemma3`, `glm4v`, `idefics3`, `internvl`, `kimi_k25`, `llava`, `mistral3`, `paligemma`,
+`qwen2_5_vl`, `qwen2_vl`, `qwen3_vl`, `qwen3_vl_moe` and `voxtral` with the whole model's own
+`generate`. A prompt with the token that stands for an image is refused.
 """
 
 
 def page(rows: list[Row]) -> str:
-    """docs/models.md."""
+    """docs/models.md: a table for each verdict, with a row for each note."""
     counted = Counter(row.verdict for row in rows)
     counts = "\n".join(f"| {verdict} | {n} |" for verdict, n in counted.most_common())
-    head = HEAD.format(version=transformers.__version__, counts=counts)
-    return head + "".join(row.line() + "\n" for row in rows)
+    text = HEAD.format(version=transformers.__version__, counts=counts)
+    for verdict, _ in counted.most_common():
+        types: dict[str, list[str]] = {}
+        for row in rows:
+            if row.verdict == verdict:
+                types.setdefault(row.cell, []).append(f"`{row.model_type}`")
+        text += f"\n## {verdict.capitalize()}\n\n| types | note |\n|---|---|\n"
+        for note, names in sorted(types.items(), key=lambda item: -len(item[1])):
+            text += f"| {', '.join(names)} | {note} |\n"
+    return text
 
 
 def main(types: list[str]) -> int:

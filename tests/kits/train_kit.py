@@ -11,7 +11,7 @@ from specpool.assets import resolve
 from specpool.assets.corpus import corpus
 from specpool.train.config import TrainConfig
 from specpool.train.texts import read_rows
-from specpool.train.training import Report, train
+from specpool.train.training import TrainReport, train
 
 
 class Watching:
@@ -55,6 +55,6 @@ def text_file(folder: Path, num_bytes: int = 6000) -> Path:
     return path
 
 
-def run(config: TrainConfig, watcher: Watching | None = None) -> Report:
+def run(config: TrainConfig, watcher: Watching | None = None) -> TrainReport:
     """Train."""
     return train(config, read_rows(config.data), watcher or Watching())

@@ -77,8 +77,15 @@ def admit_by_its_own_clock(rank: SimRank) -> None:
 
 
 def retract_another(rank: SimRank) -> None:
-    running = rank.scheduler._room._running
-    rank.scheduler._room._running = _Reversed(running)  # type: ignore[assignment]
+    make_room, state = rank.scheduler._reclaim.make_room, rank.scheduler.state
+
+    def with_the_first() -> None:
+        running = state.running
+        state.running = _Reversed(running)  # type: ignore[assignment]
+        make_room()
+        state.running = running
+
+    rank.scheduler._reclaim.make_room = with_the_first  # type: ignore[method-assign]
 
 
 class _Reversed:
@@ -97,10 +104,9 @@ class _Reversed:
 
 
 def chunk_by_its_own_length(rank: SimRank) -> None:
-    config = rank.scheduler._prefills._config
-    rank.scheduler._prefills._config = dataclasses.replace(
-        config, prefill_tokens=max(config.prefill_tokens // 2, 1)
-    )
+    state = rank.scheduler.state
+    half = max(state.config.prefill_tokens // 2, 1)
+    state.config = dataclasses.replace(state.config, prefill_tokens=half)
 
 
 def order_by_chance(rank: SimRank) -> None:

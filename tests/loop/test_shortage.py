@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conftest import assert_no_page_leaked
-from scheduler_loop import parts_with_ledger
+from scheduler_loop import put_ledger
 from specpool import Engine, SamplingParams, Shape
 from specpool.errors import OutOfMemory
 
@@ -62,9 +62,7 @@ def short(
     engine: Engine, verb: str, refuses: Callable[[], bool], error: MemoryError = ERROR
 ) -> ShortLedger:
     ledger = ShortLedger(engine.ledger, verb, refuses, error)
-    scheduler = engine.core.scheduler
-    for owner in parts_with_ledger(scheduler):
-        owner._ledger = ledger
+    put_ledger(engine.core.scheduler, ledger)
     return ledger
 
 

@@ -141,7 +141,7 @@ def test_a_text_that_was_on_the_host_is_the_same(monkeypatch, draft, shape, para
         wanted = [output.token_ids for output in engine.generate(prompts, params)]
         tier = HostTier(engine.ledger, HostMemory(engine.ledger, engine.cache, 1 << 24))
         scheduler, away, kept = engine.core.scheduler, {}, []
-        running = scheduler._running
+        running = scheduler.state.running
         start = running.start
 
         def start_where_it_was(request, row, prefilled_len):
@@ -164,10 +164,11 @@ def test_a_text_that_was_on_the_host_is_the_same(monkeypatch, draft, shape, para
             requests = scheduler.running
             if turn % 4 == 2 and len(requests) > 1:
                 for request in requests[turn // 4 % 2 : 2]:
-                    handle = tier.offload(request.row)
+                    handle = tier.save(request.row)
+                    engine.ledger.retract(request.row)
                     assert handle is not None and handle.length == len(request.tokens) - 1
                     away[request] = handle
-                    scheduler._room.requeue(request)
+                    scheduler._reclaim.requeue(request)
                 for group, spec in enumerate(engine.ledger.groups):
                     free = np.flatnonzero(engine.ledger.ownership_map(group)[0] == 0)
                     layers = [i for i, g in enumerate(engine.cache.layer_groups) if g == group]

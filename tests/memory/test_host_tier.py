@@ -275,7 +275,7 @@ def test_the_nth_host_page_refused_changes_nothing(group):
         row, pool = world.admit(21), world.tier._pages[group]
         pool.take(pool.num_free - num_free, 99)
         state = world.state()
-        taken = world.tier.offload(row) is not None
+        taken = world.tier.save(row) is not None
         if not taken:
             assert world.state() == state
             assert world.tier.stats().full_ct == 1
@@ -578,9 +578,9 @@ def test_a_trimmed_handle_gives_back_the_pages_behind_it(sink):
 def test_what_cannot_be_offloaded_or_reloaded_is_said():
     world = World(groups(4))
     with pytest.raises(ShapeError, match="row 3"):
-        world.tier.offload(3)
+        world.tier.save(3)
     empty = world.ledger.admit()
-    assert world.tier.offload(empty) is None
+    assert world.tier.save(empty) is None
     handle = world.offload(world.admit(5))
     with pytest.raises(ShapeError, match=r"start must be in \[0, 5\), got 5"):
         world.tier.next_extend(handle, 5)

@@ -355,7 +355,7 @@ def test_a_row_that_was_cut_is_not_gone_on_from(reference):
         assert engine.ledger.trim(row, length - 2) == length - 2
         request.epoch = int(engine.ledger.epoch[row])
         request.prefilled_len, request.prefill_len = length - 2, len(request.tokens)
-        running = engine.core.scheduler._running
+        running = engine.core.scheduler.state.running
         running.prefilling[row], running.limits[row] = request, 0
         while engine.turn():
             pass
@@ -411,7 +411,7 @@ def tiny():
 def test_it_runs_on_v1_with_a_warning_that_says_why(tiny, caplog):
     with caplog.at_level(logging.WARNING, "specpool"):
         with Engine.from_pretrained(tiny, max_context_len=96) as engine:
-            assert engine.core.scheduler.config.trims_rounds
+            assert engine.core.scheduler.state.config.trims_rounds
     assert "'bamba' has recurrent layers" in caplog.text
     assert "saved before each round and replayed" in caplog.text
     caplog.clear()

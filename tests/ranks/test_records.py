@@ -13,7 +13,7 @@ import pytest
 
 from specpool import Grammar, SamplingParams, Shape
 from specpool.errors import RankError
-from specpool.ranks.record import HEAD_BYTES, MAX_RECORD, Record, Result
+from specpool.ranks.record import HEAD_BYTES, MAX_RECORD, Record, StepTokens
 from specpool.ranks.wire import RankRequest, request_of, wire_of
 from specpool.scheduler.request import Conversation, Request
 
@@ -64,7 +64,7 @@ def _record() -> Record:
         ["forget", b"salt"],
         ["turn"],
     ]
-    results = [Result(9, [[1, 2, 3], [], [-1]]), Result(10, [[5]])]
+    results = [StepTokens(9, [[1, 2, 3], [], [-1]]), StepTokens(10, [[5]])]
     return Record(12, (1 << 64) - 3, inputs, results)
 
 
@@ -137,10 +137,10 @@ def test_a_request_with_a_part_missing_is_refused(name: str) -> None:
 
 
 def test_two_results_that_differ_name_the_lane() -> None:
-    own, other = Result(9, [[1, 2], [3]]), Result(9, [[1, 2], [4]])
+    own, other = StepTokens(9, [[1, 2], [3]]), StepTokens(9, [[1, 2], [4]])
     said = own.difference(other)
     assert said == "lane 1 of step 9 got the tokens [3] here, [4] there"
-    assert own.difference(Result(8, [[1, 2], [3]])) == "step 9 here is step 8 there"
+    assert own.difference(StepTokens(8, [[1, 2], [3]])) == "step 9 here is step 8 there"
 
 
 def test_a_changed_byte_is_always_found() -> None:

@@ -472,10 +472,21 @@ def test_a_session_of_a_key_moves_to_where_routers_look_for_it():
     }
 
 
-def test_a_flood_of_wrong_ids_does_not_wait():
-    own = Replica()
+def test_a_flood_of_wrong_ids_takes_no_session_from_anybody():
+    """Law: whose request cannot wait is not told that its session is lost, but to ask again."""
+    giver, own = Replica("giver", num=1), Replica(num=1)
     own.mover.update(["own"])
-    found = [own.start(own.sessions.reach(f"gone.{i}")) for i in range(300)]
-    assert sum(each == [None] for each in found) == 300 - 256
+    found = [own.start(own.sessions.reach(f"gone.{i}/other")) for i in range(300)]
+    refused = [each[0] for each in found if each]
+    assert len(refused) == 300 - 256
+    assert own.start(own.sessions.reach(own.idents[0])) == [None]  # one that is here
+    assert own.start(own.sessions.reach("no form")) == [None]
+    _, parcel = giver.do(giver.sessions.pack(giver.idents[0]))
+    refused += own.start(own.sessions.reach(parcel.ident))
+    for error in refused:
+        assert error.status == 503 and error.body["error"]["code"] == "session_moving"
+    own.do(own.mover.take_in(parcel))
+    assert own.start(own.sessions.reach(parcel.ident)) == [None]
+    assert own.sessions.find(parcel.ident)
     own.run(WAIT + 1)
-    assert all(each == [None] for each in found)
+    assert sum(each == [None] for each in found) == 256

@@ -298,7 +298,7 @@ GUARDS = [
         48,
         "a release is in the digest",
         "ledger/release.rs::give_back",
-        "        self.note(&Event::GiveBack { verb, row });\n",
+        "        self.note(call, &Given::Nothing(()), None);\n",
         "",
     ),
     guard(
@@ -430,7 +430,7 @@ GUARDS = [
         60,
         "complete is in the digest",
         "ledger/life.rs::complete",
-        "        self.note(&Event::Complete { step });\n",
+        "        self.note(&Call::Complete { step }, &Given::Nothing(()), None);\n",
         "",
     ),
     guard(

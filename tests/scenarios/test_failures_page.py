@@ -11,11 +11,12 @@ PAGE = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
 
 def written() -> dict[str, set[int]]:
     """Each test of a known failure in the suite, and the numbers in its name."""
-    found: dict[str, set[int]] = {}
+    tests: dict[str, set[int]] = {}
+    names = re.compile(r"^def (test_scenario_(\d\d(?:_and_\d\d)*)_\w+)\(", re.MULTILINE)
     for path in TESTS.rglob("test_*.py"):
-        for name in re.findall(r"^def (test_scenario_\w+)\(", path.read_text(), re.MULTILINE):
-            found[name] = {int(number) for number in re.findall(r"_(\d\d)(?=_)", name)}
-    return found
+        for name, numbers in names.findall(path.read_text()):
+            tests[name] = {int(number) for number in numbers.split("_and_")}
+    return tests
 
 
 def listed() -> dict[str, set[int]]:

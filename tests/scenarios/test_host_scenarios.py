@@ -34,10 +34,11 @@ def refused(world: World, row: int, *, guarded: bool) -> bool:
         world.tier.ledger = Hasty(world.ledger)
     state = world.state()
     try:
-        handle = world.tier.offload(row)
+        handle = world.tier.save(row)
     except NotReady:
         assert world.state() == state
         return True
+    world.ledger.retract(row)
     world.away[handle] = world.kv.pop(row)
     world.tier.ledger = world.ledger
     return False
@@ -125,7 +126,8 @@ def test_scenario_45_a_copy_to_the_host_comes_before_the_next_owners_writes(monk
     row = world.admit(9)
     late = Late(monkeypatch)
     owners = [int(world.ledger.page_table(0)[row][0])]
-    handle = world.tier.offload(row)
+    handle = world.tier.save(row)
+    world.ledger.retract(row)
     world.away[handle] = world.kv.pop(row)
     if guarded:
         late.run()  # a stream runs what is enqueued in its order

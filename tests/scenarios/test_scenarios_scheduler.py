@@ -28,7 +28,7 @@ from specpool import Engine, NotReady, OrderError, SamplingParams, ShapeError, S
 from specpool.assets import corpus
 from specpool.memory.page_needs import PageNeeds
 from specpool.scheduler.queues import Running
-from specpool.scheduler.reclaim import Room
+from specpool.scheduler.reclaim import Reclaim
 from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step
@@ -207,7 +207,7 @@ def test_scenario_28_a_retraction_frees_enough_for_the_real_next_round(monkeypat
     Law: Retraction goes on until the next round has its pages; one request may not suffice.
     """
     calls: list[int] = []
-    schedule, make_room = Scheduler.schedule, Room.make
+    schedule, make_room = Scheduler.schedule, Reclaim.make_room
 
     def counted(self):
         calls.append(0)
@@ -218,7 +218,7 @@ def test_scenario_28_a_retraction_frees_enough_for_the_real_next_round(monkeypat
         make_room(self)
 
     monkeypatch.setattr(Scheduler, "schedule", counted)
-    monkeypatch.setattr(Room, "make", room)
+    monkeypatch.setattr(Reclaim, "make_room", room)
     for more in range(9):
         settings = Settings(
             page_sizes=(16,), num_pages=(26 + more,), placement="shared", layout="holey",
@@ -245,7 +245,7 @@ def test_scenario_30_a_step_that_is_not_launched_is_taken_back(guarded):
             loop.scheduler.cancel(step)
         else:
             loop.ledger.cancel(step.plan.step)
-            loop.scheduler._room.in_flight -= 1
+            loop.scheduler.state.in_flight -= 1
         assert loop.ledger.free_pages(0) > before
         assert (loop.ledger.resolved_len[1], loop.ledger.steps()) == (start, [])
         if not guarded:
@@ -269,8 +269,8 @@ def test_scenario_31_a_round_may_need_several_pages(monkeypatch, guarded):
     Law: Admission counts how many pages every row's next round needs.
     """
     if not guarded:
-        needs = PageNeeds.of
-        monkeypatch.setattr(PageNeeds, "of", lambda self, *of: needs(self, *of) * 0 + 1)
+        needs = PageNeeds.of_each
+        monkeypatch.setattr(PageNeeds, "of_each", lambda self, *of: needs(self, *of) * 0 + 1)
     settings = Settings(
         page_sizes=(4,), num_pages=(13,), placement="shared", layout="dense",
         shapes=((8, 1, 9),), max_batch=6, max_context_len=20,

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -181,10 +182,13 @@ def test_scenario_44_admission_by_length_keeps_requests_out(targets, monkeypatch
 
     assert most_running() == 2
 
-    def by_length(ledger: Any, lo: int, hi: int, shape: int) -> list[int]:
-        return [-(-(hi + 1) // group.page_size) for group in ledger.groups]
+    def by_length(needs: page_needs.PageNeeds, lens: Any, shapes: Any) -> Any:
+        ledger = needs._ledger
+        hi = np.minimum(lens + needs._headroom, ledger.max_context_len - 1)
+        sizes = np.array([group.page_size for group in ledger.groups])
+        return -(-(hi[:, None] + 1) // sizes)[:, None].repeat(shapes.shape[1], axis=1)
 
-    monkeypatch.setattr(page_needs, "row_pages", by_length)
+    monkeypatch.setattr(page_needs.PageNeeds, "of_each", by_length)
     assert most_running() == 1
 
 
@@ -214,9 +218,9 @@ def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatc
 
     def insists(self: Admission, request: Any) -> tuple[int, int]:
         """Start on the pinned text at any length."""
-        for pin, length in self._pins.shared_with(request.tokens):
-            return self._ledger.admit(prefix=pin.prefix, length=length), length
-        return self._ledger.admit(), 0
+        for pin, length in self._state.pins.shared_with(request.tokens):
+            return self._state.ledger.admit(prefix=pin.prefix, length=length), length
+        return self._state.ledger.admit(), 0
 
     monkeypatch.setattr(Admission, "_take_row", insists)
     with pytest.raises(NotReady, match=r"the window below 49 needs the slots from 40 on, held are"):
@@ -225,11 +229,11 @@ def test_scenario_55_a_prompt_that_ends_inside_a_pinned_text(targets, monkeypatc
     def believes(self: Admission, request: Any) -> tuple[int, int]:
         """Pretend that a row of all the text was cut to where the prompt ends."""
         length = len(request.tokens) - 1
-        for pin, _ in self._pins.shared_with(request.tokens):
-            row = self._ledger.admit(prefix=pin.prefix)
-            assert self._ledger.trim(row, length) == 0
+        for pin, _ in self._state.pins.shared_with(request.tokens):
+            row = self._state.ledger.admit(prefix=pin.prefix)
+            assert self._state.ledger.trim(row, length) == 0
             return row, length
-        return self._ledger.admit(), 0
+        return self._state.ledger.admit(), 0
 
     monkeypatch.setattr(Admission, "_take_row", believes)
     with pytest.raises(ShapeError, match="an extend from 0 to 50 is longer than max_chunk 32"):

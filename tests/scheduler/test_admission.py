@@ -15,15 +15,15 @@ admit_all = Admission.admit
 
 def admit_one_by_one(admission: Admission) -> None:
     """Admit as ever, but count all rows' pages again for each request."""
-    config = admission._config
+    state, config = admission._state, admission._state.config
     while True:
-        num_running = len(admission._running)
-        admission._config = replace(config, max_batch=min(num_running + 1, config.max_batch))
+        num_running = len(state.running)
+        state.config = replace(config, max_batch=min(num_running + 1, config.max_batch))
         try:
             admit_all(admission)
         finally:
-            admission._config = config
-        if len(admission._running) == num_running:
+            state.config = config
+        if len(state.running) == num_running:
             return
 
 
@@ -48,16 +48,17 @@ def test_pages_that_rows_share_are_those_that_their_tables_say(monkeypatch):
     """The pages of a sink among them, which stay shared when the window has passed them."""
     count, num_sinks = Admission._shared_twice, 0
 
-    def checked(admission, g, rows):
+    def checked(admission, rows, num_shared):
         nonlocal num_sinks
-        found, ledger = count(admission, g, rows), admission._ledger
-        if not ledger.reclaimable_pages(g):
-            states, pages = ledger.ownership_map(g)[0], ledger.page_table(g)[rows]
-            is_shared = (pages > 0) & (states[pages] == 2)
-            assert found == is_shared.sum() - ledger.shared_pages(g)
-            firsts = ledger.evicted_len(g)[rows] // ledger.groups[g].page_size
-            num_sinks += (is_shared & (np.arange(pages.shape[1]) < firsts[:, None])).sum()
-        return found
+        repeated, ledger = count(admission, rows, num_shared), admission._state.ledger
+        for g, group in enumerate(ledger.groups):
+            if not ledger.reclaimable_pages(g):
+                states, pages = ledger.ownership_map(g)[0], ledger.page_table(g)[rows]
+                is_shared = (pages > 0) & (states[pages] == 2)
+                assert repeated[g] == is_shared.sum() - ledger.shared_pages(g)
+                firsts = ledger.evicted_len(g)[rows] // group.page_size
+                num_sinks += (is_shared & (np.arange(pages.shape[1]) < firsts[:, None])).sum()
+        return repeated
 
     monkeypatch.setattr(Admission, "_shared_twice", checked)
     for seed in range(200):

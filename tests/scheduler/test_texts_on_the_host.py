@@ -155,7 +155,7 @@ def test_a_request_that_loses_its_row_gives_back_what_it_was_lent(build: Build) 
         True,
     ]
     engine.core.loop.drain()
-    scheduler._room.make()  # as if a step found no pages
+    scheduler._reclaim.make_room()  # as if a step found no pages
     (waiting,) = (request for request in scheduler.requests() if not request.row)
     assert waiting.handle is None and host.stats().num_handles == 1
     while engine.turn():

@@ -58,6 +58,7 @@ COMPLETIONS = [
     (TEXT | {"stop": [1]}, "stop", "stop"),
     (TEXT | {"stop": "\ud800"}, "", None),
     (TEXT | {"stop_token_ids": [300]}, "300 among its stop_token_ids", "stop_token_ids"),
+    (TEXT | {"stop_token_ids": [5] * 1025}, "at most 1024 items", "stop_token_ids"),
     (TEXT | {"logprobs": 21}, "logprobs", "logprobs"),
     (TEXT | {"logprobs": True}, "logprobs", "logprobs"),
     (TEXT | {"logit_bias": {"x": 1}}, "'x' is no token id", "logit_bias"),

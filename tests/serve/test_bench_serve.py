@@ -11,7 +11,7 @@ import pytest
 
 from cli_kit import call
 from specpool import ConfigError
-from specpool.cli.bench_serve.drive import How, Record, drive
+from specpool.cli.bench_serve.drive import How, RequestRecord, drive
 from specpool.cli.bench_serve.figures import Slo, figures_of, percentile
 from specpool.cli.bench_serve.http import Caller, CallFailed
 from specpool.cli.bench_serve.trace import Item, of_file, synthetic, trace_of
@@ -74,10 +74,10 @@ def test_percentiles_are_values_of_the_sample():
 
 
 def test_figures_are_those_of_the_records():
-    good = Record(due=1.0, first=1.1, last=2.1, parts=[0.5, 0.5], num_tokens=11)
-    slow = Record(due=0.0, first=3.0, last=4.0, parts=[1.0], num_tokens=3)
-    bad = Record(due=0.0, error="cut")
-    alone = [Record(due=0.0, first=0.05, last=0.55, parts=[0.1], num_tokens=6)]
+    good = RequestRecord(due=1.0, first=1.1, last=2.1, parts=[0.5, 0.5], num_tokens=11)
+    slow = RequestRecord(due=0.0, first=3.0, last=4.0, parts=[1.0], num_tokens=3)
+    bad = RequestRecord(due=0.0, error="cut")
+    alone = [RequestRecord(due=0.0, first=0.05, last=0.55, parts=[0.1], num_tokens=6)]
     found = figures_of([good, slow, bad], 10.0, alone, 1.0, Slo(200.0, 150.0), 2.5)
     value = {result.name: result.value for result in found}
     assert value["TTFT p50"] == pytest.approx(100) and value["TTFT p99"] == pytest.approx(3000)

@@ -17,7 +17,6 @@ from specpool.serve.bridge.frames import SocketLine
 from specpool.serve.bridge.messages import (
     Abort,
     Accepted,
-    Call,
     Done,
     Failed,
     Ready,
@@ -26,6 +25,7 @@ from specpool.serve.bridge.messages import (
     Stop,
     Submit,
     Tokens,
+    VerbCall,
 )
 from specpool.serve.bridge.process import EngineProcess
 from specpool.serve.bridge.runner import Runner
@@ -285,7 +285,7 @@ def test_errors_are_answers_and_disturb_nobody(engine):
     form = SamplingParams(structured=Grammar.json_schema({"type": "nonsense"}))
     said = run(
         engine,
-        [bad, good, Call(3, "rewind", (9, 0)), Submit(4, [97], form, None, 0), Abort(77)],
+        [bad, good, VerbCall(3, "rewind", (9, 0)), Submit(4, [97], form, None, 0), Abort(77)],
     )
     refused = {m.key: m for m in said if isinstance(m, Refused)}
     assert set(refused) == {2, 3, 4} and all(m.is_users for m in refused.values())
@@ -318,7 +318,7 @@ def test_an_unexpected_error_of_one_call_leaves_the_engine_to_the_others(
     calls = [
         Submit(1, [97], params, None, 0),
         Submit(2, [98], params, None, 0),
-        Call(3, "stats", ()),
+        VerbCall(3, "stats", ()),
     ]
     said = run(engine, [*calls, Submit(4, [99], params, None, 0)])
     refused = {m.key: m for m in said if isinstance(m, Refused)}
@@ -353,7 +353,11 @@ def test_an_abort_ends_every_sample(engine):
 
 def test_the_pool_is_told_in_runs(engine):
     """Law: the runs spell the map of pages that the ledger gives."""
-    said = run(engine, [Call(1, "open", (None,))], [Call(2, "pool", ()), Call(3, "close", (1,))])
+    said = run(
+        engine,
+        [VerbCall(1, "open", (None,))],
+        [VerbCall(2, "pool", ()), VerbCall(3, "close", (1,))],
+    )
     pool = next(m.value for m in said if isinstance(m, Reply) and m.key == 2)
     for index, group in enumerate(pool):
         states, _, _ = engine.ledger.ownership_map(index)

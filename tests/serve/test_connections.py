@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 
@@ -16,8 +17,22 @@ from specpool.serve.guard.protocol import guarded
 SIZE = 16 << 20
 
 
+left = []  # paths whose client has left
+
+
 async def answers(scope, receive, send):
-    """The answer to `/large` is more than the buffers of the system hold."""
+    """The answer to `/large` is more than the buffers of the system hold.
+
+    That to `/never` does not come, and that to `/begun` has no end.
+    """
+    if scope["path"] in ("/never", "/begun"):
+        if scope["path"] == "/begun":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"xx", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.append(scope["path"])
+        return
     size = SIZE if scope["path"] == "/large" else 2
     head = [(b"content-length", b"%d" % size)]
     await send({"type": "http.response.start", "status": 200, "headers": head})
@@ -189,3 +204,64 @@ def test_a_body_that_nobody_reads_keeps_the_next_request_from_nothing():
         asks(sock)
 
     with_front(test, read_timeout=0.5)
+
+
+@pytest.mark.parametrize("path", ["/never", "/begun"])
+@pytest.mark.parametrize("behind", [b"", get("/short"), get("/short") * 3 + b"GET /sh"])
+def test_a_request_hears_that_its_client_has_left_whatever_stands_behind_it(path, behind):
+    """Law: a text is aborted also if its client has sent the next request already."""
+
+    def test(connect):
+        left.clear()
+        sock = connect()
+        sock.sendall(get(path) + behind)
+        if path == "/begun":
+            assert sock.recv(1)
+        time.sleep(0.1)  # for the rest to come
+        sock.close()
+        end = time.monotonic() + 60
+        while left != [path]:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    with_front(test)
+
+
+def test_what_is_no_request_becomes_no_part_of_an_answer_that_has_begun():
+    def test(connect):
+        sock = connect()
+        sock.sendall(get("/begun"))
+        found = b""
+        while not found.endswith(b"xx\r\n"):
+            found += sock.recv(1 << 10)
+        sock.sendall(b"\0\r\n\r\n")
+        assert rest_of(sock) == 0
+
+    with_front(test)
+
+
+def test_a_head_counts_once_however_it_comes():
+    """Law: the limit is the same for a head in one piece, in parts, and behind other requests."""
+    fields = [f"X-{i}: {'y' * 91}" for i in range(30)]  # about 3,000 bytes
+
+    def test(connect):
+        for lines, status in ((fields, b"200"), (fields * 2, b"431")):
+            for size in (1 << 20, 700):
+                sock, head = connect(), get("/short", *lines)
+                with contextlib.suppress(OSError):  # refused meanwhile
+                    for start in range(0, len(head), size):
+                        sock.sendall(head[start : start + size])
+                        time.sleep(0.02)  # so that it comes as a part
+                assert sock.recv(1 << 10).startswith(b"HTTP/1.1 " + status)
+        sock, many = connect(), 200  # together they are more than the most of one head
+        content = get("/short") * many
+        sock.sendall(content[:-9])
+        time.sleep(0.1)
+        sock.sendall(content[-9:])
+        found = b""
+        while found.count(b"HTTP/1.1 200") < many or not found.endswith(b"xx"):
+            part = sock.recv(1 << 16)
+            assert part, found[-200:]
+            found += part
+
+    with_front(test, max_header=4096)

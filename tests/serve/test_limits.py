@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import socket
 import threading
 import time
@@ -12,6 +13,8 @@ import openai
 import pytest
 
 from serve_kit import Server, events
+from specpool.serve.config import ServeConfig
+from specpool.serve.server import fit_connections
 
 ASK = {"prompt": "seq: 2, 4, ", "max_tokens": 1900, "temperature": 0, "n": 2}
 LONG = ASK | {"n": 1, "ignore_eos": True}
@@ -203,6 +206,41 @@ def test_connections_beyond_the_most_are_closed(guarded):
         except OSError:
             assert time.monotonic() < end
     guarded.check_no_leak()
+
+
+def test_idle_connections_make_room_also_where_few_files_may_be_open():
+    """Law: without a key nobody keeps others out, whatever the system's usual limit is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (160, hard))
+    try:
+        server = Server("--max-connections", "240")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with server, contextlib.ExitStack() as held:
+        for _ in range(300):
+            held.enter_context(socket.create_connection(("127.0.0.1", server.port), 10))
+        for _ in range(3):
+            assert server.ask("GET", "/health")[0] == 200
+        assert "no connection can be taken" not in "".join(server.err)
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "set_to", "num"),
+    [
+        (1024, 1 << 20, 4192, 4096),
+        (1024, resource.RLIM_INFINITY, 4192, 4096),
+        (1024, 2048, 2048, 1952),
+        (64, 64, 64, 1),
+        (1 << 16, 1 << 16, None, 4096),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, 4096),
+    ],
+)
+def test_there_are_as_many_connections_as_files_may_be_open(monkeypatch, soft, hard, set_to, num):
+    told = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: told.append(pair))
+    assert fit_connections(ServeConfig()).max_connections == num
+    assert told == ([] if set_to is None else [(set_to, hard)])
 
 
 def test_no_key_and_no_prompt_is_logged(guarded):

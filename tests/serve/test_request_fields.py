@@ -18,7 +18,7 @@ from reciter import CHATML, byte_tokenizer
 from specpool.scheduler.request import TokenLogprob
 from specpool.serve.api.choice import Delta
 from specpool.serve.api.errors import ApiError
-from specpool.serve.api.requests import ChatRequest, CompletionRequest, Generation
+from specpool.serve.api.requests import ChatRequest, CompletionRequest, GenerationBody
 from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.bridge.messages import Accepted, Submit, Tokens
 from specpool.serve.routes.chat import ChatForm, _unread, _variables
@@ -86,7 +86,9 @@ def openai_fields(module: Any) -> set[str]:
     return {*get_type_hints(base)} | {*module.CompletionCreateParamsStreaming.__annotations__}
 
 
-def outcome(model: type[Generation], body: dict[str, Any], template: str) -> tuple[Any, list[str]]:
+def outcome(
+    model: type[GenerationBody], body: dict[str, Any], template: str
+) -> tuple[Any, list[str]]:
     """What a body means, and which fields are named; an `ApiError` if it is refused."""
     request = model.model_validate(body)
     names = check_supported(request, *(["suffix"] if model is CompletionRequest else []))

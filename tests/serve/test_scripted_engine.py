@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import threading
 
 import pytest
 from test_bridge import READY, Wire, done
@@ -12,10 +13,13 @@ from test_bridge import READY, Wire, done
 from specpool import Engine
 from specpool.assets import resolve
 from specpool.sampling_params import NEUTRAL
+from specpool.scheduler.request import TokenLogprob
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
-from specpool.serve.bridge.messages import Abort, Accepted, Call, Refused, Reply, Submit, Tokens
+from specpool.serve.bridge.messages import Abort, Accepted, Refused, Reply, Submit, Tokens, VerbCall
 from specpool.serve.config import ServeConfig
+from specpool.serve.routes.chat import ChatForm
+from specpool.serve.routes.completions import CompletionForm
 from specpool.serve.server import tokenizer_of
 from specpool.serve.service import Service
 
@@ -40,11 +44,18 @@ class Scripted:
         self.app = build_app(self.service)
 
     async def ask(
-        self, body, path="/v1/completions", leaves=None, method="POST", client=None, **headers
+        self,
+        body,
+        path="/v1/completions",
+        leaves=None,
+        method="POST",
+        client=None,
+        ends=(),
+        **headers,
     ):
         """One request; returns status and JSON, or a text that is none.
 
-        The client leaves with the event `leaves`.
+        The client leaves with the event `leaves`; a connection that is cut comes into `ends`.
         """
         told, parts = [], [{"type": "http.request", "body": json.dumps(body).encode()}]
 
@@ -67,6 +78,7 @@ class Scripted:
                 "raw_path": path.encode(),
                 "query_string": b"",
                 "client": client,
+                "specpool.abort": lambda: ends.append(path),
                 "headers": [(k.encode(), v.encode()) for k, v in given.items()],
             },
             receive,
@@ -142,16 +154,16 @@ def test_concurrent_opens_never_pass_the_most_sessions():
 
     async def test(front):
         tasks = [front.begin({}, path="/v1/sessions") for _ in range(200)]
-        asked = await front.said(Call, 5)
+        asked = await front.said(VerbCall, 5)
         while sum(task.done() for task in tasks) < 195:
             await asyncio.sleep(0.005)
-        assert len(await front.said(Call, 5)) == 5
+        assert len(await front.said(VerbCall, 5)) == 5
         refused = Refused(asked[0].key, "max_tokens is wrong", is_users=True)
         await front.wire.come(refused, *(Reply(each.key, i) for i, each in enumerate(asked[1:])))
         statuses = [status for status, _ in await asyncio.gather(*tasks)]
         assert sorted(statuses) == [200] * 4 + [400] + [429] * 195
         again = [front.begin({}, path="/v1/sessions") for _ in range(3)]  # one place is free again
-        await front.wire.come(Reply((await front.said(Call, 6))[5].key, 9))
+        await front.wire.come(Reply((await front.said(VerbCall, 6))[5].key, 9))
         assert sorted([status for status, _ in await asyncio.gather(*again)]) == [200, 429, 429]
 
     scripted(test, max_sessions=5)
@@ -162,7 +174,7 @@ def test_forks_count_as_sessions_while_they_are_made():
         ident = await front.opened()
         path = f"/v1/sessions/{ident}/fork"
         tasks = [front.begin({}, path=path), front.begin({}, path="/v1/sessions")]
-        calls = await front.said(Call, 2)
+        calls = await front.said(VerbCall, 2)
         assert (await tasks[1])[0] == 429
         await front.wire.come(Reply(calls[1].key, 8))
         assert (await tasks[0])[0] == 200
@@ -182,18 +194,18 @@ def test_polls_share_one_question(path, stats):
 
     async def test(front):
         first = front.begin(None, path=path, method="GET")
-        (asked,) = await front.said(Call, 1)
+        (asked,) = await front.said(VerbCall, 1)
         later = [front.begin(None, path=path, method="GET") for _ in range(50)]
         await asyncio.sleep(0.05)
-        assert len(await front.said(Call, 1)) == 1
+        assert len(await front.said(VerbCall, 1)) == 1
         await front.wire.come(Reply(asked.key, stats))
         assert (await first)[0] == 200
-        _, second = await front.said(Call, 2)
+        _, second = await front.said(VerbCall, 2)
         assert not any(task.done() for task in later)
         later[0].cancel()  # one that leaves takes nobody's answer
         await front.wire.come(Reply(second.key, stats))
         assert [status for status, _ in await asyncio.gather(*later[1:])] == [200] * 49
-        assert len(await front.said(Call, 2)) == 2
+        assert len(await front.said(VerbCall, 2)) == 2
 
     scripted(test)
 
@@ -292,3 +304,121 @@ def test_what_a_request_does_not_say_is_left_to_the_targets_files():
         assert params[3].min_new_tokens == 4, "min_tokens, up to max_tokens"
 
     scripted(test, ready=dataclasses.replace(READY, temperature=0.6))
+
+
+@pytest.mark.parametrize(
+    ("path", "form", "body"),
+    [
+        ("/v1/completions", CompletionForm, TEXT | {"logprobs": 1, "n": 2}),
+        (
+            "/v1/chat/completions",
+            ChatForm,
+            {"messages": [{"role": "user", "content": "ab"}], "logprobs": True, "n": 2},
+        ),
+    ],
+)
+def test_an_answer_with_many_log_probabilities_holds_up_nobody(monkeypatch, path, form, body):
+    """Law: others are answered while it is written, and it is one whole object."""
+    begun, goes_on, whole = threading.Event(), threading.Event(), form.whole
+
+    def wait(*args):
+        begun.set()
+        assert goes_on.wait(30)
+        return whole(*args)
+
+    monkeypatch.setattr(form, "whole", wait)
+    ids = [97 + i % 26 for i in range(200)]
+
+    async def test(front):
+        task = front.begin(body, path=path)
+        key = (await front.said(Submit, 1))[0].key
+        logs = [TokenLogprob(i, -0.5, {i: -0.5}) for i in ids]
+        ends = [dataclasses.replace(done(key, i, "length"), token_ids=ids) for i in range(2)]
+        news = [Tokens(key, i, ids, [False] * len(ids), logs) for i in range(2)]
+        await front.wire.come(Accepted(key), *news, *ends)
+        while not begun.is_set():
+            await asyncio.sleep(0.005)
+        assert (await front.ask(None, path="/health", method="GET"))[0] == 200
+        goes_on.set()
+        status, found = await task
+        assert status == 200 and list(found)[:4] == ["id", "object", "created", "model"]
+        assert found["usage"]["completion_tokens"] == 400
+        for index, choice in enumerate(found["choices"]):
+            told = choice["logprobs"]
+            assert choice["index"] == index and len(told.get("tokens") or told["content"]) == 200
+
+    scripted(test)
+
+
+def test_a_call_that_does_not_end_with_the_server_is_told_so():
+    """Law: uvicorn cancels what is left, such as a body that does not come; it gets an answer."""
+
+    async def test(front):
+        calls = [front.begin(FORM), front.begin(TEXT)]
+        await front.said(Submit, 2)
+        calls[0].cancel()  # its client has left
+        with pytest.raises(asyncio.CancelledError):
+            await calls[0]
+        front.service.is_draining = True
+        calls[1].cancel()
+        status, found = await calls[1]
+        assert status == 503 and found["error"]["code"] == "server_shutting_down"
+
+    scripted(test)
+
+
+def test_no_text_waits_for_calls_that_the_queue_does_not_count():
+    """Law: a flood of `/detokenize` and `/tokenize` holds up no chat, nor the reading of it."""
+    goes_on = threading.Event()
+
+    async def test(front):
+        decode = front.tokenizer.decode
+
+        def wait(act):
+            def waiting(*args, **more):
+                if threading.current_thread() is not threading.main_thread():
+                    assert goes_on.wait(30)
+                return act(*args, **more)
+
+            return waiting
+
+        front.tokenizer.decode = wait(decode)
+        flood = [front.begin({"tokens": [5]}, path="/detokenize") for _ in range(4)]
+        flood += [front.begin({"prompt": "ab" * 9000}, path="/tokenize") for _ in range(4)]
+        await asyncio.sleep(0.05)
+        chat = {"messages": [{"role": "user", "content": "ab"}], "user": "x" * 20_000}
+        task = front.begin(chat, path="/v1/chat/completions")
+        key = (await front.said(Submit, 1))[0].key
+        assert not any(call.done() for call in flood)
+        goes_on.set()
+        front.tokenizer.decode = decode
+        await front.wire.come(Accepted(key), done(key))
+        assert (await task)[0] == 200
+        assert {status for status, _ in await asyncio.gather(*flood)} == {200, 400}
+
+    scripted(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_fault_of_our_own_gives_the_session_back(monkeypatch, path):
+    """Law: whatever fails before a turn is sent, its session goes on; the answer is OpenAI's."""
+
+    def fail(*args):
+        raise OverflowError("a tokenizer's own fault")
+
+    monkeypatch.setattr(CompletionForm, "__init__", fail)
+    monkeypatch.setattr(ChatForm, "__init__", fail)
+    ends = []
+
+    async def test(front):
+        ident = await front.opened()
+        chat = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 4}
+        body = (TEXT if path == "/v1/completions" else chat) | {"session_offset": 0}
+        for _ in range(2):
+            status, found = await front.ask(body, path=path, ends=ends, x_session_id=ident)
+            assert status == 500 and found["error"]["code"] == "internal_error"
+        assert not front.service.sessions.find(ident).is_busy
+        assert not any(isinstance(message, Submit) for message in front.wire.said)
+        assert not ends  # the answer was whole
+
+    scripted(test)

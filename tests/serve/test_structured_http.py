@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import jsonschema
 import openai
 import pytest
 
@@ -87,6 +88,52 @@ def test_some_tool_must_be_called(client):
             if call.function.name == "weather":
                 check(call.function.arguments)
     assert names and names <= {"weather", "stop"}
+
+
+NODE = {
+    "type": "object",
+    "properties": {
+        "is": {"$ref": "#/$defs/some%20kind"},
+        "next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]},
+    },
+    "required": ["is", "next"],
+    "additionalProperties": False,
+    "$defs": {"some kind": {"enum": ["red"]}},
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"$id": "http://example.org/node"}])
+@pytest.mark.parametrize("num", [1, 2])
+def test_references_within_a_tools_parameters_mean_the_parameters(client, more, num):
+    """Law: they do so in the schema of all tools too, also where the parameters hold themselves."""
+    nodes = [NODE | (more and {"$id": f"{more['$id']}/{i}"}) for i in range(num)]
+    tools = [
+        {"type": "function", "function": {"name": f"node{i}", "parameters": node}}
+        for i, node in enumerate(nodes)
+    ]
+    ask = CHAT | {"tools": tools, "temperature": 1.0, "seed": 3, "logit_bias": {"123": -4}}
+    choice = client.chat.completions.create(tool_choice="required", **ask).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    jsonschema.validate(json.loads(choice.message.tool_calls[0].function.arguments), NODE)
+
+
+def test_some_of_the_allowed_tools_must_be_called(client):
+    def choice(mode, *names):
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    ask = CHAT | {"tools": TOOLS, "temperature": 1.0}
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            tool_choice=choice("required", "weather"), seed=seed, **ask
+        )
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name == "weather"
+        check(call.function.arguments)
+    for wrong in (choice("required"), choice("auto", "other"), choice("none", "weather")):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(tool_choice=wrong, **ask)
+        assert error.value.param == "tool_choice"
 
 
 def test_tools_that_need_not_be_called_leave_the_text(client):

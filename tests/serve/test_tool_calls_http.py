@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import re
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -134,6 +135,75 @@ def test_a_call_that_the_length_cuts_off_says_so():
     run(tokenizer, test)
 
 
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_whose_arguments_a_stop_cuts_off_was_not_made(name):
+    """Law: `tool_calls` says that the arguments of every call are whole; a stop within them says
+    `stop`, be it a stop string or the model's own end."""
+    family = FAMILIES[name]
+    tokenizer = byte_tokenizer(family.specials, family.template)
+    first, second = ("".join(text for text, _ in family.answer("", [CALL] * num)) for num in (1, 2))
+    cut = second[: second.rindex("Z") + 1]
+    ids = tokenizer.encode(second, add_special_tokens=False)
+    cut_ids = tokenizer.encode(cut, add_special_tokens=False)
+    assert len(cut) > len(first)
+
+    async def test(front):
+        for body, parts in (({}, [[i] for i in cut_ids]), ({"stop": ["ürich"]}, [ids])):
+            whole, _ = await answer(front, ASK | body, parts)
+            stream, _ = await answer(front, ASK | body | {"stream": True}, parts)
+            content, calls, reason = said(whole)
+            assert joined(stream) == (content, calls, reason)
+            is_whole = True
+            for _, arguments in calls:
+                try:
+                    json.loads(arguments)
+                except ValueError:
+                    is_whole = False
+            assert reason == ("tool_calls" if calls and is_whole else "stop")
+
+    run(tokenizer, test)
+
+
+@pytest.mark.parametrize("end", ["", " no. </think> Hm."])
+def test_thoughts_that_the_prompt_begins_are_thoughts(end):
+    family = FAMILIES["qwen"]
+    begin = "{%- if add_generation_prompt %}<think>\n{% endif %}"
+    tokenizer = byte_tokenizer(family.specials, family.template + begin)
+    text = "".join(text for text, _ in family.answer("So: ", [CALL]))
+    ids = tokenizer.encode(text + end, add_special_tokens=False)
+
+    async def test(front):
+        for parts in ([ids], [[i] for i in ids]):
+            whole, asked = await answer(front, ASK, parts)
+            assert tokenizer.decode(asked.prompt).endswith("[A]<think>\n")
+            content, calls, reason = said(whole)
+            if end:
+                assert (content, calls, reason) == (text + end, [], "stop")
+            else:
+                assert content == "So:" and len(calls) == 1 and reason == "tool_calls"
+            stream, _ = await answer(front, ASK | {"stream": True}, parts)
+            assert joined(stream) == (content, calls, reason)
+
+    run(tokenizer, test)
+
+
+def test_one_call_that_is_told_is_whole_though_a_later_one_is_cut_off():
+    family = FAMILIES["qwen"]
+    tokenizer = byte_tokenizer(family.specials, family.template)
+    text = "".join(text for text, _ in family.answer("", [CALL, CALL]))
+    ids = tokenizer.encode(text[: text.rindex("Z")], add_special_tokens=False)
+
+    async def test(front):
+        body = ASK | {"parallel_tool_calls": False}
+        whole, _ = await answer(front, body, [ids])
+        stream, _ = await answer(front, body | {"stream": True}, [[i] for i in ids])
+        assert joined(stream) == said(whole) and said(whole)[2] == "tool_calls"
+        assert json.loads(said(whole)[1][0][1]) == PARIS
+
+    run(tokenizer, test)
+
+
 def test_a_stop_string_before_a_call_ends_the_text():
     """The call behind it is not read, though its tokens have come."""
     family = FAMILIES["mistral_v3"]
@@ -198,3 +268,59 @@ def test_a_template_of_the_command_line_replaces_all(tmp_path):
         "default": "a",
         "tool_use": "b",
     }
+
+
+#: As gpt-oss', it refuses a result without a call before; as Mistral's, it counts the messages
+#: without calls, which must be the user's and the assistant's by turns.
+STERN = """{%- set ns = namespace(num=0, has_call=false) %}{%- for m in messages %}
+{%- if m.role == 'tool' %}{% if not ns.has_call %}{{ raise_exception('no call') }}{% endif %}[R]
+{{- m.tool_call_id }}={{ m.content }}
+{%- elif m.tool_calls is defined %}{% set ns.has_call = true %}[A]{{ m.content }}
+{%- for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]
+{{- c.function.arguments | tojson }}{% endfor %}
+{%- else %}{% if (m.role == 'user') != (ns.num % 2 == 0) %}{{ raise_exception('by turns') }}
+{%- endif %}{% set ns.num = ns.num + 1 %}[{{ m.role }}]{{ m.content }}{% endif %}[E]{% endfor %}
+{%- if add_generation_prompt %}[A]{% endif %}"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_sessions_history_has_its_calls_as_a_chats_has_them(stream):
+    """Law: a session goes on where a template refuses a call in the text, and ids fit results."""
+    tokenizer = byte_tokenizer(("[TOOL_CALLS]", "[ARGS]"), STERN)
+    said_call = 'So.[TOOL_CALLS]get_weather[ARGS]{"city":"x"}'
+
+    async def test(front):
+        ident, offset, chat = await front.opened(), 0, []
+
+        async def turn(new, text):
+            nonlocal offset
+            num = sum(isinstance(message, Submit) for message in front.wire.said)
+            more = {"messages": [new], "session_offset": offset, "stream": stream}
+            path = "/v1/chat/completions"
+            task = front.begin(ASK | more, path=path, x_session_id=ident)
+            asked = (await front.said(Submit, num + 1))[-1]
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            end = dataclasses.replace(done(asked.key), token_ids=ids)
+            tokens = Tokens(asked.key, 0, ids, [False] * len(ids), None)
+            await front.wire.come(Accepted(asked.key), tokens, end)
+            status, found = await task
+            assert status == 200, found
+            chat.append(new)
+            expected = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=False
+            )
+            assert tokenizer.decode(asked.prompt.ids) == expected
+            offset = len(asked.prompt.ids) + len(ids)
+            return found
+
+        for number in range(2):
+            found = await turn({"role": "user", "content": "q"}, said_call)
+            call_id = re.search("call_[0-9a-f]+", found if stream else json.dumps(found))[0]
+            call = CALL["function"] | {"arguments": {"city": "x"}}
+            calls = [{"id": call_id, "type": "function", "function": call}]
+            chat.append({"role": "assistant", "content": "So.", "tool_calls": calls})
+            result = {"role": "tool", "tool_call_id": call_id, "content": "18 C"}
+            await turn(result, f"It is {number}.")
+            chat.append({"role": "assistant", "content": f"It is {number}."})
+
+    run(tokenizer, test)

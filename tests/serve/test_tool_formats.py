@@ -33,6 +33,14 @@ def call(name, arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def is_json(text):
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
 def units(pieces):
     """Characters and special tokens: a stream may be cut between any two."""
     return [
@@ -42,9 +50,9 @@ def units(pieces):
     ]
 
 
-def read(pieces, cuts, formats, **more):
+def read(pieces, cuts, formats, thinks=False, **more):
     """Push the pieces, cut at these units; returns content, names and arguments."""
-    tools = ToolCalls(ChatRequest.model_validate(ASK | more), formats)
+    tools = ToolCalls(ChatRequest.model_validate(ASK | more), formats, thinks=thinks)
     every = units(pieces)
     bounds = [0, *cuts, len(every)]
     content, told = "", []
@@ -65,7 +73,8 @@ def read(pieces, cuts, formats, **more):
             told[-1][1] += delta["function"]["arguments"]
     made = [[c["function"]["name"], c["function"]["arguments"]] for c in tools.calls]
     assert told == made, "the deltas make up the calls"
-    assert tools.finish_reason == ("tool_calls" if made else "stop")
+    if not made or is_json(made[-1][1]):
+        assert tools.finish_reason == ("tool_calls" if made else "stop")
     return content, made
 
 
@@ -116,6 +125,32 @@ def test_text_before_and_behind_a_call_is_content(name):
         check(family, behind, content.rstrip() + " and so on", calls, every=False)
     blank = family.answer("\n", [call("get_weather", PARIS)])
     check(family, blank, "", calls, every=False)
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_within_thoughts_is_content_unless_they_never_end(name):
+    """A model may weigh a call and not make it; one that forgets to end its thoughts makes it."""
+    family = ALL[name]
+    formats = formats_of(family.template)
+    called = family.answer("", [call("get_weather", PARIS)])
+    after = family.answer("", [call("stop-it", {})])
+    for begin, thinks in (("\n<think>\nIs ", False), ("Is ", True)):
+        thought = [(begin, False), *called, (" right? No.\n</think>\n\n", False)]
+        for rest, calls in (([("No.", False)], []), (after, [["stop-it", {}]])):
+            pieces = [*thought, *rest]
+            num = len(units(pieces))
+            whole = read(pieces, [], formats, thinks)
+            expected = visible(thought) + "No." if not calls else visible(thought).rstrip()
+            assert (whole[0], [[n, json.loads(a)] for n, a in whole[1]]) == (expected, calls)
+            for cuts in (range(1, num), *([cut] for cut in range(0, num, 5))):
+                assert read(pieces, cuts, formats, thinks) == whole
+        pieces = [(begin, False), *called]
+        whole = read(pieces, [], formats, thinks)
+        assert (whole[0], json.loads(whole[1][0][1])) == (begin.rstrip(), PARIS)
+        num = len(units(pieces))
+        for cuts in (range(1, num), *([cut] for cut in range(0, num, 5))):
+            assert read(pieces, cuts, formats, thinks) == whole
 
 
 @pytest.mark.sample(12)
@@ -237,7 +272,9 @@ def test_no_split_of_any_text_changes_what_is_read(data):
     some = st.integers(0, len(text)).flatmap(
         lambda start: st.integers(start, len(text)).map(lambda end: text[start:end])
     )
-    marks = st.sampled_from([mark for each in FORMATS for mark in each.marks] + ["</think>", "\n"])
+    marks = st.sampled_from(
+        [mark for each in FORMATS for mark in each.marks] + ["</think>", "<think>", "\n"]
+    )
     pieces = family.pieces("".join(data.draw(st.lists(some | marks | TEXT, max_size=5))))
     formats = data.draw(st.sampled_from([FORMATS, formats_of(family.template)]))
     num = len(units(pieces))
@@ -268,6 +305,44 @@ def test_a_forced_call_is_read_whatever_the_models_own_form(name):
     assert tools.finish_reason == "stop"
 
 
+def test_a_call_has_the_id_that_the_model_gives_it_once():
+    """Kimi's next prompt shows it in the place of the function's name."""
+    text = "".join(
+        f"<|tool_call_begin|>{ident}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        for ident in ("functions.stop-it:3", "functions.stop-it:3", "stop-it", "stop-it:4")
+    )
+    tools = ToolCalls(ChatRequest.model_validate(ASK), formats_of(ALL["kimi"].template))
+    parts = [tools.push(char, False) for char in text] + [tools.push("", True)]
+    first, *others = [call["id"] for call in tools.calls]
+    assert first == "functions.stop-it:3" and "".join(part[0] for part in parts) == ""
+    assert len(others) == len({*others}) == 3 and all(i.startswith("call_") for i in others)
+
+
+def test_half_a_forced_call_is_no_content():
+    """Where some function must be called, the form is the server's own, not the model's words."""
+    forced = json.dumps({"name": "get_weather", "arguments": PARIS})
+    for end in range(len(forced)):
+        for cuts in ([], range(1, end)):
+            content, calls = read([(forced[:end], False)], cuts, FORMATS, tool_choice="required")
+            assert content == "" and len(calls) == (end > forced.index("{", 1))
+
+
+def test_an_answer_in_the_requests_form_is_content_even_if_it_looks_like_a_call():
+    text = json.dumps({"name": "get_weather", "arguments": PARIS})
+    for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}):
+        assert read([(text, False)], [], FORMATS, response_format=form) == (text, [])
+    assert read([(text, False)], [], FORMATS, response_format={"type": "text"})[1]
+
+
+def test_tools_that_are_not_allowed_are_not_called():
+    text = json.dumps({"name": "get_weather", "arguments": PARIS})
+    for mode in ("auto", "required"):
+        for name, is_called in (("get_weather", True), ("stop-it", False)):
+            tools = [{"type": "function", "function": {"name": name}}]
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+            assert bool(read([(text, False)], [], FORMATS, tool_choice=choice)[1]) is is_called
+
+
 def test_an_object_that_is_no_call_streams():
     """It may be long, such as an answer in a form beside tools: it is content from its begin on."""
     tools = ToolCalls(ChatRequest.model_validate(ASK))
@@ -294,10 +369,21 @@ def test_an_object_that_is_no_call_streams():
         ("[" * 9999, {"type": "array"}, json.dumps("[" * 9999)),
         ("b'x'", {}, "\"b'x'\""),
         ("x", "no schema", '"x"'),
+        ("0123", {"$ref": "#/$defs/a%20~1b"}, '"0123"'),
+        ("123", {"$ref": "#/$defs/a%20~1b"}, '"123"'),
+        ("123", {"allOf": [{"$ref": "#/$defs/a%20~1b"}], "default": "1"}, '"123"'),
+        ("123", {"anyOf": [{"$ref": "#/$defs/a%20~1b"}, {"type": "null"}]}, '"123"'),
+        ("null", {"anyOf": [{"$ref": "#/$defs/a%20~1b"}, {"type": "null"}]}, "null"),
+        ("123", {"$ref": "#/$defs/round"}, "123"),
+        ("123", {"anyOf": [{"$ref": "#/$defs/round"}] * 9}, "123"),
+        ("123", {"$ref": "#/$defs/none"}, "123"),
+        ("123", {"$ref": "http://x#/$defs/a"}, "123"),
+        ("1", {"const": "1"}, '"1"'),
     ],
 )
 def test_a_tags_value_is_what_the_schema_says(text, schema, expected):
-    assert json_of_tag(text, types_of(schema)) == expected
+    defs = {"a /b": {"enum": ["0123", "123"]}, "round": {"anyOf": [{"$ref": "#/$defs/round"}] * 9}}
+    assert json_of_tag(text, types_of(schema, {"$defs": defs})) == expected
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from test_scripted_engine import Scripted
 from serve_kit import SMALL, Server
 from specpool import Engine
 from specpool.serve.app import routers
-from specpool.serve.bridge.messages import Accepted, Call, Reply, Submit
+from specpool.serve.bridge.messages import Accepted, Reply, Submit, VerbCall
 
 KEYS = ("key-of-a", "key-of-b")
 A, B = ({"authorization": f"Bearer {key}"} for key in KEYS)
@@ -76,7 +76,7 @@ class Willing(Wire):
 
     def send(self, message):
         super().send(message)
-        if isinstance(message, Call):
+        if isinstance(message, VerbCall):
             answer = self._answers.get(message.verb, len(self.said))
             self._coming.put_nowait([Reply(message.key, answer)])
         elif isinstance(message, Submit):

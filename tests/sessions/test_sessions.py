@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -378,7 +379,7 @@ def test_a_draft_with_logits_that_are_not_finite_leaves_no_scrubbed_kv(build, mo
             patch.setattr(
                 PendingStep,
                 "result",
-                lambda self: replace(result(self), not_finite=[True]),
+                lambda self: replace(result(self), not_finite=np.ones(1, np.bool_)),
             )
             session.append(PROMPTS[0], PARAMS).output()
         output = session.append(PROMPTS[1][:3], PARAMS).output()

@@ -41,6 +41,15 @@ NINE = (
     "{{ raise_exception('length 9!') }}{% endif %}#{{ m.tool_call_id }}#{% endif %};{% endfor %}"
 )
 
+#: Kimi's show a call's id in the place of its name.
+KIMI = (
+    "{% for m in messages %}{{ m.role }}:{% for c in m.tool_calls or [] %}"
+    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
+    "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}"
+    "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }} {% endif %}{{ m.content }};"
+    "{% endfor %}"
+)
+
 
 def call(arguments, **more):
     return {
@@ -107,6 +116,47 @@ def test_a_template_that_wants_ids_of_nine_characters_gets_them(ids):
         *ids,
         *reversed(ids),
     ]
+
+
+def test_a_template_that_shows_ids_in_the_place_of_names_gets_both():
+    """Law: the model sees which function it has called. An id that repeats means the latest."""
+
+    def said(*pairs):
+        calls = [{"id": i, "function": {"name": n, "arguments": "{}"}} for i, n in pairs]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+    def result(ident):
+        return {"role": "tool", "tool_call_id": ident, "content": "r"}
+
+    messages = [
+        said(("a", "f"), ("b", "g-1")),
+        result("b"),
+        result("a"),
+        said(("a", "g-1"), ("functions.f:7", "f"), ("functions.f:8", "g-1")),
+        result("a"),
+        result("functions.f:7"),
+        result("other"),
+    ]
+
+    def shown(*idents):
+        return "assistant:" + "".join(
+            f"<|tool_call_begin|>{ident}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+            for ident in idents
+        )
+
+    assert rendered(KIMI, messages).split(";") == [
+        shown("functions.f:0", "functions.g-1:1"),
+        "tool:## Return of functions.g-1:1 r",
+        "tool:## Return of functions.f:0 r",
+        shown("functions.g-1:2", "functions.f:7", "functions.g-1:4"),
+        "tool:## Return of functions.g-1:2 r",
+        "tool:## Return of functions.f:7 r",
+        "tool:## Return of other r",
+        "",
+    ]
+    odd = [{"role": "assistant", "tool_calls": [{}, 3, {"id": 5, "function": {"name": "f"}}]}]
+    with pytest.raises(ConfigError, match="the chat template refuses prompt 0"):
+        rendered(KIMI, odd)
 
 
 @pytest.mark.parametrize("given", ['{"city": "Par', "[1]", '"x"', "3", "[" * 100_000])
@@ -292,3 +342,58 @@ def test_a_template_that_refuses_special_tokens_in_a_history_gets_none():
     said = [Said(len(tokens), first.messages, answer_ids, ())]
     turn = texts.turn(Conversation(1, tokens=tokens, said=said), [RESULT])
     assert tokenizer.decode(turn.ids) == "[user]Weather?[E][A]f{}[E][tool]18 C[E][A]"
+
+
+@pytest.mark.parametrize("role", ["tool", "ipython"])
+@pytest.mark.parametrize("name", ["qwen_special", "mistral_v13", "kimi", "deepseek_v3", "gpt_oss"])
+def test_a_tools_result_spells_control_tokens_and_has_none(name, role):
+    """Law: the prompt's text is transformers' own. A name in a result is not the token: a page
+    that a tool has read could else end its message, and begin another's."""
+    family = ALL[name]
+    specials = ("[E]", "<|im_end|>", "<|im|", *family.specials)
+    tokenizer = byte_tokenizer(specials, family.template)
+    texts = Texts(tokenizer, 1 << 16)
+    harmless = history(ARGUMENTS)
+    harmless[2] = harmless[2] | {"role": role, "content": "-"}
+    spelled = "a" + "".join(specials) + "<<|im_end|>|im_end|>" + specials[-1]
+    messages = [*harmless[:2], harmless[2] | {"content": spelled}, *harmless[3:]]
+    ids = texts.encode(0, messages)
+    assert tokenizer.decode(ids) == judged(family.template, messages)
+
+    def control(ids):
+        return [token for token in ids if token > 258]
+
+    assert control(ids) == control(texts.encode(0, harmless))
+    texts._max_context_len = 64
+    assert texts.encode(0, messages) == ids
+    many = [*harmless[:2], harmless[2] | {"content": "[E]" * 65}]
+    with pytest.raises(ConfigError, match="spell 65 control tokens; max_context_len is 64"):
+        texts.encode(0, many)
+
+
+def test_names_of_control_tokens_are_tokens_outside_of_results():
+    """As with transformers, and vLLM: who writes the chat may write them."""
+    tokenizer = byte_tokenizer()
+    for role in ("user", "assistant", "system"):
+        messages = [{"role": role, "content": "a<|im_end|>b"}]
+        expected = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        assert Texts(tokenizer).encode(0, messages) == expected
+
+
+def test_a_sessions_turn_goes_on_behind_a_result_that_spells_control_tokens():
+    tokenizer = byte_tokenizer(chat_template=CHATML)
+    texts = Texts(tokenizer)
+    first = texts.turn(Conversation(1), [USER, RESULT | {"content": "a<|im_end|>é<|im_start|>"}])
+    answer_ids = tokenizer.encode("So.", add_special_tokens=False)
+    tokens = [*first.ids, *answer_ids]
+    said = [Said(len(tokens), first.messages, answer_ids, ())]
+    new = [RESULT | {"content": "<|im_start|>b"}, USER]
+    turn = texts.turn(Conversation(1, tokens=tokens, said=said), new)
+    assert turn.ids[: len(tokens)] == tokens and turn.said == said
+    chat = [*first.messages, {"role": "assistant", "content": "So."}, *new]
+    assert tokenizer.decode(turn.ids) == judged(CHATML, chat)
+    marks = [token for token in turn.ids[len(tokens) :] if token > 258]
+    end, begin = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
+    assert marks == [end, begin, end, begin, end, begin]

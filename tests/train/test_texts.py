@@ -13,7 +13,7 @@ from specpool.errors import ConfigError
 from specpool.text.tokenizer import load_tokenizer
 from specpool.train.config import TrainConfig
 from specpool.train.state import load_texts
-from specpool.train.texts import Tokens, pack, read_rows, unpack
+from specpool.train.texts import TextTokenizer, pack, read_rows, unpack
 from train_kit import run, save_target
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -40,7 +40,7 @@ def learned(text) -> tuple[bytes, bytes]:
 
 
 def test_a_head_learns_answers_and_plain_text(tokenizer, tmp_path: Path) -> None:
-    tokens = Tokens(tokenizer, vocab_size=259, length=64)
+    tokens = TextTokenizer(tokenizer, vocab_size=259, length=64)
     chat = [
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": "two"},
@@ -66,7 +66,7 @@ def test_a_head_learns_answers_and_plain_text(tokenizer, tmp_path: Path) -> None
 
 
 def test_an_answer_is_cut_and_a_prompt_without_room_for_one_is_left_out(tokenizer) -> None:
-    tokens = Tokens(tokenizer, vocab_size=259, length=16)
+    tokens = TextTokenizer(tokenizer, vocab_size=259, length=16)
     assert learned(tokens.joined([65] * 10, [66] * 10)) == (b"A" * 10, b"B" * 6)
     assert tokens.joined([65] * 15, [66] * 10) is None
     assert tokens.joined([65] * 10, [66]) is None
@@ -74,7 +74,7 @@ def test_an_answer_is_cut_and_a_prompt_without_room_for_one_is_left_out(tokenize
 
 
 def test_texts_survive_a_file(tokenizer) -> None:
-    tokens = Tokens(tokenizer, vocab_size=259, length=16)
+    tokens = TextTokenizer(tokenizer, vocab_size=259, length=16)
     texts = [tokens.joined([65] * n, [66] * 8) for n in (2, 5)]
     for before, after in zip(texts, unpack(pack(texts)), strict=True):
         assert before.tokens.tolist() == after.tokens.tolist()
@@ -140,4 +140,4 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
 def test_a_token_beyond_the_vocabulary_names_its_line(tokenizer, tmp_path: Path) -> None:
     (row,) = rows_of(tmp_path / "rows.jsonl", {"prompt": [1, 300]})
     with pytest.raises(ConfigError, match="line 1: token id 300 is outside the vocabulary"):
-        Tokens(tokenizer, vocab_size=259, length=16).prompt(row)
+        TextTokenizer(tokenizer, vocab_size=259, length=16).prompt(row)

@@ -34,7 +34,7 @@ class SlotWatch:
 
     @staticmethod
     def look(scheduler: Scheduler, rows: list[int]) -> None:
-        ledger = scheduler._ledger
+        ledger = scheduler.state.ledger
         for g, group in enumerate(ledger.groups):
             P = group.page_size
             held = -(-ledger.resolved_len[rows] // P) * P
@@ -122,7 +122,8 @@ def test_without_its_trim_a_row_keeps_what_a_round_reserved(target, heads, slots
     """The guard of the test above."""
     engine = Engine(target, EagleDrafter(heads["specpool/tiny-eagle"]), config=TREE_ON_PAGES)
     scheduler = engine.core.scheduler
-    scheduler.config = dataclasses.replace(scheduler.config, trims_rounds=False)
+    state = scheduler.state
+    state.config = dataclasses.replace(state.config, trims_rounds=False)
     with pytest.raises(AssertionError, match="not equal"):
         engine.generate(corpus.prompts(1, 21), SamplingParams(max_new_tokens=20))
 

@@ -98,7 +98,7 @@ def _measure(
     """Return the seconds of rounds of `size` rows by shape; empty if there are too few pages."""
     scheduler = loop.scheduler
     prompt_len = min(_PROMPT_LEN, max(ledger.max_context_len // 4, 1))
-    num_chunks = -(-size * prompt_len // scheduler.config.prefill_tokens)
+    num_chunks = -(-size * prompt_len // scheduler.state.config.prefill_tokens)
     num_rounds = _PASSES * (_WARM_UP + _TIMED) * len(tour.candidates) + num_chunks + 1
     requests = [
         _request(i, tour, ledger, prompt_len=prompt_len, num_rounds=num_rounds) for i in range(size)

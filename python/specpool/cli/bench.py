@@ -35,7 +35,7 @@ REPETITIVE = "[size]\nmin = 3\nmax = 7\nowner = erin\nplace = rome\n\n" * 4
 
 
 @dataclass(slots=True, kw_only=True)
-class Job:
+class GenerateBenchJob:
     """The arguments of the command line."""
 
     target: str
@@ -53,7 +53,7 @@ class Job:
     plot: Path | None
 
 
-def generate(job: Job) -> None:
+def generate(job: GenerateBenchJob) -> None:
     """Measure all cases, then print the results.
 
     Raises:
@@ -97,7 +97,7 @@ def generate(job: Job) -> None:
     report("bench generate", where, results, json_only=job.json, plot=job.plot)
 
 
-def _checked(job: Job) -> tuple[Shape | None, list[str]]:
+def _checked(job: GenerateBenchJob) -> tuple[Shape | None, list[str]]:
     """Check a job; return its shape (None = the engine's own) and its drafts."""
     check_int("repeats", job.repeats, 1, 1 << 16)
     for tokens in job.num_tokens:
@@ -281,7 +281,7 @@ def _second(engine: Engine, draft: str) -> Drafter:
 class _Transformers:
     """The same model in transformers' own greedy `generate`, with its KV cache."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: GenerateBenchJob) -> None:
         from transformers import AutoModelForCausalLM
 
         model: Any = AutoModelForCausalLM.from_pretrained(

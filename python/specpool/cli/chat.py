@@ -39,7 +39,7 @@ HELP = """\
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ChatJob:
     """The arguments of the command line."""
 
     target: str
@@ -54,7 +54,7 @@ class Job:
     options: dict[str, Any]
 
 
-def run(job: Job) -> None:
+def run(job: ChatJob) -> None:
     """Run the conversation until the user leaves.
 
     Raises:

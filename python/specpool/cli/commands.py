@@ -12,8 +12,10 @@ import specpool
 from specpool.checks import check_int
 from specpool.cli.bench_serve.options import GoalChoice, ServerChoice, TraceChoice
 from specpool.cli.engine_commands import chat, generate, serve, train, tune
+from specpool.cli.options import sections
 from specpool.cli.options.groups import grouped
 from specpool.cli.options.names import NamingGroup, help_if_alone
+from specpool.cli.options.sections import SectionedCommand
 from specpool.cli.options.types import (
     Adaptive,
     DeviceName,
@@ -35,11 +37,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="KV-cache memory manager for speculative decoding.",
 )
-app.command()(generate)
-app.command()(chat)
-app.command("serve")(serve)
-app.command()(tune)
-app.command()(train)
+app.command(cls=SectionedCommand)(generate)
+app.command(cls=SectionedCommand)(chat)
+app.command("serve", cls=SectionedCommand)(serve)
+app.command(cls=SectionedCommand)(tune)
+app.command(cls=SectionedCommand)(train)
 
 bench = typer.Typer(
     cls=NamingGroup,
@@ -55,7 +57,7 @@ def bench_options(context: typer.Context) -> None:
     help_if_alone(context)
 
 
-@bench.command("generate")
+@bench.command("generate", cls=SectionedCommand)
 def bench_generate(
     target: Target = "specpool/tiny",
     draft: Annotated[
@@ -65,16 +67,26 @@ def bench_generate(
     adaptive: Adaptive = None,
     tokens: Annotated[
         list[int] | None,
-        typer.Option(help="Tokens of each text; may be repeated. [default: 96 and 400]"),
+        typer.Option(
+            help="Tokens of each text; may be repeated. [default: 96 and 400]",
+            rich_help_panel=sections.MEASUREMENT,
+        ),
     ] = None,
     batch: Annotated[
         list[int] | None,
         typer.Option(help="Rows that run at once; may be repeated. [default: 1 and 8]"),
     ] = None,
     requests: Annotated[
-        int, typer.Option(help="Requests to run at once, and one after another; 0 = none.")
+        int,
+        typer.Option(
+            help="Requests to run at once, and one after another; 0 = none.",
+            rich_help_panel=sections.MEASUREMENT,
+        ),
     ] = 64,
-    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
+    repeats: Annotated[
+        int,
+        typer.Option(help="Runs of each; the median counts.", rich_help_panel=sections.MEASUREMENT),
+    ] = 5,
     device: DeviceName = "cpu",
     threads: Threads = 1,
     trust_remote_code: TrustRemoteCode = False,
@@ -82,10 +94,10 @@ def bench_generate(
     plot: Plot = None,
 ) -> None:
     """Compare drafting, plain decoding on pages, and transformers' own generate."""
-    from specpool.cli.bench import Job, generate
+    from specpool.cli.bench import GenerateBenchJob, generate
 
     generate(
-        Job(
+        GenerateBenchJob(
             target=target,
             draft=draft,
             shape=shape,
@@ -103,7 +115,7 @@ def bench_generate(
     )
 
 
-@bench.command("serve")
+@bench.command("serve", cls=SectionedCommand)
 @grouped
 def bench_serve(
     *,
@@ -114,9 +126,9 @@ def bench_serve(
     plot: Plot = None,
 ) -> None:
     """Drive an OpenAI server with a seeded trace: times, goodput and accept length."""
-    from specpool.cli.bench_serve.command import Job, run
+    from specpool.cli.bench_serve.command import ServeBenchJob, run
 
-    run(Job(**asdict(server), **asdict(requests), **asdict(goal), json=json, plot=plot))
+    run(ServeBenchJob(**asdict(server), **asdict(requests), **asdict(goal), json=json, plot=plot))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -148,10 +160,10 @@ def deploy(
 
     --host and --port are those of Serve's proxies.
     """
-    from specpool.cli.deploy import Job, run
+    from specpool.cli.deploy import DeployJob, run
 
     run(
-        Job(
+        DeployJob(
             replicas=replicas,
             gpus=gpus,
             cpus=cpus,
@@ -183,7 +195,7 @@ def options(
     help_if_alone(context)
 
 
-@app.command()
+@app.command(cls=SectionedCommand)
 @grouped
 def plan(*, question: Question, json: Json = False) -> None:
     """Show what an engine would have room for: pages, rows, requests, and which limit binds.

@@ -14,8 +14,7 @@ from specpool.adaptive.config import POLICIES
 from specpool.checks import shown
 from specpool.cli.options.checks import warn
 from specpool.cli.options.names import with_option_names
-from specpool.cli.serve import Job as ServeJob
-from specpool.cli.serve import prepare
+from specpool.cli.serve import ServeJob, prepare
 from specpool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class DeployJob:
     """The arguments of the command line."""
 
     replicas: str
@@ -38,7 +37,7 @@ class Job:
     words: list[str]  # the options of `specpool serve`
 
 
-def run(job: Job) -> None:
+def run(job: DeployJob) -> None:
     """Print the config, or apply it and wait until the replicas run.
 
     Raises:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from specpool.cli.options import sections
 from specpool.cli.options.groups import (
     AttentionOptions,
     CheckOptions,
@@ -56,18 +57,33 @@ def generate(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Most tokens of each text.")
     ] = 96,
-    samples: Annotated[int, typer.Option(help="Samples of each prompt; seeds count up.")] = 1,
+    samples: Annotated[
+        int,
+        typer.Option(
+            help="Samples of each prompt; seeds count up.", rich_help_panel=sections.SAMPLING
+        ),
+    ] = 1,
     stop: Stop = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are a user's messages, for the chat template.")
+        bool,
+        typer.Option(
+            "--chat",
+            help="Prompts are a user's messages, for the chat template.",
+            rich_help_panel=sections.PROMPTS,
+        ),
     ] = False,
-    batch: Annotated[int, typer.Option(help="Requests that run at once.")] = 8,
+    batch: Annotated[
+        int, typer.Option(help="Requests that run at once.", rich_help_panel=sections.SCHEDULING)
+    ] = 8,
     steps: StepOptions,
     memory: MemoryOptions,
     checks: CheckOptions,
     logprobs: Annotated[
         int | None,
-        typer.Option(help="Log probabilities of each token and of this many likeliest ones."),
+        typer.Option(
+            help="Log probabilities of each token and of this many likeliest ones.",
+            rich_help_panel=sections.SAMPLING,
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -83,10 +99,10 @@ def generate(
     json: Json = False,
 ) -> None:
     """Generate texts, and print them as they come."""
-    from specpool.cli.generate.generate import Job, run
+    from specpool.cli.generate.generate import GenerateJob, run
 
     run(
-        Job(
+        GenerateJob(
             **asdict(models),
             **asdict(place),
             prompts=prompts.given(),
@@ -135,11 +151,17 @@ def chat(
     overlap_depth: OverlapDepth = 0,
     memory: MemoryOptions,
     max_sessions: Annotated[
-        int, typer.Option(help="Most sessions that keep KV between their turns.")
+        int,
+        typer.Option(
+            help="Most sessions that keep KV between their turns.", rich_help_panel=sections.MEMORY
+        ),
     ] = 16,
     session_pages: Annotated[
         int | None,
-        typer.Option(help="Most pages of each group for idle sessions. [default: all free]"),
+        typer.Option(
+            help="Most pages of each group for idle sessions. [default: all free]",
+            rich_help_panel=sections.MEMORY,
+        ),
     ] = None,
     checks: CheckOptions,
 ) -> None:
@@ -147,10 +169,10 @@ def chat(
 
     A target without a chat template, such as the embedded one, goes on with the text as it is.
     """
-    from specpool.cli.chat import Job, run
+    from specpool.cli.chat import ChatJob, run
 
     run(
-        Job(
+        ChatJob(
             **asdict(models),
             **asdict(place),
             system=system,
@@ -179,37 +201,51 @@ def serving(
     name: Annotated[
         list[str] | None,
         typer.Option(
-            help="What clients call the model; may be repeated. [default: --target, without a path]"
+            help="What clients call the model; may be repeated. "
+            "[default: --target, without a path]",
+            rich_help_panel=sections.MODEL,
         ),
     ] = None,
     server: ServerOptions,
     chat_template: Annotated[
-        Path | None, typer.Option(help="File with a chat template (Jinja) instead of the model's.")
+        Path | None,
+        typer.Option(
+            help="File with a chat template (Jinja) instead of the model's.",
+            rich_help_panel=sections.MODEL,
+        ),
     ] = None,
     shape: ShapeText = None,
     adaptive: Adaptive = None,
     pages: LayoutOptions,
     place: PlaceOptions,
     reads: AttentionOptions,
-    batch: Annotated[int, typer.Option(help="Texts that run at once.")] = 32,
+    batch: Annotated[
+        int, typer.Option(help="Texts that run at once.", rich_help_panel=sections.SCHEDULING)
+    ] = 32,
     steps: StepOptions,
     memory: MemoryOptions,
     max_sessions: Annotated[
-        int, typer.Option(help="Most sessions that keep KV between their turns.")
+        int,
+        typer.Option(
+            help="Most sessions that keep KV between their turns.", rich_help_panel=sections.MEMORY
+        ),
     ] = 64,
     session_pages: Annotated[
         int | None,
-        typer.Option(help="Most pages of each group for idle sessions. [default: all free]"),
+        typer.Option(
+            help="Most pages of each group for idle sessions. [default: all free]",
+            rich_help_panel=sections.MEMORY,
+        ),
     ] = None,
     checks: CheckOptions,
-) -> Any:  # a `Job` of `specpool.cli.serve`
+) -> Any:  # a `ServeJob`
     """Serve a model to OpenAI's clients, with a page to talk to; without options the embedded pair.
 
     It listens on this machine alone unless --host says otherwise.
     """
-    from specpool.cli.serve import Job
+    from specpool.cli.serve import ServeJob
 
-    return Job(
+    return ServeJob(
         **asdict(models),
         **asdict(place),
         shape=shape,
@@ -254,9 +290,20 @@ def tune(
     batch: Annotated[
         list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 8 and 32]")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of each text; stops are ignored.")] = 96,
-    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 3,
-    policy: Annotated[str, typer.Option(help="Policy in the file: cost or ema.")] = "cost",
+    tokens: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of each text; stops are ignored.", rich_help_panel=sections.MEASUREMENT
+        ),
+    ] = 96,
+    repeats: Annotated[
+        int,
+        typer.Option(help="Runs of each; the median counts.", rich_help_panel=sections.MEASUREMENT),
+    ] = 3,
+    policy: Annotated[
+        str,
+        typer.Option(help="Policy in the file: cost or ema.", rich_help_panel=sections.MEASUREMENT),
+    ] = "cost",
     place: PlaceOptions,
     out: Annotated[
         Path | None, typer.Option(help="Write the configuration, for --adaptive.")
@@ -266,10 +313,10 @@ def tune(
     plot: Plot = None,
 ) -> None:
     """Find the draft shapes that are worth it on a model and its prompts, by batch size."""
-    from specpool.cli.tune import BATCHES, Job, run
+    from specpool.cli.tune import BATCHES, TuneJob, run
 
     run(
-        Job(
+        TuneJob(
             **asdict(models),
             **asdict(place),
             prompts=prompts.given(),
@@ -306,39 +353,78 @@ def train(
     ] = None,
     epochs: Annotated[
         float | None,
-        typer.Option(help="Passes over the texts. [default: 4, or no limit with --minutes]"),
+        typer.Option(
+            help="Passes over the texts. [default: 4, or no limit with --minutes]",
+            rich_help_panel=sections.TRAINING,
+        ),
     ] = None,
-    length: Annotated[int, typer.Option(help="Most tokens of a text in training.")] = 512,
-    batch_size: Annotated[int, typer.Option("--batch", help="Texts of a step.")] = 8,
+    length: Annotated[
+        int,
+        typer.Option(help="Most tokens of a text in training.", rich_help_panel=sections.TRAINING),
+    ] = 512,
+    batch_size: Annotated[
+        int, typer.Option("--batch", help="Texts of a step.", rich_help_panel=sections.TRAINING)
+    ] = 8,
     unroll: Annotated[
-        int, typer.Option(help="Draft steps that training takes in a row, from its own output.")
+        int,
+        typer.Option(
+            help="Draft steps that training takes in a row, from its own output.",
+            rich_help_panel=sections.TRAINING,
+        ),
     ] = 4,
     draft_vocab_size: Annotated[
-        int, typer.Option("--draft-vocab", help="Most tokens that the head can propose.")
+        int,
+        typer.Option(
+            "--draft-vocab",
+            help="Most tokens that the head can propose.",
+            rich_help_panel=sections.TRAINING,
+        ),
     ] = 32_000,
     lr: Annotated[
         float | None,
-        typer.Option(help="Greatest learning rate. [default: 0.512 / hidden size, at most 0.004]"),
+        typer.Option(
+            help="Greatest learning rate. [default: 0.512 / hidden size, at most 0.004]",
+            rich_help_panel=sections.TRAINING,
+        ),
     ] = None,
     held_out: Annotated[
-        float, typer.Option(help="Share of the texts that training does not see.")
+        float,
+        typer.Option(
+            help="Share of the texts that training does not see.", rich_help_panel=sections.TRAINING
+        ),
     ] = 0.05,
     new_tokens: Annotated[
-        int, typer.Option(help="Most tokens of the target's answer to a prompt without one.")
+        int,
+        typer.Option(
+            help="Most tokens of the target's answer to a prompt without one.",
+            rich_help_panel=sections.TRAINING,
+        ),
     ] = 256,
     temperature: Annotated[
-        float, typer.Option(help="Temperature of these answers; 0 = greedy.")
+        float,
+        typer.Option(
+            help="Temperature of these answers; 0 = greedy.", rich_help_panel=sections.TRAINING
+        ),
     ] = 0.0,
     checkpoint_minutes: Annotated[
-        float, typer.Option(help="Wall time between two checkpoints.")
+        float,
+        typer.Option(help="Wall time between two checkpoints.", rich_help_panel=sections.TRAINING),
     ] = 5.0,
     seed: Annotated[
-        int, typer.Option(help="Seed of the split, the order, the answers and the weights.")
+        int,
+        typer.Option(
+            help="Seed of the split, the order, the answers and the weights.",
+            rich_help_panel=sections.TRAINING,
+        ),
     ] = 0,
     dtype: DtypeName = None,
     device: DeviceName = "cpu",
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads of torch. [default: one for each core]")
+        int | None,
+        typer.Option(
+            help="CPU threads of torch. [default: one for each core]",
+            rich_help_panel=sections.MODEL,
+        ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,

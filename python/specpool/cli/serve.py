@@ -27,7 +27,7 @@ KEY_VARIABLE = "SPECPOOL_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ServeJob:
     """The arguments of the command line."""
 
     target: str
@@ -44,7 +44,7 @@ class Job:
     serve: dict[str, Any]  # of the server
 
 
-def run(job: Job) -> None:
+def run(job: ServeJob) -> None:
     """Serve until a signal.
 
     Raises:
@@ -69,7 +69,7 @@ def run(job: Job) -> None:
     )
 
 
-def prepare(job: Job, *, has_files: bool = True) -> Launch:
+def prepare(job: ServeJob, *, has_files: bool = True) -> Launch:
     """Check the options, and return what the server is started with.
 
     Args:

@@ -22,7 +22,7 @@ from specpool.train.state import check_folder
 from specpool.train.texts import read_rows
 
 if TYPE_CHECKING:
-    from specpool.train.training import Report
+    from specpool.train.training import TrainReport
 
 # Seconds between two lines where there is no terminal to draw a bar on.
 _LINE_SECONDS = 30.0
@@ -112,7 +112,7 @@ class _Shown:
             self._next_line = time.monotonic() + _LINE_SECONDS
 
 
-def lines_of(report: Report) -> Iterator[str]:
+def lines_of(report: TrainReport) -> Iterator[str]:
     """Yield the lines that tell of a training."""
     if report.num_left_out:
         yield f"{report.num_left_out} rows left out: their prompts leave no room for an answer"

@@ -44,7 +44,7 @@ REACH = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TuneJob:
     """The arguments of the command line."""
 
     target: str
@@ -77,7 +77,7 @@ class Cell:
 Cells = Mapping[int, Mapping[Shape, Cell]]
 
 
-def run(job: Job) -> None:
+def run(job: TuneJob) -> None:
     """Measure, print, and write the file if asked.
 
     Raises:
@@ -127,7 +127,7 @@ def run(job: Job) -> None:
                 num_texts = max(len(prompts) if is_given else NUM_BUILT_IN, batch)
                 texts = [prompts[i % len(prompts)] for i in range(num_texts)]
                 task = progress.add_task(f"batch {batch}", total=job.repeats)
-                runs = _Runs(engine, texts, batch, job.num_tokens)
+                runs = _ShapeRuns(engine, texts, batch, job.num_tokens)
                 for _ in range(job.repeats):
                     runs.turn(shapes)
                     progress.advance(task)
@@ -135,7 +135,7 @@ def run(job: Job) -> None:
     _report(job, cells)
 
 
-def _report(job: Job, cells: Mapping[int, Mapping[Shape, Cell]]) -> None:
+def _report(job: TuneJob, cells: Mapping[int, Mapping[Shape, Cell]]) -> None:
     """Print the results, draw them and write the configuration, as the options say."""
     content = configuration(cells, job.policy)
     if job.json:
@@ -166,7 +166,7 @@ def parse_candidates(texts: Sequence[str]) -> tuple[Shape, ...]:
     return tuple(sorted(shapes or CANDIDATES, key=depth_order))
 
 
-class _Runs:
+class _ShapeRuns:
     """Runs of each shape in turn, in batches of one size."""
 
     def __init__(
@@ -275,7 +275,7 @@ def results(cells: Cells) -> list[Result]:
     return found
 
 
-def _table(job: Job, cells: Cells) -> Table:
+def _table(job: TuneJob, cells: Cells) -> Table:
     table = Table(
         title=f"tune: {job.target}, {job.num_tokens} tokens, medians of {job.repeats}",
         caption="tokens/s, of the best (*), and accept length: tokens a round, bonus included",

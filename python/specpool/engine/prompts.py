@@ -156,7 +156,8 @@ class Prompts:
         params: SamplingParams,
         shape: Shape | None,
         priority: int,
-        forwards: list[int],
+        accept_lens: list[int],
+        draft_flags: list[bool],
         logprobs: list[TokenLogprob],
         max_tokens: int | None = None,
     ) -> Request:
@@ -182,7 +183,8 @@ class Prompts:
                 f"{name} has {len(tokens)} tokens, this engine ends it at {request.max_len}"
             )
         request.tokens = list(tokens)
-        request.forwards, request.logprobs = list(forwards), logprobs
+        request.accept_lens, request.draft_flags = accept_lens, draft_flags
+        request.logprobs = logprobs
         if request.watch is not None:
             request.watch.push(request.output_ids)
         return request
@@ -257,7 +259,8 @@ class Prompts:
             else None,
             matcher=first.matcher.fresh() if first.matcher else None,
             forced=[],
-            forwards=[],
+            accept_lens=[],
+            draft_flags=[],
             logprobs=[],
             siblings=[],
             times=Times(),

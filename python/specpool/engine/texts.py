@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import operator
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from specpool.errors import ConfigError, is_fault, reading
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.request import Conversation, Message, Said, common_len
 from specpool.text.chat_ends import chat_ends
-from specpool.text.chat_messages import prepared, template_of
+from specpool.text.chat_messages import RESULT_ROLES, SEAM, prepared, template_of, with_seams
 from specpool.text.chat_template import TemplateError
 from specpool.text.chat_template import render as render_template
 from specpool.text.stream import TextStream
@@ -206,12 +207,15 @@ class Texts:
             messages: what `messages` gave.
             variables: further variables of the template, such as `tools`.
 
+        Returns:
+            The text; with a `SEAM` in each name of a control token that a tool's result spells.
+
         Raises:
             ConfigError: the template refuses the messages, or makes no valid text of them.
         """
         _check_texts(f"the variables of prompt {index}", variables or {})
         text = self._named_errors(index, messages, variables)
-        _check_text(f"what the chat template makes of prompt {index}", text)
+        _check_text(f"what the chat template makes of prompt {index}", text.replace(SEAM, ""))
         return text
 
     def _named_errors(
@@ -261,6 +265,10 @@ class Texts:
         special = self._tokenizer.special_tokens_map
         variables = {**special, **variables}
         has_parts = self._has_parts(template, special)
+        if any(message.get("role") in RESULT_ROLES for message in messages):
+            tokens = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+            added = {str(token.content): bool(token.special) for token in tokens}
+            messages = with_seams(messages, template, added)
         chat = prepared(messages, template, has_parts=has_parts)
         try:
             return render_template(template, chat, variables)
@@ -307,6 +315,7 @@ class Texts:
         said, start = conversation.said, 0
         old: list[Message] = []
         marked: list[Message] = []  # the same with the special tokens of the answers
+        called: list[Message] = []  # the same with the calls of the answers beside their contents
         for turn in said:
             if turn.messages is None:
                 raise ConfigError(
@@ -315,19 +324,31 @@ class Texts:
                 )
             old += [*turn.messages, self._answer(turn)]
             marked += [*turn.messages, self._answer(turn, shows_special=True)]
+            called += [*turn.messages, turn.message or self._answer(turn)]
             start = turn.end
         kept = conversation.tokens[:start]  # without the part of a turn that a rewind has left
-        own, text = self._text_of(kept), ""
-        if marked != old:  # such as the marks of a call, without which it would not be one
+        own = self._text_of(kept)
+        # A call in a text needs its marks, without which it would not be one. Some templates refuse
+        # them there, or the result of a call that is not beside the content.
+        text: str | None
+        for history in [*(chat for chat in (called, marked) if chat != old), old]:
+            text = None
             with contextlib.suppress(ConfigError):
-                text = self.render(0, [*marked, *new], variables)
-        if text.startswith(own) and kept:
-            old = marked
+                text = self.render(0, [*history, *new], variables)
+                if text.replace(SEAM, "").startswith(own):
+                    break
         else:
-            text = self.render(0, [*old, *new], variables)
-        if text.startswith(own):
-            ids = [*kept, *self._ids_of(text[len(own) :], "the turn")]
-            if self._text_of(ids) == text:
+            history = called
+            if text is None or called != old:
+                text = self.render(0, [*called, *new], variables)
+        assert text is not None
+        plain = text.replace(SEAM, "")
+        if plain.startswith(own):
+            begin = len(own)
+            while begin - text.count(SEAM, 0, begin) < len(own):
+                begin = len(own) + text.count(SEAM, 0, begin)
+            ids = [*kept, *self._ids_of(text[begin:], "the turn")]
+            if self._text_of(ids) == plain:
                 return ids, said
         ids = self._ids_of(text, "the turn")
         same = common_len(kept, ids)
@@ -336,7 +357,7 @@ class Texts:
         # The old turns end where the tokens begin to depend on the new message: render the chat
         # with another message in its place, and see where the texts part.
         other = "-" if new[0]["content"].strip()[:1] != "-" else "+"
-        others = self.render(0, [*old, {**new[0], "content": other}], variables)
+        others = self.render(0, [*history, {**new[0], "content": other}], variables)
         end = common_len(self._ids_of(text[: common_len(text, others)], "the turn"), ids)
         return ids, [
             dataclasses.replace(turn, end=max(same, end)) if turn.end > same else turn
@@ -360,7 +381,7 @@ class Texts:
         return str(text)
 
     def _ids_of(self, text: str, name: str, *, adds_special: bool = False) -> list[int]:
-        """Tokenize a text; by default without the special tokens that begin one.
+        """Tokenize a text, cut at each `SEAM`; by default without special tokens that begin it.
 
         Raises:
             ConfigError: it has far more tokens than a sequence, or the tokenizer refuses it; the
@@ -370,11 +391,21 @@ class Texts:
         most = self._max_context_len
         with reading(f"the tokenizer refuses {name}", ConfigError):
             if most is not None and len(text) > _LONG * most:
-                self._check_len(text, most)
+                self._check_len(text.replace(SEAM, ""), most)
+            first, *others = text.split(SEAM)
+            if most is not None and len(others) > most:
+                raise ConfigError(
+                    f"the tools' results of {name} spell {len(others)} control tokens; "
+                    f"max_context_len is {most}"
+                )
             # max_context_len is checked by name, so transformers' own warning says nothing new.
-            return list(
-                self._tokenizer.encode(text, add_special_tokens=adds_special, verbose=False)
+            ids = list(
+                self._tokenizer.encode(first, add_special_tokens=adds_special, verbose=False)
             )
+            if others:
+                lists = self._tokenizer(others, add_special_tokens=False, verbose=False)
+                ids += itertools.chain.from_iterable(lists["input_ids"])
+            return ids
 
     def _check_len(self, text: str, most: int) -> None:
         """Refuse a long text by its beginning: its pieces are tokenized until they are too many.

@@ -11,9 +11,8 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
 
-import numpy as np
 import torch
 
 from specpool._core import Ledger
@@ -276,9 +275,8 @@ class Loop:
     def _take_over(self, flying: _Flying) -> None:
         """Wait for a step's results and give them to the scheduler."""
         if flying.pending is None:
-            lanes = len(flying.step.requests)
-            nothing = StepResult([[]] * lanes, np.zeros(lanes, np.int32), [False] * lanes)
-            self.scheduler.take_over(flying.step, nothing)
+            no_tokens = StepResult.of_lanes([[]] * len(flying.step.requests))
+            self.scheduler.take_over(flying.step, no_tokens)
             return
         try:
             with self.clock.wait:
@@ -292,12 +290,12 @@ class Loop:
             return
         self.inputs.result(flying.step.plan.step, result)
         with self.clock.finish:
-            if not any(result.not_finite):
+            if not result.not_finite.any():
                 self.scheduler.take_over(flying.step, result)
                 return
             plan = flying.step.plan
-            for request, not_finite in zip(flying.step.requests, result.not_finite, strict=True):
-                request.tainted |= not_finite
+            for request in compress(flying.step.requests, result.not_finite.tolist()):
+                request.tainted = True
             lost = result.not_finite & (self._ledger.epoch[plan.rows] != plan.epochs)
             self.scheduler.take_over(flying.step, result)
             scrub_free(self._ledger, self._cache, all_groups=bool(lost.any()))

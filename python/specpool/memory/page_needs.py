@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class PageNeeds:
-    """A table of the pages that a request holds or needs for its next round and some growth.
+    """The pages that a request holds or needs for its next round and some growth.
 
-    The core computes each entry (`Ledger.pages_needed`), once per shape and number of tokens.
+    The core computes them (`Ledger.pages_ahead`).
 
     Attributes:
         num_pages: int64 [num_groups], all pages of each group.
@@ -26,7 +26,7 @@ class PageNeeds:
     def __init__(
         self, ledger: Ledger, headroom: int, choices: Sequence[tuple[int, ...]] = ()
     ) -> None:
-        """Start an empty table.
+        """Count pages of `ledger`.
 
         Args:
             ledger: gives groups and shapes.
@@ -34,52 +34,49 @@ class PageNeeds:
             choices: sets of shape indices. Set i gets shape index `len(ledger.shapes) + i`, and
                 needs the most that any of its shapes needs; see `RoundShapes.page_choices`.
         """
-        self._ledger, self._headroom = ledger, headroom
+        self._ledger, self._headroom = ledger, min(headroom, ledger.max_context_len)
         self.num_pages: Int64 = np.array([group.num_pages for group in ledger.groups], np.int64)
-        self._alike = [*((shape,) for shape in range(len(ledger.shapes))), *choices]
-        size = len(self._alike), ledger.max_context_len + 1, len(ledger.groups)
-        self._counts = np.full(size, -1, np.int32)  # [shape, tokens, group]; -1 = not known yet
-        self._step_pages = np.array(step_pages(ledger), np.int32)
+        sets = [*((shape,) for shape in range(len(ledger.shapes))), *choices]
+        width = max(map(len, sets))
+        # int32 [num_shapes + num_choices, width]: the shapes of each set, the first one repeated.
+        self._sets: Int32 = np.array(
+            [shapes + shapes[:1] * (width - len(shapes)) for shapes in sets], np.int32
+        )
+        self._step_pages: Int64 = np.array(step_pages(ledger), np.int64)
 
-    def of(self, length: int, shape: int) -> Int32:
-        """Return the pages that a request of `length` tokens needs, int32 [num_groups].
+    def of(self, length: int, shape: int) -> Int64:
+        """Return the pages that a request of `length` tokens needs, int64 [num_groups].
 
         `shape` is an index into the shapes and choices.
         """
-        counts: Int32 = self._counts[shape, length]
-        if counts[0] < 0:
-            last = self._ledger.max_context_len - 1
-            hi = min(length + self._headroom, last)
-            pages = [row_pages(self._ledger, length, hi, each) for each in self._alike[shape]]
-            counts[:] = np.max(pages, axis=0)
-        return counts
+        pages: Int64 = self.of_each(np.array([length], np.int32), self._sets[[shape]])[0].max(
+            axis=0
+        )
+        return pages
 
     def at_most(self, lo: int, hi: int, shape: int) -> Int64:
         """Return the most pages a row with roots in `[lo, hi]` needs, int64 [num_groups]."""
-        pages = [self._ledger.pages_needed(lo, hi, each) for each in self._alike[shape]]
+        pages = [self._ledger.pages_needed(lo, hi, index) for index in self._sets[shape].tolist()]
         most: Int64 = np.max(pages, axis=0)
         return most
 
-    def of_all(self, lens: Int32, shapes: Int32) -> Int32:
-        """Return the pages of these requests and one prefill step together, int32 [num_groups].
+    def of_all(self, lens: Int32, shapes: Int32) -> Int64:
+        """Return the pages of these requests and one prefill step together, int64 [num_groups].
 
         `lens` and `shapes` are int32 [n]: tokens and shape index of each request.
         """
-        counts: Int32 = self._counts[shapes, lens]
-        for i in np.flatnonzero(counts[:, 0] < 0).tolist():
-            counts[i] = self.of(int(lens[i]), int(shapes[i]))
-        total: Int32 = counts.sum(axis=0, dtype=np.int32) + self._step_pages
+        pages = self.of_each(lens, self._sets[shapes]).max(axis=1)
+        total: Int64 = pages.sum(axis=0) + self._step_pages
         return total
 
-    def of_each(self, lens: Int32, shapes: Int32) -> Int32:
+    def of_each(self, lens: Int32, shapes: Int32) -> Int64:
         """Return the pages of requests of `lens` tokens, int32 [n], with each of some shapes.
 
-        `shapes` are indices into the ledger's shapes, int32 [n, C]; so are the pages, [n, C, G].
+        `shapes` are indices into the ledger's shapes, int32 [n, C]; the pages are int64 [n, C, G].
         """
-        counts: Int32 = self._counts[shapes, lens[:, None]]
-        for i, j in np.argwhere(counts[:, :, 0] < 0).tolist():
-            counts[i, j] = self.of(int(lens[i]), int(shapes[i, j]))
-        return counts
+        num_shapes = shapes.shape[1]
+        pages = self._ledger.pages_ahead(lens.repeat(num_shapes), shapes.ravel(), self._headroom)
+        return pages.reshape(len(lens), num_shapes, len(self.num_pages))
 
 
 def row_pages(ledger: Ledger | GroupSizes, lo: int, hi: int, shape: int) -> list[int]:

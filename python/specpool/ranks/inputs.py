@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from specpool._core import Ledger
 from specpool.errors import ConfigError, CorruptState, RankError, one_line
-from specpool.ranks.record import Record, Result
+from specpool.ranks.record import Record, StepTokens
 from specpool.ranks.wire import wire_of
 from specpool.scheduler.pins import Pin
 from specpool.scheduler.request import Conversation, Request
@@ -76,13 +76,13 @@ class Inputs:
         self._clock = clock
         self._ledger, self._scheduler, self._peers = ledger, scheduler, peers
         self._notes: list[list[Any]] = []
-        self._results: list[Result] = []
+        self._results: list[StepTokens] = []
         self._measured: list[tuple[Callable[[float], None], float]] = []
         self._is_within = False  # a turn runs, or a record is applied: nothing is noted
         self._broken: str | None = None
         self.num_records = 0
         # As of the end of the last turn or record: what the next record is compared with.
-        self._digest, self._told, self._counts = 0, list[Result](), list[int]()
+        self._digest, self._told, self._counts = 0, list[StepTokens](), list[int]()
         self._end_turn()
 
     @property
@@ -236,7 +236,7 @@ class Inputs:
     def result(self, step: int, result: StepResult) -> None:
         """Note what a step gave."""
         if self._peers is not None:
-            self._results.append(Result(step, [list(tokens) for tokens in result.tokens]))
+            self._results.append(StepTokens.of(step, result))
 
     def broke(self, error: BaseException) -> None:
         """Tell the other ranks that this one was stopped halfway: they cannot go on with it."""

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from specpool.errors import RankError
+from specpool.scheduler.step import StepResult
 
 _HEAD = struct.Struct("<qqQ")
 _SEAL_BYTES = 16
@@ -27,7 +28,7 @@ HEAD_BYTES = _HEAD.size + _SEAL_BYTES
 MAX_RECORD = 1 << 28
 
 
-class Result(msgspec.Struct, frozen=True, array_like=True):
+class StepTokens(msgspec.Struct, frozen=True, array_like=True):
     """What a step gave, on one rank.
 
     Attributes:
@@ -38,7 +39,13 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
     step: int
     tokens: list[list[int]]
 
-    def difference(self, other: Result) -> str | None:
+    @classmethod
+    def of(cls, step: int, result: StepResult) -> StepTokens:
+        """Take the tokens that count of each lane."""
+        lanes = zip(result.tokens.tolist(), result.accept_len.tolist(), strict=True)
+        return cls(step, [tokens[:length] for tokens, length in lanes])
+
+    def difference(self, other: StepTokens) -> str | None:
         """Say how another rank's result of the step differs; None = not at all."""
         if self.step != other.step:
             return f"step {self.step} here is step {other.step} there"
@@ -52,7 +59,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
 
 class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     inputs: list[list[Any]]
-    results: list[Result]
+    results: list[StepTokens]
     counts: list[int]
 
 
@@ -71,7 +78,7 @@ class Record:
     number: int
     digest: int
     inputs: list[list[Any]] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
+    results: list[StepTokens] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
 
     def to_bytes(self, key: bytes) -> bytes:

@@ -6,19 +6,12 @@ import contextlib
 
 import numpy as np
 
-from specpool._core import Ledger
 from specpool.adaptive.budget import Spare
 from specpool.arrays import Int32, Int64
 from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows
-from specpool.memory.page_needs import PageNeeds
-from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.conversations import Conversations
-from specpool.scheduler.pins import Pins
-from specpool.scheduler.prefix_cache import PrefixCache
-from specpool.scheduler.queues import Running, Waiting
-from specpool.scheduler.reclaim import Ends, Room
+from specpool.scheduler.reclaim import Reclaim
 from specpool.scheduler.request import Request
-from specpool.scheduler.rows import HostHandles
+from specpool.scheduler.state import State
 
 
 class Admission:
@@ -27,82 +20,58 @@ class Admission:
     Waiting requests get rows in their order. Samples of a running prompt get forks of its row.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        config: SchedulerConfig,
-        running: Running,
-        waiting: Waiting,
-        conversations: Conversations,
-        pins: Pins,
-        prefix_cache: PrefixCache,
-        handles: HostHandles,
-        needs: PageNeeds,
-        room: Room,
-        ends: Ends,
-    ) -> None:
-        """Move requests from `waiting` to `running`.
+    def __init__(self, state: State, reclaim: Reclaim) -> None:
+        """Move requests of `state` from those that wait to those that run.
 
-        Args:
-            ledger: the rows and pages.
-            config: limits how many requests run at once.
-            running: the requests with a row.
-            waiting: the requests without a row.
-            conversations: give a turn its conversation's idle row.
-            pins: give a request the longest pinned text that it begins with.
-            prefix_cache: gives a request the KV of the longest text that it begins with.
-            handles: the KV of requests on the host; a request with a handle takes neither.
-            needs: the pages that each request needs next.
-            room: frees pages if the tail of a pin finds none.
-            ends: ends a request that the ledger has no memory for.
+        `reclaim` frees pages if the tail of a pin finds none, and ends a request that the ledger
+        has no memory for.
         """
-        self._ledger, self._config, self._running, self._waiting = ledger, config, running, waiting
-        self._conversations, self._pins, self._handles = conversations, pins, handles
-        self._prefix_cache = prefix_cache
-        self._needs, self._room, self._ends = needs, room, ends
+        self._state, self._reclaim = state, reclaim
 
     def admit(self) -> None:
         """Admit waiting requests in order, while the pages for every row's next round fit."""
+        state = self._state
         claimed = None
-        while self._waiting and len(self._running) < self._config.max_batch:
-            request = self._waiting.first
+        while state.waiting and len(state.running) < state.config.max_batch:
+            request = state.waiting.first
             try:
-                hit = self._prefix_cache.match(request)
-                if self._prefix_cache.is_coming(request, hit.length):
+                hit = state.prefix_cache.match(request)
+                if state.prefix_cache.is_coming(request, hit.length):
                     return
-                if self._running:
-                    new = self._needs.of(len(request.tokens), request.shape_index) - hit.shared
+                if state.running:
+                    new = state.needs.of(len(request.tokens), request.shape_index) - hit.shared
                     new = new + hit.cached
                     claimed = new + (self._claimed() if claimed is None else claimed)
-                    if not self._has_room(new) or (claimed > self._needs.num_pages).any():
+                    if not self._has_room(new) or (claimed > state.needs.num_pages).any():
                         return
-                place = self._own_row(request) or self._take_row(request)
-                if place is None:
+                start = self._own_row(request) or self._take_row(request)
+                if start is None:
                     return
-                row, length = place
+                row, length = start
                 self._start(request, row, length)
             except BaseException as error:
-                self._ends.fault(request, error)
+                self._reclaim.fault(request, error)
                 continue
-            self._prefix_cache.count(request, length)
-            self._waiting.remove(request)
+            state.prefix_cache.count(request, length)
+            state.waiting.remove(request)
             if length == len(request.tokens) - 1:  # no prefill will fork its siblings
-                self._waiting.part(request)
+                state.waiting.part(request)
             if length or request.conversation is not None:  # which pages are shared has changed
                 claimed = None
 
     def _start(self, request: Request, row: int, length: int) -> None:
         """Let a request run on a row; give the row back if that fails."""
+        state = self._state
         try:
-            self._running.start(request, row, length)
+            state.running.start(request, row, length)
         except BaseException:
-            self._running.leave(request)
-            self._conversations.give_up(row)
+            state.running.leave(request)
+            state.conversations.give_up(row)
             raise
 
     def _has_room(self, new: Int64) -> bool:
         """Return whether so many pages, int64 [num_groups], can be had now."""
-        ledger = self._ledger
+        ledger = self._state.ledger
         return all(
             num_pages <= ledger.free_pages(g) + ledger.cached_pages(g) + ledger.reclaimable_pages(g)
             for g, num_pages in enumerate(new.tolist())
@@ -123,8 +92,9 @@ class Admission:
             Pages beyond the narrowest shape's, int32 [B, C, G], and the pages that are left for
             them, int64 [G]. None = all rows may have their widest shape.
         """
-        ledger, needs = self._ledger, self._needs
-        pages = needs.of_each(self._running.lens[rows], shapes)
+        state = self._state
+        ledger, needs = state.ledger, state.needs
+        pages = needs.of_each(state.running.lens[rows], shapes).astype(np.int32)
         pages -= pages[:, :1]
         free = needs.num_pages - self._claimed()
         for group in range(len(ledger.groups)):  # pages that others hold, such as sessions
@@ -136,43 +106,49 @@ class Admission:
 
     def _claimed(self) -> Int64:
         """Return the pages of all running rows' next rounds, int64 [num_groups]. O(rows)."""
-        ledger, lens = self._ledger, self._running.lens
+        state = self._state
+        ledger, lens = state.ledger, state.running.lens
+        groups = range(len(ledger.groups))
         rows = np.flatnonzero(lens)
-        claimed = self._needs.of_all(lens[rows], self._running.shapes[rows]).astype(np.int64)
-        for g in range(len(ledger.groups)):
-            if not self._room.in_flight:  # then only copies that wait for a step fence pages
-                claimed[g] += ledger.fenced_pages(g)
-            if ledger.shared_pages(g):
-                claimed[g] -= self._shared_twice(g, rows)
+        claimed = state.needs.of_all(lens[rows], state.running.shapes[rows])
+        if not state.in_flight:  # then only copies that wait for a step fence pages
+            claimed += [ledger.fenced_pages(g) for g in groups]
+        num_shared = [ledger.shared_pages(g) for g in groups]
+        if any(num_shared):
+            claimed -= np.where(num_shared, self._shared_twice(rows, num_shared), 0)
         return claimed
 
-    def _shared_twice(self, g: int, rows: Int64) -> int:
+    def _shared_twice(self, rows: Int64, num_shared: list[int]) -> Int64:
         """Return how many pages of these running rows a sum over the rows counts too often.
 
         It is negative if there are shared pages that none of the rows holds, as those of a pin.
+        `num_shared` are the shared pages of each group; the result is int64 [num_groups].
         """
-        ledger, size = self._ledger, self._ledger.groups[g].page_size
-        evicted = ledger.evicted_len(g) // size
-        sinks = np.minimum(-(-ledger.groups[g].sink // size), evicted)
-        protected = -(-ledger.protected_len(g) // size)
-        shared = np.maximum(protected - evicted, 0) + np.minimum(protected, sinks)
+        ledger = self._state.ledger
+        _, shared = ledger.held_pages(rows)
+        repeated: Int64 = shared.sum(axis=0) - num_shared
         # Idle rows give their pages back when they are needed. A turn that has not prepared its
         # first step is still counted as idle; then it is not known whose the pages are.
-        num_idle, reclaimable = 0, ledger.reclaimable_pages(g)
-        if reclaimable and not ledger.idle[rows].any():
-            own = np.maximum(ledger.allocated_len(g) // size - evicted + sinks - shared, 0)
-            num_idle = max(reclaimable - int(own[ledger.idle].sum()), 0)
-        return int(shared[rows].sum()) - (ledger.shared_pages(g) - num_idle)
+        if ledger.idle.any() and not ledger.idle[rows].any():
+            idle_held, idle_shared = ledger.held_pages(np.flatnonzero(ledger.idle))
+            unshared = (idle_held - idle_shared).sum(axis=0)
+            reclaimable = [ledger.reclaimable_pages(g) for g in range(len(ledger.groups))]
+            repeated += np.maximum(reclaimable - unshared, 0)
+        return repeated
 
     def _own_row(self, request: Request) -> tuple[int, int] | None:
         """Take the idle row of the request's conversation, unless the prefix cache has more.
 
         A cut row goes back to the beginning of a page that is shared; a hit ends at any token.
+
+        Returns:
+            The row and its number of tokens with KV, or None.
         """
-        place = self._conversations.take(request)
-        if place is None or self._prefix_cache.match(request).length <= place[1]:
-            return place
-        self._conversations.give_up(place[0])
+        state = self._state
+        start = state.conversations.take(request)
+        if start is None or state.prefix_cache.match(request).length <= start[1]:
+            return start
+        state.conversations.give_up(start[0])
         return None
 
     def _take_row(self, request: Request) -> tuple[int, int] | None:
@@ -180,33 +156,34 @@ class Admission:
 
         The KV comes from the longest text in the prefix cache, or from a longer pin.
         """
-        self._handles.take(request)
-        pins = self._pins.shared_with(request.tokens) if request.handle is None else []
-        found = self._prefix_cache.match(request).length if pins else 0
+        state = self._state
+        state.handles.take(request)
+        pins = state.pins.shared_with(request.tokens) if request.handle is None else []
+        cached_len = state.prefix_cache.match(request).length if pins else 0
         while True:
-            pins = [each for each in pins if each[1] > found]
+            pins = [(pin, length) for pin, length in pins if length > cached_len]
             try:
                 if pins:
                     pin, length = pins[0]
-                    row = self._ledger.admit(
+                    row = state.ledger.admit(
                         str(request.request_id), prefix=pin.prefix, length=length
                     )
                 else:
-                    row, length = self._prefix_cache.admit(request)
+                    row, length = state.prefix_cache.admit(request)
             except NotReady:  # the window before that length is not held
                 del pins[0]
             except OutOfRows:  # all free rows are fenced
                 return None
             except OutOfPages as shortage:
-                if self._room.reclaim(shortage):
+                if self._reclaim.drop_idle(shortage):
                     continue
-                if self._running or self._room.in_flight or self._pins or request.skips_cache:
+                if state.running or state.in_flight or state.pins or request.skips_cache:
                     return None  # others give pages back, or a pin gives way
                 request.skips_cache = True  # the pages that it would share are all there are
-                pins, found = [], 0
+                pins, cached_len = [], 0
             except OutOfMemory as shortage:
-                if not self._running:  # no request will give memory back
-                    self._ends.give_up([request], shortage)
+                if not state.running:  # no request will give memory back
+                    self._reclaim.give_up([request], shortage)
                 return None
             else:
                 return row, length
@@ -216,17 +193,18 @@ class Admission:
 
         Siblings that find no row or page wait.
         """
+        state = self._state
         while request.siblings:
             sibling, row = request.siblings[0], 0
-            if sibling.finish_reason is None and len(self._running) < self._config.max_batch:
+            if sibling.finish_reason is None and len(state.running) < state.config.max_batch:
                 with contextlib.suppress(OutOfRows, OutOfPages, OutOfMemory):
-                    row = self._ledger.fork(request.row, str(sibling.request_id))
+                    row = state.ledger.fork(request.row, str(sibling.request_id))
             if row:
                 try:
                     self._start(sibling, row, request.prefilled_len)
                 except BaseException as error:
-                    self._waiting.add(sibling)
-                    self._ends.fault(sibling, error)
+                    state.waiting.add(sibling)
+                    self._reclaim.fault(sibling, error)
             else:
-                self._waiting.add(sibling)
+                state.waiting.add(sibling)
             del request.siblings[0]

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from specpool._core import Ledger
 from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows
-from specpool.scheduler.conversations import Conversations
-from specpool.scheduler.queues import Running, Waiting
+from specpool.scheduler.reclaim import Reclaim
 from specpool.scheduler.request import Conversation, Request
-from specpool.scheduler.rows import Rows
+from specpool.scheduler.state import State
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,17 +38,9 @@ class RowExport:
 class Exports:
     """The rows on their way out."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        running: Running,
-        waiting: Waiting,
-        conversations: Conversations,
-        rows: Rows,
-    ) -> None:
-        """Start without exports; the other parts give rows and take them back."""
-        self._ledger, self._running, self._waiting = ledger, running, waiting
-        self._conversations, self._rows = conversations, rows
+    def __init__(self, state: State, reclaim: Reclaim) -> None:
+        """Start without exports; `reclaim` is called before a running request loses its row."""
+        self._state, self._reclaim = state, reclaim
         self._prefixes: set[int] = set()
 
     @property
@@ -65,13 +55,13 @@ class Exports:
         of a new fork, or with no token, stays here until the end, and the text goes without KV.
         """
         conversation.leaves = True
-        if not conversation.row or not self._ledger.resolved_len[conversation.row]:
+        if not conversation.row or not self._state.ledger.resolved_len[conversation.row]:
             return self._without_kv()
         try:
             export = self._of_row(conversation.row)
         except NotReady:
             return self._without_kv()
-        self._conversations.forget(conversation.row)
+        self._state.conversations.forget(conversation.row)
         return export
 
     def of_request(self, request: Request, *, takes_kv: bool = True) -> RowExport:
@@ -80,57 +70,59 @@ class Exports:
         No step of the row is in flight. Without `takes_kv`, or with a page copy into the row that
         waits for a step, the row is given back at once.
         """
-        if request in self._waiting:
-            self._waiting.remove(request)
+        state = self._state
+        if request in state.waiting:
+            state.waiting.remove(request)
             return self._without_kv()
-        self._rows.before_release(request)  # the prefix cache keeps what it has computed
-        has_kv = takes_kv and self._ledger.resolved_len[request.row] > 0
+        self._reclaim.before_release(request)  # the prefix cache keeps what it has computed
+        has_kv = takes_kv and state.ledger.resolved_len[request.row] > 0
         try:
             export = self._of_row(request.row) if has_kv else self._without_kv()
         except NotReady:
             export = self._without_kv()
         if not export.prefix:
-            self._rows.retract(request.row)
-        self._running.leave(request)
-        self._running.remove(request)
+            state.rows.retract(request.row)
+        state.running.leave(request)
+        state.running.remove(request)
         return export
 
     def part(self, request: Request) -> None:
         """Let the further samples of a request's prompt wait by themselves, before one leaves."""
-        self._waiting.part(request)
+        self._state.waiting.part(request)
 
     def arrived(self, export: RowExport) -> None:
         """Give the pages up: another engine has their content. A second call does nothing."""
         if export.prefix in self._prefixes:
             self._prefixes.remove(export.prefix)
-            self._ledger.release_prefix(export.prefix)
+            self._state.ledger.release_prefix(export.prefix)
 
     def return_conversation(self, export: RowExport, conversation: Conversation) -> None:
         """Give a conversation its row back, or its tokens alone if there is no room."""
+        state = self._state
         conversation.leaves = False
         if export.prefix not in self._prefixes:
             return
         try:
-            if self._conversations.open.get(conversation.number) is conversation:
+            if state.conversations.open.get(conversation.number) is conversation:
                 with contextlib.suppress(OutOfRows, OutOfPages, OutOfMemory, NotReady):
                     tag = f"session {conversation.number}"
-                    row = self._ledger.admit(tag, prefix=export.prefix)
-                    self._conversations.keep(conversation, row, export.length)
+                    row = state.ledger.admit(tag, prefix=export.prefix)
+                    state.conversations.keep(conversation, row, export.length)
         finally:
             self.arrived(export)
             if not conversation.row:
-                self._conversations.count_drop(conversation)
+                state.conversations.count_drop(conversation)
 
     def return_request(self, export: RowExport, request: Request) -> None:
         """Queue a request again; the prefix cache may still have its KV."""
         self.arrived(export)
         if request.finish_reason is None:
             request.num_retractions += 1
-            self._waiting.add(request)
+            self._state.waiting.add(request)
 
     def _of_row(self, row: int) -> RowExport:
-        ledger = self._ledger
-        prefix = ledger.export(row)
+        ledger = self._state.ledger
+        prefix = self._state.rows.export(row)
         self._prefixes.add(prefix)
         pages = tuple(ledger.prefix_pages(prefix, g)[1] for g in range(len(ledger.groups)))
         return RowExport(
@@ -139,4 +131,4 @@ class Exports:
 
     def _without_kv(self) -> RowExport:
         none = np.zeros(0, np.int32)
-        return RowExport(0, 0, 0, (none,) * len(self._ledger.groups))
+        return RowExport(0, 0, 0, (none,) * len(self._state.ledger.groups))

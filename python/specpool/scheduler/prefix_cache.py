@@ -95,8 +95,7 @@ class PrefixCache:
         )
         if not length:
             return self._nothing
-        copied = [length % group.page_size > 0 for group in self._ledger.groups]
-        return Hit(length, np.array(shared), np.array(taken) - np.array(copied))
+        return Hit(length, np.array(shared), taken - self._ledger.tail_pages(length))
 
     def admit(self, request: Request) -> tuple[int, int]:
         """Take a row with the KV that `match` found; return it and its number of tokens.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from specpool._core import Ledger
 from specpool.arrays import Int32, Int64
@@ -182,12 +183,11 @@ class Running:
         (rows,) = wanted.nonzero()
         return rows[order[rows].argsort()]
 
-    def grow(self, rows: Int32, num_new: Int32) -> list[bool]:
-        """Add new tokens to the rows' lengths; return which rows are at their limit, [B]."""
+    def grow(self, rows: Int32, num_new: Int32) -> npt.NDArray[np.bool_]:
+        """Add new tokens to the rows' lengths; return which rows are at their limit, bool [B]."""
         lens = self.lens[rows] + num_new
         self.lens[rows] = lens
-        at_limit: list[bool] = (lens >= self.limits[rows]).tolist()
-        return at_limit
+        return lens >= self.limits[rows]
 
     def leave(self, request: Request) -> None:
         """Forget the request's row, which has been given back; `remove` comes last."""

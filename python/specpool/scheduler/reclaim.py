@@ -1,37 +1,32 @@
-"""`Ends` ends requests; `Room` frees pages when they run out."""
+"""`Reclaim`: takes rows and pages back, when a request ends and when pages run out.
+
+When pages run out they come from idle rows, then from pins, then from running requests. Cached
+pages go before all of them: the ledger takes them by itself.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from specpool._core import Ledger
 from specpool.errors import ConfigError, OutOfMemory, OutOfPages, SpecpoolError, is_fault
-from specpool.memory.page_needs import PageNeeds
-from specpool.scheduler.conversations import Conversations
-from specpool.scheduler.counts import Counts
-from specpool.scheduler.pins import Pins
-from specpool.scheduler.queues import Running, Waiting
 from specpool.scheduler.request import Request
-from specpool.scheduler.rows import HostHandles, Rows
+from specpool.scheduler.rows import costing_speed
+from specpool.scheduler.state import State
 
 
-class Ends:
-    """The part of the scheduler that ends running and waiting requests."""
+class Reclaim:
+    """The part of the scheduler that ends requests, and frees pages when none are left."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        running: Running,
-        waiting: Waiting,
-        conversations: Conversations,
-        rows: Rows,
-        handles: HostHandles,
-        counts: Counts,
-    ) -> None:
-        """End requests of `running` and `waiting`; the other parts take what they give back."""
-        self._ledger, self._running, self._waiting = ledger, running, waiting
-        self._conversations, self._rows = conversations, rows
-        self._handles, self._counts = handles, counts
+    def __init__(self, state: State, before_release: Callable[[Request], None]) -> None:
+        """Take rows and pages of `state`; `before_release` is as in `Scheduler`."""
+        self._state, self._before_release = state, before_release
+
+    def before_release(self, request: Request) -> None:
+        """Keep the text of a request that is about to lose its row, as far as it has KV."""
+        with costing_speed():
+            self._state.prefix_cache.leave(request)
+        self._before_release(request)
 
     def end(self, request: Request, reason: str) -> None:
         """End a request that runs or waits.
@@ -39,35 +34,36 @@ class Ends:
         Raises:
             SpecpoolError: the ledger refuses to take the row back; the row is then out of use.
         """
+        state = self._state
         request.post()  # first, because Ctrl-C may come next
         request.finish_reason = reason
         request.times.ended = time.perf_counter()
         is_whole = reason in ("stop", "length")
         if is_whole:
-            self._conversations.end(request)
-        self._waiting.part(request)
-        is_running, is_waiting = request in self._running, request in self._waiting
+            state.conversations.end(request)
+        state.waiting.part(request)
+        is_running, is_waiting = request in state.running, request in state.waiting
         if not (is_running or is_waiting):  # Ctrl-C came before it was queued
             return
-        self._counts.end(reason, None if request.wants_pin else request.times)
-        self._handles.return_handle(request)
+        state.counts.end(reason, None if request.wants_pin else request.times)
+        state.handles.return_handle(request)
         if is_waiting:  # also running, if Ctrl-C came while it changed lists
-            self._waiting.remove(request)
+            state.waiting.remove(request)
         if not is_running:
             return
-        if request.row and not self._rows.is_quarantined(request.row):
-            self._rows.before_release(request)
-            if self._ledger.is_live(request.row):  # not after a Ctrl-C in its retraction
+        if request.row and not state.rows.is_quarantined(request.row):
+            self.before_release(request)
+            if state.ledger.is_live(request.row):  # not after a Ctrl-C in its retraction
                 try:
                     self._give_back(request, is_whole)
                 except SpecpoolError:
-                    self._rows.quarantine(request.row)
-                    self._conversations.forget(request.row)
-                    self._running.leave(request)
-                    self._running.remove(request)
+                    state.rows.quarantine(request.row)
+                    state.conversations.forget(request.row)
+                    state.running.leave(request)
+                    state.running.remove(request)
                     raise
-        self._running.leave(request)
-        self._running.remove(request)
+        state.running.leave(request)
+        state.running.remove(request)
 
     def fault(self, request: Request, error: BaseException) -> None:
         """End a request with an error because code that works for it alone has failed.
@@ -88,69 +84,36 @@ class Ends:
             request.error = f"a step was not prepared: {type(shortage).__name__}: {shortage}"
             self.end(request, "error")
 
-    def _give_back(self, request: Request, is_whole: bool) -> None:
-        """Give the row back to the request's conversation, or to the ledger."""
-        # A tainted request's KV has been scrubbed, so no conversation may keep it.
-        if is_whole and request.conversation is not None and not request.tainted:
-            self._conversations.keep(request.conversation, request.row, len(request.tokens))
-        elif is_whole:
-            self._rows.finish(request.row)
-        elif not self._conversations.fall_back(request):
-            self._rows.abort(request.row)
-
-
-class Room:
-    """The part of the scheduler that frees pages.
-
-    Attributes:
-        in_flight: steps prepared and not finished. Pages fenced for them become free without help.
-        num_retracted: retractions so far.
-    """
-
-    def __init__(
-        self,
-        ledger: Ledger,
-        running: Running,
-        waiting: Waiting,
-        conversations: Conversations,
-        pins: Pins,
-        rows: Rows,
-        needs: PageNeeds,
-        ends: Ends,
-    ) -> None:
-        """Take pages from `conversations`, `pins` and `running`; retracted requests wait again."""
-        self._ledger, self._running, self._waiting = ledger, running, waiting
-        self._conversations, self._pins, self._rows = conversations, pins, rows
-        self._needs, self._ends = needs, ends
-        self.in_flight = self.num_retracted = 0
-
-    def reclaim(self, shortage: OutOfPages) -> bool:
+    def drop_idle(self, shortage: OutOfPages) -> bool:
         """Drop the longest idle row, unless fenced pages will be enough; return whether one was."""
-        if self.in_flight and shortage.need <= (shortage.free + shortage.cached + shortage.fenced):
+        if self._state.in_flight and shortage.need <= (
+            shortage.free + shortage.cached + shortage.fenced
+        ):
             return False
-        return self._conversations.reclaim(shortage)
+        return self._state.conversations.reclaim(shortage)
 
-    def make(self) -> None:
+    def make_room(self) -> None:
         """Drop a pin, or retract a request, because no step finds pages and none is in flight.
 
         Retract the last admitted request of the least priority. If it runs alone and shares
         nothing, end it with an error instead.
         """
-        if self._pins:
-            self._pins.drop_oldest()
+        state = self._state
+        if state.pins:
+            state.pins.drop_oldest()
             return
-        newest_first = reversed(self._running.requests.values())
+        newest_first = reversed(state.running.requests.values())
         victim = min(newest_first, key=lambda request: request.priority)
-        is_alone = len(self._running) == 1
+        is_alone = len(state.running) == 1
         if is_alone and not victim.shared_len:
-            needs = self._needs.of(len(victim.tokens), victim.shape_index).tolist()
+            needs = state.needs.of(len(victim.tokens), victim.shape_index).tolist()
             victim.error = (
                 f"kv_exhausted: alone it needs {needs} pages for its next round, the groups have "
-                f"{[group.num_pages for group in self._ledger.groups]}"
+                f"{[group.num_pages for group in state.ledger.groups]}"
             )
-            self._ends.end(victim, "error")
+            self.end(victim, "error")
             return
-        self._rows.before_release(victim)
+        self.before_release(victim)
         # Alone it would find the same pages again, and lack the same ones.
         victim.skips_cache |= is_alone
         self._give_way(victim, is_alone)
@@ -158,28 +121,41 @@ class Room:
 
     def requeue(self, request: Request) -> None:
         """Queue a request again whose row is gone; it keeps its tokens."""
-        self._running.leave(request)
-        self._rows.return_lent(request)
+        state = self._state
+        state.running.leave(request)
+        state.handles.return_lent(request)
         request.post()
         request.num_retractions += 1
-        self.num_retracted += 1
+        state.num_retracted += 1
         if request.conversation is not None:
             request.conversation.retraction_ct += 1
-        self._waiting.add(request)  # first: after a Ctrl-C it must be in one of the two
-        self._running.remove(request)
+        state.waiting.add(request)  # first: after a Ctrl-C it must be in one of the two
+        state.running.remove(request)
 
     def _give_way(self, victim: Request, is_alone: bool) -> None:
         """Take a retracted request's row, and keep its KV in the conversation or on the host."""
+        state = self._state
         conversation = victim.conversation
         # A row at its checkpoint would free nothing by falling back, and would be retracted again.
         # If the request runs alone, a waiting page copy may hold a page that the request needs.
-        checkpoint = self._ledger.checkpoint_len(victim.row) or 0
-        is_ahead = int(self._ledger.resolved_len[victim.row]) > checkpoint
-        if is_ahead and not is_alone and self._conversations.fall_back(victim):
+        checkpoint = state.ledger.checkpoint_len(victim.row) or 0
+        is_ahead = int(state.ledger.resolved_len[victim.row]) > checkpoint
+        if is_ahead and not is_alone and state.conversations.fall_back(victim):
             return
         if conversation is not None or is_alone or victim.handle is not None or victim.tainted:
-            self._rows.retract(victim.row)
+            state.rows.retract(victim.row)
         else:
-            victim.handle = self._rows.release(victim.row)
+            victim.handle = state.rows.release(victim.row)
         if conversation is not None:
-            self._conversations.count_drop(conversation)
+            state.conversations.count_drop(conversation)
+
+    def _give_back(self, request: Request, is_whole: bool) -> None:
+        """Give the row back to the request's conversation, or to the ledger."""
+        state = self._state
+        # A tainted request's KV has been scrubbed, so no conversation may keep it.
+        if is_whole and request.conversation is not None and not request.tainted:
+            state.conversations.keep(request.conversation, request.row, len(request.tokens))
+        elif is_whole:
+            state.rows.finish(request.row)
+        elif not state.conversations.fall_back(request):
+            state.rows.abort(request.row)

@@ -34,12 +34,15 @@ class Said:
         answer_ids: the generated tokens without those that end a text; with them if a stop string
             ended it, because such a token may be part of that string.
         stop: the turn's stop strings; the answer's text ends before the first of them.
+        message: the answer as a chat message with its calls of tools; None = it has none, or nobody
+            has read them.
     """
 
     end: int
     messages: tuple[Message, ...] | None
     answer_ids: list[int]
     stop: Sequence[str]
+    message: Message | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +96,9 @@ def common_len(a: Sequence[object], b: Sequence[object]) -> int:
     return next(i for i, (x, y) in enumerate(zip([*a, -1], [*b, -2], strict=False)) if x != y)
 
 
-#: Values in a token's place: the logits were not finite; the drafter's tree was no tree.
-NOT_FINITE, NO_TREE = -1, -2
+#: Stands in a token's place: the drafter's tree was not a tree. -1 says that the logits were not
+#: finite.
+NO_TREE = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +159,10 @@ class Request:
     finish_reason: str | None = None  # "stop", "length", "error", "abort"
     error: str | None = None
     tainted: bool = False  # its KV may be NaN, after a fault or bad logits
-    # For each forward: the accept length of a verify, or -1 for a prefill's token. The last one may
-    # count more tokens than were kept.
-    forwards: list[int] = field(default_factory=list)
+    # The accept length of each verify. The last one may count more tokens than were kept.
+    accept_lens: list[int] = field(default_factory=list)
+    # For each generated token, and perhaps for some that were dropped: whether it is a draft.
+    draft_flags: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     watch: TextStream | None = None  # looks for the stop strings
     siblings: list[Request] = field(default_factory=list)  # of the same prompt, not forked yet
@@ -253,40 +258,39 @@ class Request:
 
     @property
     def from_draft(self) -> list[bool]:
-        """Whether each generated token is an accepted draft: all of a forward but its last."""
-        flags = [flag for n in self.forwards for flag in draft_flags(n)]
-        return flags[: self.num_output_tokens]
-
-    @property
-    def accept_lens(self) -> list[int]:
-        """The accept length of each verify."""
-        return [n for n in self.forwards if n > 0]
+        """Whether each generated token is an accepted draft: all of a verify but its last."""
+        return self.draft_flags[: self.num_output_tokens]
 
     def append(
         self,
         tokens: list[int],
+        *,
+        accept_len: int | None,
         logprobs: list[TokenLogprob] | None = None,
-        is_verify: bool = True,
     ) -> None:
         """Add the tokens of one forward, the last of which is not a draft.
 
         Set `finish_reason` at the first token that ends the request, and drop the tokens that a
-        verify accepted beyond it. A last token of `NOT_FINITE` or `NO_TREE` ends the request with
-        an error.
+        verify accepted beyond it. A negative last token, -1 or `NO_TREE`, ends the request
+        with an error.
+
+        Args:
+            tokens: at least one.
+            accept_len: of a verify, the number of `tokens`; None for the token of a prefill.
+            logprobs: one entry for each token; None = they are not wanted.
         """
-        if not tokens:
-            return
-        n = len(tokens)
         if (
-            len(self.tokens) + n >= self.max_len
+            len(self.tokens) + len(tokens) >= self.max_len
             or tokens[-1] < 0
             or not self.stop_ids.isdisjoint(tokens)
         ):
             tokens = self._end(tokens)
-        if not self.forwards:
+        if not self.num_output_tokens:
             self.times.first_token = time.perf_counter()
         # Tokens last, because Ctrl-C may come between: the other lists must not be shorter.
-        self.forwards.append(n if is_verify else -n)
+        if accept_len is not None:
+            self.accept_lens.append(accept_len)
+        self.draft_flags += flags_of_forward(accept_len or 1)
         if logprobs is not None:
             num_top = self.params.logprobs or 0
             self.logprobs += [entry.first(num_top) for entry in logprobs[: len(tokens)]]
@@ -334,6 +338,6 @@ class Request:
         return kept
 
 
-def draft_flags(forward: int) -> list[bool]:
-    """Return, for each token of one entry of `Request.forwards`, whether it is a draft."""
-    return [True] * (abs(forward) - 1) + [False]
+def flags_of_forward(num_tokens: int) -> list[bool]:
+    """Return, for each token of a forward, whether it is a draft: all are but the last."""
+    return [True] * (num_tokens - 1) + [False]

@@ -49,12 +49,12 @@ class HostHandles:
         self._host, self._keeps_draft_kv = host, keeps_draft_kv
         self.token_seconds = 0.0
 
-    def offload(self, row: int) -> Handle | None:
-        """Move the row's KV to the host if that pays; return None if nothing was moved."""
+    def save(self, row: int) -> Handle | None:
+        """Copy the row's KV to the host if that pays; return None if nothing was copied."""
         # `NotReady`: a step of the row is in flight.
         with costing_speed(), contextlib.suppress(NotReady):
             if self._host is not None and self._host.pays(row, self.token_seconds):
-                return self._host.offload(row)
+                return self._host.save(row)
         return None
 
     def take(self, request: Request) -> None:
@@ -109,6 +109,10 @@ class HostHandles:
     def drop(self, owner: Conversation | Request) -> None:
         """Drop the handle of a request or conversation, if it has one."""
         handle, owner.handle = owner.handle, None
+        self.discard(handle)
+
+    def discard(self, handle: Handle | None) -> None:
+        """Drop a handle that nobody has, unless it is gone already."""
         if handle is not None and self._host is not None and self._host.holds(handle):
             self._host.drop(handle)
 
@@ -163,18 +167,11 @@ class HostHandles:
 
 
 class Rows:
-    """The part of the scheduler that gives rows back.
+    """The part of the scheduler that gives rows back."""
 
-    Attributes:
-        before_release: called with a request that ends or is retracted, before its row is released.
-    """
-
-    def __init__(
-        self, ledger: Ledger, handles: HostHandles, before_release: Callable[[Request], None]
-    ) -> None:
+    def __init__(self, ledger: Ledger, handles: HostHandles) -> None:
         """Start without rows out of use."""
         self._ledger, self._handles = ledger, handles
-        self.before_release = before_release
         self._quarantined: dict[int, int] = {}  # rows out of use, and the epoch of each
 
     def finish(self, row: int) -> None:
@@ -189,20 +186,27 @@ class Rows:
         """Give back a row whose request or conversation may come back."""
         self._ledger.retract(row)
 
-    def return_lent(self, request: Request) -> None:
-        """Drop what the host has lent a request for the row that it has lost."""
-        self._handles.return_lent(request)
-
     def release(self, row: int) -> Handle | None:
-        """Give back a row; move its KV to the host first if that pays.
+        """Give back a row; copy its KV to the host first if that pays.
 
         Returns:
             The handle of the KV on the host; None = the KV is gone.
         """
-        handle = self._handles.offload(row)
-        if handle is None:
+        handle = self._handles.save(row)
+        try:
             self.retract(row)
+        except BaseException:  # the row stays, and with it its KV
+            self._handles.discard(handle)
+            raise
         return handle
+
+    def export(self, row: int) -> int:
+        """Give back a row whose KV leaves for another engine; return the prefix that holds it.
+
+        Raises:
+            NotReady: a page copy into the row waits for a step.
+        """
+        return self._ledger.export(row)
 
     def end_turn(self, row: int, num_tokens: int) -> int:
         """Make a row idle with at most `num_tokens` tokens; return how many it has."""

@@ -27,34 +27,34 @@ from specpool.errors import (
     SpecpoolError,
 )
 from specpool.memory.host.tier import HostTier
-from specpool.memory.page_needs import PageNeeds
 from specpool.scheduler.admission import Admission
 from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.conversations import Conversations
-from specpool.scheduler.counts import Counts
 from specpool.scheduler.exports import Exports
-from specpool.scheduler.pins import Pins
-from specpool.scheduler.prefill import Prefills
-from specpool.scheduler.prefix_cache import PrefixCache
-from specpool.scheduler.queues import Running, Waiting
-from specpool.scheduler.reclaim import Ends, Room
-from specpool.scheduler.request import Request, TokenLogprob
-from specpool.scheduler.round_shapes import RoundShapes
-from specpool.scheduler.rows import HostHandles, Rows, costing_speed
+from specpool.scheduler.prefill import Prefill
+from specpool.scheduler.reclaim import Reclaim
+from specpool.scheduler.request import Request, TokenLogprob, flags_of_forward
+from specpool.scheduler.rows import costing_speed
+from specpool.scheduler.state import State
 from specpool.scheduler.step import Step, StepResult
 
 if TYPE_CHECKING:
     from specpool.adaptive import Controller
 
 
-_Lane = tuple[Request, list[int], list[TokenLogprob] | None]
+# A lane of a result: its request, tokens, accept length and log probabilities.
+_Lane = tuple[Request, list[int], int, list[TokenLogprob] | None]
 
 
 class Scheduler:
-    """The scheduler of an engine, with its waiting and running requests.
+    """The scheduler of an engine: its state, and the parts that change it.
 
     Requests get rows by priority (greater first), then by arrival. A retracted request keeps its
     place by arrival. The last admitted request of the least priority is retracted first.
+
+    Attributes:
+        state: the requests and their rows; every part works on it.
+        exports: the rows on their way to another engine.
+        conversations, counts, handles, pins, prefix_cache, round_shapes, rows: as in `State`.
     """
 
     def __init__(
@@ -79,42 +79,16 @@ class Scheduler:
                 row decodes plainly. None = it always is.
             before_release: called with a request that is about to lose its row.
         """
-        self._ledger, self.config, self._is_promising = ledger, config, is_promising
+        state = State(ledger, config, host=host, controller=controller)
+        self.state, self._is_promising = state, is_promising
         self._is_starved = False  # a round found no pages: freed pages are for it alone
-        self.counts = Counts(ledger.shapes)
-        num_rows = ledger.num_rows + 1
-        self.round_shapes = RoundShapes(ledger.shapes, num_rows, controller, config.forced_shape)
-        self._needs = PageNeeds(ledger, config.headroom, self.round_shapes.page_choices)
-        self._waiting = Waiting(shares_prompts=config.shares_prompts)
-        running = Running(ledger, self.round_shapes, reads_tokens=config.reads_tokens)
-        self._running = running
-        self.pins = Pins(ledger)
-        self.handles = HostHandles(host, keeps_draft_kv=config.keeps_draft_kv)
-        self.prefix_cache = PrefixCache(ledger, config, running, self.handles)
-
-        def leave(request: Request) -> None:
-            with costing_speed():
-                self.prefix_cache.leave(request)
-            before_release(request)
-
-        self.rows = Rows(ledger, self.handles, leave)
-        self.conversations = Conversations(ledger, config, self.rows, self.handles)
-        queues = (running, self._waiting, self.conversations)
-        self.exports = Exports(ledger, *queues, self.rows)
-        self._ends = Ends(ledger, *queues, self.rows, self.handles, self.counts)
-        self._room = Room(ledger, *queues, self.pins, self.rows, self._needs, self._ends)
-        self._admission = Admission(
-            ledger,
-            config,
-            *queues,
-            self.pins,
-            self.prefix_cache,
-            self.handles,
-            self._needs,
-            self._room,
-            self._ends,
-        )
-        self._prefills = Prefills(ledger, config, running, self.handles, self._room, self._ends)
+        self.round_shapes, self.counts = state.round_shapes, state.counts
+        self.pins, self.handles, self.rows = state.pins, state.handles, state.rows
+        self.conversations, self.prefix_cache = state.conversations, state.prefix_cache
+        self._reclaim = Reclaim(state, before_release)
+        self._admission = Admission(state, self._reclaim)
+        self._prefill = Prefill(state, self._reclaim)
+        self.exports = Exports(state, self._reclaim)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -126,30 +100,31 @@ class Scheduler:
         Raises:
             ConfigError: the request, or another with its number, has been submitted already.
         """
-        is_known = request.request_id in self._running.requests
-        if request.finish_reason or is_known or self._waiting.has_number_of(request):
+        state = self.state
+        is_known = request.request_id in state.running.requests
+        if request.finish_reason or is_known or state.waiting.has_number_of(request):
             raise ConfigError(f"request {request.request_id} has been submitted already")
         for sample in (request, *request.siblings):
             sample.times.queued = time.perf_counter()
-        self._waiting.add(request)
+        state.waiting.add(request)
         self.conversations.begin(request)  # last: only a queued request is ended
 
     def fits(self, request: Request) -> bool:
         """Return whether an empty pool would hold the request to its end."""
-        return bool((self.pages_at_most(request) <= self._needs.num_pages).all())
+        return bool((self.pages_at_most(request) <= self.state.needs.num_pages).all())
 
     def pages_at_most(self, request: Request) -> npt.NDArray[np.int64]:
         """Return the most pages of each group that the request can hold, int64 [num_groups]."""
         last_root = max(request.prompt_len, request.max_len - 1)
-        last_root = min(last_root, self._ledger.max_context_len - 1)
-        return self._needs.at_most(
+        last_root = min(last_root, self.state.ledger.max_context_len - 1)
+        return self.state.needs.at_most(
             min(request.prompt_len, last_root), last_root, request.shape_index
         )
 
     def abort(self, request: Request, reason: str = "abort") -> None:
         """End a running or waiting request. A second call does nothing."""
         if request.finish_reason is None:
-            self._ends.end(request, reason)
+            self._reclaim.end(request, reason)
 
     def abort_all(self) -> list[str]:
         """End every request; return a message for each row that could not be given back.
@@ -160,7 +135,7 @@ class Scheduler:
         while requests := self.requests():  # the end of one may queue its siblings
             for request in requests:
                 try:
-                    self._ends.end(request, request.finish_reason or "abort")
+                    self._reclaim.end(request, request.finish_reason or "abort")
                 except SpecpoolError as error:
                     failures.append(f"the row of request {request.request_id}: {error}")
         return failures
@@ -170,38 +145,38 @@ class Scheduler:
 
         The row's pages are not given back.
         """
-        if self._ledger.is_live(row):
+        if self.state.ledger.is_live(row):
             self.rows.quarantine(row)
         self.prefix_cache.forget()  # nobody knows since when the row's KV is wrong
         self.conversations.forget(row)
-        request: Request | None = self._running.by_row[row]
+        request: Request | None = self.state.running.by_row[row]
         if request is not None:
             request.error = why
-            self._ends.end(request, "error")
+            self._reclaim.end(request, "error")
 
     def requests(self) -> list[Request]:
         """Return all requests, running ones first; sorts the waiting ones."""
-        return [*self._running, *self._waiting]
+        return [*self.state.running, *self.state.waiting]
 
     @property
     def has_requests(self) -> bool:
         """Whether any request runs or waits."""
-        return bool(self._running or self._waiting)
+        return bool(self.state.running or self.state.waiting)
 
     @property
     def running(self) -> list[Request]:
         """The requests with a row, in the order of admission."""
-        return list(self._running)
+        return list(self.state.running)
 
     @property
     def num_running(self) -> int:
         """The number of requests with a row."""
-        return len(self._running)
+        return len(self.state.running)
 
     @property
     def num_retracted(self) -> int:
         """The number of retractions so far."""
-        return self._room.num_retracted
+        return self.state.num_retracted
 
     @property
     def num_ended(self) -> int:
@@ -211,7 +186,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """The number of requests without a row."""
-        return len(self._waiting)
+        return len(self.state.waiting)
 
     # --- a turn of the loop ---------------------------------------------------------------------
 
@@ -224,36 +199,37 @@ class Scheduler:
         Raises:
             ConfigError: the controller chose a shape that is not a candidate; nothing is prepared.
         """
+        state = self.state
         while True:
             was_starved, num_ended = self._is_starved, self.num_ended
             if not was_starved:
                 self._admission.admit()
-            limits, spare = self._running.limits, self._admission.spare
+            limits, spare = state.running.limits, self._admission.spare
             chosen = self.round_shapes.choose(limits, spare)  # first: it may raise
-            prepared = [] if was_starved else [self._prefills.reload(), self._prefills.chunk()]
+            prepared = [] if was_starved else [self._prefill.reload(), self._prefill.chunk()]
             prepared.append(self._decode(*chosen))
             steps = [step for step in prepared if step is not None]
-            self._room.in_flight += len(steps)
-            if steps or self._room.in_flight:
+            state.in_flight += len(steps)
+            if steps or state.in_flight:
                 return steps
             if (was_starved and not self._is_starved) or self.num_ended > num_ended:
                 continue  # rows that pages were kept for have ended, or some for lack of memory
-            if not self._running and not (self._waiting and self.pins):
+            if not state.running and not (state.waiting and self.pins):
                 return steps
-            self._room.make()
+            self._reclaim.make_room()
 
     def launch(self, step: Step) -> None:
         """Mark a step as launched; call it before its forward is enqueued."""
-        self._ledger.launch(step.plan.step)
+        self.state.ledger.launch(step.plan.step)
         if not step.is_decode and step.handles is None:
             for request in step.requests:
                 if request.prefilled_len >= request.prefill_len:
-                    self._running.decode(request)
+                    self.state.running.decode(request)
 
     def cancel(self, step: Step) -> None:
         """Undo the newest step, which will not be launched."""
-        self._ledger.cancel(step.plan.step)
-        self._room.in_flight -= 1
+        self.state.ledger.cancel(step.plan.step)
+        self.state.in_flight -= 1
         if not step.is_decode:
             for request, start in zip(step.requests, step.plan.start.tolist(), strict=True):
                 request.prefilled_len = start
@@ -264,13 +240,14 @@ class Scheduler:
         The step and all steps before it must have run on the device, because pages that it frees
         may be handed out at once.
         """
+        state = self.state
         plan, rows, requests, is_decode = step.plan, step.plan.rows, step.requests, step.is_decode
         # Drop lanes whose row was given back since; their request may have another row by now.
         alive = self.rows.alive(plan)
         if is_decode:
-            self._ledger.resolve(plan.step, result.accept_len)
-        self._ledger.complete(plan.step)
-        self._room.in_flight -= 1
+            state.ledger.resolve(plan.step, result.accept_len)
+        state.ledger.complete(plan.step)
+        state.in_flight -= 1
         if not alive.all():
             rows, result = rows[alive], result.of(alive)
             requests = [*compress(requests, alive.tolist())]
@@ -279,70 +256,91 @@ class Scheduler:
                 try:
                     self._come_back(request, end)
                 except BaseException as error:
-                    self._ends.fault(request, error)
+                    self._reclaim.fault(request, error)
             return
+        accept_len = result.accept_len
         if is_decode:
-            num_new, shapes = result.accept_len, plan.shapes[alive]
-            num_drafts = self.counts.round(num_new, shapes)
+            shapes = plan.shapes[alive]
+            num_drafts = self.counts.round(accept_len, shapes)
             for lane, (request, num) in enumerate(zip(requests, num_drafts, strict=True)):
                 request.num_drafts += num
                 if request.forced:
-                    self.counts.forced(len(request.forced), int(num_new[lane]) - 1)
-            self.round_shapes.learn(step.choice, shapes, num_new, requests)
-            if self._ledger.overlap_depth:
-                self._running.accept_len[rows] = num_new
+                    self.counts.forced(len(request.forced), int(accept_len[lane]) - 1)
+            self.round_shapes.learn(step.choice, shapes, accept_len, requests)
+            if state.ledger.overlap_depth:
+                state.running.accept_len[rows] = accept_len
         else:
-            num_new = np.array([bool(new) for new in result.tokens], np.int32)
-            self.counts.prefill(plan.start, plan.new_len, num_new)
+            self.counts.prefill(plan.start, plan.new_len, accept_len)
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
                 with costing_speed():
                     self.prefix_cache.index(request, end)
                 if request.siblings and end == request.prefill_len - 1 and not request.tainted:
                     self._admission.fork(request)
-        may_end = self._running.grow(rows, num_new)
+        at_limit = state.running.grow(rows, accept_len)
         lanes: Iterable[_Lane]
         if is_decode and result.logprobs is None and self._is_promising is None:
-            lanes = self._append(requests, result.tokens, may_end)
+            lanes = self._append(requests, result, may_end=at_limit | result.not_finite)
         else:
-            entries_of = result.logprobs or repeat(None, len(requests))
-            lanes = zip(requests, result.tokens, entries_of, strict=True)
-        for request, new, entries in lanes:
+            lanes = zip(
+                requests,
+                result.tokens.tolist(),
+                accept_len.tolist(),
+                result.logprobs or repeat(None, len(requests)),
+                strict=True,
+            )
+        for request, tokens, length, logprobs in lanes:
             try:
-                self._give(request, new, entries, is_decode)
+                self._give(request, tokens, length, logprobs, is_decode=is_decode)
             except BaseException as error:
-                self._ends.fault(request, error)
-        if self.config.trims_rounds and is_decode:
+                self._reclaim.fault(request, error)
+        if state.config.trims_rounds and is_decode:
             self._trim(requests)
 
     def _append(
-        self, requests: list[Request], tokens: list[list[int]], may_end: list[bool]
+        self, requests: list[Request], result: StepResult, *, may_end: npt.NDArray[np.bool_]
     ) -> list[_Lane]:
         """Take over a round's tokens of lanes that need nothing else; return the other lanes.
 
         This is the fast path: it runs for every row of every round, and most rows end here.
         """
         others: list[_Lane] = []
-        for request, new, ends in zip(requests, tokens, may_end, strict=True):
+        for request, tokens, accept_len, ends in zip(
+            requests,
+            result.tokens.tolist(),
+            result.accept_len.tolist(),
+            may_end.tolist(),
+            strict=True,
+        ):
+            new = tokens[:accept_len]
             if (
                 ends
-                or new[-1] < 0
                 or request.watch is not None
                 or request.matcher is not None
                 or not request.stop_ids.isdisjoint(new)
             ):
-                others.append((request, new, None))
+                others.append((request, tokens, accept_len, None))
             else:
-                if not request.forwards:
-                    request.times.first_token = time.perf_counter()
-                request.forwards.append(len(new))  # first: see `Request.append`
+                request.accept_lens.append(accept_len)  # tokens last: see `Request.append`
+                request.draft_flags += flags_of_forward(accept_len)
                 request.tokens += new
         return others
 
     def _give(
-        self, request: Request, new: list[int], entries: list[TokenLogprob] | None, is_decode: bool
+        self,
+        request: Request,
+        tokens: list[int],
+        accept_len: int,
+        logprobs: list[TokenLogprob] | None,
+        *,
+        is_decode: bool,
     ) -> None:
-        """Give a request its new tokens, and end it if they finish it."""
-        request.append(new, entries, is_decode)
+        """Give a request the first `accept_len` tokens, and end it if they finish it."""
+        if accept_len:
+            request.append(
+                tokens[:accept_len],
+                accept_len=accept_len if is_decode else None,
+                logprobs=logprobs,
+            )
         if request.shape_index and (self._is_promising or request.matcher):
             drafts = self._is_promising is None or self._is_promising(request)
             self.round_shapes.look_ahead(request, drafts)
@@ -350,57 +348,60 @@ class Scheduler:
             if request.wants_pin and request.error is None:
                 self._pin(request)
             else:
-                self._ends.end(request, request.finish_reason)
+                self._reclaim.end(request, request.finish_reason)
 
     def _trim(self, requests: list[Request]) -> None:
         """Give back the slots that a round had reserved for these requests and did not use."""
+        state = self.state
         for request in requests:
             if request.finish_reason is None:
-                self._ledger.trim(request.row, int(self._ledger.resolved_len[request.row]))
-                request.epoch = int(self._ledger.epoch[request.row])
+                state.ledger.trim(request.row, int(state.ledger.resolved_len[request.row]))
+                request.epoch = int(state.ledger.epoch[request.row])
 
     def fail(self, step: Step, error: BaseException) -> None:
         """End the requests of a launched step whose forward failed; all others go on.
 
         Call it when nothing of the step runs on the device any more.
         """
+        state = self.state
         plan = step.plan
         for request, lives in zip(step.requests, self.rows.alive(plan).tolist(), strict=True):
             if lives and step.handles is None:  # a reload's lanes are prefilled instead
                 request.error = f"a step failed: {type(error).__name__}: {error}"
                 request.tainted = True
-                self._ends.end(request, "error")
-        self._ledger.abandon(plan.step)
-        self._ledger.complete(plan.step)
-        self._room.in_flight -= 1
-        for request in [r for r in self._running if self._ledger.epoch[r.row] != r.epoch]:
-            self._room.requeue(request)  # a page copy into its row was lost with the step
+                self._reclaim.end(request, "error")
+        state.ledger.abandon(plan.step)
+        state.ledger.complete(plan.step)
+        state.in_flight -= 1
+        for request in [r for r in state.running if state.ledger.epoch[r.row] != r.epoch]:
+            self._reclaim.requeue(request)  # a page copy into its row was lost with the step
         self.conversations.forget_lost()
         self.handles.forget_failed([*self.requests(), *self.conversations.open.values()])
 
     def recover(self, why: str, reason: str = "abort") -> None:
         """End all running requests, after Ctrl-C at any point; waiting requests stay queued."""
-        over = [request for request in self._waiting if request.finish_reason is not None]
-        for request in [*self._running, *over]:
+        state = self.state
+        over = [request for request in state.waiting if request.finish_reason is not None]
+        for request in [*state.running, *over]:
             request.tainted = True
             if request.finish_reason is None or request.wants_pin:
                 request.error = why
             with contextlib.suppress(SpecpoolError):  # its row is then out of use
-                self._ends.end(request, request.finish_reason or reason)
+                self._reclaim.end(request, request.finish_reason or reason)
         self.rows.abort_all(is_owned=self.conversations.owns)
-        for number, _, state in reversed(self._ledger.steps()):
-            if state in ("prepared", "stale"):
-                self._ledger.cancel(number)
-        for number, _, state in self._ledger.steps():
-            if state == "launched":
-                self._ledger.abandon(number)
-            self._ledger.complete(number)
+        for number, _, phase in reversed(state.ledger.steps()):
+            if phase in ("prepared", "stale"):
+                state.ledger.cancel(number)
+        for number, _, phase in state.ledger.steps():
+            if phase == "launched":
+                state.ledger.abandon(number)
+            state.ledger.complete(number)
         self.pins.recover(self.exports.prefixes)
         self.conversations.forget_lost()
-        self._room.in_flight, self._is_starved = 0, False
-        self._running.clear_rows()
-        self._waiting.tidy()
-        for request in self._waiting:
+        state.in_flight, self._is_starved = 0, False
+        state.running.clear_rows()
+        state.waiting.tidy()
+        for request in state.waiting:
             request.row = 0
         self.handles.recover([*self.requests(), *self.conversations.open.values()])
 
@@ -413,7 +414,7 @@ class Scheduler:
             self.pins.keep(request.pin)
         except (ShapeError, NotReady, OutOfMemory) as error:
             request.error = str(error)
-        self._ends.end(request, "stop" if request.pin else "error")
+        self._reclaim.end(request, "stop" if request.pin else "error")
 
     def _come_back(self, request: Request, length: int) -> None:
         """Note that a reload has brought back `length` tokens; after the last, prefill the rest."""
@@ -422,30 +423,31 @@ class Scheduler:
             request.handle = None
             if not handle.is_lent:  # of a text, all is of use
                 length = self.conversations.start(request, request.row)
-            self._running.go_on(request, length)
+            self.state.running.go_on(request, length)
             if request.prefilled_len == request.prefill_len - 1:  # no prefill will fork them
-                self._waiting.part(request)
+                self.state.waiting.part(request)
 
     def _decode(self, shape_of: Int32, order: npt.NDArray[np.int64]) -> Step | None:
         """Prepare one round of every row that is ready; see `RoundShapes.choose`."""
+        state = self.state
         while True:
-            rows = self._running.ready(shape_of, order)
+            rows = state.running.ready(shape_of, order)
             self._is_starved = False
             if not len(rows):
                 return None
             shapes = shape_of[rows]
-            writes_draft = self.config.keeps_draft_kv and bool(self._running.shapes[rows].any())
+            writes_draft = state.config.keeps_draft_kv and bool(state.running.shapes[rows].any())
             try:
-                plan = self._ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
+                plan = state.ledger.prepare_decode(rows, shapes, writes_draft=writes_draft)
             except OutOfPages as shortage:
-                if narrowed := self.round_shapes.narrow(self._running.limits):
+                if narrowed := self.round_shapes.narrow(state.running.limits):
                     shape_of, order = narrowed  # width gives way before any row
-                elif not self._room.reclaim(shortage):
+                elif not self._reclaim.drop_idle(shortage):
                     self._is_starved = True
                     return None
             except OutOfMemory as shortage:
-                self._ends.give_up(self._running.by_row[rows].tolist(), shortage)
+                self._reclaim.give_up(state.running.by_row[rows].tolist(), shortage)
                 return None
             else:
-                of = self._running.by_row[rows].tolist()
-                return Step(plan, of, choice=self.round_shapes.run())
+                requests = state.running.by_row[rows].tolist()
+                return Step(plan, requests, choice=self.round_shapes.run())

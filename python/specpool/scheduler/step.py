@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -9,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Plan
-from specpool.arrays import Int32
+from specpool.arrays import Int32, Int64
 from specpool.memory.host.handle import Handle
 from specpool.scheduler.request import Request, TokenLogprob
 from specpool.scheduler.round_shapes import Choice
@@ -30,21 +31,39 @@ class Step:
         return self.plan.kind == "decode"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The results of a step for each lane."""
+    """The results of a step, on the host: the new tokens of each lane.
 
-    tokens: list[list[int]]  # of each lane, perhaps none; the last is no draft, below 0 = an error
-    accept_len: Int32  # [B], for a decode step
-    not_finite: list[bool]
+    Attributes:
+        tokens: int64 [B, A]. Of lane b the first `accept_len[b]` count. The last of these is not a
+            draft; below 0 it is an error, -1 (not finite) or `NO_TREE`.
+        accept_len: int32 [B]. Of a prefill it is 1, or 0 while the prompt goes on; of a reload 0.
+        not_finite: bool [B], whether some logits of the lane were not finite. It is also true if
+            the drafter's tree was not a tree.
+        logprobs: for each lane one entry per token, or None if it wants none; None = no lane does.
+    """
+
+    tokens: Int64
+    accept_len: Int32
+    not_finite: npt.NDArray[np.bool_]
     logprobs: list[list[TokenLogprob] | None] | None = None
+
+    @classmethod
+    def of_lanes(cls, lanes: Sequence[Sequence[int]]) -> StepResult:
+        """Return a result with the tokens of each lane; a lane's last token may be an error."""
+        accept_len = np.array([len(lane) for lane in lanes], np.int32)
+        tokens = np.zeros((len(lanes), accept_len.max(initial=0)), np.int64)
+        for lane, new in zip(tokens, lanes, strict=True):
+            lane[: len(new)] = new
+        not_finite = tokens.min(axis=1, initial=0) < 0
+        return cls(tokens=tokens, accept_len=accept_len, not_finite=not_finite)
 
     def of(self, lives: npt.NDArray[np.bool_]) -> StepResult:
         """Return the results of the lanes that are set in `lives`, bool [B]."""
-        chosen = lives.tolist()
         return StepResult(
-            [*compress(self.tokens, chosen)],
-            self.accept_len[lives],
-            [*compress(self.not_finite, chosen)],
-            None if self.logprobs is None else [*compress(self.logprobs, chosen)],
+            tokens=self.tokens[lives],
+            accept_len=self.accept_len[lives],
+            not_finite=self.not_finite[lives],
+            logprobs=None if self.logprobs is None else [*compress(self.logprobs, lives.tolist())],
         )

@@ -76,6 +76,7 @@ def paths(routers: Sequence[APIRouter]) -> FastAPI:
         app.add_exception_handler(kind, _own_error)
     app.add_exception_handler(RequestValidationError, _wrong_body)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _fault)  # raised again behind its answer, for the log
     app.openapi = lambda: _document(app)  # type: ignore[method-assign]
     return app
 
@@ -110,6 +111,11 @@ async def _own_error(request: Request, error: Exception) -> Response:
         return refused(error).response()
     log.error("request %s: %s", request.scope.get("specpool.id"), error)
     return (gone() if isinstance(error, EngineGone) else internal()).response()
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    """Answer what no handler knows."""
+    return internal().response()
 
 
 async def _wrong_body(request: Request, error: Exception) -> Response:

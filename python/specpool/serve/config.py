@@ -12,7 +12,6 @@ from typing import Any
 from specpool.checks import check_int, shown
 from specpool.errors import ConfigError
 from specpool.models.files.names import suffix_of
-from specpool.num_bytes import parse_bytes
 
 #: Where the server listens unless it is told otherwise: this machine alone.
 LOOPBACK = "127.0.0.1"
@@ -176,12 +175,3 @@ class Launch:
                 f"would tell each of the {len(set(self.config.api_keys))} API keys something of "
                 "the others' texts: give 'suffix', or share_prefixes to share on purpose"
             )
-
-
-def body_bytes(text: str) -> int:
-    """Parse `--max-body`.
-
-    Raises:
-        ConfigError: the text is no number of bytes.
-    """
-    return parse_bytes("max_body", text)

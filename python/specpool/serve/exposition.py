@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 def exposition(counters: Counters, stats: EngineStats) -> tuple[bytes, str]:
     """Return the page and its media type."""
 
-    class Engine(Collector):
+    class StatsCollector(Collector):
         def collect(self) -> Iterator[Metric]:
             yield from engine_families(stats, counters.labels)
             yield from specpool_metrics(stats, "specpool", {})
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Engine())
+    registry.register(StatsCollector())
     return generate_latest(counters.registry) + generate_latest(registry), CONTENT_TYPE_LATEST
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from specpool.engine.texts import NextTurn
 from specpool.errors import ConfigError
 from specpool.sampling_params import SamplingParams
-from specpool.serve.api.choice import Choice, Delta
+from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import ApiError, bad, gone, internal
 from specpool.serve.api.sampling import refused
 from specpool.serve.bridge.client import EngineFault, EngineGone, Stream
@@ -54,7 +54,7 @@ class Generation:
         self._check_number(num)
         eos = service.client.ready.eos_token_ids
         self.choices = [
-            Choice(i, service.tokenizer, order.params, eos, notes_special=order.notes_special)
+            AnswerChoice(i, service.tokenizer, order.params, eos, notes_special=order.notes_special)
             for i in range(num)
         ]
         self._streams: list[Stream] = []
@@ -122,7 +122,7 @@ class Generation:
         except EngineGone as error:
             raise _gone(error) from None
 
-    async def deltas(self) -> AsyncIterator[tuple[Choice, Delta]]:
+    async def deltas(self) -> AsyncIterator[tuple[AnswerChoice, Delta]]:
         """Yield the texts' new parts, until all have ended.
 
         Raises:
@@ -158,14 +158,14 @@ class Generation:
             sessions.release(record)
             return
         (stream,), (turn,) = self._streams, self.order.prompts
-        eos, done = self._service.client.ready.eos_token_ids, self.choices[0].done
+        eos, choice = self._service.client.ready.eos_token_ids, self.choices[0]
         assert isinstance(turn, NextTurn)
-        if done is None:
+        if choice.done is None:
             sessions.settle(record, turn, stream, self.order.params, eos)
         else:
-            sessions.end(record, turn, done, self.order.params, eos)
+            sessions.end(record, turn, choice.done, self.order.params, eos, choice.message)
 
-    def _note(self, choice: Choice, delta: Delta) -> None:
+    def _note(self, choice: AnswerChoice, delta: Delta) -> None:
         """Measure a part, and raise if the text has failed."""
         counters, now, i = self._service.counters, time.perf_counter(), choice.index
         if delta.num_tokens:

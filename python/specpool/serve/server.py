@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import uvicorn
@@ -30,6 +31,9 @@ from specpool.text.chat_template import render
 from specpool.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("specpool.serve")
+
+#: Files that the front has open beside its connections, with room for more.
+_OTHER_FILES = 96
 
 
 class EngineEnd(Carrier, Protocol):
@@ -64,6 +68,7 @@ def serve(
     """
     # One text at a time is tokenized faster without the threads of the tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    config = fit_connections(config)
     listener = bind(config)
     try:
         engine = start(loading, threads)
@@ -73,6 +78,36 @@ def serve(
             engine.close()
     finally:
         listener.close()
+
+
+def fit_connections(config: ServeConfig) -> ServeConfig:
+    """Let this process have as many files open as there may be connections.
+
+    If the system does not allow it, return the options with fewer connections: where the system
+    refuses new ones, none that is idle makes room for them.
+    """
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return config
+    wanted = config.max_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return config
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    if soft == wanted:
+        return config
+    num = max(soft - _OTHER_FILES, 1)
+    log.warning(
+        "%d connections at once, not %d: a process may open %d files",
+        num,
+        config.max_connections,
+        soft,
+    )
+    return replace(config, max_connections=num)
 
 
 def bind(config: ServeConfig) -> socket.socket:

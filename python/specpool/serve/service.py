@@ -68,6 +68,8 @@ class Service:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
         # One thread: a parser keeps the lock, and the event loop gets it between two bodies.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read")
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="write")
+        self._converter = ThreadPoolExecutor(1, thread_name_prefix="convert")
 
     async def aside(self, act: Callable[..., T], *args: object) -> T:
         """Run work of more than a moment, such as tokenizing, in a thread."""
@@ -76,6 +78,17 @@ class Service:
     async def read_aside(self, act: Callable[..., T], *args: object) -> T:
         """Parse a large body in a thread, one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._reader, act, *args)
+
+    async def write_aside(self, act: Callable[..., T], *args: object) -> T:
+        """Write a large answer in a thread, one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, act, *args)
+
+    async def convert_aside(self, act: Callable[..., T], *args: object) -> T:
+        """Do the work of `/tokenize` and `/detokenize` in a thread, one call at a time.
+
+        `max_queue` does not count these calls: no text shall wait for them.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._converter, act, *args)
 
     @cached_property
     def texts(self) -> Texts:
@@ -159,5 +172,5 @@ class Service:
 
     def close(self) -> None:
         """End the threads."""
-        for pool in (self._pool, self._reader):
+        for pool in (self._pool, self._reader, self._writer, self._converter):
             pool.shutdown(wait=False, cancel_futures=True)

@@ -20,8 +20,8 @@ from typing import Any
 from specpool.engine.texts import NextTurn, Prompt, Texts
 from specpool.errors import SpecpoolError
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Conversation, Said
-from specpool.serve.api.errors import ApiError
+from specpool.scheduler.request import Conversation, Message, Said
+from specpool.serve.api.errors import ApiError, session_moving
 from specpool.serve.bridge.client import EngineClient, EngineFault, Stream
 from specpool.serve.bridge.messages import Done
 from specpool.serve.bridge.parcel import Others, ParcelNumbers, SessionParcel
@@ -158,7 +158,11 @@ class Sessions:
         return ident in self._past or not self._is_own(ident)
 
     async def reach(self, ident: str) -> None:
-        """Wait a moment for a session that may be on its way to this server."""
+        """Wait a moment for a session that may be on its way to this server.
+
+        Raises:
+            ApiError: too many requests wait already.
+        """
         if self.others is not None and self.may_come(ident):
             await self.others.wait_for(ident)
 
@@ -173,13 +177,7 @@ class Sessions:
             return record
         is_moving = self.others is not None and self.others.is_moving(ident)
         if record is not None or (is_moving and self.may_come(ident)):
-            raise ApiError(
-                503,
-                "the session moves to another replica: send the request again",
-                code="session_moving",
-                retry=True,
-                headers={"retry-after": "1"},
-            )
+            raise session_moving()
         if not self._is_own(ident) or ident in self._past:
             raise ApiError(
                 410,
@@ -239,15 +237,25 @@ class Sessions:
         done: Done,
         params: SamplingParams,
         eos: frozenset[int],
+        message: Message | None = None,
     ) -> None:
-        """Add a turn that has ended, as the engine does, and give the session back."""
+        """Add a turn that has ended, as the engine does, and give the session back.
+
+        Args:
+            record: the session.
+            turn: what was sent.
+            done: the turn's end.
+            params: the turn's.
+            eos: the tokens that end every text.
+            message: the answer with its calls of tools; None = it has none.
+        """
         if done.finish_reason in ("stop", "length"):
             stop_ids = frozenset(params.stop_token_ids) | (eos if not params.ignore_eos else set())
             answer = done.token_ids
             if done.stop_hit is None:
                 answer = [token for token in answer if token not in stop_ids]
             tokens = [*turn.ids, *done.token_ids]
-            said = Said(len(tokens), turn.messages, answer, params.stop)
+            said = Said(len(tokens), turn.messages, answer, params.stop, message)
             record.conversation.tokens = tokens
             record.conversation.said = [*turn.said, said]
         self.release(record)

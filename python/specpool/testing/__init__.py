@@ -7,7 +7,7 @@ from specpool.testing.block_device import BlockDevice
 from specpool.testing.block_machine import BlockMachine, BlockScheduler
 from specpool.testing.device import DeviceFault, FakeDevice
 from specpool.testing.leaks import assert_no_page_leaked, no_page_leaks
-from specpool.testing.machine import Device, LedgerMachine, Scheduler
+from specpool.testing.machine import Device, LedgerMachine, SchedulerUnderTest
 from specpool.testing.operations import OP_BYTES, Operation, apply, decode_op
 from specpool.testing.strategies import (
     LedgerConfig,
@@ -30,7 +30,7 @@ __all__ = [
     "LedgerConfig",
     "LedgerMachine",
     "Operation",
-    "Scheduler",
+    "SchedulerUnderTest",
     "accept_lens",
     "any_shapes",
     "apply",

@@ -33,7 +33,7 @@ class DeviceFault(AssertionError):  # noqa: N818 - a fault of the schedule, foun
 
 
 @dataclass(eq=False)
-class _Lane:
+class _LaunchedLane:
     """One row's part of a launched step."""
 
     plan: Plan
@@ -110,8 +110,8 @@ class FakeDevice:
         self._target: list[dict[int, int]] = [{} for _ in groups]
         self._draft: list[dict[int, int]] = [{} for _ in groups]
         self._sequences: dict[int, _Sequence] = {}
-        self._queue: list[_Copies | _Lane] = []
-        self._steps: dict[int, list[_Lane]] = {}  # The steps in flight.
+        self._queue: list[_Copies | _LaunchedLane] = []
+        self._steps: dict[int, list[_LaunchedLane]] = {}  # The steps in flight.
         self._newest = 0
         self._skipped: set[int] = set()  # Steps before the newest that were not launched here.
         self._next_token = _FIRST_TOKEN
@@ -151,7 +151,7 @@ class FakeDevice:
             }
             self._queue.append(_Copies(plan.step, moves, rows))
         lanes = [
-            _Lane(plan, lane, [table[row].copy() for table in self._tables])
+            _LaunchedLane(plan, lane, [table[row].copy() for table in self._tables])
             for lane, row in enumerate(plan.rows)
         ]
         self._queue += lanes
@@ -202,7 +202,7 @@ class FakeDevice:
         for unit in list(self._queue):
             if _step(unit) != step:
                 continue
-            if isinstance(unit, _Lane):
+            if isinstance(unit, _LaunchedLane):
                 unit.failed = True
             else:
                 self._queue.remove(unit)
@@ -232,7 +232,7 @@ class FakeDevice:
                     f"call device.launch(plan) right after ledger.launch({step})"
                 )
         for unit in self._queue:
-            if unit.step <= completed and not (isinstance(unit, _Lane) and unit.failed):
+            if unit.step <= completed and not (isinstance(unit, _LaunchedLane) and unit.failed):
                 raise DeviceFault(
                     f"step {unit.step} is complete, but its forward has not run: "
                     f"call device.finish(step) before ledger.complete(step)"
@@ -252,11 +252,11 @@ class FakeDevice:
 
     # --- Order ---
 
-    def _ready(self, units: Sequence[_Copies | _Lane]) -> list[_Copies | _Lane]:
+    def _ready(self, units: Sequence[_Copies | _LaunchedLane]) -> list[_Copies | _LaunchedLane]:
         if self._in_order:
             return [unit for unit in self._queue[:1] if unit in units]
         first_copies = next((unit for unit in self._queue if isinstance(unit, _Copies)), None)
-        ready: list[_Copies | _Lane] = []
+        ready: list[_Copies | _LaunchedLane] = []
         rows: set[int] = set()
         for unit in self._queue:
             if isinstance(unit, _Copies):
@@ -268,7 +268,7 @@ class FakeDevice:
                 rows.add(unit.row)
         return [unit for unit in ready if unit in units]
 
-    def _run_one(self, units: Sequence[_Copies | _Lane], wish: int = 0) -> None:
+    def _run_one(self, units: Sequence[_Copies | _LaunchedLane], wish: int = 0) -> None:
         ready = self._ready(units)
         unit = ready[self._choose(len(ready))]
         self._queue.remove(unit)
@@ -277,7 +277,7 @@ class FakeDevice:
         else:
             self._forward(unit, wish)
 
-    def _run_until(self, lane: _Lane, wish: int) -> None:
+    def _run_until(self, lane: _LaunchedLane, wish: int) -> None:
         while lane in self._queue:
             before = (
                 self._queue
@@ -301,7 +301,7 @@ class FakeDevice:
                 for offset in range(tokens):
                     memory[dst * size + offset] = memory.get(src * size + offset, _NOTHING)
 
-    def _forward(self, unit: _Lane, wish: int) -> None:
+    def _forward(self, unit: _LaunchedLane, wish: int) -> None:
         sequence = self._sequence(unit.row)
         if unit.failed:
             sequence.failed = True
@@ -315,7 +315,7 @@ class FakeDevice:
         if not unit.failed:
             self._decode(unit, sequence, unit.accept_len)
 
-    def _extend(self, unit: _Lane, sequence: _Sequence) -> None:
+    def _extend(self, unit: _LaunchedLane, sequence: _Sequence) -> None:
         lo, new_len = int(unit.plan.lo[unit.lane]), int(unit.plan.new_len[unit.lane])
         if lo == 0:
             sequence.failed = False
@@ -329,7 +329,7 @@ class FakeDevice:
         sequence.tokens += self._new_tokens(new_len - len(sequence.tokens))
         self._keep(unit, sequence.tokens, range(lo, new_len))
 
-    def _decode(self, unit: _Lane, sequence: _Sequence, accept_len: int) -> None:
+    def _decode(self, unit: _LaunchedLane, sequence: _Sequence, accept_len: int) -> None:
         plan, lane = unit.plan, unit.lane
         lo, hi, root = int(plan.lo[lane]), int(plan.hi[lane]), len(sequence.tokens)
         shape = self._shapes[int(plan.shapes[lane])]
@@ -354,7 +354,7 @@ class FakeDevice:
         sequence.tokens += self._new_tokens(root + accept_len - len(sequence.tokens))
         self._keep(unit, sequence.tokens, range(root, root + accept_len))
 
-    def _keep(self, unit: _Lane, tokens: list[int], positions: range) -> None:
+    def _keep(self, unit: _LaunchedLane, tokens: list[int], positions: range) -> None:
         """Write tokens that stay."""
         for group, spec in enumerate(self._groups):
             for position in positions:
@@ -363,7 +363,7 @@ class FakeDevice:
                 if unit.plan.writes_draft and spec.hosts_drafts:
                     self._draft[group][slot] = tokens[position]
 
-    def _read_prefix(self, unit: _Lane, end: int, memory: list[dict[int, int]]) -> None:
+    def _read_prefix(self, unit: _LaunchedLane, end: int, memory: list[dict[int, int]]) -> None:
         for group, spec in enumerate(self._groups):
             if memory is self._draft and not spec.hosts_drafts:
                 continue
@@ -409,11 +409,11 @@ class FakeDevice:
         return list(range(first, first + count))
 
 
-def _step(unit: _Copies | _Lane) -> int:
+def _step(unit: _Copies | _LaunchedLane) -> int:
     return unit.step
 
 
-def _name(unit: _Lane) -> str:
+def _name(unit: _LaunchedLane) -> str:
     return f"step {unit.step} ({unit.plan.kind}), row {unit.row}"
 
 

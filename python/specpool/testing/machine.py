@@ -16,7 +16,7 @@ from specpool.testing.leaks import assert_no_page_leaked, still_out
 from specpool.testing.strategies import LedgerConfig, ledger_configs
 
 
-class Scheduler(Protocol):
+class SchedulerUnderTest(Protocol):
     """The interface of the scheduler under test: usually a few lines around your own class."""
 
     def submit(self, request: int, prompt: Any, max_new_tokens: int, /) -> None:
@@ -61,7 +61,7 @@ class LedgerMachine(RuleBasedStateMachine):
     # The most turns of the loop between the last request and rest.
     max_turns: ClassVar[int] = 500
 
-    def make_scheduler(self, ledger: Ledger, device: Any) -> Scheduler:
+    def make_scheduler(self, ledger: Ledger, device: Any) -> SchedulerUnderTest:
         """Return the scheduler under test, which must run its forwards on `device`."""
         raise NotImplementedError
 

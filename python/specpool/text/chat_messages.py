@@ -12,8 +12,16 @@ from specpool.errors import ConfigError
 
 Message = Mapping[str, Any]
 
+#: Stands within each name of a token that a tool's result spells, which may not become that token.
+#: It is a lone surrogate, which no valid text has.
+SEAM = "\udfff"
+
+#: The roles of messages with a tool's result.
+RESULT_ROLES = frozenset({"tool", "function", "ipython", "tool_results", "observation"})
 #: How Mistral's templates look at a call's id: they refuse those that are not of nine characters.
 _NINE = re.compile(r"\|\s*length\s*(?:!=|==|<)\s*9\b")
+#: Kimi's templates show a call's id alone, which must hold the function's name and a number.
+_KIMI = "<|tool_call_begin|>"
 
 
 def template_of(templates: str | Mapping[str, str], variables: Mapping[str, Any]) -> str:
@@ -47,7 +55,8 @@ def prepared(
     Fields without a value are left out: None, and empty lists beside the content. The arguments of
     calls, which OpenAI's interface has as JSON text, become objects. A text that is not an object
     stays as it is. The role `developer` becomes `system` if the template does not know it. If the
-    template wants ids of nine characters, other ids of calls become such.
+    template wants ids of nine characters, other ids of calls become such; if it is Kimi's, they
+    become `functions.name:number`.
 
     Args:
         messages: plain data; each content is a string.
@@ -72,7 +81,37 @@ def prepared(
         if has_parts:
             copy["content"] = [{"type": "text", "text": copy.get("content", "")}]
         copies.append(copy)
-    return copies
+    return _with_kimi_ids(copies) if _KIMI in template else copies
+
+
+def with_seams(
+    messages: Sequence[Message], template: str, added: Mapping[str, bool]
+) -> list[dict[str, Any]]:
+    """Return copies of messages in which no tool's result has the name of a control token.
+
+    A web page or a file could otherwise end its message and begin one of the system's. Each name
+    has a `SEAM` behind its first character, at which the rendered chat is cut before it is
+    tokenized. Control tokens are special, or stand in the template.
+
+    Args:
+        messages: plain data; each content is a string.
+        template: Jinja.
+        added: the tokenizer's added tokens by their names, each with whether it is special.
+    """
+    names = [
+        name
+        for name, special in added.items()
+        if len(name) > 1 and name.strip() and (special or name in template)
+    ]
+    if not names:
+        return [dict(message) for message in messages]
+    starts = re.compile(f"(?=(?:{'|'.join(map(re.escape, names))}))(.)", re.DOTALL)
+    return [
+        {**message, "content": starts.sub(rf"\1{SEAM}", message["content"])}
+        if message.get("role") in RESULT_ROLES
+        else dict(message)
+        for message in messages
+    ]
 
 
 def _call(call: Any, has_objects: bool) -> Any:
@@ -109,6 +148,37 @@ def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
             ],
         }
     return message
+
+
+def _with_kimi_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have Kimi's ids, with the results of each call.
+
+    The number counts the calls of the chat. An id that comes twice means the latest call before.
+    """
+    new_ids: dict[str, str] = {}
+    num_calls, copies = 0, []
+    for message in messages:
+        copy = {**message}
+        calls = copy.get("tool_calls")
+        if isinstance(calls, list):
+            copy["tool_calls"] = []
+            for call in calls:
+                function = call.get("function") if isinstance(call, Mapping) else None
+                name = function.get("name") if isinstance(function, Mapping) else None
+                if isinstance(name, str):
+                    ident = call.get("id")
+                    new = f"functions.{name}:{num_calls}"
+                    if isinstance(ident, str):
+                        if re.fullmatch(rf"functions\.{re.escape(name)}:[0-9]+", ident):
+                            new = ident
+                        new_ids[ident] = new
+                    call = {**call, "id": new}
+                copy["tool_calls"].append(call)
+                num_calls += 1
+        if isinstance(ident := copy.get("tool_call_id"), str):
+            copy["tool_call_id"] = new_ids.get(ident, ident)
+        copies.append(copy)
+    return copies
 
 
 def _short(ident: str) -> str:

@@ -30,7 +30,7 @@ _BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TargetReading:
     """What the target says of a batch of texts.
 
     Entry i of a text is what a head reads at position i: the features of i and the token at i + 1.
@@ -125,7 +125,7 @@ class TargetReader:
         return output.features.clone(), output.hidden.clone()
 
     @torch.no_grad()
-    def read(self, texts: Sequence[Text], kept: Tensor) -> Reading:
+    def read(self, texts: Sequence[Text], kept: Tensor) -> TargetReading:
         """Return what a head learns from texts; `kept` int64 [Vd] are the draft vocabulary's ids.
 
         Cost: one forward of the target, and logits of all tokens.
@@ -155,7 +155,7 @@ class TargetReader:
             loss, count = loss + float(losses), count + int(known.sum())
         tokens = [torch.from_numpy(text.tokens[1:]).long() for text in texts]
         parts = [part[:-1] for part in torch.split(features, lens)]
-        return Reading(
+        return TargetReading(
             tokens=pad_sequence(tokens, batch_first=True).to(device),
             features=pad_sequence(parts, batch_first=True),
             entries=where,

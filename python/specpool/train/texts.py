@@ -78,14 +78,14 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TextRows:
     """All rows of the user's files, and a digest of the files."""
 
     rows: list[Row]
     digest: str
 
 
-def read_rows(files: Sequence[Path]) -> Rows:
+def read_rows(files: Sequence[Path]) -> TextRows:
     """Read the files of a user.
 
     Raises:
@@ -111,7 +111,7 @@ def read_rows(files: Sequence[Path]) -> Rows:
             rows.append(Row(str(path), text, is_plain=True))
     if not rows:
         raise ConfigError(f"data: there is no text in {', '.join(map(str, files)):.200}")
-    return Rows(rows, digest.hexdigest())
+    return TextRows(rows, digest.hexdigest())
 
 
 def _json_rows(path: Path, text: str) -> Iterator[Row]:
@@ -169,7 +169,7 @@ def _turns(place: str, messages: Any) -> Iterator[Row]:
             yield Row(place, messages[:at], message["content"])
 
 
-class Tokens:
+class TextTokenizer:
     """A maker of texts in tokens, of at most `length` tokens each."""
 
     def __init__(

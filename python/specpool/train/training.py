@@ -26,7 +26,7 @@ from specpool.text.tokenizer import load_tokenizer
 from specpool.train.config import TrainConfig
 from specpool.train.head import NewHead, check_target, config_of, layers_of_features, refuse_states
 from specpool.train.measure import NUM_PROMPTS, NUM_STEPS, accept_lens
-from specpool.train.reader import Reading, TargetReader
+from specpool.train.reader import TargetReader, TargetReading
 from specpool.train.state import (
     Checkpoint,
     check_folder,
@@ -34,7 +34,7 @@ from specpool.train.state import (
     load_texts,
     save_texts,
 )
-from specpool.train.texts import LEAST_ANSWER, Row, Rows, Text, Tokens
+from specpool.train.texts import LEAST_ANSWER, Row, Text, TextRows, TextTokenizer
 from specpool.train.unroll import Unrolled, unroll
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class HeldOut:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TrainReport:
     """The result of a training.
 
     Attributes:
@@ -118,7 +118,7 @@ class Report:
     command: str
 
 
-def train(config: TrainConfig, rows: Rows, watcher: Watcher) -> Report:
+def train(config: TrainConfig, rows: TextRows, watcher: Watcher) -> TrainReport:
     """Train a head, or go on with its training, and measure it.
 
     Args:
@@ -169,7 +169,7 @@ class _Training:
         self._watcher, self._settings = watcher, settings
         self._num_left_out = 0
 
-    def run(self, rows: Rows, begun: Checkpoint | None) -> Report:
+    def run(self, rows: TextRows, begun: Checkpoint | None) -> TrainReport:
         config = self._config
         if begun is None:
             texts, num_held_out = self._texts(rows.rows)
@@ -195,7 +195,9 @@ class _Training:
     def _texts(self, rows: Sequence[Row]) -> tuple[list[Text], int]:
         """Return all texts in random order, and how many of them, the first, are held out."""
         config = self._config
-        tokens = Tokens(self._tokenizer, vocab_size=self._target.vocab_size, length=config.length)
+        tokens = TextTokenizer(
+            self._tokenizer, vocab_size=self._target.vocab_size, length=config.length
+        )
         texts: list[Text] = []
         questions: list[list[int]] = []
         self._watcher.begin("reading the texts", len(rows))
@@ -359,7 +361,7 @@ class _Training:
         batches = [[texts[i] for i in order[at : at + size]] for at in range(0, len(order), size)]
         return [batches[i] for i in rng.permutation(len(batches))]
 
-    def _take_step(self, reading: Reading, done: float) -> float:
+    def _take_step(self, reading: TargetReading, done: float) -> float:
         """Take one step of the optimizer at the share `done` of the training; return the loss."""
         rate = min(1.0, (self._step + 1) / _WARM_UP_STEPS)
         if done > _HELD:
@@ -415,12 +417,12 @@ class _Training:
 
     def _report(
         self, finished: bool, held_out: HeldOut | None, lens: dict[str, float] | None
-    ) -> Report:
+    ) -> TrainReport:
         config = self._config
         steps_per_epoch = -(-len(self._train_on) // config.batch_size)
         words = ["specpool", "generate", "--target", config.target, "--draft", str(config.out)]
         words += ["--shape", str(NUM_STEPS), "--prompt"]
-        return Report(
+        return TrainReport(
             out=str(config.out),
             finished=finished,
             num_texts=len(self._train_on),

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
 from specpool.models import EagleHead
-from specpool.train.reader import Reading
+from specpool.train.reader import TargetReading
 
 #: Step j of an unroll counts STEP_WEIGHT^j.
 STEP_WEIGHT = 0.8
@@ -39,7 +39,7 @@ class Unrolled:
     drafted: Tensor
 
 
-def unroll(head: EagleHead, reading: Reading, kept: Tensor, num_steps: int) -> Unrolled:
+def unroll(head: EagleHead, reading: TargetReading, kept: Tensor, num_steps: int) -> Unrolled:
     """Return the loss of `num_steps` draft steps at all entries of a batch.
 
     The target's likeliest token may be outside the draft vocabulary. Such an entry has no loss, and
@@ -69,7 +69,7 @@ def unroll(head: EagleHead, reading: Reading, kept: Tensor, num_steps: int) -> U
     return Unrolled(mean, torch.stack(agreeing).float(), torch.stack(drafted).float())
 
 
-def draft_steps(head: EagleHead, reading: Reading, num_steps: int) -> Iterator[Tensor]:
+def draft_steps(head: EagleHead, reading: TargetReading, num_steps: int) -> Iterator[Tensor]:
     """Yield what the head puts out at all entries in each step, [B * n, h]."""
     batch, n = reading.tokens.shape
     tokens = reading.tokens.flatten()

@@ -58,7 +58,8 @@ class PendingStep:
                 request ends.
         """
         packed, logits = outcome.packed, outcome.logits
-        self._done, self._counted = done, outcome.is_verify
+        self._done = None if done is None else np.array(done, np.bool_)
+        self._counted = outcome.is_verify
         self._wanted = [request.params.logprobs for request in requests]
         self._packed = Download(packed)
         self._logprobs = None
@@ -75,20 +76,25 @@ class PendingStep:
         """
         packed = self._packed.array()
         if self._counted:
-            tokens, lens = packed[:, :-2].tolist(), packed[:, -2].astype(np.int32)
-            not_finite = packed[:, -1].astype(bool).tolist()
-            kept = [lane[:n] for lane, n in zip(tokens, lens.tolist(), strict=True)]
+            tokens, accept_len = packed[:, :-2], packed[:, -2].astype(np.int32)
+            not_finite = packed[:, -1].astype(np.bool_)
         else:  # one token per lane
-            kept = tokens = packed.tolist()
-            lens, not_finite = np.ones(len(packed), np.int32), [lane[0] < 0 for lane in tokens]
+            tokens, accept_len = packed, np.ones(len(packed), np.int32)
+            not_finite = packed[:, 0] < 0
         if self._done is not None:
-            lanes = zip(kept, self._done, strict=True)
-            kept = [lane if done or lane[0] < 0 else [] for lane, done in lanes]
-        if self._logprobs is None:
-            return StepResult(kept, lens, not_finite)
-        logprobs: list[list[TokenLogprob] | None] = [None] * len(kept)
-        entries, width = self._logprobs.entries(), len(tokens[0])
-        for i, num_top in enumerate(self._wanted):
-            if num_top is not None:
-                logprobs[i] = entries[i * width : i * width + len(kept[i])]
-        return StepResult(kept, lens, not_finite, logprobs)
+            accept_len = (self._done | not_finite).astype(np.int32)
+        logprobs: list[list[TokenLogprob] | None] | None = None
+        if self._logprobs is not None:
+            entries, width = self._logprobs.entries(), tokens.shape[1]
+            logprobs = [
+                None if num_top is None else entries[lane * width : lane * width + num_tokens]
+                for lane, (num_top, num_tokens) in enumerate(
+                    zip(self._wanted, accept_len.tolist(), strict=True)
+                )
+            ]
+        return StepResult(
+            tokens=tokens,
+            accept_len=accept_len,
+            not_finite=not_finite,
+            logprobs=logprobs,
+        )

@@ -3,10 +3,11 @@
 //! A case without a limit is run to its last state. If a family is too large as a whole, its parts are run to their
 //! last state, and the whole is run up to its limit, nearest states first.
 
-use specpool_core::{Group, Layout, Ledger, LedgerConfig, Policy, Shape};
+use specpool_core::{Group, Layout, LedgerConfig, Policy, Shape};
 
 use crate::events::Alphabet;
 pub use crate::explore::Case;
+use crate::pools::least_pages;
 
 /// States of a case that is not run to its end.
 const CUT: u64 = 300_000;
@@ -19,12 +20,7 @@ fn group(name: &str, page_size: i64, hosts_drafts: bool, layout: Layout, window:
 /// Sets every pool to the least that the ledger accepts plus `slack` pages.
 fn with_pools(mut config: LedgerConfig, slack: i64) -> LedgerConfig {
     for at in 0..config.groups.len() {
-        let accepts = |num_pages: i64| {
-            let mut config = config.clone();
-            config.groups[at].num_pages = num_pages;
-            Ledger::new(config).is_ok()
-        };
-        config.groups[at].num_pages = (1..1 << 16).find(|&pages| accepts(pages)).unwrap_or(1) + slack;
+        config.groups[at].num_pages = least_pages(&config, at) + slack;
     }
     config
 }

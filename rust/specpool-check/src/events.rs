@@ -1,9 +1,9 @@
 //! What can happen next: every call that the contract leaves to the engine, and everything that the device can do.
 
-use specpool_core::{Row, StepKind};
+use specpool_core::{Call, Row, StepKind};
 
 use crate::device::Plant;
-use crate::op::Op;
+use crate::scene::span;
 use crate::world::{Event, World};
 
 /// Which verbs an enumeration uses, and how far it goes.
@@ -66,21 +66,21 @@ impl Alphabet {
         let rows: Vec<i32> = (1..=ledger.num_rows() as i32).filter(|&row| ledger.is_live(Row(row))).collect();
         let has_row = rows.len() < ledger.num_rows();
         if has_row {
-            ops.push(Op::Admit);
+            ops.push(Call::Admit {});
         }
         // Without fences, an import has to wait for what was launched: its pages may be those of a row before it.
         let is_clear = ledger.page_fencing() || world.flights.iter().all(|flight| flight.ran.is_some());
         if has_row && self.max_exports > 0 && is_clear {
-            for len in 1..=ledger.max_context_len() {
-                ops.extend([0, len - 1, len].map(|drafted| Op::ImportRow { len, drafted }));
+            for length in 1..=ledger.max_context_len() {
+                ops.extend([0, length - 1, length].map(|drafted_len| Call::ImportRow { length, drafted_len }));
             }
         }
         for prefix in ledger.prefixes() {
             let most = ledger.prefix_len(prefix).unwrap_or(0);
             if has_row {
-                ops.extend((1..=most).map(|len| Op::AdmitOn { prefix, len: Some(len) }));
+                ops.extend((1..=most).map(|len| Call::AdmitOn { prefix, length: Some(len) }));
             }
-            ops.push(Op::ReleasePrefix { prefix });
+            ops.push(Call::ReleasePrefix { prefix });
         }
         for &row in &rows {
             self.row_ops(world, row, &mut ops);
@@ -97,42 +97,43 @@ impl Alphabet {
         events
     }
 
-    fn row_ops(&self, world: &World, row: i32, ops: &mut Vec<Op>) {
+    fn row_ops(&self, world: &World, row: i32, ops: &mut Vec<Call<'static>>) {
         let ledger = &world.ledger;
         let resolved = ledger.resolved_len()[row as usize];
         let most = resolved + ledger.in_flight()[row as usize];
         if self.trims {
-            ops.extend((0..=most).map(|len| Op::Trim { row, len }));
+            ops.extend((0..=most).map(|length| Call::Trim { row, length }));
         }
         if self.turns {
-            ops.extend((0..=most).map(|len| Op::EndTurn { row, len }));
+            ops.extend((0..=most).map(|length| Call::EndTurn { row, length }));
         }
         if self.forks && ledger.num_free_rows() > 0 {
-            ops.push(Op::Fork { row });
+            ops.push(Call::Fork { row });
         }
         if ledger.prefixes().count() < self.max_exports {
-            ops.push(Op::Export { row });
+            ops.push(Call::Export { row });
         }
         if ledger.prefixes().count() < self.max_prefixes {
-            ops.extend((1..=resolved).map(|len| Op::PinPrefix { row, len }));
+            ops.extend((1..=resolved).map(|length| Call::PinPrefix { row, length }));
         }
-        ops.push(Op::Retract { row });
+        ops.push(Call::Retract { row });
     }
 
     /// What a cache outside can do: lend what is behind p, bind rows to what it has, begin rows on it, give it up.
-    fn loan_ops(&self, world: &World, rows: &[i32], has_row: bool, ops: &mut Vec<Op>) {
+    fn loan_ops(&self, world: &World, rows: &[i32], has_row: bool, ops: &mut Vec<Call<'static>>) {
         let ledger = &world.ledger;
         let sizes: Vec<i32> = (0..ledger.num_groups())
             .filter_map(|group| ledger.group_spec(group).ok().map(|spec| spec.page_size as i32))
             .collect();
-        let is_edge = |len: &i32| sizes.iter().all(|size| len % size == 0);
+        let span = span(ledger);
+        let is_edge = |len: &i32| len % span == 0;
         let lent: Vec<Vec<i32>> = (0..sizes.len()).map(|group| ledger.lent_pages(group).unwrap_or_default()).collect();
         for &row in rows {
             let protected = |group: usize| ledger.protected_len(group).map_or(0, |lens| lens[row as usize]);
             let Some(start) = (0..sizes.len()).map(protected).min() else { continue };
             let ends = (start + 1..=ledger.resolved_len()[row as usize]).filter(is_edge).collect::<Vec<_>>();
             if lent.iter().all(|pages| pages.len() < self.max_lent) {
-                ops.extend(ends.iter().map(|&end| Op::Lend { row, start, end }));
+                ops.extend(ends.iter().map(|&end| Call::Lend { row, start, end }));
             }
             for (loan, len) in world.loans.iter().map(crate::world::Loan::len).enumerate() {
                 let bound = ends.iter().filter(|&&end| end <= len);
@@ -143,11 +144,11 @@ impl Alphabet {
             ops.extend((1..=len).filter(is_edge).map(|len| world.admit_lent(loan, len)));
         }
         for (group, pages) in lent.iter().enumerate() {
-            ops.extend(pages.iter().map(|&page| Op::ReleaseLent { group, pages: vec![page] }));
+            ops.extend(pages.iter().map(|&page| Call::ReleaseLent { group: group as i32, pages: vec![page].into() }));
         }
     }
 
-    fn prepare_ops(&self, world: &World, rows: &[i32], ops: &mut Vec<Op>) {
+    fn prepare_ops(&self, world: &World, rows: &[i32], ops: &mut Vec<Call<'static>>) {
         let ledger = &world.ledger;
         let drafts: &[bool] = if self.undrafted { &[true, false] } else { &[true] };
         let new_len = |row: i32, add: i32| ledger.resolved_len()[row as usize] + add;
@@ -155,12 +156,12 @@ impl Alphabet {
         for &writes_draft in drafts {
             for &row in rows {
                 for add in self.extend_by.iter().filter(|&&add| new_len(row, add) <= ledger.max_context_len()) {
-                    let new_lens = vec![new_len(row, *add)];
-                    ops.push(Op::PrepareExtend { rows: vec![row], new_lens, writes_draft });
+                    let new_lens = vec![new_len(row, *add)].into();
+                    ops.push(Call::PrepareExtend { rows: vec![row].into(), new_lens, writes_draft });
                 }
-                ops.extend((0..shapes).map(|shape| Op::PrepareDecode {
-                    rows: vec![row],
-                    shapes: vec![shape],
+                ops.extend((0..shapes).map(|shape| Call::PrepareDecode {
+                    rows: vec![row].into(),
+                    shapes: vec![shape].into(),
                     writes_draft,
                 }));
             }
@@ -168,20 +169,24 @@ impl Alphabet {
         if self.batches && rows.len() > 1 {
             let new_lens: Vec<i32> = rows.iter().map(|&row| new_len(row, self.extend_by[0])).collect();
             if new_lens.iter().all(|&len| len <= ledger.max_context_len()) {
-                ops.push(Op::PrepareExtend { rows: rows.to_vec(), new_lens, writes_draft: true });
+                ops.push(Call::PrepareExtend {
+                    rows: rows.to_vec().into(),
+                    new_lens: new_lens.into(),
+                    writes_draft: true,
+                });
             }
             for shape in 0..shapes {
                 // Mixed shapes: every row's shape differs from its neighbour's.
                 let mixed = (0..rows.len() as i32).map(|at| (shape + at) % shapes).collect();
-                ops.push(Op::PrepareDecode { rows: rows.to_vec(), shapes: mixed, writes_draft: true });
+                ops.push(Call::PrepareDecode { rows: rows.to_vec().into(), shapes: mixed, writes_draft: true });
             }
         }
     }
 
-    fn step_ops(&self, world: &World, ops: &mut Vec<Op>) {
+    fn step_ops(&self, world: &World, ops: &mut Vec<Call<'static>>) {
         let flights = &world.flights;
         if let Some(flight) = flights.iter().find(|flight| !flight.is_launched()) {
-            ops.push(Op::Launch { step: flight.plan.step });
+            ops.push(Call::Launch { step: flight.plan.step });
         }
         let newest = flights.back().filter(|flight| !flight.is_launched());
         let is_stuck = |step: u64| {
@@ -189,7 +194,7 @@ impl Alphabet {
         };
         let first = flights.iter().find(|flight| !flight.is_launched()).map_or(0, |flight| flight.plan.step);
         if let Some(flight) = newest.filter(|_| self.cancels || is_stuck(first)) {
-            ops.push(Op::Cancel { step: flight.plan.step });
+            ops.push(Call::Cancel { step: flight.plan.step });
         }
         let device = &world.device;
         let is_unresolved = |flight: &&crate::world::Flight| !flight.is_settled && flight.plan.kind == StepKind::Decode;
@@ -200,18 +205,18 @@ impl Alphabet {
                 let shapes = world.ledger.shapes();
                 let most = |lane: usize| shapes[flight.plan.shapes[lane] as usize].max_accept_len() as i32;
                 let accept_lens = ran.iter().enumerate().map(|(lane, &len)| (len + more).min(most(lane))).collect();
-                ops.push(Op::Resolve { step: flight.plan.step, accept_lens });
+                ops.push(Call::Resolve { step: flight.plan.step, accept_lens });
             }
         }
         let failed = flights.iter().filter(|flight| flight.has_failed && !flight.is_complete);
-        ops.extend(failed.map(|flight| Op::Abandon { step: flight.plan.step }));
+        ops.extend(failed.map(|flight| Call::Abandon { step: flight.plan.step }));
         let is_done = |flight: &&crate::world::Flight| match device.plant {
             Some(Plant::CompleteEarly) => flight.is_launched(),
             Some(Plant::SkipAbandon) => flight.ran.is_some(),
             _ => flight.is_done(),
         };
         let done = flights.iter().take_while(is_done).filter(|flight| !flight.is_complete);
-        ops.extend(done.map(|flight| Op::Complete { step: flight.plan.step }));
+        ops.extend(done.map(|flight| Call::Complete { step: flight.plan.step }));
     }
 
     fn device_events(&self, world: &World, events: &mut Vec<Event>) {

@@ -5,11 +5,10 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::time::{Duration, Instant};
 
-use specpool_core::{Geometry, Layout, LedgerConfig, PageNames, Reserve};
+use specpool_core::{Call, Geometry, Layout, LedgerConfig, PageNames, Reserve};
 
 use crate::device::{Fault, Plant};
 use crate::events::Alphabet;
-use crate::op::Op;
 use crate::progress::check_progress;
 use crate::world::{Event, World};
 
@@ -178,7 +177,7 @@ impl Explorer<'_> {
                 self.report.refusals += 1;
                 is_refused = true;
                 check_starved(world, event).map_err(fault)?;
-                if self.plant == Some(Plant::LaunchStale) && matches!(event, Event::Call(Op::Launch { .. })) {
+                if self.plant == Some(Plant::LaunchStale) && matches!(event, Event::Call(Call::Launch { .. })) {
                     next.run_stale().map_err(fault)?;
                 }
                 continue;
@@ -276,7 +275,11 @@ fn leads_home(event: &Event) -> bool {
         Event::Fail => false,
         Event::Call(op) => matches!(
             op,
-            Op::Launch { .. } | Op::Resolve { .. } | Op::Complete { .. } | Op::Cancel { .. } | Op::Abandon { .. }
+            Call::Launch { .. }
+                | Call::Resolve { .. }
+                | Call::Complete { .. }
+                | Call::Cancel { .. }
+                | Call::Abandon { .. }
         ),
     }
 }
@@ -284,7 +287,7 @@ fn leads_home(event: &Event) -> bool {
 /// Checks that a single request that lacks pages can always be served in the end.
 fn check_starved(world: &World, event: &Event) -> Result<(), Fault> {
     match event {
-        Event::Call(op @ (Op::PrepareExtend { rows, .. } | Op::PrepareDecode { rows, .. })) if rows.len() == 1 => {
+        Event::Call(op @ (Call::PrepareExtend { rows, .. } | Call::PrepareDecode { rows, .. })) if rows.len() == 1 => {
             check_progress(world, op, rows[0])
         }
         _ => Ok(()),

@@ -15,4 +15,4 @@ pub mod progress;
 pub mod soak;
 pub mod world;
 
-pub use specpool_ops::{decode, op, scene};
+pub use specpool_ops::{decode, pools, scene};

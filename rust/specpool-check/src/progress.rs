@@ -2,16 +2,15 @@
 //! are: drop idle sessions, unused prefixes and what is lent; retract, last in first out, until the free and fenced pages suffice;
 //! drain what is in flight; retry.
 
-use specpool_core::{Error, StepState};
+use specpool_core::{Call, Error, Snapshots, StepState};
 
 use crate::device::Fault;
-use crate::op::{Op, apply};
 use crate::world::{Event, World};
 
 /// What the refused call lacks, in the first group that is short: (group, need, free, fenced); `None` if it would lack
 /// nothing.
-fn shortage(world: &World, op: &Op) -> Option<(String, usize, usize, usize)> {
-    match apply(&mut world.ledger.clone(), op) {
+fn shortage(world: &World, op: &Call<'static>) -> Option<(String, usize, usize, usize)> {
+    match op.run(&mut world.ledger.clone(), None, &mut Snapshots::default()) {
         Err(Error::OutOfPages { group, need, free, fenced, .. }) => Some((group, need, free, fenced)),
         _ => None,
     }
@@ -21,21 +20,21 @@ fn shortage(world: &World, op: &Op) -> Option<(String, usize, usize, usize)> {
 ///
 /// # Errors
 /// What prevents it, or that pages that were counted as coming back did not come back.
-pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
+pub fn check_progress(world: &World, op: &Call<'static>, row: i32) -> Result<(), Fault> {
     if shortage(world, op).is_none() {
         return Ok(());
     }
     let mut world = world.clone();
     for prefix in world.ledger.prefixes().collect::<Vec<_>>() {
-        call(&mut world, &Op::ReleasePrefix { prefix })?;
+        call(&mut world, &Call::ReleasePrefix { prefix })?;
     }
     for group in 0..world.ledger.num_groups() {
         let pages = world.ledger.lent_pages(group).map_err(|error| error.to_string())?;
-        call(&mut world, &Op::ReleaseLent { group, pages })?;
+        call(&mut world, &Call::ReleaseLent { group: group as i32, pages: pages.into() })?;
     }
     for other in world.admitted.clone() {
         if world.ledger.idle()[other as usize] && other != row {
-            call(&mut world, &Op::Finish { row: other })?;
+            call(&mut world, &Call::Finish { row: other })?;
         }
     }
     // Pages that only a waiting copy holds count as fenced too. They come back with the next step, not by a drain.
@@ -51,13 +50,16 @@ pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
                 ));
             }
         } else if let Some(&victim) = world.admitted.iter().rev().find(|&&other| other != row) {
-            call(&mut world, &Op::Retract { row: victim })?;
+            call(&mut world, &Call::Retract { row: victim })?;
         } else if is_busy {
             drain(&mut world)?;
         } else if world.has_waiting_copies() {
             // For its own tail: one token fits beside it, and that step takes the copy along.
             let new_lens = vec![world.ledger.resolved_len()[row as usize] + 1];
-            call(&mut world, &Op::PrepareExtend { rows: vec![row], new_lens, writes_draft: true })?;
+            call(
+                &mut world,
+                &Call::PrepareExtend { rows: vec![row].into(), new_lens: new_lens.into(), writes_draft: true },
+            )?;
         } else {
             return Err(format!(
                 "{op:?} can never be served: {need} pages of {group} needed, {free} free, {fenced} fenced"
@@ -74,24 +76,26 @@ pub fn check_progress(world: &World, op: &Op, row: i32) -> Result<(), Fault> {
 pub fn drain(world: &mut World) -> Result<(), Fault> {
     while let Some((step, ..)) = world.ledger.steps().filter(|(.., state)| *state == StepState::Stale).last() {
         let newest = world.flights.back().map_or(step, |flight| flight.plan.step);
-        call(world, &Op::Cancel { step: newest })?;
+        call(world, &Call::Cancel { step: newest })?;
     }
     loop {
         let next = world.flights.iter().find_map(|flight| {
             let step = flight.plan.step;
             match &flight.ran {
-                _ if !flight.is_launched() => Some(Event::Call(Op::Launch { step })),
+                _ if !flight.is_launched() => Some(Event::Call(Call::Launch { step })),
                 None => Some(Event::Run { accept_lens: vec![1; flight.plan.num_lanes()] }),
-                Some(_) if flight.has_failed => Some(Event::Call(Op::Abandon { step })),
-                Some(ran) if !flight.is_settled => Some(Event::Call(Op::Resolve { step, accept_lens: ran.clone() })),
-                Some(_) => Some(Event::Call(Op::Complete { step })).filter(|_| !flight.is_complete),
+                Some(_) if flight.has_failed => Some(Event::Call(Call::Abandon { step })),
+                Some(ran) if !flight.is_settled => {
+                    Some(Event::Call(Call::Resolve { step, accept_lens: ran.clone().into() }))
+                }
+                Some(_) => Some(Event::Call(Call::Complete { step })).filter(|_| !flight.is_complete),
             }
         });
         match next {
             // A retraction may leave later steps stale, and so may an abandon here.
-            Some(Event::Call(Op::Launch { .. })) if has_stale(world) => {
+            Some(Event::Call(Call::Launch { .. })) if has_stale(world) => {
                 let newest = world.flights.back().map_or(0, |flight| flight.plan.step);
-                call(world, &Op::Cancel { step: newest })?;
+                call(world, &Call::Cancel { step: newest })?;
             }
             Some(event) => {
                 if !world.apply(&event)? {
@@ -108,7 +112,7 @@ fn has_stale(world: &World) -> bool {
 }
 
 /// Makes a call that nothing prevents.
-fn call(world: &mut World, op: &Op) -> Result<(), Fault> {
+fn call(world: &mut World, op: &Call<'static>) -> Result<(), Fault> {
     if world.apply(&Event::Call(op.clone()))? {
         Ok(())
     } else {

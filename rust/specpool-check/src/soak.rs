@@ -3,12 +3,12 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use specpool_core::{Group, Layout, Ledger, LedgerConfig, Policy, Row, Shape, StepKind};
+use specpool_core::{Call, Given, Group, Layout, Ledger, LedgerConfig, Policy, Row, Shape, Snapshots, StepKind};
 
 use crate::decode::{OP_BYTES, decode};
 use crate::device::{Fault, Plant};
-use crate::op::{Given, Op, apply};
-use crate::scene::Scene;
+use crate::pools::least_pages;
+use crate::scene::{Scene, span};
 use crate::world::{Event, World};
 
 /// `SplitMix64`: small, and the same on every machine.
@@ -87,12 +87,7 @@ pub fn random_config(rng: &mut Rng) -> LedgerConfig {
         group.sink = if rng.flip() { rng.below(most.min(12) + 1) } else { 0 };
     }
     for at in 0..config.groups.len() {
-        let accepts = |num_pages: i64| {
-            let mut config = config.clone();
-            config.groups[at].num_pages = num_pages;
-            Ledger::new(config).is_ok()
-        };
-        let least = (1..1 << 12).find(|&pages| accepts(pages)).unwrap_or(1 << 12);
+        let least = least_pages(&config, at);
         config.groups[at].num_pages = least + rng.below(least * num_rows);
     }
     config
@@ -145,7 +140,7 @@ pub struct Failure {
     /// The configuration.
     pub config: LedgerConfig,
     /// The shrunk operations. The last one breaks the law.
-    pub trace: Vec<Op>,
+    pub trace: Vec<Call<'static>>,
     /// Number of operations before shrinking.
     pub found_after: usize,
 }
@@ -180,7 +175,7 @@ impl Run {
         Ok(Self { world, ledger, scene, tally: Tally::default(), is_thorough })
     }
 
-    fn step(&mut self, bytes: &[u8], trace: Option<&mut Vec<Op>>) -> Result<(), Fault> {
+    fn step(&mut self, bytes: &[u8], trace: Option<&mut Vec<Call<'static>>>) -> Result<(), Fault> {
         self.tally.ops += 1;
         if let Some(world) = &mut self.world {
             self.scene.read(&world.ledger);
@@ -207,8 +202,8 @@ impl Run {
             }
             let is_hashed = self.is_thorough || self.tally.refused.is_multiple_of(HASHED_REFUSALS);
             let before = is_hashed.then(|| ledger.state_hash());
-            let done = apply(ledger, &op);
-            if let (Op::AdmitCached { .. }, Ok(Given::Row(row))) = (&op, &done) {
+            let done = op.run(ledger, None, &mut Snapshots::default());
+            if let (Call::AdmitCached { .. }, Ok(Given::Row(row))) = (&op, &done) {
                 self.tally.hits += u64::from(ledger.resolved_len()[row.at()] > 0);
             }
             if done.is_err() {
@@ -251,9 +246,9 @@ fn check_lengths(ledger: &Ledger, turn: u64) -> Result<(), Fault> {
 
 /// Makes the operation on the world as an engine could: what must have run on the device before it runs first. Returns
 /// whether the call succeeded.
-fn drive(world: &mut World, op: Op, rng: &mut Rng, tally: &mut Tally) -> Result<bool, Fault> {
+fn drive(world: &mut World, op: Call<'static>, rng: &mut Rng, tally: &mut Tally) -> Result<bool, Fault> {
     let op = match op {
-        Op::Resolve { step, accept_lens } => {
+        Call::Resolve { step, accept_lens } => {
             let is_up = world.flights.iter().any(|flight| flight.plan.step == step && flight.is_launched());
             if is_up {
                 run_up_to(world, step, rng, tally)?;
@@ -263,19 +258,19 @@ fn drive(world: &mut World, op: Op, rng: &mut Rng, tally: &mut Tally) -> Result<
             let ran = flight.and_then(|flight| flight.ran.clone()).filter(|ran| ran.len() == accept_lens.len());
             match (flight, ran) {
                 (Some(flight), Some(_)) if flight.has_failed && world.device.plant != Some(Plant::SkipAbandon) => {
-                    Op::Abandon { step }
+                    Call::Abandon { step }
                 }
                 (Some(flight), Some(ran)) if flight.plan.kind == StepKind::Decode => {
                     let more = i32::from(world.device.plant == Some(Plant::ResolveMore));
                     let shapes = world.ledger.shapes();
                     let most = flight.plan.shapes.iter().map(|&shape| shapes[shape as usize].max_accept_len() as i32);
                     let accept_lens = ran.iter().zip(most).map(|(len, most)| (len + more).min(most)).collect();
-                    Op::Resolve { step, accept_lens }
+                    Call::Resolve { step, accept_lens }
                 }
-                _ => Op::Resolve { step, accept_lens },
+                _ => Call::Resolve { step, accept_lens },
             }
         }
-        Op::Complete { step } => {
+        Call::Complete { step } => {
             let is_up = world.flights.iter().any(|flight| flight.plan.step == step && flight.is_launched());
             if is_up && world.device.plant != Some(Plant::CompleteEarly) {
                 run_up_to(world, step, rng, tally)?;
@@ -285,35 +280,36 @@ fn drive(world: &mut World, op: Op, rng: &mut Rng, tally: &mut Tally) -> Result<
                     .map(|flight| flight.plan.step)
                     .collect();
                 for step in failed {
-                    world.apply(&Event::Call(Op::Abandon { step }))?;
+                    world.apply(&Event::Call(Call::Abandon { step }))?;
                 }
             }
-            Op::Complete { step }
+            Call::Complete { step }
         }
         // The world takes and acknowledges every delta itself, at launch.
-        Op::TakeDelta { .. } | Op::AckDelta { .. } => {
+        Call::TakeDelta { .. } | Call::AckDelta { .. } => {
             run_next(world, rng, tally)?;
             return Ok(true);
         }
         // The device knows contents, so these name what the cache outside has found.
-        Op::AdmitLent { pages, len } if !all_lent(world, &pages) => Op::AdmitLent { pages, len },
-        Op::Rebind { row, start, end, pages } if !all_lent(world, &pages) => Op::Rebind { row, start, end, pages },
-        Op::AdmitLent { len, .. } => match pick_loan(world, rng, len) {
+        Call::AdmitLent { length, pages } if !all_lent(world, &pages) => Call::AdmitLent { length, pages },
+        Call::Rebind { row, start, end, pages } if !all_lent(world, &pages) => Call::Rebind { row, start, end, pages },
+        Call::AdmitLent { length, .. } => match pick_loan(world, rng, length) {
             Some((loan, len)) => world.admit_lent(loan, len),
-            None => Op::Admit,
+            None => Call::Admit {},
         },
-        Op::Rebind { row, start, end, pages } => {
+        Call::Rebind { row, start, end, pages } => {
             let is_live = world.ledger.is_live(Row(row));
-            let is_range = 0 <= start && start < end && start % world.span() == 0 && end % world.span() == 0;
+            let span = span(&world.ledger);
+            let is_range = 0 <= start && start < end && start % span == 0 && end % span == 0;
             match pick_loan(world, rng, end).filter(|&(_, len)| is_live && is_range && len == end) {
                 Some((loan, _)) => world.rebind(loan, row, start, end),
                 // No page of the cache can stand for itself in a range that it does not have.
-                None => Op::Rebind { row, start, end, pages: vec![0; pages.len()] },
+                None => Call::Rebind { row, start, end, pages: vec![0; pages.len()].into() },
             }
         }
         op => op,
     };
-    let is_launch = matches!(op, Op::Launch { .. });
+    let is_launch = matches!(op, Call::Launch { .. });
     let is_done = world.apply(&Event::Call(op))?;
     if is_launch && !is_done && world.device.plant == Some(Plant::LaunchStale) {
         world.run_stale()?;
@@ -332,7 +328,8 @@ fn all_lent(world: &World, pages: &[i32]) -> bool {
 fn pick_loan(world: &World, rng: &mut Rng, len: i32) -> Option<(usize, i32)> {
     let loan = rng.below(world.loans.len() as i64) as usize;
     let most = world.loans.get(loan)?.len();
-    Some((loan, len.min(most).max(0) / world.span() * world.span())).filter(|&(_, len)| len > 0)
+    let span = span(&world.ledger);
+    Some((loan, len.min(most).max(0) / span * span)).filter(|&(_, len)| len > 0)
 }
 
 fn run_up_to(world: &mut World, step: u64, rng: &mut Rng, tally: &mut Tally) -> Result<(), Fault> {
@@ -440,7 +437,7 @@ fn replay(
     config: &LedgerConfig,
     episode: &Episode,
     script: &[[u8; OP_BYTES]],
-    mut trace: Option<&mut Vec<Op>>,
+    mut trace: Option<&mut Vec<Call<'static>>>,
 ) -> Result<(), (Fault, usize)> {
     let mut at = 0;
     let caught = catch_unwind(AssertUnwindSafe(|| {

@@ -4,20 +4,19 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-use specpool_core::{DeltaEntries, Ledger, LedgerConfig, PageNames, Plan, StepKind};
+use specpool_core::{Call, DeltaEntries, Given, Ledger, LedgerConfig, PageNames, Plan, Snapshots, StepKind};
 
 use crate::connector::Connector;
 use crate::device::{Device, Fault, Forward, Pinned, Plant, Tag};
 use crate::model::Model;
 use crate::model::ask::{ask, outcome};
 use crate::model::same::same;
-use crate::op::{Given, Op, apply};
 
 /// One thing that can happen next.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// The engine calls the ledger.
-    Call(Op),
+    Call(Call<'static>),
     /// The oldest launched forward runs on the device; a round keeps `accept_lens[lane]` tokens.
     Run {
         /// Per lane, in `1..=A`; all 1 for an extend.
@@ -170,23 +169,23 @@ impl World {
         }
     }
 
-    fn call(&mut self, op: &Op) -> Result<bool, Fault> {
+    fn call(&mut self, op: &Call<'_>) -> Result<bool, Fault> {
         let estimate = match op {
-            Op::PrepareDecode { rows, shapes, .. } => self.ledger.tokens_required(rows, shapes).ok(),
+            Call::PrepareDecode { rows, shapes, .. } => self.ledger.tokens_required(rows, shapes).ok(),
             _ => None,
         };
         let ledger = &self.ledger;
         let expected = match op {
             // A lend leaves the tables as they are, so the ledger can name the pages before.
-            Op::Lend { row, start, end } => self.model.lend(*row, *start, *end, |group, column| {
+            Call::Lend { row, start, end } => self.model.lend(*row, *start, *end, |group, column| {
                 ledger.page_table(group).map_or(0, |table| table.row(specpool_core::Row(*row))[column as usize])
             }),
             op => ask(&mut self.model, op),
         };
-        if let Op::ReleasePrefix { prefix } = op {
+        if let Call::ReleasePrefix { prefix } = op {
             self.check_kept(*prefix)?;
         }
-        let found = apply(&mut self.ledger, op);
+        let found = op.run(&mut self.ledger, None, &mut Snapshots::default());
         let said = outcome(&found);
         if said != expected {
             return Err(format!("{op:?}: the ledger says {said:?}, the contract {expected:?}"));
@@ -200,38 +199,39 @@ impl World {
     }
 
     /// Does what the engine does after a call that succeeded.
-    fn follow(&mut self, op: &Op, given: Given) -> Result<(), Fault> {
+    fn follow(&mut self, op: &Call<'_>, given: Given) -> Result<(), Fault> {
         match (op, given) {
-            (Op::Admit, Given::Row(row)) => self.seat(row.0, Vec::new()),
-            (Op::AdmitOn { prefix, .. }, Given::Row(row)) => {
+            (Call::Admit {}, Given::Row(row)) => self.seat(row.0, Vec::new()),
+            (Call::AdmitOn { prefix, .. }, Given::Row(row)) => {
                 let len = self.ledger.resolved_len()[row.at()] as usize;
                 let sequence = self.prefixes[prefix].sequence[..len].to_vec();
                 self.seat(row.0, sequence);
             }
-            (Op::Fork { row: parent }, Given::Row(row)) => {
+            (Call::Fork { row: parent }, Given::Row(row)) => {
                 let len = self.ledger.resolved_len()[row.at()];
                 let sequence = self.device.sequence(*parent, len);
                 self.seat(row.0, sequence);
             }
-            (Op::PinPrefix { row, .. } | Op::Export { row }, Given::Prefix(prefix)) => self.pin(*row, prefix)?,
-            (Op::ImportRow { len, drafted }, Given::Row(row)) => {
-                let sequence = self.device.import(&self.ledger, row, *len, *drafted)?;
+            (Call::PinPrefix { row, .. } | Call::Export { row }, Given::Prefix(prefix)) => self.pin(*row, prefix)?,
+            (Call::ImportRow { length, drafted_len }, Given::Row(row)) => {
+                let sequence = self.device.import(&self.ledger, row, *length, *drafted_len)?;
                 self.seat(row.0, sequence);
             }
-            (Op::ReleasePrefix { prefix }, _) => {
+            (Call::ReleasePrefix { prefix }, _) => {
                 self.prefixes.remove(prefix);
                 self.collect_pinned();
             }
-            (Op::Lend { row, end, .. }, _) => self.note_loan(*row, *end)?,
-            (Op::Rebind { row, start, end, pages }, _) => self.equate(*row, *start, *end, pages)?,
-            (Op::AdmitLent { pages, len }, Given::Row(row)) => {
-                let found = self.loans.iter().find(|loan| loan.len() >= *len && self.loaned(loan, 0, *len) == *pages);
+            (Call::Lend { row, end, .. }, _) => self.note_loan(*row, *end)?,
+            (Call::Rebind { row, start, end, pages }, _) => self.equate(*row, *start, *end, pages)?,
+            (Call::AdmitLent { length, pages }, Given::Row(row)) => {
+                let found =
+                    self.loans.iter().find(|loan| loan.len() >= *length && self.loaned(loan, 0, *length) == **pages);
                 let loan = found.ok_or_else(|| format!("{op:?}: the cache outside has no such pages"))?;
-                let sequence = loan.sequence[..*len as usize].to_vec();
+                let sequence = loan.sequence[..*length as usize].to_vec();
                 self.seat(row.0, sequence);
             }
-            (Op::ReleaseLent { group, pages }, _) => {
-                self.loans.retain(|loan| !loan.pages[*group].iter().any(|page| pages.contains(page)));
+            (Call::ReleaseLent { group, pages }, _) => {
+                self.loans.retain(|loan| !loan.pages[*group as usize].iter().any(|page| pages.contains(page)));
                 self.collect_pinned();
             }
             (_, Given::Plan(plan)) => {
@@ -240,22 +240,22 @@ impl World {
                 let (delta, ran, has_failed, is_complete) = (None, None, false, false);
                 self.flights.push_back(Flight { plan, copy_rows, delta, ran, has_failed, is_settled, is_complete });
             }
-            (Op::Launch { step }, _) => self.launch(*step)?,
-            (Op::Resolve { step, .. } | Op::Abandon { step }, _) => {
+            (Call::Launch { step }, _) => self.launch(*step)?,
+            (Call::Resolve { step, .. } | Call::Abandon { step }, _) => {
                 if let Some(flight) = self.flights.iter_mut().find(|flight| flight.plan.step == *step) {
                     flight.is_settled = true;
-                    flight.has_failed &= matches!(op, Op::Resolve { .. });
+                    flight.has_failed &= matches!(op, Call::Resolve { .. });
                 }
                 self.forget_flights();
             }
-            (Op::Complete { step }, _) => {
+            (Call::Complete { step }, _) => {
                 let complete = self.flights.iter_mut().filter(|flight| flight.plan.step <= *step);
                 complete.for_each(|flight| flight.is_complete = true);
                 self.forget_flights();
             }
-            (Op::Cancel { .. }, _) => drop(self.flights.pop_back()),
+            (Call::Cancel { .. }, _) => drop(self.flights.pop_back()),
             // If the root stays, the device reaches this length by itself, and a round may go beyond it.
-            (Op::Trim { row, .. } | Op::EndTurn { row, .. }, Given::Len(len))
+            (Call::Trim { row, .. } | Call::EndTurn { row, .. }, Given::Length(len))
                 if !self.ledger.has_root(specpool_core::Row(*row)) =>
             {
                 self.resets.insert(*row, len);
@@ -332,14 +332,6 @@ impl World {
         Ok(())
     }
 
-    /// Q, the least common multiple of the page sizes.
-    pub(crate) fn span(&self) -> i32 {
-        let sizes = (0..self.pinned.len()).filter_map(|group| self.ledger.group_spec(group).ok());
-        let sizes: Vec<i64> = sizes.map(|spec| spec.page_size).collect();
-        let most: i64 = sizes.iter().product();
-        (1..=most).find(|span| sizes.iter().all(|size| span % size == 0)).unwrap_or(most) as i32
-    }
-
     /// The loan's pages of the tokens `[start, end)`, group after group.
     fn loaned(&self, loan: &Loan, start: i32, end: i32) -> Vec<i32> {
         let of_group = |group: usize| {
@@ -351,12 +343,12 @@ impl World {
     }
 
     /// A row on the first `len` tokens of a loan.
-    pub(crate) fn admit_lent(&self, loan: usize, len: i32) -> Op {
-        Op::AdmitLent { pages: self.loaned(&self.loans[loan], 0, len), len }
+    pub(crate) fn admit_lent(&self, loan: usize, length: i32) -> Call<'static> {
+        Call::AdmitLent { length, pages: self.loaned(&self.loans[loan], 0, length).into() }
     }
 
     /// The rebind of a row to a loan's pages; 0 for those that the row does not hold.
-    pub(crate) fn rebind(&self, loan: usize, row: i32, start: i32, end: i32) -> Op {
+    pub(crate) fn rebind(&self, loan: usize, row: i32, start: i32, end: i32) -> Call<'static> {
         let mut pages = self.loaned(&self.loans[loan], start, end);
         let mut first = 0;
         for group in 0..self.pinned.len() {
@@ -367,7 +359,7 @@ impl World {
             pages[first..first + gone].fill(0);
             first += count;
         }
-        Op::Rebind { row, start, end, pages }
+        Call::Rebind { row, start, end, pages: pages.into() }
     }
 
     /// Notes what a cache outside can find now that the row's pages up to `end` are lent.

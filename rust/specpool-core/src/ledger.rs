@@ -31,7 +31,7 @@ mod transfer;
 use crate::check::in_range;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::log::recorder::Recorder;
 use crate::memory::with_room;
 use crate::shape::Shape;
@@ -202,7 +202,7 @@ impl Ledger {
         self.recorder.make_room(0, tag)?;
         let kept = self.rows.make_room(tag)?;
         self.rows.admit(kept, self.steps.next());
-        self.note(&Event::Admit { prefix: 0, len: 0, row, tag });
+        self.note(&Call::Admit {}, &Given::Row(row), tag);
         Ok(row)
     }
 
@@ -216,16 +216,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config)?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("ledger/example.txt")]
     /// // An engine keeps a copy of the page table on the device, and brings it up to date before each forward.
     /// let mut device = ledger.page_table(0)?.cells().to_vec();
     /// let width = ledger.page_table(0)?.pages_per_row();

@@ -4,7 +4,7 @@
 //! - the ledger: `digest`, then `shape, layout -> sizing`, `page_pool, page_table -> delta`, `page_copy -> step`, then
 //!   `group -> config`, `group, step, rows, prefix_index -> ledger -> audit`;
 //! - the block pool, for engines with rows of their own: `page_pool, prefix_index, recorder, frames -> block_pool`;
-//! - the record of its calls: `codec -> event, call`,
+//! - the record of its calls: `codec -> argument -> call`,
 //!   `config -> log_header -> event_log -> recorder -> ledger`, `event_log -> frames -> log_reader -> replay`;
 //! - on plain arrays, for a forward: `layout, slots -> draft_cells`, `slots -> moves`, `mask`, `attention`;
 //! - on plain arrays, for the tree: `tree -> verify`, `sample`, which never see pages;
@@ -40,11 +40,11 @@ pub use ids::{Page, Row};
 pub use layout::Layout;
 pub use ledger::audit::Finding;
 pub use ledger::{Indexed, KvEvent, Ledger, PageNames, PrefixMatch, PrefixRun, Snapshot, check_salt};
-pub use log::call::Call;
-pub use log::event::Event;
+pub use log::argument::Argument;
+pub use log::call::{Call, Given};
 pub use log::event_log::EventLog;
 pub use replay::log_reader::{LogEnd, LogReader, Record};
-pub use replay::run::Replay;
+pub use replay::run::{Replay, Snapshots};
 pub use shape::Shape;
 pub use state::config::LedgerConfig;
 pub use state::delta::DeltaEntries;

@@ -1,13 +1,14 @@
 //! Laws of the event log's bytes: reading returns what was written, and no bytes crash the reader.
 
-use std::path::PathBuf;
+mod kit;
 
+use kit::place;
 use proptest::prelude::*;
 use specpool_core::digest::Digest;
 use specpool_core::log::call::Call;
 use specpool_core::log::event_log::EventLog;
 use specpool_core::replay::log_reader::{LogEnd, LogReader, Record};
-use specpool_core::{Error, Group, Layout, LedgerConfig, Policy, Shape, Verb};
+use specpool_core::{Error, Group, Layout, LedgerConfig, Policy, Shape};
 
 const MAX_LANES: usize = 40;
 
@@ -33,21 +34,20 @@ fn config() -> LedgerConfig {
     config
 }
 
-/// A file of its own for each test.
-fn place(test: &str) -> PathBuf {
-    std::env::temp_dir().join(format!("specpool-{test}-{}.log", std::process::id()))
-}
-
 struct Written {
     bytes: Vec<u8>,
     /// The offset of each record.
     offsets: Vec<u64>,
 }
 
+fn has_tag(call: &Call<'_>) -> bool {
+    matches!(call.method(), "admit" | "admit_cached" | "admit_lent" | "fork" | "import_row")
+}
+
 fn aside(call: &Call<'_>, tag: Option<&str>) -> Vec<u8> {
     match (call, tag) {
-        (Call::Snapshot | Call::Restore, _) => vec![0x85, 0x01],
-        (Call::Admit { .. } | Call::AdmitCached { .. } | Call::AdmitLent { .. } | Call::Fork { .. }, Some(tag)) => {
+        (Call::Snapshot {} | Call::Restore {}, _) => vec![0x85, 0x01],
+        (call, Some(tag)) if has_tag(call) => {
             assert!(tag.len() < 0x80);
             [&[tag.len() as u8], tag.as_bytes()].concat()
         }
@@ -119,9 +119,10 @@ fn salt() -> impl Strategy<Value = Vec<u8>> {
 fn call() -> impl Strategy<Value = Call<'static>> {
     let (row, len, step) = (any::<i32>, any::<i32>, any::<u64>);
     prop_oneof![
-        prop::option::of((step(), len())).prop_map(|prefix| Call::Admit { prefix }),
+        Just(Call::Admit {}),
+        (step(), len()).prop_map(|(prefix, length)| Call::AdmitOn { prefix, length: Some(length) }),
         row().prop_map(|row| Call::Fork { row }),
-        (row(), len()).prop_map(|(row, len)| Call::PinPrefix { row, len }),
+        (row(), len()).prop_map(|(row, length)| Call::PinPrefix { row, length }),
         step().prop_map(|prefix| Call::ReleasePrefix { prefix }),
         (ints(), ints(), any::<bool>()).prop_map(|(rows, new_lens, writes_draft)| Call::PrepareExtend {
             rows: rows.into(),
@@ -138,19 +139,20 @@ fn call() -> impl Strategy<Value = Call<'static>> {
         step().prop_map(|step| Call::Complete { step }),
         step().prop_map(|step| Call::Cancel { step }),
         step().prop_map(|step| Call::Abandon { step }),
-        (row(), len()).prop_map(|(row, len)| Call::Trim { row, len }),
-        (row(), len()).prop_map(|(row, len)| Call::EndTurn { row, len }),
+        (row(), len()).prop_map(|(row, length)| Call::Trim { row, length }),
+        (row(), len()).prop_map(|(row, length)| Call::EndTurn { row, length }),
         row().prop_map(|row| Call::Retract { row }),
         row().prop_map(|row| Call::Finish { row }),
         row().prop_map(|row| Call::Abort { row }),
-        Just(Call::Snapshot),
-        Just(Call::Restore),
+        Just(Call::Snapshot {}),
+        Just(Call::Restore {}),
         (row(), ints(), salt()).prop_map(|(row, tokens, salt)| Call::Index {
             row,
             tokens: tokens.into(),
             salt: salt.into()
         }),
         (ints(), salt(), any::<bool>()).prop_map(|(tokens, salt, needs_draft)| Call::AdmitCached {
+            limit: Some(tokens.len() as i32),
             tokens: tokens.into(),
             salt: salt.into(),
             needs_draft
@@ -162,20 +164,21 @@ fn call() -> impl Strategy<Value = Call<'static>> {
             end,
             pages: pages.into()
         }),
-        (len(), ints()).prop_map(|(len, pages)| Call::AdmitLent { pages: pages.into(), len }),
+        (len(), ints()).prop_map(|(length, pages)| Call::AdmitLent { length, pages: pages.into() }),
         (0_i32..4, ints()).prop_map(|(group, pages)| Call::ReleaseLent { group, pages: pages.into() }),
         row().prop_map(|row| Call::Export { row }),
-        (len(), len()).prop_map(|(len, drafted)| Call::ImportRow { len, drafted }),
-        prop::option::of(salt()).prop_map(|salt| Call::Forget { salt: salt.map(Into::into) }),
+        (len(), len()).prop_map(|(length, drafted_len)| Call::ImportRow { length, drafted_len }),
+        salt().prop_map(|salt| Call::Forget { salt: salt.into() }),
+        Just(Call::ForgetAll {}),
     ]
 }
 
 fn some_calls() -> Vec<(Call<'static>, Option<&'static str>)> {
     vec![
-        (Call::Admit { prefix: None }, Some("request-1")),
-        (Call::Admit { prefix: Some((3, 70_000)) }, None),
+        (Call::Admit {}, Some("request-1")),
+        (Call::AdmitOn { prefix: 3, length: Some(70_000) }, None),
         (Call::PrepareExtend { rows: vec![1, 2].into(), new_lens: vec![300, 70_000].into(), writes_draft: true }, None),
-        (Call::Snapshot, None),
+        (Call::Snapshot {}, None),
         (Call::PrepareDecode { rows: vec![3, 1, 2].into(), shapes: vec![1, 1, 1].into(), writes_draft: false }, None),
         (Call::Resolve { step: 300, accept_lens: vec![1, 4, 0].into() }, None),
     ]
@@ -192,9 +195,9 @@ proptest! {
         let mut digest = Digest::new();
         for (at, (record, (call, tag))) in records.iter().zip(&calls).enumerate() {
             prop_assert_eq!(&record.call, call);
-            let tag = tag.filter(|_| call.verb() == Verb::Admit || call.verb() == Verb::Fork);
+            let tag = tag.filter(|_| has_tag(call));
             prop_assert_eq!(record.tag.as_deref(), tag);
-            prop_assert_eq!(record.snapshot, if matches!(call, Call::Snapshot | Call::Restore) { 133 } else { 0 });
+            prop_assert_eq!(record.snapshot, if matches!(call, Call::Snapshot {} | Call::Restore {}) { 133 } else { 0 });
             prop_assert_eq!((record.index, record.offset), (at as u64 + 1, written.offsets[at]));
             let mut bytes = Vec::new();
             call.encode(&mut bytes);
@@ -385,8 +388,8 @@ fn a_full_disk_refuses_a_new_log() {
 fn a_call_is_shown_as_it_would_be_written() {
     let lanes: Vec<i32> = (1..=17).collect();
     let shown: [(Call<'_>, &str, &[i32], Option<u64>); 21] = [
-        (Call::Admit { prefix: None }, "admit()", &[], None),
-        (Call::Admit { prefix: Some((3, 7)) }, "admit(prefix=3, length=7)", &[], None),
+        (Call::Admit {}, "admit()", &[], None),
+        (Call::AdmitOn { prefix: 3, length: Some(7) }, "admit(prefix=3, length=7)", &[], None),
         (Call::ReleasePrefix { prefix: 3 }, "release_prefix(3)", &[], None),
         (
             Call::PrepareExtend { rows: vec![4, 2].into(), new_lens: vec![9, 8].into(), writes_draft: false },
@@ -404,24 +407,24 @@ fn a_call_is_shown_as_it_would_be_written() {
         (Call::Launch { step: 6 }, "launch(6)", &[], Some(6)),
         (Call::Resolve { step: 6, accept_lens: vec![2].into() }, "resolve(6, [2])", &[], Some(6)),
         (Call::Abandon { step: 6 }, "abandon(6)", &[], Some(6)),
-        (Call::EndTurn { row: 5, len: 40 }, "end_turn(5, 40)", &[5], None),
+        (Call::EndTurn { row: 5, length: 40 }, "end_turn(5, 40)", &[5], None),
         (Call::Fork { row: 5 }, "fork(5)", &[5], None),
         (Call::Abort { row: 5 }, "abort(5)", &[5], None),
-        (Call::Restore, "restore()", &[], None),
+        (Call::Restore {}, "restore()", &[], None),
         (
             Call::Index { row: 5, tokens: vec![7, 8].into(), salt: b"a\n".into() },
             "index(5, [7, 8], salt=b\"a\\n\")",
             &[5],
             None,
         ),
-        (Call::Forget { salt: Some(b"".into()) }, "forget(b\"\")", &[], None),
-        (Call::Forget { salt: None }, "forget()", &[], None),
+        (Call::Forget { salt: b"".into() }, "forget(b\"\")", &[], None),
+        (Call::ForgetAll {}, "forget()", &[], None),
         (Call::Lend { row: 5, start: 4, end: 8 }, "lend(5, 4, 8)", &[5], None),
         (Call::Rebind { row: 5, start: 4, end: 8, pages: vec![7].into() }, "rebind(5, 4, 8, [7])", &[5], None),
-        (Call::AdmitLent { pages: vec![7, 9].into(), len: 8 }, "admit_lent([7, 9], 8)", &[], None),
+        (Call::AdmitLent { length: 8, pages: vec![7, 9].into() }, "admit_lent([7, 9], 8)", &[], None),
         (Call::ReleaseLent { group: 0, pages: vec![7].into() }, "release_lent(0, [7])", &[], None),
         (Call::Export { row: 5 }, "export(5)", &[5], None),
-        (Call::ImportRow { len: 8, drafted: 4 }, "import_row(8, 4)", &[], None),
+        (Call::ImportRow { length: 8, drafted_len: 4 }, "import_row(8, 4)", &[], None),
     ];
     for (call, text, rows, step) in shown {
         assert_eq!((call.to_string().as_str(), call.rows(), call.step()), (text, rows, step));

@@ -3,10 +3,13 @@
 //! `every_call.log`; `random.log` has 900 random operations on windows, sinks and a double buffer; `block_pool.log`
 //! calls every verb of a pool. No program writes these files again.
 
+mod kit;
+
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
+use kit::place;
 use specpool_core::{BlockPool, Ledger, LogEnd, LogReader, Replay};
 
 fn golden(name: &str) -> PathBuf {
@@ -34,7 +37,7 @@ fn records(bytes: &[u8]) -> &[u8] {
 
 /// Runs the log on a recorded ledger. Returns that ledger's log, its digest, and a line for each event.
 fn run_again(name: &str) -> (Vec<u8>, u64, String) {
-    let path = std::env::temp_dir().join(format!("specpool-{}-{name}", std::process::id()));
+    let path = place(name);
     let mut replay = Replay::open(&golden(name)).unwrap();
     let mut ledger = Ledger::recorded(replay.config().clone(), &path, 1 << 20).unwrap();
     let mut lines = String::new();

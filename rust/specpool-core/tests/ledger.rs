@@ -9,8 +9,8 @@
 mod decode;
 #[path = "../../specpool-check/src/model/mod.rs"]
 mod model;
-#[path = "../../specpool-ops/src/op.rs"]
-mod op;
+#[path = "../../specpool-ops/src/pools.rs"]
+mod pools;
 #[path = "../../specpool-ops/src/scene.rs"]
 mod scene;
 
@@ -21,18 +21,20 @@ use decode::{OP_BYTES, decode};
 use model::ask::{ask, outcome};
 use model::same::{PageMap, same};
 use model::{Model, Outcome};
-use op::{Given, Op, apply};
+use pools::least_pages;
 use proptest::prelude::*;
 use proptest_state_machine::{ReferenceStateMachine, StateMachineTest};
 use scene::{Scene, SceneRow, SceneStep};
-use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Plan, Policy, Row, Shape, StepState};
+use specpool_core::{
+    Call, Error, Given, Group, Layout, Ledger, LedgerConfig, Plan, Policy, Row, Shape, Snapshots, StepState,
+};
 
 /// The model, its last call and its last answer.
 #[derive(Debug, Clone)]
 struct Reference {
     config: LedgerConfig,
     model: Model,
-    last: Option<(Op, Outcome)>,
+    last: Option<(Call<'static>, Outcome)>,
 }
 
 /// One operation, undecoded.
@@ -125,16 +127,6 @@ fn any_config() -> impl Strategy<Value = LedgerConfig> {
     })
 }
 
-/// The least pool that the ledger accepts, found by asking it.
-fn least_pages(config: &LedgerConfig, group: usize) -> i64 {
-    let accepts = |num_pages: i64| {
-        let mut config = config.clone();
-        config.groups[group].num_pages = num_pages;
-        Ledger::new(config).is_ok()
-    };
-    (1..1 << 20).find(|&num_pages| accepts(num_pages)).unwrap()
-}
-
 impl ReferenceStateMachine for Reference {
     type State = Self;
     type Transition = Bytes;
@@ -169,7 +161,7 @@ struct Followed {
     /// Per group and cell: the turn in which it last changed, while the change is not acknowledged.
     pending: BTreeMap<(usize, usize), u64>,
     turn: u64,
-    history: Vec<Op>,
+    history: Vec<Call<'static>>,
 }
 
 fn tables(ledger: &Ledger) -> Vec<Vec<i32>> {
@@ -186,16 +178,16 @@ impl Followed {
     }
 
     /// Runs one operation, and checks everything that must hold after it.
-    fn step(&mut self, model: &Model, op: &Op, expected: &Outcome, bytes: &Bytes) {
+    fn step(&mut self, model: &Model, op: &Call<'_>, expected: &Outcome, bytes: &Bytes) {
         let scene = Scene { has_moves: true, ..Scene::of(&self.ledger) };
         assert_eq!(decode(&bytes.0, &scene), *op, "the model and the ledger look alike before");
         let (before, hash, digest) = (tables(&self.ledger), self.ledger.state_hash(), self.ledger.digest());
         let evicted = evicted_lens(&self.ledger);
         let estimate = match op {
-            Op::PrepareDecode { rows, shapes, .. } => self.ledger.tokens_required(rows, shapes).ok(),
+            Call::PrepareDecode { rows, shapes, .. } => self.ledger.tokens_required(rows, shapes).ok(),
             _ => None,
         };
-        let found = apply(&mut self.ledger, op);
+        let found = op.run(&mut self.ledger, None, &mut Snapshots::default());
         assert_eq!(outcome(&found), *expected, "{op:?}: {found:?}");
         self.turn += 1;
         if let Ok(given) = &found {
@@ -214,7 +206,7 @@ impl Followed {
 
     /// Checks the deltas: at most one entry per cell, and exactly the cells that changed since the last acknowledged
     /// take.
-    fn follow(&mut self, op: &Op, given: &Given, before: &[Vec<i32>]) {
+    fn follow(&mut self, op: &Call<'_>, given: &Given, before: &[Vec<i32>]) {
         let now = tables(&self.ledger);
         for (group, (before, now)) in before.iter().zip(&now).enumerate() {
             for cell in (0..now.len()).filter(|&cell| now[cell] != before[cell]) {
@@ -222,7 +214,7 @@ impl Followed {
             }
         }
         match (op, given) {
-            (Op::TakeDelta { step }, Given::Delta(delta)) => {
+            (Call::TakeDelta { step }, Given::Delta(delta)) => {
                 let mut device = self.device.clone();
                 let mut changed = Vec::new();
                 for (group, entries) in delta.iter().enumerate() {
@@ -238,7 +230,7 @@ impl Followed {
                 assert_eq!(device, now, "the delta brings the copy up to date");
                 self.taken.insert(*step, (device, self.turn));
             }
-            (Op::AckDelta { step }, _) => {
+            (Call::AckDelta { step }, _) => {
                 let (device, turn) = self.taken[step].clone();
                 if turn > self.device_turn {
                     (self.device, self.device_turn) = (device, turn);

@@ -1,6 +1,9 @@
 //! Laws of the verbs for a prefix cache outside the ledger, with the numbers of their refusals. `specpool-check` runs
 //! them over every interleaving of small ledgers.
 
+mod kit;
+
+use kit::extend;
 use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, PageState, Row, Shape};
 
 fn group(name: &str, page_size: i64, window: Option<i64>) -> Group {
@@ -23,12 +26,6 @@ fn ledger(groups: Vec<Group>) -> Ledger {
 
 fn one() -> Ledger {
     ledger(vec![group("kv", 4, None)])
-}
-
-fn extend(ledger: &mut Ledger, row: Row, len: i32, writes_draft: bool) {
-    let step = ledger.prepare_extend(&[row.0], &[len], writes_draft).unwrap().step;
-    ledger.launch(step).unwrap();
-    ledger.complete(step).unwrap();
 }
 
 fn filled(ledger: &mut Ledger, len: i32) -> Row {

@@ -1,5 +1,8 @@
 //! The prefix cache by example: what is kept, what goes first, and what is refused.
 
+mod kit;
+
+use kit::extend;
 use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, PageNames, PageState, Replay, Row, Shape};
 
 fn group(page_size: i64, num_pages: i64, window: Option<i64>) -> Group {
@@ -19,12 +22,6 @@ fn ledger(groups: Vec<Group>) -> Ledger {
 
 fn tokens(first: i32, len: i32) -> Vec<i32> {
     (first..first + len).collect()
-}
-
-fn extend(ledger: &mut Ledger, row: Row, len: i32, writes_draft: bool) {
-    let step = ledger.prepare_extend(&[row.0], &[len], writes_draft).unwrap().step;
-    ledger.launch(step).unwrap();
-    ledger.complete(step).unwrap();
 }
 
 /// A row that computes the tokens and indexes them.

@@ -37,6 +37,69 @@ fn busy() -> Ledger {
     ledger
 }
 
+/// Without the chunk of an extend, a row needs `pages_needed` for its next round, in one group and behind a window.
+#[test]
+fn pages_ahead_of_rows_that_grow() {
+    let ledger = Ledger::new(config()).unwrap();
+    let lens: Vec<i32> = (0..40).collect();
+    for (growth, shape) in [(0, 0), (0, 1), (5, 0), (5, 1), (i32::MAX, 1)] {
+        let pages = ledger.pages_ahead(&lens, &[shape; 40], growth).unwrap();
+        for &len in &lens {
+            let hi = len.saturating_add(growth).min(39);
+            let whole = ledger.pages_needed(len, hi, shape).unwrap()[TARGET];
+            let behind = ledger.pages_needed(0, hi, shape).unwrap()[WINDOW];
+            assert_eq!(pages[2 * len as usize..][..2], [whole, behind], "{len} + {growth}, shape {shape}");
+        }
+    }
+    let says = |lens: &[i32], shapes: &[i32], growth| ledger.pages_ahead(lens, shapes, growth).unwrap_err().to_string();
+    assert_eq!(says(&[1, 2], &[0], 0), "2 lengths, 1 shapes");
+    assert_eq!(says(&[1], &[0], -1), "growth must be at least 0, got -1");
+    assert_eq!(says(&[1, 40], &[0, 0], 0), "length 40 is not in 0..40");
+    assert_eq!(says(&[-1], &[0], 0), "length -1 is not in 0..40");
+    assert_eq!(says(&[1], &[2], 0), "shape 2 is not in 0..2");
+}
+
+/// What rows hold and share is what their tables and the ownership map say, also below a window.
+#[test]
+fn held_pages_are_those_of_the_tables() {
+    let mut ledger = busy();
+    let counts = |ledger: &Ledger, row: i32, group: usize| {
+        let cells = ledger.page_table(group).unwrap().row(Row(row));
+        let pages = cells.iter().filter(|&&page| page != 0).map(|&page| ledger.page_record(group, Page(page)).unwrap());
+        let shared = pages.clone().filter(|record| record.state == PageState::Shared).count();
+        (pages.count() as i64, shared as i64)
+    };
+    let check = |ledger: &Ledger| {
+        let (held, shared) = ledger.held_pages(&[2, 1]).unwrap();
+        for (lane, row) in [2, 1].into_iter().enumerate() {
+            for group in [TARGET, WINDOW] {
+                let at = 2 * lane + group;
+                assert_eq!((held[at], shared[at]), counts(ledger, row, group), "row {row}, group {group}");
+            }
+        }
+        (held, shared)
+    };
+    let (held, shared) = check(&ledger);
+    assert_eq!((held[0], shared[0], held[2], shared[2]), (2, 1, 4, 2), "row 2 and row 1 of the target");
+    ledger.cancel(2).unwrap();
+    let step = ledger.prepare_extend(&[1, 2], &[16, 12], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    ledger.complete(step).unwrap();
+    check(&ledger);
+    assert!(ledger.evicted_len(WINDOW).unwrap()[1] > 0);
+    assert_eq!(ledger.held_pages(&[]), Ok((vec![], vec![])));
+    assert_eq!(ledger.held_pages(&[1, 1]).unwrap_err().to_string(), "row 1 is named twice");
+    assert!(ledger.held_pages(&[3]).is_err());
+}
+
+#[test]
+fn tail_pages() {
+    let ledger = Ledger::new(config()).unwrap();
+    let tails: Vec<_> = [0, 2, 3, 4].map(|len| ledger.tail_pages(len).unwrap()).into();
+    assert_eq!(tails, [[0, 0], [1, 0], [1, 1], [0, 0]]);
+    assert_eq!(ledger.tail_pages(-1).unwrap_err().to_string(), "length must be at least 0, got -1");
+}
+
 /// Pages that two prefixes share are counted once.
 #[test]
 fn pinned_pages() {
@@ -121,7 +184,7 @@ fn pages_and_who_holds_them() {
     assert_eq!((ledger.free_pages(TARGET).unwrap(), ledger.fenced_pages(TARGET).unwrap()), (15, 0));
     let record = ledger.page_record(TARGET, Page(1)).unwrap();
     assert_eq!((record.page, record.state, record.owner, record.holders), (Page(1), PageState::Shared, Row(1), 3));
-    assert_eq!((record.birth_step, record.fence, record.last_verb), (1, 0, Verb::Admit));
+    assert_eq!((record.birth_step, record.fence, record.last_verb), (1, 0, Verb::AdmitOn));
     let map = ledger.ownership_map(TARGET).unwrap();
     assert_eq!((map.len(), map[1]), (21, record));
     let states: Vec<PageState> = map[..7].iter().map(|record| record.state).collect();

@@ -1,7 +1,10 @@
 //! Laws of recording and replay: running a log again gives the same ledger, event by event.
 
+mod kit;
+
 use std::path::PathBuf;
 
+use kit::place;
 use proptest::prelude::*;
 use specpool_core::{
     Call, Digest, EventLog, Group, Layout, Ledger, LedgerConfig, LogEnd, Replay, Result, Row, Shape, Snapshot,
@@ -33,11 +36,6 @@ fn config() -> LedgerConfig {
     config.sessions = true;
     config.digest = true;
     config
-}
-
-/// A file of its own for each test.
-fn place(test: &str) -> PathBuf {
-    std::env::temp_dir().join(format!("specpool-{test}-{}.log", std::process::id()))
 }
 
 /// Makes one call from raw numbers. A refused call is not an event.
@@ -292,7 +290,7 @@ fn first_error(path: &std::path::Path) -> String {
 
 #[test]
 fn a_replay_that_differs_names_the_event_and_its_offset() {
-    let (path, offsets) = forge("digest", &[Call::Admit { prefix: None }], Digest::from_value(5));
+    let (path, offsets) = forge("digest", &[Call::Admit {}], Digest::from_value(5));
     let error = first_error(&path);
     let expected = format!("event 1 (admit) at byte {}: the replay differs: the digest is ", offsets[0]);
     assert!(error.contains(&expected) && error.ends_with("the log has 0000000000000005"), "{error}");
@@ -309,7 +307,7 @@ fn a_restore_of_an_unknown_snapshot_is_named() {
     let path = place("foreign-snapshot");
     let mut log = EventLog::create(&path, &Ledger::new(config()).unwrap().config(), 1 << 20).unwrap();
     let mut bytes = Vec::new();
-    Call::Restore.encode(&mut bytes);
+    Call::Restore {}.encode(&mut bytes);
     log.push(&bytes, &[1], Digest::new(), Digest::new());
     drop(log);
     let error = first_error(&path);

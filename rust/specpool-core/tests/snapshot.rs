@@ -1,5 +1,8 @@
 //! Snapshots: what a restore brings back, and the counters that never go back.
 
+mod kit;
+
+use kit::extend;
 use specpool_core::{Error, Group, KvEvent, Layout, Ledger, LedgerConfig, Row, Shape};
 
 fn ledger() -> Ledger {
@@ -8,19 +11,12 @@ fn ledger() -> Ledger {
     Ledger::new(LedgerConfig::new(vec![group], vec![Shape::eagle(3, 1, 4).unwrap()], 3, 60)).unwrap()
 }
 
-fn extend(ledger: &mut Ledger, row: Row, len: i32) -> u64 {
-    let step = ledger.prepare_extend(&[row.0], &[len], true).unwrap().step;
-    ledger.launch(step).unwrap();
-    ledger.complete(step).unwrap();
-    step
-}
-
 /// Lengths, pages, prefixes and free rows are as they were; epochs, steps and prefix numbers go on.
 #[test]
 fn a_restored_state_is_the_old_one_with_younger_counters() {
     let mut ledger = ledger();
     let row = ledger.admit(Some("one")).unwrap();
-    extend(&mut ledger, row, 10);
+    extend(&mut ledger, row, 10, true);
     let prefix = ledger.pin_prefix(row, 8).unwrap();
     let (table, lengths) = (ledger.page_table(0).unwrap().cells().to_vec(), ledger.resolved_len().to_vec());
     let snapshot = ledger.snapshot().unwrap();
@@ -29,7 +25,7 @@ fn a_restored_state_is_the_old_one_with_younger_counters() {
     ledger.release_prefix(prefix).unwrap();
     for _ in 0..2 {
         let other = ledger.admit(None).unwrap();
-        extend(&mut ledger, other, 30);
+        extend(&mut ledger, other, 30, true);
     }
     let newer = ledger.pin_prefix(Row(1), 8).unwrap();
     let (epochs, step) = (ledger.epoch().to_vec(), ledger.completed());
@@ -42,7 +38,7 @@ fn a_restored_state_is_the_old_one_with_younger_counters() {
         assert!(now > then, "row {at}: epoch {now} is not above {then}");
     }
     assert!(ledger.pin_prefix(row, 4).unwrap() > newer);
-    assert!(extend(&mut ledger, row, 12) > step);
+    assert!(extend(&mut ledger, row, 12, true) > step);
 }
 
 /// A ledger that took over another's state does not use that ledger's numbers again.
@@ -51,10 +47,10 @@ fn numbers_go_on_behind_those_of_the_other_ledger() {
     let (mut busy, mut idle) = (ledger(), ledger());
     let row = busy.admit(None).unwrap();
     for len in 1..6 {
-        extend(&mut busy, row, len);
+        extend(&mut busy, row, len, true);
     }
     idle.restore(&busy.snapshot().unwrap()).unwrap();
-    assert_eq!((idle.completed(), extend(&mut idle, row, 9)), (5, 6));
+    assert_eq!((idle.completed(), extend(&mut idle, row, 9, true)), (5, 6));
 }
 
 #[test]
@@ -89,9 +85,9 @@ fn a_restore_takes_back_every_told_position() {
     assert!(matches!(ledger.take_kv_events(), Err(Error::Order(_))));
     ledger.watch_kv().unwrap();
     let row = ledger.admit(None).unwrap();
-    extend(&mut ledger, row, 10);
+    extend(&mut ledger, row, 10, true);
     let snapshot = ledger.snapshot().unwrap();
-    extend(&mut ledger, row, 20);
+    extend(&mut ledger, row, 20, true);
     assert_eq!(ledger.take_kv_events().unwrap(), [KvEvent::Commit { row, group: 0, start: 0, end: 20 }]);
     ledger.restore(&snapshot).unwrap();
     let anew = [KvEvent::Rewind { row, len: 0 }, KvEvent::Commit { row, group: 0, start: 0, end: 10 }];

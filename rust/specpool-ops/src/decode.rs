@@ -7,9 +7,8 @@
 //! fit. The second byte picks a verb by its weight, among the verbs that have something to work on. The rest are its
 //! arguments. [`OP_BYTES`] bytes are enough for every choice that a batch of 8 rows needs.
 
-use specpool_core::StepState;
+use specpool_core::{Call, StepState, Verb};
 
-use crate::op::Op;
 use crate::scene::{Scene, SceneStep};
 
 /// Bytes that one operation may read.
@@ -44,95 +43,66 @@ impl Bytes<'_> {
     }
 }
 
-/// The kinds of operations, each with a weight. All that give a row back are one kind.
-#[derive(Debug, Clone, Copy)]
-enum Choice {
-    Admit,
-    AdmitOn,
-    Fork,
-    PinPrefix,
-    ReleasePrefix,
-    Extend,
-    Decode,
-    Launch,
-    Resolve,
-    Complete,
-    Cancel,
-    Abandon,
-    Trim,
-    EndTurn,
-    GiveBack,
-    TakeDelta,
-    AckDelta,
-    Lend,
-    Rebind,
-    AdmitLent,
-    ReleaseLent,
-    Export,
-    ImportRow,
-    Index,
-    AdmitCached,
-    Forget,
-}
-
-const CHOICES: [Choice; 26] = [
-    Choice::Admit,
-    Choice::AdmitOn,
-    Choice::Fork,
-    Choice::PinPrefix,
-    Choice::ReleasePrefix,
-    Choice::Extend,
-    Choice::Decode,
-    Choice::Launch,
-    Choice::Resolve,
-    Choice::Complete,
-    Choice::Cancel,
-    Choice::Abandon,
-    Choice::Trim,
-    Choice::EndTurn,
-    Choice::GiveBack,
-    Choice::TakeDelta,
-    Choice::AckDelta,
-    Choice::Index,
-    Choice::AdmitCached,
-    Choice::Forget,
-    Choice::Lend,
-    Choice::Rebind,
-    Choice::AdmitLent,
-    Choice::ReleaseLent,
-    Choice::Export,
-    Choice::ImportRow,
+/// The verbs that an operation can be, each with a weight. `Finish` stands for all that give a row back, and `Forget`
+/// also for a forget of everything.
+const VERBS: [Verb; 26] = [
+    Verb::Admit,
+    Verb::AdmitOn,
+    Verb::Fork,
+    Verb::PinPrefix,
+    Verb::ReleasePrefix,
+    Verb::PrepareExtend,
+    Verb::PrepareDecode,
+    Verb::Launch,
+    Verb::Resolve,
+    Verb::Complete,
+    Verb::Cancel,
+    Verb::Abandon,
+    Verb::Trim,
+    Verb::EndTurn,
+    Verb::Finish,
+    Verb::TakeDelta,
+    Verb::AckDelta,
+    Verb::Index,
+    Verb::AdmitCached,
+    Verb::Forget,
+    Verb::Lend,
+    Verb::Rebind,
+    Verb::AdmitLent,
+    Verb::ReleaseLent,
+    Verb::Export,
+    Verb::ImportRow,
 ];
 
 /// The operation that `bytes` mean in this scene.
 #[must_use]
-pub fn decode(bytes: &[u8], scene: &Scene) -> Op {
+pub fn decode(bytes: &[u8], scene: &Scene) -> Call<'static> {
     let mut bytes = Bytes(bytes);
     if bytes.next() >= 240 {
-        let choices: Vec<Choice> = CHOICES.into_iter().filter(|&choice| is_of(choice, scene)).collect();
-        let choice = choices[bytes.below(choices.len())];
-        return anything(choice, &mut bytes, scene);
+        let verbs: Vec<Verb> = VERBS.into_iter().filter(|&verb| is_of(verb, scene)).collect();
+        let verb = verbs[bytes.below(verbs.len())];
+        return anything(verb, &mut bytes, scene);
     }
     let able = Able::of(scene);
-    let weights = CHOICES.map(|choice| able.weight(choice, scene));
+    let weights = VERBS.map(|verb| able.weight(verb, scene));
     let total: usize = weights.iter().sum();
     // Two bytes, so that every verb keeps its weight whatever the total is.
     let mut at = (bytes.below(256) * 256 + bytes.below(256)) * total / 65_536;
-    for (choice, weight) in CHOICES.into_iter().zip(weights) {
+    for (verb, weight) in VERBS.into_iter().zip(weights) {
         if at < weight {
-            return able.op(choice, &mut bytes, scene);
+            return able.call(verb, &mut bytes, scene);
         }
         at -= weight;
     }
-    Op::Admit
+    Call::Admit {}
 }
 
 /// Whether the scene is for operations of that kind.
-fn is_of(choice: Choice, scene: &Scene) -> bool {
-    match choice {
-        Choice::Index | Choice::AdmitCached | Choice::Forget => scene.has_index,
-        Choice::Lend | Choice::Rebind | Choice::AdmitLent | Choice::ReleaseLent => scene.has_loans,
-        Choice::Export | Choice::ImportRow => scene.has_moves,
+fn is_of(verb: Verb, scene: &Scene) -> bool {
+    match verb {
+        Verb::Index | Verb::AdmitCached | Verb::Forget => scene.has_index,
+        Verb::Lend | Verb::Rebind | Verb::AdmitLent | Verb::ReleaseLent => scene.has_loans,
+        Verb::Export | Verb::ImportRow => scene.has_moves,
         _ => true,
     }
 }
@@ -176,39 +146,40 @@ impl<'a> Able<'a> {
     }
 
     /// The weight of the verb; 0 if it could only be refused.
-    fn weight(&self, choice: Choice, scene: &Scene) -> usize {
+    fn weight(&self, verb: Verb, scene: &Scene) -> usize {
         let given = |weight, is_able: bool| if is_able { weight } else { 0 };
         let has_row = self.live.len() + 1 < scene.rows.len();
         let has_lent = scene.lent.iter().any(|pages| !pages.is_empty());
-        if !is_of(choice, scene) {
+        if !is_of(verb, scene) {
             return 0;
         }
-        match choice {
-            Choice::Admit => given(6, has_row),
-            Choice::AdmitOn => given(4, has_row && !scene.prefixes.is_empty()),
-            Choice::Fork => given(3, has_row && !self.can_extend.is_empty()),
-            Choice::PinPrefix => given(2, !self.live.is_empty()),
-            Choice::ReleasePrefix => scene.prefixes.len().min(4),
-            Choice::Extend => given(14, !self.is_stuck && !self.can_extend.is_empty()),
-            Choice::Decode => given(20, !self.is_stuck && !self.can_decode.is_empty()),
-            Choice::Launch => given(24, self.next_launch.is_some()),
-            Choice::Resolve => given(16, !self.unresolved.is_empty()),
-            Choice::Complete => given(8, !self.incomplete.is_empty()),
-            Choice::Cancel => given(if self.is_stuck { 40 } else { 3 }, self.newest_unlaunched.is_some()),
-            Choice::Abandon => given(1, !self.incomplete.is_empty()),
-            Choice::Trim => given(3, !self.live.is_empty()),
-            Choice::EndTurn => given(2, scene.has_sessions && !self.live.is_empty()),
-            Choice::GiveBack => given(if has_row { 2 } else { 4 }, !self.live.is_empty()),
-            Choice::TakeDelta | Choice::AckDelta => given(3, !scene.steps.is_empty()),
-            Choice::Export => given(3, !self.can_extend.is_empty()),
-            Choice::ImportRow => given(4, has_row),
-            Choice::Lend => given(10, !self.can_lend.is_empty()),
-            Choice::Rebind => given(16, has_lent && !self.can_lend.is_empty()),
-            Choice::AdmitLent => given(10, has_row && scene.lent.iter().all(|pages| !pages.is_empty())),
-            Choice::ReleaseLent => given(2, has_lent),
-            Choice::Index => given(8, self.live.iter().any(|&row| scene.resolved(row) > 0)),
-            Choice::AdmitCached => given(10, has_row),
-            Choice::Forget => 1,
+        match verb {
+            Verb::Admit => given(6, has_row),
+            Verb::AdmitOn => given(4, has_row && !scene.prefixes.is_empty()),
+            Verb::Fork => given(3, has_row && !self.can_extend.is_empty()),
+            Verb::PinPrefix => given(2, !self.live.is_empty()),
+            Verb::ReleasePrefix => scene.prefixes.len().min(4),
+            Verb::PrepareExtend => given(14, !self.is_stuck && !self.can_extend.is_empty()),
+            Verb::PrepareDecode => given(20, !self.is_stuck && !self.can_decode.is_empty()),
+            Verb::Launch => given(24, self.next_launch.is_some()),
+            Verb::Resolve => given(16, !self.unresolved.is_empty()),
+            Verb::Complete => given(8, !self.incomplete.is_empty()),
+            Verb::Cancel => given(if self.is_stuck { 40 } else { 3 }, self.newest_unlaunched.is_some()),
+            Verb::Abandon => given(1, !self.incomplete.is_empty()),
+            Verb::Trim => given(3, !self.live.is_empty()),
+            Verb::EndTurn => given(2, scene.has_sessions && !self.live.is_empty()),
+            Verb::Finish => given(if has_row { 2 } else { 4 }, !self.live.is_empty()),
+            Verb::TakeDelta | Verb::AckDelta => given(3, !scene.steps.is_empty()),
+            Verb::Export => given(3, !self.can_extend.is_empty()),
+            Verb::ImportRow => given(4, has_row),
+            Verb::Lend => given(10, !self.can_lend.is_empty()),
+            Verb::Rebind => given(16, has_lent && !self.can_lend.is_empty()),
+            Verb::AdmitLent => given(10, has_row && scene.lent.iter().all(|pages| !pages.is_empty())),
+            Verb::ReleaseLent => given(2, has_lent),
+            Verb::Index => given(8, self.live.iter().any(|&row| scene.resolved(row) > 0)),
+            Verb::AdmitCached => given(10, has_row),
+            Verb::Forget => 1,
+            _ => 0,
         }
     }
 
@@ -224,27 +195,26 @@ impl<'a> Able<'a> {
         batch
     }
 
-    fn op(&self, choice: Choice, bytes: &mut Bytes, scene: &Scene) -> Op {
+    fn call(&self, verb: Verb, bytes: &mut Bytes, scene: &Scene) -> Call<'static> {
         let row = |bytes: &mut Bytes| bytes.pick(&self.live).unwrap_or(0);
         // Lengths near the row's end, where cuts usually are, and now and then any length.
         let len_of = |row: i32, bytes: &mut Bytes| {
             let most = scene.resolved(row) + 1;
             if bytes.is_rare(4) { bytes.below(most as usize + 1) as i32 } else { (most - bytes.below(6) as i32).max(0) }
         };
-        match choice {
-            Choice::Admit => Op::Admit,
-            Choice::AdmitOn => {
+        match verb {
+            Verb::AdmitOn => {
                 let (prefix, most) = bytes.pick(&scene.prefixes).unwrap_or_default();
-                let len = (!bytes.is_rare(8)).then(|| most - bytes.below(most as usize + 1) as i32);
-                Op::AdmitOn { prefix, len }
+                let length = (!bytes.is_rare(8)).then(|| most - bytes.below(most as usize + 1) as i32);
+                Call::AdmitOn { prefix, length }
             }
-            Choice::Fork => Op::Fork { row: bytes.pick(&self.can_extend).unwrap_or(0) },
-            Choice::PinPrefix => {
+            Verb::Fork => Call::Fork { row: bytes.pick(&self.can_extend).unwrap_or(0) },
+            Verb::PinPrefix => {
                 let row = row(bytes);
-                Op::PinPrefix { row, len: (scene.resolved(row) - bytes.below(8) as i32).max(1) }
+                Call::PinPrefix { row, length: (scene.resolved(row) - bytes.below(8) as i32).max(1) }
             }
-            Choice::ReleasePrefix => Op::ReleasePrefix { prefix: bytes.pick(&scene.prefixes).unwrap_or_default().0 },
-            Choice::Extend => {
+            Verb::ReleasePrefix => Call::ReleasePrefix { prefix: bytes.pick(&scene.prefixes).unwrap_or_default().0 },
+            Verb::PrepareExtend => {
                 let writes_draft = !bytes.is_rare(1);
                 let rows = Self::batch(&self.can_extend, bytes, scene);
                 let new_len = |&row: &i32| {
@@ -253,71 +223,75 @@ impl<'a> Able<'a> {
                     scene.resolved(row) + (add + 1).min(room)
                 };
                 let new_lens = rows.iter().map(new_len).collect();
-                Op::PrepareExtend { rows, new_lens, writes_draft }
+                Call::PrepareExtend { rows: rows.into(), new_lens, writes_draft }
             }
-            Choice::Decode => {
+            Verb::PrepareDecode => {
                 let writes_draft = !bytes.is_rare(1);
                 let rows = Self::batch(&self.can_decode, bytes, scene);
                 let shapes = rows.iter().map(|_| bytes.below(scene.max_accept_lens.len()) as i32).collect();
-                Op::PrepareDecode { rows, shapes, writes_draft }
+                Call::PrepareDecode { rows: rows.into(), shapes, writes_draft }
             }
-            Choice::Launch => Op::Launch { step: self.next_launch.unwrap_or(0) },
-            Choice::Resolve => {
+            Verb::Launch => Call::Launch { step: self.next_launch.unwrap_or(0) },
+            Verb::Resolve => {
                 // Usually the oldest, which must come first.
                 let at = if bytes.is_rare(2) { bytes.below(self.unresolved.len()) } else { 0 };
-                let Some(step) = self.unresolved.get(at) else { return Op::Admit };
+                let Some(step) = self.unresolved.get(at) else { return Call::Admit {} };
                 let accept = |&shape: &i32| {
                     let most = scene.max_accept_lens.get(shape as usize).copied().unwrap_or(1);
                     1 + bytes.below(most as usize) as i32
                 };
-                Op::Resolve { step: step.step, accept_lens: step.shapes.iter().map(accept).collect() }
+                Call::Resolve { step: step.step, accept_lens: step.shapes.iter().map(accept).collect() }
             }
-            Choice::Complete => Op::Complete { step: bytes.pick(&self.incomplete).unwrap_or(0) },
-            Choice::Cancel => Op::Cancel { step: self.newest_unlaunched.unwrap_or(0) },
-            Choice::Abandon => Op::Abandon { step: bytes.pick(&self.incomplete).unwrap_or(0) },
-            Choice::Trim | Choice::EndTurn => {
+            Verb::Complete => Call::Complete { step: bytes.pick(&self.incomplete).unwrap_or(0) },
+            Verb::Cancel => Call::Cancel { step: self.newest_unlaunched.unwrap_or(0) },
+            Verb::Abandon => Call::Abandon { step: bytes.pick(&self.incomplete).unwrap_or(0) },
+            Verb::Trim | Verb::EndTurn => {
                 let row = row(bytes);
-                let len = len_of(row, bytes);
-                if matches!(choice, Choice::Trim) { Op::Trim { row, len } } else { Op::EndTurn { row, len } }
+                let length = len_of(row, bytes);
+                if matches!(verb, Verb::Trim) { Call::Trim { row, length } } else { Call::EndTurn { row, length } }
             }
-            Choice::GiveBack => give_back(row(bytes), bytes),
-            Choice::TakeDelta => Op::TakeDelta { step: any_step(bytes, scene) },
-            Choice::AckDelta => Op::AckDelta { step: any_step(bytes, scene) },
-            Choice::Lend => {
+            Verb::Finish => give_back(row(bytes), bytes),
+            Verb::TakeDelta => Call::TakeDelta { step: any_step(bytes, scene) },
+            Verb::AckDelta => Call::AckDelta { step: any_step(bytes, scene) },
+            Verb::Lend => {
                 let row = bytes.pick(&self.can_lend).unwrap_or(0);
                 let (start, end) = range(row, bytes, scene);
-                Op::Lend { row, start, end }
+                Call::Lend { row, start, end }
             }
-            Choice::Rebind => {
+            Verb::Rebind => {
                 let row = bytes.pick(&self.can_lend).unwrap_or(0);
                 let (start, end) = range(row, bytes, scene);
-                Op::Rebind { row, start, end, pages: some_lent(end - start, bytes, scene) }
+                Call::Rebind { row, start, end, pages: some_lent(end - start, bytes, scene).into() }
             }
-            Choice::AdmitLent => {
+            Verb::AdmitLent => {
                 let most = scene.max_context_len / scene.span;
-                let len = (1 + bytes.below(most.clamp(1, 3) as usize) as i32) * scene.span;
-                Op::AdmitLent { pages: some_lent(len, bytes, scene), len }
+                let length = (1 + bytes.below(most.clamp(1, 3) as usize) as i32) * scene.span;
+                Call::AdmitLent { length, pages: some_lent(length, bytes, scene).into() }
             }
-            Choice::ReleaseLent => release_lent(bytes, scene),
-            Choice::Export => Op::Export { row: bytes.pick(&self.can_extend).unwrap_or(0) },
-            Choice::ImportRow => {
-                let len = 1 + bytes.below(scene.max_context_len as usize) as i32;
-                Op::ImportRow { len, drafted: len - if bytes.is_rare(4) { bytes.below(9) as i32 % len } else { 0 } }
+            Verb::ReleaseLent => release_lent(bytes, scene),
+            Verb::Export => Call::Export { row: bytes.pick(&self.can_extend).unwrap_or(0) },
+            Verb::ImportRow => {
+                let length = 1 + bytes.below(scene.max_context_len as usize) as i32;
+                let undrafted = if bytes.is_rare(4) { bytes.below(9) as i32 % length } else { 0 };
+                Call::ImportRow { length, drafted_len: length - undrafted }
             }
-            Choice::Index => {
+            Verb::Index => {
                 let row = row(bytes);
                 let len = scene.resolved(row) - if bytes.is_rare(5) { bytes.below(9) as i32 } else { 0 };
                 // Usually one text for a row, so that what it indexes goes on.
                 let of = if bytes.is_rare(4) { bytes.next() } else { row as u8 };
-                Op::Index { row, tokens: text(of, len), salt: salt(bytes) }
+                Call::Index { row, tokens: text(of, len).into(), salt: salt(bytes).into() }
             }
-            Choice::AdmitCached => {
+            Verb::AdmitCached => {
                 let len = 1 + bytes.below(scene.max_context_len as usize) as i32;
-                let (tokens, salt) = (text(bytes.next(), len), salt(bytes));
+                let (tokens, salt) = (text(bytes.next(), len).into(), salt(bytes).into());
                 let limit = bytes.is_rare(4).then(|| bytes.below(len as usize + 1) as i32);
-                Op::AdmitCached { tokens, salt, limit, needs_draft: bytes.is_rare(5) }
+                Call::AdmitCached { tokens, salt, limit, needs_draft: bytes.is_rare(5) }
             }
-            Choice::Forget => Op::Forget { salt: bytes.is_rare(8).then(|| salt(bytes)) },
+            Verb::Forget if bytes.is_rare(8) => Call::Forget { salt: salt(bytes).into() },
+            Verb::Forget => Call::ForgetAll {},
+            // `Admit`: no other verb is left in `VERBS`.
+            _ => Call::Admit {},
         }
     }
 }
@@ -356,19 +330,19 @@ fn some_lent(len: i32, bytes: &mut Bytes, scene: &Scene) -> Vec<i32> {
     pages
 }
 
-fn release_lent(bytes: &mut Bytes, scene: &Scene) -> Op {
+fn release_lent(bytes: &mut Bytes, scene: &Scene) -> Call<'static> {
     let group = bytes.below(scene.lent.len());
     let lent = scene.lent.get(group).map_or(&[][..], Vec::as_slice);
     let (count, first) = (bytes.below(4), bytes.below(lent.len()));
     let pages = (0..(count + 1).min(lent.len())).map(|at| lent[(first + at) % lent.len()]);
-    Op::ReleaseLent { group, pages: pages.collect() }
+    Call::ReleaseLent { group: group as i32, pages: pages.collect() }
 }
 
-fn give_back(row: i32, bytes: &mut Bytes) -> Op {
+fn give_back(row: i32, bytes: &mut Bytes) -> Call<'static> {
     match bytes.below(3) {
-        0 => Op::Retract { row },
-        1 => Op::Finish { row },
-        _ => Op::Abort { row },
+        0 => Call::Retract { row },
+        1 => Call::Finish { row },
+        _ => Call::Abort { row },
     }
 }
 
@@ -377,7 +351,7 @@ fn any_step(bytes: &mut Bytes, scene: &Scene) -> u64 {
 }
 
 /// The verb with arguments of any kind.
-fn anything(choice: Choice, bytes: &mut Bytes, scene: &Scene) -> Op {
+fn anything(verb: Verb, bytes: &mut Bytes, scene: &Scene) -> Call<'static> {
     let row = |bytes: &mut Bytes| bytes.below(scene.rows.len() + 2) as i32 - 1;
     let len = |bytes: &mut Bytes| match bytes.below(10) {
         0 => -1,
@@ -399,44 +373,43 @@ fn anything(choice: Choice, bytes: &mut Bytes, scene: &Scene) -> Op {
         1 => u64::MAX,
         _ => bytes.pick(&scene.prefixes).map_or(1, |(prefix, _)| prefix),
     };
-    match choice {
-        Choice::Admit => Op::Admit,
-        Choice::AdmitOn => Op::AdmitOn { prefix: prefix(bytes), len: bytes.is_rare(12).then(|| len(bytes)) },
-        Choice::Fork => Op::Fork { row: row(bytes) },
-        Choice::PinPrefix => Op::PinPrefix { row: row(bytes), len: len(bytes) },
-        Choice::ReleasePrefix => Op::ReleasePrefix { prefix: prefix(bytes) },
-        Choice::Extend | Choice::Decode => {
+    match verb {
+        Verb::AdmitOn => Call::AdmitOn { prefix: prefix(bytes), length: bytes.is_rare(12).then(|| len(bytes)) },
+        Verb::Fork => Call::Fork { row: row(bytes) },
+        Verb::PinPrefix => Call::PinPrefix { row: row(bytes), length: len(bytes) },
+        Verb::ReleasePrefix => Call::ReleasePrefix { prefix: prefix(bytes) },
+        Verb::PrepareExtend | Verb::PrepareDecode => {
             let rows: Vec<i32> = (0..bytes.below(4)).map(|_| row(bytes)).collect();
             let num_entries = if bytes.is_rare(2) { bytes.below(4) } else { rows.len() };
             let writes_draft = !bytes.is_rare(4);
-            if matches!(choice, Choice::Extend) {
+            if matches!(verb, Verb::PrepareExtend) {
                 let new_lens = (0..num_entries).map(|_| len(bytes)).collect();
-                Op::PrepareExtend { rows, new_lens, writes_draft }
+                Call::PrepareExtend { rows: rows.into(), new_lens, writes_draft }
             } else {
                 let num_shapes = scene.max_accept_lens.len();
                 let shapes = (0..num_entries).map(|_| bytes.below(num_shapes + 2) as i32 - 1).collect();
-                Op::PrepareDecode { rows, shapes, writes_draft }
+                Call::PrepareDecode { rows: rows.into(), shapes, writes_draft }
             }
         }
-        Choice::Launch => Op::Launch { step: step(bytes) },
-        Choice::Resolve => {
+        Verb::Launch => Call::Launch { step: step(bytes) },
+        Verb::Resolve => {
             let step = step(bytes);
             let lanes = scene.steps.iter().find(|known| known.step == step).map_or(1, |known| known.rows.len());
             let num_entries = if bytes.is_rare(2) { bytes.below(4) } else { lanes };
-            Op::Resolve { step, accept_lens: (0..num_entries).map(|_| bytes.below(6) as i32 - 1).collect() }
+            Call::Resolve { step, accept_lens: (0..num_entries).map(|_| bytes.below(6) as i32 - 1).collect() }
         }
-        Choice::Complete => Op::Complete { step: step(bytes) },
-        Choice::Cancel => Op::Cancel { step: step(bytes) },
-        Choice::Abandon => Op::Abandon { step: step(bytes) },
-        Choice::Trim => Op::Trim { row: row(bytes), len: len(bytes) },
-        Choice::EndTurn => Op::EndTurn { row: row(bytes), len: len(bytes) },
-        Choice::GiveBack => give_back(row(bytes), bytes),
-        Choice::TakeDelta => Op::TakeDelta { step: step(bytes) },
-        Choice::AckDelta => Op::AckDelta { step: step(bytes) },
-        Choice::Export => Op::Export { row: row(bytes) },
-        Choice::ImportRow => Op::ImportRow { len: len(bytes), drafted: len(bytes) },
-        Choice::Lend => Op::Lend { row: row(bytes), start: len(bytes), end: len(bytes) },
-        Choice::Rebind | Choice::AdmitLent | Choice::ReleaseLent => {
+        Verb::Complete => Call::Complete { step: step(bytes) },
+        Verb::Cancel => Call::Cancel { step: step(bytes) },
+        Verb::Abandon => Call::Abandon { step: step(bytes) },
+        Verb::Trim => Call::Trim { row: row(bytes), length: len(bytes) },
+        Verb::EndTurn => Call::EndTurn { row: row(bytes), length: len(bytes) },
+        Verb::Finish => give_back(row(bytes), bytes),
+        Verb::TakeDelta => Call::TakeDelta { step: step(bytes) },
+        Verb::AckDelta => Call::AckDelta { step: step(bytes) },
+        Verb::Export => Call::Export { row: row(bytes) },
+        Verb::ImportRow => Call::ImportRow { length: len(bytes), drafted_len: len(bytes) },
+        Verb::Lend => Call::Lend { row: row(bytes), start: len(bytes), end: len(bytes) },
+        Verb::Rebind | Verb::AdmitLent | Verb::ReleaseLent => {
             let any_page = |bytes: &mut Bytes| match bytes.below(8) {
                 0 => -1,
                 1 => i32::MAX,
@@ -449,23 +422,27 @@ fn anything(choice: Choice, bytes: &mut Bytes, scene: &Scene) -> Op {
             let row = row(bytes);
             let (start, end) = if bytes.is_rare(8) { range(row, bytes, scene) } else { (len(bytes), len(bytes)) };
             let pages = (0..bytes.below(4)).map(|_| any_page(bytes)).collect();
-            match choice {
-                Choice::Rebind => Op::Rebind { row, start, end, pages },
-                Choice::AdmitLent => Op::AdmitLent { pages, len: end },
-                _ => Op::ReleaseLent { group: bytes.below(scene.lent.len() + 1), pages },
+            match verb {
+                Verb::Rebind => Call::Rebind { row, start, end, pages },
+                Verb::AdmitLent => Call::AdmitLent { length: end, pages },
+                _ => Call::ReleaseLent { group: bytes.below(scene.lent.len() + 1) as i32, pages },
             }
         }
-        Choice::Index => {
+        Verb::Index => {
             let (row, num_tokens) = (row(bytes), bytes.below(scene.max_context_len as usize + 2) as i32);
-            let salt = if bytes.is_rare(2) { vec![7; 300] } else { salt(bytes) };
-            Op::Index { row, tokens: text(bytes.next(), num_tokens), salt }
+            let salt = if bytes.is_rare(2) { vec![7; 300] } else { salt(bytes) }.into();
+            Call::Index { row, tokens: text(bytes.next(), num_tokens).into(), salt }
         }
-        Choice::AdmitCached => {
+        Verb::AdmitCached => {
             let num_tokens = bytes.below(2 * scene.max_context_len as usize) as i32;
-            let salt = if bytes.is_rare(2) { vec![7; 300] } else { salt(bytes) };
+            let salt = if bytes.is_rare(2) { vec![7; 300] } else { salt(bytes) }.into();
             let limit = bytes.is_rare(8).then(|| len(bytes));
-            Op::AdmitCached { tokens: text(bytes.next(), num_tokens), salt, limit, needs_draft: bytes.is_rare(8) }
+            let tokens = text(bytes.next(), num_tokens).into();
+            Call::AdmitCached { tokens, salt, limit, needs_draft: bytes.is_rare(8) }
         }
-        Choice::Forget => Op::Forget { salt: bytes.is_rare(8).then(|| vec![9; 40 * bytes.below(9)]) },
+        Verb::Forget if bytes.is_rare(8) => Call::Forget { salt: vec![9; 40 * bytes.below(9)].into() },
+        Verb::Forget => Call::ForgetAll {},
+        // `Admit`, as above.
+        _ => Call::Admit {},
     }
 }

@@ -73,6 +73,13 @@ fn gcd(a: i32, b: i32) -> i32 {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
+/// Q, the least common multiple of the page sizes.
+#[must_use]
+pub fn span(ledger: &Ledger) -> i32 {
+    let specs = (0..ledger.num_groups()).filter_map(|group| ledger.group_spec(group).ok());
+    specs.map(|spec| spec.page_size as i32).fold(1, |span, size| span / gcd(span, size) * size)
+}
+
 impl Scene {
     /// The scene of a ledger.
     #[must_use]
@@ -123,7 +130,7 @@ impl Scene {
         let specs = (0..ledger.num_groups()).filter_map(|group| ledger.group_spec(group).ok());
         self.page_sizes.clear();
         self.page_sizes.extend(specs.map(|spec| spec.page_size as i32));
-        self.span = self.page_sizes.iter().fold(1, |span, &size| span / gcd(span, size) * size);
+        self.span = span(ledger);
         self.lent.clear();
         self.lent.extend((0..ledger.num_groups()).map(|group| ledger.lent_pages(group).unwrap_or_default()));
         self.prefixes.clear();

@@ -42,6 +42,8 @@ type Ints<'py> = Bound<'py, PyArray1<i32>>;
 type DeltaArrays<'py> = (Ints<'py>, Ints<'py>, Ints<'py>);
 /// states, owners, holders of one group.
 type Ownership<'py> = (Bound<'py, PyArray1<u8>>, Ints<'py>, Ints<'py>);
+/// held and shared pages of rows, by row and group.
+type PagesOfRows<'py> = (Bound<'py, PyArray2<i64>>, Bound<'py, PyArray2<i64>>);
 /// salt, start, tokens, drafted, pages per group of one entry of the prefix index.
 type IndexEntry<'py> = (Bound<'py, PyBytes>, usize, Ints<'py>, usize, Vec<Ints<'py>>);
 
@@ -592,6 +594,34 @@ impl Ledger {
         let py = lo.py();
         let (lo, hi, shape) = (int32("lo", lo)?, int32("hi", hi)?, int32("shape", shape)?);
         copied(py, &self.0.pages_needed(lo, hi, shape).map_err(to_py)?)
+    }
+
+    #[doc = doc!("Ledger.pages_ahead")]
+    fn pages_ahead<'py>(
+        &self,
+        lens: &Bound<'py, PyAny>,
+        shapes: &Bound<'py, PyAny>,
+        growth: &Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyArray2<i64>>> {
+        let py = lens.py();
+        let (lens, growth) = (int_array("lens", lens)?, int32("growth", growth)?);
+        let shapes = per_row("shapes", shapes, lens.len())?;
+        let pages = self.0.pages_ahead(&lens, &shapes, growth).map_err(to_py)?;
+        array(py, pages, [lens.len(), self.0.num_groups()])
+    }
+
+    #[doc = doc!("Ledger.held_pages")]
+    fn held_pages<'py>(&self, rows: &Bound<'py, PyAny>) -> PyResult<PagesOfRows<'py>> {
+        let py = rows.py();
+        let rows = int_array("rows", rows)?;
+        let (held, shared) = self.0.held_pages(&rows).map_err(to_py)?;
+        let dims = [rows.len(), self.0.num_groups()];
+        Ok((array(py, held, dims)?, array(py, shared, dims)?))
+    }
+
+    #[doc = doc!("Ledger.tail_pages")]
+    fn tail_pages<'py>(&self, length: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyArray1<i64>>> {
+        copied(length.py(), &self.0.tail_pages(int32("length", length)?).map_err(to_py)?)
     }
 
     #[doc = doc!("Ledger.prepare_decode")]

@@ -70,7 +70,7 @@ impl Event {
     #[doc = doc!("Event.plan")]
     #[getter]
     fn plan(&self) -> Option<Plan> {
-        self.0.plan.as_ref().map(|plan| Plan(Arc::clone(plan)))
+        self.0.plan().map(|plan| Plan(Arc::clone(plan)))
     }
 
     fn __repr__(&self) -> String {

@@ -30,7 +30,7 @@ _PATIENCE = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class ServeBenchJob:
     """The arguments of the command line."""
 
     url: str | None
@@ -56,7 +56,7 @@ class Job:
     plot: Path | None
 
 
-def run(job: Job) -> None:
+def run(job: ServeBenchJob) -> None:
     """Measure, and print the figures.
 
     Raises:
@@ -81,7 +81,7 @@ def run(job: Job) -> None:
         draw(title, [each for each in results if each.unit == "ms"], job.plot)
 
 
-async def _measured(job: Job, url: SplitResult, prompts: list[str]) -> list[Result]:
+async def _measured(job: ServeBenchJob, url: SplitResult, prompts: list[str]) -> list[Result]:
     from specpool.cli.bench_serve.drive import How, drafting, drive, model_of
     from specpool.cli.bench_serve.figures import Slo, figures_of
     from specpool.cli.bench_serve.http import Caller, CallFailed
@@ -118,7 +118,7 @@ async def _measured(job: Job, url: SplitResult, prompts: list[str]) -> list[Resu
     return figures_of(records, seconds, singles, alone_seconds, slo, accept_len)
 
 
-def _checked(job: Job) -> SplitResult | None:
+def _checked(job: ServeBenchJob) -> SplitResult | None:
     """Check a job; return its URL, None = a server of our own."""
     if importlib.util.find_spec("httptools") is None:
         raise ConfigError("bench serve needs httptools: pip install 'specpool[serve]'")
@@ -156,7 +156,7 @@ def _checked(job: Job) -> SplitResult | None:
     return url
 
 
-def _concurrency(job: Job) -> int | None:
+def _concurrency(job: ServeBenchJob) -> int | None:
     """Return how many requests run at once; None = they come by a process of their own."""
     return None if job.rate is not None else job.concurrency or 16
 
@@ -171,7 +171,7 @@ def _is_loopback(host: str) -> bool:
 
 
 @contextlib.contextmanager
-def _server(job: Job) -> Iterator[str]:
+def _server(job: ServeBenchJob) -> Iterator[str]:
     """Run `specpool serve` for the time of a benchmark; gives its URL."""
     command = [sys.executable, "-m", "specpool", "serve", "--port", "0", "--no-access-log"]
     command += ["--target", job.target, "--batch", str(job.batch)]

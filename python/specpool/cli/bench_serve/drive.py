@@ -15,7 +15,7 @@ from specpool.cli.bench_serve.trace import Item
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """What one request got. Times are seconds from the run's start.
 
     Attributes:
@@ -78,7 +78,7 @@ async def drive(
     *,
     concurrency: int | None,
     seconds: float,
-) -> tuple[list[Record], float]:
+) -> tuple[list[RequestRecord], float]:
     """Run a trace.
 
     Args:
@@ -92,7 +92,7 @@ async def drive(
     Returns:
         What the requests that were sent got, and the seconds of the run.
     """
-    records: list[Record] = []
+    records: list[RequestRecord] = []
     start = time.perf_counter()
     waiting = iter(items)
 
@@ -121,9 +121,9 @@ async def drive(
 
 
 async def _ask(
-    caller: Caller, item: Item, how: How, start: float, records: list[Record], *, due: float
+    caller: Caller, item: Item, how: How, start: float, records: list[RequestRecord], *, due: float
 ) -> None:
-    record = Record(due)
+    record = RequestRecord(due)
     records.append(record)
     num_parts = 0
     try:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specpool.cli.bench_serve.drive import Record
+from specpool.cli.bench_serve.drive import RequestRecord
 from specpool.cli.results import Result
 
 #: Percentiles of each time.
@@ -20,7 +20,7 @@ class Slo:
     first_ms: float | None
     token_ms: float | None
 
-    def is_met(self, record: Record) -> bool:
+    def is_met(self, record: RequestRecord) -> bool:
         """Return whether a request was good."""
         if record.error is not None or record.first is None:
             return False
@@ -37,7 +37,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
-def times_of(records: Sequence[Record]) -> dict[str, list[float]]:
+def times_of(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
     """Return the milliseconds of each kind, of the requests that did not fail."""
     good = [record for record in records if record.error is None]
     return {
@@ -49,9 +49,9 @@ def times_of(records: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def figures_of(
-    records: Sequence[Record],
+    records: Sequence[RequestRecord],
     seconds: float,
-    alone: Sequence[Record],
+    alone: Sequence[RequestRecord],
     alone_seconds: float,
     slo: Slo,
     accept_len: float | None,

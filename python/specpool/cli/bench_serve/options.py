@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from specpool.cli.options import sections
 from specpool.cli.options.types import Draft, Target
 
 
@@ -20,18 +21,42 @@ class ServerChoice:
         typer.Option(help="Any OpenAI server. [default: start specpool serve for the run]"),
     ] = None
     allow_remote: Annotated[
-        bool, typer.Option("--allow-remote", help="--url may be another machine.")
+        bool,
+        typer.Option(
+            "--allow-remote", help="--url may be another machine.", rich_help_panel=sections.SERVER
+        ),
     ] = False
     target: Target = "specpool/tiny"
     draft: Draft = None
-    batch: Annotated[int, typer.Option(help="Texts that run at once, without --url.")] = 32
+    batch: Annotated[
+        int,
+        typer.Option(
+            help="Texts that run at once, without --url.", rich_help_panel=sections.SERVER
+        ),
+    ] = 32
     model: Annotated[
-        str | None, typer.Option(help="The model's name. [default: the first that is listed]")
+        str | None,
+        typer.Option(
+            help="The model's name. [default: the first that is listed]",
+            rich_help_panel=sections.SERVER,
+        ),
     ] = None
-    chat: Annotated[bool, typer.Option("--chat", help="Chats instead of completions.")] = False
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.0
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Chats instead of completions.", rich_help_panel=sections.REQUESTS
+        ),
+    ] = False
+    temperature: Annotated[
+        float, typer.Option(help="0 = greedy.", rich_help_panel=sections.REQUESTS)
+    ] = 0.0
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos/--stop-at-eos", help="Send ignore_eos (vLLM's, ours).")
+        bool,
+        typer.Option(
+            "--ignore-eos/--stop-at-eos",
+            help="Send ignore_eos (vLLM's, ours).",
+            rich_help_panel=sections.REQUESTS,
+        ),
     ] = True
 
 
@@ -54,21 +79,39 @@ class TraceChoice:
         int | None,
         typer.Option(help="Requests that run at once, each begun when one ends. [default: 16]"),
     ] = None
-    prompt_characters: Annotated[int, typer.Option(help="Mean length of synthetic texts.")] = 128
-    max_tokens: Annotated[int, typer.Option(help="Mean of the most new tokens.")] = 64
-    seed: Annotated[int, typer.Option(help="Decides order, lengths and arrivals.")] = 0
-    seconds: Annotated[float, typer.Option(help="Most seconds; what runs then is given up.")] = (
-        120.0
-    )
+    prompt_characters: Annotated[
+        int, typer.Option(help="Mean length of synthetic texts.", rich_help_panel=sections.REQUESTS)
+    ] = 128
+    max_tokens: Annotated[
+        int, typer.Option(help="Mean of the most new tokens.", rich_help_panel=sections.REQUESTS)
+    ] = 64
+    seed: Annotated[
+        int,
+        typer.Option(
+            help="Decides order, lengths and arrivals.", rich_help_panel=sections.REQUESTS
+        ),
+    ] = 0
+    seconds: Annotated[
+        float,
+        typer.Option(
+            help="Most seconds; what runs then is given up.", rich_help_panel=sections.REQUESTS
+        ),
+    ] = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoalChoice:
     """The service level; None = no limit."""
 
-    slo_ttft: Annotated[float | None, typer.Option(help="Goodput: most ms to the first token.")] = (
-        None
-    )
+    slo_ttft: Annotated[
+        float | None,
+        typer.Option(
+            help="Goodput: most ms to the first token.", rich_help_panel=sections.MEASUREMENT
+        ),
+    ] = None
     slo_tpot: Annotated[
-        float | None, typer.Option(help="Goodput: most ms for a further token.")
+        float | None,
+        typer.Option(
+            help="Goodput: most ms for a further token.", rich_help_panel=sections.MEASUREMENT
+        ),
     ] = None

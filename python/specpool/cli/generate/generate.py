@@ -56,7 +56,7 @@ MIN_RUNS, MAX_RUNS, REPEAT_SECONDS = 2, 5, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class GenerateJob:
     """The arguments of the command line."""
 
     target: str
@@ -76,7 +76,7 @@ class Job:
     options: dict[str, Any]
 
 
-def prompts_of(job: Job, given: Sequence[PromptValue]) -> list[Prompt]:
+def prompts_of(job: GenerateJob, given: Sequence[PromptValue]) -> list[Prompt]:
     """Return the engine's prompts; with `--chat` a text becomes a chat of one message."""
     return [
         [{"role": "user", "content": each}] if job.chat and isinstance(each, str) else each
@@ -119,7 +119,7 @@ def timed(
     return Timed([outputs[place] for place in sorted(outputs)], seconds)
 
 
-def run(job: Job) -> None:
+def run(job: GenerateJob) -> None:
     """Run the command.
 
     Raises:
@@ -185,7 +185,7 @@ def run(job: Job) -> None:
 
 
 def _generate(
-    job: Job,
+    job: GenerateJob,
     engine: Engine,
     texts: Sequence[PromptValue],
     params: SamplingParams,

@@ -42,7 +42,7 @@ MEANINGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class PlanLine:
     """One question about requests, and its answer."""
 
     question: str
@@ -61,7 +61,7 @@ class Answer:
     logits: int  # bytes of one verify forward's logits, for all rows
     kv_bytes: int
     sizes: GroupSizes
-    lines: list[Line]
+    lines: list[PlanLine]
     mixed: list[Mixed]  # with a budget
     acceptance: float
 
@@ -139,7 +139,7 @@ def answered(question: Question) -> Answer:
     for index, shape in enumerate(sizes.shapes):
         if shape in shapes:
             fits = _fits(question, asked, max_context_len, index)
-            lines += [Line(text, shape, _named(question, fit, most)) for text, fit in fits]
+            lines += [PlanLine(text, shape, _named(question, fit, most)) for text, fit in fits]
     acceptance = ACCEPTANCE if question.acceptance is None else question.acceptance
     mixes = []
     if question.adaptive is not None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from specpool.cli.options import sections
 from specpool.cli.options import types as o
 from specpool.cli.plan.mixed import ACCEPTANCE
 from specpool.config import HEADROOM
@@ -19,59 +20,98 @@ class Question:
     memory: Annotated[str, typer.Option(help="Of the device, such as 80GiB (2^30) or 24G (10^9).")]
     target: Annotated[
         str | None,
-        typer.Option(help="Target model: a folder, a hub name, or specpool/tiny. Or give numbers:"),
+        typer.Option(
+            help="Target model: a folder, a hub name, or specpool/tiny. Or give the numbers below."
+        ),
     ] = None
-    layers: Annotated[int | None, typer.Option(help="Layers of the target.")] = None
-    kv_heads: Annotated[int | None, typer.Option(help="Key and value heads of a layer.")] = None
-    head_dim: Annotated[int | None, typer.Option(help="Size of a head.")] = None
+    layers: Annotated[
+        int | None, typer.Option(help="Layers of the target.", rich_help_panel=sections.MODEL)
+    ] = None
+    kv_heads: Annotated[
+        int | None,
+        typer.Option(help="Key and value heads of a layer.", rich_help_panel=sections.MODEL),
+    ] = None
+    head_dim: Annotated[
+        int | None, typer.Option(help="Size of a head.", rich_help_panel=sections.MODEL)
+    ] = None
     vocab_size: Annotated[
         int | None,
-        typer.Option(help="Width of the logits, which take memory too. [default: not counted]"),
+        typer.Option(
+            help="Width of the logits, which take memory too. [default: not counted]",
+            rich_help_panel=sections.MODEL,
+        ),
     ] = None
     draft_layers: Annotated[
         int | None,
         typer.Option(
             help="Layers of a draft model that is not there yet. [default: 1 beside plain numbers, "
-            "0 with --draft or --target]"
+            "0 with --draft or --target]",
+            rich_help_panel=sections.DRAFTS,
         ),
     ] = None
     draft_kv_heads: Annotated[
-        int | None, typer.Option(help="KV heads of a draft layer. [default: the target's]")
+        int | None,
+        typer.Option(
+            help="KV heads of a draft layer. [default: the target's]",
+            rich_help_panel=sections.DRAFTS,
+        ),
     ] = None
     draft_head_dim: Annotated[
-        int | None, typer.Option(help="Size of a draft head. [default: the target's]")
+        int | None,
+        typer.Option(
+            help="Size of a draft head. [default: the target's]", rich_help_panel=sections.DRAFTS
+        ),
     ] = None
     draft: o.Draft = None
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float16. [default: the model's, else bfloat16]"),
+        typer.Option(
+            help="float32, bfloat16 or float16. [default: the model's, else bfloat16]",
+            rich_help_panel=sections.MODEL,
+        ),
     ] = None
     weights: Annotated[
-        str | None, typer.Option(help="Bytes of the weights. [default: the model's, else 0]")
+        str | None,
+        typer.Option(
+            help="Bytes of the weights. [default: the model's, else 0]",
+            rich_help_panel=sections.MEMORY,
+        ),
     ] = None
     workspace: Annotated[
         str | None,
-        typer.Option(help="Bytes for all else: activations, CUDA. [default: a tenth of --memory]"),
+        typer.Option(
+            help="Bytes for all else: activations, CUDA. [default: a tenth of --memory]",
+            rich_help_panel=sections.MEMORY,
+        ),
     ] = None
     tp: Annotated[
-        int, typer.Option(help="Devices that share the target (ranks); --memory is of each.")
+        int,
+        typer.Option(
+            help="Devices that share the target (ranks); --memory is of each.",
+            rich_help_panel=sections.MODEL,
+        ),
     ] = 1
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="SxKxN, or a chain's depth; may be repeated. [default: 3]"),
+        typer.Option(
+            help="SxKxN, or a chain's depth; may be repeated. [default: 3]",
+            rich_help_panel=sections.DRAFTS,
+        ),
     ] = None
     adaptive: Annotated[
         str | None,
         typer.Option(
             help="'budget', or the file of such a policy: also print what rows of mixed shapes "
-            "hold. Its candidates are the shapes."
+            "hold. Its candidates are the shapes.",
+            rich_help_panel=sections.DRAFTS,
         ),
     ] = None
     acceptance: Annotated[
         float | None,
         typer.Option(
             help="With --adaptive: how likely a draft is right where those before it are. "
-            f"[default: {ACCEPTANCE}]"
+            f"[default: {ACCEPTANCE}]",
+            rich_help_panel=sections.DRAFTS,
         ),
     ] = None
     max_context_len: o.MaxContextLen = None
@@ -79,18 +119,33 @@ class Question:
     placement: o.Placement = "split"
     policy: o.Policy = "exact"
     layout: o.Layout = "auto"
-    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 0
+    depth: Annotated[
+        int,
+        typer.Option(
+            help="D: rounds prepared ahead (1 = overlap).", rich_help_panel=sections.SCHEDULING
+        ),
+    ] = 0
     max_batch: Annotated[
-        int | None, typer.Option(help="Requests that run at once. [default: all that int32 allows]")
+        int | None,
+        typer.Option(
+            help="Requests that run at once. [default: all that int32 allows]",
+            rich_help_panel=sections.SCHEDULING,
+        ),
     ] = None
     headroom: o.Headroom = HEADROOM
     prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None
     output: Annotated[int | None, typer.Option(help="Tokens that a request generates.")] = None
     common: Annotated[
         int | None,
-        typer.Option(help="Tokens that all prompts begin with, for the prefix cache's worth."),
+        typer.Option(
+            help="Tokens that all prompts begin with, for the prefix cache's worth.",
+            rich_help_panel=sections.REQUESTS,
+        ),
     ] = None
     live: Annotated[
-        list[int] | None, typer.Option(help="Tokens of a request so far; may be repeated.")
+        list[int] | None,
+        typer.Option(
+            help="Tokens of a request so far; may be repeated.", rich_help_panel=sections.REQUESTS
+        ),
     ] = None
     trust_remote_code: o.TrustRemoteCode = False

@@ -309,7 +309,8 @@ class Moves:
             dataclasses.replace(state.params, seed=state.seed, n=1),
             _shape_of(state.shape, self._ledger),
             state.priority,
-            state.forwards,
+            state.accept_lens,
+            state.draft_flags,
             state.logprobs,
             max_tokens,
         )

@@ -88,13 +88,13 @@ class HostTier:
         self._offload_ct = self._reload_ct = self._drop_ct = 0
         self._full_ct = self._unfit_ct = self._failed_ct = self._lent_ct = 0
 
-    def offload(self, row: int) -> Handle | None:
-        """Offload a quiet row: copy its KV to host pages and retract it.
+    def save(self, row: int) -> Handle | None:
+        """Copy the KV of a quiet row to host pages; the caller then retracts the row.
 
         Returns:
             The handle. Or None, with nothing changed, if a group has too few free host pages, the
             copy fails, the row has no tokens, or a trim has left less of a window than a reload
-            needs. The caller then retracts the row, and its request is prefilled again.
+            needs. The request of the row is then prefilled again.
 
         Raises:
             NotReady: a step of the row is in flight (`Ledger.check_quiet`).
@@ -122,16 +122,13 @@ class HostTier:
         )
         self._handles[number] = handle
         try:
-            try:
-                self._copies.save(self._moves(handle, row, 0, length))
-            except Exception:
-                self._failed_ct += 1
-                self._give_back(handle)
-                return None
-            self.ledger.retract(row)
-        except BaseException:
+            self._copies.save(self._moves(handle, row, 0, length))
+        except BaseException as error:
             self._give_back(handle)
-            raise
+            if not isinstance(error, Exception):
+                raise
+            self._failed_ct += 1
+            return None
         self._offload_ct += 1
         return handle
 
@@ -285,7 +282,7 @@ class HostTier:
         self._drop_ct += 1
 
     def pays(self, row: int, token_seconds: float) -> bool:
-        """Return whether to offload a row: as the policy says, or if copies beat a prefill.
+        """Return whether to save a row: as the policy says, or if copies beat a prefill.
 
         Args:
             row: the row that will be retracted.

@@ -31,7 +31,7 @@ from specpool.models.eagle.weights import (
     _add_linear,
     _check_target,
     _check_tensors,
-    _Layer,
+    _HeadLayer,
     _load_layer,
     check_vocabulary,
 )
@@ -87,7 +87,7 @@ class EagleHead:
             for i in range(len(feature_layers))
             if (norm := get(f"fc_norm.{i}.weight")) is not None
         ]
-        self._layers = [_load_layer(config, get, i) for i in range(config.num_layers)]
+        self._layers = [_load_layer(get, i) for i in range(config.num_layers)]
         self._norm = get("norm.weight")
         self._lm_head = get("lm_head.weight")  # [Vd, h]; the target's if the file has none
         self._target_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -316,7 +316,7 @@ class EagleHead:
             yield k, v
 
     def _qkv(
-        self, layer: _Layer, x: torch.Tensor, rope: Sequence[torch.Tensor], *, skip_q: bool
+        self, layer: _HeadLayer, x: torch.Tensor, rope: Sequence[torch.Tensor], *, skip_q: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return rotated q [T, H, D] ([0, H, D] with `skip_q`), rotated k [T, Hk, D], and v."""
         config, weight, bias = self.config, layer.qkv, layer.qkv_bias

@@ -19,7 +19,7 @@ MOST_ADDED = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _HeadLayer:
     """A decoder layer's tensors; None = the layer has no such tensor."""
 
     input_norm: torch.Tensor | None  # [h]
@@ -44,9 +44,7 @@ def _add_linear(
     return out if bias is None else out + bias
 
 
-def _load_layer(
-    config: EagleConfig, get: Callable[[str], torch.Tensor | None], index: int
-) -> _Layer:
+def _load_layer(get: Callable[[str], torch.Tensor | None], index: int) -> _HeadLayer:
     prefix = f"layers.{index}."
 
     def must(name: str) -> torch.Tensor:
@@ -70,7 +68,7 @@ def _load_layer(
         pair_norm = torch.stack((input_norm, hidden_norm))
     qkv, qkv_bias = fused(*(f"self_attn.{x}_proj" for x in "qkv"))
     gate_up, gate_up_bias = fused("mlp.gate_proj", "mlp.up_proj")
-    return _Layer(
+    return _HeadLayer(
         input_norm=input_norm,
         pair_norm=pair_norm,
         qkv=qkv,

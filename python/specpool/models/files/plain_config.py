@@ -15,7 +15,7 @@ from specpool.memory.layer_kv import LayerKV
 
 
 @dataclass(frozen=True, slots=True)
-class _Family:
+class _ConfigFamily:
     """The meaning of a family's keys.
 
     Attributes:
@@ -33,25 +33,25 @@ class _Family:
 
 
 _FAMILIES = {
-    "llama": _Family(derives_head_dim=True),
-    "mistral": _Family("all", derives_head_dim=True),
-    "mixtral": _Family("all", derives_head_dim=True, expert_keys=("num_local_experts",)),
-    "qwen2": _Family("asked", derives_head_dim=True),
-    "qwen3": _Family("asked"),
-    "qwen3_moe": _Family(
+    "llama": _ConfigFamily(derives_head_dim=True),
+    "mistral": _ConfigFamily("all", derives_head_dim=True),
+    "mixtral": _ConfigFamily("all", derives_head_dim=True, expert_keys=("num_local_experts",)),
+    "qwen2": _ConfigFamily("asked", derives_head_dim=True),
+    "qwen3": _ConfigFamily("asked"),
+    "qwen3_moe": _ConfigFamily(
         "asked", derives_head_dim=True, expert_keys=("num_experts", "num_local_experts")
     ),
-    "gemma": _Family(),
-    "gemma2": _Family(2),
-    "gemma3_text": _Family(6),
-    "gpt_oss": _Family(2, expert_keys=("num_local_experts",)),
-    "phi3": _Family("all", derives_head_dim=True),
-    "starcoder2": _Family("all", derives_head_dim=True, is_gated=False),
-    "olmo": _Family(derives_head_dim=True),
-    "olmo2": _Family(derives_head_dim=True),
-    "granite": _Family(derives_head_dim=True),
-    "cohere": _Family(derives_head_dim=True),
-    "cohere2": _Family(4),
+    "gemma": _ConfigFamily(),
+    "gemma2": _ConfigFamily(2),
+    "gemma3_text": _ConfigFamily(6),
+    "gpt_oss": _ConfigFamily(2, expert_keys=("num_local_experts",)),
+    "phi3": _ConfigFamily("all", derives_head_dim=True),
+    "starcoder2": _ConfigFamily("all", derives_head_dim=True, is_gated=False),
+    "olmo": _ConfigFamily(derives_head_dim=True),
+    "olmo2": _ConfigFamily(derives_head_dim=True),
+    "granite": _ConfigFamily(derives_head_dim=True),
+    "cohere": _ConfigFamily(derives_head_dim=True),
+    "cohere2": _ConfigFamily(4),
 }
 FAMILIES = tuple(_FAMILIES)
 
@@ -163,7 +163,7 @@ def longest_context(length: int, config: Any) -> tuple[int, str]:
     return longest, reason
 
 
-def _windows(raw: Mapping[str, Any], family: _Family, layers: int) -> list[int | None] | None:
+def _windows(raw: Mapping[str, Any], family: _ConfigFamily, layers: int) -> list[int | None] | None:
     """Return each layer's window; None = the file does not state them."""
     if family.slides == "never":
         return None if raw.get("sliding_window") else [None] * layers
@@ -189,7 +189,7 @@ def _windows(raw: Mapping[str, Any], family: _Family, layers: int) -> list[int |
 
 
 def _num_parameters(
-    raw: Mapping[str, Any], family: _Family, layers: int, query_dim: int, kv_dim: int
+    raw: Mapping[str, Any], family: _ConfigFamily, layers: int, query_dim: int, kv_dim: int
 ) -> int:
     """Count the parameters of embeddings, attention, and MLP or experts with their router."""
 

@@ -1,4 +1,4 @@
-"""`Choice`: one text of an answer, as it grows."""
+"""`AnswerChoice`: one text of an answer, as it grows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.request import TokenLogprob
@@ -30,12 +30,13 @@ class Delta:
     finish_reason: str | None = None
 
 
-class Choice:
+class AnswerChoice:
     """One text of an answer: it decodes the engine's tokens.
 
     Attributes:
         index: its place in the answer.
         done: what the engine said at its end; None = it runs.
+        message: at its end, the text as a chat message with its calls; None = it has none.
         num_tokens: new tokens so far.
         text_len: characters so far.
     """
@@ -52,6 +53,7 @@ class Choice:
         """Start an empty text; if `notes_special`, its special tokens are told beside it."""
         self.index = index
         self.done: Done | None = None
+        self.message: dict[str, Any] | None = None
         self.num_tokens = self.text_len = 0
         eos = frozenset[int]() if params.ignore_eos else eos_token_ids
         stop_ids = eos | frozenset(params.stop_token_ids)

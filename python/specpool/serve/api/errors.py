@@ -87,6 +87,17 @@ def gone() -> ApiError:
     return ApiError(503, "the engine has ended", code="engine_gone", retry=False)
 
 
+def session_moving() -> ApiError:
+    """Return the error for a session that is, or may be, on its way to this server or another."""
+    return ApiError(
+        503,
+        "the session moves to another replica: send the request again",
+        code="session_moving",
+        retry=True,
+        headers={"retry-after": "1"},
+    )
+
+
 def to_json(content: Any) -> bytes:
     """Return JSON in ASCII, so that any text can be sent, also one with a lone surrogate."""
     return json.dumps(content, separators=(",", ":")).encode()

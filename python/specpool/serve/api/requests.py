@@ -19,12 +19,15 @@ from specpool.sampling_params import MAX_BIASES
 _INT64 = 1 << 63
 #: The most tools of a chat.
 MAX_TOOLS = 1024
+#: The most tokens that may end a text, beside the model's own: each text of a call looks at them.
+MAX_STOP_IDS = 1024
 
 Count = Annotated[int, Field(ge=1, le=1 << 30)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 # A list ends at its first mistake: a body may have millions of them.
 Tokens = Annotated[list[Token], Field(fail_fast=True, max_length=1 << 20)]
+StopIds = Annotated[list[Token], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -74,7 +77,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class Generation(Body):
+class GenerationBody(Body):
     """The fields that chats and completions share."""
 
     model: str | None = None
@@ -93,7 +96,7 @@ class Generation(Body):
     top_k: Annotated[int, Field(ge=-1, le=(1 << 31) - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
-    stop_token_ids: Tokens | None = None
+    stop_token_ids: StopIds | None = None
     min_tokens: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -119,7 +122,7 @@ class Generation(Body):
     session_offset: Annotated[int, Field(ge=0, le=1 << 40)] | None = None
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationBody):
     """The body of `POST /v1/completions`."""
 
     prompt: Prompt
@@ -160,7 +163,7 @@ class Tool(Body):
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
-class ChatRequest(Generation):
+class ChatRequest(GenerationBody):
     """The body of `POST /v1/chat/completions`."""
 
     messages: Messages

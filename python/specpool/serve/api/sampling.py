@@ -10,7 +10,7 @@ from typing import Any
 from specpool.errors import ConfigError
 from specpool.sampling_params import SamplingParams
 from specpool.serve.api.errors import ApiError, bad
-from specpool.serve.api.requests import Generation
+from specpool.serve.api.requests import GenerationBody
 from specpool.serve.api.structured import grammar_of
 
 #: What the engine can do.
@@ -73,7 +73,7 @@ _PLACES = [
 ]
 
 
-def check_supported(request: Generation, *names: str) -> list[str]:
+def check_supported(request: GenerationBody, *names: str) -> list[str]:
     """Refuse fields that ask for something that is not there; return those that are ignored.
 
     Raises:
@@ -98,7 +98,7 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
 
 
 def params_of(
-    request: Generation, max_new_tokens: int, logprobs: int | None, temperature: float
+    request: GenerationBody, max_new_tokens: int, logprobs: int | None, temperature: float
 ) -> SamplingParams:
     """Return the sampling parameters of a request.
 

@@ -8,7 +8,7 @@ from typing import Any
 from specpool.checks import shown
 from specpool.errors import ConfigError
 from specpool.serve.api.errors import ApiError, bad
-from specpool.serve.api.requests import ChatRequest, Generation, Tool
+from specpool.serve.api.requests import ChatRequest, GenerationBody, Tool
 from specpool.text.structured.grammar import Grammar
 
 _KINDS = {
@@ -33,7 +33,7 @@ _FIELDS = {
 _OPTIONS = {"disable_any_whitespace", "disable_fallback"}
 
 
-def grammar_of(request: Generation) -> Grammar | None:
+def grammar_of(request: GenerationBody) -> Grammar | None:
     """Return the form of the text, which several fields or a forced tool can give; None = any.
 
     Raises:
@@ -53,12 +53,12 @@ def grammar_of(request: Generation) -> Grammar | None:
         raise bad(str(error), name) from None
 
 
-def form_field(request: Generation) -> str | None:
+def form_field(request: GenerationBody) -> str | None:
     """Return the field that says what the text must be; None = there is none."""
     return next((name for name, *_ in _forms(request)), None)
 
 
-def _forms(request: Generation) -> list[tuple[str, str, Any]]:
+def _forms(request: GenerationBody) -> list[tuple[str, str, Any]]:
     others = [(name, kind, getattr(request, name)) for name, kind in _FIELDS.items()]
     given = [part for part in others if _is_given(part[1], part[2])]
     return given + [
@@ -116,23 +116,27 @@ def _of_outputs(given: dict[str, Any] | None) -> tuple[str, Any] | None:
     return _KINDS[name], value
 
 
-def _of_tools(request: Generation) -> tuple[str, Any] | None:
+def _of_tools(request: GenerationBody) -> tuple[str, Any] | None:
     """Return the schema of the call that `tool_choice` forces."""
     if not isinstance(request, ChatRequest):
         return None
     forced = forced_tool(request)
     if forced is not None:
         return "json_schema", _parameters(forced)
-    if request.tool_choice != "required":
+    if not wants_call(request):
         return None
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "arguments": _parameters(tool)},
+            "properties": {
+                "name": {"const": tool.function.name},
+                # With an id of its own, `#` within the parameters means the parameters.
+                "arguments": {"$id": f"urn:specpool:tool:{number}", **_parameters(tool)},
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in tools_of(request)
+        for number, tool in enumerate(tools_of(request))
     ]
     return "json_schema", calls[0] if len(calls) == 1 else {"anyOf": calls}
 
@@ -158,6 +162,10 @@ def tools_of(request: ChatRequest) -> list[Tool]:
         )
     if not tools:
         raise _no_choice("tool_choice asks for a call, but there are no tools")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        _, allowed = _allowed(choice)
+        names = {_named(entry, tools).function.name for entry in allowed}
+        return [tool for tool in tools if tool.function.name in names]
     return tools
 
 
@@ -168,9 +176,39 @@ def forced_tool(request: ChatRequest) -> Tool | None:
         ApiError: see `tools_of`.
     """
     tools, choice = tools_of(request), request.tool_choice
-    if not isinstance(choice, dict):
+    if not isinstance(choice, dict) or choice.get("type") == "allowed_tools":
         return None
-    function = choice.get("function")
+    return _named(choice, tools)
+
+
+def wants_call(request: ChatRequest) -> bool:
+    """Return whether the answer must be a call of any of the tools.
+
+    Raises:
+        ApiError: see `tools_of`.
+    """
+    choice = request.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return _allowed(choice)[0] == "required"
+    return choice == "required"
+
+
+def _allowed(choice: dict[str, Any]) -> tuple[str, list[Any]]:
+    """Return the mode and the tools of a `tool_choice` of the type `allowed_tools`."""
+    allowed = choice.get("allowed_tools")
+    mode = allowed.get("mode") if isinstance(allowed, dict) else None
+    tools = allowed.get("tools") if isinstance(allowed, dict) else None
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise _no_choice(
+            "tool_choice.allowed_tools must have the mode auto or required, and a list of tools, "
+            f"got {shown(allowed)}"
+        )
+    return mode, tools
+
+
+def _named(choice: Any, tools: list[Tool]) -> Tool:
+    """Return the tool that a choice names, as `{"type": "function", "function": {"name": ..}}`."""
+    function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     for tool in tools:
         if choice.get("type") == "function" and tool.function.name == name:

@@ -9,8 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specpool.serve.api.requests import ChatRequest
-from specpool.serve.api.structured import forced_tool, tools_of
-from specpool.serve.api.tool_formats import FORMATS, OBJECT_HEAD, THOUGHTS_END, Format
+from specpool.serve.api.structured import forced_tool, tools_of, wants_call
+from specpool.serve.api.tool_formats import (
+    FORMATS,
+    OBJECT_HEAD,
+    THOUGHTS_BEGIN,
+    THOUGHTS_END,
+    Format,
+)
 from specpool.serve.api.tool_values import json_of_gemma, json_of_keywords, json_of_tag, types_of
 
 if TYPE_CHECKING:
@@ -50,16 +56,30 @@ class JsonEnd:
 class ToolCalls:
     """A reader of one answer. It splits the text into content and calls.
 
-    A forced function's whole text is its arguments. Otherwise calls are read in the formats of
-    `tool_formats`, anywhere in the text; those without a mark only at its begin or behind thoughts.
+    A forced function's whole text is its arguments. If any function must be called, no text is
+    content. Otherwise calls are read in the formats of `tool_formats`, anywhere in the text; those
+    without a mark only at its begin or behind thoughts.
+    A call within thoughts is content, unless the thoughts never end.
     A call's arguments are output as they come, once its name is known to be one of the request's.
     Everything else is content. Special tokens are read, but are not part of any output.
     """
 
-    def __init__(self, request: ChatRequest, formats: Sequence[Format] = FORMATS) -> None:
-        """Read an answer to this request, of a model that writes its calls in these formats."""
+    def __init__(
+        self, request: ChatRequest, formats: Sequence[Format] = FORMATS, *, thinks: bool = False
+    ) -> None:
+        """Read an answer to this request.
+
+        Args:
+            request: the request.
+            formats: how the model writes its calls.
+            thinks: the text begins within the model's thoughts.
+        """
         forced = forced_tool(request)
-        self._schemas = {t.function.name: t.function.parameters or {} for t in tools_of(request)}
+        # A text in the form of `response_format` is content, even if it looks like a call.
+        is_content = (request.response_format or {}).get("type", "text") != "text"
+        tools = [] if is_content else tools_of(request)
+        self._schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+        self._wants_call = wants_call(request)
         self._forced = None if forced is None else forced.function.name
         self._formats, self._format = formats, FORMATS[0]  # the latter: of the call that is read
         self._held = ""  # not decided yet
@@ -68,9 +88,11 @@ class ToolCalls:
         self._at = 0  # where the object or the arguments of the call begin in the held text
         self._is_begin = True  # nothing but blanks has come, or nothing else behind thoughts
         self._is_fresh = False  # nothing but blanks has come since a call
+        self._thinks = thinks  # the text is within thoughts
         self._end, self._num_seen = JsonEnd(), 0
         self._is_wrapped = False  # the arguments are within the call's object
         self._name = ""  # of the function that is called
+        self._ident: str | None = None  # of the call, if the model has given one
         self._num_args = 0  # in tags, of the call that is read
         self._types = frozenset[str]()  # of the argument that is read
         self._state: Callable[[bool], bool] = self._text
@@ -103,12 +125,14 @@ class ToolCalls:
             start = place
         while self._state(last):
             pass
-        return self._content, self._deltas
+        # Where a call is the answer's form, a text that ends before its name is the half of one.
+        return "" if self._wants_call else self._content, self._deltas
 
     @property
     def finish_reason(self) -> str:
-        """The reason for an end by a stop."""
-        return "tool_calls" if self.calls and self._forced is None else "stop"
+        """The reason for an end by a stop; a call whose arguments it has cut off was not made."""
+        is_cut = self._state in (self._arguments, self._key, self._value)
+        return "tool_calls" if self.calls and self._forced is None and not is_cut else "stop"
 
     # --- the states: each takes what it can from the held text; True = another may go on
 
@@ -118,6 +142,10 @@ class ToolCalls:
         starts = [(m, form) for form in self._formats if (m := self._find(form, last)) is not None]
         thoughts = THOUGHTS_END.search(held, self._seen, partial=not last)
         places = [m.start() for m, _ in starts] + ([thoughts.start()] if thoughts else [])
+        if self._is_begin and not self._thinks:
+            begin = THOUGHTS_BEGIN.match(held, len(held) - len(held.lstrip()), partial=not last)
+            self._thinks = begin is not None and not begin.partial
+            places += [begin.start()] if begin is not None and begin.partial else []
         certain = min([*places, len(held)])
         whole = [pair for pair in starts if pair[0].start() == certain and not pair[0].partial]
         if whole:
@@ -125,11 +153,13 @@ class ToolCalls:
             content_len = len(held[:certain].rstrip())
             self._content += self._cut(content_len)
             self._is_begin = self._is_fresh = False
+            if self._thinks:
+                self._num_seen, self._state = 0, self._thought
+                return True
             self._enter(match, match.end() - content_len)
             return True
         if thoughts and not thoughts.partial and thoughts.start() == certain:
-            self._content += self._cut(thoughts.end())
-            self._is_begin, self._is_fresh = True, False
+            self._end_thoughts(thoughts.end())
             return True
         self._seen = certain
         num = len(held) if last else len(held[:certain].rstrip())
@@ -139,6 +169,23 @@ class ToolCalls:
         if not is_blank or (last and not self._is_fresh):
             self._content += self._cut(num)
         return False
+
+    def _thought(self, last: bool) -> bool:
+        """Hold back a call within thoughts: it is content if they end, else it is one."""
+        end = THOUGHTS_END.search(self._held, self._num_seen, partial=not last)
+        is_whole = end is not None and not end.partial
+        if end is not None and is_whole:
+            self._end_thoughts(end.end())
+        self._num_seen = len(self._held) if end is None else end.start()
+        if not is_whole and not last:
+            return False
+        self._thinks, self._seen, self._state = False, 0, self._text
+        return True
+
+    def _end_thoughts(self, num: int) -> None:
+        """Output thoughts, up to their end behind `num` held characters."""
+        self._content += self._cut(num)
+        self._thinks, self._is_begin, self._is_fresh = False, True, False
 
     def _call(self, last: bool) -> bool:
         """Read a call's object, up to its arguments, or all of it."""
@@ -201,9 +248,10 @@ class ToolCalls:
                 self._cut(len(self._held))
             return False
         self._cut(key.end())
-        properties = self._schemas[self._name].get("properties")
+        parameters = self._schemas[self._name]
+        properties = parameters.get("properties")
         schema = properties.get(key["key"]) if isinstance(properties, dict) else None
-        self._types = types_of(schema)
+        self._types = types_of(schema, parameters)
         self._argue(f"{', ' if self._num_args else '{'}{json.dumps(key['key'])}: ")
         self._argue('"' if self._types == {"string"} else "")
         self._num_args, self._seen, self._state = self._num_args + 1, 0, self._value
@@ -269,6 +317,7 @@ class ToolCalls:
         """Begin to read a call of the current format, whose arguments or object begin at `at`."""
         self._at = self._num_seen = at
         self._name = match.groupdict().get("name") or ""
+        self._ident = match.groupdict().get("id")
         kind = self._format.kind
         if kind == "object":
             self._end, self._state = JsonEnd(), self._call
@@ -315,7 +364,10 @@ class ToolCalls:
 
     def _begin(self, name: str) -> None:
         """Output a new call."""
-        call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+        ident = self._ident
+        if ident is None or any(call["id"] == ident for call in self.calls):
+            ident = f"call_{secrets.token_hex(12)}"
+        call = {"id": ident, "type": "function"}
         self._deltas.append(
             {"index": len(self.calls), **call, "function": {"name": name, "arguments": ""}}
         )

@@ -30,6 +30,8 @@ OBJECT_HEAD = regex.compile(
     rf'\{{{_W}(?:"(?:type|id|tool_call_id)"{_W}:{_W}"[\w-]{{0,64}}"{_W},{_W}){{0,3}}'
     rf'"(?:tool_)?name"{_W}:{_W}"{_NAME}"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W}(?=\{{)'
 )
+#: A model's thoughts begin a text, or are begun at a prompt's end.
+THOUGHTS_BEGIN = regex.compile(r"<(?:seed:)?think>|\[THINK\]")
 #: Behind a model's thoughts a text begins anew.
 THOUGHTS_END = regex.compile(r"</(?:seed:)?think>|\[/THINK\]")
 
@@ -45,7 +47,8 @@ class Format:
         marks: a model writes so if its chat template has one of these; none = any model may.
         kind: how the arguments are written.
         begin: what stands before the first call.
-        call: a call up to its arguments; its group `name` is the function's.
+        call: a call up to its arguments; its group `name` is the function's, and a group `id` the
+            call's id, where the model's next prompt shows it.
         end: what may follow a call's arguments.
         between: what stands between `end` and the next call; None = each call has its `begin`.
         close: what may follow the last call.
@@ -168,7 +171,10 @@ FORMATS = (
         ("<|tool_call_begin|>",),
         "json",
         begin=rf"(?:<\|tool_calls_section_begin\|>{_W})?<\|tool_call_begin\|>{_W}",
-        call=rf"(?:functions\.)?{_NAME}(?::\d{{1,9}})?{_W}<\|tool_call_argument_begin\|>{_W}(?=\{{)",
+        call=(
+            rf"(?:(?P<id>functions\.{_NAME}:\d{{1,9}})|(?:functions\.)?{_NAME}(?::\d{{1,9}})?)"
+            rf"{_W}<\|tool_call_argument_begin\|>{_W}(?=\{{)"
+        ),
         end=_may("<|tool_call_end|>"),
         between=rf"{_W}<\|tool_call_begin\|>{_W}",
         close=_may("<|tool_calls_section_end|>"),

@@ -8,9 +8,12 @@ import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 #: What parsers raise for texts that they cannot read, also for those that are nested too deep.
 _UNREADABLE = (ValueError, TypeError, SyntaxError, RecursionError, MemoryError)
+#: References of a schema that are followed: each may lead to the next.
+_MOST_REFS = 64
 _WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None}
 #: What Gemma writes on both sides of a string.
 _GEMMA_QUOTE = re.compile(r'<\|"\|>|<escape>')
@@ -18,23 +21,47 @@ _GEMMA_KEY = re.compile(r"([{,]\s*)([\w.-]+)(\s*:)")
 _PYTHON_WORD = re.compile(r"\b(?:True|False|None)\b")
 
 
-def types_of(schema: object) -> frozenset[str]:
-    """Return the JSON types that a schema names; none = any type may come."""
+def types_of(schema: object, root: object = None) -> frozenset[str]:
+    """Return the JSON types that a schema names; none = any type may come.
+
+    Args:
+        schema: of a value.
+        root: the schema within which a `$ref` such as `#/$defs/x` is looked up.
+    """
+    return frozenset(_types(schema, root, set()))
+
+
+def _types(schema: object, root: object, refs: set[str]) -> set[str]:
+    """Return the types of `types_of`; each reference is followed once, and is noted in `refs`."""
     if not isinstance(schema, Mapping):
-        return frozenset()
+        return set()
     given = schema.get("type")
     names = given if isinstance(given, list) else [given]
     types = {name for name in names if isinstance(name, str)}
-    for key in ("anyOf", "oneOf"):
+    for key in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(key)
         for choice in choices if isinstance(choices, list) else ():
-            types |= types_of(choice)
-    values = schema.get("enum")
+            types |= _types(choice, root, refs)
+    ref = schema.get("$ref")
+    if not types and isinstance(ref, str) and ref not in refs and len(refs) < _MOST_REFS:
+        refs.add(ref)
+        types |= _types(_referred(ref, root), root, refs)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not types and isinstance(values, list):
         types = {_type_of(value) for value in values}
     if schema.get("nullable") is True:
         types.add("null")
-    return frozenset(types)
+    return types
+
+
+def _referred(ref: str, root: object) -> object:
+    """Return the part of a schema that a JSON pointer such as `#/$defs/x` names, or None."""
+    if not ref.startswith("#"):
+        return None
+    for part in unquote(ref[1:]).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        root = root.get(key) if isinstance(root, Mapping) else None
+    return root
 
 
 def json_of_tag(text: str, types: frozenset[str]) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specpool.serve.api.choice import Choice
+from specpool.serve.api.choice import AnswerChoice
 from specpool.serve.bridge.messages import Done
 
 
-def usage_of(num_prompt: int, choices: Sequence[Choice]) -> dict[str, Any]:
+def usage_of(num_prompt: int, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     """Return `usage`.
 
     Args:

@@ -15,7 +15,6 @@ from specpool.sampling_params import SamplingParams
 from specpool.serve.bridge.messages import (
     Abort,
     Accepted,
-    Call,
     Done,
     Failed,
     Ready,
@@ -24,6 +23,7 @@ from specpool.serve.bridge.messages import (
     Stop,
     Submit,
     Tokens,
+    VerbCall,
 )
 
 log = logging.getLogger("specpool.serve")
@@ -187,7 +187,7 @@ class EngineClient:
             TimeoutError: no answer came within `timeout` seconds.
         """
         key = next(self._keys)
-        return await asyncio.wait_for(self._ask(key, Call(key, verb, args)), timeout)
+        return await asyncio.wait_for(self._ask(key, VerbCall(key, verb, args)), timeout)
 
     def forget(self, key: int, *, aborts: bool) -> None:
         """Drop a stream, and abort what is left of it."""

@@ -31,7 +31,7 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class VerbCall:
     """Do something between two turns. `Reply` or `Refused` follows."""
 
     key: int
@@ -91,7 +91,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A `Submit` or `Call` cannot work; nothing has changed."""
+    """A `Submit` or `VerbCall` cannot work; nothing has changed."""
 
     key: int
     message: str
@@ -100,7 +100,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The result of a `Call`."""
+    """The result of a `VerbCall`."""
 
     key: int
     value: Any

@@ -66,7 +66,11 @@ class Others(Protocol):
     """What a server knows of the other ones to which sessions move."""
 
     async def wait_for(self, ident: str) -> None:
-        """Wait a moment for a session that is not here, if it may be on its way."""
+        """Wait a moment for a session that is not here, if it may be on its way.
+
+        Raises:
+            ApiError: too many requests wait already.
+        """
 
     def is_moving(self, ident: str) -> bool:
         """Return whether a session that is not here may be on its way, here or elsewhere."""

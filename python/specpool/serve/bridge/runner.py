@@ -18,7 +18,6 @@ from specpool.serve.bridge.forms import Forms
 from specpool.serve.bridge.messages import (
     Abort,
     Accepted,
-    Call,
     Done,
     Ready,
     Refused,
@@ -26,6 +25,7 @@ from specpool.serve.bridge.messages import (
     Stop,
     Submit,
     Tokens,
+    VerbCall,
 )
 
 log = logging.getLogger("specpool.serve")
@@ -111,7 +111,7 @@ class Runner:
             self._forms.add(message)
         elif isinstance(message, Submit):
             self._answer(message.key, self._submit, message)
-        elif isinstance(message, Call):
+        elif isinstance(message, VerbCall):
             self._answer(message.key, self._call, message)
         elif isinstance(message, Abort):
             if self._forms.drop(message.key):
@@ -158,7 +158,7 @@ class Runner:
         self._keys |= dict.fromkeys(numbers, message.key)
         return Accepted(message.key)
 
-    def _call(self, message: Call) -> Reply:
+    def _call(self, message: VerbCall) -> Reply:
         return Reply(message.key, self.verbs[message.verb](*message.args))
 
     def _tell(self, number: int, item: Chunk | RequestOutput) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import re
@@ -13,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specpool.serve.api.errors import ApiError, internal
+from specpool.serve.api.errors import ApiError, internal, shutting_down
 from specpool.serve.service import Service
 
 access = logging.getLogger("specpool.access")
@@ -37,22 +38,28 @@ class AccessLog:
             return
         ident = _ident(Headers(scope=scope).get("x-request-id", ""))
         scope["specpool.id"] = ident
-        start, status = time.perf_counter(), 0
+        start, status, is_whole = time.perf_counter(), 0, False
 
         async def tell(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_whole
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = ident
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 
         try:
             await self._app(scope, receive, tell)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError):
+                if not self._service.is_draining:  # its client has left, as Ray Serve says it
+                    raise
+                error = shutting_down()  # uvicorn waits no longer
             if not isinstance(error, ApiError):
                 log.exception("request %s failed", ident)
-            if status:  # the answer has begun: cut it, so that it is not taken for whole
-                scope.get("specpool.abort", lambda: None)()
+            if status:
+                if not is_whole:  # cut it, so that it is not taken for whole
+                    scope.get("specpool.abort", lambda: None)()
                 return
             answer = error if isinstance(error, ApiError) else internal()
             await answer.response()(scope, receive, tell)

@@ -7,7 +7,7 @@ import sys
 from asyncio import TimerHandle, Transport
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from specpool.serve.api.errors import ApiError
 from specpool.serve.config import ServeConfig
@@ -41,7 +41,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unread: TimerHandle | None = None  # looks whether the client reads
         self._num_unread = 0  # bytes that it had not read at the latest look
         self._in_head = True
-        self._head_bytes = 0
+        self._head_bytes = 0  # of the head's parts that the parser has told
+        self._come_bytes = 0  # of a head that has not ended, as they come
+        self._unanswered: list[RequestResponseCycle] = []  # requests, in their order
         self._refusal: ApiError | None = None
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
@@ -54,7 +56,15 @@ class GuardedProtocol(HttpToolsProtocol):
         self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Forget the connection, and tell all its requests that the client has left.
+
+        uvicorn tells the latest one alone: the one before it, which runs, would go on.
+        """
+        for cycle in self._unanswered:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._unanswered.clear()
         self._stop_waiting()
         self._stop_looking()
         self.idle.pop(self, None)
@@ -68,8 +78,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._refusal is not None or self.transport.is_closing():
             return
         if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > self.limits.max_header:
+            end = data.rfind(b"\r\n\r\n")  # of an earlier head, if there is one
+            self._come_bytes += len(data) - (0 if end < 0 else end + 4)
+            if self._come_bytes > self.limits.max_header:
                 self._refuse()
         elif self.cycle.response_complete and self._timer is None:
             # Behind an answer: the rest of a body that nobody reads, or empty lines. They have
@@ -80,7 +91,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Begin a request."""
         super().on_message_begin()
         self.idle.pop(self, None)
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._come_bytes = True, 0, 0
         # For answers whose client does not read: a plain close would wait for it.
         self.scope["specpool.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         self._wait_for_head()
@@ -100,6 +111,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._stop_waiting()
         super().on_headers_complete()
+        earlier = [cycle for cycle in self._unanswered if not cycle.response_complete]
+        self._unanswered = [*earlier, self.cycle]
 
     def on_response_complete(self) -> None:
         """End an answer; what the client has not read yet is still in the buffer."""
@@ -123,6 +136,9 @@ class GuardedProtocol(HttpToolsProtocol):
         head += [name + b": " + value for name, value in response.raw_headers]
         head += [b"connection: close", b"", bytes(response.body)]
         self._stop_waiting()
+        if any(cycle.response_started for cycle in self._unanswered if not cycle.response_complete):
+            self.transport.close()  # in the middle of another answer it would be a part of that
+            return
         self.transport.write(b"\r\n".join(head))
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.close()  # its request ends too
@@ -158,7 +174,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _rest(self) -> None:
         """Count as idle, unless there is a request."""
-        if self.cycle.response_complete and not (self._in_head and self._head_bytes):
+        if self.cycle.response_complete and not (self._in_head and self._come_bytes):
             self.idle[self] = None
 
     def _stop_looking(self) -> None:
@@ -194,7 +210,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         """End a connection whose request did not come in time."""
-        if self._head_bytes:
+        if self._come_bytes:
             self._refusal = ApiError(
                 408, f"no request came within {self.limits.read_timeout:g} s", code="read_timeout"
             )

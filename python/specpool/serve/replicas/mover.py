@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from specpool.errors import SpecpoolError
-from specpool.serve.api.errors import ApiError
+from specpool.serve.api.errors import ApiError, session_moving
 from specpool.serve.bridge.parcel import SessionParcel
 from specpool.serve.replicas.manifest import LONGEST_MOVES
 from specpool.serve.replicas.routing import MOST_PATIENT, PATIENCE, Routing, owner_of
@@ -40,7 +40,7 @@ _LOOK = 0.1
 Fate = Literal["taken", "refused", "gone", "unknown"]
 
 
-class Peers(Protocol):
+class PeerReplicas(Protocol):
     """The way to the other replicas."""
 
     async def send(self, tag: str, parcel: SessionParcel) -> Fate:
@@ -76,7 +76,7 @@ class Mover:
         is_closing: the replica ends, and takes no more sessions in.
     """
 
-    def __init__(self, sessions: Sessions, tag: str, peers: Peers, time: Time) -> None:
+    def __init__(self, sessions: Sessions, tag: str, peers: PeerReplicas, time: Time) -> None:
         """Know no replica yet.
 
         Args:
@@ -170,9 +170,18 @@ class Mover:
         return self.is_elsewhere(ident) or self._expected.get(ident, 0.0) > self._time.now()
 
     async def wait_for(self, ident: str) -> None:
-        """Wait for a session that may be on its way here."""
-        if owner_of(public_id_of(ident)) is None or self._num_waiting >= MOST_PATIENT:
+        """Wait for a session that may be on its way here.
+
+        Raises:
+            ApiError: too many requests wait. Whether the session is lost is not known then, and a
+                client that was told so would give it up.
+        """
+        if owner_of(public_id_of(ident)) is None:
             return
+        if not self._sessions.may_come(ident) or self.is_elsewhere(ident):
+            return
+        if self._num_waiting >= MOST_PATIENT:
+            raise session_moving()
         self._num_waiting += 1
         end = self._time.now() + WAIT
         try:

@@ -75,7 +75,7 @@ class SessionOwnerRouter(ConsistentHashRouter):  # type: ignore[misc] # it is An
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
-        head = Head(pending_request.args)
+        head = RequestHead(pending_request.args)
         session = pending_request.metadata.session_id or head.session
         if session:
             owner = owner_of(session)
@@ -111,7 +111,7 @@ class SessionOwnerRouter(ConsistentHashRouter):  # type: ignore[misc] # it is An
             self._num_patient -= 1
 
 
-class Head:
+class RequestHead:
     """What a router reads in the head of a request that came by HTTP.
 
     Attributes:

@@ -15,9 +15,9 @@ from specpool.engine.texts import NextTurn, Prompt, is_chat, num_characters
 from specpool.errors import ConfigError
 from specpool.sampling_params import SamplingParams
 from specpool.serve.answers import EventStream, watched
-from specpool.serve.api.choice import Choice, Delta
-from specpool.serve.api.errors import ApiError, bad, event, json_response
-from specpool.serve.api.requests import Generation as Body
+from specpool.serve.api.choice import AnswerChoice, Delta
+from specpool.serve.api.errors import ApiError, bad, event, to_json
+from specpool.serve.api.requests import GenerationBody as Body
 from specpool.serve.api.sampling import ignored_header, refused
 from specpool.serve.api.structured import form_field
 from specpool.serve.api.usage import drafting_of, usage_of
@@ -38,18 +38,20 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 _NOT_IN_SESSIONS = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
 #: Prompts of so many characters together are tokenized at once: a thread would cost more.
 _SHORT = 2048
+#: An answer with the log probabilities of so many tokens is written at once, for the same reason.
+_FEW_LOGPROBS = 128
 
 
 class Form(Protocol):
     """An answer's form: a chat's or a completion's."""
 
-    def first(self, choice: Choice) -> dict[str, Any] | None:
+    def first(self, choice: AnswerChoice) -> dict[str, Any] | None:
         """Return the part of a stream that comes before a choice's text; None = there is none."""
 
-    def part(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+    def part(self, choice: AnswerChoice, delta: Delta) -> dict[str, Any] | None:
         """Return a choice's part of a stream; None = nothing is certain yet."""
 
-    def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
+    def whole(self, choice: AnswerChoice, deltas: list[Delta]) -> dict[str, Any]:
         """Return a choice of an answer in one piece."""
 
 
@@ -214,8 +216,16 @@ class Call:
             )
         return most - num_tokens
 
-    async def answer(self, generation: Generation, form: Form, kind: str, prefix: str) -> Response:
+    async def answer(
+        self, generation: Generation, make_form: Callable[[], Form], kind: str, prefix: str
+    ) -> Response:
         """Run the texts, and answer: in one piece, or as a stream.
+
+        Args:
+            generation: the texts; closed at the end, however it comes.
+            make_form: makes the answer's form.
+            kind: the answer's `object`.
+            prefix: begins the answer's id.
 
         Raises:
             ApiError: the texts cannot run, or have failed.
@@ -227,6 +237,7 @@ class Call:
             "model": self.model,
         }
         try:
+            form = make_form()
             generation.submit()
             self.request.scope["specpool.arrived"]()
             work = self._stream if self.body.stream else self._whole
@@ -263,10 +274,20 @@ class Call:
         await generation.accepted()
         async for choice, delta in generation.deltas():
             deltas[choice.index].append(delta)
-        generation.close()  # now, because the session's new length belongs to the answer
-        choices = [form.whole(c, d) for c, d in zip(generation.choices, deltas, strict=True)]
-        whole = head | {"choices": choices} | self._end(generation)
-        return json_response(whole, headers=self.headers)
+
+        def write() -> bytes:
+            # One choice after another: to encode all at once would keep the interpreter's lock.
+            pairs = zip(generation.choices, deltas, strict=True)
+            return b",".join(to_json(form.whole(*pair)) for pair in pairs)
+
+        num_logprobs = sum(len(delta.entries) for parts in deltas for delta in parts)
+        is_short = num_logprobs <= _FEW_LOGPROBS
+        choices = write() if is_short else await self.service.write_aside(write)
+        # After `whole`, which gives a turn its message; the session's new length is in the answer.
+        generation.close()
+        end = self._end(generation)
+        parts = (to_json(head)[:-1], b',"choices":[', choices, b"],", to_json(end)[1:])
+        return Response(b"".join(parts), headers=self.headers, media_type="application/json")
 
     async def _events(
         self, generation: Generation, form: Form, head: dict[str, Any]

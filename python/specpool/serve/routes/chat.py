@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from specpool.engine.texts import NextTurn
 from specpool.sampling_params import SamplingParams
-from specpool.serve.api.choice import Choice, Delta
+from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import bad
 from specpool.serve.api.requests import ChatRequest, Message, TokenizeRequest, Tool
 from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.api.structured import tools_of
 from specpool.serve.api.tool_calls import ToolCalls
-from specpool.serve.api.tool_formats import formats_of
+from specpool.serve.api.tool_formats import THOUGHTS_BEGIN, formats_of
 from specpool.serve.routes.calls import ANSWERS, Call
 from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
@@ -23,25 +25,37 @@ from specpool.text.chat_template import RESERVED
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: Tokens at a prompt's end in which thoughts may begin.
+_TAIL = 32
+
 
 class ChatForm:
     """The form of a chat's answer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, body: ChatRequest, num: int) -> None:
-        """Write `num` choices for this request."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        body: ChatRequest,
+        num: int,
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """Write `num` choices for this request, behind this prompt."""
         self._most_calls = 1 if body.parallel_tool_calls is False else None
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         formats = formats_of(getattr(tokenizer, "chat_template", None))
-        self._tools = [ToolCalls(body, formats) for _ in range(num)]
+        tail = str(tokenizer.decode(list(prompt[-_TAIL:]))).rstrip() if body.tools else ""
+        thinks = any(match.end() == len(tail) for match in THOUGHTS_BEGIN.finditer(tail))
+        self._tools = [ToolCalls(body, formats, thinks=thinks) for _ in range(num)]
+        self._contents: list[list[str]] = [[] for _ in range(num)]
 
-    def first(self, choice: Choice) -> dict[str, Any] | None:
+    def first(self, choice: AnswerChoice) -> dict[str, Any] | None:
         """Return the part that names the role."""
         return _part(choice, {"role": "assistant", "content": ""}, None, None)
 
-    def part(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+    def part(self, choice: AnswerChoice, delta: Delta) -> dict[str, Any] | None:
         """Return the part of a stream with a delta's text and calls."""
         tools, is_last = self._tools[choice.index], delta.finish_reason is not None
-        content, calls = tools.push(delta.text, is_last, delta.specials)
+        content, calls = self._push(choice, delta)
         if self._most_calls is not None:
             calls = [call for call in calls if call["index"] < self._most_calls]
         new: dict[str, Any] = {"content": content} if content else {}
@@ -51,17 +65,15 @@ class ChatForm:
             return None
         return _part(choice, new, self._logprobs(choice, delta), self._reason(tools, delta))
 
-    def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
+    def whole(self, choice: AnswerChoice, deltas: list[Delta]) -> dict[str, Any]:
         """Return a choice in one piece."""
         tools = self._tools[choice.index]
-        texts = [
-            tools.push(delta.text, delta.finish_reason is not None, delta.specials)[0]
-            for delta in deltas
-        ]
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts), "refusal": None}
-        if tools.calls:
-            calls = tools.calls[: self._most_calls]
-            message |= {"content": message["content"] or None, "tool_calls": calls}
+        for delta in deltas:
+            self._push(choice, delta)
+        content = "".join(self._contents[choice.index])
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if choice.message is not None:
+            message |= choice.message | {"content": content or None}
         assert choice.done is not None
         whole = Delta(entries=[entry for delta in deltas for entry in delta.entries])
         del whole.entries[len(choice.done.token_ids) :]  # tokens behind a stop string
@@ -72,17 +84,35 @@ class ChatForm:
             "finish_reason": self._reason(tools, deltas[-1]),
         }
 
-    def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+    def _push(self, choice: AnswerChoice, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
+        """Read a delta; return its content and calls. The last one gives the choice its message."""
+        tools, contents = self._tools[choice.index], self._contents[choice.index]
+        is_last = delta.finish_reason is not None
+        content, calls = tools.push(delta.text, is_last, delta.specials)
+        contents.append(content)
+        if is_last and tools.calls:
+            choice.message = {
+                "role": "assistant",
+                "content": "".join(contents),
+                "tool_calls": tools.calls[: self._most_calls],
+            }
+        return content, calls
+
+    def _logprobs(self, choice: AnswerChoice, delta: Delta) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
         return choice.log.chat(delta.entries, self._num_top)
 
     def _reason(self, tools: ToolCalls, delta: Delta) -> str | None:
-        return tools.finish_reason if delta.finish_reason == "stop" else delta.finish_reason
+        if delta.finish_reason != "stop":
+            return delta.finish_reason
+        # Of several calls where one is told, a later one may be cut off.
+        is_whole = self._most_calls is not None and len(tools.calls) > self._most_calls
+        return "tool_calls" if is_whole else tools.finish_reason
 
 
 def _part(
-    choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
+    choice: AnswerChoice, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
 ) -> dict[str, Any]:
     return {
         "index": choice.index,
@@ -164,7 +194,7 @@ def _unread(body: ChatRequest, template: str) -> list[str]:
 
 def routes(service: Service) -> APIRouter:
     """Return the route of chats."""
-    router = reading(service)
+    router = reading(service.read_aside)
 
     @router.post("/v1/chat/completions", summary="Answer a chat", responses=ANSWERS)
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -185,7 +215,12 @@ def routes(service: Service) -> APIRouter:
         generation = await call.generation(
             [messages_of(body.messages)], params, variables, notes_special="tools" in variables
         )
-        form = ChatForm(service.tokenizer, body, len(generation.choices))
+        (prompt,) = generation.order.prompts
+        ids = prompt.ids if isinstance(prompt, NextTurn) else prompt
+
+        def form() -> ChatForm:
+            return ChatForm(service.tokenizer, body, len(generation.choices), ids)
+
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         return await call.answer(generation, form, kind, "chatcmpl")
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from specpool.engine.texts import Prompt
 from specpool.sampling_params import SamplingParams
-from specpool.serve.api.choice import Choice, Delta
+from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import bad
 from specpool.serve.api.requests import CompletionRequest
 from specpool.serve.api.sampling import check_supported, params_of
@@ -28,19 +28,19 @@ class CompletionForm:
         """Write choices, each behind its text of `echoes`."""
         self._num_top, self._echoes = body.logprobs, echoes
 
-    def first(self, choice: Choice) -> dict[str, Any] | None:
+    def first(self, choice: AnswerChoice) -> dict[str, Any] | None:
         """Return the part with the echo of the prompt."""
         echo = self._echoes[choice.index]
         return _choice(choice, echo, None, None) if echo else None
 
-    def part(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+    def part(self, choice: AnswerChoice, delta: Delta) -> dict[str, Any] | None:
         """Return the part of a stream with a delta's text."""
         if not delta.text and delta.finish_reason is None and self._num_top is None:
             return None
         logprobs = self._logprobs(choice, delta)
         return _choice(choice, delta.text, logprobs, delta.finish_reason)
 
-    def whole(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
+    def whole(self, choice: AnswerChoice, deltas: list[Delta]) -> dict[str, Any]:
         """Return a choice in one piece."""
         assert choice.done is not None
         text = "".join(delta.text for delta in deltas)
@@ -50,7 +50,7 @@ class CompletionForm:
         text = self._echoes[choice.index] + text
         return _choice(choice, text, logprobs, deltas[-1].finish_reason)
 
-    def _logprobs(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, choice: AnswerChoice, delta: Delta) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
         echo_len = len(self._echoes[choice.index])
@@ -58,7 +58,7 @@ class CompletionForm:
 
 
 def _choice(
-    choice: Choice, text: str, logprobs: dict[str, Any] | None, reason: str | None
+    choice: AnswerChoice, text: str, logprobs: dict[str, Any] | None, reason: str | None
 ) -> dict[str, Any]:
     return {
         "index": choice.index,
@@ -82,7 +82,7 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
 
 def routes(service: Service) -> APIRouter:
     """Return the route of completions."""
-    router = reading(service)
+    router = reading(service.read_aside)
 
     @router.post("/v1/completions", summary="Go on with a text", responses=ANSWERS)
     async def complete(body: CompletionRequest, request: Request) -> Response:
@@ -104,11 +104,14 @@ def routes(service: Service) -> APIRouter:
             return params_of(body, min(wanted, room), body.logprobs, temperature)
 
         generation = await call.generation(prompts, params, {})
-        echoes = [""] * len(generation.choices)
-        if body.echo:
-            texts = [each if isinstance(each, str) else _text(service, each) for each in prompts]
-            echoes = [text for text in texts for _ in range(body.n or 1)]
-        form = CompletionForm(body, echoes)
+
+        def form() -> CompletionForm:
+            echoes = [""] * len(generation.choices)
+            if body.echo:
+                texts = [p if isinstance(p, str) else _text(service, p) for p in prompts]
+                echoes = [text for text in texts for _ in range(body.n or 1)]
+            return CompletionForm(body, echoes)
+
         return await call.answer(generation, form, "text_completion", "cmpl")
 
     return router

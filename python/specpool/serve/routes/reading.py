@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from email.message import Message
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,6 @@ from specpool.serve.api.reading import read
 
 if TYPE_CHECKING:
     from starlette.responses import Response
-
-    from specpool.serve.service import Service
 
 #: Bodies of so many bytes are read at once: a thread would cost more.
 _SHORT = 1 << 14
@@ -38,10 +36,14 @@ class _Read(Request):
         return self._content
 
 
-def reading(service: Service) -> APIRouter:
-    """Return a router whose routes take a model as their body, and read it in a thread."""
+def reading(aside: Callable[..., Awaitable[Any]]) -> APIRouter:
+    """Return a router whose routes take a model as their body, and read it in a thread.
 
-    class Reading(APIRoute):
+    Args:
+        aside: runs work in a thread, such as `Service.read_aside`.
+    """
+
+    class ReadingRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
             assert self.body_field is not None
@@ -53,12 +55,12 @@ def reading(service: Service) -> APIRouter:
                 if len(raw) <= _SHORT:
                     content = read(model, raw)
                 else:
-                    content = await service.read_aside(read, model, raw)
+                    content = await aside(read, model, raw)
                 return await handle(_Read(request, raw, content))
 
             return answer
 
-    return APIRouter(route_class=Reading)
+    return APIRouter(route_class=ReadingRoute)
 
 
 def _check_kind(content_type: str, raw: bytes) -> None:

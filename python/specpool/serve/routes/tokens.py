@@ -18,7 +18,7 @@ from specpool.serve.service import Service
 
 def routes(service: Service) -> APIRouter:
     """Return the routes of the tokenizer."""
-    router = reading(service)
+    router = reading(service.convert_aside)
 
     @router.post("/tokenize", summary="Turn a text or a chat into tokens")
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -37,7 +37,7 @@ def routes(service: Service) -> APIRouter:
                 0, prompt, adds_special=body.add_special_tokens, variables=variables
             )
 
-        ids = await service.aside(work)
+        ids = await service.convert_aside(work)
         most = service.client.ready.max_context_len
         content = {"count": len(ids), "max_model_len": most, "tokens": ids}
         return json_response(content, headers=ignored_header(sorted(body.model_extra or ())))
@@ -55,6 +55,6 @@ def routes(service: Service) -> APIRouter:
             return str(text)
 
         headers = ignored_header(sorted(body.model_extra or ()))
-        return json_response({"prompt": await service.aside(work)}, headers=headers)
+        return json_response({"prompt": await service.convert_aside(work)}, headers=headers)
 
     return router

@@ -1,39 +1,37 @@
 //! Makes one call on the model, and translates the ledger's answer into the model's words.
 
-use specpool_core::Error;
+use specpool_core::{Call, Error, Given};
 
 use super::{Model, Outcome, Refusal};
-use crate::op::{Given, Op};
 
 /// Makes the ledger's call on the model.
-pub(crate) fn ask(model: &mut Model, op: &Op) -> Outcome {
+pub(crate) fn ask(model: &mut Model, op: &Call<'_>) -> Outcome {
     match op {
-        Op::Admit => model.admit(),
-        Op::AdmitOn { prefix, len } => model.admit_on(*prefix, *len),
-        Op::Fork { row } => model.fork(*row),
-        Op::PinPrefix { row, len } => model.pin_prefix(*row, *len),
-        Op::ReleasePrefix { prefix } => model.release_prefix(*prefix),
-        Op::PrepareExtend { rows, new_lens, writes_draft } => model.prepare_extend(rows, new_lens, *writes_draft),
-        Op::PrepareDecode { rows, shapes, writes_draft } => model.prepare_decode(rows, shapes, *writes_draft),
-        Op::Launch { step } => model.launch(*step),
-        Op::Resolve { step, accept_lens } => model.resolve(*step, accept_lens),
-        Op::Complete { step } => model.complete(*step),
-        Op::Cancel { step } => model.cancel(*step),
-        Op::Abandon { step } => model.abandon(*step),
-        Op::Trim { row, len } => model.trim(*row, *len),
-        Op::EndTurn { row, len } => model.end_turn(*row, *len),
-        Op::Retract { row } | Op::Finish { row } | Op::Abort { row } => model.give_back(*row),
-        Op::TakeDelta { step } => model.take_delta(*step),
-        Op::AckDelta { step } => model.ack_delta(*step),
-        Op::Lend { .. } => Err(Refusal::Never("the world asks the model, with the names of the pages".into())),
-        Op::Rebind { row, start, end, pages } => model.rebind(*row, *start, *end, pages),
-        Op::AdmitLent { pages, len } => model.admit_lent(pages, *len),
-        Op::ReleaseLent { group, pages } => model.release_lent(*group, pages),
-        Op::Export { row } => model.export(*row),
-        Op::ImportRow { len, drafted } => model.import_row(*len, *drafted),
-        Op::Index { .. } | Op::AdmitCached { .. } | Op::Forget { .. } => {
-            Err(Refusal::Never("the model has no index".into()))
-        }
+        Call::Admit {} => model.admit(),
+        Call::AdmitOn { prefix, length } => model.admit_on(*prefix, *length),
+        Call::Fork { row } => model.fork(*row),
+        Call::PinPrefix { row, length } => model.pin_prefix(*row, *length),
+        Call::ReleasePrefix { prefix } => model.release_prefix(*prefix),
+        Call::PrepareExtend { rows, new_lens, writes_draft } => model.prepare_extend(rows, new_lens, *writes_draft),
+        Call::PrepareDecode { rows, shapes, writes_draft } => model.prepare_decode(rows, shapes, *writes_draft),
+        Call::Launch { step } => model.launch(*step),
+        Call::Resolve { step, accept_lens } => model.resolve(*step, accept_lens),
+        Call::Complete { step } => model.complete(*step),
+        Call::Cancel { step } => model.cancel(*step),
+        Call::Abandon { step } => model.abandon(*step),
+        Call::Trim { row, length } => model.trim(*row, *length),
+        Call::EndTurn { row, length } => model.end_turn(*row, *length),
+        Call::Retract { row } | Call::Finish { row } | Call::Abort { row } => model.give_back(*row),
+        Call::TakeDelta { step } => model.take_delta(*step),
+        Call::AckDelta { step } => model.ack_delta(*step),
+        Call::Lend { .. } => Err(Refusal::Never("the world asks the model, with the names of the pages".into())),
+        Call::Rebind { row, start, end, pages } => model.rebind(*row, *start, *end, pages),
+        Call::AdmitLent { length, pages } => model.admit_lent(pages, *length),
+        Call::ReleaseLent { group, pages } => model.release_lent(*group as usize, pages),
+        Call::Export { row } => model.export(*row),
+        Call::ImportRow { length, drafted_len } => model.import_row(*length, *drafted_len),
+        // The index, and what saves the whole state.
+        _ => Err(Refusal::Never(format!("the model has no {}", op.verb()))),
     }
 }
 
@@ -42,10 +40,10 @@ pub(crate) fn outcome(found: &Result<Given, Error>) -> Outcome {
     Err(match found {
         Ok(given) => {
             return Ok(match given {
-                Given::Done | Given::Delta(_) => 0,
+                Given::Nothing(()) | Given::Delta(_) => 0,
                 Given::Row(row) => row.0.into(),
                 Given::Prefix(prefix) => *prefix as i64,
-                Given::Len(len) => (*len).into(),
+                Given::Length(len) => (*len).into(),
                 Given::Plan(plan) => plan.step as i64,
             });
         }

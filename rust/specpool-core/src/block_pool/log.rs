@@ -6,7 +6,7 @@ use std::path::Path;
 use super::{BlockPool, BlockPoolConfig};
 use crate::error::{Error, Result};
 use crate::ledger::MAX_SALT;
-use crate::log::call::{Ints, Salt, Salted, list};
+use crate::log::argument::{Argument, Ints, SaltBytes, list};
 use crate::log::codec::{Bytes, Decoded, put_bytes, put_int, put_ints, put_text, put_varint};
 use crate::log::event_log::EventLog;
 use crate::log::log_header::{self, BLOCK_MAGIC, MAGIC, setting};
@@ -18,8 +18,8 @@ use crate::replay::log_reader::LogEnd;
 pub(super) enum BlockCall<'a> {
     Take { count: usize, hold: Ints<'a> },
     Drop { blocks: Ints<'a>, after: Option<u64> },
-    Put { anchor: Option<i32>, tokens: Ints<'a>, blocks: Ints<'a>, start: usize, salt: Salt<'a> },
-    Forget { salt: Option<Salt<'a>> },
+    Put { anchor: Option<i32>, tokens: Ints<'a>, blocks: Ints<'a>, start: usize, salt: SaltBytes<'a> },
+    Forget { salt: Option<SaltBytes<'a>> },
     Complete { step: u64 },
     Keep { blocks: Ints<'a> },
     Unkeep { blocks: Ints<'a> },
@@ -131,7 +131,7 @@ impl std::fmt::Display for BlockCall<'_> {
             }
             Self::Put { anchor, tokens, blocks, start, salt } => {
                 let (tokens, blocks) = (list(tokens, "tokens"), list(blocks, "blocks"));
-                write!(formatter, "{verb}({tokens}, {blocks}, start={start}{})", Salted(salt))?;
+                write!(formatter, "{verb}({tokens}, {blocks}, start={start}{})", Argument::MaybeSalt(salt))?;
                 anchor.map_or(Ok(()), |block| write!(formatter, " behind block {block}"))
             }
             Self::Forget { salt: Some(salt) } => write!(formatter, "{verb}(b\"{}\")", salt.escape_ascii()),

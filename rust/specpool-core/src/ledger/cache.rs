@@ -6,7 +6,7 @@ use super::Ledger;
 use super::share::Start;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::memory::{collected, gathered, room, with_room};
 use crate::state::group::GroupState;
 use crate::state::prefix_index::{NONE, PrefixIndex};
@@ -85,16 +85,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config)?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("example.txt")]
     /// let prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14];
     /// assert_eq!(ledger.index(row, &prompt, b"")?, 10);
     /// ledger.finish(row)?;
@@ -158,7 +149,8 @@ impl Ledger {
             self.touch(entry);
         }
         self.prune(parent);
-        self.note(&Event::Index { row, tokens, salt, len: len as i32 });
+        let call = Call::Index { row: row.0, tokens: tokens.into(), salt: salt.into() };
+        self.note(&call, &Given::Length(len as i32), None);
         Ok(len as i32)
     }
 
@@ -389,8 +381,10 @@ impl Ledger {
         self.gate()?;
         let hit = self.hit(tokens, salt, limit, needs_draft)?;
         let limit = self.limit(tokens, limit)?;
-        let row = self.new_row(self.starts(&hit)?, (hit.len, hit.drafted), tag, limit + salt.len(), Verb::Admit)?;
-        self.note(&Event::AdmitCached { tokens: &tokens[..limit], salt, needs_draft, row, tag });
+        let row =
+            self.new_row(self.starts(&hit)?, (hit.len, hit.drafted), tag, limit + salt.len(), Verb::AdmitCached)?;
+        let (tokens, salt, limit) = (tokens[..limit].into(), salt.into(), Some(limit as i32));
+        self.note(&Call::AdmitCached { tokens, salt, needs_draft, limit }, &Given::Row(row), tag);
         Ok(row)
     }
 
@@ -407,7 +401,8 @@ impl Ledger {
             let leaf = self.index.leaf_below(root);
             self.drop_entry(leaf, Verb::Forget);
         }
-        self.note(&Event::Forget { salt });
+        let call = salt.map_or(Call::ForgetAll {}, |salt| Call::Forget { salt: salt.into() });
+        self.note(&call, &Given::Nothing(()), None);
         Ok(())
     }
 

@@ -7,7 +7,7 @@ use super::Ledger;
 use super::share::Start;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::memory::{collected, gathered, with_room};
 use crate::state::lent_pages::Unnamed;
 use crate::verb::Verb;
@@ -28,16 +28,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config)?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("example.txt")]
     /// let pages = ledger.page_table(0)?.row(row)[..2].to_vec(); // what the cache notes for the first 8 tokens
     /// ledger.lend(row, 0, 8)?;
     /// ledger.finish(row)?;
@@ -75,7 +66,7 @@ impl Ledger {
             let protected = &mut self.groups[at].protected[row.at()];
             *protected = end.max(*protected);
         }
-        self.note(&Event::Lend { row, start, end });
+        self.note(&Call::Lend { row: row.0, start, end }, &Given::Nothing(()), None);
         Ok(())
     }
 
@@ -96,7 +87,7 @@ impl Ledger {
         self.gate()?;
         let row = self.rows.check_live(row.0)?;
         self.check_range(Verb::Rebind, row, start, end)?;
-        self.check_num_pages(Verb::Rebind, end - start, pages.len())?;
+        self.check_num_pages(Verb::Rebind.name(), end - start, pages.len())?;
         let mut rest = pages;
         for at in 0..self.groups.len() {
             let of_group;
@@ -135,7 +126,7 @@ impl Ledger {
             *protected = end.max(*protected);
         }
         self.set_idle(row, was_idle);
-        self.note(&Event::Rebind { row, start, end, pages });
+        self.note(&Call::Rebind { row: row.0, start, end, pages: pages.into() }, &Given::Nothing(()), None);
         Ok(())
     }
 
@@ -156,7 +147,7 @@ impl Ledger {
                 "admit_lent: length must be a multiple of {edge} up to {most}, got {len}"
             )));
         }
-        self.check_num_pages(Verb::Admit, len, pages.len())?;
+        self.check_num_pages("admit_lent", len, pages.len())?;
         let (mut rest, mut drafted) = (pages, len);
         let mut starts = with_room(self.groups.len(), "a row")?;
         for at in 0..self.groups.len() {
@@ -190,8 +181,8 @@ impl Ledger {
             let shared = collected(held.iter().map(|&page| Page(page)), "the pages of a row")?;
             starts.push(Start { evicted: (gone as i64 * page_size) as i32, shared, tail: None });
         }
-        let row = self.new_row(starts, (len, drafted), tag, pages.len(), Verb::Admit)?;
-        self.note(&Event::AdmitLent { pages, len, row, tag });
+        let row = self.new_row(starts, (len, drafted), tag, pages.len(), Verb::AdmitLent)?;
+        self.note(&Call::AdmitLent { length: len, pages: pages.into() }, &Given::Row(row), tag);
         Ok(row)
     }
 
@@ -211,7 +202,7 @@ impl Ledger {
             let released = self.groups[group].pool.release_lent(Page(page), completed, Verb::ReleaseLent);
             released.map_err(|record| self.page_error(group, record))?;
         }
-        self.note(&Event::ReleaseLent { group, pages });
+        self.note(&Call::ReleaseLent { group: group as i32, pages: pages.into() }, &Given::Nothing(()), None);
         Ok(())
     }
 
@@ -228,12 +219,11 @@ impl Ledger {
         (i64::from(len) / self.groups[group].page_size) as usize
     }
 
-    fn check_num_pages(&self, verb: Verb, len: i32, given: usize) -> Result<()> {
+    fn check_num_pages(&self, verb: &str, len: i32, given: usize) -> Result<()> {
         let needed: usize = (0..self.groups.len()).map(|at| self.num_columns(at, len)).sum();
         if given == needed {
             return Ok(());
         }
-        let verb = if verb == Verb::Admit { "admit_lent" } else { verb.name() };
         Err(Error::Shape(format!("{verb}: {len} tokens are {needed} pages of all groups, got {given}")))
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::Ledger;
 use crate::error::{Error, Result};
 use crate::ids::Row;
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::state::group::Fence;
 use crate::state::step::{Plan, StepKind, StepRecord};
 use crate::verb::Verb;
@@ -33,7 +33,7 @@ impl Ledger {
             self.launch_copies(step);
         }
         self.steps.launch_next();
-        self.note(&Event::Launch { step });
+        self.note(&Call::Launch { step }, &Given::Nothing(()), None);
         Ok(())
     }
 
@@ -93,7 +93,7 @@ impl Ledger {
         };
         self.rows.resolve_rounds(&plan, counted, &self.shapes);
         self.steps.set_resolved(step);
-        self.note(&Event::Resolve { step, accept_lens: counted });
+        self.note(&Call::Resolve { step, accept_lens: counted.into() }, &Given::Nothing(()), None);
         self.lanes = standing;
         Ok(())
     }
@@ -137,7 +137,7 @@ impl Ledger {
         for group in &mut self.groups {
             group.pool.complete(completed);
         }
-        self.note(&Event::Complete { step });
+        self.note(&Call::Complete { step }, &Given::Nothing(()), None);
         Ok(())
     }
 
@@ -150,16 +150,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config)?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("example.txt")]
     /// let before = ledger.state_hash();
     /// let plan = ledger.prepare_decode(&[row.0], &[1], true)?;
     /// ledger.cancel(plan.step)?; // the forward is not run after all
@@ -209,7 +200,7 @@ impl Ledger {
         }
         self.put_copies_back(before.copies);
         self.drop_orphan_copies(Verb::Cancel);
-        self.note(&Event::Cancel { step });
+        self.note(&Call::Cancel { step }, &Given::Nothing(()), None);
         Ok(())
     }
 
@@ -223,16 +214,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config)?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("example.txt")]
     /// let plan = ledger.prepare_decode(&[row.0], &[1], true)?;
     /// ledger.launch(plan.step)?;
     /// ledger.abandon(plan.step)?; // the kernel failed: its rows are gone, and it may still write their pages
@@ -256,7 +238,7 @@ impl Ledger {
         self.lanes = rows;
         dropped?;
         self.steps.set_abandoned(step);
-        self.note(&Event::Abandon { step });
+        self.note(&Call::Abandon { step }, &Given::Nothing(()), None);
         Ok(())
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::Ledger;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, ceil_align};
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::memory::{collected, copied, filled, room, with_room};
 use crate::shape::runs;
 use crate::state::group::GroupState;
@@ -89,16 +89,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config)?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("example.txt")]
     /// let (required, free) = (ledger.tokens_required(&[row.0], &[1])?, ledger.free_pages(0)?);
     /// ledger.prepare_decode(&[row.0], &[1], true)?;
     /// assert_eq!(required[0], 4 * (free - ledger.free_pages(0)?) as i64); // pages of 4 slots
@@ -153,6 +144,48 @@ impl Ledger {
         Ok(self.groups.iter().map(pages).collect())
     }
 
+    /// The pages of each group that rows of `lens` tokens hold or need for themselves, each for a round of its shape
+    /// (an index into [`Ledger::shapes`]) after it has grown by up to `growth` tokens: `[lanes * groups]`, lane by lane.
+    /// In a full group it is [`pages_needed`](Self::pages_needed) of the roots `[len, len + growth]`, cut to the
+    /// context. In a window group it is the most that the row holds without the chunk of an extend: one extend runs at
+    /// a time, so an admission counts its chunk once for all rows. O(lanes * groups).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless `growth >= 0` and each length is in `0..L`, or for an unknown shape;
+    /// [`Error::OutOfMemory`].
+    pub fn pages_ahead(&self, lens: &[i32], shapes: &[i32], growth: i32) -> Result<Vec<i64>> {
+        if lens.len() != shapes.len() {
+            return Err(Error::Shape(format!("{} lengths, {} shapes", lens.len(), shapes.len())));
+        }
+        if growth < 0 {
+            return Err(Error::Shape(format!("growth must be at least 0, got {growth}")));
+        }
+        if let Some(&len) = lens.iter().find(|&&len| len < 0 || len >= self.max_context_len) {
+            return Err(Error::Shape(format!("length {len} is not in 0..{}", self.max_context_len)));
+        }
+        if let Some(&shape) = shapes.iter().find(|&&shape| shape < 0 || shape as usize >= self.shapes.len()) {
+            return Err(Error::Shape(format!("shape {shape} is not in 0..{}", self.shapes.len())));
+        }
+        let num_groups = self.groups.len();
+        let mut pages = filled(0, lens.len() * num_groups, "the pages of rows")?;
+        for (at, group) in self.groups.iter().enumerate() {
+            let behind = group.spec.window.map(|window| {
+                let ahead = sizing::most_ahead(&group.reserves, &self.shapes, 0, self.overlap_depth.into());
+                sizing::window_pages(group.page_size, window, group.spec.sink, ahead)
+            });
+            let cells = pages.iter_mut().skip(at).step_by(num_groups);
+            for ((&len, &shape), cell) in lens.iter().zip(shapes).zip(cells) {
+                let hi = len.saturating_add(growth).min(self.max_context_len - 1).into();
+                let reserve = &group.reserves[shape as usize];
+                *cell = match behind {
+                    None => reserve.pages(len.into(), hi),
+                    Some(most) => reserve.pages(0, hi).min(most),
+                };
+            }
+        }
+        Ok(pages)
+    }
+
     /// Prepares one round of each row, each with its own shape (an index into [`Ledger::shapes`]). `writes_draft` says
     /// whether the round also writes the draft KV of the tokens that it accepts.
     ///
@@ -165,16 +198,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config)?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("example.txt")]
     /// // With overlap the next round is prepared before the previous one is resolved.
     /// let first = ledger.prepare_decode(&[row.0], &[1], true)?;
     /// ledger.launch(first.step)?;
@@ -384,7 +408,12 @@ impl Ledger {
         plan.page_copies.extend(copies.iter().map(|copy| copy.copy));
         let plan = Arc::new(plan);
         self.steps.push(Arc::clone(&plan), Before { drafted, idle, copies });
-        self.note(&Event::Prepare { plan: &plan });
+        let (rows, writes_draft) = (plan.rows.as_slice().into(), plan.writes_draft);
+        let call = match plan.kind {
+            StepKind::Extend => Call::PrepareExtend { rows, new_lens: plan.new_len.as_slice().into(), writes_draft },
+            StepKind::Decode => Call::PrepareDecode { rows, shapes: plan.shapes.as_slice().into(), writes_draft },
+        };
+        self.note(&call, &Given::Plan(Arc::clone(&plan)), None);
         Ok(plan)
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use super::Ledger;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::ids::{Page, Row};
-use crate::memory::{collected, gathered};
+use crate::ids::{Page, Row, ceil_div};
+use crate::memory::{collected, filled, gathered};
 use crate::shape::Shape;
 use crate::state::group::{Group, GroupState};
 use crate::state::page_pool::PageRecord;
@@ -140,6 +140,44 @@ impl Ledger {
     /// As [`Ledger::group_spec`].
     pub fn reclaimable_pages(&self, group: usize) -> Result<usize> {
         Ok(self.group(group)?.pool.num_reclaimable())
+    }
+
+    /// Pages of each group that these rows hold, and how many of them are shared: two times `[lanes * groups]`, lane by
+    /// lane. A row holds no page twice, but two rows may hold the same shared page. O(rows + lanes * groups).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a row that is not admitted or is named twice; [`Error::OutOfMemory`].
+    pub fn held_pages(&self, rows: &[i32]) -> Result<(Vec<i64>, Vec<i64>)> {
+        self.check_rows(rows, "rows", rows.len())?;
+        let num_groups = self.groups.len();
+        let mut held = filled(0, rows.len() * num_groups, "the pages of rows")?;
+        let mut shared = filled(0, rows.len() * num_groups, "the pages of rows")?;
+        for (at, group) in self.groups.iter().enumerate() {
+            let size = group.page_size;
+            for (lane, &row) in rows.iter().enumerate() {
+                let row = row as usize;
+                let evicted = i64::from(group.evicted[row]) / size;
+                // The pages of the sink lie before those that the window has passed.
+                let sinks = ceil_div(group.spec.sink, size).min(evicted);
+                let protected = ceil_div(group.protected[row].into(), size);
+                held[lane * num_groups + at] = i64::from(group.allocated[row]) / size - evicted + sinks;
+                shared[lane * num_groups + at] = (protected - evicted).max(0) + protected.min(sinks);
+            }
+        }
+        Ok((held, shared))
+    }
+
+    /// Pages of each group, 0 or 1, of which the first `len` tokens of a row fill only a part. A row that begins with
+    /// as many tokens of another one's text copies these pages.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a negative length; [`Error::OutOfMemory`].
+    pub fn tail_pages(&self, len: i32) -> Result<Vec<i64>> {
+        if len < 0 {
+            return Err(Error::Shape(format!("length must be at least 0, got {len}")));
+        }
+        let is_partial = |group: &GroupState| i64::from(i64::from(len) % group.page_size != 0);
+        collected(self.groups.iter().map(is_partial), "the pages of a length")
     }
 
     /// The ownership map's line for a page: state, owner, birth step, last verb.

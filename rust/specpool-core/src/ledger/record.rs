@@ -7,9 +7,8 @@ use super::prepare::each_growing_lane;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::ids::Row;
-use crate::log::call::Call;
+use crate::log::call::{Call, Given};
 use crate::log::codec::{put_text, put_varint};
-use crate::log::event::Event;
 use crate::log::event_log::EventLog;
 use crate::state::config::LedgerConfig;
 use crate::state::step::Plan;
@@ -70,56 +69,61 @@ impl Ledger {
         self.recorder.flush_if_full()
     }
 
-    /// Notes a state-changing verb that succeeded.
-    pub(super) fn note(&mut self, event: &Event<'_>) {
+    /// Notes a call that succeeded, what it gave, and the tag of the row that it gave.
+    pub(super) fn note(&mut self, call: &Call<'_>, given: &Given, tag: Option<&str>) {
+        self.note_with(call, given, |aside| {
+            if let Some(tag) = tag {
+                put_text(aside, tag);
+            }
+        });
+    }
+
+    /// Notes the snapshot that was taken or restored.
+    pub(super) fn note_snapshot(&mut self, call: &Call<'_>, number: u64) {
+        self.note_with(call, &Given::Nothing(()), |aside| put_varint(aside, number));
+    }
+
+    fn note_with(&mut self, call: &Call<'_>, given: &Given, put_aside: impl FnOnce(&mut Vec<u8>)) {
         let Some(before) = self.recorder.digest else { return };
         let mut bytes = std::mem::take(&mut self.recorder.bytes);
         bytes.clear();
-        Call::from(*event).encode(&mut bytes);
-        let after = self.digest_after(before, event, &bytes);
+        call.encode(&mut bytes);
+        let after = self.digest_after(before, call, given, &bytes);
         if let Some(log) = &mut self.recorder.log {
             let aside = &mut self.recorder.aside;
             aside.clear();
-            match *event {
-                Event::Admit { tag: Some(tag), .. }
-                | Event::AdmitCached { tag: Some(tag), .. }
-                | Event::AdmitLent { tag: Some(tag), .. }
-                | Event::ImportRow { tag: Some(tag), .. }
-                | Event::Fork { tag: Some(tag), .. } => put_text(aside, tag),
-                Event::Snapshot { number } | Event::Restore { number } => put_varint(aside, number),
-                _ => {}
-            }
+            put_aside(aside);
             log.push(&bytes, aside, before, after);
         }
         self.recorder.digest = Some(after);
         self.recorder.bytes = bytes;
     }
 
-    /// Hashes the call, then the ids that it gave: rows, prefixes, steps, lengths cut to, and pages in the order of
-    /// groups, lanes and columns. A snapshot leaves the digest as it is, so that one rank may take one.
-    fn digest_after(&self, mut digest: Digest, event: &Event<'_>, call: &[u8]) -> Digest {
-        if matches!(event, Event::Snapshot { .. }) {
+    /// Hashes the call's bytes, then the ids that it gave: rows, prefixes, steps, lengths cut to, and pages in the
+    /// order of groups, lanes and columns. A snapshot leaves the digest as it is, so that one rank may take one.
+    fn digest_after(&self, mut digest: Digest, call: &Call<'_>, given: &Given, bytes: &[u8]) -> Digest {
+        if matches!(call, Call::Snapshot {}) {
             return digest;
         }
-        digest.bytes(call);
-        match *event {
-            Event::Admit { prefix: 0, row, .. } | Event::AdmitLent { row, .. } => digest.word(row.0 as u64),
-            Event::Admit { row, .. }
-            | Event::AdmitCached { row, .. }
-            | Event::Fork { row, .. }
-            | Event::ImportRow { row, .. } => {
+        digest.bytes(bytes);
+        match given {
+            Given::Row(row) => {
                 digest.word(row.0 as u64);
-                for group in &self.groups {
-                    let columns = i64::from(group.allocated[row.at()]) / group.page_size;
-                    digest.ints(&group.table.row(row)[..columns as usize]);
+                // An admitted row has no pages yet, and the caller names those of a lent one.
+                if !matches!(call, Call::Admit {} | Call::AdmitLent { .. }) {
+                    for group in &self.groups {
+                        let columns = i64::from(group.allocated[row.at()]) / group.page_size;
+                        digest.ints(&group.table.row(*row)[..columns as usize]);
+                    }
                 }
             }
-            Event::PinPrefix { prefix, .. } | Event::Export { prefix, .. } => digest.word(prefix),
-            Event::Prepare { plan } => self.hash_claim(&mut digest, plan),
-            Event::Cut { resolved, .. } => digest.word(resolved as u64),
-            Event::Index { len, .. } => digest.word(len as u64),
-            Event::Restore { .. } => digest.word(self.state_hash()),
-            _ => {}
+            Given::Prefix(prefix) => digest.word(*prefix),
+            Given::Length(length) => digest.word(*length as u64),
+            Given::Plan(plan) => self.hash_claim(&mut digest, plan),
+            Given::Nothing(()) | Given::Delta(_) => {}
+        }
+        if matches!(call, Call::Restore {}) {
+            digest.word(self.state_hash());
         }
         digest
     }
@@ -221,25 +225,25 @@ mod tests {
     #[test]
     fn the_ids_that_a_call_gave_enter_the_digest() {
         let ledger = ledger();
-        let given = |event: Event<'_>| {
+        let hashed = |call: Call<'_>, given: Given| {
             let mut expected = Digest::new();
             expected.bytes(b"call");
-            let got = ledger.digest_after(Digest::new(), &event, b"call");
+            let digest = ledger.digest_after(Digest::new(), &call, &given, b"call");
             move |words: &[u64]| {
                 for &word in words {
                     expected.word(word);
                 }
-                assert_eq!(got, expected);
+                assert_eq!(digest, expected);
             }
         };
         let row = Row(2);
-        given(Event::Admit { prefix: 0, len: 0, row, tag: None })(&[2]);
-        given(Event::Fork { parent: Row(1), row, tag: None })(&[2, 0]);
-        given(Event::PinPrefix { row, len: 9, prefix: 5 })(&[5]);
-        given(Event::Export { row, prefix: 6 })(&[6]);
-        given(Event::ImportRow { len: 9, drafted: 4, row, tag: None })(&[2, 0]);
-        given(Event::Cut { verb: Verb::Trim, row, len: 9, resolved: 8 })(&[8]);
-        given(Event::GiveBack { verb: Verb::Finish, row })(&[]);
+        hashed(Call::Admit {}, Given::Row(row))(&[2]);
+        hashed(Call::Fork { row: 1 }, Given::Row(row))(&[2, 0]);
+        hashed(Call::PinPrefix { row: 2, length: 9 }, Given::Prefix(5))(&[5]);
+        hashed(Call::Export { row: 2 }, Given::Prefix(6))(&[6]);
+        hashed(Call::ImportRow { length: 9, drafted_len: 4 }, Given::Row(row))(&[2, 0]);
+        hashed(Call::Trim { row: 2, length: 9 }, Given::Length(8))(&[8]);
+        hashed(Call::Finish { row: 2 }, Given::Nothing(()))(&[]);
     }
 
     #[test]

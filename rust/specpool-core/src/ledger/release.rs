@@ -4,7 +4,7 @@
 use super::Ledger;
 use crate::error::{Error, Result};
 use crate::ids::Row;
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::state::group::Fence;
 use crate::verb::Verb;
 
@@ -29,16 +29,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config)?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("example.txt")]
     /// assert_eq!(ledger.trim(row, 6)?, 6); // the user has edited the text behind 6 tokens
     /// let plan = ledger.prepare_extend(&[row.0], &[9], true)?; // feed the tokens from there
     /// assert_eq!((plan.start[0], plan.new_len[0]), (6, 9));
@@ -47,7 +38,7 @@ impl Ledger {
     pub fn trim(&mut self, row: Row, len: i32) -> Result<i32> {
         self.gate()?;
         let resolved = self.cut(row, len, Verb::Trim)?;
-        self.note(&Event::Cut { verb: Verb::Trim, row, len, resolved });
+        self.note(&Call::Trim { row: row.0, length: len }, &Given::Length(resolved), None);
         Ok(resolved)
     }
 
@@ -61,16 +52,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config)?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("example.txt")]
     /// ledger.end_turn(row, 10)?; // the client has read it all and may come back
     /// assert!(ledger.idle()[row.at()]);
     /// assert_eq!(ledger.reclaimable_pages(0)?, 3); // what dropping the session would free
@@ -97,7 +79,7 @@ impl Ledger {
         self.rows.set_checkpoint(row, Some(resolved));
         self.set_idle(row, true);
         self.drop_orphan_copies(Verb::EndTurn);
-        self.note(&Event::Cut { verb: Verb::EndTurn, row, len, resolved });
+        self.note(&Call::EndTurn { row: row.0, length: len }, &Given::Length(resolved), None);
         Ok(resolved)
     }
 
@@ -106,7 +88,7 @@ impl Ledger {
     /// # Errors
     /// [`Error::Shape`] when the row is not admitted.
     pub fn retract(&mut self, row: Row) -> Result<()> {
-        self.give_back(row, Verb::Retract)
+        self.give_back(row, &Call::Retract { row: row.0 })
     }
 
     /// Takes everything from a row whose request is done.
@@ -114,7 +96,7 @@ impl Ledger {
     /// # Errors
     /// [`Error::Shape`] when the row is not admitted.
     pub fn finish(&mut self, row: Row) -> Result<()> {
-        self.give_back(row, Verb::Finish)
+        self.give_back(row, &Call::Finish { row: row.0 })
     }
 
     /// Takes everything from a row whose request was given up.
@@ -122,15 +104,15 @@ impl Ledger {
     /// # Errors
     /// [`Error::Shape`] when the row is not admitted.
     pub fn abort(&mut self, row: Row) -> Result<()> {
-        self.give_back(row, Verb::Abort)
+        self.give_back(row, &Call::Abort { row: row.0 })
     }
 
-    fn give_back(&mut self, row: Row, verb: Verb) -> Result<()> {
+    fn give_back(&mut self, row: Row, call: &Call<'_>) -> Result<()> {
         self.gate()?;
         let row = self.rows.check_live(row.0)?;
         self.check_give_back(row)?;
-        self.drop_row(row, verb)?;
-        self.note(&Event::GiveBack { verb, row });
+        self.drop_row(row, call.verb())?;
+        self.note(call, &Given::Nothing(()), None);
         Ok(())
     }
 

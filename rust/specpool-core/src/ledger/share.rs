@@ -7,7 +7,7 @@ use super::Ledger;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, ceil_align};
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::memory::{copied, room, with_room};
 use crate::state::group::{Columns, GroupState};
 use crate::state::page_copy::{PageCopy, TailCopy};
@@ -72,16 +72,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config)?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("example.txt")]
     /// let system_prompt = ledger.pin_prefix(row, 10)?;
     /// assert_eq!(ledger.prefix_len(system_prompt)?, 8); // whole pages
     /// ledger.finish(row)?;
@@ -150,7 +141,7 @@ impl Ledger {
         let prefix = self.next_prefix;
         self.next_prefix += 1;
         self.prefixes.push((prefix, Prefix { len: length, drafted: self.rows.drafted[at].min(length), pages }));
-        self.note(&Event::PinPrefix { row, len, prefix });
+        self.note(&Call::PinPrefix { row: row.0, length: len }, &Given::Prefix(prefix), None);
         Ok(prefix)
     }
 
@@ -174,7 +165,7 @@ impl Ledger {
                 released.map_err(|record| self.page_error(at, record))?;
             }
         }
-        self.note(&Event::ReleasePrefix { prefix });
+        self.note(&Call::ReleasePrefix { prefix }, &Given::Nothing(()), None);
         Ok(())
     }
 
@@ -189,16 +180,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config)?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("example.txt")]
     /// let prefix = ledger.pin_prefix(row, 8)?;
     /// let other = ledger.admit_on(prefix, Some(6), Some("request-2"))?; // six of the eight tokens are its own too
     /// let plan = ledger.prepare_extend(&[other.0], &[20], true)?;
@@ -234,8 +216,8 @@ impl Ledger {
             let page = |column: usize| pages.held[if column < sinks { column } else { column - first + sinks }];
             starts.push(Self::start(group, evicted, len, page)?);
         }
-        let row = self.new_row(starts, (len, drafted.min(len)), tag, 0, Verb::Admit)?;
-        self.note(&Event::Admit { prefix, len, row, tag });
+        let row = self.new_row(starts, (len, drafted.min(len)), tag, 0, Verb::AdmitOn)?;
+        self.note(&Call::AdmitOn { prefix, length: Some(len) }, &Given::Row(row), tag);
         Ok(row)
     }
 
@@ -249,16 +231,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config)?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("example.txt")]
     /// let twin = ledger.fork(row, Some("second sample"))?; // two answers to one prompt
     /// let (pages, twins) = (ledger.page_table(0)?.row(row), ledger.page_table(0)?.row(twin));
     /// assert_eq!(pages[..2], twins[..2]); // 8 of the 10 tokens lie on common pages
@@ -285,7 +258,7 @@ impl Ledger {
             let whole = i64::from(len) / group.page_size * group.page_size;
             group.protected[at] = group.protected[at].max(whole as i32);
         }
-        self.note(&Event::Fork { parent, row, tag });
+        self.note(&Call::Fork { row: parent.0 }, &Given::Row(row), tag);
         Ok(row)
     }
 

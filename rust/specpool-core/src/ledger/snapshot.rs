@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::Ledger;
 use crate::error::{Error, Result};
 use crate::ids::Row;
-use crate::log::event::Event;
+use crate::log::call::Call;
 use crate::memory::{copied, with_room};
 use crate::verb::Verb;
 
@@ -34,16 +34,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config)?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("example.txt")]
     /// let snapshot = ledger.snapshot()?;
     /// ledger.finish(row)?;
     /// ledger.restore(&snapshot)?;
@@ -57,7 +48,7 @@ impl Ledger {
         self.snapshots += 1;
         let number = self.snapshots;
         state.snapshots = number;
-        self.note(&Event::Snapshot { number });
+        self.note_snapshot(&Call::Snapshot {}, number);
         Ok(Snapshot { state, number, log: self.recorder.log_identity().cloned() })
     }
 
@@ -136,7 +127,7 @@ impl Ledger {
         self.index = index;
         self.feed.iter_mut().for_each(|feed| feed.cut_all(&self.rows.resolved));
         self.next_prefix = self.next_prefix.max(state.next_prefix);
-        self.note(&Event::Restore { number: snapshot.number });
+        self.note_snapshot(&Call::Restore {}, snapshot.number);
         Ok(())
     }
 

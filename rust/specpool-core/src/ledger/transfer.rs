@@ -8,7 +8,7 @@ use super::Ledger;
 use super::share::{Prefix, PrefixPages, pages_of};
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, ceil_align};
-use crate::log::event::Event;
+use crate::log::call::{Call, Given};
 use crate::memory::{room, with_room};
 use crate::verb::Verb;
 
@@ -36,16 +36,7 @@ impl Ledger {
     ///
     /// # Examples
     /// ```
-    /// # use specpool_core::{Group, Layout, Ledger, LedgerConfig, Shape};
-    /// # let (name, layout, window) = ("kv".into(), Layout::Dense, None);
-    /// # let group = Group { name, page_size: 4, num_pages: 64, hosts_drafts: true, layout, window, sink: 0 };
-    /// # let chain = Shape::eagle(3, 1, 4)?;
-    /// # let config = LedgerConfig { overlap_depth: 1, ..LedgerConfig::new(vec![group], vec![chain], 8, 100) };
-    /// # let mut ledger = Ledger::new(config.clone())?;
-    /// # let row = ledger.admit(None)?;
-    /// # let prefill = ledger.prepare_extend(&[row.0], &[10], true)?;
-    /// # ledger.launch(prefill.step)?;
-    /// # ledger.complete(prefill.step)?;
+    #[doc = include_str!("example.txt")]
     /// let export = ledger.export(row)?; // the row is free; its three pages are not
     /// assert_eq!((ledger.prefix_len(export)?, ledger.free_pages(0)?), (10, 61));
     /// let sent = ledger.prefix_pages(export, 0)?.pages.len(); // read them, and send them with the lengths
@@ -86,7 +77,7 @@ impl Ledger {
         self.next_prefix += 1;
         self.prefixes.push((prefix, Prefix { len, drafted: self.rows.drafted[at].min(len), pages }));
         self.drop_row(row, Verb::Export)?;
-        self.note(&Event::Export { row, prefix });
+        self.note(&Call::Export { row: row.0 }, &Given::Prefix(prefix), None);
         Ok(prefix)
     }
 
@@ -135,7 +126,7 @@ impl Ledger {
         }
         self.rows.set_resolved(row, len);
         self.rows.drafted[row.at()] = drafted;
-        self.note(&Event::ImportRow { len, drafted, row, tag });
+        self.note(&Call::ImportRow { length: len, drafted_len: drafted }, &Given::Row(row), tag);
         Ok(row)
     }
 

@@ -143,18 +143,10 @@ fn decode(
     let (call, len) = Call::decode(body, max_lanes, max_tokens, max_pages)?;
     let mut aside = Bytes::new(&body[len..]);
     let (mut tag, mut snapshot) = (None, 0);
-    match call {
-        Call::Admit { .. }
-        | Call::AdmitCached { .. }
-        | Call::AdmitLent { .. }
-        | Call::Fork { .. }
-        | Call::ImportRow { .. }
-            if !aside.rest().is_empty() =>
-        {
-            tag = Some(aside.text()?);
-        }
-        Call::Snapshot | Call::Restore => snapshot = aside.varint()?,
-        _ => {}
+    if matches!(call, Call::Snapshot {} | Call::Restore {}) {
+        snapshot = aside.varint()?;
+    } else if call.is_tagged() && !aside.rest().is_empty() {
+        tag = Some(aside.text()?);
     }
     match aside.rest().len() {
         0 => Ok((call, tag, snapshot)),

@@ -7,10 +7,65 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::ids::Row;
 use crate::ledger::{Ledger, Snapshot};
-use crate::log::call::Call;
+use crate::log::call::{Call, Given};
 use crate::replay::log_reader::{LogEnd, LogReader, Record};
 use crate::state::config::LedgerConfig;
 use crate::state::step::Plan;
+use crate::verb::verbs;
+
+/// The snapshots that a log's ledger took, by number: any may be restored later.
+#[derive(Debug, Default)]
+pub struct Snapshots {
+    taken: BTreeMap<u64, Snapshot>,
+    /// The number that the record has beside its call.
+    number: u64,
+}
+
+impl Snapshots {
+    fn take(&mut self, ledger: &mut Ledger) -> Result<()> {
+        self.taken.insert(self.number, ledger.snapshot()?);
+        Ok(())
+    }
+
+    fn restore(&self, ledger: &mut Ledger) -> Result<()> {
+        let number = self.number;
+        let foreign = || Error::Record(format!("snapshot {number} is not of this log: another ledger took it"));
+        ledger.restore(self.taken.get(&number).ok_or_else(foreign)?)
+    }
+}
+
+macro_rules! derive_run {
+    (
+        ($ledger:ident, $tag:ident, $snapshots:ident)
+        logged { $(
+            $(#[$doc:meta])* $call:ident { $($argument:ident: $kind:ident),* }
+            in $byte:literal $(or $with:literal if $flag:ident, default $default:literal)?
+            $(and $extra:ident: $extra_type:ty = $read:expr,)?
+            named $name:literal gives $given:ident shown $text:literal runs $run:expr;
+        )* }
+        unlogged { $(
+            $(#[$more_doc:meta])* $more:ident { $($more_argument:ident: $more_kind:ident),* }
+            named $more_name:literal gives $more_given:ident shown $more_text:literal runs $more_run:expr;
+        )* }
+        of_pools $of_pools:tt
+    ) => {
+        impl Call<'_> {
+            /// Makes the call on a ledger. A row that it gives gets the tag. `snapshots` are those of the log that is
+            /// replayed; without a log, the default has none.
+            ///
+            /// # Errors
+            /// The verb's own refusal, which changes nothing.
+            pub fn run(&self, $ledger: &mut Ledger, $tag: Option<&str>, $snapshots: &mut Snapshots) -> Result<Given> {
+                match self {
+                    $(Self::$call { $($argument,)* $($flag,)? $($extra,)? } => $run.map(Given::$given),)*
+                    $(Self::$more { $($more_argument,)* } => $more_run.map(Given::$more_given),)*
+                }
+            }
+        }
+    };
+}
+
+verbs!(derive_run);
 
 /// A log that is being run. The caller holds the ledger.
 ///
@@ -38,8 +93,7 @@ use crate::state::step::Plan;
 /// ```
 pub struct Replay {
     reader: LogReader,
-    /// All snapshots that were taken, by number: any may be restored later.
-    snapshots: BTreeMap<u64, Snapshot>,
+    snapshots: Snapshots,
 }
 
 /// One event that was run again.
@@ -47,33 +101,29 @@ pub struct Replay {
 pub struct Run {
     /// The record of the log.
     pub record: Record,
-    /// The plan that a prepare gave.
-    pub plan: Option<Arc<Plan>>,
-    /// What another verb gave: a row (admit, `admit_cached`, fork, `import_row`), a prefix (`pin_prefix`, export), a length (trim, `end_turn`, index).
-    pub given: Option<u64>,
+    /// What it gave.
+    pub given: Given,
 }
 
 impl Run {
+    /// The plan that a prepare gave.
+    #[must_use]
+    pub fn plan(&self) -> Option<&Arc<Plan>> {
+        if let Given::Plan(plan) = &self.given { Some(plan) } else { None }
+    }
+
     /// The step that the event is about, if any.
     #[must_use]
     pub fn step(&self) -> Option<u64> {
-        self.plan.as_ref().map(|plan| plan.step).or_else(|| self.record.call.step())
+        self.plan().map(|plan| plan.step).or_else(|| self.record.call.step())
     }
 
-    /// The rows that the event is about: those of its call, those of its step's plan, or the one that it gave.
+    /// The rows that the event is about: those that its call names, and the one that it gave.
     #[must_use]
     pub fn rows(&self) -> Vec<i32> {
         let mut rows = self.record.call.rows().to_vec();
-        if let (
-            Call::Admit { .. }
-            | Call::AdmitCached { .. }
-            | Call::AdmitLent { .. }
-            | Call::Fork { .. }
-            | Call::ImportRow { .. },
-            Some(row),
-        ) = (&self.record.call, self.given)
-        {
-            rows.push(row as i32);
+        if let Given::Row(row) = self.given {
+            rows.push(row.0);
         }
         rows
     }
@@ -82,20 +132,13 @@ impl Run {
 impl std::fmt::Display for Run {
     /// The call and what it gave: `prepare_decode([1, 2], [1, 1]) -> step 9`.
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let what = match self.record.call {
-            Call::Admit { .. }
-            | Call::AdmitCached { .. }
-            | Call::AdmitLent { .. }
-            | Call::Fork { .. }
-            | Call::ImportRow { .. } => "row ",
-            Call::PinPrefix { .. } | Call::Export { .. } => "prefix ",
-            _ => "",
-        };
         write!(formatter, "{}", self.record.call)?;
-        match (&self.plan, self.given) {
-            (Some(plan), _) => write!(formatter, " -> step {}", plan.step),
-            (None, Some(given)) => write!(formatter, " -> {what}{given}"),
-            (None, None) => Ok(()),
+        match &self.given {
+            Given::Row(row) => write!(formatter, " -> row {}", row.0),
+            Given::Prefix(prefix) => write!(formatter, " -> prefix {prefix}"),
+            Given::Length(length) => write!(formatter, " -> {length}"),
+            Given::Plan(plan) => write!(formatter, " -> step {}", plan.step),
+            Given::Nothing(()) | Given::Delta(_) => Ok(()),
         }
     }
 }
@@ -106,7 +149,7 @@ impl Replay {
     /// # Errors
     /// As [`LogReader::open`].
     pub fn open(path: &Path) -> Result<Self> {
-        Ok(Self { reader: LogReader::open(path)?, snapshots: BTreeMap::new() })
+        Ok(Self { reader: LogReader::open(path)?, snapshots: Snapshots::default() })
     }
 
     /// The configuration of the recorded ledger.
@@ -152,62 +195,11 @@ impl Replay {
     }
 
     fn run(&mut self, ledger: &mut Ledger, record: Record) -> Result<Run> {
-        match self.call(ledger, &record) {
-            Ok((plan, given)) => Ok(Run { record, plan, given }),
+        self.snapshots.number = record.snapshot;
+        match record.call.run(ledger, record.tag.as_deref(), &mut self.snapshots) {
+            Ok(given) => Ok(Run { record, given }),
             Err(error) => Err(self.differs(&record, record.call.step(), &format!("it is refused: {error}"))),
         }
-    }
-
-    fn call(&mut self, ledger: &mut Ledger, record: &Record) -> Result<(Option<Arc<Plan>>, Option<u64>)> {
-        let tag = record.tag.as_deref();
-        let id = |row: Row| row.0 as u64;
-        let (mut plan, mut given) = (None, None);
-        match &record.call {
-            Call::Admit { prefix: None } => given = Some(id(ledger.admit(tag)?)),
-            &Call::Admit { prefix: Some((prefix, len)) } => {
-                given = Some(id(ledger.admit_on(prefix, Some(len), tag)?));
-            }
-            &Call::Fork { row } => given = Some(id(ledger.fork(Row(row), tag)?)),
-            &Call::PinPrefix { row, len } => given = Some(ledger.pin_prefix(Row(row), len)?),
-            &Call::ReleasePrefix { prefix } => ledger.release_prefix(prefix)?,
-            Call::PrepareExtend { rows, new_lens, writes_draft } => {
-                plan = Some(ledger.prepare_extend(rows, new_lens, *writes_draft)?);
-            }
-            Call::PrepareDecode { rows, shapes, writes_draft } => {
-                plan = Some(ledger.prepare_decode(rows, shapes, *writes_draft)?);
-            }
-            &Call::Launch { step } => ledger.launch(step)?,
-            Call::Resolve { step, accept_lens } => ledger.resolve(*step, accept_lens)?,
-            &Call::Complete { step } => ledger.complete(step)?,
-            &Call::Cancel { step } => ledger.cancel(step)?,
-            &Call::Abandon { step } => ledger.abandon(step)?,
-            &Call::Trim { row, len } => given = Some(ledger.trim(Row(row), len)? as u64),
-            &Call::EndTurn { row, len } => given = Some(ledger.end_turn(Row(row), len)? as u64),
-            &Call::Retract { row } => ledger.retract(Row(row))?,
-            &Call::Finish { row } => ledger.finish(Row(row))?,
-            &Call::Abort { row } => ledger.abort(Row(row))?,
-            Call::Snapshot => drop(self.snapshots.insert(record.snapshot, ledger.snapshot()?)),
-            Call::Restore => ledger.restore(self.snapshot(record.snapshot)?)?,
-            Call::Index { row, tokens, salt } => given = Some(ledger.index(Row(*row), tokens, salt)? as u64),
-            Call::AdmitCached { tokens, salt, needs_draft } => {
-                let limit = Some(tokens.len() as i32);
-                given = Some(id(ledger.admit_cached(tokens, salt, limit, *needs_draft, tag)?));
-            }
-            Call::Forget { salt } => ledger.forget(salt.as_deref())?,
-            &Call::Lend { row, start, end } => ledger.lend(Row(row), start, end)?,
-            Call::Rebind { row, start, end, pages } => ledger.rebind(Row(*row), *start, *end, pages)?,
-            Call::AdmitLent { pages, len } => given = Some(id(ledger.admit_lent(pages, *len, tag)?)),
-            Call::ReleaseLent { group, pages } => ledger.release_lent(*group as usize, pages)?,
-            &Call::Export { row } => given = Some(ledger.export(Row(row))?),
-            &Call::ImportRow { len, drafted } => given = Some(id(ledger.import_row(len, drafted, tag)?)),
-        }
-        Ok((plan, given))
-    }
-
-    fn snapshot(&self, number: u64) -> Result<&Snapshot> {
-        self.snapshots
-            .get(&number)
-            .ok_or_else(|| Error::Record(format!("snapshot {number} is not of this log: another ledger took it")))
     }
 
     fn differs(&mut self, record: &Record, step: Option<u64>, why: &str) -> Error {

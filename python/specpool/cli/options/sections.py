@@ -1,0 +1,58 @@
+"""The sections of a command's help: the options that a newcomer needs first, then groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand
+
+#: The titles, as `rich_help_panel` of an option; an option without one is in the first section.
+PROMPTS = "Prompts"
+SAMPLING = "Sampling"
+FORM = "Form of the text"
+TRAINING = "Training"
+REQUESTS = "Requests"
+MEASUREMENT = "Measurement"
+MODEL = "Model"
+DRAFTS = "Drafts"
+MEMORY = "Memory"
+SCHEDULING = "Scheduling"
+SERVER = "Server"
+ADVANCED = "Advanced"
+
+_FIRST = "Options"
+_ORDER = (
+    "Arguments",
+    _FIRST,
+    PROMPTS,
+    SAMPLING,
+    FORM,
+    TRAINING,
+    REQUESTS,
+    MEASUREMENT,
+    MODEL,
+    DRAFTS,
+    MEMORY,
+    SCHEDULING,
+    SERVER,
+    ADVANCED,
+)
+
+
+class SectionedCommand(TyperCommand):
+    """A command whose help lists its options by section."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write each section that has an option, in the order of the titles above."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            line = param.get_help_record(ctx)
+            if line is None:
+                continue
+            title = getattr(param, "rich_help_panel", None) or _FIRST
+            if param.param_type_name == "argument":
+                title = "Arguments"
+            sections.setdefault(title, []).append(line)
+        for title in sorted(sections, key=_ORDER.index):
+            with formatter.section(title):
+                formatter.write_dl(sections[title])

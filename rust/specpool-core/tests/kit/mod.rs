@@ -1,0 +1,19 @@
+//! What several files of tests begin with.
+#![allow(dead_code, reason = "no file of tests uses all of it")]
+
+use std::path::PathBuf;
+
+use specpool_core::{Ledger, Row};
+
+/// Prefills a row to `len` tokens, to the end of the step. Returns the step.
+pub(crate) fn extend(ledger: &mut Ledger, row: Row, len: i32, writes_draft: bool) -> u64 {
+    let step = ledger.prepare_extend(&[row.0], &[len], writes_draft).unwrap().step;
+    ledger.launch(step).unwrap();
+    ledger.complete(step).unwrap();
+    step
+}
+
+/// A file of its own for each test.
+pub(crate) fn place(test: &str) -> PathBuf {
+    std::env::temp_dir().join(format!("specpool-{test}-{}.log", std::process::id()))
+}
