@@ -158,10 +158,9 @@ class SimRank:
             self.ledger.ack_delta(step.plan.step)
             self._flying.append((self._turns, step))
         if len(steps) == 1 and (choice := steps[0].choice) is not None:
-            observe, plan = self.scheduler.round_shapes.observe, steps[0].plan
-            shapes, lens = plan.shapes, plan.start
+            observe, shapes = self.scheduler.round_shapes.observe, steps[0].plan.shapes
             seconds = 0.01 + self.seconds % 1
-            self.journal.measured(lambda told: observe(choice, shapes, told, lens), seconds)
+            self.journal.measured(lambda taken: observe(choice, shapes, taken), seconds)
         last = self._turns - (self._settings.overlap_depth if steps else 1)
         while self._flying and self._flying[0][0] <= last:
             self._take_over(self._flying.popleft()[1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from specpool._core import Ledger, Shape
 from specpool.adaptive import BudgetController, Controller, CostController, controller_of
-from specpool.assembly.calibration import RowTour, Tour, calibrate
+from specpool.assembly.calibration import Tour, calibrate
 from specpool.assembly.graph_plan import graph_sizes, round_kinds
 from specpool.assembly.ranked import agree_after, log_path
 from specpool.assembly.worker_choice import routed
@@ -100,9 +100,7 @@ class Assembly:
         if not isinstance(self.controller, CostController | BudgetController):
             return
         scheduler_config = replace(self.scheduler_config(), prefix_cache=False)
-        tour: Tour | RowTour = Tour(self.controller.candidates)
-        if isinstance(self.controller, BudgetController):
-            tour = RowTour(self.controller.candidates)
+        tour = Tour(self.controller.candidates)
         calibrate(
             self.controller,
             tour,

@@ -319,11 +319,10 @@ class Loop:
         ran = steps if runs_here else before
         alone = len(ran) == len(steps) == 1 and steps[0].choice is not None
         if alone and (choice := ran[0].choice) is not None:
-            plan = ran[0].plan
+            shapes = ran[0].plan.shapes
 
             def observe(seconds: float) -> None:
-                rounds = self.scheduler.round_shapes
-                rounds.observe(choice, plan.shapes, seconds, plan.start)
+                self.scheduler.round_shapes.observe(choice, shapes, seconds)
 
             if self._journal is None:
                 observe(seconds)
