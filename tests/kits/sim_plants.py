@@ -426,10 +426,10 @@ def write_no_draft_kv_in_plain_rounds(patch):
 def run_what_was_chosen_before(patch):
     choose = RoundShapes.choose
 
-    def late(self, limits):
+    def late(self, limits, spare=None):
         before = self.choice
-        chosen = choose(self, limits)
-        if before is None:
+        chosen = choose(self, limits, spare)
+        if before is None or self.budget is not None:
             return chosen
         line = self._lines[before.shape]
         return self._following[line], self._order[line]
