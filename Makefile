@@ -204,7 +204,7 @@ bench: $(VENV)/.dev ## measure speed on this machine, beside a reference in the 
 	$(BIN)/python -m benches host
 	$(BIN)/python -m benches session
 	$(BIN)/python -m benches prefix
-	$(BIN)/python -m benches adaptive
+	$(BIN)/python -m lab adaptive
 	$(BIN)/python -m benches serve
 	$(BIN)/python -m benches replicas
 

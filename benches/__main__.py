@@ -488,38 +488,6 @@ def drafters(
     )
 
 
-@app.command("adaptive")
-def adaptive(
-    batch: Annotated[
-        list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 8 and 32]")
-    ] = None,
-    rounds: Annotated[
-        int, typer.Option(help="Rounds of each phase of the simulated text; 0 = no simulation.")
-    ] = 1000,
-    tokens: Annotated[int, typer.Option(help="Tokens of a text by the shipped pair.")] = 160,
-    repeats: Annotated[
-        int, typer.Option(help="Runs of each on the shipped pair; 0 = the simulation alone.")
-    ] = 9,
-    device: DeviceName = "cpu",
-    threads: Threads = 1,
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
-    """Policies that choose a shape for each round, beside every static shape and plain decoding."""
-    from benches.adaptive import adaptive as run
-
-    run(
-        batch_sizes=batch or [1, 8, 32],
-        rounds=rounds,
-        num_tokens=tokens,
-        repeats=repeats,
-        device=device,
-        threads=threads,
-        json=json,
-        plot=plot,
-    )
-
-
 @app.command("replicas")
 def replicas(
     number: Annotated[
@@ -538,37 +506,6 @@ def replicas(
         numbers=number or [3, 100, 1000, 10_000],
         fleet=fleet,
         repeats=repeats,
-        json=json,
-        plot=plot,
-    )
-
-
-@app.command("budget")
-def budget(
-    batch: Annotated[
-        list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 4, 16 and 64]")
-    ] = None,
-    rounds: Annotated[
-        int, typer.Option(help="Rounds of each run on the simulated device; 0 = no simulation.")
-    ] = 400,
-    tokens: Annotated[int, typer.Option(help="Tokens of a text by the shipped pair.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Runs of each on the shipped pair; 0 = none.")] = 5,
-    device: DeviceName = "cpu",
-    threads: Threads = 1,
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
-    """A shape for each row, beside one shape for the batch: throughput, goodput, decision cost."""
-    from benches.budget import BATCH_SIZES
-    from benches.budget import budget as run
-
-    run(
-        batch_sizes=batch or BATCH_SIZES,
-        rounds=rounds,
-        num_tokens=tokens,
-        repeats=repeats,
-        device=device,
-        threads=threads,
         json=json,
         plot=plot,
     )

@@ -11,7 +11,7 @@ import typer
 from specpool.cli.app import run_app
 from specpool.cli.options.groups import PromptOptions, grouped
 from specpool.cli.options.names import NamingGroup, help_if_alone
-from specpool.cli.options.types import Json, Target, Threads
+from specpool.cli.options.types import DeviceName, Json, Plot, Target, Threads
 from specpool.errors import ConfigError
 
 _HELP = "Simulations and comparisons of specpool, from a checkout. Each command explains itself."
@@ -106,6 +106,69 @@ def fleet(
 
     if not run(seed=seed, num_replicas=replicas, turns=turns):
         raise typer.Exit(1)
+
+
+@app.command()
+def adaptive(
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 8 and 32]")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds of each phase of the simulated text; 0 = no simulation.")
+    ] = 1000,
+    tokens: Annotated[int, typer.Option(help="Tokens of a text by the shipped pair.")] = 160,
+    repeats: Annotated[
+        int, typer.Option(help="Runs of each on the shipped pair; 0 = the simulation alone.")
+    ] = 9,
+    device: DeviceName = "cpu",
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Policies that choose a shape for each round, beside every static shape and plain decoding."""
+    from lab.policies.adaptive import adaptive as run
+
+    run(
+        batch_sizes=batch or [1, 8, 32],
+        rounds=rounds,
+        num_tokens=tokens,
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
+@app.command()
+def budget(
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows that run at once. [default: 1, 4, 16 and 64]")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds of each run on the simulated device; 0 = no simulation.")
+    ] = 400,
+    tokens: Annotated[int, typer.Option(help="Tokens of a text by the shipped pair.")] = 64,
+    repeats: Annotated[int, typer.Option(help="Runs of each on the shipped pair; 0 = none.")] = 5,
+    device: DeviceName = "cpu",
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """A shape for each row, beside one shape for the batch: throughput, goodput, decision cost."""
+    from lab.policies.budget import BATCH_SIZES
+    from lab.policies.budget import budget as run
+
+    run(
+        batch_sizes=batch or BATCH_SIZES,
+        rounds=rounds,
+        num_tokens=tokens,
+        repeats=repeats,
+        device=device,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
 
 
 @app.command()

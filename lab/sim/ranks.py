@@ -21,7 +21,7 @@ from specpool._core import Plan, Shape
 from specpool.adaptive import AdaptiveConfig, BudgetController, RangeConfig
 from specpool.errors import CorruptState, RankError
 from specpool.ranks.following import Follower
-from specpool.ranks.inputs import Inputs
+from specpool.ranks.journal import RankJournal
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.request import Conversation, Request
@@ -76,11 +76,13 @@ class SimRank:
         self.seconds, self.now = 0.0, 0.0
         self.ledger = replace(settings, keeps_digest=True).ledger()
         controller = _controller(settings, lambda: self.now)
-        self.scheduler = Scheduler(self.ledger, _config(settings), controller=controller)
-        self.inputs = Inputs(self.ledger, self.scheduler, self, lambda: self.seconds)
+        self.journal = RankJournal(self.ledger, self, lambda: self.seconds)
+        self.scheduler = Scheduler(
+            self.ledger, _config(settings), controller=controller, journal=self.journal
+        )
         self.requests: dict[int, Request] = {}
         self.follower = Follower(
-            self.inputs,
+            self.journal,
             self.scheduler,
             lambda request: None,
             {"turn": self.turn, "drain": self.drain},
@@ -118,7 +120,7 @@ class SimRank:
 
     def turn(self) -> None:
         """Run a turn as `Loop` does."""
-        with self.inputs.turn():
+        with self.journal.turn():
             self._run()
         if self.leads:
             self.states.append(self.state())
@@ -126,7 +128,7 @@ class SimRank:
     def drain(self) -> None:
         """Take over all that is on its way, between two turns."""
         if self._flying:
-            self.inputs.drain()
+            self.journal.note_end("drain")
         while self._flying:
             self._take_over(self._flying.popleft()[1])
 
@@ -156,17 +158,16 @@ class SimRank:
             self.ledger.ack_delta(step.plan.step)
             self._flying.append((self._turns, step))
         if len(steps) == 1 and (choice := steps[0].choice) is not None:
-            observe, plan = self.scheduler.round_shapes.observe, steps[0].plan
-            shapes, lens = plan.shapes, plan.start
+            observe, shapes = self.scheduler.round_shapes.observe, steps[0].plan.shapes
             seconds = 0.01 + self.seconds % 1
-            self.inputs.measured(lambda told: observe(choice, shapes, told, lens), seconds)
+            self.journal.measured(lambda taken: observe(choice, shapes, taken), seconds)
         last = self._turns - (self._settings.overlap_depth if steps else 1)
         while self._flying and self._flying[0][0] <= last:
             self._take_over(self._flying.popleft()[1])
 
     def _take_over(self, step: Step) -> None:
         result = _result(step, self.ledger.shapes)
-        self.inputs.result(step.plan.step, result)
+        self.journal.result(step.plan.step, result)
         self.scheduler.take_over(step, result)
 
 
@@ -263,7 +264,7 @@ class RanksSimulation:
 
     def _fault_at(self, rank: int) -> RankFault | None:
         """Return the fault of the record that is put on its way to a rank now."""
-        if self.fault is None or self.fault[1:] != (rank, self.ranks[0].inputs.num_records):
+        if self.fault is None or self.fault[1:] != (rank, self.ranks[0].journal.num_records):
             return None
         return self.fault[0]
 
@@ -289,7 +290,7 @@ class RanksSimulation:
     # --- what rank 0 decides ----------------------------------------------------------------------
 
     def _come_and_go(self, first: SimRank) -> None:
-        rng, inputs = self._rng, first.inputs
+        rng, scheduler = self._rng, first.scheduler
         self._live = [request for request in self._live if request.finish_reason is None]
         conversations = first.scheduler.conversations
         busy = {request.conversation.number for request in self._live if request.conversation}
@@ -302,7 +303,7 @@ class RanksSimulation:
             conversation = rng.choice([None, *idle])
             request = self._request(first, conversation)
             if first.scheduler.fits(request):
-                inputs.submit(request)
+                scheduler.submit(request)
                 self._live.append(request)
                 self.tally.requests += 1
                 self.tally.turns_of_sessions += conversation is not None
@@ -312,28 +313,28 @@ class RanksSimulation:
                     if open_conversation is not conversation
                 ]
         if self._live and rng.random() < _ABORT:
-            inputs.abort(rng.choice(self._live))
+            scheduler.abort(rng.choice(self._live))
             self.tally.aborts += 1
         if rng.random() < _TALK:
             self._talk(first, idle)
         self.tally.retractions = first.scheduler.num_retracted
 
     def _talk(self, first: SimRank, idle: list[Conversation]) -> None:
-        rng, inputs = self._rng, first.inputs
+        rng, scheduler = self._rng, first.scheduler
         if not idle or len(first.scheduler.conversations.open) < 2:
-            inputs.open()
+            scheduler.open()
             return
         conversation = rng.choice(idle)
         match rng.randrange(4):
             case 0:
                 first.drain()
-                inputs.fork(conversation)
+                scheduler.fork(conversation)
             case 1:
-                inputs.cut(conversation, rng.randint(0, len(conversation.tokens)))
+                scheduler.cut(conversation, rng.randint(0, len(conversation.tokens)))
             case 2:
-                inputs.close(conversation)
+                scheduler.close(conversation)
             case 3:
-                inputs.forget(rng.choice([None, b""]))
+                scheduler.forget(rng.choice([None, b""]))
 
     def _request(self, first: SimRank, conversation: Conversation | None) -> Request:
         rng, longest = self._rng, self._settings.max_context_len
@@ -372,7 +373,7 @@ class RanksSimulation:
             if rank.stopped is None:
                 rank.ledger.check()
             is_faulty = self.fault is not None and self.fault[1] == rank.rank
-            num_records = first.inputs.num_records
+            num_records = first.journal.num_records
             if not is_faulty:
                 if rank.stopped is not None:
                     raise BrokenLaw(f"rank {rank.rank} stopped without a fault: {rank.stopped}")

@@ -1952,50 +1952,38 @@ def choose_shapes(
     gives: _F64,
     due: _F64,
     base: float,
-    ridge: float,
-    slope: float,
     charge: _F64,
     lane: _F64,
-    nodes: _F64,
+    mixed: float = 0.0,
     hoped: _F64 | None = None,
-    context: _F64 | None = None,
-    per_token: _F64 | None = None,
-    ridge_per_token: float = 0.0,
     pages: _I32 | None = None,
     free: _I64 | None = None,
-) -> tuple[_I32, float, float, float, int]:
-    """Choose a candidate for each row: the most expected tokens per second of the whole batch.
+) -> tuple[_I32, float, float, int]:
+    """Choose a candidate for each row: the one with the least expected seconds a token.
 
-    A round takes `base + charge of each shape that is used + (lane + per_token * context) of each
-    row and its shape + slope * max(0, nodes - ridge - ridge_per_token * context of all rows)`
-    seconds. `docs/budget.md` has the rule and its proof. Equal arguments give equal choices.
-    O(B * C) for each of some dozen passes.
+    A round takes `base`, the greatest `charge` of the shapes in use, `mixed` if there are several,
+    and the `lane` of each row's shape, in seconds. `docs/adaptive.md` has the rule. Equal arguments
+    give equal choices. O(B * C * C), and more if rows miss their targets.
 
     Args:
         shapes: [B, C], the index of the shape of each row's candidates, the narrowest first.
-        tokens: float64 [B, S], expected tokens of each row with each shape.
+        tokens: float64 [B, S], expected tokens of each row with each shape, 1 or more.
         worth: float64 [B], what a token of the row is worth.
         gives: float64 [B], tokens of the row's rounds so far, above 0. The fewer, the longer a row
             is in the batch, so it stands for as many of the batch's tokens.
         due: float64 [B, 2], the tokens that the row's round has to give: a constant, and per second
             of the round; 0, 0 = the row has no target.
         base: seconds, above 0.
-        ridge: nodes of a verify without a cost of their own.
-        slope: seconds of each node beyond.
         charge: float64 [S], seconds.
         lane: float64 [S], seconds.
-        nodes: float64 [S], nodes of a row's verify.
+        mixed: seconds.
         hoped: float64 [B, S], the tokens by which a row is judged to be in time; None = `tokens`.
-        context: float64 [B], tokens that each row holds.
-        per_token: float64 [S], seconds of each of them. None for both = they cost nothing.
-        ridge_per_token: more nodes without a cost for each of them.
         pages: int32 [B, C, G], pages that a candidate needs beyond the row's first.
         free: int64 [G], pages that may be used so. None for both = memory does not bind.
 
     Returns:
-        The candidate of each row, int32 [B]; the worth per second; a bound that no choice exceeds
-        if no shape has a charge; the expected seconds; the rows that are expected to miss their
-        target.
+        The candidate of each row, int32 [B]; the tokens per second in the long run; the expected
+        seconds of the round; the rows that are expected to miss their target.
 
     Raises:
         ShapeError: an argument has another shape, or a number is negative or not finite.

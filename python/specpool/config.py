@@ -108,8 +108,8 @@ class EngineConfig:
             than a prefill, `always` = all that fit, `never` = none.
         adaptive: chooses a shape for each round of the requests that name none: `ema` = SGLang's
             rule and table, `cost` = the shape with the most expected tokens per second, `budget` =
-            likewise a shape for each row (docs/budget.md), a JSON file (docs/adaptive.md), or an
-            `AdaptiveConfig`; None = `shape` is used.
+            likewise a shape for each row, a JSON file, or an `AdaptiveConfig` (docs/adaptive.md);
+            None = `shape` is used.
         graph_sizes: batch sizes whose decode rounds are captured as CUDA graphs; a smaller batch is
             padded to the next size. () = no graphs; None = powers of two and `max_batch` on a CUDA
             device, if back end and models allow it.

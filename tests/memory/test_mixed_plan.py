@@ -60,11 +60,8 @@ def test_a_budget_admits_as_many_as_planned_and_finds_the_planned_room():
             gives=np.ones(len(rows)),
             due=np.zeros((len(rows), 2)),
             base=1.0,
-            ridge=0.0,
-            slope=0.0,
             charge=nothing,
             lane=nothing,
-            nodes=nothing,
             pages=pages,
             free=free,
         )

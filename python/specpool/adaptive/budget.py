@@ -1,15 +1,13 @@
-"""`BudgetController`: chooses the shape of each row by what the row gives; docs/budget.md.
+"""`BudgetController`: chooses the shape of each row by what the row gives; docs/adaptive.md.
 
 Expected tokens come from `RowAcceptance`, seconds from `RoundCost`, the choice from the core
-(`choose_shapes`). Only drafts that run are measured, so now and then a round hopes for more than is
-known, and a few rounds have one shape to learn what that takes. Both may cost one percent of the
-tokens.
+(`choose_shapes`): each row gets the candidate with the least expected seconds a token.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +25,7 @@ from specpool.shape_names import width_order
 #: may be used so, int64 [G]; None = all rows may have their widest.
 Spare = tuple[Int32, Int64] | None
 
-_KEEP = 1.02  # a row's shape of the round before counts as so many times its tokens
-_HOPE_SHARE = 0.01  # the share of the tokens that hopeful rounds may cost
-_MOST_SAVED = 2.0  # the most of that to save up, in rounds
-_HOPE_ROUNDS = 8  # from one look for a hopeful round to the next, a multiple of `CHOICE_ROUNDS`
-# Rounds of one shape may give so many times the tokens per second that are known, if there was
-# none for so many rounds.
-_LOOK_HOPE, _LOOK_ROUNDS = 1.2, 64
-_MOST_LOOK_ROUNDS = 1024  # the rounds double with each look, up to these
-_MOST_OWED = 8.0  # rounds that a look at what the start told may cost more than is saved
-_FIRST_HOPE = 2.5  # likewise, of the narrowest shape before its first round: drafts must not lose
+_KEEP = 1.02  # multiplies the expected tokens of a row's present shape, so that it switches less
 _HORIZON = 32.0  # rounds in which a row makes up for what it is behind its target
 # A row is in time if it would be so with log odds so many standard deviations above the estimate.
 _DOUBT = 1.5
@@ -67,49 +56,37 @@ class BudgetController:
         self.candidates = tuple(sorted(config.candidates, key=width_order))
         self._clock = clock
         self.missed_ct = 0
-        # Rounds of the start: the lanes of each shape, seconds, and the context of each lane.
-        self._told: list[tuple[Mapping[Shape, int], float, float]] = []
+        self._start: list[tuple[Shape, int, float]] = []  # shape, rows and seconds of its rounds
         self.attach([*self.candidates], 1)
 
-    def attach(
-        self,
-        shapes: Sequence[Shape],
-        num_rows: int,
-        *,
-        lens: Int32 | None = None,
-    ) -> None:
+    def attach(self, shapes: Sequence[Shape], num_rows: int) -> None:
         """Serve rows in `[0, num_rows)`; shape indices are into `shapes`.
 
-        `lens` is int32 [num_rows or more], the tokens that each row holds, kept up to date by its
-        owner; None = they do not count. Results are forgotten, but not the rounds of the start.
+        Results are forgotten, but not the rounds of the start.
 
         Raises:
-            ConfigError: there are more shapes than the choice can tell apart.
+            ConfigError: there are too many shapes for a choice in each round.
         """
         if len(shapes) > MOST_BUDGET_SHAPES:
             raise ConfigError(
                 f"policy 'budget' chooses among at most {MOST_BUDGET_SHAPES} shapes, those of "
                 f"requests and of forced spans included, got {len(shapes)}"
             )
-        self._lens: Int32 = np.zeros(num_rows, np.int32) if lens is None else lens
-        self._index = {shape: index for index, shape in enumerate(shapes)}
         self._acceptance = RowAcceptance(shapes, num_rows)
-        self._cost = RoundCost(shapes)
-        self._start = RoundCost(shapes)  # as the start told, whatever service says
+        self._cost = RoundCost(shapes, self.candidates[0])
         self._latest = np.full(num_rows, -1, np.int32)  # the shape of each row's round before
         self._worth = np.ones(num_rows)
         self._per_token = np.zeros(num_rows)  # the target in tokens per second; 0 = none
         self._started = np.full(num_rows, np.nan)  # when the row had its first round
         self._num_made = np.zeros(num_rows)  # tokens since then
-        self._round, self._saved = 0, _MOST_SAVED
-        # The round from which each shape may be looked at, and the rounds to the next look.
-        self._look_at: Int64 = np.zeros(len(shapes), np.int64)
-        self._look_gap: Int64 = np.full(len(shapes), _LOOK_ROUNDS)
+        self._round = 0
         # Rows, shapes and choice of the rounds until the next choice; None = choose anew.
         self._kept: tuple[Int32, Int32, Int32] | None = None
-        self._open: tuple[Int32, Int32, float, int] | None = None  # rows, shapes, loss, missed
-        for told in self._told:
-            self._tell(*told)
+        # Rows, choice and late rows of a choice that has had no round yet.
+        self._open: tuple[Int32, Int32, int] | None = None
+        for shape, batch_size, seconds in self._start:
+            if shape in shapes:
+                self._cost.tell(shape, batch_size, seconds)
 
     def admit(self, row: int, *, tpot_ms: float | None, priority: int) -> None:
         """Begin a row's request, with its target and what its tokens are worth."""
@@ -133,164 +110,82 @@ class BudgetController:
         """
         if (kept := self._kept) is not None and self._round % CHOICE_ROUNDS:
             if np.array_equal(kept[0], rows) and np.array_equal(kept[1], shapes):
-                self._open = rows, kept[2], 0.0, 0
+                self._open = rows, kept[2], 0
                 return kept[2]
-        context = self._lens[rows].astype(np.float64)
-        self._cost.fit(len(rows), float(context.mean()))
         due, room = self._due(rows), None if spare is None else spare()
-        tokens, hoped = self._acceptance.tokens(rows), None
-        if due.any():
-            hoped = self._acceptance.tokens(rows, deviations=_DOUBT)
-        targets = due, hoped
-        chosen, seconds, missed = self._choice(rows, shapes, tokens.copy(), context, targets, room)
+        hoped = self._acceptance.tokens(rows, deviations=_DOUBT) if due.any() else None
+        chosen, num_missed = self._choice(rows, shapes, due, hoped, room)
         self._kept = None if room is not None or due.any() else (rows, shapes, chosen)
-        loss = 0.0
-        if self._round % _HOPE_ROUNDS == 0 and self._saved > 0:
-            lanes = np.arange(len(rows))
-            rate = float(tokens[lanes, chosen].sum()) / seconds
-            look = None
-            if self._kept is not None:
-                look = self._look(shapes, tokens, context, chosen, rate, seconds)
-            if look is not None:
-                chosen, loss = look
-                self._kept = rows, shapes, chosen
-                self._cost.doubt(*self._composition(chosen, context))
-                gap = self._look_gap[chosen[0]]
-                self._look_gap[chosen[0]] = min(2 * gap, _MOST_LOOK_ROUNDS)
-            else:
-                hopes = self._acceptance.tokens(rows, hopes=True)
-                if hoped is not None:
-                    targets = due, np.maximum(hoped, hopes)
-                hopeful, longer, _ = self._choice(rows, shapes, hopes, context, targets, room)
-                # In rounds as they would be.
-                lost = (longer - float(tokens[lanes, hopeful].sum()) / rate) / seconds
-                if (hopeful != chosen).any() and lost <= self._saved:
-                    chosen, loss, self._kept = hopeful, lost, None
-        self._open = rows, chosen, loss, missed
+        self._open = rows, chosen, num_missed
         return chosen
-
-    def _look(
-        self,
-        shapes: Int32,
-        tokens: npt.NDArray[np.float64],
-        context: npt.NDArray[np.float64],
-        chosen: Int32,
-        rate: float,
-        seconds: float,
-    ) -> tuple[Int32, float] | None:
-        """Return a candidate for all rows whose rounds may take less than is known, and the loss.
-
-        Arguments are as in `_choice`, then the choice, its tokens per second and its seconds. None
-        = no candidate is worth a look, or each has run lately. The loss is in rounds.
-        """
-        may_look = (shapes == shapes[0]).all(axis=0) & (self._look_at[shapes[0]] <= self._round)
-        if not may_look.any():
-            return None
-        found, best = None, 1.0
-        self._start.fit(len(shapes), float(context.mean()))
-        rate_at_start = rate * seconds / self._start.of(*self._composition(chosen, context))
-        for column in may_look.nonzero()[0].tolist():
-            alike = shapes[:, column]
-            shape = int(alike[0])
-            is_first = not column and not self._look_at[shape]
-            counts, held = self._composition(alike, context)
-            longer = self._cost.of(counts, held)
-            made = float(tokens[:, shape].sum())
-            loss = CHOICE_ROUNDS * (longer - made / rate) / seconds
-            hope = (_FIRST_HOPE if is_first else _LOOK_HOPE) * made / longer / rate
-            # What service has learned may be over: a shape that was slow for a while, say.
-            again = made / self._start.of(counts, held) / rate_at_start
-            may_owe = again > 1.0 and loss <= _MOST_OWED
-            hope = max(hope, again) if may_owe else hope
-            if hope > best and (is_first or may_owe or loss <= self._saved):
-                found, best = (alike.copy(), max(loss, 0.0)), hope
-        return found
-
-    def _composition(
-        self, shapes: Int32, context: npt.NDArray[np.float64] | Int32
-    ) -> tuple[Int64, npt.NDArray[np.float64]]:
-        """Return the lanes of each shape, int64 [S], and the tokens that they hold, float64 [S]."""
-        size = len(self._index)
-        counts: Int64 = np.bincount(shapes, minlength=size).astype(np.int64, copy=False)
-        held = np.bincount(shapes, context, minlength=size).astype(np.float64, copy=False)
-        return counts, held
 
     def narrow(self, shapes: Int32) -> Int32:
         """Take narrower shapes for the rows of the latest choice, int32 [B], and return them."""
         self._kept = None
         if self._open is not None:
-            self._open = self._open[0], shapes, 0.0, self._open[3]
+            self._open = self._open[0], shapes, self._open[2]
         return shapes
 
     def _choice(
         self,
         rows: Int32,
         shapes: Int32,
-        tokens: npt.NDArray[np.float64],
-        context: npt.NDArray[np.float64],
-        targets: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64] | None],
+        due: npt.NDArray[np.float64],
+        hoped: npt.NDArray[np.float64] | None,
         spare: Spare,
-    ) -> tuple[Int32, float, int]:
-        """Return shapes [B], seconds, and rows that miss their target.
+    ) -> tuple[Int32, int]:
+        """Return the shapes, int32 [B], and how many rows miss their target.
 
-        `tokens` are those expected of each row and shape, float64 [B, S]; they are changed.
-        `context` are the tokens that each row holds, float64 [B]. `targets` are the tokens due, and
-        those by which rows are judged to be in time, float64 [B, 2] and [B, S].
+        `due` are the tokens due, float64 [B, 2]; `hoped` are those by which rows are judged to be
+        in time, float64 [B, S].
         """
-        cost, lanes = self._cost, np.arange(len(rows))
+        tokens, lanes = self._acceptance.tokens(rows), np.arange(len(rows))
         latest = self._latest[rows]
-        kept = lanes[latest >= 0]
+        known = lanes[latest >= 0]
         gives = np.ones(len(rows))
-        if len(kept):
-            gives[kept] = tokens[kept, latest[kept]]
-            gives[latest < 0] = gives[kept].mean()
-        tokens[kept, latest[kept]] *= _KEEP
+        if len(known):
+            gives[known] = tokens[known, latest[known]]
+            gives[latest < 0] = gives[known].mean()
+        tokens[known, latest[known]] *= _KEEP
+        costs = self._cost.costs(len(rows))
         pages, free = (None, None) if spare is None else spare
-        picks, _, _, seconds, missed = choose_shapes(
+        picks, _, _, num_missed = choose_shapes(
             shapes,
             tokens,
             worth=self._worth[rows],
             gives=gives,
-            due=targets[0],
-            hoped=targets[1],
-            base=cost.base(len(rows)),
-            ridge=cost.ridge,
-            ridge_per_token=cost.ridge_per_token,
-            slope=cost.slope,
-            charge=cost.charge,
-            lane=cost.lane,
-            nodes=cost.nodes,
-            context=context,
-            per_token=cost.per_token,
+            due=due,
+            hoped=hoped,
+            base=costs.base,
+            mixed=costs.mixed,
+            charge=costs.charge,
+            lane=costs.lane,
             pages=pages,
             free=free,
         )
-        return shapes[lanes, picks], seconds, missed
+        return shapes[lanes, picks], num_missed
 
     def _due(self, rows: Int32) -> npt.NDArray[np.float64]:
         """Return the tokens that each row's round has to give, float64 [B, 2]."""
         due = np.zeros((len(rows), 2))
-        wanted = self._per_token[rows]
-        if wanted.any():
+        per_token = self._per_token[rows]
+        if per_token.any():
             now = self._clock()
-            mine = rows[np.isnan(self._started[rows])]
-            self._started[mine] = now
-            behind = (now - self._started[rows]) * wanted - self._num_made[rows]
-            due[:, 0] = np.clip(behind / _HORIZON, -1.0, 1.0) * (wanted > 0)
-            due[:, 1] = wanted * self._cost.load
+            new = rows[np.isnan(self._started[rows])]
+            self._started[new] = now
+            behind = (now - self._started[rows]) * per_token - self._num_made[rows]
+            due[:, 0] = np.clip(behind / _HORIZON, -1.0, 1.0) * (per_token > 0)
+            due[:, 1] = per_token
         return due
 
     def ran(self) -> None:
         """Count the latest choice: a round has been prepared with it."""
         if self._open is None:
             return
-        rows, shapes, loss, missed = self._open
+        rows, shapes, num_missed = self._open
         self._latest[rows] = shapes
-        self._saved = min(self._saved + _HOPE_SHARE - loss, _MOST_SAVED)
-        if (shapes == shapes[0]).all():
-            self._look_at[shapes[0]] = self._round + self._look_gap[shapes[0]]
         self._round += 1
-        self.missed_ct += missed
+        self.missed_ct += num_missed
         self._open = None
 
     def learn(self, rows: Int32, shapes: Int32, accept_len: Int32) -> None:
@@ -298,38 +193,19 @@ class BudgetController:
         self._num_made[rows] += accept_len
         self._acceptance.learn(rows, shapes, accept_len)
 
-    def observe(self, shapes: Int32, seconds: float, lens: Int32 | None = None) -> None:
+    def observe(self, shapes: Int32, seconds: float) -> None:
         """Learn from the seconds of a round whose lanes had these shapes, int32 [B].
 
-        `lens` are the tokens that the lanes held, int32 [B]; None = 0. Seconds that no round
-        can take (NaN, 0, infinite) teach nothing.
+        Seconds that no round can take (NaN, 0, infinite) teach nothing.
         """
-        if not _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
-            return
-        counts, context = self._composition(shapes, np.zeros(len(shapes)) if lens is None else lens)
-        self._cost.observe(counts, seconds, context)
+        if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
+            self._cost.observe(shapes, seconds)
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """Learn from a round of the start, whose lanes all had this shape."""
-        self.on_mixed_seconds({shape: batch_size}, seconds)
-
-    def on_mixed_seconds(
-        self, counts: Mapping[Shape, int], seconds: float, context: float = 0.0
-    ) -> None:
-        """Learn from a round of the start, by the lanes of each shape and the tokens of each."""
         if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
-            self._told.append((counts, seconds, context))
-            self._tell(counts, seconds, context)
-
-    def _tell(self, counts: Mapping[Shape, int], seconds: float, context: float) -> None:
-        lanes = np.zeros(len(self._index), np.int64)
-        for shape, num_lanes in counts.items():
-            if (index := self._index.get(shape)) is None:
-                return
-            lanes[index] = num_lanes
-        held = np.multiply(lanes, context, dtype=np.float64)
-        for cost in (self._cost, self._start):
-            cost.tell(lanes, seconds, held)
+            self._start.append((shape, batch_size, seconds))
+            self._cost.tell(shape, batch_size, seconds)
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """Return the narrowest candidate: the rows of a round are chosen by `choose`."""

@@ -16,12 +16,12 @@ from specpool.arrays import Int32
 
 Float64 = npt.NDArray[np.float64]
 
-_DECAY = 0.98  # of all rows' counts, for each round that drafts the family
+_DECAY = 0.98  # of all rows' counts, each round: what is not drafted is tried again some day
 _MOST_TRIES = 400.0  # so that a change of all texts is seen within some dozen rounds
-_PRIOR, _PRIOR_TRIES = 0.6, 2.0  # the rate of the first depth before any round
-_STALE_ROUNDS = 16  # rounds without a family that halve what its counts say against a try
 # With several families, rounds of a row from which all rows learn, unless they have fewer tries.
 _YOUNG_ROUNDS, _FEW_TRIES = 16, 32.0
+_PRIOR, _PRIOR_TRIES = 0.6, 2.0  # the rate of the first depth before any round
+_HOPE = 0.3  # a family without tries may spare this share of the errors of the best known one
 
 
 class RowAcceptance:
@@ -32,18 +32,14 @@ class RowAcceptance:
         keys: dict[tuple[int, int], int] = {}
         family = []
         for shape in shapes:
-            chain = shape.topk == 1
-            key = (1, 0) if chain else (shape.topk, shape.num_draft_tokens)
+            key = (1, 0) if shape.topk == 1 else (shape.topk, shape.num_draft_tokens)
             family.append(keys.setdefault(key, len(keys)) if shape.num_steps else -1)
         self._family: Int32 = np.array(family, np.int32)
         self._num_steps: Int32 = np.array([shape.num_steps for shape in shapes], np.int32)
-        depth = max(int(self._num_steps.max(initial=0)), 1)
-        size = max(len(keys), 1), depth
+        size = max(len(keys), 1), max(int(self._num_steps.max(initial=0)), 1)
         self._hits, self._tries = np.zeros((2, num_rows, *size), np.float32)
         self._pooled: Float64 = np.zeros((2, *size))  # hits and tries of all rows
-        self._unseen = np.zeros(size[0])  # rounds since each family was drafted
         self._age = np.zeros(num_rows, np.int64)  # rounds of each row
-        self._priors: dict[bool, Float64] = {}
 
     def reset(self, row: int) -> None:
         """Forget a row's counts: another request has it."""
@@ -57,54 +53,40 @@ class RowAcceptance:
         without the hits that the row owes to its own odds. A family with few tries counts in all
         rounds: one row that begins plainly would never try it again.
         """
-        lanes = rows, shapes, accept_len
         counts, prior = (self._hits, self._tries, self._family, self._num_steps), None
-        if len(self._unseen) > 1:
+        if len(self._pooled[1]) > 1:
             few = self._pooled[1, self._family[shapes], 0] < _FEW_TRIES
             young = few | (self._age[rows] < _YOUNG_ROUNDS)
             self._age[rows] += 1
-            prior = self._prior(hopes=False)
+            prior = self._prior()
             if not young.all():
-                count_acceptance(*counts, *(lane[~young] for lane in lanes))
-                rows, shapes, accept_len = (lane[young] for lane in lanes)
+                count_acceptance(*counts, rows[~young], shapes[~young], accept_len[~young])
+                rows, shapes, accept_len = rows[young], shapes[young], accept_len[young]
         new = count_acceptance(*counts, rows, shapes, accept_len, prior=prior)
-        new = new.T.reshape(self._pooled.shape)
-        for family, tries in enumerate(new[1, :, 0].tolist()):
-            self._unseen[family] += 1
-            if not tries:
-                continue
-            self._unseen[family] = 0
-            pooled = self._pooled[:, family]
-            pooled *= _DECAY
-            pooled += new[:, family]
-            if pooled[1, 0] > _MOST_TRIES:  # of all depths, the first has the most
-                pooled *= np.minimum(1.0, _MOST_TRIES / np.maximum(pooled[1], 1.0))
-        self._priors.clear()
+        self._pooled *= _DECAY
+        self._pooled += new.T.reshape(self._pooled.shape)
+        tries = self._pooled[1].max(axis=1, keepdims=True)
+        self._pooled *= np.minimum(1.0, _MOST_TRIES / np.maximum(tries, 1.0))
 
-    def tokens(self, rows: Int32, *, hopes: bool = False, deviations: float = 0.0) -> Float64:
+    def tokens(self, rows: Int32, *, deviations: float = 0.0) -> Float64:
         """Return the expected tokens of each row's round with each shape, float64 [B, S].
 
-        With `hopes`, families that were not drafted lately are taken to be better than they were.
         The log odds of each row beside the others are taken to be so many standard `deviations`
         above what is estimated.
         """
-        counts = self._hits, self._tries, self._prior(hopes), self._family, self._num_steps
+        counts = self._hits, self._tries, self._prior(), self._family, self._num_steps
         return expected_tokens(*counts, rows, deviations=deviations)
 
-    def _prior(self, hopes: bool) -> Float64:
+    def _prior(self) -> Float64:
         """Return the rates of all rows, float64 [F, D]."""
-        if (known := self._priors.get(hopes)) is not None:
-            return known
         hits, tries = self._pooled
         best = int(tries[:, 0].argmax())  # the family that is known best; others lean on it
-        base, lean = [], _PRIOR
+        known, rate = [], _PRIOR
         for hit, tried in zip(hits[best].tolist(), tries[best].tolist(), strict=True):
-            lean = (hit + _PRIOR_TRIES * lean) / (tried + _PRIOR_TRIES)
-            base.append(lean)
-        rates: Float64 = (hits + _PRIOR_TRIES * np.array(base)) / (tries + _PRIOR_TRIES)
-        rates[best] = base
-        if hopes:
-            fresh = tries * 0.5 ** (self._unseen[:, None] / _STALE_ROUNDS)
-            rates = rates + (1 - rates) / (1 + fresh)
-        self._priors[hopes] = rates
+            rate = (hit + _PRIOR_TRIES * rate) / (tried + _PRIOR_TRIES)
+            known.append(rate)
+        lean = np.array(known)
+        lean += (1 - lean) * _HOPE
+        rates: Float64 = (hits + _PRIOR_TRIES * lean) / (tries + _PRIOR_TRIES)
+        rates[best] = known
         return rates

@@ -117,11 +117,8 @@ class Capacity:
             gives=np.ones(num_rows),
             due=np.zeros((num_rows, 2)),
             base=1.0,
-            ridge=0.0,
-            slope=0.0,
             charge=nothing,
             lane=nothing,
-            nodes=nothing,
             pages=np.tile(np.maximum(needs - needs[0], 0), (num_rows, 1, 1)),
             free=np.maximum(free, 0),
         )

@@ -57,14 +57,10 @@ class RoundShapes:
         num_rows: int,
         controller: Controller | None,
         forced_shape: Shape | None = None,
-        *,
-        lens: Int32 | None = None,
     ) -> None:
         """Start without requests. Shape indices are into `shapes`, the ledger's.
 
         `forced_shape` is the chain for forced spans, one of `shapes`; None = there is none.
-        `lens` is int32 [num_rows or more], the tokens
-        that each row holds, for a budget.
 
         Raises:
             ConfigError: a candidate of the controller is not among `shapes`.
@@ -91,7 +87,7 @@ class RoundShapes:
         self._shapes = [*shapes]
         self.page_choices = [*map(self._always, self.all_choices)]
         if self.budget is not None:
-            self.budget.attach(shapes, num_rows, lens=lens)
+            self.budget.attach(shapes, num_rows)
         # By candidate and row. Without a controller there is one line.
         size = max(len(choices), 1), num_rows
         self._following: Int32 = np.zeros(size, np.int32)
@@ -307,21 +303,14 @@ class RoundShapes:
             num_correct_drafts = accept_len[chosen] - 1
             self.controller.on_verify_complete(choice.shape, choice.batch_size, num_correct_drafts)
 
-    def observe(
-        self,
-        choice: Choice,
-        shapes: Int32,
-        seconds: float,
-        lens: Int32 | None = None,
-    ) -> None:
+    def observe(self, choice: Choice, shapes: Int32, seconds: float) -> None:
         """Pass to the controller the seconds of a turn that was this round alone.
 
-        `lens` are the tokens that the lanes held, int32 [B]; None = they do not count. Without a
-        budget, rounds with lanes of other shapes do not count.
+        Without a budget, rounds with lanes of other shapes do not count.
         """
         assert self.controller is not None
         if self.budget is not None:
-            self.budget.observe(shapes, seconds, lens)
+            self.budget.observe(shapes, seconds)
         elif (shapes == self._index[choice.shape]).all():
             self.controller.on_round_seconds(choice.shape, len(shapes), seconds)
 

@@ -51,11 +51,7 @@ class State:
         """Start without requests; see `Scheduler` for the arguments."""
         self.ledger, self.config = ledger, config
         self.round_shapes = RoundShapes(
-            ledger.shapes,
-            ledger.num_rows + 1,
-            controller,
-            config.forced_shape,
-            lens=ledger.resolved_len,
+            ledger.shapes, ledger.num_rows + 1, controller, config.forced_shape
         )
         self.needs = PageNeeds(ledger, config.headroom, self.round_shapes.page_choices)
         self.waiting = Waiting(shares_prompts=config.shares_prompts)

@@ -93,11 +93,11 @@ pub fn expected_tokens<'py>(
 }
 
 /// What `choose_shapes` returns, as its stub says.
-type Chosen<'py> = (Bound<'py, PyArray1<i32>>, f64, f64, f64, usize);
+type Chosen<'py> = (Bound<'py, PyArray1<i32>>, f64, f64, usize);
 
 #[doc = doc!("choose_shapes")]
 #[pyfunction]
-#[pyo3(signature = (shapes, tokens, *, worth, gives, due, base, ridge, slope, charge, lane, nodes, hoped = None, context = None, per_token = None, ridge_per_token = 0.0, pages = None, free = None))]
+#[pyo3(signature = (shapes, tokens, *, worth, gives, due, base, charge, lane, mixed = 0.0, hoped = None, pages = None, free = None))]
 pub fn choose_shapes<'py>(
     py: Python<'py>,
     shapes: &Bound<'py, PyAny>,
@@ -106,15 +106,10 @@ pub fn choose_shapes<'py>(
     gives: &Bound<'py, PyAny>,
     due: &Bound<'py, PyAny>,
     base: f64,
-    ridge: f64,
-    slope: f64,
     charge: &Bound<'py, PyAny>,
     lane: &Bound<'py, PyAny>,
-    nodes: &Bound<'py, PyAny>,
+    mixed: f64,
     hoped: Option<&Bound<'py, PyAny>>,
-    context: Option<&Bound<'py, PyAny>>,
-    per_token: Option<&Bound<'py, PyAny>>,
-    ridge_per_token: f64,
     pages: Option<&Bound<'py, PyAny>>,
     free: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Chosen<'py>> {
@@ -125,23 +120,11 @@ pub fn choose_shapes<'py>(
     let due = Input::<f64, 2>::new("due", due)?;
     let charge = Input::<f64, 1>::new("charge", charge)?;
     let lane = Input::<f64, 1>::new("lane", lane)?;
-    let nodes = Input::<f64, 1>::new("nodes", nodes)?;
     let [batch, num_candidates] = shapes.dims;
     let hoped = Input::<f64, 2>::optional("hoped", hoped)?;
     if let Some(hoped) = &hoped {
         expect_dims("hoped", hoped.dims, tokens.dims)?;
     }
-    let context = Input::<f64, 1>::optional("context", context)?;
-    let per_token = Input::<f64, 1>::optional("per_token", per_token)?;
-    let (context, per_token): (&[f64], &[f64]) = match (&context, &per_token) {
-        (None, None) => (&[], &[]),
-        (Some(context), Some(per_token)) => {
-            expect_dims("context", context.dims, [batch])?;
-            expect_dims("per_token", per_token.dims, lane.dims)?;
-            (context.slice(), per_token.slice())
-        }
-        _ => return Err(shape_error("context and per_token must be given together".to_owned())),
-    };
     expect_dims("worth", worth.dims, [batch])?;
     expect_dims("gives", gives.dims, [batch])?;
     expect_dims("tokens", tokens.dims, [batch, lane.dims[0]])?;
@@ -161,15 +144,13 @@ pub fn choose_shapes<'py>(
         shapes: shapes.slice(),
         tokens: tokens.slice(),
         hoped: hoped.as_ref().map_or(&[], Input::slice),
-        context,
         worth: worth.slice(),
         gives: gives.slice(),
         due: due.slice(),
         pages,
         free,
     };
-    let (charge, lane, nodes) = (charge.slice(), lane.slice(), nodes.slice());
-    let costs = Costs { base, ridge, ridge_per_token, slope, charge, lane, per_token, nodes };
+    let costs = Costs { base, mixed, charge: charge.slice(), lane: lane.slice() };
     let choice = choose(&rows, &costs).map_err(to_py)?;
-    Ok((vector(py, choice.picks), choice.rate, choice.bound, choice.seconds, choice.num_missed))
+    Ok((vector(py, choice.picks), choice.rate, choice.seconds, choice.num_missed))
 }

@@ -1,14 +1,11 @@
-//! Acceptance by depth: decayed counts of each row, with those of all rows as their prior (docs/budget.md).
+//! Acceptance by depth: decayed counts of each row, with those of all rows as their prior (docs/adaptive.md).
 //!
 //! A *family* is a set of shapes of one drafter whose depths are alike: its chains, or its trees of one width and
 //! size. Counts are conditional: a depth is tried by the rows that were right up to it.
-#![allow(clippy::inline_always, reason = "only what is inlined is compiled for the instructions chosen")]
-
-use pulp::{Arch, NullaryFnOnce};
 
 use crate::check::same_len;
 use crate::error::{Error, Result};
-use crate::memory::with_room;
+use crate::memory::{filled, with_room};
 
 /// What a row's counts weigh after it has drafted again: a memory of about 25 rounds.
 const ROW_DECAY: f32 = 0.96;
@@ -26,9 +23,6 @@ const MOST_DEVIATIONS: f64 = 8.0;
 /// The nearest that a prior comes to 0 and to 1, so that odds are finite.
 const EDGE: f64 = 0.01;
 
-/// Sums that are added side by side, so that no addition waits for another.
-const LANES: usize = 4;
-
 /// How deep each shape drafts, and in which family.
 #[derive(Debug, Clone, Copy)]
 pub struct Families<'a> {
@@ -40,23 +34,6 @@ pub struct Families<'a> {
     pub num_families: usize,
     /// Depths that are counted in each family.
     pub depth: usize,
-}
-
-/// How rows differ from all rows.
-struct Odds {
-    /// `[F, depth]`: the prior, kept from 0 and 1, and its odds.
-    edged: Vec<f64>,
-    base: Vec<f64>,
-    /// `[B]`: the factor of the prior's odds.
-    factors: Vec<f64>,
-}
-
-impl Odds {
-    /// The rate of a lane's row.
-    fn rate(&self, lane: usize, cell: usize) -> f64 {
-        let lean = self.base[cell] * self.factors[lane];
-        lean / (1.0 + lean)
-    }
 }
 
 impl Families<'_> {
@@ -77,20 +54,33 @@ impl Families<'_> {
         Ok(())
     }
 
-    fn row(&self, row: i32, num_rows: usize) -> Result<usize> {
+    /// The counts of one row.
+    fn per_row(&self) -> usize {
+        self.num_families * self.depth
+    }
+
+    /// Where a row's counts begin.
+    fn start_of(&self, row: i32, num_rows: usize) -> Result<usize> {
         if row < 0 || row as usize >= num_rows {
             return Err(Error::Shape(format!("row {row} is not in [0, {num_rows})")));
         }
-        Ok(row as usize * self.num_families * self.depth)
+        Ok(row as usize * self.per_row())
     }
 
-    /// The odds of these rows, whose counts are `[rows, F, depth]`, beside the prior; their logarithms are raised by
-    /// so many standard deviations.
-    fn odds(&self, hits: &[f32], tries: &[f32], prior: &[f64], rows: &[i32], deviations: f64) -> Result<Odds> {
+    /// The prior, `[F, depth]`, kept from 0 and 1, and the odds of these rows beside it, `[B]`, whose counts are
+    /// `[rows, F, depth]`. Their logarithms are raised by so many standard deviations.
+    fn odds(
+        &self,
+        hits: &[f32],
+        tries: &[f32],
+        prior: &[f64],
+        rows: &[i32],
+        deviations: f64,
+    ) -> Result<(Vec<f64>, Vec<f64>)> {
+        let per_row = self.per_row();
         if !(0.0..=MOST_DEVIATIONS).contains(&deviations) {
             return Err(Error::Shape(format!("deviations must be in [0, {MOST_DEVIATIONS}], got {deviations}")));
         }
-        let per_row = self.num_families * self.depth;
         same_len("tries", tries.len(), hits.len())?;
         same_len("prior", prior.len(), per_row)?;
         if let Some(wrong) = prior.iter().find(|rate| !(0.0..=1.0).contains(*rate)) {
@@ -99,22 +89,20 @@ impl Families<'_> {
         let num_rows = hits.len().checked_div(per_row).unwrap_or(0);
         let mut edged = with_room(per_row, "odds")?;
         edged.extend(prior.iter().map(|rate| rate.clamp(EDGE, 1.0 - EDGE)));
-        let mut base = with_room(per_row, "odds")?;
-        base.extend(edged.iter().map(|rate| rate / (1.0 - rate)));
-        let mut starts = with_room(rows.len(), "odds")?; // of the rows' counts
-        for &row in rows {
-            starts.push(self.row(row, num_rows)?);
-        }
         let mut scores = with_room(rows.len(), "odds")?;
-        Arch::new().dispatch(Score { hits, tries, edged: &edged, starts: &starts, scores: &mut scores });
+        for &row in rows {
+            let first = self.start_of(row, num_rows)?;
+            let cells = first..first + per_row;
+            scores.push(score(&hits[cells.clone()], &tries[cells], &edged));
+        }
         let spread = spread(&scores);
-        let mut factors = with_room(rows.len(), "odds")?;
+        let mut odds = with_room(rows.len(), "odds")?;
         // The posterior of the row's log odds, by a normal prior and one step of the likelihood's score.
-        factors.extend(scores.iter().map(|(excess, information)| {
+        odds.extend(scores.iter().map(|(excess, information)| {
             let variance = spread / (1.0 + spread * information);
             (variance * excess + deviations * variance.sqrt()).exp()
         }));
-        Ok(Odds { edged, base, factors })
+        Ok((edged, odds))
     }
 
     fn shape(&self, shape: i32) -> Result<usize> {
@@ -144,13 +132,13 @@ pub fn count_round(
     accept_len: &[i32],
 ) -> Result<Vec<f64>> {
     families.check()?;
-    let per_row = families.num_families * families.depth;
+    let per_row = families.per_row();
     same_len("tries", tries.len(), hits.len())?;
     same_len("shapes", shapes.len(), rows.len())?;
     same_len("accept_len", accept_len.len(), rows.len())?;
     let num_rows = hits.len().checked_div(per_row).unwrap_or(0);
     for ((&row, &shape), &len) in rows.iter().zip(shapes).zip(accept_len) {
-        families.row(row, num_rows)?;
+        families.start_of(row, num_rows)?;
         let steps = families.num_steps[families.shape(shape)?];
         if len < 1 || len > steps + 1 {
             return Err(Error::Shape(format!("an accept length of {len} after {steps} steps")));
@@ -160,7 +148,7 @@ pub fn count_round(
         Some(prior) => Some(families.odds(hits, tries, prior, rows, 0.0)?),
         None => None,
     };
-    let mut totals = crate::memory::filled(0.0, 2 * per_row, "totals")?;
+    let mut totals = filled(0.0, 2 * per_row, "totals")?;
     for (lane, ((&row, &shape), &len)) in rows.iter().zip(shapes).zip(accept_len).enumerate() {
         let first = row as usize * per_row;
         let family = families.family[shape as usize];
@@ -177,12 +165,12 @@ pub fn count_round(
             *count *= ROW_DECAY;
         }
         for depth in 0..(families.num_steps[shape as usize] as usize).min(len as usize) {
-            let hit = depth + 1 < len as usize;
-            let cell = first + at + depth;
-            hits[cell] += f32::from(u8::from(hit));
-            tries[cell] += 1.0;
-            let owed = own.as_ref().map_or(0.0, |own| own.rate(lane, at + depth) - own.edged[at + depth]);
-            totals[2 * (at + depth)] += f64::from(u8::from(hit)) - owed;
+            let is_hit = u8::from(depth + 1 < len as usize);
+            hits[first + at + depth] += f32::from(is_hit);
+            tries[first + at + depth] += 1.0;
+            let owed =
+                own.as_ref().map_or(0.0, |(edged, odds)| with_odds(edged[at + depth], odds[lane]) - edged[at + depth]);
+            totals[2 * (at + depth)] += f64::from(is_hit) - owed;
             totals[2 * (at + depth) + 1] += 1.0;
         }
     }
@@ -198,8 +186,8 @@ pub fn count_round(
 ///
 /// `hits` and `tries` are `[rows, F, depth]`, `prior` is `[F, depth]`: the rates of all rows. A row's rate at a depth
 /// is `(hits + m q) / (tries + m)`, where q has the prior's odds times the row's own odds. These come from all counts
-/// of the row, and are drawn towards 1 the more, the less the rows differ (docs/budget.md). With `deviations` the
-/// logarithm of a row's own odds is so many standard deviations above the estimate.
+/// of the row, and are drawn towards 1 the more, the less the rows differ. With `deviations` the logarithm of a row's
+/// own odds is so many standard deviations above the estimate.
 ///
 /// # Errors
 /// [`Error::Shape`] for lengths or rows that cannot be, for a prior that is no probability, and for deviations that are
@@ -213,122 +201,47 @@ pub fn expected_tokens(
     deviations: f64,
 ) -> Result<Vec<f64>> {
     families.check()?;
-    let (num_families, depth) = (families.num_families, families.depth);
-    let per_row = num_families * depth;
-    let own = families.odds(hits, tries, prior, rows, deviations)?;
+    let per_row = families.per_row();
+    let (edged, odds) = families.odds(hits, tries, prior, rows, deviations)?;
     let mut tokens = with_room(rows.len() * families.family.len(), "expected tokens")?;
-    // A shape's tokens are where its family's depths are added up; without a draft that is 1, as before any depth.
-    let mut places = with_room(families.family.len(), "expected tokens")?;
-    let per_family = families.family.iter().zip(families.num_steps);
-    places.extend(per_family.map(|(&family, &steps)| family.max(0) as usize * (depth + 1) + steps as usize));
-    let rates = crate::memory::filled(0.0, per_row, "expected tokens")?;
-    let reach = crate::memory::filled(1.0, num_families * (depth + 1), "expected tokens")?;
-    Arch::new().dispatch(Expect {
-        hits,
-        tries,
-        rows,
-        own: &own,
-        depth,
-        places: &places,
-        rates,
-        reach,
-        tokens: &mut tokens,
-    });
+    // The tokens of a family's drafts up to each depth. Without a draft that is 1, as before any depth.
+    let width = families.depth + 1;
+    let mut reach = filled(1.0, families.num_families * width, "expected tokens")?;
+    for (&row, odds) in rows.iter().zip(odds) {
+        for family in 0..families.num_families {
+            let mut reached = 1.0;
+            for depth in 0..families.depth {
+                let cell = family * families.depth + depth;
+                let (hit, tried) = (hits[row as usize * per_row + cell], tries[row as usize * per_row + cell]);
+                let rate = with_odds(edged[cell], odds);
+                reached *= (f64::from(hit) + PRIOR_TRIES * rate) / (f64::from(tried) + PRIOR_TRIES);
+                reach[family * width + depth + 1] = reach[family * width + depth] + reached;
+            }
+        }
+        let shapes = families.family.iter().zip(families.num_steps);
+        tokens.extend(shapes.map(|(&family, &steps)| reach[family.max(0) as usize * width + steps as usize]));
+    }
     Ok(tokens)
 }
 
-/// The loop over the rows of [`Families::odds`].
-struct Score<'a> {
-    hits: &'a [f32],
-    tries: &'a [f32],
-    edged: &'a [f64],
-    starts: &'a [usize],
-    scores: &'a mut Vec<(f64, f64)>,
-}
-
-impl NullaryFnOnce for Score<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(self) {
-        let per_row = self.edged.len();
-        // A loop, because `extend` is not inlined.
-        for &first in self.starts {
-            let cells = first..first + per_row;
-            self.scores.push(score(&self.hits[cells.clone()], &self.tries[cells], self.edged));
-        }
-    }
-}
-
-/// The loop over the rows of [`expected_tokens`].
-struct Expect<'a> {
-    hits: &'a [f32],
-    tries: &'a [f32],
-    rows: &'a [i32],
-    own: &'a Odds,
-    depth: usize,
-    /// `[S]`: where in `reach` a shape's tokens are.
-    places: &'a [usize],
-    /// `[F, depth]`: a row's rates.
-    rates: Vec<f64>,
-    /// `[F, depth + 1]`: the tokens up to each depth.
-    reach: Vec<f64>,
-    tokens: &'a mut Vec<f64>,
-}
-
-impl NullaryFnOnce for Expect<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn call(mut self) {
-        let per_row = self.rates.len();
-        for (&row, &odds) in self.rows.iter().zip(&self.own.factors) {
-            let cells = row as usize * per_row..(row as usize + 1) * per_row;
-            let counts = self.hits[cells.clone()].iter().zip(&self.tries[cells]);
-            // All cells first, so that no division waits for another.
-            for (rate, ((&hit, &tried), &base)) in self.rates.iter_mut().zip(counts.zip(&self.own.base)) {
-                let lean = base * odds; // q / (1 - q), so q = lean / (1 + lean)
-                let (hit, tried) = (f64::from(hit), f64::from(tried));
-                *rate = (hit * (1.0 + lean) + PRIOR_TRIES * lean) / ((tried + PRIOR_TRIES) * (1.0 + lean));
-            }
-            let families = self.reach.chunks_exact_mut(self.depth + 1).zip(self.rates.chunks_exact(self.depth));
-            for (reach, rates) in families {
-                let (mut reached, mut total) = (1.0, 1.0);
-                for (reach, rate) in reach[1..].iter_mut().zip(rates) {
-                    reached *= rate;
-                    total += reached;
-                    *reach = total;
-                }
-            }
-            self.tokens.extend(self.places.iter().map(|&place| self.reach[place]));
-        }
-    }
+/// A rate whose odds are so many times as great.
+fn with_odds(rate: f64, odds: f64) -> f64 {
+    let lean = odds * rate / (1.0 - rate);
+    lean / (1.0 + lean)
 }
 
 /// Hits beyond those of the prior, which is within [`EDGE`], and the information in them: their variance, half-way
-/// from the prior's rate to the row's.
-#[inline(always)]
+/// from the prior's rate to the row's. With the prior's own, a row that is right 3 times of 10 beside a prior of 0.93
+/// would be taken for one that is never right.
 fn score(hits: &[f32], tries: &[f32], edged: &[f64]) -> (f64, f64) {
-    let [mut right, mut tried, mut expected, mut variance] = [[0.0; LANES]; 4];
-    let mut add = |lane: usize, hit: f32, tries: f32, rate: f64| {
+    let (mut right, mut tried, mut expected, mut variance) = (0.0, 0.0, 0.0, 0.0);
+    for ((&hit, &tries), rate) in hits.iter().zip(tries).zip(edged) {
         let tries = f64::from(tries);
-        right[lane] += f64::from(hit);
-        tried[lane] += tries;
-        expected[lane] += tries * rate;
-        variance[lane] += tries * rate * (1.0 - rate);
-    };
-    let whole = hits.len() / LANES * LANES;
-    for first in (0..whole).step_by(LANES) {
-        let cells = first..first + LANES;
-        let (hits, tries, edged) = (&hits[cells.clone()], &tries[cells.clone()], &edged[cells]);
-        for lane in 0..LANES {
-            add(lane, hits[lane], tries[lane], edged[lane]);
-        }
+        right += f64::from(hit);
+        tried += tries;
+        expected += tries * rate;
+        variance += tries * rate * (1.0 - rate);
     }
-    for cell in whole..hits.len() {
-        add(cell - whole, hits[cell], tries[cell], edged[cell]);
-    }
-    let [right, tried, expected, variance] = [right, tried, expected, variance].map(|lanes| lanes.iter().sum::<f64>());
     if tried == 0.0 {
         return (0.0, 0.0);
     }

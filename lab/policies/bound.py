@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benches.budget_model import CANDIDATES, TREE_TRIES, Device, Mix
+from lab.policies.devices import CANDIDATES, TREE_TRIES, Device, Mix
 from specpool._core import Shape
 
 

@@ -1,4 +1,4 @@
-"""`python -m benches adaptive`: policies that choose a shape for each round.
+"""`python -m lab adaptive`: policies that choose a shape for each round.
 
 It runs them once on a model of text that changes (`adaptive_model`), with the times of rounds
 measured first, and once in engines. All runs use the embedded pair.
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress
 
-from benches import adaptive_model as model
 from benches.lines import Line, table_of
+from lab.policies import adaptive_model as model
 from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig, controller_of
 from specpool.assets import corpus
@@ -143,6 +143,7 @@ def measured_costs(
     engines: Engines, max_batch: int, num_passes: int, advance: Callable[[], None]
 ) -> tuple[model.Costs, dict[int, float]]:
     """What rounds of rows that may change their shape take; and of rows that never draft.
+
     The least time counts, because other work on the machine can only add to it.
     """
     sizes = sorted({1 << i for i in range(max_batch.bit_length())} | {max_batch})
@@ -422,9 +423,9 @@ def adaptive(
     else:
         # Wide enough for every column, also if the output is not a terminal.
         console = Console()
-        Console(width=max(console.width, 164)).print(table_of("bench adaptive", _CAPTION, lines))
+        Console(width=max(console.width, 164)).print(table_of("lab adaptive", _CAPTION, lines))
     if plot is not None:
-        draw("bench adaptive", [each for each in results if each.unit == "tokens/s"], plot)
+        draw("lab adaptive", [each for each in results if each.unit == "tokens/s"], plot)
 
 
 _CAPTION = (

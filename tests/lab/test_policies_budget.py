@@ -1,12 +1,12 @@
-"""The simulated devices of `python -m benches budget`: wrong starts, and rows of many lengths."""
+"""The simulated devices of `python -m lab budget`: wrong starts, and rows of many lengths."""
 
 import pytest
 
-from benches import budget_model as model
-from benches.budget import LENGTHS, MIXES, START_ERROR
-from benches.budget import _controller as controller
-from benches.budget import _urgent as urgent
-from benches.budget_random import random_case, ratios
+from lab.policies import devices as model
+from lab.policies.budget import LENGTHS, MIXES, START_ERROR
+from lab.policies.budget import _controller as controller
+from lab.policies.budget import _urgent as urgent
+from lab.policies.random_devices import random_case, ratios
 
 HARD = MIXES[-1]
 A100 = model.DEVICES[2:]  # those whose forwards others measured

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benches.budget_curves import LLAMA_8B_A100, LLAMA_70B_4_A100, Curve
+from lab.policies.curves import LLAMA_8B_A100, LLAMA_70B_4_A100, Curve
 from specpool._core import Shape
 from specpool.adaptive import BudgetController, Controller
 from specpool.arrays import Int32
@@ -233,9 +233,7 @@ def run(
     """
     rows, found, now = Rows(mix, num_rows, seed), Run(), 0.0
     shapes = [*CANDIDATES]
-    # What rows hold does not count where all hold the same.
-    lens = rows.context if len(mix.contexts) > 1 else None
-    round_shapes = RoundShapes(shapes, num_rows, controller, lens=lens)
+    round_shapes = RoundShapes(shapes, num_rows, controller)
     _, index, choices = round_shapes.allowed(shape, None)
     requests: list[Any] = [
         SimpleNamespace(
@@ -254,7 +252,7 @@ def run(
     if controller is not None:
         draws = np.random.default_rng(seed).normal(scale=error, size=len(CANDIDATES))
         factors = dict(zip(CANDIDATES, np.exp(draws).tolist(), strict=True))
-        _calibrate(device, controller, num_rows, factors, mix.contexts)
+        _calibrate(device, controller, num_rows, factors, mix.contexts[0])
     limits = np.ones(num_rows, np.int32)
     every = np.arange(num_rows)
     for _ in range(rounds):
@@ -281,7 +279,7 @@ def run(
         if choice is not None:
             round_shapes.learn(choice, lanes, accept_len, requests)
             noisy = seconds * float(1 + 0.03 * rows.rng.normal())
-            round_shapes.observe(choice, lanes, noisy, lens=lens)
+            round_shapes.observe(choice, lanes, noisy)
         rows.made += accept_len  # as a request sees it: one that was unlucky is late
         for row in np.flatnonzero(rows.made >= rows.left).tolist():
             took, target = 1e3 * (now - rows.began[row]) / rows.made[row], rows.target[row]
@@ -300,32 +298,14 @@ def _calibrate(
     controller: Controller,
     num_rows: int,
     factors: Mapping[Shape, float],
-    contexts: Sequence[int],
+    context: int,
 ) -> None:
-    """Tell the controller the seconds that an engine measures at its start, times these factors."""
+    """Tell the controller the seconds that an engine measures at its start, times these factors.
 
-    short = contexts[0]
-
-    def tell(counts: Mapping[Shape, int], context: int = short) -> float:
-        wrong = sum(factors[shape] * lanes for shape, lanes in counts.items()) / sum(
-            counts.values()
-        )
-        held = [lanes * context for lanes in counts.values()]
-        return wrong * device.round([*counts], [*counts.values()], held)
-
+    All rows hold `context` tokens then.
+    """
     sizes = {1 << i for i in range(num_rows.bit_length())} | {num_rows}
-    told = short if len(contexts) > 1 else 0  # of the context
     for size, shape in itertools.product(sorted(sizes), CANDIDATES):
-        if not isinstance(controller, BudgetController):
-            for _ in range(TOLD):
-                controller.on_round_seconds(shape, size, tell({shape: size}))
-            continue
-        controller.on_mixed_seconds({shape: size}, tell({shape: size}), told)
-        if shape != PLAIN and size > 1:
-            half = size // 2
-            both = {PLAIN: size - half, shape: half}
-            controller.on_mixed_seconds(both, tell(both), told)
-    if isinstance(controller, BudgetController) and len(contexts) > 1:  # an engine's longer rows
-        for shape in CANDIDATES:
-            alone = {shape: num_rows}
-            controller.on_mixed_seconds(alone, tell(alone, contexts[-1]), contexts[-1])
+        seconds = factors[shape] * device.round([shape], [size], [size * context])
+        for _ in range(TOLD):
+            controller.on_round_seconds(shape, size, seconds)

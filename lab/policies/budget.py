@@ -1,7 +1,7 @@
-"""`python -m benches budget`: a shape for each row, beside one shape for the batch.
+"""`python -m lab budget`: a shape for each row, beside one shape for the batch.
 
 Three parts: what a decision takes; policies on a simulated device with rows of mixed difficulty and
-with targets (`budget_model`); and engines with the embedded pair.
+with targets (`devices`); and engines with the embedded pair.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.console import Console
 
-from benches import budget_model as model
-from benches.budget_bound import most_goodput
-from benches.budget_random import ratios
 from benches.clients import Clients, lengths
 from benches.lines import Line, table_of
+from lab.policies import devices as model
+from lab.policies.bound import most_goodput
+from lab.policies.random_devices import ratios
 from specpool import _core
 from specpool._core import Shape
 from specpool.adaptive import AdaptiveConfig, BudgetController, Controller, controller_of
+from specpool.assembly.calibration import TOLD
 from specpool.assets import corpus
 from specpool.checks import check_int
 from specpool.cli.options import checks
@@ -98,7 +99,8 @@ def _decision_cases(num_rows: int) -> dict[str, Callable[[], object]]:
     device = model.DEVICES[0]
     for size in (1, num_rows // 8, num_rows):
         for shape in shapes:
-            budget.on_round_seconds(shape, size, device.round([shape], [size]))
+            for _ in range(TOLD):
+                budget.on_round_seconds(shape, size, device.round([shape], [size]))
     rows = np.arange(num_rows, dtype=np.int32)
     candidates = np.tile(np.arange(len(shapes), dtype=np.int32), (num_rows, 1))
     rates = rng.uniform(0.05, 0.95, num_rows)
@@ -109,9 +111,9 @@ def _decision_cases(num_rows: int) -> dict[str, Callable[[], object]]:
         right = rng.random((num_rows, 8)) < rates[:, None]
         accept_len = 1 + np.minimum(np.cumprod(right, axis=1).sum(axis=1), steps)
         budget.learn(rows, chosen, accept_len.astype(np.int32))
-    acceptance, cost = budget._acceptance, budget._cost
+    acceptance, costs = budget._acceptance, budget._cost.costs(num_rows)
     targets = np.zeros((num_rows, 2))
-    targets[::4, 1] = 2.0 / cost.base(num_rows)  # two tokens in a plain round's time: some make it
+    targets[::4, 1] = 2.0 / costs.base  # two tokens in a plain round's time: some make it
     pages = np.tile(np.arange(len(shapes), dtype=np.int32)[None, :, None], (num_rows, 1, 2))
 
     def core(due: np.ndarray | None = None, free: np.ndarray | None = None) -> Callable[[], object]:
@@ -122,12 +124,10 @@ def _decision_cases(num_rows: int) -> dict[str, Callable[[], object]]:
                 worth=budget._worth[rows],
                 gives=np.ones(num_rows),
                 due=np.zeros((num_rows, 2)) if due is None else due,
-                base=cost.base(num_rows),
-                ridge=cost.ridge,
-                slope=cost.slope,
-                charge=cost.charge,
-                lane=cost.lane,
-                nodes=cost.nodes,
+                base=costs.base,
+                mixed=costs.mixed,
+                charge=costs.charge,
+                lane=costs.lane,
                 pages=None if free is None else pages,
                 free=free,
             )
@@ -409,9 +409,9 @@ def budget(
         print_json(machine(device, threads, ("numpy", "torch")), results)
     else:
         console = Console()
-        Console(width=max(console.width, 150)).print(table_of("bench budget", _CAPTION, lines))
+        Console(width=max(console.width, 150)).print(table_of("lab budget", _CAPTION, lines))
     if plot is not None:
-        draw("bench budget", [each for each in results if each.unit == "tokens/s"], plot)
+        draw("lab budget", [each for each in results if each.unit == "tokens/s"], plot)
 
 
 _CAPTION = (

@@ -1,4 +1,4 @@
-"""`python -m benches adaptive` compares policies and names missed targets."""
+"""`python -m lab adaptive` compares policies and names missed targets."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 
 import pytest
 
-from benches import adaptive_model as model
-from benches.adaptive import OURS, THEIRS
 from benches.lines import Line
 from cli_kit import call
+from lab.policies import adaptive_model as model
+from lab.policies.adaptive import OURS, THEIRS
 from specpool import Shape
 from specpool.adaptive import AdaptiveConfig, controller_of
 from specpool.cli.results import Result, interleaved
 from specpool.engine.engine import Engine
 from specpool.shape_names import chain
 
-SMALL = ("benches", "adaptive", "--batch", "1", "--batch", "4", "--tokens", "8", "--repeats", "1")
+SMALL = ("lab", "adaptive", "--batch", "1", "--batch", "4", "--tokens", "8", "--repeats", "1")
 PLAIN = Shape.none()
 COSTS = model.Costs({PLAIN: {1: 1.0, 4: 2.0}, chain(1): {1: 1.5, 4: 4.0}, chain(3): {1: 2, 4: 8}})
 
@@ -51,7 +51,7 @@ def test_the_json_has_both_parts(capsys):
 @pytest.mark.full
 def test_either_part_alone_and_a_picture(capsys, tmp_path):
     plot = tmp_path / "bars.svg"
-    words = ("benches", "adaptive", "--batch", "1")
+    words = ("lab", "adaptive", "--batch", "1")
     code, out, err = call(capsys, *words, "--repeats", "0", "--rounds", "20", "--plot", str(plot))
     assert code == 0, err
     assert "simulated, batch 1" in out and " batch 1: chain:3" not in out and plot.exists()
@@ -110,7 +110,7 @@ def test_another_text_is_an_error(capsys, monkeypatch):
     ],
 )
 def test_a_bad_option_is_one_line(capsys, args, says):
-    assert call(capsys, "benches", "adaptive", *args) == (2, "", f"error: {says}\n")
+    assert call(capsys, "lab", "adaptive", *args) == (2, "", f"error: {says}\n")
 
 
 def test_the_model_counts_what_a_shape_is_worth():

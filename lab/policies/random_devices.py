@@ -1,6 +1,6 @@
 """Random simulated devices and mixes of rows, to find where the policy `budget` loses.
 
-`budget_model` simulates published devices. These are unlike any of them: a device computes beside
+`devices` simulates published devices. These are unlike any of them: a device computes beside
 reading (a roofline, sharp or soft) or after it (as a CPU does), a node costs next to nothing or a
 fifth of the weights, and rows hold 64 to 32,768 tokens.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benches import budget_model as model
+from lab.policies import devices as model
 from specpool.adaptive import Controller
 
 SIZES = (1, 4, 8, 16, 32, 64, 96)

@@ -1,0 +1,1 @@
+"""The judges of the policies that choose draft shapes."""
