@@ -1352,6 +1352,8 @@ class Ledger:
         A row that begins with as many tokens of another one's text copies these pages. The array
         is [num_groups].
 
+        Cost: O(num_groups).
+
         Raises:
             ShapeError: `length` is below 0.
         """
