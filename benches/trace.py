@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benches.budget_model import DEVICES
+from lab.policies.devices import DEVICES
 from lab.sim import Arrival, Settings, SimDevice, Text
 from specpool._core import Ledger, Shape
 from specpool.adaptive import AdaptiveConfig, BudgetController, Controller, RangeConfig

@@ -85,8 +85,11 @@ class RoundCost:
         base = plain * max(1 + self._every, _LEAST_BASE)
         return Costs(base, self._mixed * plain, charge, lane)
 
-    def observe(self, shapes: Int32, seconds: float) -> None:
-        """Learn from a round in service, whose rows had these shapes, int32 [B]."""
+    def observe(self, shapes: Int32, seconds: float, *, explores: bool = True) -> None:
+        """Learn from a round in service, whose rows had these shapes, int32 [B].
+
+        If it `explores`, shapes that did not run seem to add less from now on.
+        """
         size, used = len(shapes), np.unique(shapes)
         if len(used) == 1 and not self._table.is_measured(self._shapes[used[0]]):
             self.tell(self._shapes[used[0]], size, seconds)
@@ -98,9 +101,10 @@ class RoundCost:
         share[self._shapes.index(self._narrowest)] = 0.0  # it is in every round's share
         is_mixed = len(used) > 1
         step = _STEP * error / (1 + is_mixed + float(share @ share))
-        idle = np.ones(len(self._shapes), np.bool_)
-        idle[used] = False
-        self._of_shape -= _FADE * idle * (costs.charge + size * costs.lane) / plain
+        if explores:
+            idle = np.ones(len(self._shapes), np.bool_)
+            idle[used] = False
+            self._of_shape -= _FADE * idle * (costs.charge + size * costs.lane) / plain
         self._every += step
         self._of_shape += step * share
         self._mixed = max(self._mixed + step, 0.0) if is_mixed else self._mixed * (1 - _FADE)
