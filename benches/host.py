@@ -124,8 +124,7 @@ def _run(engine: Engine, request: Request, row: int, new_len: int) -> list[int]:
     (pending,) = engine.core.worker.run([Step(plan, [request])])
     result = pending.result()
     engine.ledger.complete(plan.step)
-    tokens: list[int] = result.tokens[0, : result.accept_len[0]].tolist()
-    return tokens
+    return result.tokens[0]
 
 
 def host(

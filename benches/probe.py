@@ -97,18 +97,17 @@ def new_lengths() -> str:
 
 def failed_capture() -> str:
     """Capture after a capture that waits for the device and so fails."""
-    from collections.abc import Iterator
 
     from specpool.worker.graphs.capture import CudaCapture
     from specpool.worker.results import Outcome
 
     capture, cell = CudaCapture(torch.device("cuda", 0)), torch.zeros(1, 3, device="cuda")
 
-    def work(*, waits: bool) -> Iterator[Outcome]:
+    def work(*, waits: bool) -> tuple[Outcome, Callable[[], None]]:
         if waits:
             cell.item()
         cell.add_(1)
-        yield Outcome(cell, False)
+        return Outcome(cell, is_verify=False), lambda: None
 
     capture.warm_up(lambda: work(waits=False))
     try:

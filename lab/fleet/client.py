@@ -43,8 +43,8 @@ class FleetTally:
 
     def add(self, other: FleetTally) -> None:
         """Add the counts of another one."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 class Client(Node):

@@ -28,10 +28,10 @@ def next_token(tokens: Sequence[int]) -> int:
 
 def answer_of(tokens: Sequence[int], num_new: int) -> list[int]:
     """Return what a text goes on with, as any engine says it."""
-    found = list(tokens)
+    text = list(tokens)
     for _ in range(num_new):
-        found.append(next_token(found))
-    return found[len(tokens) :]
+        text.append(next_token(text))
+    return text[len(tokens) :]
 
 
 @dataclass(eq=False, slots=True)
@@ -92,8 +92,8 @@ class SimEngine:
         if deciding:
             plan = self._ledger.prepare_decode([w.row for w in deciding], [1] * len(deciding))
             self._ledger.launch(plan.step)
-            most = [min(4, work.num_new - len(work.new)) for work in deciding]
-            lens = [self._random.randint(1, each) for each in most]
+            max_lens = [min(4, work.num_new - len(work.new)) for work in deciding]
+            lens = [self._random.randint(1, max_len) for max_len in max_lens]
             self._ledger.resolve(plan.step, lens)
             self._ledger.complete(plan.step)
             for work, number in zip(deciding, lens, strict=True):
@@ -139,8 +139,8 @@ class SimEngine:
             if work.session in self._rows:
                 self._rows[work.session] = 0
         else:
-            kept = min(length, int(self._ledger.resolved_len[work.row]))
-            self._ledger.end_turn(work.row, kept)
+            num_kept = min(length, int(self._ledger.resolved_len[work.row]))
+            self._ledger.end_turn(work.row, num_kept)
 
     def _open(
         self,
@@ -163,14 +163,14 @@ class SimEngine:
         if not row or not self._ledger.resolved_len[row]:
             return None
         lens = self._ledger.resolved_len, self._ledger.drafted_len
-        return int(lens[0][row]), min(int(each[row]) for each in lens)
+        return int(lens[0][row]), min(int(lens_by_row[row]) for lens_by_row in lens)
 
     def _rewind(self, number: int, offset: int) -> int:
         row = self._rows[number]
         if not row:
             return 0
-        kept = min(offset, int(self._ledger.resolved_len[row]))
-        return self._ledger.end_turn(row, kept)
+        num_kept = min(offset, int(self._ledger.resolved_len[row]))
+        return self._ledger.end_turn(row, num_kept)
 
     def _close(self, number: int) -> None:
         row = self._rows.pop(number)

@@ -114,7 +114,7 @@ class Fleet:
         replica.on_holds = lambda ident: self._note_holder(ident, replica.tag)
         replica.on_sent = self._note_sent
         replica.on_turn = self._check_alone
-        self._replicas = [*(each for each in self._replicas if each.is_up), replica]
+        self._replicas = [*(member for member in self._replicas if member.is_up), replica]
         self._listed[replica.tag] = replica
         if publishes:
             self._publish()
@@ -174,7 +174,7 @@ class Fleet:
             self.world.after(2 + i * _STORMY / 2, self._update)
 
     def _kill(self) -> None:
-        replicas = [each for each in self._listed.values() if each.is_up]
+        replicas = [replica for replica in self._listed.values() if replica.is_up]
         if not replicas:
             return
         victim = self._random.choice(replicas)
@@ -208,7 +208,7 @@ class Fleet:
 
     def _update(self) -> None:
         """Replace the replicas one by one, as Serve does: drain, end, start."""
-        old = [each for each in self._listed.values() if not each.is_leaving]
+        old = [replica for replica in self._listed.values() if not replica.is_leaving]
 
         def next_one() -> None:
             while old and not (old[-1].is_up and old[-1].tag in self._listed):
@@ -259,15 +259,15 @@ class Fleet:
         """
         if record.is_leaving:
             raise FleetLaw(f"session {record.ident} answers while it leaves")
-        found = [
-            each.name
-            for each in self._replicas
-            if each.is_up
-            for other in each.sessions
+        holders = [
+            replica.name
+            for replica in self._replicas
+            if replica.is_up
+            for other in replica.sessions
             if other.ident == record.ident and not other.is_leaving
         ]
-        if len(found) != 1:
-            raise FleetLaw(f"session {record.ident} is at {', '.join(found)}")
+        if len(holders) != 1:
+            raise FleetLaw(f"session {record.ident} is at {', '.join(holders)}")
 
     def _check_moving(self, ident: str) -> None:
         """Check that a session that moves, as a client was told, has a reason to do so.
@@ -293,9 +293,9 @@ class Fleet:
             return
         self.tally.needless += 1
         is_somewhere = any(
-            each.is_up and ident == record.ident
-            for each in self._replicas
-            for record in each.sessions
+            replica.is_up and ident == record.ident
+            for replica in self._replicas
+            for record in replica.sessions
         )
         is_unsure = self._sent_to.get(ident) in self._left | self._killed
         if self.settings.moves_in_time or not (is_somewhere or is_unsure):

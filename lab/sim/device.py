@@ -296,7 +296,7 @@ class SimDevice:
             if window is not None:  # the first query reads no more, besides the sink
                 begin = np.maximum(starts - window + 1, 0)
             sink = np.minimum(begin, self._sinks[g])
-            ranges = zip(*(each.tolist() for each in (chosen, sink, begin, keeps)), strict=True)
+            ranges = zip(*(array.tolist() for array in (chosen, sink, begin, keeps)), strict=True)
             texts = ((forward.texts[lane].words, n, a, b) for lane, n, a, b in ranges)
             known = np.concatenate([w for words, n, a, b in texts for w in (words[:n], words[a:b])])
             beyond = end > plan.allocated_after[g][chosen]
@@ -338,14 +338,14 @@ class SimDevice:
         slot: Ints,
         rows: npt.NDArray[np.int32],
     ) -> None:
-        found = int(self._memory[g][slot[at]])
+        word = int(self._memory[g][slot[at]])
         if slot[at] < self._groups[g].page_size:
             what = "has no page"
-        elif found <= 0:
-            what = f"slot {slot[at]} holds drafts of step {-found}" if found else "is not written"
+        elif word <= 0:
+            what = f"slot {slot[at]} holds drafts of step {-word}" if word else "is not written"
         else:
-            request_id, place = divmod(found, 1 << 20)
-            what = f"slot {slot[at]} holds position {place} of request {request_id}"
+            request_id, token_position = divmod(word, 1 << 20)
+            what = f"slot {slot[at]} holds position {token_position} of request {request_id}"
         raise BrokenLaw(
             f"step {forward.plan.step} ({forward.plan.kind}), row {rows[lane[at]]} of "
             f"{self._groups[g].name}: position {position[at]} {what}"

@@ -63,19 +63,19 @@ class Indexed:
         for path in self._paths:
             if path.salt != salt:
                 continue
-            most = min(len(path.tokens), len(tokens) - 1)
+            max_len = min(len(path.tokens), len(tokens) - 1)
             if needs_draft:
-                most = min(most, path.drafted_len)
-            if most > best:
-                best = max(best, _common_len(path.tokens, tokens, most))
+                max_len = min(max_len, path.drafted_len)
+            if max_len > best:
+                best = max(best, _common_len(path.tokens, tokens, max_len))
         return best
 
     def pages(self, g: int) -> Ints:
         """Return the group's pages in the index now, ascending; no page is there twice."""
         entries = self._ledger.index_entries() if self.is_on else []
         pages = [pages[g] for *_, pages in entries]
-        found = np.concatenate([np.zeros(0, np.int64), *pages])
-        return np.sort(found[found > 0])
+        all_pages = np.concatenate([np.zeros(0, np.int64), *pages])
+        return np.sort(all_pages[all_pages > 0])
 
 
 def _common_len(a: list[int], b: list[int], most: int) -> int:

@@ -104,9 +104,9 @@ class Laws:
             known_len = self.indexed.known_len(
                 request.tokens, request.salt, needs_draft=needs_draft
             )
-        own = self.talks.start(watch, known_len)
-        if own is not None:
-            return own
+        row_lens = self.talks.start(watch, known_len)
+        if row_lens is not None:
+            return row_lens
         starts = {shared_len(request.tokens, pins) for pins in (pinned, self.pins.kept)}
         if known_len:
             starts = {max(start, known_len) for start in starts}
@@ -133,19 +133,19 @@ class Laws:
         `before` are the requests that ran, with their rows and the rows' epochs; `steps` are this
         turn's steps.
         """
-        kept = [w for w, place in before if (w.request.row, w.request.epoch) == place]
-        gone = [w for w, _ in before if w not in kept and w.request.finish_reason is None]
+        staying = [w for w, row_epoch in before if (w.request.row, w.request.epoch) == row_epoch]
+        gone = [w for w, _ in before if w not in staying and w.request.finish_reason is None]
         self.note(f"retracted: {[w.arrival.request_id for w in gone]}")
-        if not kept and len(gone) == 1 and self._begins_anew == gone[0].request:
+        if not staying and len(gone) == 1 and self._begins_anew == gone[0].request:
             return
         users = {id(request) for step in steps for request in step.requests}
         for victim in gone:
-            if victim.request.row and users.isdisjoint(id(w.request) for w in kept):
+            if victim.request.row and users.isdisjoint(id(w.request) for w in staying):
                 raise BrokenLaw(
                     f"request {victim.arrival.request_id} was retracted, and has a row again "
                     "before anybody could use its pages"
                 )
-            for other in kept:
+            for other in staying:
                 if (-other.arrival.priority, other.admission) > (
                     -victim.arrival.priority,
                     victim.admission,
@@ -154,7 +154,7 @@ class Laws:
                         f"request {victim.arrival.request_id} is retracted, not request "
                         f"{other.arrival.request_id}, which came later or counts less"
                     )
-        if not kept and before:
+        if not staying and before:
             raise BrokenLaw("every running request was retracted")
         if self.pins.kept:
             raise BrokenLaw("a request is retracted, and a pinned text kept")
@@ -230,10 +230,13 @@ class Laws:
             elif request.choices is not None:
                 assert step.choice is not None
                 wanted = request.choices[self.candidates.index(step.choice.shape)]
-            most = watch.arrival.most_steps
-            if most is not None and (steps := self.ledger.shapes[shapes[i]].num_steps) > most:
+            max_steps = watch.arrival.most_steps
+            if (
+                max_steps is not None
+                and (steps := self.ledger.shapes[shapes[i]].num_steps) > max_steps
+            ):
                 raise BrokenLaw(
-                    f"request {request.request_id} drafts {steps} steps, {most} steps at most"
+                    f"request {request.request_id} drafts {steps} steps, {max_steps} steps at most"
                 )
             if settings.mixes_drafters and request.shape_index:
                 wanted = self._judged(watch, wanted)
@@ -401,10 +404,10 @@ class Laws:
         held = int((holders[1:] > 0).sum())
         pages = self.ledger.page_table(g)[rows]
         in_table = len(np.unique(pages[pages > 0]))
-        most = in_table + len(rows) * (-(-(window - 1) // int(self._P[g])) + 1)
-        if not in_table <= held <= most:
+        max_held = in_table + len(rows) * (-(-(window - 1) // int(self._P[g])) + 1)
+        if not in_table <= held <= max_held:
             raise BrokenLaw(
                 f"group {g}: {held} pages are held, rows {rows} have {in_table} in the table, and "
-                f"with their checkpoints {most} at most"
+                f"with their checkpoints {max_held} at most"
             )
         return held

@@ -21,7 +21,7 @@ from specpool._core import Plan, Shape
 from specpool.adaptive import AdaptiveConfig, BudgetController, RangeConfig
 from specpool.errors import CorruptState, RankError
 from specpool.ranks.following import Follower
-from specpool.ranks.inputs import Inputs
+from specpool.ranks.journal import RankJournal
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.request import Conversation, Request
@@ -54,8 +54,8 @@ class RanksTally:
 
     def add(self, other: RanksTally) -> None:
         """Add another tally's counts."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 class SimRank:
@@ -76,11 +76,13 @@ class SimRank:
         self.seconds, self.now = 0.0, 0.0
         self.ledger = replace(settings, keeps_digest=True).ledger()
         controller = _controller(settings, lambda: self.now)
-        self.scheduler = Scheduler(self.ledger, _config(settings), controller=controller)
-        self.inputs = Inputs(self.ledger, self.scheduler, self, lambda: self.seconds)
+        self.journal = RankJournal(self.ledger, self, lambda: self.seconds)
+        self.scheduler = Scheduler(
+            self.ledger, _config(settings), controller=controller, journal=self.journal
+        )
         self.requests: dict[int, Request] = {}
         self.follower = Follower(
-            self.inputs,
+            self.journal,
             self.scheduler,
             lambda request: None,
             {"turn": self.turn, "drain": self.drain},
@@ -118,7 +120,7 @@ class SimRank:
 
     def turn(self) -> None:
         """Run a turn as `Loop` does."""
-        with self.inputs.turn():
+        with self.journal.turn():
             self._run()
         if self.leads:
             self.states.append(self.state())
@@ -126,24 +128,24 @@ class SimRank:
     def drain(self) -> None:
         """Take over all that is on its way, between two turns."""
         if self._flying:
-            self.inputs.drain()
+            self.journal.note_end("drain")
         while self._flying:
             self._take_over(self._flying.popleft()[1])
 
     def state(self) -> Any:
         """Return all that must be the same on all ranks after a record."""
         scheduler = self.scheduler
-        waiting = sorted(each.request_id for each in scheduler.requests() if not each.row)
+        waiting = sorted(request.request_id for request in scheduler.requests() if not request.row)
         return (
             self.ledger.digest,
             [
-                (each.request_id, each.row, len(each.tokens), each.tokens[-1])
-                for each in scheduler.running
+                (request.request_id, request.row, len(request.tokens), request.tokens[-1])
+                for request in scheduler.running
             ],
             waiting,
             [
-                (each.number, len(each.tokens), each.tokens[-1:])
-                for each in scheduler.conversations.open.values()
+                (conversation.number, len(conversation.tokens), conversation.tokens[-1:])
+                for conversation in scheduler.conversations.open.values()
             ],
         )
 
@@ -158,14 +160,14 @@ class SimRank:
         if len(steps) == 1 and (choice := steps[0].choice) is not None:
             observe, shapes = self.scheduler.round_shapes.observe, steps[0].plan.shapes
             seconds = 0.01 + self.seconds % 1
-            self.inputs.measured(lambda taken: observe(choice, shapes, taken), seconds)
+            self.journal.measured(lambda taken: observe(choice, shapes, taken), seconds)
         last = self._turns - (self._settings.overlap_depth if steps else 1)
         while self._flying and self._flying[0][0] <= last:
             self._take_over(self._flying.popleft()[1])
 
     def _take_over(self, step: Step) -> None:
         result = _result(step, self.ledger.shapes)
-        self.inputs.result(step.plan.step, result)
+        self.journal.result(step.plan.step, result)
         self.scheduler.take_over(step, result)
 
 
@@ -262,7 +264,7 @@ class RanksSimulation:
 
     def _fault_at(self, rank: int) -> RankFault | None:
         """Return the fault of the record that is put on its way to a rank now."""
-        if self.fault is None or self.fault[1:] != (rank, self.ranks[0].inputs.num_records):
+        if self.fault is None or self.fault[1:] != (rank, self.ranks[0].journal.num_records):
             return None
         return self.fault[0]
 
@@ -288,43 +290,51 @@ class RanksSimulation:
     # --- what rank 0 decides ----------------------------------------------------------------------
 
     def _come_and_go(self, first: SimRank) -> None:
-        rng, inputs = self._rng, first.inputs
-        self._live = [each for each in self._live if each.finish_reason is None]
+        rng, scheduler = self._rng, first.scheduler
+        self._live = [request for request in self._live if request.finish_reason is None]
         conversations = first.scheduler.conversations
-        busy = {each.conversation.number for each in self._live if each.conversation}
-        idle = [each for number, each in conversations.open.items() if number not in busy]
+        busy = {request.conversation.number for request in self._live if request.conversation}
+        idle = [
+            conversation
+            for number, conversation in conversations.open.items()
+            if number not in busy
+        ]
         if rng.random() < _COME and len(self._live) < 12:
             conversation = rng.choice([None, *idle])
             request = self._request(first, conversation)
             if first.scheduler.fits(request):
-                inputs.submit(request)
+                scheduler.submit(request)
                 self._live.append(request)
                 self.tally.requests += 1
                 self.tally.turns_of_sessions += conversation is not None
-                idle = [each for each in idle if each is not conversation]
+                idle = [
+                    open_conversation
+                    for open_conversation in idle
+                    if open_conversation is not conversation
+                ]
         if self._live and rng.random() < _ABORT:
-            inputs.abort(rng.choice(self._live))
+            scheduler.abort(rng.choice(self._live))
             self.tally.aborts += 1
         if rng.random() < _TALK:
             self._talk(first, idle)
         self.tally.retractions = first.scheduler.num_retracted
 
     def _talk(self, first: SimRank, idle: list[Conversation]) -> None:
-        rng, inputs = self._rng, first.inputs
+        rng, scheduler = self._rng, first.scheduler
         if not idle or len(first.scheduler.conversations.open) < 2:
-            inputs.open()
+            scheduler.open()
             return
         conversation = rng.choice(idle)
         match rng.randrange(4):
             case 0:
                 first.drain()
-                inputs.fork(conversation)
+                scheduler.fork(conversation)
             case 1:
-                inputs.cut(conversation, rng.randint(0, len(conversation.tokens)))
+                scheduler.cut(conversation, rng.randint(0, len(conversation.tokens)))
             case 2:
-                inputs.close(conversation)
+                scheduler.close(conversation)
             case 3:
-                inputs.forget(rng.choice([None, b""]))
+                scheduler.forget(rng.choice([None, b""]))
 
     def _request(self, first: SimRank, conversation: Conversation | None) -> Request:
         rng, longest = self._rng, self._settings.max_context_len
@@ -363,7 +373,7 @@ class RanksSimulation:
             if rank.stopped is None:
                 rank.ledger.check()
             is_faulty = self.fault is not None and self.fault[1] == rank.rank
-            num_records = first.inputs.num_records
+            num_records = first.journal.num_records
             if not is_faulty:
                 if rank.stopped is not None:
                     raise BrokenLaw(f"rank {rank.rank} stopped without a fault: {rank.stopped}")
@@ -396,8 +406,8 @@ def _result(step: Step, shapes: list[Shape]) -> StepResult:
     plan, tokens = step.plan, list[list[int]]()
     for lane, request in enumerate(step.requests):
         if step.is_decode:
-            most = shapes[int(plan.shapes[lane])].max_accept_len
-            count = 1 + _dice(request.seed, len(request.tokens)) % most
+            max_accept_len = shapes[int(plan.shapes[lane])].max_accept_len
+            count = 1 + _dice(request.seed, len(request.tokens)) % max_accept_len
         else:
             count = int(_is_done(plan, lane, request))
         start = len(request.tokens)

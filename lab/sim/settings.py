@@ -96,7 +96,7 @@ class Settings:
     def pages_per_row(self) -> tuple[int, ...]:
         """Return the pages of a full row in each group; a pool has at least as many."""
         shapes = [Shape.none(), *(Shape(*shape) for shape in self.shapes)]
-        most = []
+        num_pages = []
         for P, hosts, window in zip(self.page_sizes, self.hosts_drafts, self.windows, strict=True):
             width = sizing_row_width(
                 shapes,
@@ -107,7 +107,7 @@ class Settings:
                 hosts_drafts=hosts,
                 layout=self.layout,
             )
-            most.append(width // P)
+            num_pages.append(width // P)
             if window is not None:
                 held = sizing_most_window_pages(
                     shapes,
@@ -120,5 +120,6 @@ class Settings:
                     hosts_drafts=hosts,
                     layout=self.layout,
                 )
-                most[-1] = min(most[-1], held + -(-(window - 1) // P) + 1)  # plus a checkpoint
-        return tuple(most)
+                checkpoint = -(-(window - 1) // P) + 1
+                num_pages[-1] = min(num_pages[-1], held + checkpoint)
+        return tuple(num_pages)

@@ -32,7 +32,7 @@ class Failure:
     def __str__(self) -> str:
         lines = [f"BROKEN with seed {self.found.seed}: {self.message}", "shrunk to"]
         lines += [f"  {self.shrunk.settings}"]
-        lines += [f"  {each}" for each in (*self.shrunk.arrivals, *self.shrunk.faults)]
+        lines += [f"  {event}" for event in (*self.shrunk.arrivals, *self.shrunk.faults)]
         return "\n".join([*lines, "which goes", *(f"  {line}" for line in self.trace)])
 
 
@@ -54,7 +54,7 @@ def shrink(
     breaks: Callable[[Scenario, int], str | None] = broken_law,
 ) -> Failure:
     """Remove requests, faults and aborts while a law stays broken, for at most `seconds`."""
-    found, last = scenario, message
+    original, last = scenario, message
     deadline = time.monotonic() + seconds
     smaller = True
     while smaller and time.monotonic() < deadline:
@@ -72,7 +72,7 @@ def shrink(
     except Exception as error:
         last = f"{type(error).__name__}: {error}"
     trace = [*simulation.trace[-TRACE_LINES:], last]
-    return Failure(found, message, scenario, trace)
+    return Failure(original, message, scenario, trace)
 
 
 def _simpler(scenario: Scenario) -> Iterator[Scenario]:

@@ -232,8 +232,8 @@ class Simulation:
             self._scheduler.launch(step)
         except StalePlan:
             self._note(f"step {number} is stale")
-            for each in reversed([step, *behind]):
-                self._scheduler.cancel(each)
+            for flying in reversed([step, *behind]):
+                self._scheduler.cancel(flying)
             behind.clear()
             return
         pairs = zip(step.requests, step.plan.shapes.tolist(), strict=True)

@@ -95,7 +95,7 @@ class Talks:
 
     def ends(self, watch: Watch, turn: int, tally: Tally) -> None:
         """Record that a request has ended; check its session, and close it after its last turn."""
-        talk = next((each for each in self._talks.values() if each.watch is watch), None)
+        talk = next((talk for talk in self._talks.values() if talk.watch is watch), None)
         if talk is None:
             return
         request, conversation = watch.request, talk.conversation
@@ -124,10 +124,10 @@ class Talks:
                 kept_len = self._ledger.checkpoint_len(row) or 0
             else:
                 continue
-            found = min(kept_len, len(watch.request.tokens) - 1)
+            num_found = min(kept_len, len(watch.request.tokens) - 1)
             if self._settings.keeps_draft_kv and watch.request.shape_index:
-                found = min(found, int(self._ledger.drafted_len[row]))
-            self._before[number] = conversation.drop_ct, self._cut_to(row, found)
+                num_found = min(num_found, int(self._ledger.drafted_len[row]))
+            self._before[number] = conversation.drop_ct, self._cut_to(row, num_found)
 
     def start(self, watch: Watch, known_len: int) -> Sequence[int] | None:
         """Return the numbers of tokens with KV that a turn may find on its row.
@@ -136,13 +136,13 @@ class Talks:
         """
         for number, talk in self._talks.items():
             if talk.watch is watch and number in self._before:
-                drop_ct, found = self._before[number]
+                drop_ct, num_found = self._before[number]
                 assert talk.conversation is not None
-                if talk.conversation.drop_ct == drop_ct and known_len <= found:
+                if talk.conversation.drop_ct == drop_ct and known_len <= num_found:
                     if self._settings.window is not None:  # the row may keep less than `found`
-                        return range(found + 1)
-                    talk.start, talk.drop_ct = found, drop_ct
-                    return (found,)
+                        return range(num_found + 1)
+                    talk.start, talk.drop_ct = num_found, drop_ct
+                    return (num_found,)
         return None
 
     def lose(self) -> None:
@@ -152,7 +152,7 @@ class Talks:
 
     def common_len(self, watch: Watch) -> int:
         """Return the length of a turn's session so far; for any other request, its own length."""
-        talk = next((each for each in self._talks.values() if each.watch is watch), None)
+        talk = next((talk for talk in self._talks.values() if talk.watch is watch), None)
         return len(watch.request.tokens if talk is None else talk.tokens)
 
     @property

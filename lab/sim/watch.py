@@ -45,8 +45,8 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         """Add the counts of another simulation."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+        for count in fields(self):
+            setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
 
 
 @dataclass(eq=False, slots=True)

@@ -9,6 +9,7 @@ import pytest
 import ledger_table
 import specpool
 from ledger_kit import make, prefill, start
+from paths import ROOT
 from specpool import _core
 from specpool.kernels import twins as kernels
 
@@ -79,7 +80,8 @@ def test_every_verb_has_a_column():
 
 
 def test_the_names_for_an_engineer_of_sglang_exist():
-    table = TEXT.split("## If you know SGLang")[1]
+    page = (ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    table = page.split("## Calls of SGLang's memory")[1].split("\n## ")[0]
     here = re.findall(r"`(\w+(?:\.\w+)?)`", " ".join(re.findall(r"\| [^|]+ \|$", table, re.M)))
     assert len(here) > 10
     for name in here:

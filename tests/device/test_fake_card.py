@@ -25,7 +25,7 @@ from specpool.assets import resolve
 from specpool.attention.lanes import Lanes
 from specpool.kernels import launch
 from specpool.memory.layer_kv import LayerKV
-from specpool.worker import worker
+from specpool.worker import draft_round
 
 pytestmark = [
     pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable() or ""),
@@ -175,7 +175,7 @@ def test_a_tensor_made_on_the_host_is_found(how, card, monkeypatch):
 @pytest.mark.parametrize("read", ["int", "a copy", "a mask"])
 @pytest.mark.parametrize("how", ["eager", "captured"])
 def test_a_hidden_read_is_found(how, read, card, monkeypatch):
-    verify = worker.verify
+    verify = draft_round.verify
 
     def reading(*args: Any) -> Any:
         verdict = verify(*args)
@@ -188,7 +188,7 @@ def test_a_hidden_read_is_found(how, read, card, monkeypatch):
                 verdict.tokens[verdict.tokens > 0]
         return verdict
 
-    monkeypatch.setattr(worker, "verify", reading)
+    monkeypatch.setattr(draft_round, "verify", reading)
     assert error_of(lambda: build(CHAIN, dtype="bfloat16", **HOW[how]))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import specpool.engine.comparison as comparison
-import specpool.worker.worker as worker
+import specpool.worker.draft_round as draft_round
 from specpool import ConfigError, Engine, RequestOutput, SamplingParams, Shape, kernels
 from specpool.assets import corpus
 from specpool.engine.comparison import drawn_gap
@@ -91,30 +91,30 @@ def spoil_slot(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 def hide_ancestors(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In verify a node sees the prefix and itself alone."""
-    own_view = worker.own_view
+    own_view = draft_round.own_view
 
     def planted(cache, group, lanes, slots, masks, *rest):
         return own_view(cache, group, lanes, slots, torch.eye(masks.shape[1]).bool() & masks, *rest)
 
-    monkeypatch.setattr(worker, "own_view", planted)
+    monkeypatch.setattr(draft_round, "own_view", planted)
     yield
 
 
 def forget_compaction(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Accepted KV stays where the tree had it."""
-    monkeypatch.setattr(worker.Worker, "_compact", lambda *args: None)
+    monkeypatch.setattr(draft_round.DraftRound, "_compact", lambda *args: None)
     yield
 
 
 def shift_positions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Verified nodes stand 24 positions too far."""
-    tree_pass = worker.Worker._tree_pass
+    launch = draft_round.DraftRound.launch
 
-    def planted(self, *args):
-        one = tree_pass(self, *args)
-        return dataclasses.replace(one, positions=one.positions + 24)
+    def planted(self):
+        nodes = launch(self)
+        return dataclasses.replace(nodes, positions=nodes.positions + 24)
 
-    monkeypatch.setattr(worker.Worker, "_tree_pass", planted)
+    monkeypatch.setattr(draft_round.DraftRound, "launch", planted)
     yield
 
 

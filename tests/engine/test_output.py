@@ -41,24 +41,24 @@ def request_of(num_prompt: int, num_tokens: int) -> Request:
         max_len=num_prompt + num_tokens,
         stop_ids=frozenset(),
         seed=0,
-        draft_flags=CountedList(),
+        accept_lens=CountedList(),
     )
 
 
 def test_a_rounds_news_costs_what_is_new():
-    """Read are the new tokens and their flags, however long the text is already."""
+    """Read are the new tokens and the new forwards, however long the text is already."""
     request = request_of(50, 6000)
     report, rng, told = Report(request, None), random.Random(0), []
     for turn in itertools.count():
         accept_len = rng.randint(1, 4) if turn else None
         request.append([2] * (accept_len or 1), accept_len=accept_len)
-        before = request.tokens.num_read + request.draft_flags.num_read
+        before = request.tokens.num_read + request.accept_lens.num_read
         if request.finish_reason is not None:  # the output itself has everything
             break
         (chunk,) = report.news()
         told += chunk.token_ids
-        cost = request.tokens.num_read + request.draft_flags.num_read - before
-        assert cost == 2 * len(chunk.token_ids)
+        cost = request.tokens.num_read + request.accept_lens.num_read - before
+        assert cost == len(chunk.token_ids) + (accept_len is not None)
     assert turn > 1000
     *chunks, output = report.news()
     told += [token for chunk in chunks for token in chunk.token_ids]

@@ -162,29 +162,27 @@ class HostCapture:
     def warm_up(self, work: Work) -> None:
         self._warm += 1
         self._take(-self._warm)
-        for _ in work():
-            pass
+        _, launch_rest = work()
+        launch_rest()
 
     def record(self, work: Work, *, follows: bool) -> Recording:
         self._tried += 1
         first, rest = Tape(), Tape()
         with _recorded(first):
-            steps = work()
-            outcome = next(steps)
+            outcome, launch_rest = work()
         self._take(self._tried)
         rest._own, rest._alive = dict(first._own), first._alive
         with _recorded(rest):
-            assert next(steps, None) is None
+            launch_rest()
         assert bool(rest.entries) == follows
         packed = outcome.packed
         packed.fill_(-7)  # a capture computes nothing
-        running: list[tuple[Tape, Iterator[Any]]] = []
+        running: list[tuple[Tape, Callable[[], None]]] = []
 
         def decide() -> None:
             tape = Tape()
             with _recorded(tape):
-                again = work()
-                result = next(again)
+                result, again = work()
             _same(tape, first)
             packed.copy_(result.packed)
             running[:] = [(tape, again)]
@@ -195,7 +193,7 @@ class HostCapture:
             tape = Tape()
             tape._own, tape._alive = before._own, before._alive
             with _recorded(tape):
-                next(again, None)
+                again()
             _same(tape, rest)
             running.clear()
 

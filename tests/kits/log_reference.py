@@ -1,49 +1,41 @@
-"""A second reader of event logs, written from docs/event_log.md alone."""
+"""A second reader of event logs, written from docs/event_log.md, whose table it reads."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from paths import ROOT
+
 MASK = (1 << 64) - 1
 START = 0x73706563706F6F6C
-ROW = ("row",)
-KINDS: dict[int, tuple[str, tuple[str, ...]]] = {
-    1: ("admit", ()),
-    2: ("admit", ("prefix", "length")),
-    3: ("fork", ROW),
-    4: ("pin_prefix", ("row", "length")),
-    5: ("release_prefix", ("prefix",)),
-    6: ("prepare_extend", ("rows[]", "new_lens[]")),
-    7: ("prepare_extend", ("rows[]", "new_lens[]")),
-    8: ("prepare_decode", ("rows[]", "shapes[]")),
-    9: ("prepare_decode", ("rows[]", "shapes[]")),
-    10: ("launch", ("step",)),
-    11: ("resolve", ("step", "accept_lens[]")),
-    12: ("complete", ("step",)),
-    13: ("cancel", ("step",)),
-    14: ("abandon", ("step",)),
-    15: ("trim", ("row", "length")),
-    16: ("end_turn", ("row", "length")),
-    17: ("retract", ROW),
-    18: ("finish", ROW),
-    19: ("abort", ROW),
-    20: ("snapshot", ()),
-    21: ("restore", ()),
-    22: ("index", ("row", "tokens[]", "salt")),
-    23: ("admit", ("tokens[]", "salt")),
-    24: ("admit", ("tokens[]", "salt")),
-    25: ("forget", ("salt",)),
-    26: ("forget", ()),
-    27: ("lend", ("row", "start", "end")),
-    28: ("rebind", ("row", "start", "end", "pages[]")),
-    29: ("admit", ("length", "pages[]")),
-    30: ("release_lent", ("group", "pages[]")),
-    31: ("export", ROW),
-    32: ("import_row", ("length", "drafted_len")),
-    126: ("closed", ()),
-    127: ("limit", ()),
-}
+HEAD = "| kind | event | arguments | aside |"
+
+
+def _kinds(page: str) -> Iterator[tuple[int, tuple[str, tuple[str, ...]]]]:
+    """Each kind in the page's table of events: its verb and its arguments; arrays end in `[]`."""
+    for line in page.split(HEAD)[1].split("\n\n")[0].splitlines()[2:]:
+        numbers, events, arguments = (cell.strip() for cell in line.split("|")[1:4])
+        verbs = re.findall(r"[a-z]\w+", re.sub(r"\(.*\)|:.*| on a prefix", "", events))
+        kinds = [int(number) for number in numbers.split(", ")]
+        for kind, verb in zip(kinds, verbs if len(verbs) > 1 else verbs * len(kinds), strict=True):
+            # `admit_cached` and `admit_lent` are calls of one verb.
+            verb = "admit" if verb.startswith("admit") else verb
+            yield kind, (verb, tuple(_arguments(arguments, kind)))
+
+
+def _arguments(cell: str, kind: int) -> Iterator[str]:
+    """The names in a cell; `25: salt` is an argument of kind 25 alone."""
+    for text in cell.replace(", group after group", "").split(", "):
+        only, _, name = text.rpartition(": ")
+        if name and only in ("", str(kind)):
+            array = name.startswith("array of ")
+            yield name.removeprefix("array of ").replace(" ", "_") + "[]" * array
+
+
+KINDS = dict(_kinds((ROOT / "docs" / "event_log.md").read_text(encoding="utf-8")))
 
 
 def word(state: int, value: int) -> int:

@@ -272,10 +272,10 @@ def run_long(engine: Engine, turns: int) -> Any:
     core, stats = engine.core, engine.stats()
     return {
         "turns": turns,
-        "records": core.inputs.num_records,
+        "records": core.journal.num_records,
         "done": done,
         "retracted": stats.retracted_ct,
-        "digest": core.inputs._digest,
+        "digest": core.journal._digest,
         "seconds": time.monotonic() - started,
     }
 
@@ -357,11 +357,11 @@ def _tamper(ranks: Ranks, kind: str, record: int) -> None:
 
 def _fail_forward(engine: Engine, record: int, error: str) -> None:
     """Let a forward of this rank fail in the turn of a record."""
-    worker, inputs = engine.core.loop._worker, engine.core.inputs
+    worker, journal = engine.core.loop._worker, engine.core.journal
     run = worker.run
 
     def failing(steps: Any) -> Any:
-        if inputs.num_records == record:
+        if journal.num_records == record:
             raise {"RuntimeError": RuntimeError, "ValueError": ValueError}[error]("planted")
         return run(steps)
 
@@ -374,13 +374,13 @@ def _planted(kind: str, record: int) -> None:
 
     def planted(self: Follower, data: bytes) -> bool:
         goes_on = apply(self, data)
-        inputs, ledger = self._inputs, self._scheduler.state.ledger
-        if inputs.num_records == record:
+        journal, ledger = self._journal, self._scheduler.state.ledger
+        if journal.num_records == record:
             if kind == "admit":
                 ledger.admit("planted")
-                inputs._digest = ledger.digest or 0
+                journal._digest = ledger.digest or 0
             elif kind == "token":
-                inputs._told[-1].tokens[0] ^= 1
+                journal._told[-1].tokens[0] ^= 1
             elif kind == "die":
                 os.kill(os.getpid(), 9)
             elif kind == "stop":

@@ -110,8 +110,8 @@ def give_tokens_to_dropped_lanes(patch):
 
     def careless(self, step, result):
         dropped = [
-            (request, result.tokens[i, : result.accept_len[i]].tolist())
-            for i, request in enumerate(step.requests)
+            (request, tokens)
+            for i, (request, tokens) in enumerate(zip(step.requests, result.tokens, strict=True))
             if self.state.ledger.epoch[step.plan.rows[i]] != step.plan.epochs[i]
         ]
         take_over(self, step, result)

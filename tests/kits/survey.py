@@ -292,7 +292,7 @@ def silence() -> Iterator[None]:
 
 HEAD = """# Which models run
 
-For whoever wants to know before loading whether a model runs.
+For anyone who wants to know before loading whether a model runs.
 
 specpool runs most of the decoders that `AutoModelForCausalLM` of transformers loads, unmodified.
 `make models` has written this page with transformers {version}: it builds each type small, with

@@ -15,7 +15,7 @@ from cli_kit import call
 from lab.sim.device import BrokenLaw
 from lab.sim.ranks import FAULTS, RanksSimulation, RanksTally, SimRank
 from specpool.errors import CorruptState, RankError
-from specpool.ranks.inputs import Inputs
+from specpool.ranks.journal import RankJournal
 
 SEEDS = 12
 
@@ -111,24 +111,24 @@ def chunk_by_its_own_length(rank: SimRank) -> None:
 
 def order_by_chance(rank: SimRank) -> None:
     count = itertools.count()
-    submit = rank.inputs.submit
+    submit = rank.scheduler.submit
 
     def by_chance(request: Any) -> None:
         request.priority = next(count) % 3
         submit(request)
 
-    rank.inputs.submit = by_chance  # type: ignore[method-assign]
+    rank.scheduler.submit = by_chance  # type: ignore[method-assign]
 
 
 def draw_another_token(rank: SimRank) -> None:
-    result, count = rank.inputs.result, itertools.count(1)
+    result, count = rank.journal.result, itertools.count(1)
 
     def other(step: int, given: Any) -> None:
         if next(count) % 20 == 0 and given.tokens and given.tokens[0]:
             given.tokens[0][-1] ^= 1
         result(step, given)
 
-    rank.inputs.result = other  # type: ignore[method-assign]
+    rank.journal.result = other  # type: ignore[method-assign]
 
 
 def release_a_fence_early(rank: SimRank) -> None:
@@ -144,14 +144,14 @@ def release_a_fence_early(rank: SimRank) -> None:
 
 
 def choose_by_its_own_clock(rank: SimRank) -> None:
-    tell = rank.inputs.tell_time
+    tell = rank.journal.tell_time
     rank.follower._calls["time"] = lambda now, seconds: tell(rank.seconds, seconds)
 
 
 def measure_by_its_own_clock(rank: SimRank) -> None:
-    tell = rank.inputs.tell_time
+    tell = rank.journal.tell_time
     rank.follower._calls["time"] = lambda now, seconds: tell(
-        now, [each for _, each in rank.inputs._measured]
+        now, [each for _, each in rank.journal._measured]
     )
 
 
@@ -191,7 +191,7 @@ def test_a_bug_of_one_rank_is_found(plant: Callable[[SimRank], None]) -> None:
 
 
 def test_without_the_comparison_the_law_finds_the_bug(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Inputs, "_compare", lambda self, record: None)
+    monkeypatch.setattr(RankJournal, "_compare", lambda self, record: None)
     found = []
     for seed in range(20):
         try:

@@ -202,7 +202,7 @@ def test_rows_behind_windows_share_the_chunks_of_prefill_steps():
 
 
 def test_needs_behind_windows_are_the_ledgers():
-    """`GroupSizes.pages_needed` and `row_pages`, with a ledger and without."""
+    """`pages_needed`, `pages_ahead` and `step_pages`, with a ledger and without."""
     for seed in range(100):
         sizes = Case.of(seed, windows=True).sizes
         ledger, rng = sizes.ledger(), random.Random(seed)
@@ -211,7 +211,9 @@ def test_needs_behind_windows_are_the_ledgers():
             lo, shape = rng.randint(0, hi), rng.randrange(len(sizes.shapes))
             roots = (lo, hi, shape)
             assert list(sizes.pages_needed(*roots)) == ledger.pages_needed(*roots).tolist()
-            assert row_pages(sizes, *roots) == row_pages(ledger, *roots)
+            lo, hi, shape = roots
+            pages = ledger.pages_ahead([lo], shape, hi - lo)[0]
+            assert row_pages(sizes, *roots) == pages.tolist()
         assert step_pages(sizes) == step_pages(ledger)
 
 

@@ -40,7 +40,7 @@ def test_groups_are_the_models_windows(targets, family, placement):
     names = [(group.name, group.window) for group in engine.ledger.groups]
     assert names == [("kv", None)] * (family not in ONLY_WINDOWS) + [("window 8", 8)]
     worker = engine.core.worker
-    of_layers = [engine.ledger.groups[g].window for g in worker._forward.groups]
+    of_layers = [engine.ledger.groups[g].window for g in worker._context.forward.groups]
     assert of_layers == [layer.window for layer in targets[family].layer_kv]
 
 

@@ -327,6 +327,14 @@ def test_half_a_forced_call_is_no_content():
             assert content == "" and len(calls) == (end > forced.index("{", 1))
 
 
+def test_a_required_call_is_no_thought_where_the_prompt_begins_thoughts():
+    arguments = {"city": "</think>"}
+    text = json.dumps({"name": "get_weather", "arguments": arguments})
+    for cuts in ([], range(1, len(text))):
+        content, calls = read([(text, False)], cuts, FORMATS, True, tool_choice="required")
+        assert (content, json.loads(calls[0][1])) == ("", arguments)
+
+
 def test_an_answer_in_the_requests_form_is_content_even_if_it_looks_like_a_call():
     text = json.dumps({"name": "get_weather", "arguments": PARIS})
     for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}):

@@ -12,7 +12,7 @@ import logging
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +42,14 @@ from specpool.worker.results import Outcome
 from specpool.worker.worker import Worker
 
 pytestmark = pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable())
+
+
+# What a work returns: its outcome, and the function that launches the rest.
+Halves = tuple[Outcome, Callable[[], None]]
+
+
+def nothing() -> None:
+    """The rest of a work that launches nothing more."""
 
 
 # --- what a replay is checked for ---------------------------------------------------------------
@@ -168,7 +176,7 @@ class Faulty:
         self.fault, self.calls = fault, 0
         self.table = torch.arange(4)
 
-    def __call__(self) -> Iterator[Any]:
+    def __call__(self) -> tuple[Any, Callable[[], None]]:
         self.calls += 1
         taken = self.table[:3]
         match self.fault:
@@ -185,7 +193,7 @@ class Faulty:
                 taken = taken + 1 if self.calls > 1 else taken
             case "sizes that grow":
                 taken = torch.zeros(self.calls, dtype=torch.int64)
-        yield SimpleNamespace(packed=taken.clone(), is_verify=False)
+        return SimpleNamespace(packed=taken.clone(), is_verify=False), nothing
 
 
 @pytest.mark.parametrize("fault", ["reads the device", "selects by a mask"])
@@ -420,10 +428,9 @@ def test_what_torch_is_asked_to_capture(monkeypatch):
     capture = CudaCapture(torch.device("cuda", 0))
     outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
 
-    def work() -> Iterator[Outcome]:
+    def work() -> Halves:
         cuda.calls.append(f"decides on {len(cuda.streams)}")
-        yield outcome
-        cuda.calls.append("follows")
+        return outcome, lambda: cuda.calls.append("follows")
 
     capture.warm_up(work)
     on_the_side = ["decides on 1", "follows"]
@@ -436,7 +443,7 @@ def test_what_torch_is_asked_to_capture(monkeypatch):
     cuda.calls.clear()
     recording.decide(), recording.follow()
     assert cuda.calls == ["replay graph 2", "replay graph 3"] and recording.outcome is outcome
-    plain = capture.record(lambda: iter([outcome]), follows=False)
+    plain = capture.record(lambda: (outcome, nothing), follows=False)
     assert plain.follow is None and len(cuda.into) == 4
     assert len({(id(pool), id(stream)) for pool, stream in cuda.into[1:]}) == 1
     cuda.calls.clear()
@@ -472,14 +479,16 @@ def test_a_capture_that_fails_harms_no_later_one(where, monkeypatch):
     capture = CudaCapture(torch.device("cuda", 0))
     outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
 
-    def work(fault: str = "") -> Iterator[Outcome]:
+    def work(fault: str = "") -> Halves:
+        def launch_rest() -> None:
+            cuda.is_invalid = fault != ""
+            if fault == "after the outcome":
+                raise ValueError("a wait")
+
         cuda.is_invalid = fault in ("in the work", "at the end")
         if fault == "in the work":
             raise ValueError("a wait")
-        yield outcome
-        cuda.is_invalid = fault != ""
-        if fault == "after the outcome":
-            raise ValueError("a wait")
+        return outcome, launch_rest
 
     capture.record(work, follows=True)
     pools = []
@@ -500,14 +509,18 @@ def test_what_cannot_be_captured_at_all_leaves_torch_as_it_was(monkeypatch, capl
     cuda = FakeCuda()
     with graphs_run():
         cuda.install(monkeypatch)
-        rounds = Worker.steps_of
+        decide = Worker.decide
 
-        def waiting(self: Worker, *args: Any) -> Iterator[Outcome]:
-            cuda.is_invalid = bool(cuda.open_pools)
-            yield from rounds(self, *args)
-            cuda.is_invalid = bool(cuda.open_pools)
+        def waiting(self: Worker, *args: Any) -> Halves:
+            def launch_rest() -> None:
+                follow()
+                cuda.is_invalid = bool(cuda.open_pools)
 
-        monkeypatch.setattr(Worker, "steps_of", waiting)
+            cuda.is_invalid = bool(cuda.open_pools)
+            outcome, follow = decide(self, *args)
+            return outcome, launch_rest
+
+        monkeypatch.setattr(Worker, "decide", waiting)
         device = torch.device("cuda", 0)
         with (
             host_capture(lambda: CudaCapture(device)),
@@ -533,15 +546,15 @@ def test_no_garbage_is_collected_until_the_last_of_two_captures_has_ended(monkey
     captures = [CudaCapture(torch.device("cuda", 0)) for _ in range(2)]
     begun, ended, seen = threading.Event(), threading.Event(), []
 
-    def first() -> Iterator[Outcome]:
+    def first() -> Halves:
         assert begun.wait(60)  # the second has begun, too
-        yield outcome
+        return outcome, nothing
 
-    def second() -> Iterator[Outcome]:
+    def second() -> Halves:
         begun.set()
         assert ended.wait(60)  # the first has ended
         seen.append(gc.isenabled())
-        yield outcome
+        return outcome, nothing
 
     with ThreadPoolExecutor(2) as threads:
         one = threads.submit(captures[0].record, first, follows=False)
@@ -560,9 +573,9 @@ def test_captures_in_inference_mode_leave_those_of_others_alone(fails, monkeypat
     capture = CudaCapture(torch.device("cuda", 0))
     outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
 
-    def work() -> Iterator[Outcome]:
+    def work() -> Halves:
         cuda.is_invalid = fails
-        yield outcome
+        return outcome, nothing
 
     recordings = []
     with torch.inference_mode(), contextlib.suppress(RuntimeError):
@@ -578,7 +591,7 @@ def test_another_thread_may_allocate_while_one_captures(monkeypatch):
     cuda = FakeCuda()
     cuda.install(monkeypatch)
     outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
-    CudaCapture(torch.device("cuda", 0)).record(lambda: iter([outcome]), follows=False)
+    CudaCapture(torch.device("cuda", 0)).record(lambda: (outcome, nothing), follows=False)
     assert cuda.modes == {"thread_local"}
 
 
@@ -589,12 +602,12 @@ def test_dead_tensors_are_freed_before_each_capture(monkeypatch):
     capture, alive = CudaCapture(torch.device("cuda", 0)), []
     outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
 
-    def work() -> Iterator[Outcome]:
+    def work() -> Halves:
         assert [dead() for dead in alive] == [None] * len(alive)
         held: list[Any] = [torch.zeros(1)]
         held.append(held)
         alive.append(weakref.ref(held[0]))
-        yield outcome
+        return outcome, nothing
 
     old: list[Any] = [torch.zeros(1)]
     old.append(old)
@@ -617,12 +630,14 @@ def test_no_garbage_is_collected_within_a_capture(fails, monkeypatch):
     cuda.install(monkeypatch)
     capture, seen = CudaCapture(torch.device("cuda", 0)), []
 
-    def work() -> Iterator[Outcome]:
+    def work() -> Halves:
+        def launch_rest() -> None:
+            seen.append(gc.isenabled())
+            if fails:
+                raise ValueError("a wait")
+
         seen.append(gc.isenabled())
-        yield Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
-        seen.append(gc.isenabled())
-        if fails:
-            raise ValueError("a wait")
+        return Outcome(torch.zeros(1, 3, dtype=torch.int64), True), launch_rest
 
     with pytest.raises(ValueError, match="a wait") if fails else contextlib.nullcontext():
         capture.record(work, follows=True)
@@ -655,7 +670,7 @@ def test_graphs_leave_some_memory_alone(free, total, text, monkeypatch):
     outcome = Outcome(torch.zeros(1, 3, dtype=torch.int64), True)
     capture = CudaCapture(torch.device("cuda", 0))
     with pytest.raises(torch.OutOfMemoryError, match=text) if text else contextlib.nullcontext():
-        capture.record(lambda: iter([outcome]), follows=False)
+        capture.record(lambda: (outcome, nothing), follows=False)
 
 
 @pytest.mark.parametrize(

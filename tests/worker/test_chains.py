@@ -8,7 +8,7 @@ import pytest
 from kernel_kit import i32, i64
 from specpool import Engine, EngineConfig, SamplingParams, Shape
 from specpool.draft import DraftTree, NgramDrafter
-from specpool.worker import parts, worker
+from specpool.worker import draft_round
 
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(3, 2, 7)
 PROMPTS = [[7, 8, 9, 10] * 5, [30, 31, 32] * 6, [5, 4, 3, 2, 1] * 4]
@@ -58,9 +58,9 @@ def played(target, drafter, shape, texts, monkeypatch):
 
         return count
 
-    monkeypatch.setattr(worker, "own_cells", counted("mask", parts.own_cells))
-    moves = counted("move", worker.kernels.compact_accepted)
-    monkeypatch.setattr(worker.kernels, "compact_accepted", moves)
+    monkeypatch.setattr(draft_round, "_own_cells", counted("mask", draft_round._own_cells))
+    moves = counted("move", draft_round.kernels.compact_accepted)
+    monkeypatch.setattr(draft_round.kernels, "compact_accepted", moves)
     config = EngineConfig(shape=shape, max_context_len=64, max_batch=3, page_size=4)
     outputs = Engine(target, drafter, config=config).generate(PROMPTS, PARAMS)
     assert [output.prompt_ids + output.token_ids for output in outputs] == texts

@@ -384,7 +384,7 @@ def test_a_row_with_nan_fails_alone(case, monkeypatch):
 def device_state(engine: Engine) -> dict[str, torch.Tensor]:
     """All that rounds hand on by row, the greatest of it first; the page tables."""
     worker, drafter = engine.core.worker, engine.drafter
-    owners = {"rows": worker._state, "drafter": drafter}
+    owners = {"rows": worker._context.rows, "drafter": drafter}
     found = {
         f"{name}.{key}": value
         for name, owner in owners.items()

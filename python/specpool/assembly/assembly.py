@@ -27,6 +27,7 @@ from specpool.memory.layer_kv import LayerKV
 from specpool.memory.pools import Pools, plan_pools
 from specpool.models import TargetModel
 from specpool.ranks.group import Ranks
+from specpool.ranks.journal import RankJournal
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.scheduler import Scheduler
 from specpool.worker.followers import feature_layers
@@ -70,13 +71,15 @@ class Assembly:
             forced_shape=forced_shape(config),
         )
 
-    def loop(self, scheduler: Scheduler, *, busy_check: int, peers: Ranks | None = None) -> Loop:
+    def loop(
+        self, scheduler: Scheduler, *, busy_check: int, journal: RankJournal | None = None
+    ) -> Loop:
         """Build a loop that runs the scheduler's steps.
 
         Args:
             scheduler: decides what runs.
             busy_check: the level of the busy check.
-            peers: the other ranks if rank 0 sends them records; None = each runs by itself.
+            journal: tells other ranks; None = each runs by itself.
         """
         config, ledger, cache = self.config, self.ledger, self.cache
         found = config.on_finding
@@ -89,7 +92,7 @@ class Assembly:
             overlap_depth=config.overlap_depth,
             mixed_chunks=config.mixed_chunks,
             host=self.host,
-            peers=peers,
+            journal=journal,
         )
 
     def calibrate(self) -> None:

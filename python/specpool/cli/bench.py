@@ -66,7 +66,7 @@ def generate(job: GenerateBenchJob) -> None:
     reference = None
     results = []
     cases = list(itertools.product(job.batch_sizes, job.num_tokens))
-    least, most = min(job.num_tokens), max(job.num_tokens)
+    shortest, longest = min(job.num_tokens), max(job.num_tokens)
     console = Console(stderr=True)
     with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=len(drafts) * (len(cases) + 1))
@@ -82,16 +82,16 @@ def generate(job: GenerateBenchJob) -> None:
                 prefix_cache=False,  # every run computes the same prompts
                 trust_remote_code=job.trust_remote_code,
             ) as engine:
-                _check_context(engine, most)
+                _check_context(engine, longest)
                 # Load it after the engine, whose errors about a wrong target are clearer.
                 reference = reference or _Transformers(job)
                 for batch, tokens in cases:
                     results += _case(engine, name, reference, batch, tokens, job.repeats)
                     progress.advance(task)
                 if is_lookup(name):
-                    results += _lookup(engine, name, most, job.repeats)
+                    results += _lookup(engine, name, longest, job.repeats)
                 if job.num_requests:
-                    results += _traffic(engine, name, job.num_requests, least, job.repeats)
+                    results += _traffic(engine, name, job.num_requests, shortest, job.repeats)
                 progress.advance(task)
     where = machine(job.device, job.threads, ("torch", "transformers"))
     report("bench generate", where, results, json_only=job.json, plot=job.plot)
@@ -203,8 +203,8 @@ def _traffic(
 
     def one_by_one() -> float:
         start = time.perf_counter()
-        for prompt, own in zip(prompts, params, strict=True):
-            engine.generate([prompt], own)
+        for prompt, request_params in zip(prompts, params, strict=True):
+            engine.generate([prompt], request_params)
         return total / (time.perf_counter() - start)
 
     from specpool.engine.engine import Engine
@@ -237,8 +237,8 @@ def _lookup(engine: Engine, draft: str, tokens: int, repeats: int) -> list[Resul
         outputs: list[RequestOutput] = []
         run = partial(_run_lookup, engine, prompts, params, outputs)
         runs = [partial(run, None), partial(run, Shape.none())]
-        for each in runs:
-            each()  # warm up
+        for run_once in runs:
+            run_once()  # warm up
         drafting, plain = interleaved(runs, repeats)
         name = f"{draft}, batch {batch}, {kind} (accept length {mean_accept_len(outputs):.2f})"
         results.append(Result(name, drafting, "tokens/s", "plain decoding on our pages", plain))
@@ -254,11 +254,11 @@ def _run_lookup(
 ) -> float:
     """Return tokens per second; replace `outputs` by those of a drafting run."""
     start = time.perf_counter()
-    found = engine.generate(prompts, params, shape=shape)
+    generated = engine.generate(prompts, params, shape=shape)
     seconds = time.perf_counter() - start
     if shape is None:
-        outputs[:] = found
-    return sum(len(output.token_ids) for output in found) / seconds
+        outputs[:] = generated
+    return sum(len(output.token_ids) for output in generated) / seconds
 
 
 def _second(engine: Engine, draft: str) -> Drafter:

@@ -225,10 +225,15 @@ class Talk:
         names = ("number", "state", "tokens", "with KV", "turns")
         for name in (*names, "computed", "not computed again", "retractions", "drops"):
             table.add_column(name, justify="left" if name == "state" else "right")
-        for each in self._engine.stats().sessions:
-            counts = (each.num_tokens, each.kept_tokens, each.turn_ct, each.computed_token_ct)
-            rest = (each.reused_token_ct, each.retraction_ct, each.drop_ct)
-            table.add_row(str(each.number), each.state, *map(str, (*counts, *rest)))
+        for session in self._engine.stats().sessions:
+            counts = (
+                session.num_tokens,
+                session.kept_tokens,
+                session.turn_ct,
+                session.computed_token_ct,
+            )
+            rest = (session.reused_token_ct, session.retraction_ct, session.drop_ct)
+            table.add_row(str(session.number), session.state, *map(str, (*counts, *rest)))
         # Wide enough for all columns, also if the output is not a terminal.
         Console(width=max(self._console.width, 112), force_terminal=False).print(table)
 
@@ -249,9 +254,9 @@ class Talk:
 
 def _numbers(name: str, args: list[str]) -> list[int]:
     """Parse the arguments of a command; raise `ConfigError` for a wrong number or form."""
-    most = 1 if name in ("rewind", "switch") else 0
-    if len(args) > most or not all(re.fullmatch("[0-9]{1,9}", arg) for arg in args):
-        takes = "one number" if most else "nothing"
+    max_args = 1 if name in ("rewind", "switch") else 0
+    if len(args) > max_args or not all(re.fullmatch("[0-9]{1,9}", arg) for arg in args):
+        takes = "one number" if max_args else "nothing"
         raise ConfigError(f"/{name} takes {takes}, got {shown(' '.join(args))}")
     return [int(arg) for arg in args]
 

@@ -46,11 +46,11 @@ def run(job: DeployJob) -> None:
     from specpool.serve.replicas.cluster import Cluster
     from specpool.serve.replicas.manifest import ReplicaConfig, manifest
 
-    least, most = _range_of(job.replicas)
+    min_replicas, max_replicas = _range_of(job.replicas)
     config = ReplicaConfig(
         app=job.app,
-        least=least,
-        most=most,
+        least=min_replicas,
+        most=max_replicas,
         gpus=job.gpus,
         cpus=job.cpus,
         stuck_timeout=job.stuck_timeout,
@@ -59,17 +59,17 @@ def run(job: DeployJob) -> None:
     if not 0 <= job.wait < 1e9:
         raise ConfigError(f"wait must be seconds from 0 on, got {job.wait!r}")
     launch = launch_of(job.words, has_files=False)
-    found = manifest(config, launch, job.words)
+    content = manifest(config, launch, job.words)
     if not launch.config.is_loopback and not any("--api-key-file" in word for word in job.words):
         warn(
             f"whoever reaches {launch.config.host}:{launch.config.port} can use it: give "
             "--api-key-file, or SPECPOOL_API_KEY to the replicas"
         )
     if not job.apply:
-        print(_yaml(found), end="")
+        print(_yaml(content), end="")
         return
     cluster = Cluster(job.address)
-    cluster.apply(found)
+    cluster.apply(content)
     if job.wait:
         cluster.wait(job.app, job.wait, lambda line: print(line, file=sys.stderr, flush=True))
 
@@ -119,27 +119,27 @@ def launch_of(words: Sequence[str], *, has_files: bool) -> Launch:
     command: Any = typer.main.get_command(app)
     usage_error: type[Exception] = typer.BadParameter.__mro__[1]
     try:
-        found: ServeJob = command.main(list(words), standalone_mode=False)
+        job: ServeJob = command.main(list(words), standalone_mode=False)
         if not has_files:
-            _check_paths(found)
-        return prepare(found, has_files=has_files)
+            _check_paths(job)
+        return prepare(job, has_files=has_files)
     except usage_error as error:
         text = error.format_message()  # type: ignore[attr-defined]
         raise ConfigError(f"{' '.join(text.split())} (an option of specpool serve)") from None
     except ConfigError as error:
-        options = {each.name: max(each.opts, key=len) for each in command.params}
+        options = {param.name: max(param.opts, key=len) for param in command.params}
         raise ConfigError(with_option_names(str(error), options)) from None
 
 
 def _range_of(text: str) -> tuple[int, int]:
     """Parse `--replicas`: a number, or the fewest and the most."""
-    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text, re.ASCII)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text, re.ASCII)
+    if match is None:
         raise ConfigError(f"replicas must be a number, or two such as 2:8, got {shown(text)}")
-    least, most = int(found[1]), int(found[2] or found[1])
-    if not 1 <= least <= most:
+    min_replicas, max_replicas = int(match[1]), int(match[2] or match[1])
+    if not 1 <= min_replicas <= max_replicas:
         raise ConfigError(f"replicas must be from 1 on, the fewer first, got {shown(text)}")
-    return least, most
+    return min_replicas, max_replicas
 
 
 def _check_paths(job: ServeJob) -> None:
@@ -147,7 +147,7 @@ def _check_paths(job: ServeJob) -> None:
     adaptive = job.options.get("adaptive")
     models = [("target", job.target), *(("draft", name) for name in job.draft or ())]
     # What does not exist here is the name of a hub.
-    given: list[tuple[str, Any]] = [each for each in models if os.path.exists(each[1])]
+    given: list[tuple[str, Any]] = [model for model in models if os.path.exists(model[1])]
     given += [("chat_template", job.chat_template), ("api_key_file", job.api_key_file)]
     given += [("adaptive", adaptive)] if adaptive not in POLICIES else []
     for name, path in given:

@@ -71,12 +71,12 @@ def _flashinfer() -> str:
 
 def show(*, json: bool) -> None:
     """Print the result of `collect`, as a table or as JSON."""
-    found = collect()
+    sections = collect()
     if json:
-        print(json_module.dumps(found))
+        print(json_module.dumps(sections))
         return
     table = Table(title="specpool info", show_header=False)
-    for section in found.values():
+    for section in sections.values():
         for name, value in section.items():
             table.add_row(name, escape(value))
         table.add_section()

@@ -98,8 +98,9 @@ def _pictures(film: Film, first: int, last: int, start: int, row: int | None) ->
 
 
 def _check_row(picture: Picture, row: int | None) -> None:
-    if row is not None and row not in [one.row for one in picture.rows]:
-        live = ", ".join(str(one.row) for one in picture.rows) or "none"
+    rows = [admitted.row for admitted in picture.rows]
+    if row is not None and row not in rows:
+        live = ", ".join(map(str, rows)) or "none"
         raise RecordError(f"row {row} is not admitted there; these are: {live}")
 
 

@@ -69,13 +69,15 @@ def against(log: Path, other: Path, console: Console) -> bool:
         RecordError: one of the logs cannot be replayed up to the difference.
     """
     films = {path: Film(path) for path in (log, other)} if log != other else {log: Film(log)}
-    one, two = (films[path].replay.config for path in (log, other))
-    if differing := [name for name in one if one[name] != two[name]]:
+    config, other_config = (films[path].replay.config for path in (log, other))
+    if differing := [name for name in config if config[name] != other_config[name]]:
         console.print(Text("the ledgers were built otherwise", "bold red"))
         for name in differing:
-            console.print(Text(printable(f"  {name}: {one[name]}") + f" in {log}"), soft_wrap=True)
             console.print(
-                Text(printable(f"  {name}: {two[name]}") + f" in {other}"), soft_wrap=True
+                Text(printable(f"  {name}: {config[name]}") + f" in {log}"), soft_wrap=True
+            )
+            console.print(
+                Text(printable(f"  {name}: {other_config[name]}") + f" in {other}"), soft_wrap=True
             )
         return False
     events, step = 0, 0

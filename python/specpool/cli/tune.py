@@ -139,8 +139,8 @@ def _report(job: TuneJob, cells: Mapping[int, Mapping[Shape, Cell]]) -> None:
     """Print the results, draw them and write the configuration, as the options say."""
     content = configuration(cells, job.policy)
     if job.json:
-        found = json.loads(as_json(machine(job.device, job.threads, ("torch",)), results(cells)))
-        print(json.dumps(found | {"configuration": content}, indent=1))
+        report = json.loads(as_json(machine(job.device, job.threads, ("torch",)), results(cells)))
+        print(json.dumps(report | {"configuration": content}, indent=1))
     else:
         console = Console()
         Console(width=max(console.width, 24 + 24 * len(cells))).print(_table(job, cells))
@@ -218,7 +218,7 @@ def configuration(cells: Cells, policy: str) -> dict[str, Any]:
     """
     content: dict[str, Any] = {"policy": policy}
     for size, upper in pairwise([*cells, max(cells)]):
-        kept = {
+        candidates = {
             shape
             for at in (size, upper)
             for shape, cell in cells[at].items()
@@ -226,12 +226,12 @@ def configuration(cells: Cells, policy: str) -> dict[str, Any]:
             or not shape.num_steps
         }
         if policy == "ema":
-            depths = {shape.num_steps for shape in kept}
-            kept = {
-                best_of({s: cells[size][s] for s in kept if s.num_steps == depth})
+            depths = {shape.num_steps for shape in candidates}
+            candidates = {
+                best_of({s: cells[size][s] for s in candidates if s.num_steps == depth})
                 for depth in depths
             }
-        names = [name_of(shape) for shape in sorted(kept, key=depth_order)]
+        names = [name_of(shape) for shape in sorted(candidates, key=depth_order)]
         content[str(size)] = {"candidates": names}
     return content
 
@@ -248,8 +248,8 @@ def write(content: Mapping[str, Any], path: Path, *, force: bool) -> None:
     try:
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
         beside.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-        if (found := AdaptiveConfig.from_file(beside)) != wanted:
-            raise CorruptState(f"{path} would read as {found}, not as {wanted}")
+        if (written := AdaptiveConfig.from_file(beside)) != wanted:
+            raise CorruptState(f"{path} would read as {written}, not as {wanted}")
         check_out(path, force=force)
         beside.replace(path)
     except OSError as error:
@@ -260,19 +260,23 @@ def write(content: Mapping[str, Any], path: Path, *, force: bool) -> None:
 
 def results(cells: Cells) -> list[Result]:
     """Return every figure, beside that of the best shape of its batch size."""
-    found = []
+    figures = []
     for size, of_shapes in cells.items():
         best = best_of(of_shapes)
         for shape, cell in of_shapes.items():
             name = f"batch {size}, {name_of(shape)}"
-            most = of_shapes[best].tokens_per_second
-            found += [
+            best_rate = of_shapes[best].tokens_per_second
+            figures += [
                 Result(
-                    name, cell.tokens_per_second, "tokens/s", f"the best, {name_of(best)}", most
+                    name,
+                    cell.tokens_per_second,
+                    "tokens/s",
+                    f"the best, {name_of(best)}",
+                    best_rate,
                 ),
                 Result(f"{name}: accept length", cell.accept_len, "tokens/round", "plain", 1.0),
             ]
-    return found
+    return figures
 
 
 def _table(job: TuneJob, cells: Cells) -> Table:

@@ -18,6 +18,7 @@ from specpool.engine.prompts import Prompts
 from specpool.errors import ConfigError, SpecpoolError
 from specpool.loop.loop import Loop
 from specpool.loop.scrub import scrub_request
+from specpool.ranks.journal import RankJournal
 from specpool.sampling_params import SamplingParams
 from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
@@ -71,7 +72,7 @@ class EngineCore:
         lock: hold it to run a turn or to change what runs. It is reentrant, for callbacks.
         scheduler: decides which requests run.
         loop: runs the scheduler's steps on the worker.
-        inputs: takes every call from outside to the scheduler.
+        journal: tells other ranks what they must do too; None = this process is alone.
         prompts: makes requests of prompts.
         compiler: compiles the forms of texts.
         tokenizer: turns tokens into text; None = there is none.
@@ -88,6 +89,7 @@ class EngineCore:
         self.lock = threading.RLock()
         _CORES.add(self)
         self.tokenizer, self.worker, self.host = tokenizer, parts.worker, parts.host
+        self.journal = None if parts.ranks is None else RankJournal(parts.ledger, parts.ranks)
         self.scheduler: Scheduler = Scheduler(
             parts.ledger,
             parts.scheduler_config(),
@@ -95,11 +97,11 @@ class EngineCore:
             controller=parts.controller,
             is_promising=_judge([*parts.drafters.values()]),
             before_release=partial(scrub_request, parts.ledger, parts.cache),
+            journal=self.journal,
         )
         self.loop: Loop = parts.loop(
-            self.scheduler, busy_check=config.busy_check, peers=parts.ranks
+            self.scheduler, busy_check=config.busy_check, journal=self.journal
         )
-        self.inputs = self.loop.inputs
         self.compiler = Compiler(tokenizer, target.vocab_size, target.eos_token_ids)
         self.prompts = Prompts(
             target,
@@ -146,7 +148,7 @@ class EngineCore:
         """End a request whose tokens the tokenizer cannot decode; its output is told next."""
         if report.error is not None:
             with self.loop.recovering():
-                self.inputs.abort(request)
+                self.scheduler.abort(request)
 
     def compile(self, params: SamplingParams | None) -> None:
         """Compile the form that parameters name; making a request then takes no time.
@@ -168,7 +170,7 @@ class EngineCore:
             sample.mailbox = self._mailbox
             report = Report(sample, self.tokenizer, decodes=decodes)
             self._submitted[sample.request_id] = _Submitted(sample, report, on_item)
-        self.inputs.submit(request)
+        self.scheduler.submit(request)
         return request.request_id
 
     def take_back(self, request: Request) -> None:
@@ -178,7 +180,7 @@ class EngineCore:
             known = [self._submitted.get(number + i) for i in range(request.params.n)]
             for sample in [request, *(each.request for each in known if each is not None)]:
                 with self.loop.recovering():
-                    self.inputs.abort(sample)
+                    self.scheduler.abort(sample)
                 self._submitted.pop(sample.request_id, None)
                 self._mailbox.pop(sample.request_id, None)
 
@@ -206,7 +208,7 @@ class EngineCore:
         with self.lock:
             request = self.submitted(number)
             with self.loop.recovering():
-                self.inputs.abort(request)
+                self.scheduler.abort(request)
 
     def turn(self) -> bool:
         """Run one turn for all requests; return False when nothing is left to do.

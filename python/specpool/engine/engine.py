@@ -238,12 +238,12 @@ class Engine(Movable, KeepsPrefixes):
             raise ConfigError(f"the session begins with {len(ids)} tokens, its limit is {most}")
         try:
             with self.core.lock:
-                conversation = self.core.inputs.open(ids)
+                conversation = self.core.scheduler.open(ids)
                 return Session(self.core, conversation, most)
         except BaseException:  # such as Ctrl-C: the caller does not get the session
             if conversation is not None:
                 with self.core.lock:
-                    self.core.inputs.close(conversation)
+                    self.core.scheduler.close(conversation)
             raise
 
     def submit(

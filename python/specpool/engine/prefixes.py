@@ -66,7 +66,7 @@ class KeepsPrefixes:
         if not isinstance(pin, Pin):
             raise ConfigError(f"unpin takes what pin gave, got {shown(pin)}")
         with self.core.lock, self.core.loop.recovering():
-            self.core.inputs.unpin(pin)
+            self.core.scheduler.unpin(pin)
 
     def forget_prefixes(self, cache_salt: str | None = None) -> None:
         """Drop every text of the prefix cache, for example because the weights have changed.
@@ -82,4 +82,4 @@ class KeepsPrefixes:
             check_salt(cache_salt)
         with self.core.lock:
             salt = None if cache_salt is None else cache_salt.encode()
-            self.core.inputs.forget(salt)
+            self.core.scheduler.forget(salt)

@@ -157,7 +157,7 @@ class Prompts:
         shape: Shape | None,
         priority: int,
         accept_lens: list[int],
-        draft_flags: list[bool],
+        prefill_token_indices: list[int],
         logprobs: list[TokenLogprob],
         max_tokens: int | None = None,
     ) -> Request:
@@ -183,7 +183,8 @@ class Prompts:
                 f"{name} has {len(tokens)} tokens, this engine ends it at {request.max_len}"
             )
         request.tokens = list(tokens)
-        request.accept_lens, request.draft_flags = accept_lens, draft_flags
+        request.accept_lens = accept_lens
+        request.prefill_token_indices = prefill_token_indices
         request.logprobs = logprobs
         if request.watch is not None:
             request.watch.push(request.output_ids)
@@ -260,7 +261,7 @@ class Prompts:
             matcher=first.matcher.fresh() if first.matcher else None,
             forced=[],
             accept_lens=[],
-            draft_flags=[],
+            prefill_token_indices=[],
             logprobs=[],
             siblings=[],
             times=Times(),

@@ -36,16 +36,17 @@ class RankedEngine:
     def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
         """Compare two outputs, with the other ranks' part in the forwards. Hold the lock."""
         check_pair(first, second)
-        self._core.inputs.flush("compare", first, second)
+        if self._core.journal is not None:
+            self._core.journal.flush("compare", first, second)
         return compare(self._target, first, second)
 
     def follow(self) -> None:
         """Apply records until rank 0 ends; see `Engine.follow`."""
-        core, ranks = self._core, self._ranks
-        if ranks is None or ranks.leads:
+        core, ranks, journal = self._core, self._ranks, self._core.journal
+        if ranks is None or journal is None or ranks.leads:
             raise ConfigError("this process is alone, or rank 0: only the other ranks follow")
         calls = {"turn": core.loop.turn, "drain": core.loop.drain, "compare": self._judge}
-        follower = Follower(core.inputs, core.scheduler, self._equip, calls)
+        follower = Follower(journal, core.scheduler, self._equip, calls)
         try:
             goes_on = True
             while goes_on:
@@ -55,24 +56,25 @@ class RankedEngine:
         except BaseException as error:
             if isinstance(error, CorruptState):
                 error = CorruptState(f"rank {ranks.rank}: {error}{_logs(ranks)}")
-            core.inputs.broke(error)  # the others hear of it
+            journal.broke(error)  # the others hear of it
             raise error from None
 
     def end(self) -> None:
         """Tell the others that rank 0 ends. A second call does nothing."""
-        if self._over.is_set() or self._ranks is None:
+        journal = self._core.journal
+        if self._over.is_set() or self._ranks is None or journal is None:
             return
         self._over.set()
-        inputs = self._core.inputs
-        if self._ranks.leads and inputs.broken is None:
+        if self._ranks.leads and journal.broken is None:
             with contextlib.suppress(RankError):
-                inputs.flush("end")
+                journal.flush("end")
 
     def leave(self) -> None:
         """Remove the event log, or leave the group and keep the log if the ranks have parted."""
-        if self._ranks is None:
+        journal = self._core.journal
+        if self._ranks is None or journal is None:
             return
-        if self._core.inputs.broken is None:
+        if journal.broken is None:
             self._ranks.forget_log()
             return
         self._ranks.close()
@@ -93,18 +95,19 @@ class RankedEngine:
 
     def _stay(self) -> None:
         """Send an empty record when nothing else was sent for a while."""
-        inputs, ranks, last = self._core.inputs, self._ranks, -1
-        while ranks is not None and not self._over.wait(IDLE_SECONDS):
-            if inputs.num_records == last and inputs.broken is None:
+        journal, ranks, last = self._core.journal, self._ranks, -1
+        assert ranks is not None and journal is not None
+        while not self._over.wait(IDLE_SECONDS):
+            if journal.num_records == last and journal.broken is None:
                 try:
                     with self._core.lock:
-                        is_idle = inputs.num_records == last and not self._over.is_set()
-                        if is_idle and inputs.broken is None:
-                            inputs.flush()
+                        is_idle = journal.num_records == last and not self._over.is_set()
+                        if is_idle and journal.broken is None:
+                            journal.flush()
                 except RankError as error:
                     ranks.on_lost(str(error))
                     return
-            last = inputs.num_records
+            last = journal.num_records
 
 
 def _logs(ranks: Ranks) -> str:

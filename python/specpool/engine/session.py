@@ -67,7 +67,7 @@ class Turn(Iterator["Chunk | RequestOutput"]):
         self._is_read = True
         self._news.clear()
         with self._core.lock, self._core.loop.recovering():
-            self._core.inputs.abort(self._request)
+            self._core.scheduler.abort(self._request)
             self._core.loop.rest()
 
     def __enter__(self) -> Turn:
@@ -163,7 +163,7 @@ class Session:
         try:
             with core.lock:
                 request = self.next_turn(prompt, params, shape, priority)
-                core.inputs.submit(request)
+                core.scheduler.submit(request)
                 return Turn(core, request)
         except BaseException:  # such as Ctrl-C: the caller does not get the turn
             if request is not None:
@@ -202,7 +202,7 @@ class Session:
             self._check_idle("rewind")
             check_int("offset", offset, 0, self.num_tokens)
             with core.loop.recovering():
-                return core.inputs.cut(self._conversation, offset)
+                return core.scheduler.cut(self._conversation, offset)
 
     def fork(self) -> Session:
         """Return a new session with the same tokens, on the same pages if there is room.
@@ -216,12 +216,12 @@ class Session:
                 self._check_idle("fork")
                 core.loop.drain()  # a round of the last turn may be under way
                 with core.loop.recovering():
-                    copy = core.inputs.fork(self._conversation)
+                    copy = core.scheduler.fork(self._conversation)
                 return Session(core, copy, self.max_tokens)
         except BaseException:  # such as Ctrl-C: the caller does not get the copy
             if copy is not None:
                 with core.lock:
-                    core.inputs.close(copy)
+                    core.scheduler.close(copy)
             raise
 
     def leaving(self) -> tuple[Conversation, Request | None]:
@@ -240,14 +240,14 @@ class Session:
         turn = self._turn()
         if turn is not None:
             with self._core.lock, self._core.loop.recovering():
-                self._core.inputs.abort(turn)
+                self._core.scheduler.abort(turn)
 
     def close(self) -> None:
         """Abort the turn and give everything back. A second call does nothing."""
         with self._core.lock, self._core.loop.recovering():
             if not self.closed:
                 self.abort()
-                self._core.inputs.close(self._conversation)
+                self._core.scheduler.close(self._conversation)
                 self._core.loop.rest()
 
     def next_turn(

@@ -22,7 +22,7 @@ from specpool.loop.clock import Clock
 from specpool.loop.scrub import scrub_free
 from specpool.memory.host.tier import HostTier
 from specpool.memory.kv_cache import KVCache
-from specpool.ranks.inputs import Inputs, Peers
+from specpool.ranks.journal import RankJournal
 from specpool.scheduler.request import Request
 from specpool.scheduler.scheduler import Scheduler
 from specpool.scheduler.step import Step, StepResult
@@ -49,7 +49,6 @@ class Loop:
 
     Attributes:
         scheduler: decides the steps.
-        inputs: takes every call from outside to the scheduler.
         busy_check: runs before each turn.
         clock: measures seconds by phase.
         peak_pages: the most pages of each group that were taken at once.
@@ -66,14 +65,13 @@ class Loop:
         overlap_depth: int,
         mixed_chunks: bool,
         host: HostTier | None = None,
-        peers: Peers | None = None,
+        journal: RankJournal | None = None,
     ) -> None:
         """Start with no step on its way; `EngineConfig` explains the options.
 
-        `peers` are the other ranks, which run the same steps; None = there are none.
+        `journal` tells other ranks, which run the same steps; None = there are none.
         """
-        self.inputs = Inputs(ledger, scheduler, peers)
-        self._host = host
+        self._host, self._journal = host, journal
         self._ledger, self.scheduler, self._worker = ledger, scheduler, worker
         self._cache, self.busy_check = cache, busy_check
         self._overlap_depth, self._mixed_chunks = overlap_depth, mixed_chunks
@@ -105,7 +103,7 @@ class Loop:
             for request in requests:
                 request.mailbox = mailbox
                 if request.sample == 0:  # `submit` also queues its siblings
-                    self.inputs.submit(request)
+                    self.scheduler.submit(request)
             while pending:
                 # Another iterator's turns may have moved our requests on, so look before each turn.
                 # Look at running requests only: waiting ones have no news, and may be thousands.
@@ -125,7 +123,7 @@ class Loop:
         finally:
             with self.recovering():
                 for request in requests:
-                    self.inputs.abort(request)
+                    self.scheduler.abort(request)
                 self.rest()
 
     def rest(self) -> None:
@@ -145,7 +143,8 @@ class Loop:
         except GeneratorExit:  # the block itself did not fail: nothing was stopped halfway
             raise
         except BaseException as error:
-            self.inputs.broke(error)
+            if self._journal is not None:
+                self._journal.broke(error)
             self._flying.clear()
             self._synchronize()
             reason = "error" if is_out_of_memory(error) else "abort"
@@ -161,8 +160,8 @@ class Loop:
 
     def drain(self) -> None:
         """Wait for all steps on their way and take over their results; no page is fenced then."""
-        if self._flying:
-            self.inputs.drain()
+        if self._flying and self._journal is not None:
+            self._journal.note_end("drain")
         with self.recovering():
             while self._flying:
                 self._take_over(self._flying.popleft())
@@ -179,10 +178,11 @@ class Loop:
         """
         num_ended = self.scheduler.num_ended
         try:
-            with self.recovering(), self.inputs.turn():
+            noted = contextlib.nullcontext() if self._journal is None else self._journal.turn()
+            with self.recovering(), noted:
                 self._run_steps()
         except (MemoryError, RuntimeError) as error:
-            goes_on = is_out_of_memory(error) and not self.inputs.is_shared
+            goes_on = is_out_of_memory(error) and self._journal is None
             if self.scheduler.num_ended == num_ended or not goes_on:
                 raise
 
@@ -214,9 +214,9 @@ class Loop:
 
     def _look(self) -> None:
         """Run the busy check before a step is prepared; raise what it says must be raised."""
-        found = self.busy_check.finding_ct
+        finding_ct = self.busy_check.finding_ct
         error = self.busy_check.look()
-        if error is None and self.busy_check.finding_ct == found:
+        if error is None and self.busy_check.finding_ct == finding_ct:
             return
         try:
             self.drain()  # so that no step under way has a row that is out of use
@@ -241,8 +241,8 @@ class Loop:
             except StalePlan:  # an earlier forward of this turn failed and released one of its rows
                 lost = [*steps[len(launched) :], *chain(*behind)]
                 self._num_lost += len(lost)
-                for each in reversed(lost):
-                    self.scheduler.cancel(each)
+                for lost_step in reversed(lost):
+                    self.scheduler.cancel(lost_step)
                 behind.clear()
                 break
             launched.append(step)
@@ -262,8 +262,8 @@ class Loop:
                     self._host.restore(launched[0].plan, launched[0].handles)
                     pending.append(None)
         except Exception as error:
-            if self.inputs.is_shared:
-                raise self.inputs.failed(launched[0].plan.step, error) from error
+            if self._journal is not None:
+                raise self._journal.failed(launched[0].plan.step, error) from error
             for step in launched:
                 self._fail(step, error)
         else:
@@ -284,11 +284,12 @@ class Loop:
             if self._cache.device.type != "cpu":
                 self._observe([flying.step], time.perf_counter() - flying.started)
         except Exception as error:
-            if self.inputs.is_shared:
-                raise self.inputs.failed(flying.step.plan.step, error) from error
+            if self._journal is not None:
+                raise self._journal.failed(flying.step.plan.step, error) from error
             self._fail(flying.step, error)
             return
-        self.inputs.result(flying.step.plan.step, result)
+        if self._journal is not None:
+            self._journal.result(flying.step.plan.step, result)
         with self.clock.finish:
             if not result.not_finite.any():
                 self.scheduler.take_over(flying.step, result)
@@ -318,8 +319,15 @@ class Loop:
         ran = steps if runs_here else before
         alone = len(ran) == len(steps) == 1 and steps[0].choice is not None
         if alone and (choice := ran[0].choice) is not None:
-            observe, shapes = self.scheduler.round_shapes.observe, ran[0].plan.shapes
-            self.inputs.measured(lambda taken: observe(choice, shapes, taken), seconds)
+            shapes = ran[0].plan.shapes
+
+            def observe(seconds: float) -> None:
+                self.scheduler.round_shapes.observe(choice, shapes, seconds)
+
+            if self._journal is None:
+                observe(seconds)
+            else:
+                self._journal.measured(observe, seconds)
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests of a failed forward, after taking over all steps launched before it."""

@@ -79,18 +79,18 @@ class PageNeeds:
         return pages.reshape(len(lens), num_shapes, len(self.num_pages))
 
 
-def row_pages(ledger: Ledger | GroupSizes, lo: int, hi: int, shape: int) -> list[int]:
+def row_pages(sizes: GroupSizes, lo: int, hi: int, shape: int) -> list[int]:
     """Return the pages of each group that a row with roots in `[lo, hi]` holds for itself.
 
-    For window groups this is `pages_needed` without the chunk of a prefill step. One prefill step
-    runs at a time for all rows, so `step_pages` counts its chunk once.
+    This is `Ledger.pages_ahead` without a ledger. For window groups it is `pages_needed` without
+    the chunk of a prefill step: one prefill step runs at a time for all rows, so `step_pages`
+    counts its chunk once.
     """
-    windows = [group.window for group in ledger.groups]
-    needed = ledger.pages_needed(lo, hi, shape)
-    kept = ledger.pages_needed(0, hi, shape)
+    whole_pages = sizes.pages_needed(lo, hi, shape)
+    behind_windows = sizes.pages_needed(0, hi, shape)
     return [
-        int(most if window is None else behind)
-        for window, most, behind in zip(windows, needed, kept, strict=True)
+        whole if group.window is None else behind
+        for group, whole, behind in zip(sizes.groups, whole_pages, behind_windows, strict=True)
     ]
 
 
@@ -103,8 +103,8 @@ def step_pages(ledger: Ledger | GroupSizes) -> list[int]:
     to 9.
     """
     windows, last = [group.window for group in ledger.groups], ledger.max_context_len - 1
-    most, kept = ledger.pages_needed(last, last, 0), ledger.pages_needed(0, last, 0)
+    with_chunk, without = ledger.pages_needed(last, last, 0), ledger.pages_needed(0, last, 0)
     return [
         0 if window is None else int(all_pages - behind)
-        for window, all_pages, behind in zip(windows, most, kept, strict=True)
+        for window, all_pages, behind in zip(windows, with_chunk, without, strict=True)
     ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specpool.errors import CorruptState, RankError, SpecpoolError
-from specpool.ranks.inputs import Inputs
+from specpool.ranks.journal import RankJournal
 from specpool.ranks.wire import Equip, request_of
 from specpool.scheduler.request import Conversation, Request
 from specpool.scheduler.scheduler import Scheduler
@@ -31,28 +31,32 @@ class Follower:
     """
 
     def __init__(
-        self, inputs: Inputs, scheduler: Scheduler, equip: Equip, calls: Mapping[str, Any]
+        self,
+        journal: RankJournal,
+        scheduler: Scheduler,
+        equip: Equip,
+        calls: Mapping[str, Any],
     ) -> None:
         """Apply records to these parts, which nothing else may use.
 
         Args:
-            inputs: takes the calls to the scheduler.
-            scheduler: gives conversations and pins by their numbers.
+            journal: checks the records.
+            scheduler: takes the calls.
             equip: called for each new request; see `request_of`.
             calls: what a record may also ask for, by name: `turn` and `drain` at least.
         """
-        self._inputs, self._scheduler, self._equip = inputs, scheduler, equip
+        self._journal, self._scheduler, self._equip = journal, scheduler, equip
         self.requests: dict[int, Request] = {}
         self._calls: dict[str, Callable[..., Any]] = {
             "submit": self._submit,
             "abort": self._abort,
-            "open": inputs.open,
-            "fork": lambda number: inputs.fork(self._conversation(number)),
-            "cut": lambda number, length: inputs.cut(self._conversation(number), length),
-            "close": lambda number: inputs.close(self._conversation(number)),
-            "unpin": lambda prefix: inputs.unpin(self._pin(prefix)),
-            "forget": inputs.forget,
-            "time": inputs.tell_time,
+            "open": scheduler.open,
+            "fork": lambda number: scheduler.fork(self._conversation(number)),
+            "cut": lambda number, length: scheduler.cut(self._conversation(number), length),
+            "close": lambda number: scheduler.close(self._conversation(number)),
+            "unpin": lambda prefix: scheduler.unpin(self._pin(prefix)),
+            "forget": scheduler.forget,
+            "time": journal.tell_time,
             **calls,
         }
 
@@ -63,7 +67,7 @@ class Follower:
             RankError: the bytes are no record, or not the next one.
             CorruptState: this rank has parted from rank 0.
         """
-        with self._inputs.applying(data) as record:
+        with self._journal.applying(data) as record:
             for name, *args in record.inputs:
                 if name == "end":
                     return False
@@ -92,11 +96,11 @@ class Follower:
                 number: each for number, each in self.requests.items() if not each.finish_reason
             }
         self.requests |= {each.request_id: each for each in (request, *request.siblings)}
-        self._inputs.submit(request)
+        self._scheduler.submit(request)
 
     def _abort(self, number: int) -> None:
         if number in self.requests:  # else it was never submitted
-            self._inputs.abort(self.requests[number])
+            self._scheduler.abort(self.requests[number])
 
     def _conversation(self, number: int) -> Conversation:
         conversations = self._scheduler.conversations.open

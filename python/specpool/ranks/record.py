@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from specpool.errors import RankError
-from specpool.scheduler.step import StepResult
 
 _HEAD = struct.Struct("<qqQ")
 _SEAL_BYTES = 16
@@ -38,12 +37,6 @@ class StepTokens(msgspec.Struct, frozen=True, array_like=True):
 
     step: int
     tokens: list[list[int]]
-
-    @classmethod
-    def of(cls, step: int, result: StepResult) -> StepTokens:
-        """Take the tokens that count of each lane."""
-        lanes = zip(result.tokens.tolist(), result.accept_len.tolist(), strict=True)
-        return cls(step, [tokens[:length] for tokens, length in lanes])
 
     def difference(self, other: StepTokens) -> str | None:
         """Say how another rank's result of the step differs; None = not at all."""

@@ -113,7 +113,7 @@ def _sibling(first: Request, request_id: int, sample: int, seed: int) -> Request
         tokens=list(first.tokens),
         forced=[],
         accept_lens=[],
-        draft_flags=[],
+        prefill_token_indices=[],
         logprobs=[],
         siblings=[],
         times=Times(),

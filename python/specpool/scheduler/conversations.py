@@ -244,11 +244,11 @@ class Conversations:
 
     def _is_over(self) -> bool:
         """Return whether idle rows keep more pages than `idle_pages` allows."""
-        most = self._config.idle_pages
-        if most is None or not self._idle:
+        limit = self._config.idle_pages
+        if limit is None or not self._idle:
             return False
         groups = range(len(self._ledger.groups))
-        return any(self._ledger.reclaimable_pages(g) > most for g in groups)
+        return any(self._ledger.reclaimable_pages(g) > limit for g in groups)
 
     def _drop_oldest(self) -> None:
         conversation = next(iter(self._idle.values()))

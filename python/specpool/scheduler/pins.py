@@ -72,12 +72,12 @@ class Pins:
 
         The last token is never shared, because its forward gives the first output token.
         """
-        found = []
+        pins = []
         for pin in self._pins:
             shared = min(len(pin.tokens), len(tokens) - 1)
             if shared > 0 and pin.tokens[:shared] == tokens[:shared]:
-                found.append((pin, shared))
-        return sorted(found, key=lambda each: -each[1])
+                pins.append((pin, shared))
+        return sorted(pins, key=lambda pair: -pair[1])
 
     def recover(self, others: Collection[int]) -> None:
         """Release every prefix that no pin has and that is not in `others`, after Ctrl-C."""

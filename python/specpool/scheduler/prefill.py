@@ -29,7 +29,8 @@ class Prefill:
         plan = self._extend(chosen, ends, writes_draft)
         if plan is None:
             return None
-        return Step(plan, chosen, [each.handle for each in chosen if each.handle is not None])
+        handles = [request.handle for request in chosen if request.handle is not None]
+        return Step(plan, chosen, handles)
 
     def chunk(self) -> Step | None:
         """Prepare the next chunks of prompts in the order of admission, as many as pages allow."""

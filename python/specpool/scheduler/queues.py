@@ -56,10 +56,10 @@ class Waiting:
         """
         shares = self._shares_prompts and len(request.tokens) > 1 and request.finish_reason is None
         siblings = [] if shares else request.siblings
-        for each in [request, *siblings]:
-            if each.finish_reason is None and each not in self:
-                heapq.heappush(self._orders, _order(each))  # first: an order alone does no harm
-                self._requests[each.request_id] = each
+        for sample in [request, *siblings]:
+            if sample.finish_reason is None and sample not in self:
+                heapq.heappush(self._orders, _order(sample))  # first: an order alone does no harm
+                self._requests[sample.request_id] = sample
         if siblings:
             request.siblings = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -96,9 +96,8 @@ def common_len(a: Sequence[object], b: Sequence[object]) -> int:
     return next(i for i, (x, y) in enumerate(zip([*a, -1], [*b, -2], strict=False)) if x != y)
 
 
-#: Stands in a token's place: the drafter's tree was not a tree. -1 says that the logits were not
-#: finite.
-NO_TREE = -2
+#: Values in a token's place: the logits were not finite; the drafter's tree was not a tree.
+NOT_FINITE, NO_TREE = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +160,9 @@ class Request:
     tainted: bool = False  # its KV may be NaN, after a fault or bad logits
     # The accept length of each verify. The last one may count more tokens than were kept.
     accept_lens: list[int] = field(default_factory=list)
-    # For each generated token, and perhaps for some that were dropped: whether it is a draft.
-    draft_flags: list[bool] = field(default_factory=list)
+    # The index in the output of each token that a prefill has drawn: of the first token, and of one
+    # more after each retraction.
+    prefill_token_indices: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     watch: TextStream | None = None  # looks for the stop strings
     siblings: list[Request] = field(default_factory=list)  # of the same prompt, not forked yet
@@ -259,7 +259,24 @@ class Request:
     @property
     def from_draft(self) -> list[bool]:
         """Whether each generated token is an accepted draft: all of a verify but its last."""
-        return self.draft_flags[: self.num_output_tokens]
+        flags = [flag for num_tokens, _ in self.forwards() for flag in draft_flags(num_tokens)]
+        return flags[: self.num_output_tokens]
+
+    def forwards(self) -> Iterator[tuple[int, bool]]:
+        """Yield the number of tokens of each forward, and whether it was a verify, in order."""
+        num_tokens = num_prefills = num_verifies = 0
+        while True:
+            if self.prefill_token_indices[num_prefills : num_prefills + 1] == [num_tokens]:
+                num_prefills += 1
+                num_tokens += 1
+                yield 1, False
+            elif num_verifies < len(self.accept_lens):
+                accept_len = self.accept_lens[num_verifies]
+                num_verifies += 1
+                num_tokens += accept_len
+                yield accept_len, True
+            else:
+                return
 
     def append(
         self,
@@ -271,7 +288,7 @@ class Request:
         """Add the tokens of one forward, the last of which is not a draft.
 
         Set `finish_reason` at the first token that ends the request, and drop the tokens that a
-        verify accepted beyond it. A negative last token, -1 or `NO_TREE`, ends the request
+        verify accepted beyond it. A last token of `NOT_FINITE` or `NO_TREE` ends the request
         with an error.
 
         Args:
@@ -288,9 +305,10 @@ class Request:
         if not self.num_output_tokens:
             self.times.first_token = time.perf_counter()
         # Tokens last, because Ctrl-C may come between: the other lists must not be shorter.
-        if accept_len is not None:
+        if accept_len is None:
+            self.prefill_token_indices.append(self.num_output_tokens)
+        else:
             self.accept_lens.append(accept_len)
-        self.draft_flags += flags_of_forward(accept_len or 1)
         if logprobs is not None:
             num_top = self.params.logprobs or 0
             self.logprobs += [entry.first(num_top) for entry in logprobs[: len(tokens)]]
@@ -338,6 +356,6 @@ class Request:
         return kept
 
 
-def flags_of_forward(num_tokens: int) -> list[bool]:
+def draft_flags(num_tokens: int) -> list[bool]:
     """Return, for each token of a forward, whether it is a draft: all are but the last."""
     return [True] * (num_tokens - 1) + [False]

@@ -162,7 +162,7 @@ class HostHandles:
     def recover(self, owners: list[Conversation | Request]) -> None:
         """Drop all handles that none of these owners has, after Ctrl-C at any point."""
         if self._host is not None:
-            self._host.recover([each.handle for each in owners if each.handle is not None])
+            self._host.recover([owner.handle for owner in owners if owner.handle is not None])
             self.forget_failed(owners)
 
 

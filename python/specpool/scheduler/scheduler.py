@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,10 @@ from specpool.memory.host.tier import HostTier
 from specpool.scheduler.admission import Admission
 from specpool.scheduler.config import SchedulerConfig
 from specpool.scheduler.exports import Exports
+from specpool.scheduler.pins import Pin
 from specpool.scheduler.prefill import Prefill
 from specpool.scheduler.reclaim import Reclaim
-from specpool.scheduler.request import Request, TokenLogprob, flags_of_forward
+from specpool.scheduler.request import Conversation, Request, TokenLogprob
 from specpool.scheduler.rows import costing_speed
 from specpool.scheduler.state import State
 from specpool.scheduler.step import Step, StepResult
@@ -43,6 +44,19 @@ if TYPE_CHECKING:
 
 # A lane of a result: its request, tokens, accept length and log probabilities.
 _Lane = tuple[Request, list[int], int, list[TokenLogprob] | None]
+
+
+class Journal(Protocol):
+    """What hears of every call from outside, before the scheduler makes it."""
+
+    def begin(self, scheduler: Scheduler) -> None:
+        """Take the scheduler whose calls are noted from here on."""
+
+    def note(self, call: str, *args: Any) -> None:
+        """Note a call that asks for something, or refuse it with an error."""
+
+    def note_end(self, call: str, *args: Any) -> None:
+        """Note a call that ends something, which is made in any case."""
 
 
 class Scheduler:
@@ -66,6 +80,7 @@ class Scheduler:
         controller: Controller | None = None,
         is_promising: Callable[[Request], bool] | None = None,
         before_release: Callable[[Request], None] = lambda request: None,
+        journal: Journal | None = None,
     ) -> None:
         """Schedule on `ledger`.
 
@@ -78,6 +93,7 @@ class Scheduler:
             is_promising: says whether the next round of a request is worth drafting; if not, its
                 row decodes plainly. None = it always is.
             before_release: called with a request that is about to lose its row.
+            journal: hears of every call from outside; None = nobody does.
         """
         state = State(ledger, config, host=host, controller=controller)
         self.state, self._is_promising = state, is_promising
@@ -89,6 +105,9 @@ class Scheduler:
         self._admission = Admission(state, self._reclaim)
         self._prefill = Prefill(state, self._reclaim)
         self.exports = Exports(state, self._reclaim)
+        self._journal = journal
+        if journal is not None:
+            journal.begin(self)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -104,6 +123,7 @@ class Scheduler:
         is_known = request.request_id in state.running.requests
         if request.finish_reason or is_known or state.waiting.has_number_of(request):
             raise ConfigError(f"request {request.request_id} has been submitted already")
+        self._note("submit", request)
         for sample in (request, *request.siblings):
             sample.times.queued = time.perf_counter()
         state.waiting.add(request)
@@ -124,7 +144,38 @@ class Scheduler:
     def abort(self, request: Request, reason: str = "abort") -> None:
         """End a running or waiting request. A second call does nothing."""
         if request.finish_reason is None:
+            self._note_end("abort", request.request_id)
             self._reclaim.end(request, reason)
+
+    def open(self, tokens: Sequence[int] = ()) -> Conversation:
+        """Open a conversation that begins with these tokens."""
+        self._note("open", list(tokens))
+        return self.conversations.new(list(tokens))
+
+    def fork(self, conversation: Conversation) -> Conversation:
+        """Open a conversation with the same tokens; see `Conversations.fork`."""
+        self._note("fork", conversation.number)
+        return self.conversations.fork(conversation)
+
+    def cut(self, conversation: Conversation, num_tokens: int) -> int:
+        """Cut a conversation; return how many of its tokens have KV."""
+        self._note("cut", conversation.number, num_tokens)
+        return self.conversations.cut(conversation, num_tokens)
+
+    def close(self, conversation: Conversation) -> None:
+        """Close an idle conversation. A second call does nothing."""
+        self._note_end("close", conversation.number)
+        self.conversations.close(conversation)
+
+    def unpin(self, pin: Pin) -> None:
+        """Drop a pinned text. A second call does nothing."""
+        self._note_end("unpin", pin.prefix)
+        self.pins.drop(pin)
+
+    def forget(self, salt: bytes | None = None) -> None:
+        """Drop the texts of the prefix cache, of one salt or all."""
+        self._note_end("forget", salt)
+        self.prefix_cache.forget(salt)
 
     def abort_all(self) -> list[str]:
         """End every request; return a message for each row that could not be given back.
@@ -258,14 +309,14 @@ class Scheduler:
                 except BaseException as error:
                     self._reclaim.fault(request, error)
             return
-        accept_len = result.accept_len
+        accept_len, accept_lens = result.accept_len, result.accept_len.tolist()
         if is_decode:
             shapes = plan.shapes[alive]
             num_drafts = self.counts.round(accept_len, shapes)
-            for lane, (request, num) in enumerate(zip(requests, num_drafts, strict=True)):
+            for request, num, length in zip(requests, num_drafts, accept_lens, strict=True):
                 request.num_drafts += num
                 if request.forced:
-                    self.counts.forced(len(request.forced), int(accept_len[lane]) - 1)
+                    self.counts.forced(len(request.forced), length - 1)
             self.round_shapes.learn(step.choice, shapes, accept_len, requests)
             if state.ledger.overlap_depth:
                 state.running.accept_len[rows] = accept_len
@@ -279,12 +330,13 @@ class Scheduler:
         at_limit = state.running.grow(rows, accept_len)
         lanes: Iterable[_Lane]
         if is_decode and result.logprobs is None and self._is_promising is None:
-            lanes = self._append(requests, result, may_end=at_limit | result.not_finite)
+            may_end = (at_limit | result.not_finite).tolist()
+            lanes = self._append(requests, result.tokens, accept_lens, may_end)
         else:
             lanes = zip(
                 requests,
-                result.tokens.tolist(),
-                accept_len.tolist(),
+                result.tokens,
+                accept_lens,
                 result.logprobs or repeat(None, len(requests)),
                 strict=True,
             )
@@ -297,31 +349,28 @@ class Scheduler:
             self._trim(requests)
 
     def _append(
-        self, requests: list[Request], result: StepResult, *, may_end: npt.NDArray[np.bool_]
+        self,
+        requests: list[Request],
+        tokens: list[list[int]],
+        accept_lens: list[int],
+        may_end: list[bool],
     ) -> list[_Lane]:
         """Take over a round's tokens of lanes that need nothing else; return the other lanes.
 
         This is the fast path: it runs for every row of every round, and most rows end here.
         """
         others: list[_Lane] = []
-        for request, tokens, accept_len, ends in zip(
-            requests,
-            result.tokens.tolist(),
-            result.accept_len.tolist(),
-            may_end.tolist(),
-            strict=True,
-        ):
-            new = tokens[:accept_len]
+        lanes = zip(requests, tokens, accept_lens, may_end, strict=True)
+        for request, new, accept_len, ends in lanes:
             if (
                 ends
                 or request.watch is not None
                 or request.matcher is not None
                 or not request.stop_ids.isdisjoint(new)
             ):
-                others.append((request, tokens, accept_len, None))
+                others.append((request, new, accept_len, None))
             else:
                 request.accept_lens.append(accept_len)  # tokens last: see `Request.append`
-                request.draft_flags += flags_of_forward(accept_len)
                 request.tokens += new
         return others
 
@@ -334,10 +383,10 @@ class Scheduler:
         *,
         is_decode: bool,
     ) -> None:
-        """Give a request the first `accept_len` tokens, and end it if they finish it."""
+        """Give a request `accept_len` new tokens, and end it if they finish it."""
         if accept_len:
             request.append(
-                tokens[:accept_len],
+                tokens,
                 accept_len=accept_len if is_decode else None,
                 logprobs=logprobs,
             )
@@ -406,6 +455,14 @@ class Scheduler:
         self.handles.recover([*self.requests(), *self.conversations.open.values()])
 
     # --- helpers --------------------------------------------------------------------------------
+
+    def _note(self, call: str, *args: Any) -> None:
+        if self._journal is not None:
+            self._journal.note(call, *args)
+
+    def _note_end(self, call: str, *args: Any) -> None:
+        if self._journal is not None:
+            self._journal.note_end(call, *args)
 
     def _pin(self, request: Request) -> None:
         """Pin the text of a request that has computed its KV, and end the request."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -10,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Plan
-from specpool.arrays import Int32, Int64
+from specpool.arrays import Int32
 from specpool.memory.host.handle import Handle
 from specpool.scheduler.request import Request, TokenLogprob
 from specpool.scheduler.round_shapes import Choice
@@ -33,37 +32,38 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """The results of a step, on the host: the new tokens of each lane.
+    """The results of a step for each of its B lanes, on the host.
 
     Attributes:
-        tokens: int64 [B, A]. Of lane b the first `accept_len[b]` count. The last of these is not a
-            draft; below 0 it is an error, -1 (not finite) or `NO_TREE`.
-        accept_len: int32 [B]. Of a prefill it is 1, or 0 while the prompt goes on; of a reload 0.
+        tokens: the new tokens of each lane. The last is not a draft; below 0 it is an error,
+            `NOT_FINITE` or `NO_TREE`.
+        accept_len: int32 [B], how many they are. Of a prefill it is 1, or 0 while the prompt goes
+            on; of a reload it is 0.
         not_finite: bool [B], whether some logits of the lane were not finite. It is also true if
             the drafter's tree was not a tree.
         logprobs: for each lane one entry per token, or None if it wants none; None = no lane does.
     """
 
-    tokens: Int64
+    tokens: list[list[int]]
     accept_len: Int32
     not_finite: npt.NDArray[np.bool_]
     logprobs: list[list[TokenLogprob] | None] | None = None
 
     @classmethod
-    def of_lanes(cls, lanes: Sequence[Sequence[int]]) -> StepResult:
-        """Return a result with the tokens of each lane; a lane's last token may be an error."""
-        accept_len = np.array([len(lane) for lane in lanes], np.int32)
-        tokens = np.zeros((len(lanes), accept_len.max(initial=0)), np.int64)
-        for lane, new in zip(tokens, lanes, strict=True):
-            lane[: len(new)] = new
-        not_finite = tokens.min(axis=1, initial=0) < 0
-        return cls(tokens=tokens, accept_len=accept_len, not_finite=not_finite)
+    def of_lanes(cls, tokens: list[list[int]]) -> StepResult:
+        """Return the result with these tokens of each lane; the last may be an error."""
+        return cls(
+            tokens=tokens,
+            accept_len=np.array([len(lane) for lane in tokens], np.int32),
+            not_finite=np.array([bool(lane) and lane[-1] < 0 for lane in tokens], np.bool_),
+        )
 
     def of(self, lives: npt.NDArray[np.bool_]) -> StepResult:
         """Return the results of the lanes that are set in `lives`, bool [B]."""
+        chosen = lives.tolist()
         return StepResult(
-            tokens=self.tokens[lives],
+            tokens=[*compress(self.tokens, chosen)],
             accept_len=self.accept_len[lives],
             not_finite=self.not_finite[lives],
-            logprobs=None if self.logprobs is None else [*compress(self.logprobs, lives.tolist())],
+            logprobs=None if self.logprobs is None else [*compress(self.logprobs, chosen)],
         )

@@ -17,7 +17,7 @@ from specpool.draft.base import Drafter, Patient, Reader
 from specpool.kernels.launch import runs_kernels
 from specpool.kernels.transfer import upload
 from specpool.models.target_output import TargetOutput
-from specpool.worker.parts import Part
+from specpool.worker.part import Part
 from specpool.worker.row_state import RowState
 from specpool.worker.verify import Verdict
 

@@ -25,7 +25,6 @@ from specpool.models.recurrent import RecurrentState
 from specpool.models.target import TargetModel
 from specpool.models.target_output import TargetOutput
 from specpool.worker.forward import Forward, Pass
-from specpool.worker.results import PendingStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class _Bundle:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """A verified bundle, and the states after its first 1, 2, ... tokens, as far as computed."""
+    """A bundle to verify, and the states after its first 1, 2, ... tokens, as far as computed."""
 
     bundle: _Bundle
     states: dict[int, list[Tensor]]  # by number of tokens
@@ -80,19 +79,20 @@ class StateForward(Forward):
         super().__init__(target, cache, target_groups, feature_layers=())
         self.state = RecurrentState(target.config, target.state_specs, num_rows, target.device)
         self._lens = np.zeros(num_rows + 1, np.int64)  # tokens that each row's state holds
-        self._rounds: list[_Round] = []  # of the pass that is being finished
+        self._rounds: list[_Round] = []  # of the forward that is being finished
 
-    def run(self, passes: Sequence[Pass]) -> list[PendingStep]:
-        """Run and finish each pass; see `Forward.run`."""
-        return [one.deliver(self._run(one)) for one in passes]
+    def run(self, passes: Sequence[Pass]) -> list[TargetOutput]:
+        """Run each pass by itself; see `Forward.run`."""
+        self._rounds = []
+        return [self._run(part) for part in passes]
 
     def keep(self, accept_len: Tensor) -> None:
         """Save each lane's state after its first `accept_len` tokens of the round, int32 [B]."""
-        kept = accept_len.cpu().numpy()
+        lens = accept_len.cpu().numpy()
         for verified in self._rounds:
-            mine = kept[verified.bundle.lanes]
-            for length in np.unique(mine).tolist():
-                (lanes,) = np.nonzero(mine == length)
+            lens_of_bundle = lens[verified.bundle.lanes]
+            for length in np.unique(lens_of_bundle).tolist():
+                (lanes,) = np.nonzero(lens_of_bundle == length)
                 self._keep(verified, lanes, length)
         self._rounds = []
 
@@ -122,26 +122,25 @@ class StateForward(Forward):
                 f"brings it back to {bundle.starts[lane]}: prefill the row from 0"
             )
 
-    def _run(self, one: Pass) -> TargetOutput:
-        self._rounds = []
-        found, places = [], []
-        for bundle in _bundles(one):
+    def _run(self, part: Pass) -> TargetOutput:
+        by_bundle, places = [], []
+        for bundle in _bundles(part):
             self._check(bundle)
-            mine, states = self._states(bundle, one.is_round)
-            found.append(mine)
+            hidden, states = self._states(bundle, part.is_verify)
+            by_bundle.append(hidden)
             places.append(bundle.places)
-            if one.is_round:
+            if part.is_verify:
                 self._rounds.append(_Round(bundle, states))
             else:
                 self._put(bundle, states[bundle.tokens.shape[1]])
-        hidden = torch.cat(found)[torch.cat(places).argsort()]
-        wanted = hidden if one.logits_at is None else hidden.index_select(0, one.logits_at)
+        hidden = torch.cat(by_bundle)[torch.cat(places).argsort()]
+        wanted = hidden if part.logits_at is None else hidden.index_select(0, part.logits_at)
         return TargetOutput(self._target.compute_logits(wanted), hidden, None)
 
-    def _states(self, bundle: _Bundle, is_round: bool) -> tuple[Tensor, dict[int, list[Tensor]]]:
+    def _states(self, bundle: _Bundle, is_verify: bool) -> tuple[Tensor, dict[int, list[Tensor]]]:
         """Run a bundle; return hidden states [b * n, h] and the states by number of tokens.
 
-        The states after all n tokens are always among them. In a round that runs token by token,
+        The states after all n tokens are always among them. In a verify that runs token by token,
         so are the states after each token.
         """
         width = bundle.tokens.shape[1]
@@ -154,7 +153,7 @@ class StateForward(Forward):
         columns, states = [], {}
         for token in range(width):
             columns.append(self._advance(bundle.part(everyone, token, token + 1), cache))
-            if is_round or token + 1 == width:
+            if is_verify or token + 1 == width:
                 states[token + 1] = self.state.values(cache)
         return torch.stack(columns, 1).flatten(0, 1), states
 
@@ -169,24 +168,24 @@ class StateForward(Forward):
         return self._target.forward_from(cache, bundle.tokens, bundle.positions, batch)
 
 
-def _bundles(one: Pass) -> Iterator[_Bundle]:
+def _bundles(part: Pass) -> Iterator[_Bundle]:
     """Split the lanes of a pass by width, and apart by whether their row has a state yet."""
-    numbers = one.lanes.rows.cpu().numpy()
-    starts = one.lanes.seq_lens.hi.astype(np.int64)
-    widths = np.broadcast_to(np.asarray(one.lanes.widths, np.int64), starts.shape)
+    numbers = part.lanes.rows.cpu().numpy()
+    starts = part.lanes.seq_lens.hi.astype(np.int64)
+    widths = np.broadcast_to(np.asarray(part.lanes.widths, np.int64), starts.shape)
     firsts = np.cumsum(widths) - widths
     kinds = np.stack([widths, starts > 0], 1)
     for width, has_state in np.unique(kinds, axis=0).tolist():
         (lanes,) = np.nonzero((widths == width) & ((starts > 0) == has_state))
         where = (firsts[lanes][:, None] + np.arange(width)).reshape(-1)
-        index, places = upload(one.tokens.device, lanes, where)
+        index, places = upload(part.tokens.device, lanes, where)
         size = (len(lanes), width)
         yield _Bundle(
-            rows=one.lanes.index[index],
+            rows=part.lanes.index[index],
             numbers=numbers[lanes],
             starts=starts[lanes],
-            tokens=one.tokens[places].view(size),
-            positions=one.positions[places].view(size),
+            tokens=part.tokens[places].view(size),
+            positions=part.positions[places].view(size),
             lanes=lanes,
             places=places,
         )

@@ -27,47 +27,40 @@ class Outcome:
         logits: [n, V], of all nodes of a verify, else of the B lanes; None = not available (a
             graph's replay).
         nodes: int64 [B, A], of a verify: the row of `logits` that each token is from.
+        done: of a prefill, on the host: whether each lane's token counts, because its prompt has
+            ended; None = all do. A token below 0 always counts, so that the request ends.
     """
 
     packed: Tensor
     is_verify: bool
     logits: Tensor | None = None
     nodes: Tensor | None = None
+    done: Sequence[bool] | None = None
 
     @classmethod
     def of_verify(cls, verdict: Verdict, logits: Tensor) -> Outcome:
         """Pack a verdict. `logits` has one row per node."""
-        lens, not_finite = verdict.accept_len.unsqueeze(1), verdict.not_finite.unsqueeze(1)
-        packed = torch.cat([verdict.tokens, lens, not_finite], 1)
-        return cls(packed, True, logits, verdict.nodes)
+        accept_len, not_finite = verdict.accept_len.unsqueeze(1), verdict.not_finite.unsqueeze(1)
+        packed = torch.cat([verdict.tokens, accept_len, not_finite], 1)
+        return cls(packed, is_verify=True, logits=logits, nodes=verdict.nodes)
 
 
 class PendingStep:
     """A forward that has been launched; its results are on their way to the host."""
 
-    def __init__(
-        self, requests: Sequence[Request], outcome: Outcome, done: Sequence[bool] | None = None
-    ) -> None:
-        """Start the copies.
-
-        Args:
-            requests: one per lane.
-            outcome: the lanes' results on the device.
-            done: whether each lane's token is kept; None = all are. A prefill whose prompt has not
-                ended drops it. A token of -1 (logits not finite) is always kept, so that the
-                request ends.
-        """
+    def __init__(self, requests: Sequence[Request], outcome: Outcome) -> None:
+        """Start the copies of the outcome of these requests' lanes."""
         packed, logits = outcome.packed, outcome.logits
-        self._done = None if done is None else np.array(done, np.bool_)
-        self._counted = outcome.is_verify
+        self._done = None if outcome.done is None else np.array(outcome.done, np.bool_)
+        self._is_verify = outcome.is_verify
         self._wanted = [request.params.logprobs for request in requests]
         self._packed = Download(packed)
         self._logprobs = None
-        most = max((n for n in self._wanted if n is not None), default=None)
-        if most is not None and logits is not None:
+        num_top = max((num for num in self._wanted if num is not None), default=None)
+        if num_top is not None and logits is not None:
             tokens = packed[:, :-2] if outcome.is_verify else packed
             chosen = logits if outcome.nodes is None else logits[outcome.nodes.view(-1)]
-            self._logprobs = Logprobs(chosen, tokens.reshape(-1), most)
+            self._logprobs = Logprobs(chosen, tokens.reshape(-1), num_top)
 
     def result(self) -> StepResult:
         """Wait until the results are on the host, and return them.
@@ -75,25 +68,24 @@ class PendingStep:
         A step waits for the device here only, and not for its draft-extend.
         """
         packed = self._packed.array()
-        if self._counted:
-            tokens, accept_len = packed[:, :-2], packed[:, -2].astype(np.int32)
+        if self._is_verify:
+            drawn, accept_len = packed[:, :-2], packed[:, -2].astype(np.int32)
             not_finite = packed[:, -1].astype(np.bool_)
         else:  # one token per lane
-            tokens, accept_len = packed, np.ones(len(packed), np.int32)
+            drawn, accept_len = packed, np.ones(len(packed), np.int32)
             not_finite = packed[:, 0] < 0
         if self._done is not None:
             accept_len = (self._done | not_finite).astype(np.int32)
+        num_tokens = accept_len.tolist()
         logprobs: list[list[TokenLogprob] | None] | None = None
         if self._logprobs is not None:
-            entries, width = self._logprobs.entries(), tokens.shape[1]
+            entries, width = self._logprobs.entries(), drawn.shape[1]
             logprobs = [
-                None if num_top is None else entries[lane * width : lane * width + num_tokens]
-                for lane, (num_top, num_tokens) in enumerate(
-                    zip(self._wanted, accept_len.tolist(), strict=True)
-                )
+                None if num_top is None else entries[lane * width : lane * width + n]
+                for lane, (num_top, n) in enumerate(zip(self._wanted, num_tokens, strict=True))
             ]
         return StepResult(
-            tokens=tokens,
+            tokens=[lane[:n] for lane, n in zip(drawn.tolist(), num_tokens, strict=True)],
             accept_len=accept_len,
             not_finite=not_finite,
             logprobs=logprobs,

@@ -162,6 +162,7 @@ macro_rules! verbs {
 }
 pub(crate) use verbs;
 
+/// Makes [`Verb`]: a variant and a name for every entry of the table.
 macro_rules! derive_verb {
     (
         $bindings:tt

@@ -78,7 +78,7 @@ def run(job: ServeBenchJob) -> None:
     title = "bench serve"
     report(title, where, results, json_only=job.json, plot=None)
     if job.plot is not None:
-        draw(title, [each for each in results if each.unit == "ms"], job.plot)
+        draw(title, [result for result in results if result.unit == "ms"], job.plot)
 
 
 async def _measured(job: ServeBenchJob, url: SplitResult, prompts: list[str]) -> list[Result]:
@@ -185,14 +185,14 @@ def _server(job: ServeBenchJob) -> Iterator[str]:
     reader.start()
     try:
         for line in process.stdout:
-            if found := re.search(r"http://\S+?:\d+", line):
+            if address := re.search(r"http://\S+?:\d+", line):
                 break
         else:
             reader.join(5)
             why = log[-1].strip() if log else "it said nothing"
             raise ConfigError(f"the server did not start: {why}")
         timer.cancel()
-        yield found[0]
+        yield address[0]
     finally:
         timer.cancel()
         process.terminate()

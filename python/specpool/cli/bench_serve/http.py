@@ -67,8 +67,8 @@ class _Exchange(asyncio.Protocol):
         """
         while True:
             if self._parts:
-                found, self._parts = b"".join(self._parts), []
-                yield found
+                body, self._parts = b"".join(self._parts), []
+                yield body
             elif self._is_whole:
                 return
             elif self.is_lost:

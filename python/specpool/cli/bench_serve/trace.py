@@ -57,12 +57,12 @@ def synthetic(count: int, num_characters: int, seed: int) -> list[str]:
     """Return texts of 0.5 to 1.5 times so many characters, each with a beginning of its own."""
     rng = random.Random(seed)
     text = corpus.corpus(corpus.HELD_OUT_SEED + 1 + seed, 1 << 20).decode("ascii")
-    found = []
+    texts = []
     for _ in range(count):
         length = max(1, round(num_characters * rng.uniform(0.5, 1.5)))
         start = rng.randrange(max(1, len(text) - length))
-        found.append(text[start : start + length])
-    return found
+        texts.append(text[start : start + length])
+    return texts
 
 
 def of_file(path: Path) -> list[str]:
@@ -82,10 +82,10 @@ def of_file(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError(f"dataset: {path} cannot be read: {why}") from None
-    found = [prompt for record in _records(path, text) if (prompt := _prompt(record))]
-    if not found:
+    prompts = [prompt for record in _records(path, text) if (prompt := _prompt(record))]
+    if not prompts:
         raise ConfigError(f"dataset: {path} has no prompt in a form that is known")
-    return found
+    return prompts
 
 
 def _records(path: Path, text: str) -> Iterator[Any]:

@@ -79,8 +79,8 @@ class GenerateJob:
 def prompts_of(job: GenerateJob, given: Sequence[PromptValue]) -> list[Prompt]:
     """Return the engine's prompts; with `--chat` a text becomes a chat of one message."""
     return [
-        [{"role": "user", "content": each}] if job.chat and isinstance(each, str) else each
-        for each in given
+        [{"role": "user", "content": prompt}] if job.chat and isinstance(prompt, str) else prompt
+        for prompt in given
     ]
 
 

@@ -50,9 +50,9 @@ class Printer:
 
     def chunk(self, chunk: Chunk) -> None:
         """Print a chunk, or keep it until the earlier outputs are done."""
-        place = chunk.index * self._num_samples + chunk.sample
-        self._pending[place] += chunk.pieces
-        if place == self._current:
+        index = chunk.index * self._num_samples + chunk.sample
+        self._pending[index] += chunk.pieces
+        if index == self._current:
             self._flush()
 
     def done(self, output: RequestOutput) -> None:

@@ -122,18 +122,18 @@ def _comparisons(engine: Engine, runs: Runs) -> dict[str, Any]:
     if not runs.plain:
         return dict.fromkeys(("identical_to_plain", "same_as_plain", "comparisons"))
     pairs = [*zip(runs.drafted[0].outputs, runs.plain[0].outputs, strict=True)]
-    found = []
+    comparisons = []
     for drafted, plain in pairs:
         if {drafted.finish_reason, plain.finish_reason} <= {"stop", "length"}:
             comparison = engine.compare(drafted, plain)
-            place = {"index": drafted.index, "sample": drafted.sample}
+            position = {"index": drafted.index, "sample": drafted.sample}
             texts = [_text_of(engine, gap) for gap in (comparison.first, comparison.second)]
             line = {"line": str(comparison), "texts": texts}
-            found.append({**place, **asdict(comparison), **line})
+            comparisons.append({**position, **asdict(comparison), **line})
     return {
         "identical_to_plain": all(a.token_ids == b.token_ids for a, b in pairs),
-        "same_as_plain": all(each["verdict"] != "fault" for each in found),
-        "comparisons": found,
+        "same_as_plain": all(comparison["verdict"] != "fault" for comparison in comparisons),
+        "comparisons": comparisons,
     }
 
 
@@ -165,9 +165,9 @@ def table_of(report: dict[str, Any]) -> Table:
         table.add_row("shape", f"num_steps {steps}, topk {topk}, num_draft_tokens {nodes}")
     table.add_row("rounds", str(report["rounds"]))
     table.add_row("accept length", f"{report['accept_len']:.2f} tokens a round, bonus included")
-    most = max(report["accept_histogram"].values(), default=1)
+    max_count = max(report["accept_histogram"].values(), default=1)
     for length, count in report["accept_histogram"].items():
-        table.add_row(f"  {length}", f"{'█' * max(1, round(24 * count / most))} {count}")
+        table.add_row(f"  {length}", f"{'█' * max(1, round(24 * count / max_count))} {count}")
     _add_speeds(table, report)
     if report["reused_tokens"]:
         reused = f"{report['reused_tokens']} of {report['prompt_tokens']} prompt tokens"
@@ -185,14 +185,16 @@ def table_of(report: dict[str, Any]) -> Table:
 
 def _add_speeds(table: Table, report: dict[str, Any]) -> None:
     def speed(name: str) -> str:
-        least, most = report[f"{name}_range"]
-        return f"{report[name]:.0f} tokens/s ({least:.0f} to {most:.0f}, {report['runs']} runs)"
+        slowest, fastest = report[f"{name}_range"]
+        return (
+            f"{report[name]:.0f} tokens/s ({slowest:.0f} to {fastest:.0f}, {report['runs']} runs)"
+        )
 
     table.add_row("speed", speed("tokens_per_second"))
     table.add_row("plain decoding, in turn", speed("plain_tokens_per_second"))
-    least, most = report["speedup_range"]
+    min_ratio, max_ratio = report["speedup_range"]
     table.add_row(
-        "drafting against plain", f"{report['speedup']:.2f}x ({least:.2f}x to {most:.2f}x)"
+        "drafting against plain", f"{report['speedup']:.2f}x ({min_ratio:.2f}x to {max_ratio:.2f}x)"
     )
     if report["first_token_seconds"] is not None:
         table.add_row(
@@ -205,7 +207,7 @@ def _add_speeds(table: Table, report: dict[str, Any]) -> None:
 def _add_comparisons(table: Table, report: dict[str, Any]) -> None:
     """Add a line that says whether the texts are the same, and lines for those that differ."""
     label, several = "identical to plain decoding", report["comparisons"]
-    apart = [each for each in several if each["verdict"] != "identical"]
+    apart = [comparison for comparison in several if comparison["verdict"] != "identical"]
     if report["identical_to_plain"]:
         table.add_row(label, "yes")
     elif not apart:
@@ -214,26 +216,27 @@ def _add_comparisons(table: Table, report: dict[str, Any]) -> None:
         count = f"{len(apart)} of {len(several)} texts differ"
         table.add_row(label, f"same up to {report['dtype']} rounding: {count}")
     else:
-        faults = sum(each["verdict"] == "fault" for each in apart)
+        faults = sum(comparison["verdict"] == "fault" for comparison in apart)
         table.add_row(label, f"NO: a fault in {faults} of {len(several)} texts")
-    has_samples = any(each["sample"] for each in several)
+    has_samples = any(comparison["sample"] for comparison in several)
     apart.sort(key=lambda each: each["verdict"] != "fault")
-    for each in apart[:_MOST_SHOWN]:
-        sample = f", sample {each['sample'] + 1}" if has_samples else ""
-        table.add_row(f"  prompt {each['index'] + 1}{sample}", _line(each))
+    for comparison in apart[:_MOST_SHOWN]:
+        sample = f", sample {comparison['sample'] + 1}" if has_samples else ""
+        table.add_row(f"  prompt {comparison['index'] + 1}{sample}", _line(comparison))
     if len(apart) > _MOST_SHOWN:
         table.add_row("", f"and {len(apart) - _MOST_SHOWN} more: --json has them all")
 
 
-def _line(found: dict[str, Any]) -> str:
-    if found["verdict"] == "fault":
-        return str(found["line"])
-    gaps = found["first"], found["second"]
-    one, other = (
+def _line(comparison: dict[str, Any]) -> str:
+    if comparison["verdict"] == "fault":
+        return str(comparison["line"])
+    gaps = comparison["first"], comparison["second"]
+    first, second = (
         str(gap["token_id"]) if text is None else repr(text)
-        for gap, text in zip(gaps, found["texts"], strict=True)
+        for gap, text in zip(gaps, comparison["texts"], strict=True)
     )
     return (
-        f"token {found['num_same']} is {one} or {other}, {max(g['gap'] for g in gaps):.2g} apart "
-        f"in logits; rounding reaches {max(g['noise'] for g in gaps):.2g}"
+        f"token {comparison['num_same']} is {first} or {second}, "
+        f"{max(g['gap'] for g in gaps):.2g} apart in logits; "
+        f"rounding reaches {max(g['noise'] for g in gaps):.2g}"
     )

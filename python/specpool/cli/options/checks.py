@@ -86,7 +86,7 @@ def check_prompts(target: str, prompts: Sequence[Prompt]) -> None:
     for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             continue
-        if any(isinstance(each, Mapping) for each in prompt):
+        if any(isinstance(entry, Mapping) for entry in prompt):
             if not _may_have_template(folder):
                 raise ConfigError(
                     f"prompt {index} is a chat, but the tokenizer has no chat template: leave "
@@ -215,9 +215,9 @@ def start_ranks(device: str) -> Ranks | None:
     from specpool.ranks.group import Ranks
 
     sys.stdout.flush()
-    own = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
+    python_output = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")
     os.dup2(2, 1)
-    sys.stdout = own
+    sys.stdout = python_output
     return Ranks(device)
 
 

@@ -212,15 +212,15 @@ def grouped(command: Callable[..., T]) -> Callable[..., T]:
             params.append(param)
     types = {
         name: kind
-        for each in groups.values()
-        for name, kind in get_type_hints(each, include_extras=True).items()
+        for group in groups.values()
+        for name, kind in get_type_hints(group, include_extras=True).items()
     }
     params = [param.replace(annotation=types.get(param.name, param.annotation)) for param in params]
 
     @functools.wraps(command)
     def run(**given: Any) -> T:
         for name, group in groups.items():
-            given[name] = group(**{each.name: given.pop(each.name) for each in fields(group)})
+            given[name] = group(**{option.name: given.pop(option.name) for option in fields(group)})
         return command(**given)
 
     run.__signature__ = signature.replace(parameters=params)  # type: ignore[attr-defined]

@@ -92,11 +92,11 @@ def _of_file(name: str, form: str | None) -> list[PromptValue]:
         reason = error.strerror if isinstance(error, OSError) else error
         path = name or "''"
         raise ConfigError(f"cannot read the prompt file {path}: {reason}") from None
-    place = "standard input" if name == "-" else name
-    found = list(_FORMATS[form](place, text))
-    if not found:
-        raise ConfigError(f"{'' if name == '-' else 'the prompt file '}{place} holds no prompt")
-    return found
+    source = "standard input" if name == "-" else name
+    prompts = list(_FORMATS[form](source, text))
+    if not prompts:
+        raise ConfigError(f"{'' if name == '-' else 'the prompt file '}{source} holds no prompt")
+    return prompts
 
 
 def _lines(name: str, text: str) -> Iterator[PromptValue]:
@@ -118,8 +118,8 @@ def _json_lines(name: str, text: str) -> Iterator[PromptValue]:
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{name}, line {number} is no JSON: {error}") from None
         if isinstance(value, dict):
-            found = [value[key] for key in ("prompt", "messages") if key in value]
-            value = found[0] if len(found) == 1 else None
+            contents = [value[key] for key in ("prompt", "messages") if key in value]
+            value = contents[0] if len(contents) == 1 else None
         if not _is_prompt(value):
             raise ConfigError(
                 f"{name}, line {number} must be a text, a list of token ids, or an object with "
@@ -133,8 +133,8 @@ def _is_prompt(value: object) -> bool:
         return True
     if not isinstance(value, list) or not value:
         return False
-    numbers = all(isinstance(each, int) and not isinstance(each, bool) for each in value)
-    return numbers or all(isinstance(each, dict) for each in value)
+    numbers = all(isinstance(entry, int) and not isinstance(entry, bool) for entry in value)
+    return numbers or all(isinstance(entry, dict) for entry in value)
 
 
 _FORMATS: dict[str, Callable[[str, str], Iterator[PromptValue]]] = {

@@ -92,9 +92,9 @@ class Slot:
 
 def row_name(row: int, num_rows: int) -> str:
     """Return a short name in capital letters, of equal width for all rows: A, B, .. or AA, .."""
-    width, most = 1, 26
-    while num_rows > most:
-        width, most = width + 1, most * 26
+    width, num_names = 1, 26
+    while num_rows > num_names:
+        width, num_names = width + 1, num_names * 26
     name, rest = "", row - 1
     for _ in range(width):
         name, rest = chr(ord("A") + rest % 26) + name, rest // 26
@@ -216,7 +216,7 @@ class Film:
         """Return each row's rounds in flight, with the bounds of their roots."""
         ledger = self.ledger
         resolved, epoch = ledger.resolved_len, ledger.epoch
-        most = [shape.max_accept_len for shape in ledger.shapes]
+        max_accept_lens = [shape.max_accept_len for shape in ledger.shapes]
         rounds: dict[int, list[Round]] = {}
         for step, kind, state in ledger.steps():
             plan = self._plans.get(step)
@@ -228,7 +228,7 @@ class Film:
                 of_row = rounds.setdefault(row, [])
                 lo = hi = int(resolved[row])
                 if of_row:
-                    lo, hi = of_row[-1].lo + 1, of_row[-1].hi + most[of_row[-1].shape]
+                    lo, hi = of_row[-1].lo + 1, of_row[-1].hi + max_accept_lens[of_row[-1].shape]
                 of_row.append(Round(step, shape, lo, hi, state))
         return rounds
 

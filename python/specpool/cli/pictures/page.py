@@ -189,7 +189,7 @@ def _values(row: RowPicture | None) -> dict[str, Any]:
         "epoch": row.epoch,
         "idle": row.idle,
         # The page's script computes the bounds of the root from these.
-        "rounds": [[one.step, one.shape, one.state] for one in row.rounds],
+        "rounds": [[round_.step, round_.shape, round_.state] for round_ in row.rounds],
         "allocated": list(row.allocated),
         "protected": list(row.protected),
         "evicted": list(row.evicted),

@@ -78,7 +78,11 @@ def draw(console: Console, ledger: Ledger, picture: Picture, *, row: int | None)
         _pool(console, ledger, picture, at)
     _rows(console, ledger, picture)
     _entries(console, ledger)
-    chosen = [one for one in picture.rows if one.row == row] if row else _most_telling(picture)
+    chosen = (
+        [row_picture for row_picture in picture.rows if row_picture.row == row]
+        if row
+        else _most_telling(picture)
+    )
     if chosen:
         _slots(console, ledger, chosen[0])
     console.print()
@@ -207,10 +211,10 @@ def _entries(console: Console, ledger: Ledger) -> None:
         about = f"  [{shown}] from position {start}"
         about += f", salt {salt!r}" if salt else ""
         about += f", {drafted} with draft KV" if drafted < len(tokens) else ""
-        for group, own, holders in zip(ledger.groups, pages, maps, strict=True):
+        for group, entry_pages, holders in zip(ledger.groups, pages, maps, strict=True):
             held = ", ".join(
                 f"{page} ({holders[page] - 1} more holders)" if holders[page] > 1 else str(page)
-                for page in own.tolist()
+                for page in entry_pages.tolist()
                 if page
             )
             about += f"; {printable(group.name)} {'pages ' + held if held else 'no page'}"

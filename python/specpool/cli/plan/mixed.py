@@ -70,13 +70,13 @@ def mixed(
         candidates: the narrowest first.
         rate: how likely a draft is right where those before it are.
     """
-    found = []
+    answers = []
     indices = [asked.sizes.shapes.index(shape) for shape in candidates]
     for text, num_tokens in questions:
         widest = asked.at_once(num_tokens, indices[-1])
         tokens = widest.num_requests * asked.round_tokens(indices[-1], rate)
-        found.append(Mixed(text, asked.mixed(num_tokens, indices, rate), widest, tokens))
-    return found
+        answers.append(Mixed(text, asked.mixed(num_tokens, indices, rate), widest, tokens))
+    return answers
 
 
 def mixed_object(shapes: Sequence[Shape], lines: Sequence[Mixed]) -> list[dict[str, Any]]:

@@ -122,24 +122,24 @@ def answered(question: Question) -> Answer:
     shapes = _shapes(question, model)
     _check_lengths(question, max_context_len)
     row_logits = _row_logits(model, shapes)
-    most = question.max_batch
-    if most is None and row_logits:
-        most = _most_rows(question, model, shapes, max_context_len, kv_bytes, row_logits)
-    logits = (most or 0) * row_logits
+    max_rows = question.max_batch
+    if max_rows is None and row_logits:
+        max_rows = _most_rows(question, model, shapes, max_context_len, kv_bytes, row_logits)
+    logits = (max_rows or 0) * row_logits
     if logits >= kv_bytes:
         raise ConfigError(
             f"memory {show_bytes(memory)} holds no KV: the weights take "
             f"{show_bytes(model.weight_bytes)}, the workspace {show_bytes(workspace)}, and the "
-            f"logits of {most} rows {show_bytes(logits)}: lower --max-batch or the shape"
+            f"logits of {max_rows} rows {show_bytes(logits)}: lower --max-batch or the shape"
         )
     kv_bytes -= logits
-    sizes = _sizes(question, model, shapes, max_context_len, kv_bytes, most)
+    sizes = _sizes(question, model, shapes, max_context_len, kv_bytes, max_rows)
     asked = Capacity(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
     lines = []
     for index, shape in enumerate(sizes.shapes):
         if shape in shapes:
             fits = _fits(question, asked, max_context_len, index)
-            lines += [PlanLine(text, shape, _named(question, fit, most)) for text, fit in fits]
+            lines += [PlanLine(text, shape, _named(question, fit, max_rows)) for text, fit in fits]
     acceptance = ACCEPTANCE if question.acceptance is None else question.acceptance
     mixes = []
     if question.adaptive is not None:
@@ -210,8 +210,8 @@ def _check_lengths(question: Question, max_context_len: int) -> None:
 
 def _row_logits(model: Model, shapes: Sequence[Shape]) -> int:
     """Return the bytes of a row's logits in a verify forward; 0 if the vocabulary is not known."""
-    most = max(shape.num_draft_tokens for shape in shapes)
-    return most * (model.vocab_size or 0) * ITEMSIZES[model.dtype]
+    max_nodes = max(shape.num_draft_tokens for shape in shapes)
+    return max_nodes * (model.vocab_size or 0) * ITEMSIZES[model.dtype]
 
 
 def _most_rows(
@@ -226,7 +226,7 @@ def _most_rows(
 
     Logits and KV share the memory: more rows have more logits, and leave less for pages.
     """
-    tokens = [each for each in (question.prompt, *(question.live or ())) if each is not None]
+    tokens = [length for length in (question.prompt, *(question.live or ())) if length is not None]
     shortest = min(tokens, default=max_context_len - 1)
 
     def has_room(num_rows: int) -> bool:
@@ -238,8 +238,8 @@ def _most_rows(
             return False
         return asked.at_once(shortest).num_requests >= num_rows
 
-    most = min(MOST_ROWS, kv_bytes // row_logits)
-    return max(1, bisect.bisect_left(range(1, most + 1), True, key=lambda n: not has_room(n)))
+    max_rows = min(MOST_ROWS, kv_bytes // row_logits)
+    return max(1, bisect.bisect_left(range(1, max_rows + 1), True, key=lambda n: not has_room(n)))
 
 
 def _named(question: Question, fit: Fit, most: int | None) -> Fit:
@@ -252,10 +252,10 @@ def _named(question: Question, fit: Fit, most: int | None) -> Fit:
 def _lengths(question: Question) -> list[tuple[str, int]]:
     """Return the lengths that the answers about a budget are for, each with its text."""
     prompt, output = question.prompt, question.output
-    found = [] if prompt is None else [(f"prompts of {prompt}", prompt)]
+    lengths = [] if prompt is None else [(f"prompts of {prompt}", prompt)]
     if prompt is not None and output is not None and output > 1:
-        found.append((f"half-way: live {prompt + output // 2}", prompt + output // 2))
-    return found + [(f"live {live}", live) for live in question.live or ()]
+        lengths.append((f"half-way: live {prompt + output // 2}", prompt + output // 2))
+    return lengths + [(f"live {live}", live) for live in question.live or ()]
 
 
 def _fits(
@@ -310,21 +310,21 @@ def _sizes(
 
     if max_batch is None:
         # As many rows as a ledger can have: then memory decides, or int32 does.
-        most = sized(config).most_rows
-        config = replace(config, max_batch=max(1, min(most, MOST_ROWS)))
+        max_rows = sized(config).most_rows
+        config = replace(config, max_batch=max(1, min(max_rows, MOST_ROWS)))
     return sized(config)
 
 
 def _shapes(question: Question, model: Model) -> list[Shape]:
     """Return the shapes that were asked for; the default is 3x1x4, or none without a drafter."""
     if question.adaptive is not None:
-        found = candidates_of(question.adaptive, question.shape)
-        if not model.drafts and found[-1] != Shape.none():
+        candidates = candidates_of(question.adaptive, question.shape)
+        if not model.drafts and candidates[-1] != Shape.none():
             raise ConfigError(
-                f"--adaptive {question.adaptive} drafts {name_of(found[-1])}, but there is no "
+                f"--adaptive {question.adaptive} drafts {name_of(candidates[-1])}, but there is no "
                 "draft model"
             )
-        return [*found]
+        return [*candidates]
     if not question.shape:
         return [Shape.eagle(3, 1, 4) if model.drafts else Shape.none()]
     shapes: list[Shape] = []

@@ -129,7 +129,7 @@ class Movable:
 
     @functools.cached_property
     def _moves(self) -> Moves:
-        if self.core.inputs.is_shared:
+        if self.core.journal is not None:
             raise ConfigError("rows of ranks cannot move: each rank holds a part of their KV")
         pages = PageBytes(self.ledger, self.cache)
         key = model_key(self.target, [*self.drafters.values()])

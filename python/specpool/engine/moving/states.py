@@ -18,13 +18,12 @@ class MovedRequest(RequestState, tag_field="kind", tag="request", kw_only=True):
     """A request that goes on in another engine.
 
     Attributes:
-        accept_lens: of each verify so far.
-        draft_flags: for each token of the output, whether it is an accepted draft.
+        forwards: the tokens of each forward, in order: the accept length of a verify, or -1 for the
+            token of a prefill.
         logprobs: one entry for each token of the output, if its parameters ask for them.
     """
 
-    accept_lens: list[Annotated[int, msgspec.Meta(ge=1)]]
-    draft_flags: list[bool]
+    forwards: list[int]
     logprobs: list[TokenLogprob]
 
 
@@ -109,8 +108,7 @@ def _fields(request: Request) -> dict[str, Any]:
         "seed": request.seed,
         "priority": request.priority,
         "shape": None if request.choices is not None else sizes_of(request.shape),
-        "accept_lens": request.accept_lens,
-        "draft_flags": request.from_draft,
+        "forwards": [n if is_verify else -n for n, is_verify in request.forwards()],
         "logprobs": request.logprobs,
     }
 
@@ -122,12 +120,10 @@ def _check_request(state: MovedRequest, values: Any, num_tokens: int) -> None:
     num_output = num_tokens - state.prompt_len
     if num_output < 0:
         raise TransferError(f"prompt_len is {state.prompt_len} of {num_tokens} tokens")
-    if len(state.draft_flags) != num_output:
-        raise TransferError(f"{len(state.draft_flags)} draft_flags for {num_output} tokens")
-    if sum(state.accept_lens) > num_output:
+    num_given = sum(map(abs, state.forwards))
+    if num_given != num_output or 0 in state.forwards:
         raise TransferError(
-            f"{len(state.accept_lens)} verifies gave {sum(state.accept_lens)} tokens, the output "
-            f"has {num_output}"
+            f"{len(state.forwards)} forwards gave {num_given} tokens, the output has {num_output}"
         )
     if len(state.logprobs) != (0 if state.params.logprobs is None else num_output):
         raise TransferError(f"{len(state.logprobs)} logprobs for {num_output} tokens")

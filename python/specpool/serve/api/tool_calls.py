@@ -88,7 +88,7 @@ class ToolCalls:
         self._at = 0  # where the object or the arguments of the call begin in the held text
         self._is_begin = True  # nothing but blanks has come, or nothing else behind thoughts
         self._is_fresh = False  # nothing but blanks has come since a call
-        self._thinks = thinks  # the text is within thoughts
+        self._thinks = thinks and not self._wants_call  # the text is within thoughts
         self._end, self._num_seen = JsonEnd(), 0
         self._is_wrapped = False  # the arguments are within the call's object
         self._name = ""  # of the function that is called

@@ -196,7 +196,7 @@ class Runner:
         session, engine = self._session(number), self._engine
         if session.is_busy:
             raise ConfigError(f"session {number} has a turn that has not ended")
-        if engine.core.inputs.is_shared:  # each rank has a part of the KV
+        if engine.core.journal is not None:  # each rank has a part of the KV
             return None
         with engine.export(session) as export:
             if not export.length or export.num_bytes > MOST_IMAGE:
@@ -206,7 +206,7 @@ class Runner:
     def _import(self, image: bytes) -> Session | None:
         """Take a session in; None = its KV is of no use here, as that of another layout."""
         engine = self._engine
-        if engine.core.inputs.is_shared:
+        if engine.core.journal is not None:
             return None
         try:
             found = engine.import_row(np.frombuffer(image, np.uint8))

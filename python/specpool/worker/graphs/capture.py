@@ -14,8 +14,8 @@ import torch
 from specpool.switches import HeldOff
 from specpool.worker.results import Outcome
 
-Work = Callable[[], Iterator[Outcome]]
-"""A function that launches work, yields an outcome once, and launches the rest."""
+Work = Callable[[], tuple[Outcome, Callable[[], None]]]
+"""A function that launches work; returns an outcome and the function that launches the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,9 @@ class Recording:
     """Captured work.
 
     Attributes:
-        outcome: what the work yielded. Every replay of `decide` writes these same tensors.
-        decide: replays the work before the yield.
-        follow: replays the work after the yield, which reads what `decide` wrote; None = there is
-            none.
+        outcome: what the work returned. Every replay of `decide` writes these same tensors.
+        decide: replays the work up to the outcome.
+        follow: replays the rest, which reads what `decide` wrote; None = there is none.
     """
 
     outcome: Outcome
@@ -66,8 +65,8 @@ class CudaCapture:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            for _ in work():
-                pass
+            _, follow = work()
+            follow()
         current.wait_stream(self._stream)
 
     def record(self, work: Work, *, follows: bool) -> Recording:
@@ -83,19 +82,16 @@ class CudaCapture:
             gc.collect(1)
         graphs = [torch.cuda.CUDAGraph() for _ in range(1 + follows)]
         with self._into(graphs[0]):
-            steps = work()
-            outcome = next(steps)
-        for graph in graphs[1:]:
-            with self._into(graph):
-                next(steps, None)
+            outcome, launch_rest = work()
+        if follows:
+            with self._into(graphs[1]):
+                launch_rest()
         free, total = torch.cuda.mem_get_info(self._device)
         if free < _reserve(total):
             raise torch.OutOfMemoryError(
                 f"{free} of {total} bytes are left, and prompts need {_reserve(total)}"
             )
-        decide, follow = (*(graph.replay for graph in graphs), None)[:2]
-        assert decide is not None
-        return Recording(outcome, decide, follow)
+        return Recording(outcome, graphs[0].replay, graphs[1].replay if follows else None)
 
     def used_bytes(self) -> int:
         """Return the bytes in use by all processes, because the driver's share counts too."""

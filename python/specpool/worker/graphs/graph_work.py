@@ -12,7 +12,7 @@ from specpool.worker.graphs.round_graph import LaneBuffer, RoundKind
 from specpool.worker.results import Outcome
 from specpool.worker.row_state import RowState
 
-Rounds = Callable[[RoundKind, Lanes], Iterator[Outcome]]
+Rounds = Callable[[RoundKind, Lanes], tuple[Outcome, Callable[[], None]]]
 Place = tuple[RoundKind, int, int]  # a graph's kind, number of lanes, and bound of the roots
 
 
@@ -39,18 +39,19 @@ class GraphWork:
         self._place, self._rounds, self._lanes = place, rounds, buffer.lanes(place[1])
         self._cache, self._rows = cache, rows
 
-    def __call__(self) -> Iterator[Outcome]:
-        """Launch a round: yield its outcome once, then launch the rest."""
+    def __call__(self) -> tuple[Outcome, Callable[[], None]]:
+        """Launch a round up to its outcome; return this and the function that launches the rest."""
         kind, _, bound = self._place
-        # Other work may run between the two halves.
         with self._within():
             if self.recorder is not None:
                 self.recorder.restart()
-            steps = self._rounds(kind, self._rows.lanes_within(*self._lanes, bound))
-            outcome = next(steps)
-        yield outcome
-        with self._within():
-            next(steps, None)
+            outcome, follow = self._rounds(kind, self._rows.lanes_within(*self._lanes, bound))
+
+        def launch_rest() -> None:
+            with self._within():  # again, because other work may run between the two halves
+                follow()
+
+        return outcome, launch_rest
 
     @contextlib.contextmanager
     def _within(self) -> Iterator[None]:

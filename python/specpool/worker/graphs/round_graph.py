@@ -173,7 +173,9 @@ class RoundGraph:
             hi[: len(plan)] = plan.hi
             self._recorder.plan(hi)
         self._decide()
-        pending = PendingStep(requests, Outcome(self._packed[: len(plan)], self._is_verify))
+        pending = PendingStep(
+            requests, Outcome(self._packed[: len(plan)], is_verify=self._is_verify)
+        )
         if self._follow is not None:
             self._follow()
         return pending

@@ -14,7 +14,7 @@ use crate::verb::{Verb, verbs};
 /// What a call gave.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Given {
-    /// Nothing.
+    /// Nothing: what a method that returns `()` gave.
     Nothing(()),
     /// A new row.
     Row(Row),
@@ -38,6 +38,8 @@ macro_rules! is_tagged {
     };
 }
 
+/// Makes [`Call`], its bytes and its text. What is in `$( )*` stands once for every entry of the table: `$call` is its
+/// name, `$argument: $kind` each of its arguments. `$more` are the entries of calls that are not logged.
 macro_rules! derive_call {
     (
         $bindings:tt

@@ -34,6 +34,7 @@ impl Snapshots {
     }
 }
 
+/// Makes [`Call::run`]: an arm for every entry of the table, which runs its right side.
 macro_rules! derive_run {
     (
         ($ledger:ident, $tag:ident, $snapshots:ident)
