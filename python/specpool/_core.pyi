@@ -1352,7 +1352,7 @@ class Ledger:
         A row that begins with as many tokens of another one's text copies these pages. The array
         is [num_groups].
 
-        Cost: O(groups).
+        Cost: O(num_groups).
 
         Raises:
             ShapeError: `length` is below 0.
