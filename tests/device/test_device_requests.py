@@ -190,7 +190,7 @@ def test_parts_draft_side_by_side_on_a_device(draft, layout, where, build, monke
     def each_another(self: Any, rows: Any, shapes: Any, spare: object = None) -> Any:
         picks = np.arange(len(rows)) % shapes.shape[1]
         chosen = np.asarray(shapes[np.arange(len(rows)), picks], np.int32)
-        self._open = rows, chosen, 0.0, 0
+        self._open = rows, chosen, 0
         return chosen
 
     monkeypatch.setattr(BudgetController, "choose", each_another)

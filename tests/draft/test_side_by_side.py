@@ -33,7 +33,7 @@ def test_parts_draft_as_each_would_alone(
     def every(self: Any, rows: np.ndarray, shapes: np.ndarray, spare: object = None) -> np.ndarray:
         picks = np.arange(len(rows)) % shapes.shape[1]
         chosen = np.asarray(shapes[np.arange(len(rows)), picks], np.int32)
-        self._open = rows, chosen, 0.0, 0
+        self._open = rows, chosen, 0
         return chosen
 
     monkeypatch.setattr(BudgetController, "choose", every)

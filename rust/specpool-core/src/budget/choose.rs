@@ -306,14 +306,7 @@ impl<'a> Chooser<'a> {
     ///
     /// A late row takes the cheapest candidate that is in time, if its worth over what that adds to the cost is above
     /// `most`: a row below it would lower the goodput.
-    fn serve(
-        &self,
-        hopes: &[usize],
-        fixed: f64,
-        picks: &mut Vec<i32>,
-        best: &mut [i32],
-        most: &mut f64,
-    ) -> Result<()> {
+    fn serve(&self, hopes: &[usize], fixed: f64, picks: &mut Vec<i32>, best: &mut [i32], most: &mut f64) -> Result<()> {
         let mut seconds = self.seconds(picks);
         let mut wider = filled(0, self.num_rows, "picks")?;
         for _ in 0..NUM_SERVES {
