@@ -209,7 +209,7 @@ def test_scenario_11_plain_rounds_leave_no_draft_lag(build, reference, monkeypat
         def prepare_decode(self, rows, shapes, *, writes_draft):
             return prepare(engine.ledger, rows, shapes, writes_draft=bool(shapes.any()))
 
-    monkeypatch.setattr(engine.core.scheduler, "_ledger", Plain())
+    monkeypatch.setattr(engine.core.scheduler.state, "ledger", Plain())
     with pytest.raises(DraftLag):
         engine.generate(PROMPTS[:2], PARAMS)
 

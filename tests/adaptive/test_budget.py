@@ -10,6 +10,7 @@ from specpool import ConfigError, Engine, SamplingParams
 from specpool._core import Group, Ledger, choose_shapes
 from specpool.adaptive import AdaptiveConfig, BudgetController, controller_of
 from specpool.adaptive.row_acceptance import RowAcceptance
+from specpool.assembly import calibration
 from specpool.assets import corpus
 from specpool.errors import ShapeError
 from specpool.scheduler.config import SchedulerConfig
@@ -485,8 +486,9 @@ def test_a_new_scheduler_knows_what_the_start_has_measured() -> None:
     assert plain == pytest.approx(seconds_of(np.array([8, 0, 0, 0])), rel=0.1)
 
 
-def test_an_engine_knows_what_its_rounds_take() -> None:
+def test_an_engine_knows_what_its_rounds_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Law: before the first request the policy has the seconds that the start has measured."""
+    monkeypatch.setattr(calibration, "_MOST_SECONDS", 1e9)
     options: dict[str, Any] = {"draft": "specpool/tiny-eagle", "max_context_len": 512}
     with Engine.from_pretrained(**options, max_batch=4, adaptive=CONFIG) as engine:
         budget = engine.core.loop.scheduler.round_shapes.budget

@@ -222,11 +222,6 @@ BENCHES = {
         (["--history", "3"], "--history must be"),
         (["--new", "0"], "--new must be"),
     ],
-    "adaptive": [
-        (["--rounds", "-1"], "--rounds must be"),
-        (["--rounds", "0", "--repeats", "0"], "there is nothing to measure"),
-        (["--device", "gpu"], "--device must be cpu, cuda or cuda:N"),
-    ],
     "windows": [
         (["--family", "lama"], "--family must be one of mistral"),
         (["--window", "0"], "--window must be"),
@@ -268,6 +263,9 @@ OTHERS = [
         "--allow-host: names protect a",
     ),
     (["lab", "sim", "--rounds", "5", "--turns", "5"], "--rounds and --turns both say"),
+    (["lab", "adaptive", "--rounds", "-1"], "--rounds must be"),
+    (["lab", "adaptive", "--rounds", "0", "--repeats", "0"], "there is nothing to measure"),
+    (["lab", "adaptive", "--device", "gpu"], "--device must be cpu, cuda or cuda:N"),
     (["lab", "ancestry", "--shape", "3"], "--shape must be a tree, topk above 1, got 3"),
     (["lab", "sim", "--check", "3"], "--check must be an integer in [0, 2], got 3"),
 ]

@@ -169,8 +169,8 @@ def forget_the_text_at_retraction(patch):
 def say_a_token_twice(patch):
     append = Request.append
 
-    def stammer(self, tokens, *options):
-        append(self, tokens * 2 if len(tokens) > 3 else tokens, *options)
+    def stammer(self, tokens, **options):
+        append(self, tokens * 2 if len(tokens) > 3 else tokens, **options)
 
     patch.setattr(Request, "append", stammer)
 
@@ -178,9 +178,9 @@ def say_a_token_twice(patch):
 def overlook_stop_tokens(patch):
     append = Request.append
 
-    def deaf(self, tokens, *options):
+    def deaf(self, tokens, **options):
         self.stop_ids = frozenset()
-        append(self, tokens, *options)
+        append(self, tokens, **options)
 
     patch.setattr(Request, "append", deaf)
 
@@ -394,11 +394,11 @@ def keep_the_text_behind_a_stop_string(patch):
 
 
 def search_in_dropped_tokens(patch):
-    def append(self, tokens, *options):
+    def append(self, tokens, **options):
         if self.watch is not None:
             self.watch.push([])
             self.watch._num_tokens += max(0, len(self.tokens) + len(tokens) - self.max_len)
-        append_(self, tokens, *options)
+        append_(self, tokens, **options)
 
     append_ = Request.append
     patch.setattr(Request, "append", append)
@@ -426,10 +426,10 @@ def write_no_draft_kv_in_plain_rounds(patch):
 def run_what_was_chosen_before(patch):
     choose = RoundShapes.choose
 
-    def late(self, limits):
+    def late(self, limits, spare=None):
         before = self.choice
-        chosen = choose(self, limits)
-        if before is None:
+        chosen = choose(self, limits, spare)
+        if before is None or self.budget is not None:
             return chosen
         line = self._lines[before.shape]
         return self._following[line], self._order[line]

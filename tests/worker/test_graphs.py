@@ -38,8 +38,8 @@ class Ended:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.kv: dict[int, tuple[int, list[torch.Tensor]]] = {}
-        rows = engine.core.scheduler.rows
-        self._release, rows.before_release = rows.before_release, self._note
+        reclaim = engine.core.scheduler._reclaim
+        self._release, reclaim._before_release = reclaim._before_release, self._note
 
     def _note(self, request: Any) -> None:
         ledger, cache, row = self.engine.ledger, self.engine.cache, request.row

@@ -199,7 +199,8 @@ class BudgetController:
         Seconds that no round can take (NaN, 0, infinite) teach nothing.
         """
         if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
-            self._cost.observe(shapes, seconds)
+            # What is tried out must not make a row late, nor take pages that others need.
+            self._cost.observe(shapes, seconds, explores=self._kept is not None)
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """Learn from a round of the start, whose lanes all had this shape."""

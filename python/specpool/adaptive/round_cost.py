@@ -20,7 +20,7 @@ from specpool.arrays import Int32
 Float64 = npt.NDArray[np.float64]
 
 _STEP = 0.2  # the share of a round's error that is corrected
-_MOST_ERROR = 0.5  # of an estimate; a stall is no more
+_MOST_ERROR = 0.5  # of an estimate, unless the round before was as wrong: a stall is no more
 _FADE = 0.002  # the share by which a shape seems to add less for each round that it does not run
 _LEAST_BASE = 0.1  # of the table's plain round, which is left whatever service says
 
@@ -56,6 +56,7 @@ class RoundCost:
         self._table = RoundSeconds(shapes)
         self._every, self._mixed = 0.0, 0.0
         self._of_shape: Float64 = np.zeros(len(shapes))
+        self._latest_error = 0.0  # of the latest round, over its estimate
         self._costs: dict[int, Costs] = {}  # by batch size, since the latest measurement
 
     def tell(self, shape: Shape, batch_size: int, seconds: float) -> None:
@@ -85,22 +86,32 @@ class RoundCost:
         base = plain * max(1 + self._every, _LEAST_BASE)
         return Costs(base, self._mixed * plain, charge, lane)
 
-    def observe(self, shapes: Int32, seconds: float) -> None:
-        """Learn from a round in service, whose rows had these shapes, int32 [B]."""
+    def observe(self, shapes: Int32, seconds: float, *, explores: bool = True) -> None:
+        """Learn from a round in service, whose rows had these shapes, int32 [B].
+
+        If it `explores`, shapes that did not run seem to add less from now on.
+        """
         size, used = len(shapes), np.unique(shapes)
         if len(used) == 1 and not self._table.is_measured(self._shapes[used[0]]):
             self.tell(self._shapes[used[0]], size, seconds)
             return
         costs, plain = self.costs(size), self._table.of(self._narrowest, size)
         known = costs.of(shapes)
-        error = float(np.clip(seconds / known - 1, -_MOST_ERROR, _MOST_ERROR)) * known / plain
+        error = seconds / known - 1
+        most, self._latest_error = max(self._latest_error, _MOST_ERROR), error
+        error = max(min(error, most), -_MOST_ERROR) * known / plain
         share = np.bincount(shapes, minlength=len(self._shapes)) / size
         share[self._shapes.index(self._narrowest)] = 0.0  # it is in every round's share
         is_mixed = len(used) > 1
         step = _STEP * error / (1 + is_mixed + float(share @ share))
-        idle = np.ones(len(self._shapes), np.bool_)
-        idle[used] = False
-        self._of_shape -= _FADE * idle * (costs.charge + size * costs.lane) / plain
+        if explores:
+            idle = np.ones(len(self._shapes), np.bool_)
+            idle[used] = False
+            self._of_shape -= _FADE * idle * (costs.charge + size * costs.lane) / plain
+            if idle[self._shapes.index(self._narrowest)]:  # the same total, less of it by all
+                fade = _FADE * costs.base / plain
+                self._every -= fade
+                self._of_shape += fade * ~idle
         self._every += step
         self._of_shape += step * share
         self._mixed = max(self._mixed + step, 0.0) if is_mixed else self._mixed * (1 - _FADE)

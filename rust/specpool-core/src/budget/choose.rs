@@ -311,7 +311,7 @@ impl<'a> Chooser<'a> {
         hopes: &[usize],
         fixed: f64,
         picks: &mut Vec<i32>,
-        best: &mut Vec<i32>,
+        best: &mut [i32],
         most: &mut f64,
     ) -> Result<()> {
         let mut seconds = self.seconds(picks);
