@@ -11,7 +11,6 @@ import random
 
 import pytest
 import torch
-from specpool.scheduler.requests import request
 
 from lab.sim import Arrival, Fault, Scenario, Settings, Simulation, broken_law
 from lossless import Comparison, Reference
@@ -35,6 +34,7 @@ from specpool.draft import EagleDrafter
 from specpool.loop.loop import Loop
 from specpool.memory.kv_cache import KVCache
 from specpool.models import EagleHead
+from specpool.scheduler import request
 from specpool.scheduler.conversations import Conversations
 from specpool.worker.row_state import RowState
 from specpool.worker.worker import Worker

@@ -386,7 +386,9 @@ def test_an_answer_that_ends_amid_a_character_stays(engine, monkeypatch):
     """Law: the replacement for its bytes is part of the message, so its tokens can stay."""
     append = Request.append
     monkeypatch.setattr(
-        Request, "append", lambda self, tokens, *rest: append(self, [0xC3] * len(tokens), *rest)
+        Request,
+        "append",
+        lambda self, tokens, **options: append(self, [0xC3] * len(tokens), **options),
     )
     with engine.open_session() as session:
         first = session.append(user("seq: "), SamplingParams(max_new_tokens=1)).output()
