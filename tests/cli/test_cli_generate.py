@@ -13,7 +13,7 @@ from cli_kit import call
 from specpool import Engine
 from specpool.assets import corpus, resolve
 from specpool.cli.generate import generate
-from specpool.worker.worker import Worker
+from specpool.worker.draft_round import DraftRound
 
 PROMPT = "seq: 1, 2, 3,"
 JSON = ("generate", "--json", "--compare", "-p", PROMPT, "-n", "24")
@@ -227,7 +227,7 @@ def test_texts_that_rounding_parts_are_the_same(capsys, monkeypatch):
 
 def test_a_fault_is_told_and_exits_with_1(capsys, monkeypatch):
     """The planted fault: accepted KV stays where the tree had it."""
-    monkeypatch.setattr(Worker, "_compact", lambda *args: None)
+    monkeypatch.setattr(DraftRound, "_compact", lambda *args: None)
     options = ["-n", "48", "-p", PROMPT, "--shape", "3x2x6", "--dtype", "bfloat16"]
     code, out, err = call(capsys, "generate", "--compare", *options)
     assert code == 1

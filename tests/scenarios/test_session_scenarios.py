@@ -36,8 +36,8 @@ from specpool.memory.kv_cache import KVCache
 from specpool.models import EagleHead
 from specpool.scheduler import request
 from specpool.scheduler.conversations import Conversations
+from specpool.worker.draft_round import DraftRound
 from specpool.worker.row_state import RowState
-from specpool.worker.worker import Worker
 
 HEADS = {"eagle": "specpool/tiny-eagle", "eagle3": "specpool/tiny-eagle3"}
 PROMPTS = corpus.prompts(6, 60)
@@ -412,6 +412,6 @@ def test_eagle_3_with_pages_of_64_and_8_branches(target, heads, reference, monke
     outputs = talk()
     speaks_as_alone(reference, outputs)
     assert sum(o.accept_len for o in outputs) / len(outputs) > 1.2
-    monkeypatch.setattr(Worker, "_compact", lambda self, part, verdict: None)
+    monkeypatch.setattr(DraftRound, "_compact", lambda self, part, verdict: None)
     with pytest.raises(AssertionError):
         speaks_as_alone(reference, talk())

@@ -565,7 +565,7 @@ def test_stop_strings_that_cannot_work_are_refused(stop, message):
 def test_stop_strings_that_work_are_taken():
     assert SamplingParams().stop == ()
     assert SamplingParams(stop=("\n\n", "é", "END")).stop == ("\n\n", "é", "END")
-    assert SamplingParams(stop=["END"]).stop == ["END"]
+    assert SamplingParams(stop=["END"]).stop == ("END",)
     assert len(SamplingParams(stop=tuple("x" * n for n in range(1, 65))).stop) == 64
 
 

@@ -226,11 +226,7 @@ def test_a_form_goes_along(kind, depth):
                 two.import_row(image_of_text(two, [1, 2, 3], state))
         state["params"]["structured"] = {"kind": "regex", "text": "(a"}
         with pytest.raises(ConfigError):
-            two.import_row(
-                image_of_text(
-                    two, [1, 2, 3], state | {"prompt_len": 3, "accept_lens": [], "draft_flags": []}
-                )
-            )
+            two.import_row(image_of_text(two, [1, 2, 3], state | {"prompt_len": 3, "forwards": []}))
 
 
 def image_of_text(engine: Engine, tokens: list[int], state: dict) -> np.ndarray:

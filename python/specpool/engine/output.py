@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from specpool.errors import is_fault
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Request, TokenLogprob, draft_flags
+from specpool.scheduler.request import Request, TokenLogprob
 from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -56,8 +55,6 @@ class Report:
         self._tokenizer = tokenizer if decodes else None
         self._text = request.params.text_stream(tokenizer, request.stop_ids) if decodes else None
         self._num_told = 0  # tokens of the output
-        self._forwards = request.forwards()  # those whose flags were not added to `_flags`
-        self._flags: deque[bool] = deque()  # for tokens that have not been told
         self._is_done = False
         self.error: str | None = None  # why the text cannot be decoded: the request has to end
 
@@ -69,7 +66,7 @@ class Report:
             return
         self._num_told = max(start, num_tokens)
         ids = request.tokens[request.prompt_len + start :]
-        flags = self._take_flags(len(ids))
+        flags = request.from_draft_since(start)
         pieces = self._pieces(ids, flags, done)
         if ids or pieces:
             entries = None
@@ -101,13 +98,6 @@ class Report:
         if done:
             pieces.append((text.push([], last=True), False))
         return [piece for piece in pieces if piece[0]]
-
-    def _take_flags(self, num_tokens: int) -> list[bool]:
-        """Return, for each of the next tokens, whether it is an accepted draft."""
-        while len(self._flags) < num_tokens:
-            forward_len, _ = next(self._forwards)
-            self._flags += draft_flags(forward_len)
-        return [self._flags.popleft() for _ in range(num_tokens)]
 
 
 def _text_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> str:

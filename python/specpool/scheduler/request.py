@@ -189,6 +189,8 @@ class Request:
     draft_error: str | None = None  # why its drafter's proposal cannot be used
     drafter: int = 0  # who drafts for it, of the engine's drafters
     reads_tokens: bool = True  # if any drafter reads tokens: this one does
+    _flags: list[bool] = field(init=False, default_factory=list, repr=False)  # of `from_draft`
+    _flagged: tuple[int, int] = field(init=False, default=(0, 0), repr=False)  # tokens, verifies
     _token_array: Int32 = field(default_factory=lambda: np.zeros(0, np.int32), repr=False)
 
     bans: Bans | None = field(init=False, repr=False)  # what may not follow its text
@@ -259,8 +261,21 @@ class Request:
     @property
     def from_draft(self) -> list[bool]:
         """Whether each generated token is an accepted draft: all of a verify but its last."""
-        flags = [flag for num_tokens, _ in self.forwards() for flag in draft_flags(num_tokens)]
-        return flags[: self.num_output_tokens]
+        return self.from_draft_since(0)
+
+    def from_draft_since(self, start: int) -> list[bool]:
+        """Return `from_draft[start:]`; the cost grows with these and the new tokens alone."""
+        flags, (num_flags, num_verifies) = self._flags, self._flagged
+        del flags[num_flags:]  # Ctrl-C has stopped a look in here
+        prefills = set(self.prefill_token_indices)
+        while len(flags) < self.num_output_tokens:
+            num_tokens = 1
+            if len(flags) not in prefills:
+                num_tokens = self.accept_lens[num_verifies]
+                num_verifies += 1
+            flags += [True] * (num_tokens - 1) + [False]
+        self._flagged = len(flags), num_verifies
+        return flags[start : self.num_output_tokens]
 
     def forwards(self) -> Iterator[tuple[int, bool]]:
         """Yield the number of tokens of each forward, and whether it was a verify, in order."""
@@ -354,8 +369,3 @@ class Request:
                 if dead_end is not None:
                     self.error = f"{dead_end}, at position {position + 1}"
         return kept
-
-
-def draft_flags(num_tokens: int) -> list[bool]:
-    """Return, for each token of a forward, whether it is a draft: all are but the last."""
-    return [True] * (num_tokens - 1) + [False]
