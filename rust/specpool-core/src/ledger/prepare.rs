@@ -6,7 +6,6 @@ use std::sync::Arc;
 use super::Ledger;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row, ceil_align};
-use crate::log::call::{Call, Given};
 use crate::memory::{collected, copied, filled, room, with_room};
 use crate::shape::runs;
 use crate::state::group::GroupState;
@@ -408,12 +407,7 @@ impl Ledger {
         plan.page_copies.extend(copies.iter().map(|copy| copy.copy));
         let plan = Arc::new(plan);
         self.steps.push(Arc::clone(&plan), Before { drafted, idle, copies });
-        let (rows, writes_draft) = (plan.rows.as_slice().into(), plan.writes_draft);
-        let call = match plan.kind {
-            StepKind::Extend => Call::PrepareExtend { rows, new_lens: plan.new_len.as_slice().into(), writes_draft },
-            StepKind::Decode => Call::PrepareDecode { rows, shapes: plan.shapes.as_slice().into(), writes_draft },
-        };
-        self.note(&call, &Given::Plan(Arc::clone(&plan)), None);
+        self.note_plan(&plan);
         Ok(plan)
     }
 }

@@ -1,6 +1,7 @@
 //! What a ledger remembers of its verbs: the running digest, and the event log if it is recorded.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use super::Ledger;
 use super::prepare::each_growing_lane;
@@ -11,7 +12,7 @@ use crate::log::call::{Call, Given};
 use crate::log::codec::{put_text, put_varint};
 use crate::log::event_log::EventLog;
 use crate::state::config::LedgerConfig;
-use crate::state::step::Plan;
+use crate::state::step::{Plan, StepKind};
 
 impl Ledger {
     /// Builds an empty ledger that records every state-changing call in the event log `path`, of at most `limit`
@@ -70,6 +71,7 @@ impl Ledger {
     }
 
     /// Notes a call that succeeded, what it gave, and the tag of the row that it gave.
+    #[inline]
     pub(super) fn note(&mut self, call: &Call<'_>, given: &Given, tag: Option<&str>) {
         self.note_with(call, given, |aside| {
             if let Some(tag) = tag {
@@ -83,8 +85,27 @@ impl Ledger {
         self.note_with(call, &Given::Nothing(()), |aside| put_varint(aside, number));
     }
 
+    /// Notes a step that was prepared. Nothing is made of the plan where nothing is recorded.
+    pub(super) fn note_plan(&mut self, plan: &Arc<Plan>) {
+        if self.recorder.digest.is_none() {
+            return;
+        }
+        let (rows, writes_draft) = (plan.rows.as_slice().into(), plan.writes_draft);
+        let call = match plan.kind {
+            StepKind::Extend => Call::PrepareExtend { rows, new_lens: plan.new_len.as_slice().into(), writes_draft },
+            StepKind::Decode => Call::PrepareDecode { rows, shapes: plan.shapes.as_slice().into(), writes_draft },
+        };
+        self.note(&call, &Given::Plan(Arc::clone(plan)), None);
+    }
+
+    #[inline]
     fn note_with(&mut self, call: &Call<'_>, given: &Given, put_aside: impl FnOnce(&mut Vec<u8>)) {
-        let Some(before) = self.recorder.digest else { return };
+        if let Some(before) = self.recorder.digest {
+            self.record_call(before, call, given, put_aside);
+        }
+    }
+
+    fn record_call(&mut self, before: Digest, call: &Call<'_>, given: &Given, put_aside: impl FnOnce(&mut Vec<u8>)) {
         let mut bytes = std::mem::take(&mut self.recorder.bytes);
         bytes.clear();
         call.encode(&mut bytes);
