@@ -94,6 +94,15 @@ def test_a_template_that_joins_arguments_gets_text(given):
     assert rendered(JOINS, history(given)) == judged(JOINS, history(text))
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_half_of_an_escaped_character_in_arguments_does_not_end_a_chat(name):
+    """Law: a call is sent back as it was got; the model can escape half of an emoji in it."""
+    given = r'{"city": "\ud83d \ud83d\ude00 \\ud83d", "tags": ["\uDFFF"], "\ud800": 1}'
+    valid = {"city": "\ufffd \U0001f600 \\ud83d", "tags": ["\ufffd"], "\ufffd": 1}
+    template = ALL[name].template
+    assert rendered(template, history(given)) == judged(template, history(valid))
+
+
 @pytest.mark.parametrize("given", ["", None])
 def test_no_arguments_are_an_empty_object(given):
     template = ALL["qwen"].template
