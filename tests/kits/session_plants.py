@@ -166,7 +166,7 @@ PLANTS = {
     give_idle_rows_back_at_an_interrupt: "leak after an interrupt|is not what it was",
     trust_a_row_that_was_abandoned: "is not what it was when|keeps KV of 0",
     reload_too_little: "position .* (is not written|holds)",
-    go_on_before_a_reload_has_come: "came back with|OrderError",
+    go_on_before_a_reload_has_come: "came back with|OrderError|is longer than max_chunk",
     keep_the_host_pages_of_who_ended: "at the end the host keeps|OrderError",
     trust_a_copy_that_failed: "OrderError|at the end the host keeps",
     resume_behind_what_was_rewound: "leaves KV of|is prefilled from",

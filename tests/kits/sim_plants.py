@@ -531,7 +531,8 @@ PLANTS = {
     admit_the_last_first: "was admitted before request",
     put_the_retracted_behind: "was admitted before request .*, retracted [1-9]",
     retract_the_first: "is retracted, not request",
-    retract_without_draining: "retracted while results are still to come",
+    # Making room drops a pin first if there is one.
+    retract_without_draining: "(retracted|a pin is dropped) while results are still to come",
     keep_the_row_of_who_ended: "its client|pages free, .* held by running|leak|livelock",
     give_tokens_to_dropped_lanes: "went on after its end",
     forget_a_resolve: "OrderError|left out|livelock|not all in|retracted, though",
@@ -550,7 +551,8 @@ PLANTS = {
     lose_page_copies: "position .* (is not written|holds)",
     copy_too_few_tokens: "position .* (is not written|holds)",
     fork_somebody_else: "position .* slot .* holds|PageStateError|NotReady",
-    forget_samples_without_a_row: "have not ended",
+    # The forgotten sample may be missed first in the order of admission.
+    forget_samples_without_a_row: "have not ended|was admitted before request",
     give_samples_the_first_ones_tokens: "speaks otherwise|tokens, and has|alone it would",
     prefill_samples_anew: "is prefilled from 0 on, it shares",
     take_a_pin_for_what_it_is_not: "position .* slot .* holds|is prefilled from",
