@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from reciter import CHATML, byte_tokenizer
 from specpool import ConfigError
 from specpool.engine.texts import Texts
-from specpool.scheduler.request import Conversation, Said
+from specpool.scheduler.request import Conversation, Said, common_len
 from specpool.serve.api.reading import read
 from specpool.serve.api.requests import ChatRequest
 from specpool.serve.routes.chat import messages_of
@@ -92,6 +92,15 @@ def test_arguments_as_text_are_rendered_as_the_object_is(name):
 def test_a_template_that_joins_arguments_gets_text(given):
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     assert rendered(JOINS, history(given)) == judged(JOINS, history(text))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_half_of_an_escaped_character_in_arguments_does_not_end_a_chat(name):
+    """Law: a call is sent back as it was got; the model can escape half of an emoji in it."""
+    given = r'{"city": "\ud83d \ud83d\ude00 \\ud83d", "tags": ["\uDFFF"], "\ud800": 1}'
+    valid = {"city": "\ufffd \U0001f600 \\ud83d", "tags": ["\ufffd"], "\ufffd": 1}
+    template = ALL[name].template
+    assert rendered(template, history(given)) == judged(template, history(valid))
 
 
 @pytest.mark.parametrize("given", ["", None])
@@ -397,3 +406,38 @@ def test_a_sessions_turn_goes_on_behind_a_result_that_spells_control_tokens():
     marks = [token for token in turn.ids[len(tokens) :] if token > 258]
     end, begin = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
     assert marks == [end, begin, end, begin, end, begin]
+
+
+CHECKS = """{%- for m in messages %}{% if m.role == 'tool' and m.content[:1] != '{' %}
+{{- raise_exception('a result is JSON') }}{% endif %}[{{ m.role }}]
+{{- m.content.split('</think>')[-1] }}
+{%- endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"""
+
+
+def test_a_sessions_turn_is_one_that_the_template_takes():
+    """Law: a session takes each message that a chat takes, also where its history is rendered anew,
+    and its template checks what a message says."""
+    tokenizer = byte_tokenizer(chat_template=CHECKS)
+    texts, conversation = Texts(tokenizer), Conversation(1)
+    turn = texts.turn(conversation, [USER])
+    answer = tokenizer.encode("<think>a</think>b", add_special_tokens=False)
+    conversation.tokens = [*turn.ids, *answer]
+    conversation.said = [Said(len(conversation.tokens), turn.messages, answer, ())]
+    result = {"role": "tool", "content": '{"a": 1}'}
+    turn = texts.turn(conversation, [result])
+    expected = [USER, {"role": "assistant", "content": "b"}, result]
+    assert tokenizer.decode(turn.ids) == judged(CHECKS, expected)
+    assert [said.end for said in turn.said] == [common_len(conversation.tokens, turn.ids)]
+
+
+def test_a_rewind_to_the_begin_forgets_turns_whose_first_token_has_changed():
+    template = "{{ messages[-1].content[:1] }}" + CHECKS
+    tokenizer = byte_tokenizer(chat_template=template)
+    texts, conversation = Texts(tokenizer), Conversation(1)
+    turn = texts.turn(conversation, [USER])
+    conversation.tokens = [*turn.ids, 98]
+    conversation.said = [Said(len(conversation.tokens), turn.messages, [98], ())]
+    turn = texts.turn(conversation, [USER | {"content": "no"}])
+    conversation.tokens, conversation.said = turn.ids, turn.said
+    conversation.cut(0)
+    assert conversation.said == []

@@ -355,12 +355,16 @@ class Texts:
         if same == start:
             return ids, said
         # The old turns end where the tokens begin to depend on the new message: render the chat
-        # with another message in its place, and see where the texts part.
+        # with another message in its place, and see where the texts part. A template may refuse
+        # that message; the old turns then end where the tokens begin to differ from theirs.
         other = "-" if new[0]["content"].strip()[:1] != "-" else "+"
-        others = self.render(0, [*history, {**new[0], "content": other}], variables)
-        end = common_len(self._ids_of(text[: common_len(text, others)], "the turn"), ids)
+        end = same
+        with contextlib.suppress(ConfigError):
+            others = self.render(0, [*history, {**new[0], "content": other}], variables)
+            end = common_len(self._ids_of(text[: common_len(text, others)], "the turn"), ids)
         return ids, [
-            dataclasses.replace(turn, end=max(same, end)) if turn.end > same else turn
+            # A rewind to 0 forgets them, even if their first token has changed.
+            dataclasses.replace(turn, end=max(same, end, 1)) if turn.end > same else turn
             for turn in said
         ]
 

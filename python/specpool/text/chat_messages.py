@@ -22,6 +22,8 @@ RESULT_ROLES = frozenset({"tool", "function", "ipython", "tool_results", "observ
 _NINE = re.compile(r"\|\s*length\s*(?:!=|==|<)\s*9\b")
 #: Kimi's templates show a call's id alone, which must hold the function's name and a number.
 _KIMI = "<|tool_call_begin|>"
+#: Half of a character, which a model can escape in the arguments of a call; no text may have it.
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 
 
 def template_of(templates: str | Mapping[str, str], variables: Mapping[str, Any]) -> str:
@@ -54,9 +56,10 @@ def prepared(
 
     Fields without a value are left out: None, and empty lists beside the content. The arguments of
     calls, which OpenAI's interface has as JSON text, become objects. A text that is not an object
-    stays as it is. The role `developer` becomes `system` if the template does not know it. If the
-    template wants ids of nine characters, other ids of calls become such; if it is Kimi's, they
-    become `functions.name:number`.
+    stays as it is. Half of an escaped character in arguments, a lone surrogate, becomes U+FFFD:
+    the client sends back what it got. The role `developer` becomes `system` if the template does
+    not know it. If the template wants ids of nine characters, other ids of calls become such; if
+    it is Kimi's, they become `functions.name:number`.
 
     Args:
         messages: plain data; each content is a string.
@@ -125,6 +128,9 @@ def _call(call: Any, has_objects: bool) -> Any:
     elif has_objects and isinstance(arguments, str):
         try:
             value = json.loads(arguments)
+            if "\\u" in arguments:
+                text = json.dumps(value, ensure_ascii=False)
+                value = json.loads(_SURROGATE.sub("\ufffd", text))
         except (ValueError, RecursionError):
             value = None
         arguments = value if isinstance(value, dict) else arguments
