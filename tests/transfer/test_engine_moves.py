@@ -229,6 +229,28 @@ def test_a_form_goes_along(kind, depth):
             two.import_row(image_of_text(two, [1, 2, 3], state | {"prompt_len": 3, "forwards": []}))
 
 
+@pytest.mark.parametrize(
+    ("forwards", "why"),
+    [
+        ([-3], r"`int` >= -1 - at `\$.forwards"),
+        ([3, 0], "forward 1 gave 0 tokens"),
+        ([2], "gave 2 tokens, the output has 3"),
+        ([-1] * 4, "gave 4 tokens, the output has 3"),
+    ],
+)
+def test_forwards_that_did_not_give_the_output_are_refused(forwards, why):
+    """A verify gives at least one token, a prefill exactly one."""
+    with engine_of("plain") as one, engine_of("plain") as two:
+        number = one.submit(PROMPTS[1], GREEDY)
+        with one.export(number) as export:
+            state = Image(export.image(), two.layout).state
+        prompt_len = state["prompt_len"]
+        tokens = [1] * (prompt_len + 3)
+        with pytest.raises(TransferError, match=why):
+            two.import_row(image_of_text(two, tokens, state | {"forwards": forwards}))
+        assert not two.core.scheduler.has_requests
+
+
 def image_of_text(engine: Engine, tokens: list[int], state: dict) -> np.ndarray:
     """Return the image of a text without KV."""
     writer = Writer(engine.layout, length=0, drafted_len=0, tokens=tokens, state=state)

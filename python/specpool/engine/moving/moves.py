@@ -309,8 +309,8 @@ class Moves:
             dataclasses.replace(state.params, seed=state.seed, n=1),
             _shape_of(state.shape, self._ledger),
             state.priority,
-            [n for n in state.forwards if n > 0],
-            [sum(map(abs, state.forwards[:i])) for i, n in enumerate(state.forwards) if n < 0],
+            state.accept_lens,
+            state.prefill_token_indices,
             state.logprobs,
             max_tokens,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Annotated, Any
 
 import msgspec
@@ -23,8 +24,19 @@ class MovedRequest(RequestState, tag_field="kind", tag="request", kw_only=True):
         logprobs: one entry for each token of the output, if its parameters ask for them.
     """
 
-    forwards: list[int]
+    forwards: list[Annotated[int, msgspec.Meta(ge=-1)]]
     logprobs: list[TokenLogprob]
+
+    @property
+    def accept_lens(self) -> list[int]:
+        """The accept length of each verify."""
+        return [length for length in self.forwards if length > 0]
+
+    @property
+    def prefill_token_indices(self) -> list[int]:
+        """The index in the output of each token that a prefill has drawn."""
+        starts = itertools.accumulate(map(abs, self.forwards), initial=0)
+        return [start for start, length in zip(starts, self.forwards, strict=False) if length < 0]
 
 
 class MovedTurn(MovedRequest, tag="turn", kw_only=True):
@@ -60,19 +72,15 @@ def request_state(request: Request) -> MovedRequest:
     return MovedRequest(**_fields(request))
 
 
-def turn_state(turn: Request) -> MovedTurn:
-    """Return the state of a session's turn that leaves."""
-    messages = None if turn.messages is None else tuple(map(dict, turn.messages))
-    return MovedTurn(**_fields(turn), said=turn.said, messages=messages)
-
-
 def session_state(
     conversation: Conversation, max_tokens: int, turn: Request | None = None
 ) -> MovedSession:
     """Return the state of a session that leaves, with the turn that waits or runs."""
     if turn is None:
         return MovedSession(max_tokens, conversation.said)
-    return MovedSession(max_tokens, conversation.said, turn_state(turn), conversation.tokens)
+    messages = None if turn.messages is None else tuple(map(dict, turn.messages))
+    moved_turn = MovedTurn(**_fields(turn), said=turn.said, messages=messages)
+    return MovedSession(max_tokens, conversation.said, moved_turn, conversation.tokens)
 
 
 def state_of(values: Any, num_tokens: int) -> MovedRequest | MovedSession:
@@ -120,8 +128,12 @@ def _check_request(state: MovedRequest, values: Any, num_tokens: int) -> None:
     num_output = num_tokens - state.prompt_len
     if num_output < 0:
         raise TransferError(f"prompt_len is {state.prompt_len} of {num_tokens} tokens")
+    if 0 in state.forwards:
+        raise TransferError(
+            f"forward {state.forwards.index(0)} gave 0 tokens, at least 1 is needed"
+        )
     num_given = sum(map(abs, state.forwards))
-    if num_given != num_output or 0 in state.forwards:
+    if num_given != num_output:
         raise TransferError(
             f"{len(state.forwards)} forwards gave {num_given} tokens, the output has {num_output}"
         )
