@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import secrets
@@ -16,7 +15,7 @@ from specpool.engine.texts import NextTurn, Prompt, Texts, is_chat
 from specpool.errors import ConfigError
 from specpool.models import TargetModel
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Conversation, Message, Request, Times, TokenLogprob
+from specpool.scheduler.request import Conversation, Message, Request, TokenLogprob
 from specpool.scheduler.scheduler import Scheduler
 from specpool.text.structured.compiler import Compiler
 from specpool.text.tokenizer import cleans_spaces
@@ -249,23 +248,13 @@ class Prompts:
 
     def _sibling(self, first: Request, sample: int) -> Request:
         """Make a further sample of the same prompt; its seed is the first's seed + `sample`."""
-        return dataclasses.replace(
-            first,
-            request_id=next(self._ids),
-            sample=sample,
-            tokens=list(first.tokens),
-            seed=(first.seed + sample) % (1 << 64),
-            watch=first.params.text_stream(self._tokenizer, first.stop_ids)
-            if first.watch
-            else None,
-            matcher=first.matcher.fresh() if first.matcher else None,
-            forced=[],
-            accept_lens=[],
-            prefill_token_indices=[],
-            logprobs=[],
-            siblings=[],
-            times=Times(),
-        )
+        seed = (first.seed + sample) % (1 << 64)
+        sibling = first.sibling(next(self._ids), sample, seed)
+        if first.watch is not None:
+            sibling.watch = first.params.text_stream(self._tokenizer, first.stop_ids)
+        if first.matcher is not None:
+            sibling.matcher = first.matcher.fresh()
+        return sibling
 
     def _request(
         self,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from specpool._core import Shape
 from specpool.errors import RankError
-from specpool.scheduler.request import Conversation, Request, Times
+from specpool.scheduler.request import Conversation, Request
 from specpool.scheduler.wire import Natural, RequestState, checked, sizes_of
 
 #: Gives a request what follows its text, which is not sent: `Request.watch`, `Request.matcher`.
@@ -98,23 +97,7 @@ def request_of(wire: Any, open_conversations: dict[int, Conversation], equip: Eq
         )
     except ValueError as error:  # of `checked` or `Shape`
         raise RankError(f"these values make no request: {error!s:.200}") from error
-    request.siblings = [_sibling(request, *ids) for ids in sent.siblings]
+    request.siblings = [request.sibling(*ids) for ids in sent.siblings]
     for sample in (request, *request.siblings):
         equip(sample)
     return request
-
-
-def _sibling(first: Request, request_id: int, sample: int, seed: int) -> Request:
-    return replace(
-        first,
-        request_id=request_id,
-        sample=sample,
-        seed=seed,
-        tokens=list(first.tokens),
-        forced=[],
-        accept_lens=[],
-        prefill_token_indices=[],
-        logprobs=[],
-        siblings=[],
-        times=Times(),
-    )

@@ -216,6 +216,25 @@ class Request:
         """Whether its next round needs the tokens of its last one on the host."""
         return self.matcher is not None or self.bans is not None
 
+    def sibling(self, request_id: int, sample: int, seed: int) -> Request:
+        """Return a further sample of the same prompt, of a request that has no output yet.
+
+        Its `watch` and `matcher` are those of this request: give it its own.
+        """
+        return replace(
+            self,
+            request_id=request_id,
+            sample=sample,
+            seed=seed,
+            tokens=list(self.tokens),
+            forced=[],
+            accept_lens=[],
+            prefill_token_indices=[],
+            logprobs=[],
+            siblings=[],
+            times=Times(),
+        )
+
     def post(self) -> None:
         """Put the request into its mailbox: it does not run any more, but may have news."""
         if self.mailbox is not None:
