@@ -98,8 +98,8 @@ class RoundCost:
         costs, plain = self.costs(size), self._table.of(self._narrowest, size)
         known = costs.of(shapes)
         error = seconds / known - 1
-        most, self._latest_error = max(self._latest_error, _MOST_ERROR), error
-        error = max(min(error, most), -_MOST_ERROR) * known / plain
+        bound, self._latest_error = max(self._latest_error, _MOST_ERROR), error
+        error = max(min(error, bound), -_MOST_ERROR) * known / plain
         share = np.bincount(shapes, minlength=len(self._shapes)) / size
         share[self._shapes.index(self._narrowest)] = 0.0  # it is in every round's share
         is_mixed = len(used) > 1

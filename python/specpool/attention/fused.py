@@ -229,8 +229,10 @@ def live_lanes(view: AttentionView, lens: Tensor) -> FusedLanes:
     live = pages.new_full((room + 1,), -1).scatter_(0, places.view(-1), pages.reshape(-1))
 
     if isinstance(view.q_lens, int):
-        most = num_lanes * view.q_lens
-        q_starts = torch.arange(0, most + 1, view.q_lens, dtype=torch.int32, device=pages.device)
+        num_queries = num_lanes * view.q_lens
+        q_starts = torch.arange(
+            0, num_queries + 1, view.q_lens, dtype=torch.int32, device=pages.device
+        )
     else:
         (q_starts,) = upload(pages.device, np.cumsum([0, *view.q_lens]).astype(np.int32))
     return FusedLanes(

@@ -327,7 +327,7 @@ class Texts:
             called += [*turn.messages, turn.message or self._answer(turn)]
             start = turn.end
         kept = conversation.tokens[:start]  # without the part of a turn that a rewind has left
-        own = self._text_of(kept)
+        kept_text = self._text_of(kept)
         # A call in a text needs its marks, without which it would not be one. Some templates refuse
         # them there, or the result of a call that is not beside the content.
         text: str | None
@@ -335,7 +335,7 @@ class Texts:
             text = None
             with contextlib.suppress(ConfigError):
                 text = self.render(0, [*history, *new], variables)
-                if text.replace(SEAM, "").startswith(own):
+                if text.replace(SEAM, "").startswith(kept_text):
                     break
         else:
             history = called
@@ -343,10 +343,10 @@ class Texts:
                 text = self.render(0, [*called, *new], variables)
         assert text is not None
         plain = text.replace(SEAM, "")
-        if plain.startswith(own):
-            begin = len(own)
-            while begin - text.count(SEAM, 0, begin) < len(own):
-                begin = len(own) + text.count(SEAM, 0, begin)
+        if plain.startswith(kept_text):
+            begin = len(kept_text)
+            while begin - text.count(SEAM, 0, begin) < len(kept_text):
+                begin = len(kept_text) + text.count(SEAM, 0, begin)
             ids = [*kept, *self._ids_of(text[begin:], "the turn")]
             if self._text_of(ids) == plain:
                 return ids, said

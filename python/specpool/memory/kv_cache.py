@@ -287,8 +287,8 @@ class KVCache:
         of_rows = None if bounds is None else bounds.of_rows[group]
         if bounds is None or of_rows is None:
             return None
-        most = of_rows + bounds.num_lanes * bounds.of_unused[group]
-        return most * -(-num_lanes // bounds.num_lanes)
+        max_pages = of_rows + bounds.num_lanes * bounds.of_unused[group]
+        return max_pages * -(-num_lanes // bounds.num_lanes)
 
     @contextlib.contextmanager
     def trying_reads(self) -> Iterator[None]:

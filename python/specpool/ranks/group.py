@@ -140,17 +140,17 @@ class Ranks:
         Raises:
             ConfigError: one differs; the message has its name, both values and the rank.
         """
-        own = msgspec.msgpack.encode(dict(facts))
+        frame = msgspec.msgpack.encode(dict(facts))
         key = os.environ.get(KEY_VARIABLE, "")
-        sealed = hashlib.blake2b(own, key=_key(key), digest_size=32).digest()
-        own = sealed + own
+        sealed = hashlib.blake2b(frame, key=_key(key), digest_size=32).digest()
+        frame = sealed + frame
         sizes = torch.zeros(self.world, dtype=torch.int64)
-        sizes[self.rank] = len(own)
+        sizes[self.rank] = len(frame)
         with self._collective("the ranks' configuration"):
             dist.all_reduce(sizes)
             largest = int(sizes.max())
             mine = torch.zeros(largest, dtype=torch.uint8)
-            mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+            mine[: len(frame)] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
             everyone = [torch.zeros(largest, dtype=torch.uint8) for _ in range(self.world)]
             dist.all_gather(everyone, mine)
         told = [

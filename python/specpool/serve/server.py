@@ -94,10 +94,10 @@ def fit_connections(config: ServeConfig) -> ServeConfig:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return config
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    max_files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, hard))
+        soft = max_files
     if soft == wanted:
         return config
     num = max(soft - _OTHER_FILES, 1)

@@ -156,8 +156,8 @@ class RoundGraph:
         ends = plan.hi + self._write_lens
         num_read = (-(-ends // self._page_sizes)).sum(1).tolist()
         return all(
-            most is None or read <= most
-            for read, most in zip(num_read, self._bounds.of_rows, strict=True)
+            bound is None or read <= bound
+            for read, bound in zip(num_read, self._bounds.of_rows, strict=True)
         )
 
     def replay(self, plan: Plan, requests: Sequence[Request]) -> PendingStep:
