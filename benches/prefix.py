@@ -267,7 +267,7 @@ def prefix(
     if plot is not None:
         check_plot(plot)
     parsed, names = shape_of(shape), drafts_of(target, [draft] if draft else None)
-    checks.check_engine_config(parsed, names, {})
+    checks.check_engine_config(names, {"shape": parsed})
     checks.check_models(target, names)
     checks.start_torch(threads)
     from specpool.engine.engine import Engine

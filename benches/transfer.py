@@ -231,7 +231,7 @@ def transfer(
     if plot is not None:
         check_plot(plot)
     names = drafts_of(target, [draft] if draft else None)
-    checks.check_engine_config(None, names, {})
+    checks.check_engine_config(names, {})
     checks.check_models(target, names)
     checks.start_torch(threads)
     from specpool.engine.engine import Engine

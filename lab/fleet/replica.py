@@ -49,7 +49,7 @@ class SimReplica(Node):
         self._rate = 1 + settings.skew * rng.uniform(-1, 1)
         self.engine = SimEngine(rng, _MAX_SESSIONS)
         config = ServeConfig(
-            max_sessions=_MAX_SESSIONS,
+            max_open_sessions=_MAX_SESSIONS,
             session_timeout=settings.session_timeout,
             max_queue=settings.max_queue,
         )

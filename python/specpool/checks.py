@@ -41,6 +41,13 @@ def check_int(name: str, value: object, least: int, most: int) -> None:
         raise ConfigError(f"{name} must be an integer in [{least}, {most}], got {shown(value)}")
 
 
+def check_number(name: str, value: object, least: float, most: float) -> None:
+    """Raise `ConfigError` unless `value` is an int or float in `[least, most]`."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not least <= value <= most:  # type: ignore[operator]  # NaN fails
+        raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {shown(value)}")
+
+
 def check_bool(name: str, value: object) -> None:
     """Raise `ConfigError` unless `value` is True or False."""
     if not isinstance(value, bool):
@@ -66,9 +73,9 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def check_fields(kind: type[DataclassInstance], given: Iterable[str]) -> None:
     """Raise `ConfigError` unless these are names of the dataclass's fields."""
-    names = [each.name for each in fields(kind)]
     for name in given:
-        if name not in names:
+        if name not in kind.__dataclass_fields__:
+            names = [field.name for field in fields(kind)]
             meant = did_you_mean(name, names) or ";"
             raise ConfigError(
                 f"{kind.__name__} has no field {name!r}{meant} the fields are {', '.join(names)}"

@@ -22,7 +22,8 @@ from specpool import ConfigError
 from specpool.assets import resolve
 from specpool.cli.commands import app
 from specpool.cli.options.checks import check_prompts
-from specpool.cli.options.groups import PlaceOptions, grouped
+from specpool.cli.options.derived import grouped
+from specpool.cli.options.groups import PlaceOptions
 from specpool.cli.options.names import with_option_names
 from specpool.cli.options.prompts import Given, read_prompts
 
@@ -163,7 +164,7 @@ ENGINE = [
 GENERATE = [
     (["--batch", "0"], "--batch must be an integer in [1, 65536], got 0"),
     (["--samples", "0"], "--samples must be an integer in [1, 65536], got 0"),
-    (["--worker", "v3"], "--worker must be one of auto, v1, v2, got 'v3'"),
+    (["--worker", "v3"], "Invalid value for '--worker': 'v3' is not one of 'auto', 'v1', 'v2'"),
     (["--worker", "v1", "--overlap-depth", "1"], "it needs --overlap-depth 0, got 1"),
     (["--prompt-ids", "1,x"], "--prompt-ids must be token ids with commas between"),
     (["--prompt-ids", "1,,2"], "--prompt-ids must be token ids with commas between"),
@@ -252,6 +253,11 @@ OTHERS = [
     (["inspect", "x", "--html", "y", "--frames", "1"], "--frames must be an integer in [2, "),
     (["serve", "--name", ""], "--name must be one name or several, none of them empty"),
     (["serve", "--name", "a", "--name", "a"], "--name: 'a' is given twice"),
+    (["serve", "--max-sessions", "-1"], "--max-sessions must be an integer in [0, 65536], got -1"),
+    (["serve", "--max-open-sessions", "-1"], "--max-open-sessions must be an integer in [0, 104"),
+    (["serve", "--max-body", "x"], "--max-body must be bytes, such as 80GiB"),
+    (["serve", "--request-timeout", "-1"], "--request-timeout must be seconds above 0, got -1.0"),
+    (["serve", "--trust-proxy", "x"], "--trust-proxy must be addresses or networks such as"),
     (["serve", "--host", ""], "--host must be an address, got ''"),
     (["serve", "--allow-origin", ""], "an origin is * or begins with http:// or https://, got ''"),
     *(
@@ -467,7 +473,7 @@ def test_no_command_prints_the_help():
 
 
 def test_messages_name_options():
-    options = {"page_size": "--page-size", "shape": "--shape", "batch": "--batch", "n": "-n"}
+    options = {"page_size": "--page-size", "shape": "--shape", "max_batch": "--batch"}
     for text, named in {
         "page_size must be 3": "--page-size must be 3",
         "x: page_size 3, max_batch 4": "x: --page-size 3, --batch 4",

@@ -107,7 +107,7 @@ class Replica:
         self.fleet, self.tag = fleet, tag
         self.engine = Engine(fleet.rng, fleet.fault_share)
         loop = asyncio.get_running_loop()
-        config = ServeConfig(max_sessions=fleet.max_sessions, session_timeout=1e5)
+        config = ServeConfig(max_open_sessions=fleet.max_sessions, session_timeout=1e5)
         names = random.Random(tag)
         secret = lambda num: names.randbytes(num).hex()  # noqa: E731
         self.sessions = Sessions(self.engine, config, tag, loop.time, secret)

@@ -150,7 +150,7 @@ def test_all_prompts_of_a_call_are_sent_before_the_first_is_accepted():
 
 
 def test_concurrent_opens_never_pass_the_most_sessions():
-    """Law: sessions that are open or being opened are at most `max_sessions`."""
+    """Law: sessions that are open or being opened are at most `max_open_sessions`."""
 
     async def test(front):
         tasks = [front.begin({}, path="/v1/sessions") for _ in range(200)]
@@ -166,7 +166,7 @@ def test_concurrent_opens_never_pass_the_most_sessions():
         await front.wire.come(Reply((await front.said(VerbCall, 6))[5].key, 9))
         assert sorted([status for status, _ in await asyncio.gather(*again)]) == [200, 429, 429]
 
-    scripted(test, max_sessions=5)
+    scripted(test, max_open_sessions=5)
 
 
 def test_forks_count_as_sessions_while_they_are_made():
@@ -179,7 +179,7 @@ def test_forks_count_as_sessions_while_they_are_made():
         await front.wire.come(Reply(calls[1].key, 8))
         assert (await tasks[0])[0] == 200
 
-    scripted(test, max_sessions=2)
+    scripted(test, max_open_sessions=2)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ class Side:
     """A server without HTTP: the real sessions, and the real engine behind the runner's verbs."""
 
     def __init__(self, tag: str, **options):
-        self.config = ServeConfig(max_sessions=options.pop("max_sessions", 4))
+        self.config = ServeConfig(max_open_sessions=options.pop("max_open_sessions", 4))
         given = {"draft": "specpool/tiny-eagle", "page_size": 4, "max_context_len": 256}
         self.engine = Engine.from_pretrained(**given | options)
         self.runner, self.ready = Runner(self.engine, deque()), ready(self.engine)
@@ -214,7 +214,7 @@ def test_an_export_that_fails_lets_the_text_go_alone(sides, monkeypatch, fault):
 
 def test_a_parcel_that_was_refused_is_refused_for_ever(sides):
     """Law: its session has gone on where it was, so a copy that comes late is another one."""
-    here, there = sides("here"), sides("there", max_sessions=1)
+    here, there = sides("here"), sides("there", max_open_sessions=1)
     other, ident = (run(side.sessions.open(None)).ident for side in (there, here))
     record, late = run(here.sessions.pack(ident))
     with pytest.raises(ApiError, match="which is the most"):
@@ -344,7 +344,7 @@ def test_what_comes_back_replaces_the_copy_that_was_sent(sides):
 @pytest.mark.parametrize(
     ("options", "change", "says"),
     [
-        ({"max_sessions": 0}, {}, "0 sessions are open, which is the most"),
+        ({"max_open_sessions": 0}, {}, "0 sessions are open, which is the most"),
         ({}, {"model": ("another", "0")}, "the session is of the model"),
         ({}, {"ident": "there.0"}, "the session is here already"),
         ({"max_context_len": 16}, {"tokens": list(range(40))}, "the session begins with 40 tokens"),

@@ -206,7 +206,7 @@ def test_one_key_leaves_places_for_sessions_of_others(run, most, first, second):
         left = [(await front.ask({}, path="/v1/sessions", **B))[0] for _ in range(most)]
         assert left.count(200) == (most - first + 1) // 2
 
-    run(test, max_sessions=most)
+    run(test, max_open_sessions=most)
 
 
 @pytest.mark.parametrize("keys", [(), KEYS[:1], KEYS[:1] * 2])
@@ -215,7 +215,7 @@ def test_a_server_with_one_kind_of_client_gives_it_all_sessions(run, keys):
         statuses = [(await front.ask({}, path="/v1/sessions", **A))[0] for _ in range(5)]
         assert statuses == [200] * 4 + [429]
 
-    run(test, max_sessions=4, api_keys=keys)
+    run(test, max_open_sessions=4, api_keys=keys)
 
 
 def test_keys_have_salts_of_their_own(run):

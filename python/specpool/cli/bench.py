@@ -19,7 +19,6 @@ from specpool.assets import corpus, resolve
 from specpool.checks import check_int
 from specpool.cli.generate.report import mean_accept_len
 from specpool.cli.options import checks
-from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
 from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError
@@ -40,8 +39,7 @@ class GenerateBenchJob:
 
     target: str
     draft: str | None
-    shape: str | None
-    adaptive: str | None
+    options: dict[str, Any]  # of the engine
     num_tokens: Sequence[int]
     batch_sizes: Sequence[int]
     num_requests: int
@@ -59,7 +57,7 @@ def generate(job: GenerateBenchJob) -> None:
     Raises:
         ConfigError: an option cannot work.
     """
-    shape, drafts = _checked(job)
+    drafts = _checked(job)
     checks.start_torch(job.threads)
     from specpool.engine.engine import Engine
 
@@ -74,8 +72,7 @@ def generate(job: GenerateBenchJob) -> None:
             with Engine.from_pretrained(
                 job.target,
                 draft=name,
-                shape=shape,
-                adaptive=job.adaptive,
+                **job.options,
                 device=job.device,
                 dtype="float32",
                 max_batch=max(job.batch_sizes),
@@ -97,8 +94,8 @@ def generate(job: GenerateBenchJob) -> None:
     report("bench generate", where, results, json_only=job.json, plot=job.plot)
 
 
-def _checked(job: GenerateBenchJob) -> tuple[Shape | None, list[str]]:
-    """Check a job; return its shape (None = the engine's own) and its drafts."""
+def _checked(job: GenerateBenchJob) -> list[str]:
+    """Check a job; return its drafts."""
     check_int("repeats", job.repeats, 1, 1 << 16)
     for tokens in job.num_tokens:
         check_int("tokens", tokens, 1, 1 << 20)
@@ -113,15 +110,14 @@ def _checked(job: GenerateBenchJob) -> tuple[Shape | None, list[str]]:
         raise ConfigError("bench generate needs a draft model")
     else:
         drafts = [str(job.draft)]
-    shape = shape_of(job.shape)
-    if shape == Shape.none():
-        raise ConfigError(f"shape {job.shape} drafts nothing: there is nothing to compare")
+    if job.options.get("shape") == Shape.none():
+        raise ConfigError("shape none drafts nothing: there is nothing to compare")
     if job.plot is not None:
         check_plot(job.plot)
     for name in drafts:
-        checks.check_engine_config(shape, [name], {"adaptive": job.adaptive})
+        checks.check_engine_config([name], job.options)
         checks.check_models(job.target, [name])
-    return shape, drafts
+    return drafts
 
 
 def _check_context(engine: Engine, num_tokens: int) -> None:

@@ -19,7 +19,6 @@ from specpool.cli.generate.interrupt import Interrupt
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import check_drafter, drafts_of
 from specpool.cli.options.prompts import check_stdin
-from specpool.cli.options.shapes import shape_of
 from specpool.engine.output import RequestOutput
 from specpool.errors import ConfigError, SpecpoolError
 from specpool.models.files.names import shown_drafts
@@ -45,13 +44,12 @@ class ChatJob:
     target: str
     draft: list[str] | None
     system: str | None
-    shape: str | None
     dtype: str | None
     device: str
     threads: int
     trust_remote_code: bool
-    sampling: dict[str, Any]
-    options: dict[str, Any]
+    sampling: dict[str, Any]  # of the requests
+    options: dict[str, Any]  # of the engine
 
 
 def run(job: ChatJob) -> None:
@@ -67,10 +65,10 @@ def run(job: ChatJob) -> None:
         graph_sizes=job.options.get("graph_sizes"),
     )
     check_stdin("chat reads its lines from there")
-    shape, params = shape_of(job.shape), checks.sampling_params(job.sampling)
+    params = checks.sampling_params(job.sampling)
     drafts = drafts_of(job.target, job.draft)
     check_drafter(drafts, params.drafter)
-    checks.check_engine_config(shape, drafts, job.options)
+    checks.check_engine_config(drafts, job.options)
     checks.check_models(job.target, drafts)
     checks.start_torch(job.threads)
     from specpool.engine.engine import Engine
@@ -82,7 +80,6 @@ def run(job: ChatJob) -> None:
             draft=drafts or None,
             dtype=job.dtype,
             device=job.device,
-            shape=shape,
             trust_remote_code=job.trust_remote_code,
             **job.options,
         )

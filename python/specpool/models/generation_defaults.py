@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specpool.checks import check_int, shown
+from specpool.checks import check_int, check_number, shown
 from specpool.errors import ConfigError
-from specpool.sampling_params import NEUTRAL, SamplingParams, check_number
+from specpool.sampling_params import NEUTRAL, SamplingParams
 
 _log = logging.getLogger("specpool")
 

@@ -479,7 +479,7 @@ class Sessions:
             ApiError: with those that are being opened, too many are open.
         """
         num = len(self._records) + self._opening.total()
-        num_free = self._config.max_sessions - num
+        num_free = self._config.max_open_sessions - num
         has_others = self._config.has_several_keys
         num_own = len(self.of_key(key_id)) + self._opening[key_id] if has_others else num
         if num_free <= 0 or (has_others and num_own > num_free):

@@ -36,7 +36,6 @@ from specpool.cli.generate.report import (
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import check_drafter, drafts_of
 from specpool.cli.options.prompts import Given, PromptValue, read_prompts, shown
-from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import check_out
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.errors import ConfigError
@@ -63,7 +62,6 @@ class GenerateJob:
     draft: list[str] | None
     prompts: Given
     chat: bool
-    shape: str | None
     dtype: str | None
     device: str
     threads: int
@@ -72,8 +70,8 @@ class GenerateJob:
     out: Path | None
     force: bool
     json: bool
-    sampling: dict[str, Any]
-    options: dict[str, Any]
+    sampling: dict[str, Any]  # of the requests
+    options: dict[str, Any]  # of the engine
 
 
 def prompts_of(job: GenerateJob, given: Sequence[PromptValue]) -> list[Prompt]:
@@ -131,7 +129,7 @@ def run(job: GenerateJob) -> None:
         dtype=job.dtype,
         graph_sizes=job.options.get("graph_sizes"),
     )
-    shape = shape_of(job.shape)
+    shape = job.options.get("shape")
     params = checks.sampling_params(job.sampling)
     if job.out is not None:
         check_out(job.out, force=job.force)
@@ -142,7 +140,7 @@ def run(job: GenerateJob) -> None:
     if job.compare and (not drafts or shape == Shape.none()):
         what = "--draft" if not drafts else "a --shape that drafts"
         raise ConfigError(f"--compare compares drafting with plain decoding: give {what}")
-    checks.check_engine_config(shape, drafts, job.options)
+    checks.check_engine_config(drafts, job.options)
     checks.check_models(job.target, drafts)
     texts = read_prompts(job.prompts, job.target, NUM_BUILT_IN_PROMPTS)
     checks.check_prompts(job.target, prompts_of(job, texts))
@@ -151,7 +149,6 @@ def run(job: GenerateJob) -> None:
         "draft": drafts or None,
         "dtype": job.dtype,
         "device": job.device,
-        "shape": shape,
         "trust_remote_code": job.trust_remote_code,
         **job.options,
     }

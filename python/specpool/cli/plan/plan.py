@@ -133,7 +133,10 @@ def answered(question: Question) -> Answer:
             f"logits of {max_rows} rows {show_bytes(logits)}: lower --max-batch or the shape"
         )
     kv_bytes -= logits
-    sizes = _sizes(question, model, shapes, max_context_len, kv_bytes, max_rows)
+    try:
+        sizes = _sizes(question, model, shapes, max_context_len, kv_bytes, max_rows)
+    except ConfigError as error:  # an engine would be given more kv_bytes
+        raise ConfigError(str(error).replace("kv_bytes", "--memory")) from None
     asked = Capacity(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
     lines = []
     for index, shape in enumerate(sizes.shapes):
@@ -187,7 +190,7 @@ def _config(question: Question, max_batch: int) -> EngineConfig:
         placement=question.placement,
         policy=question.policy,
         layout=question.layout,
-        overlap_depth=question.depth,
+        overlap_depth=question.overlap_depth,
         max_batch=max_batch,
     )
 
