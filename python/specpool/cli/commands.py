@@ -24,7 +24,7 @@ from specpool.cli.options.types import (
     TrustRemoteCode,
 )
 from specpool.cli.plan.question import Question
-from specpool.config import EngineConfig
+from specpool.engine.config import EngineConfig
 from specpool.errors import ConfigError
 
 # rich_markup_mode=None: help is not cut at the terminal's width, and an error is one line.
@@ -237,8 +237,8 @@ def replay(
     """Run an event log again. Exit code 1: two logs differ; 2: a log cannot be read or replayed."""
     from rich.console import Console
 
-    from specpool.cli import replay as command
-    from specpool.cli.pictures import blocks
+    from specpool.record import blocks
+    from specpool.record import replay as command
 
     if against is not None and at is not None:
         raise ConfigError("--against and --at exclude each other: give one")
@@ -294,8 +294,8 @@ def inspect(
     """
     from rich.console import Console
 
-    from specpool.cli import inspect as command
-    from specpool.cli.pictures import blocks
+    from specpool.record import blocks
+    from specpool.record import inspect as command
 
     if frames is not None:
         check_int("frames", frames, 2, 1 << 20)

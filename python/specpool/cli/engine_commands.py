@@ -21,8 +21,8 @@ from specpool.cli.options.types import (
     Target,
     TrustRemoteCode,
 )
-from specpool.config import EngineConfig
-from specpool.sampling_params import SamplingParams
+from specpool.engine.config import EngineConfig
+from specpool.engine.sampling_params import SamplingParams
 from specpool.serve.config import ServeConfig
 from specpool.train.config import TrainConfig
 

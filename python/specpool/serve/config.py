@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from specpool.checks import shown
+from specpool.engine.models.files.names import suffix_of
 from specpool.errors import ConfigError
 from specpool.fields import Option, Within, check_values
-from specpool.models.files.names import suffix_of
 from specpool.num_bytes import parse_bytes
 
 #: Where the server listens unless it is told otherwise: this machine alone.

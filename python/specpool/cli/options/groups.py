@@ -11,8 +11,8 @@ import typer
 
 from specpool.cli.options import types as o
 from specpool.cli.options.prompts import Given
+from specpool.engine.text.structured.grammar import Grammar
 from specpool.errors import ConfigError
-from specpool.text.structured.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

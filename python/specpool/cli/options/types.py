@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from specpool import config
 from specpool.cli.options.derived import option_of
-from specpool.config import EngineConfig
+from specpool.engine import config
+from specpool.engine.config import EngineConfig
 
 Target = Annotated[
     str, typer.Option(help="Target model: a folder, a hub name, or specpool/tiny (embedded).")

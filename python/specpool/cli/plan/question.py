@@ -10,7 +10,7 @@ import typer
 from specpool.cli.options import types as o
 from specpool.cli.options.derived import option_of
 from specpool.cli.plan.mixed import ACCEPTANCE
-from specpool.config import HEADROOM, EngineConfig, Layout, Policy
+from specpool.engine.config import HEADROOM, EngineConfig, Layout, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
