@@ -22,6 +22,7 @@ _TIERS = {
     "record": 1,
     "testing": 1,
     "serve": 3,
+    "train": 3,
     "cli": 3,
 }
 #: Files that are no rooms: what Python itself asks for.
