@@ -1,12 +1,12 @@
 """`EngineConfig`: the options of an engine. `SamplingParams` has the options of a request."""
 
-import copyreg
 import os
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from specpool._core import Shape
+from specpool.capacity.group_sizes import Layout, Placement, Policy
 from specpool.checks import check_fields, check_int, shown
 from specpool.engine.shape_names import parse_shape
 from specpool.errors import ConfigError
@@ -16,23 +16,12 @@ from specpool.num_bytes import parse_bytes
 if TYPE_CHECKING:
     from specpool.engine.shapes import AdaptiveConfig
 
-Placement = Literal["split", "shared"]
-Policy = Literal["exact", "double_buffer"]
-Layout = Literal["auto", "dense", "holey"]
 WorkerName = Literal["auto", "v1", "v2"]
 OnFinding = Literal["raise", "quarantine"]
 Offload = Literal["cost", "always", "never"]
 
 #: The default of `EngineConfig.headroom`, in tokens.
 HEADROOM = 16
-
-
-def _parts(shape: Shape) -> tuple[type[Shape], tuple[int, int, int]]:
-    return Shape, (shape.num_steps, shape.topk, shape.num_draft_tokens)
-
-
-# Shape is a Rust class; register it, so that a configuration can be pickled and copied.
-copyreg.pickle(Shape, _parts)
 
 
 def check_graph_sizes(sizes: object, max_batch: int) -> None:

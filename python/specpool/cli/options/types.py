@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from specpool.capacity import group_sizes
 from specpool.cli.options.derived import option_of
-from specpool.engine import config
 from specpool.engine.config import EngineConfig
 
 Target = Annotated[
@@ -50,4 +50,4 @@ DtypeName = Annotated[
 # Options of the engine, for commands with few of them.
 ShapeText = Annotated[str | None, option_of(EngineConfig, "shape")]
 PageSize = Annotated[int, option_of(EngineConfig, "page_size")]
-Placement = Annotated[config.Placement, option_of(EngineConfig, "placement")]
+Placement = Annotated[group_sizes.Placement, option_of(EngineConfig, "placement")]

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from specpool.capacity.group_sizes import Layout, Policy
 from specpool.cli.options import types as o
 from specpool.cli.options.derived import option_of
 from specpool.cli.plan.mixed import ACCEPTANCE
-from specpool.engine.config import HEADROOM, EngineConfig, Layout, Policy
+from specpool.engine.config import HEADROOM, EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
