@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 import specpool
 from specpool.checks import check_int
-from specpool.cli.bench_serve.options import GoalChoice, ServerChoice, TraceChoice
+from specpool.cli.bench_serve.options import ServeBenchJob
 from specpool.cli.engine_commands import chat, generate, serve, train, tune
 from specpool.cli.options.derived import OptionsOf, Values, grouped
 from specpool.cli.options.names import NamingGroup, help_if_alone
@@ -115,18 +114,11 @@ def bench_generate(
 
 @bench.command("serve", cls=SectionedCommand)
 @grouped
-def bench_serve(
-    *,
-    server: ServerChoice,
-    requests: TraceChoice,
-    goal: GoalChoice,
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
+def bench_serve(*, job: ServeBenchJob) -> None:
     """Drive an OpenAI server with a seeded trace: times, goodput and accept length."""
-    from specpool.cli.bench_serve.command import ServeBenchJob, run
+    from specpool.cli.bench_serve.command import run
 
-    run(ServeBenchJob(**asdict(server), **asdict(requests), **asdict(goal), json=json, plot=plot))
+    run(job)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -13,13 +13,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from rich.console import Console
 
 from specpool.checks import check_int, split_url
+from specpool.cli.bench_serve.options import ServeBenchJob
 from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, draw, machine, report
 from specpool.cli.serve import KEY_VARIABLE
@@ -27,33 +26,6 @@ from specpool.errors import ConfigError
 
 #: Seconds that a server of our own may take to load.
 _PATIENCE = 600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeBenchJob:
-    """The arguments of the command line."""
-
-    url: str | None
-    allow_remote: bool
-    target: str
-    draft: str | None
-    batch: int
-    model: str | None
-    chat: bool
-    dataset: Path | None
-    requests: int
-    rate: float | None
-    concurrency: int | None
-    prompt_characters: int
-    max_tokens: int
-    temperature: float
-    ignore_eos: bool
-    seed: int
-    seconds: float
-    slo_ttft: float | None
-    slo_tpot: float | None
-    json: bool
-    plot: Path | None
 
 
 def run(job: ServeBenchJob) -> None:

@@ -1,4 +1,4 @@
-"""The options of `specpool bench serve`, in groups."""
+"""`ServeBenchJob`: the options of `specpool bench serve`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from specpool.cli.options.types import Draft, Target
+from specpool.cli.options.types import Draft, Json, Plot, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerChoice:
-    """The server, and how it is asked."""
+class ServeBenchJob:
+    """The server and how it is asked, the requests and when they come, and the service level."""
 
     url: Annotated[
         str | None,
@@ -53,12 +53,6 @@ class ServerChoice:
             rich_help_panel="Requests",
         ),
     ] = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceChoice:
-    """The requests, and when they come."""
-
     dataset: Annotated[
         Path | None,
         typer.Option(
@@ -88,12 +82,6 @@ class TraceChoice:
         float,
         typer.Option(help="Most seconds; what runs then is given up.", rich_help_panel="Requests"),
     ] = 120.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GoalChoice:
-    """The service level; None = no limit."""
-
     slo_ttft: Annotated[
         float | None,
         typer.Option(help="Goodput: most ms to the first token.", rich_help_panel="Measurement"),
@@ -102,3 +90,5 @@ class GoalChoice:
         float | None,
         typer.Option(help="Goodput: most ms for a further token.", rich_help_panel="Measurement"),
     ] = None
+    json: Json = False
+    plot: Plot = None
