@@ -242,6 +242,8 @@ OTHERS = [
         ["plan", "--memory", "1GiB", *NUMBERS, "--depth", "2"],
         "--depth must be an integer in [0, 1]",
     ),
+    (["plan", "--memory", "1MiB", *NUMBERS[:-1], "65536"], "or raise --memory"),
+    (["plan", "--memory", "1GiB", *NUMBERS, "--headroom", "-1"], "--headroom must be an integer"),
     (["plan", "--memory", "1GiB", "--target", "/no"], "no model at '/no': there is no such folder"),
     (["plan", "--memory", "1GiB", "--target", "~no-such-user/x"], "no model at '~no-such-user/x'"),
     (["plan", "--memory", "1GiB", "--layout", "x" * 100_000], " characters) ... xxx"),

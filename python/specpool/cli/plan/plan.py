@@ -168,10 +168,7 @@ def _check(question: Question) -> None:
         parse_bytes("weights", question.weights)
     if question.dtype is not None:
         check_choice("dtype", question.dtype, tuple(ITEMSIZES))
-    check_int("headroom", question.headroom, 0, 1 << 30)
     check_int("tp", question.tp, 1, 1 << 16)
-    if question.max_context_len is not None:
-        check_int("max_context_len", question.max_context_len, 2, 1 << 30)
     for text in question.shape or ():
         parse_shape("--shape", text)
     if question.adaptive is not None:
@@ -192,6 +189,8 @@ def _config(question: Question, max_batch: int) -> EngineConfig:
         layout=question.layout,
         overlap_depth=question.overlap_depth,
         max_batch=max_batch,
+        headroom=question.headroom,
+        max_context_len=question.max_context_len,
     )
 
 
