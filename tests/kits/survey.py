@@ -294,8 +294,8 @@ HEAD = """# Which models run
 
 For anyone who wants to know before loading whether a model runs.
 
-specpool runs most decoders that transformers' `AutoModelForCausalLM` loads, unmodified. `make models`
-wrote this page with transformers {version}: it built each type small, with random weights, and
+specpool runs most decoders that transformers' `AutoModelForCausalLM` loads, unmodified. `make
+models` wrote this page with transformers {version}: it built each type small, with random weights, and
 compared greedy text over pages, plain and drafted (trees of 4x4x16, chains where a state forbids
 trees), with transformers' own `generate`.
 
@@ -309,8 +309,8 @@ trees), with transformers' own `generate`.
 `window` (of the last tokens), `chunk` (of the query's own chunk), `state` (recurrent). Multi-head \
 latent attention ("keys and values of different width") is kept as transformers expands it. |
 | refused | Loading ends with the reason in the note, before any memory is taken. |
-| not tried | No small model of this type could be built. Loading a real one makes the same checks, \
-also for a type that is not in this table. |
+| not tried | No small model of this type could be built. Loading a real one makes the same \
+checks, also for a type that is not in this table. |
 
 Of a model of text and images or sound the text part alone is read, if transformers maps its type to
 `AutoModelForImageTextToText` or `AutoModelForMultimodalLM` and its decoder runs. Tests compare
