@@ -295,9 +295,9 @@ HEAD = """# Which models run
 For anyone who wants to know before loading whether a model runs.
 
 specpool runs most decoders that transformers' `AutoModelForCausalLM` loads, unmodified. `make
-models` wrote this page with transformers {version}: it built each type small, with random weights, and
-compared greedy text over pages, plain and drafted (trees of 4x4x16, chains where a state forbids
-trees), with transformers' own `generate`.
+models` wrote this page with transformers {version}: it built each type small, with random weights,
+and compared greedy text over pages, plain and drafted (trees of 4x4x16, chains where a state
+forbids trees), with transformers' own `generate`.
 
 | verdict | types |
 |---|---|
