@@ -132,8 +132,13 @@ class Engine(Movable, KeepsPrefixes):
             ranks=ranks,
         )
         try:
-            arguments: dict[str, Any] = {"tokenizer": parts.tokenizer, "ranks": ranks}
-            engine = cls(parts.target, parts.drafters, config=parts.config, **arguments)
+            engine = cls(
+                parts.target,
+                parts.drafters,
+                config=parts.config,
+                tokenizer=parts.tokenizer,
+                ranks=ranks,
+            )
             weakref.finalize(
                 engine.core, parts.close
             ).atexit = False  # at the interpreter's exit there is nothing to restore

@@ -171,7 +171,7 @@ class RequestOutput:
             a pinned text had left their KV.
         num_drafts: tokens that were proposed to the target, right or wrong.
         params: the parameters of the call.
-        stop_hit: the stop string that ended the text; None if there is none did.
+        stop_hit: the stop string that ended the text; None if none did.
         queue_seconds: seconds from arrival until the request got a row; None if it never did.
         first_token_seconds: seconds from arrival to the first token; None if there is none.
         seconds: seconds from arrival to the end.

@@ -49,9 +49,8 @@ class PageNeeds:
 
         `shape` is an index into the shapes and choices.
         """
-        pages: Int64 = self.pages_by_shape(np.array([length], np.int32), self._sets[[shape]])[
-            0
-        ].max(axis=0)
+        by_shape = self.pages_by_shape(np.array([length], np.int32), self._sets[[shape]])
+        pages: Int64 = by_shape[0].max(axis=0)
         return pages
 
     def max_pages(self, lo: int, hi: int, shape: int) -> Int64:
