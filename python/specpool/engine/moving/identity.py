@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from specpool.draft import Drafter
-from specpool.models import TargetModel
+from specpool.engine.draft import Drafter
+from specpool.engine.models import TargetModel
 
 # The numbers that are read of each weight.
 _SAMPLES = 16
