@@ -144,10 +144,8 @@ def copy_pages(groups: Mapping[int, Fields], copies: NDArray[np.int32]) -> None:
     for index, (group, src, dst, tokens) in enumerate(copies.tolist()):
         if group not in groups:
             raise ShapeError(f"copies[{index}] names group {group}, there are {sorted(groups)}")
-        size, num_pages = (
-            groups[group].page_size,
-            groups[group].num_slots // groups[group].page_size,
-        )
+        size = groups[group].page_size
+        num_pages = groups[group].num_slots // size
         number(f"source page of copies[{index}]", src, 0, num_pages - 1)
         number(f"target page of copies[{index}]", dst, 0, num_pages - 1)
         number(f"tokens of copies[{index}]", tokens, 0, size)

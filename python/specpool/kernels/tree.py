@@ -88,19 +88,8 @@ def select_topk(
     block = (min(max(ceil_pow2(k * k), 32), 256),)
     buffers = (candidate_scores, candidate_tokens, candidate_parents)
     before = scores if step > 0 else None
-    args = (
-        i32(step),
-        i32(s),
-        i32(k),
-        topk_p,
-        topk_index,
-        before,
-        *buffers,
-        ids,
-        parents,
-        best_scores,
-    )
-    launch("select_topk", (n,), block, args)
+    args = (i32(step), i32(s), i32(k), topk_p, topk_index, before, *buffers)
+    launch("select_topk", (n,), block, (*args, ids, parents, best_scores))
     return ids, parents, best_scores
 
 

@@ -39,10 +39,8 @@ class Admission:
                 if state.prefix_cache.is_coming(request, hit.length):
                     return
                 if state.running:
-                    new_pages = (
-                        state.needs.pages(len(request.tokens), request.shape_index) - hit.shared
-                    )
-                    new_pages = new_pages + hit.cached
+                    needed = state.needs.pages(len(request.tokens), request.shape_index)
+                    new_pages = needed - hit.shared + hit.cached
                     claimed = new_pages + (self._claimed() if claimed is None else claimed)
                     if not self._has_room(new_pages) or (claimed > state.needs.num_pages).any():
                         return

@@ -43,9 +43,8 @@ class Prefill:
         for request in state.running.prefilling.values():
             # A request with siblings waits before its last token until they have been forked.
             num_left = request.prefill_len - request.prefilled_len - bool(request.siblings)
-            if (
-                request.wants_pin and self._has_windows and num_left > 1
-            ):  # so only windows stay held
+            # So only windows stay held.
+            if request.wants_pin and self._has_windows and num_left > 1:
                 num_left -= 1
             if (
                 request.handle is None

@@ -147,9 +147,7 @@ class Request:
     max_len: int  # tokens at most, the prompt included
     stop_ids: frozenset[int]
     seed: int
-    choices: tuple[int, ...] | None = (
-        None  # shapes by the controller's candidates; None means fixed
-    )
+    choices: tuple[int, ...] | None = None  # by the controller's candidates; None if it is fixed
     priority: int = 0  # the greater comes first
     row: int = 0  # 0 for none
     epoch: int = 0  # the row's epoch while this request has it
@@ -184,9 +182,8 @@ class Request:
     mailbox: dict[int, Request] | None = None
     matcher: Matcher | None = None  # follows the form of its output
     forced: list[int] = field(default_factory=list)  # tokens after the root that the form leaves
-    forced_shape: int = (
-        0  # the index of the shape for more of them than its own has steps; 0 for none
-    )
+    # The index of the shape for more of them than its own shape has steps; 0 for none.
+    forced_shape: int = 0
     changes_logits: bool = field(init=False)  # as in `params`, looked up in every round
     penalizes: bool = field(init=False)
     draft_error: str | None = None  # why its drafter's proposal cannot be used

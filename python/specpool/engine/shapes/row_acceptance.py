@@ -63,11 +63,8 @@ class RowAcceptance:
                 count_acceptance(
                     *counts, rows[~is_learning], shapes[~is_learning], accept_len[~is_learning]
                 )
-                rows, shapes, accept_len = (
-                    rows[is_learning],
-                    shapes[is_learning],
-                    accept_len[is_learning],
-                )
+                rows, shapes = rows[is_learning], shapes[is_learning]
+                accept_len = accept_len[is_learning]
         new = count_acceptance(*counts, rows, shapes, accept_len, prior=prior)
         self._pooled *= _DECAY
         self._pooled += new.T.reshape(self._pooled.shape)
