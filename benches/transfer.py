@@ -57,7 +57,7 @@ class Side:
             self.ledger, layers, of, dtype=torch.float32, device=torch.device(device)
         )
         self.pages = PageBytes(self.ledger, self.cache)
-        self.layout = Layout.of(self.ledger, self.pages.page_bytes, "bench")
+        self.layout = Layout.from_ledger(self.ledger, self.pages.page_bytes, "bench")
         self.tokens = list(range(num_tokens))
 
     def fill(self, num_tokens: int) -> int:

@@ -106,7 +106,7 @@ def _decision_cases(num_rows: int) -> dict[str, Callable[[], object]]:
     rates = rng.uniform(0.05, 0.95, num_rows)
     for _ in range(30):
         chosen = budget.choose(rows, candidates)
-        budget.ran()
+        budget.count_round()
         steps = np.array([shapes[index].num_steps for index in chosen])
         right = rng.random((num_rows, 8)) < rates[:, None]
         accept_len = 1 + np.minimum(np.cumprod(right, axis=1).sum(axis=1), steps)
@@ -135,9 +135,9 @@ def _decision_cases(num_rows: int) -> dict[str, Callable[[], object]]:
         return call
 
     def fresh() -> None:
-        budget._kept = None
+        budget._standing_choice = None
         budget.choose(rows, candidates)
-        budget.ran()
+        budget.count_round()
 
     short = np.full(2, num_rows // 4, np.int64)  # far below what the rows would take
     return {

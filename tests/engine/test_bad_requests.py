@@ -281,7 +281,7 @@ def test_a_row_that_cannot_grow_alone_ends_with_the_numbers():
     ledger.launch(plan.step)
     ledger.complete(plan.step)
     first, second = request(1), request(2, max_len=12)
-    assert scheduler.fits(first) and scheduler.pages_at_most(first).tolist() == [8]
+    assert scheduler.fits(first) and scheduler.max_pages(first).tolist() == [8]
     scheduler.submit(first)
     scheduler.submit(second)
     run(scheduler)

@@ -129,12 +129,12 @@ def reload_too_little(patch):
 
 
 def go_on_before_a_reload_has_come(patch):
-    come_back = Scheduler._come_back
+    come_back = Scheduler._finish_reload
 
     def hasty(self, request, length):
         request.handle and come_back(self, request, request.handle.length)
 
-    patch.setattr(Scheduler, "_come_back", hasty)
+    patch.setattr(Scheduler, "_finish_reload", hasty)
 
 
 def keep_the_host_pages_of_who_ended(patch):

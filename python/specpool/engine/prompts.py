@@ -46,7 +46,7 @@ class Prompts:
 
         Args:
             target: gives the vocabulary size and the tokens that end a text.
-            tokenizer: None = prompts are token ids.
+            tokenizer: None if prompts are token ids.
             scheduler: decides whether a request can ever fit.
             shape: the shape of a request that names none.
             shapes: the ledger's shapes.
@@ -90,13 +90,13 @@ class Prompts:
         shapes = self._shapes_of(shape, len(several))
         check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
         requests = []
-        for index, (prompt, p, own) in enumerate(zip(several, params, shapes, strict=True)):
+        for index, (prompt, p, shape_asked) in enumerate(zip(several, params, shapes, strict=True)):
             ids = self._texts.encode(index, prompt)
             if not ids:
                 raise ConfigError(f"prompt {index} is empty")
             if is_chat(prompt):
                 p = self._chat_params(p)
-            first = self._request(f"prompt {index}", index, ids, p, own, priority)
+            first = self._request(f"prompt {index}", index, ids, p, shape_asked, priority)
             first.siblings = [self._sibling(first, sample) for sample in range(1, p.n)]
             requests += [first, *first.siblings]
         return requests
@@ -121,7 +121,7 @@ class Prompts:
             raise ConfigError(f"params must be SamplingParams or None, got {shown(params)}")
         if params.n > 1:
             raise ConfigError(f"a turn has one sample, got n={params.n}: fork the session")
-        (own,) = self._shapes_of(shape, 1)
+        (shape_asked,) = self._shapes_of(shape, 1)
         check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
         history = conversation.tokens
         next_turn = (
@@ -132,7 +132,7 @@ class Prompts:
                 f"the turn was tokenized for a session of {next_turn.history_len} tokens, which "
                 f"has {len(history)}"
             )
-        if is_chat(prompt):  # who makes a `NextTurn` knows the ends of its chat
+        if is_chat(prompt):  # a `NextTurn` already has the ends of its chat
             params = self._chat_params(params)
         ids = next_turn.ids
         if not ids:
@@ -143,7 +143,7 @@ class Prompts:
                 f"one new token at least, its limit of {max_tokens} leaves room for "
                 f"{max(max_tokens - len(history) - 1, 0)}"
             )
-        request = self._request("the turn", 0, ids, params, own, priority, max_tokens)
+        request = self._request("the turn", 0, ids, params, shape_asked, priority, max_tokens)
         request.conversation, request.said = conversation, next_turn.said
         request.messages = next_turn.messages
         return request
@@ -189,7 +189,7 @@ class Prompts:
             request.watch.push(request.output_ids)
         return request
 
-    def tell_defaults(self, *, draws: bool) -> None:
+    def log_defaults(self, *, draws: bool) -> None:
         """Log once what requests take from the target's files, and what they do not.
 
         `draws` says whether requests draw if they give no temperature.
@@ -197,7 +197,7 @@ class Prompts:
         if self._has_told:
             return
         self._has_told = True
-        self._defaults.tell(draws=draws)
+        self._defaults.log(draws=draws)
         if self._tokenizer is not None and cleans_spaces(self._tokenizer):
             _log.warning(
                 "tokenizer_config: clean_up_tokenization_spaces is not taken: texts have the "
@@ -231,7 +231,7 @@ class Prompts:
     def _shapes_of(
         self, shape: Shape | Sequence[Shape] | None, num_prompts: int
     ) -> list[Shape | None]:
-        """Return a shape for each prompt; None = the engine's."""
+        """Return a shape for each prompt; None means the engine's."""
         shapes: list[Shape | None]
         if shape is None or isinstance(shape, Shape):
             shapes = [shape] * num_prompts
@@ -241,9 +241,9 @@ class Prompts:
             raise ConfigError(
                 f"shape must be a Shape, or one for each of {num_prompts} prompts: {shown(shape)}"
             )
-        for one in shapes:
-            if one is not None and one not in self._shapes:
-                raise ConfigError(f"{one} is not among the engine's shapes {self._shapes}")
+        for wanted in shapes:
+            if wanted is not None and wanted not in self._shapes:
+                raise ConfigError(f"{wanted} is not among the engine's shapes {self._shapes}")
         return shapes
 
     def _sibling(self, first: Request, sample: int) -> Request:
@@ -275,7 +275,7 @@ class Prompts:
                 f"max_context_len {longest} leaves room for {longest - 1}"
             )
         if (filled := self._defaults.fill(params, len(ids))) is not params:
-            self.tell_defaults(draws=False)
+            self.log_defaults(draws=False)
             params = filled
         self._check_params(name, params)
         drafter = self._drafter_of(name, params)
@@ -291,8 +291,9 @@ class Prompts:
         matcher, forced = None, 0
         if params.structured is not None:
             matcher = self._compiler.matcher(params.structured, stop_ids)
-            given = shape_index, choices, most_steps
-            shape_index, choices, forced = rounds.with_forced(*given)
+            shape_index, choices, forced = rounds.with_forced(
+                shape_index, choices, max_steps=most_steps
+            )
         request = Request(
             request_id=next(self._ids),
             index=index,
@@ -313,9 +314,9 @@ class Prompts:
             reads_tokens=self._reads_tokens[drafter],
         )
         if not self._scheduler.fits(request):
-            most = self._scheduler.pages_at_most(request).tolist()
+            num_pages = self._scheduler.max_pages(request).tolist()
             raise ConfigError(
-                f"{name} needs {most} pages when it is {request.max_len} tokens long, the "
+                f"{name} needs {num_pages} pages when it is {request.max_len} tokens long, the "
                 f"groups have {self._num_pages}: lower max_new_tokens"
             )
         return request

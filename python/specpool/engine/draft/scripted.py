@@ -89,11 +89,11 @@ class ScriptedDrafter:
             if node in spine:
                 parent, right = path[-1], truth[len(path) - 1]
                 path.append(node)
-                token = self._wrong(right) if rng.random() < self._error_rate else right
+                token = self._wrong_token(right) if rng.random() < self._error_rate else right
             else:
                 parent = int(rng.choice([i for i in range(node) if depths[i] < shape.num_steps]))
                 on_path = parent in path
-                token = self._wrong(truth[path.index(parent)] if on_path else -1)
+                token = self._wrong_token(truth[path.index(parent)] if on_path else -1)
             tokens.append(token)
             parents.append(parent)
             depths.append(depths[parent] + 1)
@@ -110,6 +110,6 @@ class ScriptedDrafter:
         missing = num_tokens - len(known)
         return known + [int(t) for t in self._rng.integers(0, self._vocab_size, missing)]
 
-    def _wrong(self, right: int) -> int:
+    def _wrong_token(self, right: int) -> int:
         token = int(self._rng.integers(0, self._vocab_size - 1))
         return token + (token >= right >= 0)

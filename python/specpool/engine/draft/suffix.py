@@ -44,7 +44,7 @@ class SuffixDrafter:
     its tokens. So a tree is deep where one continuation prevailed, and wide where several did. The
     rest of the shape repeats the root token. It needs no draft model and keeps no KV.
 
-    With `shares`, one index has the texts of all requests. Then a request's speed tells something
+    With `shares`, one index has the texts of all requests. Then a request's speed reveals something
     of the others' texts: share only among requests that trust each other. The text stays the same.
 
     As `NgramDrafter`, it knows a text by the list that holds it.
@@ -69,7 +69,7 @@ class SuffixDrafter:
             max_context: longest end that is counted, in tokens, with the token that follows.
             min_match: a row with a shorter known end decodes plainly (see `is_promising`); 0 = it
                 always drafts.
-            max_tokens: the most tokens of an index; None = 2^20, and 2^22 with `shares`.
+            max_tokens: the most tokens of an index; None means 2^20, and 2^22 with `shares`.
 
         Raises:
             ConfigError: a number is out of range.
@@ -112,16 +112,16 @@ class SuffixDrafter:
         size = len(tokens), shape.num_draft_tokens
         nodes, parents = np.empty(size, np.int64), np.zeros(size, np.int32)
         for lane, text in enumerate(tokens):
-            at = self._texts.of(text)
-            found, above, _, _ = at.index.propose(
+            at = self._texts.index(text)
+            drafts, draft_parents, _, _ = at.index.propose(
                 at.number,
                 num_steps=shape.num_steps,
                 topk=shape.topk,
                 num_draft_tokens=shape.num_draft_tokens,
             )
             nodes[lane] = text[-1]
-            nodes[lane, 1 : 1 + len(found)] = found
-            parents[lane, 1 : 1 + len(found)] = above
+            nodes[lane, 1 : 1 + len(drafts)] = drafts
+            parents[lane, 1 : 1 + len(drafts)] = draft_parents
             if shape.topk == 1:  # a chain goes on to its end
                 parents[lane] = np.arange(-1, size[1] - 1)
         parents[:, 0] = -1
@@ -132,7 +132,7 @@ class SuffixDrafter:
 
         A round that accepts nothing costs more than a plain one.
         """
-        at = self._texts.of(tokens)
+        at = self._texts.index(tokens)
         match_len, share = at.index.best(at.number)
         return self._min_match == 0 or (match_len >= self._min_match and share >= MIN_SHARE)
 

@@ -83,7 +83,7 @@ class TargetModel:
         context_reason: why it is not the config's number of positions; empty if it is.
         layer_kv: the KV that each layer of `kv_layers` keeps per token.
         kv_layers: the layers with attention, by the index that they attend with.
-        state_specs: the states that the recurrent layers keep per row; empty = there are none.
+        state_specs: the states that the recurrent layers keep per row; empty if there are none.
         continues: whether a forward of several tokens may start from a state; if not, such tokens
             run one by one.
         eos_token_ids: tokens that end a text; may be empty.
@@ -125,7 +125,7 @@ class TargetModel:
         try:
             model.train(False)
             _register()
-            self._use(_ATTENTION)
+            self._set_attention(_ATTENTION)
             self._describe()
             self._probe()
         except BaseException:
@@ -162,8 +162,8 @@ class TargetModel:
                 model cannot run over pages; the message has the reason.
             CheckpointError: tensors are missing or have other shapes than the config says.
         """
-        wanted = check_dtype(dtype)
-        place = None if device is None else _parse_device(device)
+        wanted_dtype = check_dtype(dtype)
+        wanted_device = None if device is None else _parse_device(device)
         if not isinstance(source, str | os.PathLike | TargetFolder | nn.Module):
             raise _no_model(source)
         from transformers import PreTrainedModel
@@ -172,13 +172,13 @@ class TargetModel:
             if world > 1:
                 raise ConfigError(f"{world} ranks load their parts themselves: give a folder")
             target = cls(source)
-            for name, want, has in (
-                ("dtype", wanted, target.dtype),
-                ("device", place, target.device),
+            for name, wanted, actual in (
+                ("dtype", wanted_dtype, target.dtype),
+                ("device", wanted_device, target.device),
             ):
-                if want is not None and want != has:
+                if wanted is not None and wanted != actual:
                     target.close()
-                    raise ConfigError(f"the model in memory has {name} {has}, not {want}")
+                    raise ConfigError(f"the model in memory has {name} {actual}, not {wanted}")
             return target
         if isinstance(source, nn.Module):
             raise _no_model(source)
@@ -190,9 +190,9 @@ class TargetModel:
                 local_files_only=local_files_only,
                 trust_remote_code=trust_remote_code,
             )
-        model = load_model(folder, load_config(folder), wanted, world)
+        model = load_model(folder, load_config(folder), wanted_dtype, world)
         with reading(f"cannot run the model from {folder.name!r}", ConfigError):
-            return cls(model.to(place or torch.device("cpu")))  # type: ignore[arg-type]
+            return cls(model.to(wanted_device or torch.device("cpu")))  # type: ignore[arg-type]
 
     @property
     def keeps_state(self) -> bool:
@@ -206,7 +206,7 @@ class TargetModel:
         Raises:
             ConfigError: a value is wrong; the message has its key.
         """
-        return GenerationDefaults.of(
+        return GenerationDefaults.from_config(
             getattr(self.model, "generation_config", None), self.vocab_size
         )
 
@@ -214,12 +214,12 @@ class TargetModel:
     def embedding_weight(self) -> Tensor:
         """The input embeddings [V, h], unscaled. Ranks that share the model ask for it together."""
         embeddings: Any = self.model.get_input_embeddings()
-        return _whole(embeddings.weight)
+        return _full_tensor(embeddings.weight)
 
     @property
     def lm_head_weight(self) -> Tensor:
         """The weight of the language model head, [V, h]; see `embedding_weight` for ranks."""
-        return _whole(self._lm_head.weight)
+        return _full_tensor(self._lm_head.weight)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, V] of hidden states [n, h] after the final norm.
@@ -315,45 +315,45 @@ class TargetModel:
         Returns:
             Hidden states [B * n, h] after the final norm.
         """
-        more = {self._cache_argument: cache, "use_cache": True}
-        return self._run(token_ids, positions, batch, **more)
+        cache_arguments = {self._cache_argument: cache, "use_cache": True}
+        return self._run(token_ids, positions, batch, **cache_arguments)
 
     @cached_property
     def _cache_argument(self) -> str:
         return cache_argument(self._decoder, self.config)
 
     def _run(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, **more: Any
+        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, **arguments: Any
     ) -> Tensor:
         """Run the decoder on [B, n] tokens; return hidden states [B * n, h]."""
         if self._takes_positions:
-            more["position_ids"] = positions
+            arguments["position_ids"] = positions
         if self._counts_by_cache or self._torch_modules:
-            more[self._cache_argument] = _Standing(positions)
+            arguments[self._cache_argument] = _Standing(positions)
         if self._torch_modules:  # given a mask, transformers does not build one
-            more["attention_mask"] = positions.new_zeros((1, 1, 1, 1))
-        token, told = _BATCH.set(batch), ATTENDING.set(None)
+            arguments["attention_mask"] = positions.new_zeros((1, 1, 1, 1))
+        batch_token, layer_token = _BATCH.set(batch), ATTENDING.set(None)
         try:
             with self._torch_attention, without_cudnn(self.device):
                 name = "inputs_embeds" if token_ids.is_floating_point() else "input_ids"
-                output = self._decoder(**{name: token_ids}, **more)
+                output = self._decoder(**{name: token_ids}, **arguments)
         finally:
-            _BATCH.reset(token)
-            ATTENDING.reset(told)
+            _BATCH.reset(batch_token)
+            ATTENDING.reset(layer_token)
         hidden: Tensor = output[0]
         return hidden.flatten(0, 1).to(self.dtype)  # mamba adds up its layers in float32
 
     @torch.inference_mode()
     def plain_logits(self, token_ids: Sequence[int]) -> Tensor:
         """Return the logits [n, V] of one text by the model's own eager attention."""
-        self._use("eager")
+        self._set_attention("eager")
         try:
             tokens = torch.tensor([list(token_ids)], device=self.device)
             output = self.model(input_ids=tokens, use_cache=False)
             logits: Tensor = output.logits[0]
             return logits
         finally:
-            self._use(_ATTENTION)
+            self._set_attention(_ATTENTION)
 
     @torch.inference_mode()
     def plain_hidden(self, token_ids: Sequence[int]) -> Tensor:
@@ -362,13 +362,13 @@ class TargetModel:
         `compute_logits` turns them into the logits of `plain_logits`. The call needs memory for
         n * n attention weights of each head of a layer.
         """
-        self._use("eager")
+        self._set_attention("eager")
         try:
             tokens = torch.tensor([list(token_ids)], device=self.device)
             hidden: Tensor = self._decoder(input_ids=tokens, use_cache=False)[0]
             return hidden[0].to(self.dtype)
         finally:
-            self._use(_ATTENTION)
+            self._set_attention(_ATTENTION)
             self._captured.clear()
 
     def close(self) -> None:
@@ -393,7 +393,7 @@ class TargetModel:
     ) -> None:
         self.close()
 
-    def _use(self, attention: str) -> None:
+    def _set_attention(self, attention: str) -> None:
         for module, _ in self._configs:
             module.config._attn_implementation = attention
         for module in self._torch_modules if attention == _ATTENTION else ():
@@ -445,9 +445,9 @@ class TargetModel:
             self.layer_kv = probe(self)
             return
         check_transformers(self.config)
-        found = probe_states(self)
-        self.kv_layers, self.layer_kv = found.kv_layers, found.layer_kv
-        self.state_specs, self.continues = found.state_specs, found.continues
+        state_probe = probe_states(self)
+        self.kv_layers, self.layer_kv = state_probe.kv_layers, state_probe.layer_kv
+        self.state_specs, self.continues = state_probe.state_specs, state_probe.continues
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -466,7 +466,7 @@ class TargetModel:
         self._captured[self.num_layers] = hidden.squeeze(0)
 
 
-def _whole(weight: Any) -> Tensor:
+def _full_tensor(weight: Any) -> Tensor:
     """Return a weight of which each rank may hold a part."""
     whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     return whole

@@ -71,7 +71,7 @@ class Conversations:
         conversation.turn_ct += 1
 
     def turn_of(self, conversation: Conversation) -> Request | None:
-        """Return the request of the turn that waits or runs; None = the conversation is idle."""
+        """Return the request of the turn that waits or runs; None if the conversation is idle."""
         turn = self._turns.get(conversation.number)
         return None if turn is None or turn.finish_reason is not None else turn
 
@@ -152,7 +152,7 @@ class Conversations:
         """Take the idle row of the request's conversation, cut to the tokens of use.
 
         Returns:
-            The row and its number of tokens with KV; None = there is no such row.
+            The row and its number of tokens with KV; None if there is no such row.
         """
         conversation = request.conversation
         if conversation is None or not conversation.row:

@@ -122,7 +122,7 @@ class DraftRound:
         parts: list[Part] = []
         first = 0
         for index, (run, requests) in enumerate(wanted):
-            proposal = trees.get(index) or (_bare_tree(run.root_tokens), None, None)
+            proposal = trees.get(index) or (_root_trees(run.root_tokens), None, None)
             parts.append(self._part(run, proposal, requests, first))
             first += parts[-1].positions.numel()
         return parts
@@ -217,7 +217,7 @@ def _own_cells(parts: Sequence[Part], positions: Sequence[Tensor]) -> tuple[Tens
     return mask, by_lane
 
 
-def _bare_tree(roots: Tensor) -> DraftTree:
+def _root_trees(roots: Tensor) -> DraftTree:
     """Return trees that consist of the roots, int64 [B], alone."""
     size = len(roots), 1
     depths = torch.zeros(size, dtype=torch.int32, device=roots.device)

@@ -24,7 +24,7 @@ class Pass:
         tokens: int64 [T].
         positions: int64 [T], the tokens' positions, all within the context.
         views: a view for each group; empty if the target keeps a state, which reads lanes by width.
-        logits_at: int64 [n], tokens whose logits are wanted; None = all.
+        logits_at: int64 [n], tokens whose logits are wanted; None means all.
         wants_features: whether a drafter reads the inputs of the captured layers.
         is_verify: whether lanes keep only some of their tokens; `Forward.keep` says how many.
     """

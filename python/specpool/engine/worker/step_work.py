@@ -86,7 +86,7 @@ class RoundContext:
         """Return a pass in which each token sees all positions up to its own; see `Pass`."""
         groups = () if self.keeps_state else self.target_fields
         positions = lanes.positions
-        if lanes.most > self.last_position + 1:
+        if lanes.max_len > self.last_position + 1:
             positions = positions.clamp(max=self.last_position)
         return Pass(
             lanes=lanes,

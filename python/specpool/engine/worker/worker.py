@@ -45,7 +45,7 @@ class Worker:
     """A runner of the target, and of drafters if there are any, on the rows of a plan (v2).
 
     Attributes:
-        graphs: the captured rounds; None = none were captured.
+        graphs: the captured rounds; None if none were captured.
     """
 
     def __init__(

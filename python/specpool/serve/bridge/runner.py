@@ -75,7 +75,7 @@ class Runner:
 
     def run(self) -> None:
         """Serve until the front says `Stop` or is gone."""
-        self._engine.core.prompts.tell_defaults(draws=True)
+        self._engine.core.prompts.log_defaults(draws=True)
         self._line.send([ready(self._engine)])
         busy = False
         while True:
