@@ -15,7 +15,7 @@ from specpool.errors import ConfigError
 from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.client import EngineFault, EngineGone
 from specpool.serve.bridge.parcel import ParcelNumbers
-from specpool.serve.bridge.runner import Runner, done, ready
+from specpool.serve.bridge.runner import Runner, done_of, ready_of
 from specpool.serve.config import ServeConfig
 from specpool.serve.sessions import Sessions, ident_of
 
@@ -30,7 +30,7 @@ class Side:
         self.config = ServeConfig(max_sessions=options.pop("max_sessions", 4))
         given = {"draft": "specpool/tiny-eagle", "page_size": 4, "max_context_len": 256}
         self.engine = Engine.from_pretrained(**given | options)
-        self.runner, self.ready = Runner(self.engine, deque()), ready(self.engine)
+        self.runner, self.ready = Runner(self.engine, deque()), ready_of(self.engine)
         self.now = 100.0
         self.sessions = Sessions(self, self.config, tag, lambda: self.now)
         self.texts = Texts(self.engine.tokenizer)
@@ -46,7 +46,7 @@ class Side:
         turn = self.sessions.turn(record, self.texts, prompt, {})
         session = self.runner._session(record.conversation.number)
         output = session.append(pickle.loads(pickle.dumps(turn)), params).output()
-        self.sessions.end(record, turn, done(0, output), params, frozenset())
+        self.sessions.end(record, turn, done_of(0, output), params, frozenset())
         return output
 
     def content(self):

@@ -13,7 +13,7 @@ from specpool.checks import check_int, shown
 from specpool.errors import ConfigError
 from specpool.models.files.names import suffix_of
 
-#: Where the server listens unless it is told otherwise: this machine alone.
+#: The default address to listen on: this machine alone.
 LOOPBACK = "127.0.0.1"
 # A name or an address as it stands in a Host header, without the port.
 _HOST = re.compile(r"[^\s/:\[\]]+|\[[0-9A-Fa-f:.]+\]")
@@ -25,12 +25,12 @@ class ServeConfig:
 
     Attributes:
         host: the address to listen on.
-        port: the port; 0 = any free one.
+        port: the port; 0 means any free one.
         names: what clients may call the model; the first is the one that answers carry.
-        api_keys: clients must send one of them; () = no key is asked for.
+        api_keys: clients must send one of them; () means that no key is needed.
         open_metrics: `/metrics` needs no key, although other paths do.
         share_prefixes: all keys share cached KV; else each key has that of its own texts alone.
-        origins: other sites whose pages may call the server (CORS); `*` = all.
+        origins: other sites whose pages may call the server (CORS); `*` means all.
         proxies: addresses and networks of proxies whose `x-forwarded-for` is believed.
         hosts: names beside the loopback ones by which a loopback server may be called.
         max_queue: requests that may wait beside those that run; further ones get 429.
@@ -38,11 +38,12 @@ class ServeConfig:
         max_header: the most bytes of a request's line and headers.
         max_connections: connections that may be open at once; further ones are closed.
         max_choices: the most texts of one call (`n` times the prompts).
-        request_timeout: seconds until a request is aborted; None = never.
+        request_timeout: seconds until a request is aborted; None means never.
         read_timeout: seconds in which a request's headers and body must come.
         write_timeout: seconds that a client may leave a part of a stream unread.
-        drain_timeout: seconds that running requests get when the server is told to stop.
-        max_sessions: the most open sessions; one of several keys may have as many as are left.
+        drain_timeout: seconds that running requests get when the server stops.
+        max_sessions: the most open sessions. If there are several keys, one of them may have as
+            many sessions as places are still free.
         session_timeout: seconds after which a session without a turn is closed.
         access_log: write a line for each request.
     """
