@@ -26,15 +26,15 @@ class TrainConfig:
         batch_size: texts of a step.
         unroll: draft steps that training takes in a row.
         draft_vocab_size: the most tokens that the head can propose: the most frequent ones.
-        lr: the greatest learning rate; None = 0.512 / hidden size, at most 0.004.
-        epochs: passes over the texts; None = no limit if `minutes` is given, else `EPOCHS`.
-        minutes: wall time of the training, without loading and measuring; None = no limit.
+        lr: the greatest learning rate; None means 0.512 / hidden size, at most 0.004.
+        epochs: passes over the texts; None means no limit if `minutes` is set, else `EPOCHS`.
+        minutes: wall time of the training, without loading and measuring; None means no limit.
         checkpoint_minutes: wall time between checkpoints.
         held_out: the share of the texts that training does not see, in (0, 0.5].
         new_tokens: the most tokens of the target's answer to a prompt without one.
-        temperature: of these answers; 0 = greedy.
+        temperature: of these answers; 0 means greedy.
         seed: of the split, the order of texts, the answers and the weights.
-        dtype: of the target; None = float32 on a CPU, else as stored.
+        dtype: of the target; None means float32 on a CPU, else as stored.
         device: cpu, cuda or cuda:N.
         trust_remote_code: run Python code from the target's folder.
     """
@@ -68,11 +68,11 @@ class TrainConfig:
         check_int("draft_vocab_size", self.draft_vocab_size, 16, 1 << 24)
         check_int("new_tokens", self.new_tokens, 2, 1 << 20)
         check_int("seed", self.seed, 0, (1 << 63) - 1)
-        _check_number("lr", self.lr, most=1.0)
+        _check_number("lr", self.lr, maximum=1.0)
         _check_number("epochs", self.epochs)
         _check_number("minutes", self.minutes)
         _check_number("checkpoint_minutes", self.checkpoint_minutes)
-        _check_number("held_out", self.held_out, most=0.5)
+        _check_number("held_out", self.held_out, maximum=0.5)
         if not 0 <= self.temperature <= 100:
             raise ConfigError(f"temperature must be in [0, 100], got {shown(self.temperature)}")
 
@@ -89,7 +89,7 @@ class TrainConfig:
         return {name: getattr(self, name) for name in [*names.split(), "seed", "dtype"]}
 
 
-def _check_number(name: str, value: float | None, *, most: float = math.inf) -> None:
-    if (value is not None and not 0 < value <= most) or value == math.inf:
-        allowed = "above 0" if most == math.inf else f"in (0, {most:g}]"
+def _check_number(name: str, value: float | None, *, maximum: float = math.inf) -> None:
+    if (value is not None and not 0 < value <= maximum) or value == math.inf:
+        allowed = "above 0" if maximum == math.inf else f"in (0, {maximum:g}]"
         raise ConfigError(f"{name} must be a number {allowed}, got {shown(value)}")
