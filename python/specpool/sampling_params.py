@@ -38,11 +38,13 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
 TRUNCATIONS = ("top_k", "top_p", "min_p")
 
 
-def check_number(name: str, value: object, least: float, most: float) -> None:
-    """Raise `ConfigError` unless `value` is an int or float in `[least, most]`."""
+def check_number(name: str, value: object, minimum: float, maximum: float) -> None:
+    """Raise `ConfigError` unless `value` is an int or float in `[minimum, maximum]`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not least <= value <= most:  # type: ignore[operator]  # NaN fails
-        raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {shown(value)}")
+    if not number or not minimum <= value <= maximum:  # type: ignore[operator]  # NaN fails
+        raise ConfigError(
+            f"{name} must be a number in [{minimum:g}, {maximum:g}], got {shown(value)}"
+        )
 
 
 def check_bias(bias: object) -> None:
@@ -168,20 +170,20 @@ class SamplingParams:
         check_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
         check_int("n", self.n, 1, 1 << 16)
         check_number("temperature", self.temperature, 0, 1e4)
-        for name, most in (
+        for name, maximum in (
             ("top_k", (1 << 31) - 1),
             ("no_repeat_ngram_size", 1 << 20),
             ("min_new_tokens", 1 << 30),
         ):
             if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 0, most)
-        for name, least, high in (
+                check_int(name, getattr(self, name), 0, maximum)
+        for name, minimum, maximum in (
             ("top_p", 0, 1),
             ("min_p", 0, 1),
             ("repetition_penalty", LEAST_PENALTY, 10),
         ):
             if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), least, high)
+                check_number(name, getattr(self, name), minimum, maximum)
         check_number("presence_penalty", self.presence_penalty, -2, 2)
         check_number("frequency_penalty", self.frequency_penalty, -2, 2)
         if self.top_p == 0:

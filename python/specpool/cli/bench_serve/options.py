@@ -101,7 +101,7 @@ class TraceChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoalChoice:
-    """The service level; None = no limit."""
+    """The service level; None means no limit."""
 
     slo_ttft: Annotated[
         float | None,
