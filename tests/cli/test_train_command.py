@@ -40,10 +40,10 @@ def test_the_figures_and_a_command_that_works(capsys, tmp_path: Path) -> None:
     code, _, err = call(capsys, *words)
     assert code == 2 and err.startswith("error: --out: ") and "give --resume to go on" in err
     code, again, err = call(capsys, *words, "--resume", "--json")
-    found = json.loads(again)
-    assert code == 0 and found["finished"] and found["steps"] == 7, err
-    assert set(found["accept_lens"]) == {"head", "prompt lookup"}
-    assert found["held_out"]["target_loss"] > 0 and found["cpu_seconds"] > 0
+    report = json.loads(again)
+    assert code == 0 and report["finished"] and report["steps"] == 7, err
+    assert set(report["accept_lens"]) == {"head", "prompt lookup"}
+    assert report["held_out"]["target_loss"] > 0 and report["cpu_seconds"] > 0
 
 
 def test_ctrl_c_writes_a_checkpoint_to_go_on_from(
