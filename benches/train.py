@@ -36,10 +36,10 @@ class _Silent:
 
     stop = False
 
-    def begin(self, what: str, total: float) -> None:
+    def begin(self, task: str, total: float) -> None:
         """Show nothing."""
 
-    def at(self, done: float, note: str) -> None:
+    def advance(self, num_done: float, note: str) -> None:
         """Show nothing."""
 
 
