@@ -184,14 +184,14 @@ def _shared_pages(loop: Loop) -> None:
 def _no_round_in_flight(loop: Loop) -> None:
     from specpool.plugins.sglang import reserve
 
-    own = reserve.ahead.__wrapped__
-    reserve.ahead = lambda *shape: (own(*shape)[0],) * 2
+    own = reserve.slots_ahead.__wrapped__
+    reserve.slots_ahead = lambda *shape: (own(*shape)[0],) * 2
 
 
 def _short_drafts(loop: Loop) -> None:
     from specpool.plugins.sglang import reserve
 
-    reserve.ahead = lambda *shape: ([0] * shape[-1],) * 2
+    reserve.slots_ahead = lambda *shape: ([0] * shape[-1],) * 2
 
 
 @pytest.mark.parametrize(

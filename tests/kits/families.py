@@ -202,10 +202,12 @@ class PagedLanes:
         self.buffers = [
             tuple(
                 # The contents of unused cells must not matter.
-                torch.randn(num_slots, one.num_kv_heads, dim, dtype=self.dtype, device=self.device)
-                for dim in (one.k_head_dim, one.v_head_dim)
+                torch.randn(
+                    num_slots, layer.num_kv_heads, dim, dtype=self.dtype, device=self.device
+                )
+                for dim in (layer.k_head_dim, layer.v_head_dim)
             )
-            for one in self.layer_kv
+            for layer in self.layer_kv
         ]  # type: ignore[assignment]
 
     def slot(self, lane: int, position: int) -> int:
@@ -233,9 +235,11 @@ class PagedLanes:
             visible = torch.zeros(size, dtype=torch.bool)
             for b, (start, q_len) in enumerate(zip(starts, q_lens, strict=True)):
                 visible[b, q_len:, 0] = True
-                own = torch.ones(q_len, q_len).tril().bool() if own_masks is None else own_masks[b]
+                own_mask = (
+                    torch.ones(q_len, q_len).tril().bool() if own_masks is None else own_masks[b]
+                )
                 positions = torch.tensor([*range(start), *own_positions[b]])
-                seen = torch.cat([torch.ones(q_len, start, dtype=torch.bool), own], 1)
+                seen = torch.cat([torch.ones(q_len, start, dtype=torch.bool), own_mask], 1)
                 if window is not None:
                     seen &= positions[start:, None] - positions[None] < window
                 if chunk is not None:
@@ -259,10 +263,12 @@ class PagedLanes:
                 decode_len=decode_len if chunk is None else None,
             )
 
-        chunks = [one.window if one.is_chunked else None for one in self.layer_kv]
+        chunks = [layer.window if layer.is_chunked else None for layer in self.layer_kv]
         views = {chunk: view_of(chunk) for chunk in chunks}
         kv = [(k, v, views[c]) for (k, v), c in zip(self.buffers, chunks, strict=True)]
-        positions = torch.tensor([p for own in own_positions for p in own], device=self.device)
+        positions = torch.tensor(
+            [p for lane_positions in own_positions for p in lane_positions], device=self.device
+        )
         return AttentionBatch(views=tuple(views.values()), kv=kv), positions
 
     def compact(self, lane: int, start: int, path: Sequence[int]) -> None:

@@ -116,11 +116,11 @@ def test_garbage_is_searched_when_few_requests_are_open(monkeypatch, collector, 
         task = asyncio.create_task(garbage.tidy(lambda: num_open))
         await asyncio.sleep(0)
         assert gc.get_freeze_count() > 1000
-        one = Cycle()
-        one.me = one
-        seen = weakref.ref(one)
+        cycle = Cycle()
+        cycle.me = cycle
+        seen = weakref.ref(cycle)
         gc.disable()
-        del one
+        del cycle
         for _ in range(30 if not is_found else 12_000):
             if seen() is None:
                 break

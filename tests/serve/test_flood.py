@@ -57,8 +57,8 @@ def test_ten_thousand_requests_are_queued_or_refused(flooded):
     assert statuses.count(200) >= 208
     assert looks > 1, "health is answered meanwhile"
     flooded.check_no_leak()
-    found = flooded.metrics()
-    answered = found['specpool_http_requests_total{path="/v1/completions",status="200"}']
+    metrics = flooded.metrics()
+    answered = metrics['specpool_http_requests_total{path="/v1/completions",status="200"}']
     assert answered == statuses.count(200)
 
 
@@ -85,13 +85,13 @@ async def soak(server, num_clients, seconds):
                 "n": rng.choice([1, 1, 1, 2]),
             }
             leaves = rng.random() < 0.3
-            most = rng.randrange(1, 8) if leaves else 1 << 30
+            max_events = rng.randrange(1, 8) if leaves else 1 << 30
             seen = 0
             try:
                 events = caller.events("/v1/completions", body)
                 async for _ in events:
                     seen += 1
-                    if seen >= most:
+                    if seen >= max_events:
                         await events.aclose()
                         break
             except CallFailed as error:

@@ -54,8 +54,8 @@ def test_a_wrong_key_is_a_401(guarded, key):
     raw = {"authorization": f"Bearer {key}".encode().decode("latin-1")}
     paths = ("/v1/models", "/tokenize", "/server_info", "/pool", "/openapi.json", "/v1/none")
     for path in (*paths, "/metrics"):
-        status, found, headers = guarded.ask("GET", path, headers=raw)
-        assert status == 401 and found["error"]["code"] == "invalid_api_key", path
+        status, answer, headers = guarded.ask("GET", path, headers=raw)
+        assert status == 401 and answer["error"]["code"] == "invalid_api_key", path
         assert headers["www-authenticate"] == "Bearer"
     assert guarded.ask("GET", "/v1/models")[0] == 401
     assert guarded.ask("GET", "/v1/models", headers={"authorization": "Basic first-key"})[0] == 401
@@ -93,8 +93,8 @@ def test_other_sites_are_named_or_refused(guarded):
 )
 def test_a_loopback_server_has_no_strange_name(guarded, host):
     """A web page may have pointed its own name here; it must not reach the model."""
-    status, found, _ = guarded.ask("GET", "/v1/models", headers=KEY | {"host": host})
-    assert status == 403 and found["error"]["code"] == "host_not_allowed"
+    status, answer, _ = guarded.ask("GET", "/v1/models", headers=KEY | {"host": host})
+    assert status == 403 and answer["error"]["code"] == "host_not_allowed"
     assert guarded.ask("GET", "/v1/models", headers=KEY | {"host": "localhost:1"})[0] == 200
 
 
@@ -110,14 +110,14 @@ def test_a_full_queue_is_a_429(guarded):
     for thread in threads:
         thread.start()
     try:
-        found, end = None, time.monotonic() + 60
-        while found is None:
+        refusal, end = None, time.monotonic() + 60
+        while refusal is None:
             assert time.monotonic() < end
             try:
                 client_of(guarded).completions.create(model="toy", prompt="a", max_tokens=1)
             except openai.RateLimitError as error:
-                found = error
-        assert found.code == "queue_full" and found.response.headers["retry-after"] == "1"
+                refusal = error
+        assert refusal.code == "queue_full" and refusal.response.headers["retry-after"] == "1"
         assert guarded.ask("GET", "/health")[0] == 200
     finally:
         stop.set()
@@ -236,11 +236,11 @@ def test_idle_connections_make_room_also_where_few_files_may_be_open():
     ],
 )
 def test_there_are_as_many_connections_as_files_may_be_open(monkeypatch, soft, hard, set_to, num):
-    told = []
+    limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: told.append(pair))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
     assert fit_connections(ServeConfig()).max_connections == num
-    assert told == ([] if set_to is None else [(set_to, hard)])
+    assert limits == ([] if set_to is None else [(set_to, hard)])
 
 
 def test_no_key_and_no_prompt_is_logged(guarded):

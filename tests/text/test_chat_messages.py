@@ -281,11 +281,11 @@ NAMED = {name: CHATML + name for name in ("default", "tool_use", "rag")}
     ],
 )
 def test_the_template_of_several_is_chosen_by_what_is_given(names, variables, name):
-    templates = {each: NAMED[each] for each in names}
-    found = rendered(templates, [USER], **variables)
-    assert found == judged(NAMED[name], [USER])
+    templates = {key: NAMED[key] for key in names}
+    text = rendered(templates, [USER], **variables)
+    assert text == judged(NAMED[name], [USER])
     if name != "rag":  # which transformers takes only by its name
-        assert found == judged(templates, [USER], **variables)
+        assert text == judged(templates, [USER], **variables)
 
 
 def test_without_a_default_template_the_error_names_those_that_are_there():
