@@ -2,7 +2,7 @@
 
 python ranks_script.py scenes NAME..          the scenes of these `SETUPS`
 python ranks_script.py long TURNS             one engine, requests until so many turns ran
-python ranks_script.py timed                  shapes are chosen by clocks that run at random
+python ranks_script.py timed NAME..           the same, and shapes chosen by clocks at random
 python ranks_script.py plant KIND RECORD      rank 1 does something of its own at a record
 """
 
@@ -408,8 +408,9 @@ def _main(arguments: list[str]) -> None:
                 results = _scenes(ranks, names)
             case ["long", turns]:
                 results = _long(ranks, int(turns))
-            case ["timed"]:
-                results = _timed(ranks)
+            case ["timed", *names]:
+                results = _scenes(ranks, names)
+                results["timed"] = _timed(ranks)  # the last: it changes the clock of the process
             case ["plant", kind, record]:
                 results = _plant(ranks, kind, int(record))
             case _:

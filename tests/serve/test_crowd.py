@@ -98,10 +98,13 @@ def test_a_few_of_a_crowd_go_on_in_each_round_in_order():
 
 @pytest.fixture
 def collector():
-    thresholds = gc.get_threshold()
+    thresholds, num_frozen = gc.get_threshold(), gc.get_freeze_count()
+    gc.unfreeze()
     yield
     gc.set_threshold(*thresholds)
     gc.unfreeze()
+    if num_frozen:
+        gc.freeze()
 
 
 @pytest.mark.parametrize(("num_open", "is_found"), [(0, True), (64, True), (65, False)])

@@ -45,7 +45,9 @@ def lasts(threads, answers):
     return [list(events(text))[-1] for status, text, _ in answers if status == 200]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
 def test_running_streams_end_whole_and_new_ones_are_refused(number):
     with Server("--batch", "4") as server:
         threads, answers = streams(server, 4, 400)

@@ -163,7 +163,7 @@ def test_fifty_schemas_give_valid_texts(make, part):
 SUITE = json.loads((ROOT / "tests/vectors/json_schemas.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("part", range(25))
 def test_each_keyword_gives_valid_texts(make, part):
     """At least two hundred schemas by keyword, as JSON-Schema-Test-Suite orders its own."""
