@@ -50,7 +50,7 @@ class PrefillChunk:
         """Upload the chunks and the requests' sampling parameters; return the chunks' tokens."""
         plan, context = self._plan, self._context
         spans = zip(self.requests, plan.start.tolist(), plan.new_len.tolist(), strict=True)
-        chunks = [request.tokens[start:end] for request, start, end in spans]
+        chunks = [request.token_array()[start:end] for request, start, end in spans]
         lanes = zip(self.requests, plan.new_len.tolist(), self._done, strict=True)
         following = [_NOT_DRAWN if done else r.tokens[end] for r, end, done in lanes]
         rows, starts, self._new_lens, self._tokens, self._following = upload(
@@ -58,16 +58,19 @@ class PrefillChunk:
             plan.rows,
             plan.start,
             plan.new_len,
-            np.concatenate(chunks).astype(np.int64),
+            np.concatenate(chunks, dtype=np.int64),
             np.array(following, np.int64),
         )
         self._lanes = Lanes(
             rows, SeqLens(starts, plan.start, plan.start), plan.new_len - plan.start
         )
         context.rows.put_params(self._lanes, self.requests)
-        return context.causal_pass(
+        positions, views = context.causal_reads(self._lanes)
+        return Pass(
             lanes=self._lanes,
             tokens=self._tokens,
+            positions=positions,
+            views=views,
             logits_at=self._lanes.lasts,
             wants_features=self._followers is not None and self._followers.wants_features,
         )
