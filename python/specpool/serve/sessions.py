@@ -254,7 +254,7 @@ class Sessions:
             answer = done.token_ids
             if done.stop_hit is None:
                 answer = [token for token in answer if token not in stop_ids]
-            tokens = [*turn.ids, *done.token_ids]
+            tokens = [*turn.tokens, *done.token_ids]
             said = Said(len(tokens), turn.messages, answer, params.stop, message)
             record.conversation.tokens = tokens
             record.conversation.said = [*turn.said, said]
