@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ class PrefillChunk:
         """Upload the chunks and the requests' sampling parameters; return the chunks' tokens."""
         plan, context = self._plan, self._context
         spans = zip(self.requests, plan.start.tolist(), plan.new_len.tolist(), strict=True)
-        chunks = [request.token_array()[start:end] for request, start, end in spans]
+        chunks = [request.tokens[start:end] for request, start, end in spans]
         lanes = zip(self.requests, plan.new_len.tolist(), self._done, strict=True)
         following = [_NOT_DRAWN if done else r.tokens[end] for r, end, done in lanes]
         rows, starts, self._new_lens, self._tokens, self._following = upload(
@@ -58,7 +59,7 @@ class PrefillChunk:
             plan.rows,
             plan.start,
             plan.new_len,
-            np.concatenate(chunks, dtype=np.int64),
+            np.fromiter(chain.from_iterable(chunks), np.int64),
             np.array(following, np.int64),
         )
         self._lanes = Lanes(

@@ -76,10 +76,10 @@ class RoundContext:
     last_position: int
 
     def causal_reads(self, lanes: Lanes) -> tuple[Tensor, dict[int, AttentionView]]:
-        """Return what tokens read of which each sees all positions up to its own.
+        """Return positions and views of lanes whose tokens see all positions up to their own.
 
         Returns:
-            The positions of the lanes' tokens, int64 [T], and the views, as in `Pass`.
+            The tokens' positions, int64 [T], and a view for each group, as in `Pass`.
         """
         groups = () if self.keeps_state else self.target_fields
         positions = lanes.positions
