@@ -15,7 +15,6 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -378,12 +377,7 @@ class TargetModel:
     def __enter__(self) -> TargetModel:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _use(self, attention: str) -> None:
