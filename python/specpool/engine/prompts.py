@@ -291,8 +291,7 @@ class Prompts:
             shape_index = self._shapes.index(shape)
             if max_steps is not None and shape.num_steps > max_steps:
                 raise ConfigError(f"{name} asks for {shape}, and for {max_steps} steps at most")
-        eos = frozenset[int]() if params.ignore_eos else self._target.eos_token_ids
-        stop_ids = eos | frozenset(params.stop_token_ids)
+        stop_ids = params.stop_ids(self._target.eos_token_ids)
         matcher, forced = None, 0
         if params.structured is not None:
             matcher = self._compiler.matcher(params.structured, stop_ids)

@@ -20,7 +20,7 @@ from typing import Any
 from specpool.engine.texts import NextTurn, Prompt, Texts
 from specpool.errors import SpecpoolError
 from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Conversation, Message, Said
+from specpool.scheduler.request import Conversation, Message
 from specpool.serve.api.errors import ApiError, session_moving
 from specpool.serve.bridge.client import EngineClient, EngineFault, Stream
 from specpool.serve.bridge.messages import Done
@@ -250,14 +250,16 @@ class Sessions:
             message: the answer with its calls of tools; None = it has none.
         """
         if done.finish_reason in ("stop", "length"):
-            stop_ids = frozenset(params.stop_token_ids) | (eos if not params.ignore_eos else set())
-            answer = done.token_ids
-            if done.stop_hit is None:
-                answer = [token for token in answer if token not in stop_ids]
-            tokens = [*turn.tokens, *done.token_ids]
-            said = Said(len(tokens), turn.messages, answer, params.stop, message)
-            record.conversation.tokens = tokens
-            record.conversation.said = [*turn.said, said]
+            record.conversation.add_turn(
+                [*turn.tokens, *done.token_ids],
+                turn.said,
+                messages=turn.messages,
+                output_ids=done.token_ids,
+                params=params,
+                stop_ids=params.stop_ids(eos),
+                hit_stop_string=done.stop_hit is not None,
+                message=message,
+            )
         self.release(record)
 
     def settle(
