@@ -21,7 +21,7 @@ from specpool.cli.options.types import (
     Target,
     Threads,
 )
-from specpool.config import HEADROOM
+from specpool.engine.config import HEADROOM
 from specpool.errors import ConfigError
 
 app = typer.Typer(

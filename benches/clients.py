@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from specpool.engine.engine import Engine
 from specpool.engine.output import Chunk, RequestOutput
-from specpool.sampling_params import SamplingParams
+from specpool.engine.sampling_params import SamplingParams
 
 
 def lengths(num: int, mean: int) -> list[int]:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpool._core import Shape
-from specpool.assets import corpus, resolve
 from specpool.checks import check_int
 from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, machine, report
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.sampling_params import SamplingParams
 from specpool.errors import CorruptState
-from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from benches.llama import Llama

@@ -16,15 +16,15 @@ from unittest import mock
 import numpy as np
 
 from specpool._core import Shape
-from specpool.assets import corpus, resolve
 from specpool.checks import check_int
 from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, draw, machine, report
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.text.structured.compiler import Compiler
+from specpool.engine.text.structured.grammar import Grammar
+from specpool.engine.text.structured.matcher import Matcher
 from specpool.errors import CorruptState
-from specpool.sampling_params import SamplingParams
-from specpool.text.structured.compiler import Compiler
-from specpool.text.structured.grammar import Grammar
-from specpool.text.structured.matcher import Matcher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

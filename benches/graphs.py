@@ -24,12 +24,12 @@ from benches.kernels import cuda_machine
 from benches.llama import attention_results, decode_results, prefill_results
 from benches.record import Record
 from specpool import Engine, SamplingParams, Shape
-from specpool.assets import corpus
 from specpool.cli.results import Result, draw, interleaved, report
+from specpool.engine.assets import corpus
+from specpool.engine.scheduler.step import Step
+from specpool.engine.shape_names import name_of
+from specpool.engine.worker.results import PendingStep
 from specpool.errors import SpecpoolError
-from specpool.scheduler.step import Step
-from specpool.shape_names import name_of
-from specpool.worker.results import PendingStep
 
 BATCHES = (1, 8)
 SHAPES = (Shape.none(), Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 16))

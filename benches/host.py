@@ -15,18 +15,18 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from specpool.assets import corpus
 from specpool.checks import check_int
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import drafts_of
 from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
+from specpool.engine.assets import corpus
+from specpool.engine.memory.host.handle import Handle
+from specpool.engine.memory.host.tier import HostTier
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.request import Request
+from specpool.engine.scheduler.step import Step
 from specpool.errors import ConfigError, CorruptState
-from specpool.memory.host.handle import Handle
-from specpool.memory.host.tier import HostTier
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Request
-from specpool.scheduler.step import Step
 
 if TYPE_CHECKING:
     from specpool.engine.engine import Engine
@@ -79,7 +79,7 @@ class Return:
 
     def reload(self) -> float:
         """Seconds to the next token, from the host; the row goes back."""
-        from specpool.memory.host.reload import reload
+        from specpool.engine.memory.host.reload import reload
 
         handle, _ = self._offloaded()
         start = time.perf_counter()
@@ -156,7 +156,7 @@ def host(
     checks.check_models(target, names)
     checks.start_torch(threads)
     from specpool.engine.engine import Engine
-    from specpool.memory.host.copies import HostMemory
+    from specpool.engine.memory.host.copies import HostMemory
 
     results = []
     console = Console(stderr=True)

@@ -24,7 +24,7 @@ from benches.ledger_memory import bytes_per_page_and_row
 from specpool._core import Ledger, Shape
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, draw, interleaved, machine, print_json
-from specpool.config import Placement
+from specpool.engine.config import Placement
 from specpool.errors import ConfigError
 
 SETTINGS = (

@@ -19,8 +19,8 @@ import torch
 
 from specpool import Engine, SamplingParams, Shape
 from specpool.cli.results import Result, interleaved
+from specpool.engine.shape_names import name_of
 from specpool.errors import SpecpoolError
-from specpool.shape_names import name_of
 
 PROMPT = 4096  # tokens of a prompt that is timed
 BATCH, CONTEXT = 64, 1500  # of decoding

@@ -23,13 +23,13 @@ from rich.console import Console
 from torch import Tensor
 
 from benches.plain_rows import SIZES, Row
-from specpool.assets import resolve
-from specpool.attention import AttentionBatch
+from specpool.engine.assets import resolve
+from specpool.engine.attention import AttentionBatch
 from specpool.engine.engine import Engine
+from specpool.engine.models.target import TargetModel
+from specpool.engine.models.target_output import TargetOutput
+from specpool.engine.sampling_params import SamplingParams
 from specpool.errors import CorruptState
-from specpool.models.target import TargetModel
-from specpool.models.target_output import TargetOutput
-from specpool.sampling_params import SamplingParams
 
 WINDOW = 8  # tokens of a row in one turn of a side
 

@@ -14,14 +14,14 @@ import numpy as np
 
 from specpool._core import Group, Ledger, Shape
 from specpool.arrays import Int32
-from specpool.assets import corpus
 from specpool.checks import check_int
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import drafts_of
 from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import Result, check_plot, draw, interleaved, machine, report
+from specpool.engine.assets import corpus
+from specpool.engine.sampling_params import SamplingParams
 from specpool.errors import CorruptState
-from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specpool.engine.engine import Engine

@@ -53,7 +53,7 @@ def fused(dtype: torch.dtype) -> str:
     """Attend over a prompt of two lanes, beside the same in float32 on the CPU."""
     import numpy as np
 
-    from specpool.attention import AttentionView, attend
+    from specpool.engine.attention import AttentionView, attend
 
     outs, generator = [], torch.Generator().manual_seed(0)
     numbers = [torch.randn(n, h, 64, generator=generator) for n, h in ((12, 8), (12, 2), (12, 2))]
@@ -80,7 +80,7 @@ def new_lengths() -> str:
     """Attend at lengths that were not seen before: cuDNN would plan for each."""
     from torch.nn.functional import scaled_dot_product_attention
 
-    from specpool.attention.cudnn import without_cudnn
+    from specpool.engine.attention.cudnn import without_cudnn
 
     seconds = []
     for length in (64, 80, 96, 112):
@@ -98,8 +98,8 @@ def new_lengths() -> str:
 def failed_capture() -> str:
     """Capture after a capture that waits for the device and so fails."""
 
-    from specpool.worker.graphs.capture import CudaCapture
-    from specpool.worker.results import Outcome
+    from specpool.engine.worker.graphs.capture import CudaCapture
+    from specpool.engine.worker.results import Outcome
 
     capture, cell = CudaCapture(torch.device("cuda", 0)), torch.zeros(1, 3, device="cuda")
 

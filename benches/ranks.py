@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from specpool.cli.results import Result as Figure
 from specpool.cli.results import machine, report
-from specpool.ranks.group import Ranks
-from specpool.ranks.record import Record, StepTokens
+from specpool.engine.ranks.group import Ranks
+from specpool.engine.ranks.record import Record, StepTokens
 
 _TOKENS = 4  # accepted by each row
 

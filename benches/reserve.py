@@ -23,9 +23,9 @@ from specpool import _core
 from specpool._core import Shape
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, draw, machine, print_json
-from specpool.config import Policy
+from specpool.engine.config import Policy
+from specpool.engine.shape_names import parse_shape
 from specpool.errors import ConfigError, CorruptState
-from specpool.shape_names import parse_shape
 
 POLICIES: tuple[Policy, ...] = ("double_buffer", "exact")
 SLOTS, LAYER_SLOTS = "slots beyond resolved_len", "layer-slots"

@@ -27,11 +27,11 @@ from lab.sim import Arrival, Settings, SimDevice, Text
 from specpool._core import Shape
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, draw, machine, print_json
+from specpool.engine.scheduler.config import SchedulerConfig
+from specpool.engine.scheduler.scheduler import Scheduler
+from specpool.engine.scheduler.step import Step
+from specpool.engine.shape_names import parse_shape
 from specpool.errors import ConfigError
-from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.scheduler import Scheduler
-from specpool.scheduler.step import Step
-from specpool.shape_names import parse_shape
 
 BATCHES = (1, 32, 256, 1024)
 PARTS = ("schedule", "launch", "finish", "all")

@@ -16,15 +16,15 @@ from statistics import median
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from specpool.assets import corpus
 from specpool.checks import check_int
 from specpool.cli.bench_serve.drive import How, RequestRecord, drive
 from specpool.cli.bench_serve.http import Caller
 from specpool.cli.bench_serve.trace import Item
 from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, draw, interleaved, machine, report
+from specpool.engine.assets import corpus
+from specpool.engine.sampling_params import SamplingParams
 from specpool.errors import ConfigError
-from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specpool.engine.engine import Engine

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specpool.config import EngineConfig
+from specpool.engine.config import EngineConfig
 from specpool.serve.config import ServeConfig
 
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress
 
-from specpool.assets import corpus
 from specpool.checks import check_int
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import drafts_of
 from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import Result, check_plot, draw, interleaved, machine, report
+from specpool.engine.assets import corpus
+from specpool.engine.sampling_params import SamplingParams
 from specpool.errors import ConfigError, CorruptState
-from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specpool.engine.engine import Engine

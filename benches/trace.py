@@ -24,18 +24,18 @@ from rich.table import Table
 from lab.policies.devices import DEVICES
 from lab.sim import Arrival, Settings, SimDevice, Text
 from specpool._core import Ledger, Shape
-from specpool.adaptive import AdaptiveConfig, BudgetController, Controller, RangeConfig
+from specpool.capacity.group_sizes import GroupSizes, size_groups
+from specpool.capacity.layer_kv import LayerKV
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, machine, print_json
-from specpool.config import HEADROOM, EngineConfig, Layout, Placement, Policy
+from specpool.engine.config import HEADROOM, EngineConfig, Layout, Placement, Policy
+from specpool.engine.scheduler.config import SchedulerConfig
+from specpool.engine.scheduler.scheduler import Scheduler
+from specpool.engine.scheduler.step import Step
+from specpool.engine.shape_names import parse_shape
+from specpool.engine.shapes import AdaptiveConfig, BudgetController, Controller, RangeConfig
 from specpool.errors import ConfigError
-from specpool.memory.group_sizes import GroupSizes, size_groups
-from specpool.memory.layer_kv import LayerKV
 from specpool.num_bytes import parse_bytes, show_bytes
-from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.scheduler import Scheduler
-from specpool.scheduler.step import Step
-from specpool.shape_names import parse_shape
 
 # Of an 8B model in 16 bits.
 LAYER = LayerKV(num_kv_heads=8, k_head_dim=128, v_head_dim=128)

@@ -16,11 +16,11 @@ from json import loads as load
 from pathlib import Path
 from typing import Any
 
-from specpool.assets import resolve
-from specpool.assets.corpus import corpus
 from specpool.checks import check_choice, check_int
 from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, machine, report
+from specpool.engine.assets import resolve
+from specpool.engine.assets.corpus import corpus
 from specpool.errors import ConfigError
 
 KINDS = ("qwen3", "gemma3")

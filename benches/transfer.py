@@ -18,15 +18,15 @@ from specpool.checks import check_int
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import drafts_of
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
+from specpool.engine.transfer.image import Bytes, Image, Run, Told, Wait, Writer
+from specpool.engine.transfer.layout import Layout
+from specpool.engine.transfer.parcel import load, save
+from specpool.engine.transfer.shared_memory import SharedMemoryReceiver, SharedMemorySender, send
 from specpool.errors import CorruptState
-from specpool.transfer.image import Bytes, Image, Run, Told, Wait, Writer
-from specpool.transfer.layout import Layout
-from specpool.transfer.parcel import load, save
-from specpool.transfer.shared_memory import SharedMemoryReceiver, SharedMemorySender, send
 
 if TYPE_CHECKING:
-    from specpool.memory.kv_cache import KVCache
-    from specpool.memory.layer_kv import LayerKV
+    from specpool.capacity.layer_kv import LayerKV
+    from specpool.engine.memory.kv_cache import KVCache
 
 _MIB = 1 << 20
 
@@ -40,8 +40,8 @@ class Side:
         """Lay the pages out as an engine does: the target's layers, then the drafter's."""
         import torch
 
-        from specpool.memory.kv_cache import KVCache
-        from specpool.memory.page_bytes import PageBytes
+        from specpool.engine.memory.kv_cache import KVCache
+        from specpool.engine.memory.page_bytes import PageBytes
 
         num_pages = 2 * (-(-num_tokens // page_size) + 2)
         groups = [Group("target", page_size=page_size, num_pages=num_pages)]

@@ -21,13 +21,13 @@ from rich.table import Table
 from specpool._core import Shape
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, draw, machine, print_json
-from specpool.config import EngineConfig
+from specpool.engine.config import EngineConfig
+from specpool.engine.sampling_params import SamplingParams
 from specpool.errors import ConfigError, CorruptState
 from specpool.num_bytes import show_bytes
-from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from specpool.models import TargetModel
+    from specpool.engine.models import TargetModel
 
 VOCAB, LAYERS = 256, 6
 SHAPE = Shape(4, 1, 5)  # prompt lookup: random models repeat themselves
@@ -127,7 +127,7 @@ def measured(family: str, load: Load) -> tuple[Held, Held]:
     """
     import transformers
 
-    from specpool.models import TargetModel
+    from specpool.engine.models import TargetModel
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with TargetModel(_model(family, load)) as target:
@@ -185,7 +185,7 @@ def _model(family: str, load: Load) -> Any:
 
 def _run(target: TargetModel, load: Load) -> Held:
     """Generate, and look at the ledger before each turn."""
-    from specpool.draft import NgramDrafter
+    from specpool.engine.draft import NgramDrafter
     from specpool.engine.engine import Engine
 
     rng = random.Random(0)

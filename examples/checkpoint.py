@@ -14,7 +14,7 @@ from pathlib import Path
 
 from specpool import Engine, SamplingParams
 from specpool.engine.session import Session
-from specpool.transfer.parcel import load, save
+from specpool.engine.transfer.parcel import load, save
 
 
 def restored(engine: Engine, path: Path) -> Session:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specpool import Engine, SamplingParams, Shape
-from specpool.draft import NgramDrafter
+from specpool.engine.draft import NgramDrafter
 
 RECORD = "[size]\nmin = 3\nmax = 7\nowner = erin\nplace = rome\n\n"
 

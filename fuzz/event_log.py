@@ -13,7 +13,7 @@ from pathlib import Path
 
 from border import REFUSALS
 
-from specpool.cli.pictures.film import Film, slots
+from specpool.record.film import Film, slots
 
 MAGIC = b"\x89SPLOG\r\n"
 MASK, START, FACTOR = (1 << 64) - 1, 0x73706563706F6F6C, 0x9E3779B97F4A7C15

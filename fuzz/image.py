@@ -27,9 +27,17 @@ from specpool import (
     TransferError,
 )
 from specpool._core import checksum, scatter_pages
+from specpool.engine.transfer.image import (
+    FIXED_BYTES,
+    MAGIC,
+    VERSION,
+    Bytes,
+    Image,
+    Run,
+    parse_header,
+)
+from specpool.engine.transfer.layout import Layout
 from specpool.testing import assert_no_page_leaked
-from specpool.transfer.image import FIXED_BYTES, MAGIC, VERSION, Bytes, Image, Run, parse_header
-from specpool.transfer.layout import Layout
 
 HEAD, NAME, SIZE, SUMS, ENGINE, SINKS = 1, 2, 4, 8, 16, 32
 PAGE_BYTES = (24, 10)

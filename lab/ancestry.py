@@ -16,9 +16,9 @@ from rich.table import Table
 from specpool.checks import check_int
 from specpool.cli.options import checks
 from specpool.cli.options.prompts import Given, read_prompts
+from specpool.engine.models.files.names import MTP
+from specpool.engine.shape_names import parse_shape
 from specpool.errors import ConfigError
-from specpool.models.files.names import MTP
-from specpool.shape_names import parse_shape
 
 #: The ancestries and their names in the table.
 NAMES = {"exact": "their true ancestors", "branch": "their branch's slots (SGLang)"}
@@ -57,11 +57,11 @@ def compare(job: AncestryJob) -> None:
     prompts = read_prompts(job.prompts, job.target, job.num_prompts)
     checks.start_torch(job.threads)
     from specpool import Engine, EngineConfig, SamplingParams
-    from specpool.assets import resolve
     from specpool.cli.generate.report import mean_accept_len
-    from specpool.draft import EagleDrafter, MTPDrafter
-    from specpool.models import TargetModel
-    from specpool.text.tokenizer import load_tokenizer
+    from specpool.engine.assets import resolve
+    from specpool.engine.draft import EagleDrafter, MTPDrafter
+    from specpool.engine.models import TargetModel
+    from specpool.engine.text.tokenizer import load_tokenizer
 
     folder = resolve(job.target)
     kind = MTPDrafter if job.draft == MTP else EagleDrafter

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from specpool import Shape
-from specpool.assets import resolve
-from specpool.config import EngineConfig
-from specpool.draft import EagleDrafter, NgramDrafter
+from specpool.engine.assets import resolve
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import EagleDrafter, NgramDrafter
 from specpool.engine.engine import Engine
-from specpool.models import EagleHead, TargetModel
+from specpool.engine.models import EagleHead, TargetModel
 
 if TYPE_CHECKING:
     from kernel_kit import Kit

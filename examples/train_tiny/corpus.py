@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from specpool.assets.corpus import corpus
+from specpool.engine.assets.corpus import corpus
 
 BOS, EOS, PAD = 256, 257, 258
 VOCAB_SIZE = 259  # 256 bytes and the three above

@@ -32,9 +32,9 @@ from torch import nn
 from train_target import BATCH_SIZE, training
 from transformers import LlamaForCausalLM
 
-from specpool.draft import BlockDrafter, MTPDrafter
-from specpool.models import TargetModel
-from specpool.models.eagle.head import EagleHead
+from specpool.engine.draft import BlockDrafter, MTPDrafter
+from specpool.engine.models import TargetModel
+from specpool.engine.models.eagle.head import EagleHead
 
 UNROLL = 4  # steps
 STEP_WEIGHT = 0.8  # step j counts 0.8^j
@@ -106,9 +106,9 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """A head whose `state_dict` is the published checkpoint. See `specpool.models.eagle.head`.
+    """A head whose `state_dict` is the published checkpoint. See `specpool.engine.models.eagle.head`.
 
-    That of an MTP layer lacks the names' start (see `save_mtp`, and `specpool.models.mtp.layer`).
+    That of an MTP layer lacks the names' start (see `save_mtp`, and `specpool.engine.models.mtp.layer`).
     """
 
     def __init__(self, config: dict[str, Any], kind: Kind, target: LlamaForCausalLM) -> None:

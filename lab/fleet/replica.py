@@ -9,9 +9,9 @@ from typing import Any
 from lab.fleet.engine import BATCH, SimEngine, Work
 from lab.fleet.settings import FleetSettings
 from lab.fleet.world import Call, Cut, Later, Node, World
+from specpool.engine.sampling_params import SamplingParams
 from specpool.engine.texts import NextTurn, Texts
 from specpool.errors import ConfigError
-from specpool.sampling_params import SamplingParams
 from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.messages import Done
 from specpool.serve.bridge.parcel import SessionParcel

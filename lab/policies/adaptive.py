@@ -22,15 +22,15 @@ from rich.progress import Progress
 from benches.lines import Line, table_of
 from lab.policies import adaptive_model as model
 from specpool._core import Shape
-from specpool.adaptive import AdaptiveConfig, controller_of
-from specpool.assets import corpus
 from specpool.checks import check_int
 from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, draw, interleaved, machine, print_json
 from specpool.cli.tune import CANDIDATES
+from specpool.engine.assets import corpus
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.shape_names import name_of
+from specpool.engine.shapes import AdaptiveConfig, controller_of
 from specpool.errors import ConfigError, CorruptState
-from specpool.sampling_params import SamplingParams
-from specpool.shape_names import name_of
 
 if TYPE_CHECKING:
     from specpool.engine.engine import Engine
@@ -98,7 +98,7 @@ class Engines:
         return engine, time.perf_counter() - start
 
     def _another(self, **options: object) -> Engine:
-        from specpool.draft import EagleDrafter
+        from specpool.engine.draft import EagleDrafter
         from specpool.engine.engine import Engine
 
         drafter = self._first.drafter

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from specpool._core import Shape
-from specpool.adaptive import Controller
-from specpool.assembly.calibration import TOLD
-from specpool.scheduler.round_shapes import RoundShapes
+from specpool.engine.assembly.calibration import TOLD
+from specpool.engine.scheduler.round_shapes import RoundShapes
+from specpool.engine.shapes import Controller
 
 Float64 = npt.NDArray[np.float64]
 #: How likely a draft is right, by its depth and by the elapsed share of the phase, in [0, 1].

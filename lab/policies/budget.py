@@ -24,15 +24,15 @@ from lab.policies.bound import most_goodput
 from lab.policies.random_devices import ratios
 from specpool import _core
 from specpool._core import Shape
-from specpool.adaptive import AdaptiveConfig, BudgetController, Controller, controller_of
-from specpool.assembly.calibration import TOLD
-from specpool.assets import corpus
 from specpool.checks import check_int
 from specpool.cli.options import checks
 from specpool.cli.results import Result, check_plot, draw, interleaved, machine, print_json
+from specpool.engine.assembly.calibration import TOLD
+from specpool.engine.assets import corpus
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.shape_names import name_of, parse_shape
+from specpool.engine.shapes import AdaptiveConfig, BudgetController, Controller, controller_of
 from specpool.errors import CorruptState
-from specpool.sampling_params import SamplingParams
-from specpool.shape_names import name_of, parse_shape
 
 if TYPE_CHECKING:
     from specpool.engine.engine import Engine
@@ -287,7 +287,7 @@ def real(batch_sizes: Sequence[int], num_tokens: int, repeats: int, device: str)
     Raises:
         CorruptState: a text is not plain decoding's.
     """
-    from specpool.draft import EagleDrafter
+    from specpool.engine.draft import EagleDrafter
     from specpool.engine.engine import Engine
 
     most = max(batch_sizes)

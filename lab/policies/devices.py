@@ -21,11 +21,11 @@ import numpy.typing as npt
 
 from lab.policies.curves import LLAMA_8B_A100, LLAMA_70B_4_A100, Curve
 from specpool._core import Shape
-from specpool.adaptive import BudgetController, Controller
 from specpool.arrays import Int32
-from specpool.assembly.calibration import TOLD
-from specpool.scheduler.round_shapes import RoundShapes
-from specpool.shape_names import parse_shape
+from specpool.engine.assembly.calibration import TOLD
+from specpool.engine.scheduler.round_shapes import RoundShapes
+from specpool.engine.shape_names import parse_shape
+from specpool.engine.shapes import BudgetController, Controller
 
 Float64 = npt.NDArray[np.float64]
 PLAIN = Shape.none()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.policies import devices as model
-from specpool.adaptive import Controller
+from specpool.engine.shapes import Controller
 
 SIZES = (1, 4, 8, 16, 32, 64, 96)
 #: How reading and computing add up: the root of the sum of their powers.

@@ -10,10 +10,10 @@ from typing import cast
 import numpy as np
 
 from specpool._core import Shape
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Request
-from specpool.text.stop_search import StopHit
-from specpool.text.stream import TextStream
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.request import Request
+from specpool.engine.text.stop_search import StopHit
+from specpool.engine.text.stream import TextStream
 
 #: The token that ends a request; no other position of a text has it.
 STOP = 1 << 20

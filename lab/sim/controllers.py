@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from lab.sim.settings import Settings
 from specpool._core import Shape
-from specpool.adaptive import (
+from specpool.engine.shapes import (
     AdaptiveConfig,
     AdaptiveController,
     BudgetController,
     Controller,
     RangeConfig,
 )
-from specpool.adaptive.base import NumCorrectDrafts
+from specpool.engine.shapes.base import NumCorrectDrafts
 
 
 class Dice:

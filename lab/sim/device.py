@@ -18,8 +18,8 @@ import numpy.typing as npt
 from lab.sim.arrivals import Text
 from lab.sim.settings import Settings
 from specpool._core import Ledger, Plan
-from specpool.memory.host.handle import Moves
-from specpool.scheduler.step import Step, StepResult
+from specpool.engine.memory.host.handle import Moves
+from specpool.engine.scheduler.step import Step, StepResult
 
 Ints = npt.NDArray[np.int64]
 Delta = Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]]

@@ -14,10 +14,10 @@ from lab.sim.source import Scenario
 from lab.sim.talks import Talks
 from lab.sim.watch import Pinned, Pins, Tally, Watch, shared_len
 from specpool._core import Ledger, Shape
-from specpool.memory.host.tier import HostTier
-from specpool.scheduler.request import Request
-from specpool.scheduler.scheduler import Scheduler
-from specpool.scheduler.step import Step
+from specpool.engine.memory.host.tier import HostTier
+from specpool.engine.scheduler.request import Request
+from specpool.engine.scheduler.scheduler import Scheduler
+from specpool.engine.scheduler.step import Step
 
 # The most turns that may leave out a row that could decode: for its rounds in flight, a drain, a
 # retraction and late results.

@@ -18,15 +18,15 @@ from typing import Any, Literal
 from lab.sim.device import BrokenLaw
 from lab.sim.settings import Settings
 from specpool._core import Plan, Shape
-from specpool.adaptive import AdaptiveConfig, BudgetController, RangeConfig
+from specpool.engine.ranks.following import Follower
+from specpool.engine.ranks.journal import RankJournal
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.config import SchedulerConfig
+from specpool.engine.scheduler.request import Conversation, Request
+from specpool.engine.scheduler.scheduler import Scheduler
+from specpool.engine.scheduler.step import Step, StepResult
+from specpool.engine.shapes import AdaptiveConfig, BudgetController, RangeConfig
 from specpool.errors import CorruptState, RankError
-from specpool.ranks.following import Follower
-from specpool.ranks.journal import RankJournal
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.request import Conversation, Request
-from specpool.scheduler.scheduler import Scheduler
-from specpool.scheduler.step import Step, StepResult
 
 RankFault = Literal["lost", "repeated", "overtaken", "changed", "restarted"]
 FAULTS: tuple[RankFault, ...] = ("lost", "repeated", "overtaken", "changed", "restarted")

@@ -16,13 +16,13 @@ from lab.sim.source import Scenario
 from lab.sim.talks import Talks
 from lab.sim.watch import Pinned, Pins, Tally, Watch
 from specpool._core import Shape
+from specpool.engine.memory.host.handle import Handle
+from specpool.engine.memory.host.tier import HostTier
+from specpool.engine.scheduler.config import SchedulerConfig
+from specpool.engine.scheduler.request import Request
+from specpool.engine.scheduler.scheduler import Scheduler
+from specpool.engine.scheduler.step import Step
 from specpool.errors import StalePlan
-from specpool.memory.host.handle import Handle
-from specpool.memory.host.tier import HostTier
-from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.request import Request
-from specpool.scheduler.scheduler import Scheduler
-from specpool.scheduler.step import Step
 
 
 @dataclass(frozen=True, slots=True)

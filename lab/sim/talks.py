@@ -12,8 +12,8 @@ from lab.sim.indexed import Indexed
 from lab.sim.settings import Settings
 from lab.sim.watch import Tally, Watch
 from specpool._core import Ledger
-from specpool.scheduler.conversations import Conversations
-from specpool.scheduler.request import Conversation
+from specpool.engine.scheduler.conversations import Conversations
+from specpool.engine.scheduler.request import Conversation
 
 Origins = tuple[tuple[int, int], ...]
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from lab.sim.arrivals import Arrival, Text
 from lab.sim.device import BrokenLaw, Ints
 from specpool._core import Ledger
-from specpool.scheduler.pins import Pin
-from specpool.scheduler.request import Request
+from specpool.engine.scheduler.pins import Pin
+from specpool.engine.scheduler.request import Request
 
 
 @dataclass(slots=True)

@@ -10,7 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from specpool._core import BlockPool, Group, Ledger, Plan, Shape, Snapshot, __version__
-from specpool.config import EngineConfig
+from specpool.engine.config import EngineConfig
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.text.structured.grammar import Grammar
 from specpool.errors import (
     CheckpointError,
     ConfigError,
@@ -31,8 +33,6 @@ from specpool.errors import (
     StalePlan,
     TransferError,
 )
-from specpool.sampling_params import SamplingParams
-from specpool.text.structured.grammar import Grammar
 
 if TYPE_CHECKING:
     from specpool.engine.comparison import Comparison

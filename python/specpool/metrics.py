@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from specpool.checks import shown
+from specpool.engine.loop.clock import PhaseSeconds
+from specpool.engine.scheduler.counts import Histogram
+from specpool.engine.shape_names import name_of
 from specpool.engine.stats import EngineStats
 from specpool.errors import ConfigError
-from specpool.loop.clock import PhaseSeconds
-from specpool.scheduler.counts import Histogram
-from specpool.shape_names import name_of
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

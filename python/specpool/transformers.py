@@ -36,10 +36,10 @@ from transformers import (
 from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specpool.draft import Drafter
+from specpool.engine.draft import Drafter
 from specpool.engine.engine import Engine
+from specpool.engine.sampling_params import NEUTRAL, SamplingParams
 from specpool.errors import ConfigError
-from specpool.sampling_params import NEUTRAL, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

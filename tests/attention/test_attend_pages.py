@@ -14,9 +14,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from specpool import _core  # noqa: E402
-from specpool.attention import AttentionView, attend  # noqa: E402
+from specpool.engine.attention import AttentionView, attend  # noqa: E402
+from specpool.engine.memory.scratch import Scratch  # noqa: E402
 from specpool.errors import ShapeError  # noqa: E402
-from specpool.memory.scratch import Scratch  # noqa: E402
 
 
 def oracle(case: dict[str, Any]) -> Any:

@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from families import PagedLanes  # noqa: E402
-from specpool.attention import AttentionView, attend  # noqa: E402
+from specpool.engine.attention import AttentionView, attend  # noqa: E402
+from specpool.engine.memory.kv_cache import LayerKV  # noqa: E402
 from specpool.errors import ShapeError  # noqa: E402
-from specpool.memory.kv_cache import LayerKV  # noqa: E402
 
 
 def oracle(

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from specpool import ConfigError, Engine, SamplingParams, Shape
-from specpool.assets import corpus
-from specpool.attention import BACK_ENDS, BackEnd, start_back_end
-from specpool.memory.layer_kv import LayerKV
+from specpool.capacity.layer_kv import LayerKV
+from specpool.engine.assets import corpus
+from specpool.engine.attention import BACK_ENDS, BackEnd, start_back_end
 
 TREE = Shape.eagle(3, 2, 6)
 CHAIN = Shape.eagle(3, 1, 4)

@@ -21,20 +21,20 @@ import flashinfer_emulation
 from families import make_config, make_model
 from flashinfer_kit import Pages, Rig, compare, on_a_card, verify_view
 from specpool import ConfigError, Engine, SamplingParams, Shape, ShapeError
-from specpool.assets import corpus
-from specpool.attention import (
+from specpool.cli import info
+from specpool.engine.assets import corpus
+from specpool.engine.attention import (
     BACK_ENDS,
     attend,
     torch_backend,
 )
-from specpool.attention.flashinfer import backend as flashinfer_backend
-from specpool.attention.flashinfer import page_indices
-from specpool.attention.flashinfer.backend import FlashInfer
-from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view
-from specpool.cli import info
-from specpool.draft.branches import DenseBranches, HoleyBranches
-from specpool.memory.kv_cache import LayerKV
-from specpool.models import TargetModel
+from specpool.engine.attention.flashinfer import backend as flashinfer_backend
+from specpool.engine.attention.flashinfer import page_indices
+from specpool.engine.attention.flashinfer.backend import FlashInfer
+from specpool.engine.attention.lanes import Lanes, causal_view, chain_views, last_view
+from specpool.engine.draft.branches import DenseBranches, HoleyBranches
+from specpool.engine.memory.kv_cache import LayerKV
+from specpool.engine.models import TargetModel
 
 EMULATED = Rig(flashinfer_emulation, torch.device("cpu"), torch.float32, 8, 1e-5)
 PAGE_SIZES = (1, 3, 4, 16)

@@ -19,11 +19,11 @@ import cuda_host
 import flashinfer_emulation
 from flashinfer_kit import Pages, Rig, on_a_card
 from graph_kit import CHAIN, NONE, PARAMS, PROMPTS, TREE, graphs_run, make
-from specpool.attention import BACK_ENDS, AttentionView, torch_backend
-from specpool.attention.flashinfer.backend import FlashInfer
-from specpool.attention.flashinfer.graphs import _Use, splits_no_lane
-from specpool.attention.lanes import Lanes, causal_view, last_view, own_view
-from specpool.attention.seq_lens import SeqLens
+from specpool.engine.attention import BACK_ENDS, AttentionView, torch_backend
+from specpool.engine.attention.flashinfer.backend import FlashInfer
+from specpool.engine.attention.flashinfer.graphs import _Use, splits_no_lane
+from specpool.engine.attention.lanes import Lanes, causal_view, last_view, own_view
+from specpool.engine.attention.seq_lens import SeqLens
 
 RIG = Rig(flashinfer_emulation, torch.device("cpu"), torch.float32, 8, 1e-5)
 BOUND = 120

@@ -22,17 +22,17 @@ from fused_kit import Ops, inputs, reading, use_doubles
 from graph_kit import graphs_run
 from scripted import Scripted
 from specpool import Engine, SamplingParams, Shape
-from specpool.assets import resolve
-from specpool.attention import AttentionView, attend, fused, torch_backend
-from specpool.attention import view as view_module
-from specpool.attention.cudnn import without_cudnn
-from specpool.attention.lanes import causal_view, chain_views, last_view, own_view
-from specpool.draft import EagleDrafter
-from specpool.models import TargetModel
-from specpool.models import target as target_module
-from specpool.worker import worker
-from specpool.worker.forward import Forward
-from specpool.worker.graphs.round_graph import RoundGraph
+from specpool.engine.assets import resolve
+from specpool.engine.attention import AttentionView, attend, fused, torch_backend
+from specpool.engine.attention import view as view_module
+from specpool.engine.attention.cudnn import without_cudnn
+from specpool.engine.attention.lanes import causal_view, chain_views, last_view, own_view
+from specpool.engine.draft import EagleDrafter
+from specpool.engine.models import TargetModel
+from specpool.engine.models import target as target_module
+from specpool.engine.worker import worker
+from specpool.engine.worker.forward import Forward
+from specpool.engine.worker.graphs.round_graph import RoundGraph
 
 CPU = Rig(None, torch.device("cpu"), torch.float32, 8, 1e-5)
 #: starts and widths of the lanes

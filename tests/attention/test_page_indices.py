@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from paths import VECTORS
 from specpool import Shape, ShapeError, kernels
-from specpool.attention import AttentionView, TokenReads
-from specpool.attention.flashinfer.page_indices import (
+from specpool.engine.attention import AttentionView, TokenReads
+from specpool.engine.attention.flashinfer.page_indices import (
     MAX_MASK,
     DecodeIndices,
     PageCSR,
@@ -25,10 +25,10 @@ from specpool.attention.flashinfer.page_indices import (
     page_csr,
     token_csr,
 )
-from specpool.attention.lanes import Lanes
-from specpool.attention.seq_lens import SeqLens
-from specpool.draft.branches import DenseBranches, HoleyBranches
-from specpool.memory.kv_cache import KVCache
+from specpool.engine.attention.lanes import Lanes
+from specpool.engine.attention.seq_lens import SeqLens
+from specpool.engine.draft.branches import DenseBranches, HoleyBranches
+from specpool.engine.memory.kv_cache import KVCache
 
 QUICK = settings(max_examples=200, deadline=None)
 

@@ -9,13 +9,13 @@ import torch
 from cuda_host import unavailable
 from kernel_kit import backend
 from specpool import Engine, OrderError, SamplingParams, Shape
-from specpool.assets import corpus
-from specpool.attention import BACK_ENDS
-from specpool.attention.backend import BackEnd
-from specpool.attention.seq_lens import SeqLens
+from specpool.engine.assets import corpus
+from specpool.engine.attention import BACK_ENDS
+from specpool.engine.attention.backend import BackEnd
+from specpool.engine.attention.seq_lens import SeqLens
+from specpool.engine.worker.row_state import RowState
 from specpool.kernels import transfer
 from specpool.kernels.launch import host_backend
-from specpool.worker.row_state import RowState
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 

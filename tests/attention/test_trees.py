@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flashinfer_kit import Pages, Rig, verify_view
 from fused_kit import Ops, inputs, reading, use_doubles
 from specpool import Shape, kernels
-from specpool.attention import AttentionView, attend, fused
-from specpool.attention import view as view_module
-from specpool.attention.view import OwnCells
-from specpool.draft.branches import DenseBranches
+from specpool.engine.attention import AttentionView, attend, fused
+from specpool.engine.attention import view as view_module
+from specpool.engine.attention.view import OwnCells
+from specpool.engine.draft.branches import DenseBranches
 
 #: starts, and nodes of each lane
 TREES = {

@@ -19,8 +19,8 @@ from benches import llama  # noqa: E402
 from device_kit import kernels_run  # noqa: E402
 from graph_kit import graphs_run  # noqa: E402
 from specpool import Engine, Shape  # noqa: E402
-from specpool.attention import BACK_ENDS  # noqa: E402
-from specpool.attention.flashinfer.backend import FlashInfer  # noqa: E402
+from specpool.engine.attention import BACK_ENDS  # noqa: E402
+from specpool.engine.attention.flashinfer.backend import FlashInfer  # noqa: E402
 
 TINY = llama.Llama(64, 4, 2, 16, 128, 2, 100)
 

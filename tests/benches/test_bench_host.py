@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benches.__main__ import main
-from specpool.memory.host.copies import HostMemory
+from specpool.engine.memory.host.copies import HostMemory
 
 
 def bench(monkeypatch, capsys, *args: str) -> tuple[int, str, str]:

@@ -8,8 +8,8 @@ import pytest
 
 from benches import windows as bench_windows
 from benches.__main__ import main
+from specpool.engine.memory.kv_cache import KVCache
 from specpool.errors import CorruptState
-from specpool.memory.kv_cache import KVCache
 
 SMALL = ("--window", "16", "--batch", "2", "--prompt", "20", "--tokens", "100", "--page-size", "4")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from cli_kit import call
-from specpool.assets import resolve
+from specpool.engine.assets import resolve
 from specpool.engine.session import Turn
-from specpool.worker.worker import Worker
+from specpool.engine.worker.worker import Worker
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -222,7 +222,7 @@ def test_a_full_session_says_so_and_goes_on(capsys, outputs):
 
 
 def test_a_turn_that_fails_leaves_the_session(capsys, monkeypatch, outputs):
-    from specpool.models import TargetModel
+    from specpool.engine.models import TargetModel
 
     original, calls = TargetModel.forward, []
 

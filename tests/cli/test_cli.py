@@ -106,8 +106,8 @@ def test_prompts_from_a_file_and_from_standard_input(capsys, tmp_path):
 def test_accept_length_of_the_shipped_pair():
     """Held-out prompts, 96 greedy tokens, bonus included: chain S=3 >= 3.4, tree 4x4x16 >= 4.5."""
     from specpool import Engine, SamplingParams, Shape
-    from specpool.assets import corpus
     from specpool.cli.generate.report import mean_accept_len
+    from specpool.engine.assets import corpus
 
     prompts = corpus.prompts(24)
     for draft in ("specpool/tiny-eagle", "specpool/tiny-eagle3"):
@@ -157,7 +157,7 @@ def test_a_head_for_another_target_is_refused(capsys, tmp_path):
     """The message names both sizes."""
     import shutil
 
-    from specpool.assets import resolve
+    from specpool.engine.assets import resolve
 
     shutil.copytree(resolve("specpool/tiny-eagle3"), tmp_path / "head")
     path = tmp_path / "head" / "config.json"
@@ -267,7 +267,7 @@ def test_a_failed_request_ends_with_exit_code_2(capsys, monkeypatch):
     """The other texts are still printed, and the error names the position."""
     import torch
 
-    from specpool.models import TargetModel
+    from specpool.engine.models import TargetModel
 
     forward = TargetModel.forward
 

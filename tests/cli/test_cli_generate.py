@@ -11,9 +11,9 @@ import pytest
 
 from cli_kit import call
 from specpool import Engine
-from specpool.assets import corpus, resolve
 from specpool.cli.generate import generate
-from specpool.worker.draft_round import DraftRound
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.worker.draft_round import DraftRound
 
 PROMPT = "seq: 1, 2, 3,"
 JSON = ("generate", "--json", "--compare", "-p", PROMPT, "-n", "24")

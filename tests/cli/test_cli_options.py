@@ -19,12 +19,12 @@ from cli_kit import call
 from lab.__main__ import app as lab_app
 from paths import ROOT
 from specpool import ConfigError
-from specpool.assets import resolve
 from specpool.cli.commands import app
 from specpool.cli.options.checks import check_prompts
 from specpool.cli.options.groups import PlaceOptions, grouped
 from specpool.cli.options.names import with_option_names
 from specpool.cli.options.prompts import Given, read_prompts
+from specpool.engine.assets import resolve
 
 # Runs commands one after the other in one process: [code, stdout, stderr, heavy modules] of each.
 RUNNER = """
@@ -368,7 +368,7 @@ def test_what_a_plan_lacks_without_transformers_is_said(tmp_path):
 def test_the_engines_import_leaves_transformers_alone():
     code = (
         "import sys\nfrom specpool import ConfigError, Engine\n"
-        "from specpool.models import TargetModel\n"
+        "from specpool.engine.models import TargetModel\n"
         "for wrong in (None, 5):\n"
         "    try:\n"
         "        Engine.from_pretrained(wrong)\n"

@@ -20,7 +20,7 @@ from cli_kit import call
 from ledger_kit import end, extend, make, prefill, start
 from log_kit import CHAIN, build, serve
 from specpool import Group, Ledger, Shape, _core
-from specpool.cli.pictures.film import FENCED, FREE, OWNED, SHARED, Film, row_name, slots
+from specpool.record.film import FENCED, FREE, OWNED, SHARED, Film, row_name, slots
 
 
 def film_of(path: Path, step: int | None = None) -> Film:

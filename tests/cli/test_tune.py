@@ -9,11 +9,11 @@ import pytest
 
 from cli_kit import call
 from specpool import Engine, Shape
-from specpool.adaptive import AdaptiveConfig
 from specpool.cli import tune
 from specpool.cli.tune import REACH, Cell, configuration, parse_candidates
+from specpool.engine.shape_names import chain, depth_order, name_of
+from specpool.engine.shapes import AdaptiveConfig
 from specpool.errors import ConfigError, CorruptState
-from specpool.shape_names import chain, depth_order, name_of
 
 TREE, WIDE = Shape.eagle(3, 4, 12), Shape.eagle(3, 2, 6)
 SMALL = ("tune", "--tokens", "8", "--repeats", "1", "-p", "seq: 1, 2, 3,")

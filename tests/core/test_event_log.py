@@ -507,7 +507,7 @@ def test_names_of_a_log_cannot_command_the_terminal_of_an_error(capsys, tmp_path
 INSPECT = """
 import resource, sys
 from specpool.cli.app import main
-import specpool.cli.commands, specpool.cli.inspect
+import specpool.cli.commands, specpool.record.inspect
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (5 << 29), resource.RLIM_INFINITY))
 sys.argv = ["specpool", "inspect", *sys.argv[1:]]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flashinfer_kit import Pages, Rig, verify_view
-from specpool.attention import AttentionView, attend
-from specpool.attention.cudnn import without_cudnn
-from specpool.attention.lanes import causal_view, chain_views
+from specpool.engine.attention import AttentionView, attend
+from specpool.engine.attention.cudnn import without_cudnn
+from specpool.engine.attention.lanes import causal_view, chain_views
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -15,9 +15,9 @@ from card_kit import CARDS, Card, HostCard, count_replays
 from graph_kit import CHAIN, NONE, PROMPTS, TREE, make
 from lossless import Comparison, Reference
 from specpool import SamplingParams
-from specpool.assets import resolve
+from specpool.engine.assets import resolve
+from specpool.engine.models import TargetModel
 from specpool.kernels import launch
-from specpool.models import TargetModel
 
 on_cards = pytest.mark.parametrize("card", CARDS)
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

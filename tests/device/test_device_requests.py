@@ -22,10 +22,10 @@ from device_kit import READS, forbidden, kernels_run, watched
 from graph_kit import graphs_run
 from specpool import Engine, Grammar, SamplingParams, Shape
 from specpool._core import checksum
-from specpool.adaptive import AdaptiveConfig, BudgetController
-from specpool.assets import corpus
+from specpool.engine.assets import corpus
+from specpool.engine.models.eagle.plain import PlainStack
+from specpool.engine.shapes import AdaptiveConfig, BudgetController
 from specpool.kernels import launch
-from specpool.models.eagle.plain import PlainStack
 
 SMALL, HEAD, OTHER = "specpool/tiny-draft", "specpool/tiny-eagle", "specpool/tiny-eagle3"
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 12)

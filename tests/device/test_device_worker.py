@@ -20,11 +20,11 @@ from kernel_kit import i32
 from lossless import Comparison, Reference
 from specpool import Engine, SamplingParams, Shape
 from specpool import kernels as device
-from specpool.assets import corpus, resolve
-from specpool.draft import ScriptedDrafter
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.draft import ScriptedDrafter
+from specpool.engine.models import TargetModel
+from specpool.engine.worker.row_state import RowState
 from specpool.kernels import transfer, twins
-from specpool.models import TargetModel
-from specpool.worker.row_state import RowState
 
 PROMPTS = [p[:n] for p, n in zip(corpus.prompts(4), (17, 40, 9, 3), strict=True)]
 

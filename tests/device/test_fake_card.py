@@ -21,11 +21,11 @@ from cuda_host.errors import ArgumentError
 from fake_cuda import DEVICE, Card
 from graph_kit import CHAIN, NONE, PROMPTS, TREE, make
 from specpool import Engine, SamplingParams, Shape
-from specpool.assets import resolve
-from specpool.attention.lanes import Lanes
+from specpool.capacity.layer_kv import LayerKV
+from specpool.engine.assets import resolve
+from specpool.engine.attention.lanes import Lanes
+from specpool.engine.worker import draft_round
 from specpool.kernels import launch
-from specpool.memory.layer_kv import LayerKV
-from specpool.worker import draft_round
 
 pytestmark = [
     pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable() or ""),

@@ -28,10 +28,10 @@ FROM_ROOT = {
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 MODULES = {
     "specpool": ("__init__.py", "specpool"),
-    "specpool.draft": ("draft/__init__.py", "draft"),
-    "specpool.adaptive": ("adaptive/__init__.py", "adaptive"),
-    "specpool.models": ("models/__init__.py", "models"),
-    "specpool.attention": ("attention/__init__.py", "attention"),
+    "specpool.engine.draft": ("draft/__init__.py", "draft"),
+    "specpool.engine.shapes": ("adaptive/__init__.py", "adaptive"),
+    "specpool.engine.models": ("models/__init__.py", "models"),
+    "specpool.engine.attention": ("attention/__init__.py", "attention"),
     "specpool.kernels": ("kernels/__init__.py", "kernels"),
     "specpool.testing": ("testing/__init__.py", "testing"),
     "specpool.metrics": ("metrics.py", "metrics"),

@@ -31,8 +31,8 @@ else:
 
 from benches.__main__ import main as run_bench
 from lab.__main__ import main as run_lab
-from specpool.adaptive import AdaptiveConfig
 from specpool.cli import main
+from specpool.engine.shapes import AdaptiveConfig
 
 #: What runs the commands that begin with these words.
 MAINS = {("python", "-m", "benches"): run_bench, ("python", "-m", "lab"): run_lab}

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from paths import ROOT
 from specpool import Engine, SamplingParams
-from specpool.models.eagle.head import EagleHead
+from specpool.engine.models.eagle.head import EagleHead
 
 EXAMPLE = ROOT / "examples" / "train_tiny"
 MODULES = ("corpus", "byte_tokenizer", "train_target", "block_head", "train_head")

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from block_oracle import PlainBlock
 from proposals import check, record
 from specpool import CheckpointError, ConfigError, Engine, EngineConfig, SamplingParams, Shape
-from specpool.assets import corpus, resolve
 from specpool.cli import main
-from specpool.draft import BlockDrafter
-from specpool.models import TargetModel
-from specpool.models.files.draft_kind import is_block_head
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.draft import BlockDrafter
+from specpool.engine.models import TargetModel
+from specpool.engine.models.files.draft_kind import is_block_head
 
 DRAFT = "specpool/tiny-block"
 PROMPTS = [p[:n] for p, n in zip(corpus.prompts(3), (17, 30, 9), strict=True)]

@@ -14,7 +14,7 @@ from conftest import assert_no_page_leaked
 from kernel_kit import array, backend, i32, i64
 from specpool import Engine, EngineConfig, SamplingParams, Shape, ShapeError
 from specpool import kernels as device
-from specpool.draft import DraftTree
+from specpool.engine.draft import DraftTree
 from specpool.kernels import launch, with_twin
 
 PARENTS = i32([[-1, 0, 0, 1]])

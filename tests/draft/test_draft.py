@@ -18,11 +18,11 @@ from ancestry_kit import load_engine
 from eagle_reference import DenseCache
 from scripted import Scripted
 from specpool import ConfigError, Engine, SamplingParams, Shape
-from specpool.assets import corpus, resolve
-from specpool.attention.lanes import Lanes
-from specpool.attention.seq_lens import SeqLens
-from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
-from specpool.models import EagleHead
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.attention.lanes import Lanes
+from specpool.engine.attention.seq_lens import SeqLens
+from specpool.engine.draft import DraftTree, EagleDrafter, ScriptedDrafter
+from specpool.engine.models import EagleHead
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 

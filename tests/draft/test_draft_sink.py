@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from specpool import ConfigError, Engine, EngineConfig, Group, Ledger, SamplingParams, Shape
-from specpool.assets import corpus
-from specpool.attention.lanes import Lanes, causal_view, chain_views, last_view, own_view
-from specpool.attention.seq_lens import SeqLens
-from specpool.memory.group_sizes import size_groups
-from specpool.transfer.layout import Layout
+from specpool.capacity.group_sizes import size_groups
+from specpool.engine.assets import corpus
+from specpool.engine.attention.lanes import Lanes, causal_view, chain_views, last_view, own_view
+from specpool.engine.attention.seq_lens import SeqLens
+from specpool.engine.transfer.layout import Layout
 
 PROMPTS = [p[:n] for p, n in zip(corpus.prompts(3), (100, 130, 9), strict=True)]
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 12)

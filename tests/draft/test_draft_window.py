@@ -7,10 +7,10 @@ import torch
 
 from flashinfer_kit import Pages, Rig
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
-from specpool.assets import corpus
-from specpool.attention import attend
-from specpool.attention.lanes import Lanes, last_view
-from specpool.memory.group_sizes import size_groups
+from specpool.capacity.group_sizes import size_groups
+from specpool.engine.assets import corpus
+from specpool.engine.attention import attend
+from specpool.engine.attention.lanes import Lanes, last_view
 
 PROMPTS = [p[:n] for p, n in zip(corpus.prompts(3), (100, 130, 9), strict=True)]
 PARAMS = SamplingParams(max_new_tokens=32, ignore_eos=True)

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from proposals import Logits, check, record
 from specpool import CheckpointError, ConfigError, Engine, EngineConfig, SamplingParams, Shape
-from specpool.assets import corpus, resolve
 from specpool.cli.plan.model import model_of_files
 from specpool.cli.plan.question import Question
-from specpool.draft import EagleDrafter, LMDrafter, NgramDrafter
-from specpool.models import TargetModel
-from specpool.models.files.draft_kind import is_language_model
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.draft import EagleDrafter, LMDrafter, NgramDrafter
+from specpool.engine.models import TargetModel
+from specpool.engine.models.files.draft_kind import is_language_model
 
 DRAFT = "specpool/tiny-draft"
 PROMPTS = [p[:n] for p, n in zip(corpus.prompts(3), (17, 30, 9), strict=True)]

@@ -20,9 +20,9 @@ from specpool import CheckpointError, ConfigError, Engine, SamplingParams, Shape
 from specpool.cli import main
 from specpool.cli.plan.model import model_of_files
 from specpool.cli.plan.question import Question
-from specpool.draft import MTPDrafter
-from specpool.models import TargetModel
-from specpool.models.mtp.layout import find_layout
+from specpool.engine.draft import MTPDrafter
+from specpool.engine.models import TargetModel
+from specpool.engine.models.mtp.layout import find_layout
 
 PAIRS = [
     ("DeepseekV3", "deepseek"),

@@ -13,13 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specpool import ConfigError, Engine, SamplingParams, Shape
-from specpool.assets import corpus, resolve
-from specpool.config import EngineConfig
-from specpool.draft import Choosy, EagleDrafter, NgramDrafter, named_drafter, ngram
-from specpool.draft.ngram import MAX_OCCURRENCES, _NgramIndex
-from specpool.draft.texts import KEPT_CALLS, TAIL_LEN
-from specpool.models import TargetModel
-from specpool.models.files.names import MAX_NGRAM
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import Choosy, EagleDrafter, NgramDrafter, named_drafter, ngram
+from specpool.engine.draft.ngram import MAX_OCCURRENCES, _NgramIndex
+from specpool.engine.draft.texts import KEPT_CALLS, TAIL_LEN
+from specpool.engine.models import TargetModel
+from specpool.engine.models.files.names import MAX_NGRAM
 
 CHAIN = Shape.eagle(3, 1, 4)
 SHAPES = [
@@ -171,7 +171,7 @@ def test_a_text_that_was_rewritten_unnoticed_gets_no_wrong_proposal(before, afte
     after = [*after, *before[len(after) :]]
     after[len(before) - 1] = before[-1]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specpool.draft.texts.TAIL_LEN", 1)
+        patch.setattr("specpool.engine.draft.texts.TAIL_LEN", 1)
         drafter, text, shape = NgramDrafter(), list(before), Shape.eagle(3, 2, 7)
         paths(drafter, shape, text)
         text[:] = after

@@ -18,10 +18,10 @@ from transformers import (
 )
 
 from specpool import Engine, SamplingParams, Shape
-from specpool.assets import corpus, resolve
-from specpool.models import TargetModel
-from specpool.models.eagle import plain
-from specpool.models.eagle.plain import PlainStack
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.models import TargetModel
+from specpool.engine.models.eagle import plain
+from specpool.engine.models.eagle.plain import PlainStack
 
 SIZES = {
     "vocab_size": 61,

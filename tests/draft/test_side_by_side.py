@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from specpool import Engine, SamplingParams
-from specpool.adaptive import AdaptiveConfig, BudgetController
-from specpool.assets import corpus
-from specpool.draft import EagleDrafter, LMDrafter, NgramDrafter
-from specpool.draft.side_by_side import drafts_side_by_side
+from specpool.engine.assets import corpus
+from specpool.engine.draft import EagleDrafter, LMDrafter, NgramDrafter
+from specpool.engine.draft.side_by_side import drafts_side_by_side
+from specpool.engine.shapes import AdaptiveConfig, BudgetController
 
 NAMES = ["none", "chain:1", "chain:3", "tree:3x4x16", "tree:2x2x5"]
 CONFIG = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": NAMES}})

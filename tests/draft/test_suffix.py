@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool._core import SuffixIndex
-from specpool.assets import corpus
-from specpool.draft import Choosy, SuffixDrafter, named_drafter
-from specpool.draft.texts import KEPT_CALLS
+from specpool.engine.assets import corpus
+from specpool.engine.draft import Choosy, SuffixDrafter, named_drafter
+from specpool.engine.draft.texts import KEPT_CALLS
 
 CHAIN, TREE = Shape.eagle(4, 1, 5), Shape.eagle(4, 4, 12)
 SHAPES = [CHAIN, TREE, Shape.eagle(1, 1, 2), Shape.eagle(2, 8, 17)]

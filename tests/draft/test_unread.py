@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 import mtp_checkpoints
 from specpool import ConfigError
-from specpool.assets import resolve
-from specpool.draft import BlockDrafter, EagleDrafter, LMDrafter, MTPDrafter
-from specpool.models import TargetModel
-from specpool.models.block.config import BlockConfig
-from specpool.models.eagle.config import EagleConfig
-from specpool.models.files.checkpoint import read_config
+from specpool.engine.assets import resolve
+from specpool.engine.draft import BlockDrafter, EagleDrafter, LMDrafter, MTPDrafter
+from specpool.engine.models import TargetModel
+from specpool.engine.models.block.config import BlockConfig
+from specpool.engine.models.eagle.config import EagleConfig
+from specpool.engine.models.files.checkpoint import read_config
 
 KINDS: dict[str, tuple[str, Callable[[Path, TargetModel], object]]] = {
     "eagle": ("specpool/tiny-eagle", EagleDrafter.from_pretrained),

@@ -15,7 +15,7 @@ from transformers import (
 from paths import ROOT
 from specpool import ConfigError, Engine
 from specpool import transformers as door
-from specpool.draft import NgramDrafter
+from specpool.engine.draft import NgramDrafter
 
 EOS, PAD = 7, 0
 LATE = RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=2)

@@ -16,13 +16,13 @@ import torch
 from conftest import assert_no_page_leaked
 from lab.sim import Arrival, Settings
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
-from specpool.assets import corpus, resolve
-from specpool.draft import DraftTree, EagleDrafter, ScriptedDrafter
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.draft import DraftTree, EagleDrafter, ScriptedDrafter
+from specpool.engine.models import TargetModel
 from specpool.engine.output import Chunk, RequestOutput
-from specpool.models import TargetModel
-from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.scheduler import Scheduler
-from specpool.scheduler.step import StepResult
+from specpool.engine.scheduler.config import SchedulerConfig
+from specpool.engine.scheduler.scheduler import Scheduler
+from specpool.engine.scheduler.step import StepResult
 
 PROMPTS = corpus.prompts(4, 30)
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)

@@ -16,8 +16,8 @@ from specpool import (
     PageStateError,
     SamplingParams,
 )
-from specpool.assets import resolve
-from specpool.models import TargetModel
+from specpool.engine.assets import resolve
+from specpool.engine.models import TargetModel
 
 PARAMS = SamplingParams(max_new_tokens=40, ignore_eos=True)
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import specpool.engine.comparison as comparison
-import specpool.worker.draft_round as draft_round
+import specpool.engine.worker.draft_round as draft_round
 from specpool import ConfigError, Engine, RequestOutput, SamplingParams, Shape, kernels
-from specpool.assets import corpus
+from specpool.engine.assets import corpus
 from specpool.engine.comparison import drawn_gap
-from specpool.worker.row_state import RowState
+from specpool.engine.worker.row_state import RowState
 
 DTYPES = ("bfloat16", "float16", "float32")
 GREEDY = SamplingParams(max_new_tokens=64, ignore_eos=True)

@@ -9,8 +9,8 @@ import pickle
 import pytest
 
 from specpool import Engine, EngineConfig, SamplingParams, Shape
-from specpool.adaptive import config_of
 from specpool.engine.output import Chunk
+from specpool.engine.shapes import config_of
 
 WAYS = {
     "pickle": lambda value: pickle.loads(pickle.dumps(value)),

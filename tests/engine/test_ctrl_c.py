@@ -14,10 +14,10 @@ from conftest import assert_no_page_leaked
 from interrupter import FILES, FOLDER, Interrupter
 from scheduler_loop import put_ledger
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams
-from specpool.draft import NgramDrafter
+from specpool.engine.draft import NgramDrafter
 from specpool.engine.output import Chunk
-from specpool.scheduler.reclaim import Reclaim
-from specpool.worker.results import PendingStep
+from specpool.engine.scheduler.reclaim import Reclaim
+from specpool.engine.worker.results import PendingStep
 
 PARAMS = SamplingParams(max_new_tokens=5, ignore_eos=True)
 TEXT = [72, 101, 108, 108, 111, 32] * 2

@@ -19,8 +19,8 @@ from conftest import assert_no_page_leaked
 from lossless import Comparison, Reference
 from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool import kernels as device
-from specpool.assets import corpus, resolve
-from specpool.draft import ScriptedDrafter
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.draft import ScriptedDrafter
 from specpool.engine.output import Chunk
 
 PAIR = {"target": "specpool/tiny", "draft": "specpool/tiny-eagle3", "max_context_len": 512}
@@ -252,8 +252,8 @@ def test_stream_gives_what_generate_gives(engine):
 
 def test_stream_never_splits_a_character():
     """A character whose bytes arrive one by one comes out whole."""
-    from specpool.text.stream import TextStream
-    from specpool.text.tokenizer import load_tokenizer
+    from specpool.engine.text.stream import TextStream
+    from specpool.engine.text.tokenizer import load_tokenizer
 
     stream = TextStream(load_tokenizer(resolve("specpool/tiny")))
     pieces = [stream.push([byte]) for byte in "aé☃🎈b".encode()]

@@ -24,10 +24,10 @@ from conftest import assert_no_page_leaked
 from interrupter import FOLDER, Interrupter
 from scheduler_loop import put_ledger
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
-from specpool.assets import corpus, resolve
-from specpool.draft import BlockDrafter, DraftTree, EagleDrafter, ScriptedDrafter
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.draft import BlockDrafter, DraftTree, EagleDrafter, ScriptedDrafter
+from specpool.engine.models import EagleHead, TargetModel
 from specpool.engine.output import Chunk, RequestOutput
-from specpool.models import EagleHead, TargetModel
 
 PROMPTS = corpus.prompts(3, 30)
 PARAMS = SamplingParams(max_new_tokens=30)

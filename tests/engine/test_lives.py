@@ -20,11 +20,11 @@ from interrupter import Interrupter
 from lossless import Comparison, Reference
 from scheduler_loop import put_ledger
 from specpool import ConfigError, Engine, SamplingParams, Shape
-from specpool.config import EngineConfig
-from specpool.draft import EagleDrafter, NgramDrafter
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import EagleDrafter, NgramDrafter
+from specpool.engine.models import TargetModel
 from specpool.engine.output import Chunk
 from specpool.errors import OutOfMemory, SpecpoolError
-from specpool.models import TargetModel
 from window_kit import open_targets, reference_of
 
 LIVES = int(os.environ.get("SPECPOOL_LIVES", "0"))

@@ -14,10 +14,10 @@ from conftest import DEVICE
 from families import FAMILIES, make_config, make_model
 from lossless import Comparison, Reference
 from specpool import Engine, SamplingParams, Shape
-from specpool.assets import corpus, resolve
-from specpool.draft import BlockDrafter, EagleDrafter, ScriptedDrafter
-from specpool.models import EagleHead, TargetModel
-from specpool.models.block.head import BlockHead
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.draft import BlockDrafter, EagleDrafter, ScriptedDrafter
+from specpool.engine.models import EagleHead, TargetModel
+from specpool.engine.models.block.head import BlockHead
 
 NUM_TOKENS = 208
 # On, before and after the edge of a page, for each page size of the grid.
@@ -74,7 +74,7 @@ def run_case(
     **options: object,
 ) -> float:
     """Generate and compare; returns the mean accept length."""
-    from specpool.config import EngineConfig
+    from specpool.engine.config import EngineConfig
 
     config = EngineConfig(
         shape=Shape.eagle(*SHAPES[topk]),

@@ -13,8 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 import cuda_host
 from graph_kit import CHAIN, PARAMS, PROMPTS, graphs_run, make
 from specpool import ConfigError, Engine, SamplingParams
-from specpool.assets import corpus
+from specpool.engine.assets import corpus
+from specpool.engine.scheduler.counts import LatencyStats
+from specpool.engine.scheduler.prefix_cache import PrefixStats
 from specpool.engine.stats import EngineStats, GroupStats
+from specpool.engine.worker.graphs.graphs import GraphStats
 from specpool.metrics import (
     COUNTERS,
     GAUGES,
@@ -26,9 +29,6 @@ from specpool.metrics import (
     PREFIX_GAUGES,
     register,
 )
-from specpool.scheduler.counts import LatencyStats
-from specpool.scheduler.prefix_cache import PrefixStats
-from specpool.worker.graphs.graphs import GraphStats
 
 
 def numbers_of(kind: type) -> set[str]:

@@ -16,23 +16,23 @@ import pytest
 
 from conftest import assert_no_page_leaked
 from specpool import ConfigError, Engine, EngineConfig, Grammar, SamplingParams, Shape
-from specpool.adaptive import BudgetController
-from specpool.assets import corpus, resolve
-from specpool.draft import DraftTree, EagleDrafter, NgramDrafter, ScriptedDrafter
-from specpool.draft.ngram import _NgramIndex
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.draft import DraftTree, EagleDrafter, NgramDrafter, ScriptedDrafter
+from specpool.engine.draft.ngram import _NgramIndex
+from specpool.engine.memory.host.copies import HostMemory
+from specpool.engine.memory.host.texts import HostTexts
+from specpool.engine.memory.host.tier import HostTier
+from specpool.engine.models import TargetModel
 from specpool.engine.output import Chunk, RequestOutput
-from specpool.memory.host.copies import HostMemory
-from specpool.memory.host.texts import HostTexts
-from specpool.memory.host.tier import HostTier
-from specpool.models import TargetModel
-from specpool.scheduler.conversations import Conversations
-from specpool.scheduler.prefix_cache import PrefixCache
-from specpool.scheduler.queues import Running
-from specpool.scheduler.request import Request, TokenLogprob
-from specpool.text.stop_search import StopSearch
-from specpool.text.structured.compiler import Compiler
-from specpool.text.structured.matcher import Matcher
-from specpool.text.tokenizer import load_tokenizer
+from specpool.engine.scheduler.conversations import Conversations
+from specpool.engine.scheduler.prefix_cache import PrefixCache
+from specpool.engine.scheduler.queues import Running
+from specpool.engine.scheduler.request import Request, TokenLogprob
+from specpool.engine.shapes import BudgetController
+from specpool.engine.text.stop_search import StopSearch
+from specpool.engine.text.structured.compiler import Compiler
+from specpool.engine.text.structured.matcher import Matcher
+from specpool.engine.text.tokenizer import load_tokenizer
 
 TILDE = ord("~")
 PROMPTS = [text[:40] for text in corpus.prompts(3, 60)]

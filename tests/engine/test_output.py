@@ -8,9 +8,9 @@ import random
 import pytest
 
 from specpool import Chunk, Engine, RequestOutput, SamplingParams, Shape
-from specpool.assets import corpus
+from specpool.engine.assets import corpus
 from specpool.engine.output import Report
-from specpool.scheduler.request import Request
+from specpool.engine.scheduler.request import Request
 
 
 class CountedList(list):

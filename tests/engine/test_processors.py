@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 from conftest import DEVICE
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
-from specpool.assets import corpus, resolve
-from specpool.draft import EagleDrafter, NgramDrafter
-from specpool.models import EagleHead, TargetModel
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.draft import EagleDrafter, NgramDrafter
+from specpool.engine.models import EagleHead, TargetModel
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 # drafter, shape, options

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from specpool import ConfigError, Engine, SamplingParams
-from specpool.assets import corpus
 from specpool.engine import progress
+from specpool.engine.assets import corpus
 
 PROMPTS = corpus.prompts(3, 30)
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)

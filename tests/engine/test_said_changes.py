@@ -10,7 +10,7 @@ import pytest
 
 import recurrent_families
 from specpool import Engine
-from specpool.assets import resolve
+from specpool.engine.assets import resolve
 
 
 def said(caplog: pytest.LogCaptureFixture, text: str) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specpool import Engine, SamplingParams, Shape
-from specpool.assets import corpus
+from specpool.engine.assets import corpus
 
 PROMPTS = corpus.prompts(5, 40)
 PARAMS = SamplingParams(max_new_tokens=30, ignore_eos=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specpool import Engine
-from specpool.draft import EagleDrafter
+from specpool.engine.draft import EagleDrafter
 
 
 def load_engine(*, ancestry: str = "exact", **options: Any) -> Engine:

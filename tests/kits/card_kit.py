@@ -15,7 +15,7 @@ import torch
 
 import cuda_host
 from graph_kit import HostCapture, HostGraph, graphs_run
-from specpool.worker.graphs.capture import CudaCapture
+from specpool.engine.worker.graphs.capture import CudaCapture
 
 
 class Card:

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import mtp_checkpoints
 from specpool import Engine, EngineConfig, RequestOutput, SamplingParams, Shape
-from specpool.assets import corpus, resolve
-from specpool.draft import (
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.draft import (
     BlockDrafter,
     Drafter,
     EagleDrafter,
@@ -23,8 +23,8 @@ from specpool.draft import (
     MTPDrafter,
     named_drafter,
 )
-from specpool.models import EagleHead, TargetModel
-from specpool.models.mtp.layer import MtpLayer
+from specpool.engine.models import EagleHead, TargetModel
+from specpool.engine.models.mtp.layer import MtpLayer
 
 CONTEXT = 128
 SHAPES = [(3, 1, 4), (4, 4, 12), (2, 2, 4), (6, 1, 7)]

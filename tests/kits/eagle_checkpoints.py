@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from specpool.models.eagle.head import EagleHead
+from specpool.engine.models.eagle.head import EagleHead
 
 H, HEADS, KV_HEADS, HEAD_DIM, INNER = 16, 4, 2, 6, 24  # head_dim is not h / heads on purpose
 VOCAB, DRAFT_VOCAB, TARGET_LAYERS = 40, 24, 8

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from eagle_checkpoints import HEAD_DIM, HEADS, KV_HEADS, VOCAB, State, Target
-from specpool.models.eagle.head import EagleHead
+from specpool.engine.models.eagle.head import EagleHead
 
 
 class DenseCache:

@@ -25,14 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture_double import FakeCuda
 from kernel_kit import backend
-from specpool.draft import NgramDrafter, SuffixDrafter
-from specpool.draft.base import DraftTree
+from specpool.capacity.layer_kv import LayerKV
+from specpool.engine.draft import NgramDrafter, SuffixDrafter
+from specpool.engine.draft.base import DraftTree
+from specpool.engine.models import TargetModel
+from specpool.engine.models import target as target_module
+from specpool.engine.models.eagle import head
+from specpool.engine.models.files.checkpoint import Weights
 from specpool.kernels import launch
-from specpool.memory.layer_kv import LayerKV
-from specpool.models import TargetModel
-from specpool.models import target as target_module
-from specpool.models.eagle import head
-from specpool.models.files.checkpoint import Weights
 
 DEVICE = torch.device("cuda", 0)
 MEMORY = (60 << 30, 80 << 30)  # bytes that are free, and all

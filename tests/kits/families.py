@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from specpool.attention import AttentionBatch, AttentionView
+from specpool.engine.attention import AttentionBatch, AttentionView
 
 VOCAB = 259
 _BASE: dict[str, Any] = {

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from specpool import kernels
-from specpool.attention import AttentionView, torch_backend
-from specpool.attention.flashinfer import backend as flashinfer_backend
-from specpool.attention.flashinfer.backend import FlashInfer
-from specpool.attention.lanes import Lanes, own_view
-from specpool.attention.seq_lens import SeqLens
-from specpool.memory.kv_cache import KVCache
+from specpool.engine.attention import AttentionView, torch_backend
+from specpool.engine.attention.flashinfer import backend as flashinfer_backend
+from specpool.engine.attention.flashinfer.backend import FlashInfer
+from specpool.engine.attention.lanes import Lanes, own_view
+from specpool.engine.attention.seq_lens import SeqLens
+from specpool.engine.memory.kv_cache import KVCache
 
 ROW_WIDTH = 160
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _len_torch_dispatch_stack
 
-from specpool.attention import AttentionView, fused, torch_backend
+from specpool.engine.attention import AttentionView, fused, torch_backend
 
 
 def varlen(

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ancestry_kit import load_engine
 from kernel_kit import backend
 from specpool import Engine, SamplingParams, Shape
-from specpool.assets import corpus
+from specpool.engine.assets import corpus
+from specpool.engine.worker.graphs.capture import Recording, Work, host_capture
 from specpool.kernels import launch
-from specpool.worker.graphs.capture import Recording, Work, host_capture
 
 NONE, ONE, SEVEN = Shape.none(), Shape.eagle(1, 1, 2), Shape.eagle(7, 1, 8)
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 16)

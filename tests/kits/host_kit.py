@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from specpool import Group, Ledger, NotReady, OutOfPages, Shape
-from specpool.memory.host.copies import HostMemory
-from specpool.memory.host.handle import Handle
-from specpool.memory.host.reload import reload
-from specpool.memory.host.tier import HostTier
-from specpool.memory.kv_cache import KVCache, LayerKV
+from specpool.engine.memory.host.copies import HostMemory
+from specpool.engine.memory.host.handle import Handle
+from specpool.engine.memory.host.reload import reload
+from specpool.engine.memory.host.tier import HostTier
+from specpool.engine.memory.kv_cache import KVCache, LayerKV
 
 TREE = Shape.eagle(2, 3, 6)
 

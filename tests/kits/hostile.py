@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from specpool.assets import resolve
+from specpool.engine.assets import resolve
 
 DEEP = "[" * 20000 + "]" * 20000
 MODULE = """

@@ -13,8 +13,8 @@ import random
 from collections import defaultdict
 from types import SimpleNamespace
 
+from specpool.engine.sampling_params import SamplingParams
 from specpool.errors import ConfigError, SpecpoolError
-from specpool.sampling_params import SamplingParams
 from specpool.serve.answers import whole
 from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.client import EngineFault

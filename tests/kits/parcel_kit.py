@@ -6,8 +6,8 @@ import numpy as np
 
 from specpool import Group, Ledger, Shape
 from specpool._core import checksum
-from specpool.transfer.image import Image, Run, Told, Wait, Writer
-from specpool.transfer.layout import Layout
+from specpool.engine.transfer.image import Image, Run, Told, Wait, Writer
+from specpool.engine.transfer.layout import Layout
 
 GROUPS = [
     Group("draft", page_size=4, num_pages=40, hosts_drafts=True),

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from lab.sim import Arrival, Settings, SimDevice, Text
 from specpool import Ledger, OutOfPages, Plan, Shape
-from specpool.adaptive import Controller
-from specpool.config import EngineConfig
-from specpool.memory.capacity import Capacity, Fit
-from specpool.memory.group_sizes import GroupSizes, size_groups
-from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.scheduler import Scheduler
+from specpool.capacity.capacity import Capacity, Fit
+from specpool.capacity.group_sizes import GroupSizes, size_groups
+from specpool.engine.config import EngineConfig
+from specpool.engine.scheduler.config import SchedulerConfig
+from specpool.engine.scheduler.scheduler import Scheduler
+from specpool.engine.shapes import Controller
 
 MAX_BATCHES = (1, 2, 5, 12, 30)
 

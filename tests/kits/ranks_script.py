@@ -27,11 +27,11 @@ import torch
 
 import mtp_checkpoints
 from specpool import ConfigError, Grammar, SamplingParams, Shape
-from specpool.adaptive import BudgetController, CostController
-from specpool.assets import resolve
+from specpool.engine.assets import resolve
 from specpool.engine.engine import Engine
-from specpool.ranks.following import Follower
-from specpool.ranks.group import Ranks
+from specpool.engine.ranks.following import Follower
+from specpool.engine.ranks.group import Ranks
+from specpool.engine.shapes import BudgetController, CostController
 
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(3, 2, 6)
 SMALL: dict[str, Any] = {"page_size": 4, "max_context_len": 192, "max_batch": 4}

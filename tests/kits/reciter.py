@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerBase
 
-from specpool.assets import resolve
+from specpool.engine.assets import resolve
 
 CHATML = (
     "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -11,10 +11,10 @@ import numpy as np
 from lab.sim import Arrival, Settings, SimDevice, Text
 from sim_plants import Lying
 from specpool import Shape
-from specpool.adaptive import Controller
-from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.scheduler import Scheduler
-from specpool.scheduler.step import Step
+from specpool.engine.scheduler.config import SchedulerConfig
+from specpool.engine.scheduler.scheduler import Scheduler
+from specpool.engine.scheduler.step import Step
+from specpool.engine.shapes import Controller
 
 
 def put_ledger(scheduler: Scheduler, ledger: Any) -> None:

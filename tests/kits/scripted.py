@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from specpool import Engine, Shape
-from specpool.adaptive import AdaptiveConfig
-from specpool.shape_names import name_of
+from specpool.engine.shape_names import name_of
+from specpool.engine.shapes import AdaptiveConfig
 
 
 class Scripted:

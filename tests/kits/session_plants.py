@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from lab.sim.device import SimHost
-from specpool.scheduler.conversations import Conversations
-from specpool.scheduler.reclaim import Reclaim
-from specpool.scheduler.request import Request
-from specpool.scheduler.rows import HostHandles
-from specpool.scheduler.scheduler import Scheduler
+from specpool.engine.scheduler.conversations import Conversations
+from specpool.engine.scheduler.reclaim import Reclaim
+from specpool.engine.scheduler.request import Request
+from specpool.engine.scheduler.rows import HostHandles
+from specpool.engine.scheduler.scheduler import Scheduler
 
 
 def keep_the_overshoot(patch):

@@ -9,16 +9,16 @@ import heapq
 import numpy as np
 
 from lab.sim import Settings, SimDevice
+from specpool.engine.memory.host.texts import HostTexts
+from specpool.engine.memory.host.tier import HostTier
+from specpool.engine.scheduler.pins import Pins
+from specpool.engine.scheduler.prefix_cache import PrefixCache
+from specpool.engine.scheduler.queues import Running, Waiting
+from specpool.engine.scheduler.reclaim import Reclaim
+from specpool.engine.scheduler.request import Request
+from specpool.engine.scheduler.round_shapes import RoundShapes
+from specpool.engine.scheduler.scheduler import Scheduler
 from specpool.errors import OutOfPages, SpecpoolError
-from specpool.memory.host.texts import HostTexts
-from specpool.memory.host.tier import HostTier
-from specpool.scheduler.pins import Pins
-from specpool.scheduler.prefix_cache import PrefixCache
-from specpool.scheduler.queues import Running, Waiting
-from specpool.scheduler.reclaim import Reclaim
-from specpool.scheduler.request import Request
-from specpool.scheduler.round_shapes import RoundShapes
-from specpool.scheduler.scheduler import Scheduler
 
 
 class Lying:

@@ -31,10 +31,10 @@ import families
 import recurrent_families
 from lossless import Comparison, Reference
 from specpool import Engine, SamplingParams, Shape
-from specpool.draft import ScriptedDrafter
+from specpool.engine.draft import ScriptedDrafter
+from specpool.engine.models import TargetModel
+from specpool.engine.models.gate import RECURRENT, text_config
 from specpool.errors import ConfigError
-from specpool.models import TargetModel
-from specpool.models.gate import RECURRENT, text_config
 
 NUM_TOKENS = 20
 PROMPT_LENS = (33, 20, 5)

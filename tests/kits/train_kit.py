@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from families import make_config, make_model
-from specpool.assets import resolve
-from specpool.assets.corpus import corpus
+from specpool.engine.assets import resolve
+from specpool.engine.assets.corpus import corpus
 from specpool.train.config import TrainConfig
 from specpool.train.texts import read_rows
 from specpool.train.training import TrainReport, train

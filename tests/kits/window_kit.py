@@ -12,9 +12,9 @@ import pytest
 from families import make_config, make_model
 from lossless import Comparison, Reference
 from specpool import ConfigError, Engine, Shape
-from specpool.config import EngineConfig
-from specpool.memory.group_sizes import GroupSizes, size_groups
-from specpool.models import TargetModel
+from specpool.capacity.group_sizes import GroupSizes, size_groups
+from specpool.engine.config import EngineConfig
+from specpool.engine.models import TargetModel
 
 FAMILIES = ("mistral", "gemma2", "gemma3", "gpt_oss")
 ONLY_WINDOWS = {"mistral"}  # the others have full layers too

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from specpool import Engine, SamplingParams, Shape
-from specpool.assets import corpus
-from specpool.config import EngineConfig
-from specpool.draft import EagleDrafter, NgramDrafter
-from specpool.models import EagleHead, TargetModel
+from specpool.engine.assets import corpus
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import EagleDrafter, NgramDrafter
+from specpool.engine.models import EagleHead, TargetModel
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 

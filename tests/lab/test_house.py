@@ -11,8 +11,8 @@ from lab.house import duplicate_classes, parsed
 
 FILES = {
     "python/specpool/__init__.py": "class Row:\n    found = 1\n",
-    "python/specpool/scheduler/__init__.py": "",
-    "python/specpool/scheduler/rows.py": (
+    "python/specpool/engine/scheduler/__init__.py": "",
+    "python/specpool/engine/scheduler/rows.py": (
         "class Rows:\n    class Row:\n        pass\n\n\n"
         "def count(found, own=2):\n    for each in found:\n        own += each\n"
     ),

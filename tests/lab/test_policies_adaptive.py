@@ -11,10 +11,10 @@ from cli_kit import call
 from lab.policies import adaptive_model as model
 from lab.policies.adaptive import OURS, THEIRS
 from specpool import Shape
-from specpool.adaptive import AdaptiveConfig, controller_of
 from specpool.cli.results import Result, interleaved
 from specpool.engine.engine import Engine
-from specpool.shape_names import chain
+from specpool.engine.shape_names import chain
+from specpool.engine.shapes import AdaptiveConfig, controller_of
 
 SMALL = ("lab", "adaptive", "--batch", "1", "--batch", "4", "--tokens", "8", "--repeats", "1")
 PLAIN = Shape.none()

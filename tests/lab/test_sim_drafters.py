@@ -9,8 +9,8 @@ import pytest
 from cli_kit import call
 from lab.sim import Simulation, broken_law, scenario
 from sim_plants import draft_from_old_tokens
-from specpool.scheduler.queues import Running
-from specpool.scheduler.round_shapes import RoundShapes
+from specpool.engine.scheduler.queues import Running
+from specpool.engine.scheduler.round_shapes import RoundShapes
 
 
 def number(name: str, table: str) -> int:

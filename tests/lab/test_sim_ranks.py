@@ -14,8 +14,8 @@ import pytest
 from cli_kit import call
 from lab.sim.device import BrokenLaw
 from lab.sim.ranks import FAULTS, RanksSimulation, RanksTally, SimRank
+from specpool.engine.ranks.journal import RankJournal
 from specpool.errors import CorruptState, RankError
-from specpool.ranks.journal import RankJournal
 
 SEEDS = 12
 

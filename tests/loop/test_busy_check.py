@@ -16,12 +16,12 @@ import pytest
 
 import conftest
 from specpool import ConfigError, CorruptState, Engine, SamplingParams, Shape
-from specpool.assets import corpus, resolve
-from specpool.config import EngineConfig
-from specpool.draft import EagleDrafter
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import EagleDrafter
+from specpool.engine.loop.busy_check import MAX_FINDINGS
+from specpool.engine.models import EagleHead, TargetModel
 from specpool.engine.output import Chunk
-from specpool.loop.busy_check import MAX_FINDINGS
-from specpool.models import EagleHead, TargetModel
 from workload import HEADS, Workload, run_mixed
 
 PROMPTS = corpus.prompts(5, 40)

@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 
 from specpool import ConfigError  # noqa: E402
 from specpool._core import Group, Ledger, Shape  # noqa: E402
-from specpool.memory import pools as memory  # noqa: E402
-from specpool.memory.kv_cache import KVCache, LayerKV  # noqa: E402
+from specpool.engine.memory import pools as memory  # noqa: E402
+from specpool.engine.memory.kv_cache import KVCache, LayerKV  # noqa: E402
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

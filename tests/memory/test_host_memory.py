@@ -8,17 +8,17 @@ import torch
 
 from host_kit import World, groups
 from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
-from specpool.assets import corpus
-from specpool.memory.host.copies import HostMemory
-from specpool.memory.host.copy_cost import CopyCost
-from specpool.memory.host.tier import HostTier
+from specpool.engine.assets import corpus
+from specpool.engine.memory.host.copies import HostMemory
+from specpool.engine.memory.host.copy_cost import CopyCost
+from specpool.engine.memory.host.tier import HostTier
 
 # --- kernels -------------------------------------------------------------------------------------
 
 
 def test_the_kernels_carry_it(kit, monkeypatch):
     """The way of a CUDA device: through space that holds a few pages, any width, any page size."""
-    monkeypatch.setattr("specpool.memory.host.copies._STAGED_BYTES", 200)
+    monkeypatch.setattr("specpool.engine.memory.host.copies._STAGED_BYTES", 200)
     world = World(groups(4, 1, windows=[(2, 5)]), max_chunk=16, context=24, device=kit.device)
     handles = [world.offload(world.admit(n)) for n in (18, 7)]
     world.tier.drop(handles.pop(0))  # a hole in the host pages

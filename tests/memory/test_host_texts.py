@@ -11,8 +11,8 @@ import torch
 
 from host_kit import World, groups
 from specpool import ShapeError
-from specpool.memory.host.handle import Handle
-from specpool.memory.host.tier import HostTier
+from specpool.engine.memory.host.handle import Handle
+from specpool.engine.memory.host.tier import HostTier
 
 SALTS = [b"", b"tenant"]
 

@@ -24,9 +24,9 @@ from specpool import (
     ShapeError,
     SpecpoolError,
 )
-from specpool.memory.host import copies as host_memory
-from specpool.memory.host.reload import reload
-from specpool.memory.host.tier import HostTier
+from specpool.engine.memory.host import copies as host_memory
+from specpool.engine.memory.host.reload import reload
+from specpool.engine.memory.host.tier import HostTier
 
 SETTINGS = settings(
     max_examples=200,

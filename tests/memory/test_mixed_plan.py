@@ -10,9 +10,9 @@ import pytest
 
 from plan_kit import Case, Server
 from specpool._core import Shape, choose_shapes
-from specpool.adaptive import AdaptiveConfig, BudgetController, RangeConfig
 from specpool.cli import main
-from specpool.shape_names import width_order
+from specpool.engine.shape_names import width_order
+from specpool.engine.shapes import AdaptiveConfig, BudgetController, RangeConfig
 
 NUMBERS = "--layers 32 --kv-heads 8 --head-dim 128 --memory 24GiB --weights 16GB"
 REQUESTS = "--max-context-len 960 --page-size 64 --depth 1"

@@ -15,17 +15,17 @@ import transformers
 from families import FAMILIES, make_config, make_model
 from plan_kit import MAX_BATCHES, SHAPES, Case, Server
 from specpool import ConfigError, Engine, Shape
-from specpool.assets import resolve
+from specpool.capacity.group_sizes import GroupSizes, size_groups
+from specpool.capacity.page_needs import row_pages, step_pages
 from specpool.cli import main
-from specpool.config import EngineConfig
-from specpool.memory.group_sizes import GroupSizes, size_groups
-from specpool.memory.page_needs import row_pages, step_pages
-from specpool.models import TargetModel
-from specpool.models.files.names import fetch_config
-from specpool.models.files.plain_config import FAMILIES as PLAIN
-from specpool.models.files.plain_config import PlainConfig
-from specpool.models.gate import context_limit
-from specpool.models.outline import stated_layers
+from specpool.engine.assets import resolve
+from specpool.engine.config import EngineConfig
+from specpool.engine.models import TargetModel
+from specpool.engine.models.files.names import fetch_config
+from specpool.engine.models.files.plain_config import FAMILIES as PLAIN
+from specpool.engine.models.files.plain_config import PlainConfig
+from specpool.engine.models.gate import context_limit
+from specpool.engine.models.outline import stated_layers
 from specpool.num_bytes import parse_bytes, show_bytes
 
 CASES = range(1000)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from specpool import ConfigError, Engine, Group, Ledger, SamplingParams, Shape
+from specpool.capacity.layer_kv import LayerKV, bytes_by_window
 from specpool.cli import main
-from specpool.config import EngineConfig
-from specpool.draft import ScriptedDrafter
-from specpool.memory.layer_kv import LayerKV, bytes_by_window
-from specpool.models import TargetModel
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import ScriptedDrafter
+from specpool.engine.models import TargetModel
 from window_kit import (
     FAMILIES,
     ONLY_WINDOWS,

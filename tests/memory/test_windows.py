@@ -21,10 +21,10 @@ from device_kit import READS, forbidden, kernels_run, watched
 from families import make_model
 from lossless import Comparison, Reference
 from specpool import Engine, SamplingParams, Shape
-from specpool.config import EngineConfig
-from specpool.draft import EagleDrafter, NgramDrafter, ScriptedDrafter
-from specpool.memory.kv_cache import KVCache
-from specpool.models import TargetModel
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import EagleDrafter, NgramDrafter, ScriptedDrafter
+from specpool.engine.memory.kv_cache import KVCache
+from specpool.engine.models import TargetModel
 from window_kit import (
     FAMILIES,
     ONLY_WINDOWS,

@@ -23,17 +23,17 @@ from eagle_checkpoints import (
     layer_state,
     write,
 )
-from specpool.errors import CheckpointError, ConfigError
-from specpool.models.eagle.config import EagleConfig
-from specpool.models.files.checkpoint import (
+from specpool.engine.models.eagle.config import EagleConfig
+from specpool.engine.models.files.checkpoint import (
     Weights,
     find_folder,
     read_config,
     weight_bytes,
     weight_files,
 )
-from specpool.models.files.draft_kind import is_language_model
-from specpool.models.outline import head_outline
+from specpool.engine.models.files.draft_kind import is_language_model
+from specpool.engine.models.outline import head_outline
+from specpool.errors import CheckpointError, ConfigError
 
 FORMS = ["safetensors", "bin", "sharded safetensors", "sharded bin"]
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from specpool import ConfigError, Engine, SamplingParams
-from specpool.assets import resolve
-from specpool.text.tokenizer import cleans_spaces, load_tokenizer
+from specpool.engine.assets import resolve
+from specpool.engine.text.tokenizer import cleans_spaces, load_tokenizer
 
 PROMPT = "seq: 1, 2, 3, "
 #: A value of each key of transformers' base class that is not its default, and some of decoders.

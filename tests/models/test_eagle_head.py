@@ -26,10 +26,10 @@ from eagle_checkpoints import (
     write,
 )
 from eagle_reference import DenseCache, Reference, run_head, run_reference, to_double
-from specpool.assets.corpus import prompts
+from specpool.engine.assets.corpus import prompts
+from specpool.engine.models.eagle.head import EagleHead
+from specpool.engine.models.eagle.likeliest import likeliest
 from specpool.errors import CheckpointError, ShapeError
-from specpool.models.eagle.head import EagleHead
-from specpool.models.eagle.likeliest import likeliest
 
 torch.set_num_threads(1)
 

@@ -11,9 +11,9 @@ import torch
 from families import VOCAB, make_config, make_model
 from lossless import Comparison, Reference
 from specpool import Engine, SamplingParams, Shape
-from specpool.attention import lanes
-from specpool.draft import NgramDrafter, ScriptedDrafter
-from specpool.models import target as target_module
+from specpool.engine.attention import lanes
+from specpool.engine.draft import NgramDrafter, ScriptedDrafter
+from specpool.engine.models import target as target_module
 
 # Latents as expanded heads; two attentions a layer; chunks; torch's own attention function.
 FAMILIES = ("deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash", "llama4", "falcon")

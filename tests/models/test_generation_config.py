@@ -16,10 +16,10 @@ from transformers import GenerationConfig
 
 from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool import transformers as door
-from specpool.draft.scripted import ScriptedDrafter
-from specpool.models import generation_defaults
-from specpool.models.generation_defaults import NOT_TAKEN, TAKEN, GenerationDefaults
-from specpool.sampling_params import NEUTRAL
+from specpool.engine.draft.scripted import ScriptedDrafter
+from specpool.engine.models import generation_defaults
+from specpool.engine.models.generation_defaults import NOT_TAKEN, TAKEN, GenerationDefaults
+from specpool.engine.sampling_params import NEUTRAL
 
 VOCAB, EOS, NUM_NEW = 96, 95, 40
 PROMPTS = [[*range(40, 50), *range(40, 50), *range(40, 47)], [7], [*range(60, 72)]]

@@ -17,9 +17,9 @@ import pytest
 
 from hostile import Hostile, Opened
 from specpool import Engine, SamplingParams, SpecpoolError
-from specpool.config import EngineConfig
-from specpool.draft import EagleDrafter
-from specpool.models import TargetModel
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import EagleDrafter
+from specpool.engine.models import TargetModel
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="inotify is Linux's")
 
@@ -39,7 +39,7 @@ def _guards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("a question on standard input")
 
     monkeypatch.setattr("builtins.input", asked)
-    monkeypatch.setattr("specpool.text.chat_template.MOST_SECONDS", 5.0)
+    monkeypatch.setattr("specpool.engine.text.chat_template.MOST_SECONDS", 5.0)
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), before[1]))

@@ -17,10 +17,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 from huggingface_hub.utils import filter_repo_objects  # noqa: E402
 
 from specpool import ConfigError, Engine, SamplingParams  # noqa: E402
-from specpool.assets import resolve  # noqa: E402
+from specpool.engine.assets import resolve  # noqa: E402
+from specpool.engine.models import TargetModel  # noqa: E402
+from specpool.engine.models.target_folder import find_target  # noqa: E402
 from specpool.errors import CheckpointError  # noqa: E402
-from specpool.models import TargetModel  # noqa: E402
-from specpool.models.target_folder import find_target  # noqa: E402
 
 NAME = "somebody/model"
 

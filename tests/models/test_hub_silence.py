@@ -22,12 +22,12 @@ from huggingface_hub import constants  # noqa: E402
 from huggingface_hub.utils import build_hf_headers  # noqa: E402
 
 from specpool import ConfigError, Engine  # noqa: E402
-from specpool.assets import resolve  # noqa: E402
-from specpool.models import TargetModel  # noqa: E402
-from specpool.models.files.checkpoint import find_folder  # noqa: E402
-from specpool.models.files.names import fetch_config  # noqa: E402
-from specpool.models.outline import target_outline  # noqa: E402
-from specpool.models.target_folder import find_target  # noqa: E402
+from specpool.engine.assets import resolve  # noqa: E402
+from specpool.engine.models import TargetModel  # noqa: E402
+from specpool.engine.models.files.checkpoint import find_folder  # noqa: E402
+from specpool.engine.models.files.names import fetch_config  # noqa: E402
+from specpool.engine.models.outline import target_outline  # noqa: E402
+from specpool.engine.models.target_folder import find_target  # noqa: E402
 
 NAME, COMMIT = "no/such", "a" * 40
 SECONDS = 0.25  # what HF_HUB_ETAG_TIMEOUT says in these tests

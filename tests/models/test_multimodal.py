@@ -14,8 +14,8 @@ import multimodal
 from lossless import Comparison, Reference
 from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool.cli import main
-from specpool.models import TargetModel
-from specpool.models.outline import target_outline
+from specpool.engine.models import TargetModel
+from specpool.engine.models.outline import target_outline
 
 if not hasattr(transformers, "AutoModelForMultimodalLM"):
     pytest.skip("the small models are built with transformers 5", allow_module_level=True)

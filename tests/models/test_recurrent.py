@@ -18,14 +18,14 @@ from kernel_kit import backend
 from lossless import Comparison, Reference
 from recurrent_families import FAMILIES, VOCAB, make_config, make_model
 from specpool import ConfigError, Engine, Grammar, RequestOutput, SamplingParams, Shape, ShapeError
-from specpool.assets import resolve
-from specpool.draft import DraftTree, NgramDrafter, ScriptedDrafter
+from specpool.engine.assets import resolve
+from specpool.engine.draft import DraftTree, NgramDrafter, ScriptedDrafter
+from specpool.engine.models import TargetModel
+from specpool.engine.models.gate import RECURRENT
+from specpool.engine.models.outline import stated_layers
+from specpool.engine.models.recurrent import RecurrentState
+from specpool.engine.worker.recurrent_forward import StateForward
 from specpool.kernels.launch import host_backend
-from specpool.models import TargetModel
-from specpool.models.gate import RECURRENT
-from specpool.models.outline import stated_layers
-from specpool.models.recurrent import RecurrentState
-from specpool.worker.recurrent_forward import StateForward
 
 CHAIN = Shape.eagle(3, 1, 4)
 NUM_TOKENS = 24

@@ -17,8 +17,8 @@ transformers = pytest.importorskip("transformers")
 import kernel_reference as ref  # noqa: E402
 from families import FAMILIES, VOCAB, PagedLanes, make_config, make_model  # noqa: E402
 from specpool import Engine  # noqa: E402
+from specpool.engine.models import TargetModel  # noqa: E402
 from specpool.errors import ConfigError, ShapeError  # noqa: E402
-from specpool.models import TargetModel  # noqa: E402
 
 TOLERANCE = 2e-5
 

@@ -21,10 +21,10 @@ from eagle_checkpoints import Target, base_config, eagle_state, write  # noqa: E
 from families import make_config, make_model  # noqa: E402
 from hostile import MODULE  # noqa: E402
 from specpool import ConfigError, Engine, SamplingParams  # noqa: E402
-from specpool.assets import resolve  # noqa: E402
+from specpool.engine.assets import resolve  # noqa: E402
+from specpool.engine.models import TargetModel  # noqa: E402
+from specpool.engine.models.outline import head_outline, target_outline  # noqa: E402
 from specpool.errors import CheckpointError  # noqa: E402
-from specpool.models import TargetModel  # noqa: E402
-from specpool.models.outline import head_outline, target_outline  # noqa: E402
 
 OPTIONS = {"max_context_len": 64, "num_pages": 16}
 

@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from specpool.assets.corpus import corpus, prompts
+from specpool.engine.assets.corpus import corpus, prompts
 from specpool.errors import ConfigError
 
 

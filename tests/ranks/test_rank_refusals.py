@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from specpool import ConfigError
-from specpool.assembly.ranked import for_ranks
-from specpool.config import EngineConfig
-from specpool.models.sharding import sharded
-from specpool.ranks.group import Ranks
+from specpool.engine.assembly.ranked import for_ranks
+from specpool.engine.config import EngineConfig
+from specpool.engine.models.sharding import sharded
+from specpool.engine.ranks.group import Ranks
 
 RANKS: Any = SimpleNamespace(world=2)
 LLAMA = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from specpool.engine.ranks.lines import Lines
+from specpool.engine.ranks.record import Record
 from specpool.errors import RankError
-from specpool.ranks.lines import Lines
-from specpool.ranks.record import Record
 
 
 class Board:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from specpool import Grammar, SamplingParams, Shape
+from specpool.engine.ranks.record import HEAD_BYTES, MAX_RECORD, Record, StepTokens
+from specpool.engine.ranks.wire import RankRequest, request_of, wire_of
+from specpool.engine.scheduler.request import Conversation, Request
 from specpool.errors import RankError
-from specpool.ranks.record import HEAD_BYTES, MAX_RECORD, Record, StepTokens
-from specpool.ranks.wire import RankRequest, request_of, wire_of
-from specpool.scheduler.request import Conversation, Request
 
 KEY = b"a key of a group"
 

@@ -10,9 +10,9 @@ import pytest
 
 from host_kit import World, groups
 from specpool import ConfigError, NotReady
-from specpool.memory.host.copies import HostMemory
-from specpool.memory.host.texts import HostTexts
-from specpool.memory.host.tier import HostTier
+from specpool.engine.memory.host.copies import HostMemory
+from specpool.engine.memory.host.texts import HostTexts
+from specpool.engine.memory.host.tier import HostTier
 
 
 class Hasty:
@@ -213,7 +213,7 @@ def test_scenario_47_the_host_holds_a_whole_generation(monkeypatch, guarded):
     prompt_len, context = 12, 48
     if not guarded:
         monkeypatch.setattr(
-            "specpool.memory.host.copies.whole_row_pages",
+            "specpool.engine.memory.host.copies.whole_row_pages",
             lambda ledger: [-(-prompt_len // group.page_size) for group in ledger.groups],
         )
     rows = prompt_len / context

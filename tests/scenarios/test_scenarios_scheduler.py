@@ -25,13 +25,13 @@ from lab.sim import (
 from scheduler_loop import Loop, arrival
 from sim_plants import give_tokens_to_dropped_lanes, lie, retract_without_draining
 from specpool import Engine, NotReady, OrderError, SamplingParams, ShapeError, StalePlan
-from specpool.assets import corpus
-from specpool.memory.page_needs import PageNeeds
-from specpool.scheduler.queues import Running
-from specpool.scheduler.reclaim import Reclaim
-from specpool.scheduler.request import Request
-from specpool.scheduler.scheduler import Scheduler
-from specpool.scheduler.step import Step
+from specpool.capacity.page_needs import PageNeeds
+from specpool.engine.assets import corpus
+from specpool.engine.scheduler.queues import Running
+from specpool.engine.scheduler.reclaim import Reclaim
+from specpool.engine.scheduler.request import Request
+from specpool.engine.scheduler.scheduler import Scheduler
+from specpool.engine.scheduler.step import Step
 
 
 def pages_of(loop: Loop, request: Request) -> set[int]:

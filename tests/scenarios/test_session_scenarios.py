@@ -26,18 +26,18 @@ from session_plants import (
     trust_a_row_that_was_abandoned,
 )
 from specpool import Engine, NotReady, RequestOutput, SamplingParams, Session, Shape, SpecpoolError
-from specpool.assets import corpus, resolve
-from specpool.attention.lanes import Lanes
-from specpool.attention.seq_lens import SeqLens
-from specpool.config import EngineConfig
-from specpool.draft import EagleDrafter
-from specpool.loop.loop import Loop
-from specpool.memory.kv_cache import KVCache
-from specpool.models import EagleHead
-from specpool.scheduler import request
-from specpool.scheduler.conversations import Conversations
-from specpool.worker.draft_round import DraftRound
-from specpool.worker.row_state import RowState
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.attention.lanes import Lanes
+from specpool.engine.attention.seq_lens import SeqLens
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import EagleDrafter
+from specpool.engine.loop.loop import Loop
+from specpool.engine.memory.kv_cache import KVCache
+from specpool.engine.models import EagleHead
+from specpool.engine.scheduler import request
+from specpool.engine.scheduler.conversations import Conversations
+from specpool.engine.worker.draft_round import DraftRound
+from specpool.engine.worker.row_state import RowState
 
 HEADS = {"eagle": "specpool/tiny-eagle", "eagle3": "specpool/tiny-eagle3"}
 PROMPTS = corpus.prompts(6, 60)

@@ -13,13 +13,13 @@ import torch
 from plan_kit import Case as Plans
 from plan_kit import Server
 from specpool import Engine, Group, NotReady, SamplingParams, Shape, ShapeError
-from specpool.config import EngineConfig
-from specpool.draft import ScriptedDrafter
-from specpool.memory import group_sizes as plan_groups
-from specpool.memory import page_needs
-from specpool.memory.kv_cache import KVCache
-from specpool.models import TargetModel
-from specpool.scheduler.admission import Admission
+from specpool.capacity import group_sizes as plan_groups
+from specpool.capacity import page_needs
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import ScriptedDrafter
+from specpool.engine.memory.kv_cache import KVCache
+from specpool.engine.models import TargetModel
+from specpool.engine.scheduler.admission import Admission
 from window_kit import (
     FAMILIES,
     VOCAB,

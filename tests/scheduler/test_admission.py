@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import specpool.scheduler
+import specpool.engine.scheduler
 from lab.sim import Simulation, scenario
-from specpool.scheduler.admission import Admission
+from specpool.engine.scheduler.admission import Admission
 
 admit_all = Admission.admit
 
 
 def test_the_scheduler_computes_with_no_page_size():
     """Law: only the core does; it says what rows need, hold and share."""
-    folder = Path(specpool.scheduler.__file__).parent
+    folder = Path(specpool.engine.scheduler.__file__).parent
     names = {path.name for path in folder.glob("*.py") if "page_size" in path.read_text("utf-8")}
     assert not names
 

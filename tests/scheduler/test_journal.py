@@ -10,8 +10,8 @@ import pytest
 from lab.sim import Settings
 from scheduler_loop import arrival
 from specpool import ConfigError, Engine, SamplingParams
-from specpool.scheduler.config import SchedulerConfig
-from specpool.scheduler.scheduler import Scheduler
+from specpool.engine.scheduler.config import SchedulerConfig
+from specpool.engine.scheduler.scheduler import Scheduler
 
 
 class Calls:
@@ -97,5 +97,5 @@ def test_a_prompt_passes_no_code_of_ranks_in_a_process_alone():
         finally:
             sys.setprofile(before)
     assert output.finish_reason in ("stop", "length")
-    assert "specpool.scheduler.scheduler" in modules
-    assert not {name for name in modules if name.startswith("specpool.ranks")}
+    assert "specpool.engine.scheduler.scheduler" in modules
+    assert not {name for name in modules if name.startswith("specpool.engine.ranks")}

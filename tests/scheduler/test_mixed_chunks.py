@@ -10,9 +10,9 @@ from cuda_host import unavailable
 from kernel_kit import backend
 from lossless import Comparison
 from specpool import ConfigError, Engine, SamplingParams, Shape
-from specpool.assets import corpus
-from specpool.attention import BACK_ENDS
-from specpool.attention.backend import BackEnd
+from specpool.engine.assets import corpus
+from specpool.engine.attention import BACK_ENDS
+from specpool.engine.attention.backend import BackEnd
 from specpool.kernels.launch import host_backend
 
 PROMPTS = corpus.prompts(4, 70)

@@ -13,10 +13,10 @@ import torch
 from lossless import Comparison, Reference
 from recurrent_families import make_config, make_model
 from specpool import ConfigError, Engine, SamplingParams, Shape
-from specpool.assets import corpus
-from specpool.config import EngineConfig
+from specpool.engine.assets import corpus
+from specpool.engine.config import EngineConfig
+from specpool.engine.models import TargetModel
 from specpool.engine.output import RequestOutput
-from specpool.models import TargetModel
 
 Build = Callable[..., Engine]
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")

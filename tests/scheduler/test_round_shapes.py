@@ -7,8 +7,8 @@ import pytest
 from scheduler_loop import Loop, arrival
 from scripted import Scripted
 from specpool import ConfigError, Shape
-from specpool.memory.page_needs import PageNeeds
-from specpool.scheduler.round_shapes import RoundShapes
+from specpool.capacity.page_needs import PageNeeds
+from specpool.engine.scheduler.round_shapes import RoundShapes
 
 NONE, ONE, SEVEN = Shape.none(), Shape.eagle(1, 1, 2), Shape.eagle(7, 1, 8)
 OPTIONS = {"placement": "shared", "shapes": ((1, 1, 2), (7, 1, 8))}

@@ -13,9 +13,9 @@ import specpool
 from scheduler_loop import Loop, arrival, put_ledger
 from sim_plants import Lying
 from specpool import SpecpoolError
-from specpool.scheduler.request import TokenLogprob
-from specpool.scheduler.rows import Rows
-from specpool.scheduler.step import StepResult
+from specpool.engine.scheduler.request import TokenLogprob
+from specpool.engine.scheduler.rows import Rows
+from specpool.engine.scheduler.step import StepResult
 
 FOLDER = Path(specpool.__file__).parent
 VERBS = {"finish", "abort", "retract", "end_turn", "export"}

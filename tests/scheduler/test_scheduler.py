@@ -11,12 +11,12 @@ import pytest
 
 from lossless import Comparison
 from specpool import ConfigError, Engine, SamplingParams, Shape
-from specpool.assets import corpus, resolve
-from specpool.config import EngineConfig
-from specpool.draft import EagleDrafter, NgramDrafter
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import EagleDrafter, NgramDrafter
+from specpool.engine.models import TargetModel
 from specpool.engine.output import Chunk
-from specpool.models import TargetModel
-from specpool.text.tokenizer import load_tokenizer
+from specpool.engine.text.tokenizer import load_tokenizer
 from workload import HEADS, SEEDS, Workload, run_mixed
 
 

@@ -8,7 +8,7 @@ from cuda_host import unavailable
 from kernel_kit import backend
 from lossless import Comparison
 from specpool import ConfigError, Engine, SamplingParams, Shape
-from specpool.assets import corpus
+from specpool.engine.assets import corpus
 from specpool.kernels.launch import host_backend
 
 NONE, SHORT, LONG = Shape.none(), Shape.eagle(3, 1, 4), Shape.eagle(7, 1, 8)

@@ -10,7 +10,7 @@ import pytest
 
 from lossless import Comparison, Reference
 from specpool import Engine, SamplingParams, Shape
-from specpool.assets import corpus
+from specpool.engine.assets import corpus
 from specpool.engine.output import RequestOutput
 
 Build = Callable[..., Engine]

@@ -12,6 +12,7 @@ from collections import deque
 import pytest
 
 from specpool import ConfigError, Engine, Grammar, SamplingParams
+from specpool.engine.text.structured import compiler
 from specpool.serve.bridge.client import EngineClient, EngineFault, EngineGone
 from specpool.serve.bridge.frames import SocketLine
 from specpool.serve.bridge.messages import (
@@ -29,7 +30,6 @@ from specpool.serve.bridge.messages import (
 )
 from specpool.serve.bridge.process import EngineProcess
 from specpool.serve.bridge.runner import Runner
-from specpool.text.structured import compiler
 
 READY = Ready(64, 256, frozenset({0}), 64, (("kv", 4, 99),), {"speculative_num_steps": 3}, None)
 

@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from moving_fleet import Engine, SimulatedTime
-from specpool.scheduler.request import Said
+from specpool.engine.scheduler.request import Said
 from specpool.serve.answers import whole
 from specpool.serve.config import ServeConfig
 from specpool.serve.routes.sessions import routes

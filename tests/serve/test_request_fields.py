@@ -15,7 +15,7 @@ from test_scripted_engine import Scripted
 from tokenizers import processors
 
 from reciter import CHATML, byte_tokenizer
-from specpool.scheduler.request import TokenLogprob
+from specpool.engine.scheduler.request import TokenLogprob
 from specpool.serve.api.choice import Delta
 from specpool.serve.api.errors import ApiError
 from specpool.serve.api.requests import ChatRequest, CompletionRequest, GenerationBody

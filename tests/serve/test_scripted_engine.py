@@ -11,9 +11,9 @@ import pytest
 from test_bridge import READY, Wire, done
 
 from specpool import Engine
-from specpool.assets import resolve
-from specpool.sampling_params import NEUTRAL
-from specpool.scheduler.request import TokenLogprob
+from specpool.engine.assets import resolve
+from specpool.engine.sampling_params import NEUTRAL
+from specpool.engine.scheduler.request import TokenLogprob
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
 from specpool.serve.bridge.messages import Abort, Accepted, Refused, Reply, Submit, Tokens, VerbCall

@@ -7,10 +7,10 @@ import time
 import pytest
 
 from specpool import ConfigError, Engine, Grammar, SamplingParams
+from specpool.engine.text.structured.trial import Trial
 from specpool.serve.bridge import forms as module
 from specpool.serve.bridge.forms import Forms
 from specpool.serve.bridge.messages import Submit
-from specpool.text.structured.trial import Trial
 
 # Multiples of 2 or 5 would compile in two seconds, others take until memory ends.
 ENDLESS = [

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from specpool import ConfigError, Engine, SamplingParams, Session, Shape
-from specpool.assets import corpus
+from specpool.engine.assets import corpus
 
 PROMPTS = corpus.prompts(4, 40)
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)

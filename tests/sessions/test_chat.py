@@ -11,8 +11,8 @@ import pytest
 
 from specpool import ConfigError, Engine, RequestOutput, SamplingParams
 from specpool.engine.output import Chunk
+from specpool.engine.scheduler.request import Conversation, Request
 from specpool.engine.texts import Texts
-from specpool.scheduler.request import Conversation, Request
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
@@ -447,7 +447,7 @@ def test_messages_may_be_changed_after_the_turn(engine):
     ],
 )
 def test_a_template_that_takes_too_much_is_stopped(engine, template, monkeypatch, text, message):
-    monkeypatch.setattr("specpool.text.chat_template.MOST_SECONDS", 5.0)
+    monkeypatch.setattr("specpool.engine.text.chat_template.MOST_SECONDS", 5.0)
     template(text + "{% endfor %}" if text.count("{% for") > text.count("{% end") > -1 else text)
     with pytest.raises(ConfigError, match=f"the chat template refuses prompt 0: .*{message}"):
         engine.generate(CHAT, PARAMS)

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 
 from lossless import Comparison, Reference
 from specpool import Engine, RequestOutput, SamplingParams, Shape
-from specpool.assets import resolve
-from specpool.config import EngineConfig
-from specpool.draft import EagleDrafter, NgramDrafter
-from specpool.models import EagleHead, TargetModel
+from specpool.engine.assets import resolve
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import EagleDrafter, NgramDrafter
+from specpool.engine.models import EagleHead, TargetModel
 from window_kit import open_targets, prompt, reference_of
 
 WORKERS = ("plain", "v1", "v2")

@@ -12,11 +12,11 @@ import torch
 from lossless import Comparison, Reference
 from scripted import Scripted
 from specpool import Engine, RequestOutput, SamplingParams, Session, Shape
-from specpool.assets import corpus
+from specpool.engine.assets import corpus
+from specpool.engine.memory.host.copies import HostMemory
 from specpool.engine.output import Chunk
-from specpool.memory.host.copies import HostMemory
-from specpool.scheduler.conversations import Conversations
-from specpool.worker.results import PendingStep
+from specpool.engine.scheduler.conversations import Conversations
+from specpool.engine.worker.results import PendingStep
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 16)

@@ -15,12 +15,12 @@ from transformers import AutoTokenizer
 
 from paths import ROOT
 from specpool import ConfigError, Engine, Grammar, SamplingParams
-from specpool.assets import resolve
-from specpool.draft.base import DraftTree
-from specpool.text.structured import compiler as compiler_module
-from specpool.text.structured.compiler import Compiler, check_grammar
-from specpool.text.structured.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARS
-from specpool.text.structured.matcher import Matcher
+from specpool.engine.assets import resolve
+from specpool.engine.draft.base import DraftTree
+from specpool.engine.text.structured import compiler as compiler_module
+from specpool.engine.text.structured.compiler import Compiler, check_grammar
+from specpool.engine.text.structured.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARS
+from specpool.engine.text.structured.matcher import Matcher
 
 EOS = 257
 

@@ -15,10 +15,10 @@ from conftest import DEVICE
 from paths import ROOT
 from schemas import OWN, closed, generated
 from specpool import Engine, EngineConfig, Grammar, SamplingParams, Shape
-from specpool.assets import corpus, resolve
-from specpool.draft import EagleDrafter, NgramDrafter
-from specpool.models import EagleHead, TargetModel
-from specpool.models.generation_defaults import GenerationDefaults
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.draft import EagleDrafter, NgramDrafter
+from specpool.engine.models import EagleHead, TargetModel
+from specpool.engine.models.generation_defaults import GenerationDefaults
 
 HEADS = ("specpool/tiny-eagle", "specpool/tiny-eagle3")
 # drafter, shape, options
@@ -371,7 +371,7 @@ def test_samples_and_turns_have_their_form(make):
 
 def test_a_form_that_cannot_go_on_ends_its_request_alone(make, monkeypatch):
     """The library gives up in the middle: an error with the reason, and the others go on."""
-    from specpool.text.structured.matcher import Matcher
+    from specpool.engine.text.structured.matcher import Matcher
 
     engine, calls = make("eagle chain D=1"), []
     mask = Matcher._mask

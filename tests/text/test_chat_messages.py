@@ -10,12 +10,12 @@ from transformers import AutoTokenizer
 
 from reciter import CHATML, byte_tokenizer
 from specpool import ConfigError
+from specpool.engine.scheduler.request import Conversation, Said, common_len
+from specpool.engine.text.tokenizer import load_tokenizer
 from specpool.engine.texts import Texts
-from specpool.scheduler.request import Conversation, Said, common_len
 from specpool.serve.api.reading import read
 from specpool.serve.api.requests import ChatRequest
 from specpool.serve.routes.chat import messages_of
-from specpool.text.tokenizer import load_tokenizer
 from tool_families import ALL
 
 ARGUMENTS = {"city": "Zürich \"'", "days": 3, "at": {"x": [1, None, True]}}

@@ -10,10 +10,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from specpool import ConfigError
-from specpool.assets import resolve
+from specpool.engine.assets import resolve
+from specpool.engine.text.chat_template import RESERVED
+from specpool.engine.text.tokenizer import load_tokenizer
 from specpool.engine.texts import Texts, num_characters
-from specpool.text.chat_template import RESERVED
-from specpool.text.tokenizer import load_tokenizer
 
 
 class Counting:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from specpool.text.second_process import ProcessError, SecondProcess
+from specpool.engine.text.second_process import ProcessError, SecondProcess
 
 #: Answers the first request, and none after it.
 SILENT = """

@@ -11,10 +11,10 @@ from test_tokens import TOKENIZERS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from specpool.scheduler.request import TokenLogprob
+from specpool.engine.scheduler.request import TokenLogprob
+from specpool.engine.text.stream import TextStream
+from specpool.engine.text.token_bytes import TokenBytes
 from specpool.serve.api.logprobs import TokenLog
-from specpool.text.stream import TextStream
-from specpool.text.token_bytes import TokenBytes
 
 
 def wordpiece() -> PreTrainedTokenizerBase:

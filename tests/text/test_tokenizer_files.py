@@ -12,10 +12,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from specpool import ConfigError, Engine, SamplingParams
-from specpool.assets import resolve
+from specpool.engine.assets import resolve
+from specpool.engine.text import tokenizer as module
+from specpool.engine.text.tokenizer import load_tokenizer
 from specpool.errors import CheckpointError
-from specpool.text import tokenizer as module
-from specpool.text.tokenizer import load_tokenizer
 
 TINY = Path(resolve("specpool/tiny"))
 CHARS = {chr(code): number for number, code in enumerate(range(33, 127))}

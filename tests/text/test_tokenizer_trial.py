@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from specpool.assets import resolve
+from specpool.engine.assets import resolve
+from specpool.engine.text import tokenizer_trial
+from specpool.engine.text.tokenizer import load_tokenizer
+from specpool.engine.text.tokenizer_trial import _risk, check_growth
 from specpool.errors import CheckpointError
-from specpool.text import tokenizer_trial
-from specpool.text.tokenizer import load_tokenizer
-from specpool.text.tokenizer_trial import _risk, check_growth
 
 Settings = dict[str, Any]
 
@@ -192,8 +192,8 @@ def test_what_could_blow_up_is_a_risk(change: Settings, told: str) -> None:
 def test_settings_that_no_prompt_uses_take_no_memory(tmp_path: Path, change: Settings) -> None:
     """The library pads and numbers only what it is asked to; transformers asks for none."""
     code = (
-        "import resource, sys\nfrom specpool.text.tokenizer import load_tokenizer\n"
-        "import torch, transformers\nfrom specpool.text.second_process import limit_memory\n"
+        "import resource, sys\nfrom specpool.engine.text.tokenizer import load_tokenizer\n"
+        "import torch, transformers\nfrom specpool.engine.text.second_process import limit_memory\n"
         "limit_memory(1 << 29)\nassert len(load_tokenizer(sys.argv[1]).encode('a cat')) == 5"
     )
     folder = folder_of(tmp_path, settings() | change)

@@ -14,10 +14,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specpool import ConfigError, OrderError, SamplingParams
-from specpool.assets import corpus, resolve
-from specpool.text.stop_search import StopHit, StopSearch
-from specpool.text.stream import CONTEXT, TextStream
-from specpool.text.tokenizer import load_tokenizer
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.text.stop_search import StopHit, StopSearch
+from specpool.engine.text.stream import CONTEXT, TextStream
+from specpool.engine.text.tokenizer import load_tokenizer
 
 TEXT = "Ünïcode is 中文, ☃ and 🎈🎈; l'été, don't!  two  spaces\n\ttabs naïve ☃☃ été"
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from specpool import Engine, SamplingParams
+from specpool.engine.text.tokenizer import load_tokenizer
 from specpool.errors import ConfigError
-from specpool.text.tokenizer import load_tokenizer
 from specpool.train.config import TrainConfig
 from specpool.train.state import load_texts
 from specpool.train.texts import TextTokenizer, pack, read_rows, unpack
@@ -26,7 +26,7 @@ def rows_of(path: Path, *values: object):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from specpool.assets import resolve
+    from specpool.engine.assets import resolve
 
     loaded = load_tokenizer(resolve("specpool/tiny"))
     loaded.chat_template = TEMPLATE

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from families import FAMILIES, make_config, make_model
 from specpool import Engine, SamplingParams, Shape
-from specpool.draft import DraftTree, EagleDrafter
+from specpool.engine.draft import DraftTree, EagleDrafter
+from specpool.engine.models import TargetModel
 from specpool.errors import CheckpointError, ConfigError
-from specpool.models import TargetModel
 from specpool.train.config import TrainConfig
 from specpool.train.head import NewHead, layers_of_features
 from specpool.train.reader import TargetReader
@@ -170,7 +170,7 @@ def test_every_decoder_gets_a_head_that_learns(
 
 
 def _chain(steps: int):
-    from specpool.config import EngineConfig
+    from specpool.engine.config import EngineConfig
 
     return EngineConfig(shape=Shape.eagle(steps, 1, steps + 1))
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
 
 from parcel_kit import Parcel, Side
 from specpool import TransferError, transfer
-from specpool.transfer import shared_memory, tcp
+from specpool.engine.transfer import shared_memory, tcp
 
 KEY = b"sixteen bytes at least"
 FORK = multiprocessing.get_context("fork")  # a new interpreter takes half a second

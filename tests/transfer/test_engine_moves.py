@@ -21,11 +21,11 @@ from specpool import (
     TransferError,
 )
 from specpool._core import checksum
-from specpool.assets import corpus
-from specpool.models import TargetModel
+from specpool.engine.assets import corpus
+from specpool.engine.models import TargetModel
+from specpool.engine.transfer import image as image_module
+from specpool.engine.transfer.image import Image, Writer
 from specpool.testing import assert_no_page_leaked
-from specpool.transfer import image as image_module
-from specpool.transfer.image import Image, Writer
 
 PROMPTS = corpus.prompts(6, 60)
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True, seed=3)

@@ -12,7 +12,7 @@ import pytest
 from parcel_kit import Parcel, Side
 from specpool import TransferError
 from specpool._core import checksum
-from specpool.transfer.image import (
+from specpool.engine.transfer.image import (
     FIXED_BYTES,
     MAGIC,
     MAX_HEADER,
@@ -24,8 +24,8 @@ from specpool.transfer.image import (
     most_bytes,
     parse_header,
 )
-from specpool.transfer.layout import Layout
-from specpool.transfer.parcel import load, save
+from specpool.engine.transfer.layout import Layout
+from specpool.engine.transfer.parcel import load, save
 
 TOKENS = list(range(70))
 

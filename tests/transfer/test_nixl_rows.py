@@ -11,8 +11,8 @@ import pytest
 
 from parcel_kit import Parcel, Side
 from specpool import ConfigError, TransferError
-from specpool.transfer import nixl, tcp
-from specpool.transfer.image import FIXED_BYTES, header_bytes
+from specpool.engine.transfer import nixl, tcp
+from specpool.engine.transfer.image import FIXED_BYTES, header_bytes
 
 KEY = b"sixteen bytes at least"
 TOKENS = list(range(64))

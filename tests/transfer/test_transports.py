@@ -18,7 +18,7 @@ import pytest
 
 from parcel_kit import Parcel, Side
 from specpool import ConfigError, TransferError
-from specpool.transfer import shared_memory, tcp
+from specpool.engine.transfer import shared_memory, tcp
 
 KEY = b"sixteen bytes at least"
 TOKENS = list(range(64))

@@ -26,20 +26,25 @@ from capture_double import FakeCuda
 from graph_kit import CHAIN, NONE, ONE, PARAMS, PROMPTS, SEVEN, TREE, HostCapture, graphs_run, make
 from kernel_kit import backend
 from specpool import Engine, SamplingParams, Shape
-from specpool.adaptive import AdaptiveConfig
-from specpool.assembly.graph_plan import graph_sizes
-from specpool.attention import BACK_ENDS, back_end
-from specpool.config import EngineConfig
+from specpool.engine.assembly.graph_plan import graph_sizes
+from specpool.engine.attention import BACK_ENDS, back_end
+from specpool.engine.config import EngineConfig
+from specpool.engine.memory.kv_cache import KVCache
+from specpool.engine.shapes import AdaptiveConfig
+from specpool.engine.worker.graphs import graphs as round_graphs
+from specpool.engine.worker.graphs.capture import (
+    CudaCapture,
+    capture_on,
+    host_capture,
+    is_out_of_memory,
+)
+from specpool.engine.worker.graphs.graphs import Graphs
+from specpool.engine.worker.graphs.round_graph import RoundGraph
+from specpool.engine.worker.results import Outcome
+from specpool.engine.worker.worker import Worker
 from specpool.errors import ConfigError, OrderError, ShapeError
 from specpool.kernels import launch
 from specpool.kernels.transfer import Download, no_transfers, overwrite, upload
-from specpool.memory.kv_cache import KVCache
-from specpool.worker.graphs import graphs as round_graphs
-from specpool.worker.graphs.capture import CudaCapture, capture_on, host_capture, is_out_of_memory
-from specpool.worker.graphs.graphs import Graphs
-from specpool.worker.graphs.round_graph import RoundGraph
-from specpool.worker.results import Outcome
-from specpool.worker.worker import Worker
 
 pytestmark = pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable())
 

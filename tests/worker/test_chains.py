@@ -7,8 +7,8 @@ import pytest
 
 from kernel_kit import i32, i64
 from specpool import Engine, EngineConfig, SamplingParams, Shape
-from specpool.draft import DraftTree, NgramDrafter
-from specpool.worker import draft_round
+from specpool.engine.draft import DraftTree, NgramDrafter
+from specpool.engine.worker import draft_round
 
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(3, 2, 7)
 PROMPTS = [[7, 8, 9, 10] * 5, [30, 31, 32] * 6, [5, 4, 3, 2, 1] * 4]

@@ -24,9 +24,9 @@ from families import make_config, make_model
 from fused_kit import use_doubles
 from graph_kit import CHAIN, NONE, PROMPTS, TREE, make
 from specpool import Engine, Grammar, SamplingParams, Shape
-from specpool.adaptive import AdaptiveConfig
-from specpool.attention.view import AttentionView
-from specpool.models.eagle.plain import PlainStack
+from specpool.engine.attention.view import AttentionView
+from specpool.engine.models.eagle.plain import PlainStack
+from specpool.engine.shapes import AdaptiveConfig
 
 GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 DRAWN = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=1.0, top_p=0.9, seed=3)

@@ -15,8 +15,8 @@ import cuda_host
 from fused_kit import use_doubles
 from graph_kit import CHAIN, NONE, PARAMS, PROMPTS, TREE, HostCapture, graphs_run, make
 from specpool import Engine, SamplingParams, Shape
-from specpool.worker.graphs import graphs as round_graphs
-from specpool.worker.graphs.capture import host_capture
+from specpool.engine.worker.graphs import graphs as round_graphs
+from specpool.engine.worker.graphs.capture import host_capture
 
 pytestmark = pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable())
 

@@ -24,9 +24,9 @@ from families import make_model
 from graph_kit import CHAIN, NONE, ONE, PARAMS, PROMPTS, SEVEN, TREE, graphs_run, make
 from scripted import Scripted
 from specpool import Engine, SamplingParams, Shape
-from specpool.memory.kv_cache import KVCache
-from specpool.worker.graphs import graphs as round_graphs
-from specpool.worker.graphs.round_graph import RoundGraph
+from specpool.engine.memory.kv_cache import KVCache
+from specpool.engine.worker.graphs import graphs as round_graphs
+from specpool.engine.worker.graphs.round_graph import RoundGraph
 from window_kit import VOCAB, config_of
 
 pytestmark = pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable())

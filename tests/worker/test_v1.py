@@ -9,11 +9,11 @@ import pytest
 
 from lossless import Comparison
 from specpool import ConfigError, Engine, SamplingParams, Shape
-from specpool.assets import corpus
-from specpool.config import EngineConfig
-from specpool.draft import EagleDrafter
-from specpool.scheduler.scheduler import Scheduler
-from specpool.scheduler.step import Step, StepResult
+from specpool.engine.assets import corpus
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import EagleDrafter
+from specpool.engine.scheduler.scheduler import Scheduler
+from specpool.engine.scheduler.step import Step, StepResult
 from workload import HEADS, SEEDS, Workload, run_mixed
 
 

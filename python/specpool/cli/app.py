@@ -63,7 +63,7 @@ def run_app(load: Callable[[], typer.Typer]) -> None:
         _tell(_one_line(error))
         raise SystemExit(2) from None
     except SpecpoolError as error:
-        from specpool.cli.pictures.terminal import printable
+        from specpool.record.terminal import printable
 
         # The message may contain names from an untrusted log file.
         lines = "\n".join(map(printable, str(error).split("\n")))

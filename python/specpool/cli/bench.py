@@ -15,19 +15,19 @@ from rich.console import Console
 from rich.progress import Progress
 
 from specpool._core import Shape
-from specpool.assets import corpus, resolve
 from specpool.checks import check_int
 from specpool.cli.generate.report import mean_accept_len
 from specpool.cli.options import checks
 from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
+from specpool.engine.assets import corpus, resolve
+from specpool.engine.models.files.names import is_lookup
 from specpool.engine.output import RequestOutput
+from specpool.engine.sampling_params import SamplingParams
 from specpool.errors import ConfigError
-from specpool.models.files.names import is_lookup
-from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from specpool.draft import Drafter
+    from specpool.engine.draft import Drafter
     from specpool.engine.engine import Engine
 
 #: A text that repeats itself, which models continue.
@@ -263,7 +263,13 @@ def _run_lookup(
 
 def _second(engine: Engine, draft: str) -> Drafter:
     """Return a second drafter of the same model, because a drafter serves one engine only."""
-    from specpool.draft import BlockDrafter, EagleDrafter, LMDrafter, MTPDrafter, named_drafter
+    from specpool.engine.draft import (
+        BlockDrafter,
+        EagleDrafter,
+        LMDrafter,
+        MTPDrafter,
+        named_drafter,
+    )
 
     if isinstance(engine.drafter, EagleDrafter):
         return EagleDrafter(engine.drafter.head)

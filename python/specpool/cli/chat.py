@@ -20,10 +20,10 @@ from specpool.cli.options import checks
 from specpool.cli.options.drafts import check_drafter, drafts_of
 from specpool.cli.options.prompts import check_stdin
 from specpool.cli.options.shapes import shape_of
+from specpool.engine.models.files.names import shown_drafts
 from specpool.engine.output import RequestOutput
+from specpool.engine.sampling_params import SamplingParams
 from specpool.errors import ConfigError, SpecpoolError
-from specpool.models.files.names import shown_drafts
-from specpool.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specpool.engine.engine import Engine

@@ -239,8 +239,8 @@ def replay(
     """Run an event log again. Exit code 1: two logs differ; 2: a log cannot be read or replayed."""
     from rich.console import Console
 
-    from specpool.cli import replay as command
-    from specpool.cli.pictures import blocks
+    from specpool.record import blocks
+    from specpool.record import replay as command
 
     if against is not None and at is not None:
         raise ConfigError("--against and --at exclude each other: give one")
@@ -296,8 +296,8 @@ def inspect(
     """
     from rich.console import Console
 
-    from specpool.cli import inspect as command
-    from specpool.cli.pictures import blocks
+    from specpool.record import blocks
+    from specpool.record import inspect as command
 
     if frames is not None:
         check_int("frames", frames, 2, 1 << 20)

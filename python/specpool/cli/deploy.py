@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specpool.adaptive.config import POLICIES
 from specpool.checks import shown
 from specpool.cli.options.checks import warn
 from specpool.cli.options.names import with_option_names
 from specpool.cli.serve import ServeJob, prepare
+from specpool.engine.shapes.config import POLICIES
 from specpool.errors import ConfigError
 
 if TYPE_CHECKING:

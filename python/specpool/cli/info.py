@@ -62,7 +62,7 @@ def _cuda() -> str:
 
 def _flashinfer() -> str:
     try:
-        from specpool.attention.flashinfer.backend import missing
+        from specpool.engine.attention.flashinfer.backend import missing
     except ImportError:
         return "no: pip install 'specpool[hf]'"
     lack = missing()

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specpool.adaptive.config import POLICIES
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import drafts_of
 from specpool.cli.options.groups import text_of
 from specpool.cli.options.shapes import shape_of
+from specpool.engine.models.files.names import find_model
+from specpool.engine.ranks.environment import world_of_environment
+from specpool.engine.shapes.config import POLICIES
 from specpool.errors import ConfigError
-from specpool.models.files.names import find_model
-from specpool.ranks.environment import world_of_environment
 
 if TYPE_CHECKING:
     from specpool.serve.config import Launch

@@ -14,9 +14,9 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from specpool.cli.generate.interrupt import Interrupt
 from specpool.cli.options import checks
+from specpool.engine.models.files.checkpoint import read_config
+from specpool.engine.models.files.names import find_model
 from specpool.errors import ConfigError
-from specpool.models.files.checkpoint import read_config
-from specpool.models.files.names import find_model
 from specpool.train.config import TrainConfig
 from specpool.train.state import check_folder
 from specpool.train.texts import read_rows

@@ -20,17 +20,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 from specpool._core import Shape
-from specpool.adaptive import AdaptiveConfig
-from specpool.adaptive.config import POLICIES
 from specpool.checks import check_choice, check_int
 from specpool.cli.generate.report import mean_accept_len
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import draft_of
 from specpool.cli.options.prompts import Given, PromptValue, read_prompts
 from specpool.cli.results import Result, as_json, check_out, check_plot, machine
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.shape_names import chain, depth_order, name_of, parse_shape
+from specpool.engine.shapes import AdaptiveConfig
+from specpool.engine.shapes.config import POLICIES
 from specpool.errors import ConfigError, CorruptState
-from specpool.sampling_params import SamplingParams
-from specpool.shape_names import chain, depth_order, name_of, parse_shape
 
 if TYPE_CHECKING:
     from specpool.engine.engine import Engine

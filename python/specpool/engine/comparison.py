@@ -26,11 +26,11 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool.checks import shown
+from specpool.engine.models import TargetModel
 from specpool.engine.output import RequestOutput
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.request import common_len
 from specpool.errors import ConfigError
-from specpool.models import TargetModel
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import common_len
 
 Verdict = Literal["identical", "rounding", "fault"]
 

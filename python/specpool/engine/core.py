@@ -10,19 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from specpool.assembly.assembly import Assembly
 from specpool.checks import shown
-from specpool.draft import Choosy, Drafter
+from specpool.engine.assembly.assembly import Assembly
+from specpool.engine.draft import Choosy, Drafter
+from specpool.engine.loop.loop import Loop
+from specpool.engine.loop.scrub import scrub_request
 from specpool.engine.output import Chunk, Report, RequestOutput
 from specpool.engine.prompts import Prompts
+from specpool.engine.ranks.journal import RankJournal
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.request import Request
+from specpool.engine.scheduler.scheduler import Scheduler
+from specpool.engine.text.structured.compiler import Compiler
 from specpool.errors import ConfigError, SpecpoolError
-from specpool.loop.loop import Loop
-from specpool.loop.scrub import scrub_request
-from specpool.ranks.journal import RankJournal
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Request
-from specpool.scheduler.scheduler import Scheduler
-from specpool.text.structured.compiler import Compiler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,28 +12,28 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from specpool._core import Shape
-from specpool.assembly.assembly import assemble
-from specpool.assembly.loading import Draft, close_models, load
 from specpool.checks import check_fields, check_int, shown
-from specpool.config import EngineConfig
-from specpool.draft import Drafter
+from specpool.engine.assembly.assembly import assemble
+from specpool.engine.assembly.loading import Draft, close_models, load
 from specpool.engine.comparison import Comparison
+from specpool.engine.config import EngineConfig
 from specpool.engine.core import EngineCore
+from specpool.engine.draft import Drafter
+from specpool.engine.loop.busy_check import BusyFinding
+from specpool.engine.models import TargetModel
 from specpool.engine.moving.movable import Movable
 from specpool.engine.output import Chunk, RequestOutput, output_of
 from specpool.engine.prefixes import KeepsPrefixes
 from specpool.engine.progress import ProgressBar
 from specpool.engine.ranked import RankedEngine
+from specpool.engine.ranks.group import Ranks
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.request import Request
 from specpool.engine.session import Session
 from specpool.engine.stats import EngineStats, PoolStats, engine_stats, pool_stats
+from specpool.engine.text.tokenizer import check_tokenizer
 from specpool.engine.texts import NextTurn, Prompt, token_ids
 from specpool.errors import ConfigError, CorruptState
-from specpool.loop.busy_check import BusyFinding
-from specpool.models import TargetModel
-from specpool.ranks.group import Ranks
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Request
-from specpool.text.tokenizer import check_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.request import Request, TokenLogprob
+from specpool.engine.text.stream import TextStream
 from specpool.errors import is_fault
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Request, TokenLogprob
-from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

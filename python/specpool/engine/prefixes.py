@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from specpool.checks import check_salt, shown
-from specpool.config import EngineConfig
+from specpool.engine.config import EngineConfig
 from specpool.engine.core import EngineCore
+from specpool.engine.models import TargetModel
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.pins import Pin
 from specpool.engine.texts import Prompt
 from specpool.errors import ConfigError
-from specpool.models import TargetModel
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.pins import Pin
 
 
 class KeepsPrefixes:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specpool.checks import shown
+from specpool.engine.scheduler.request import Request
 from specpool.errors import ConfigError
-from specpool.scheduler.request import Request
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, cast
 
 from specpool._core import Shape
 from specpool.checks import check_int, shown
-from specpool.draft import Drafter
+from specpool.engine.draft import Drafter
+from specpool.engine.models import TargetModel
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.request import Conversation, Message, Request, TokenLogprob
+from specpool.engine.scheduler.scheduler import Scheduler
+from specpool.engine.text.structured.compiler import Compiler
+from specpool.engine.text.tokenizer import cleans_spaces
 from specpool.engine.texts import NextTurn, Prompt, Texts, is_chat
 from specpool.errors import ConfigError
-from specpool.models import TargetModel
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Conversation, Message, Request, TokenLogprob
-from specpool.scheduler.scheduler import Scheduler
-from specpool.text.structured.compiler import Compiler
-from specpool.text.tokenizer import cleans_spaces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

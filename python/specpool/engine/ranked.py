@@ -9,13 +9,13 @@ from typing import Any
 
 from specpool.engine.comparison import Comparison, check_pair, compare
 from specpool.engine.core import EngineCore
+from specpool.engine.models import TargetModel
 from specpool.engine.output import RequestOutput
+from specpool.engine.ranks.following import Follower
+from specpool.engine.ranks.group import Ranks
+from specpool.engine.scheduler.request import Request
+from specpool.engine.scheduler.wire import checked
 from specpool.errors import ConfigError, CorruptState, RankError
-from specpool.models import TargetModel
-from specpool.ranks.following import Follower
-from specpool.ranks.group import Ranks
-from specpool.scheduler.request import Request
-from specpool.scheduler.wire import checked
 
 #: Seconds after which an idle rank 0 says that it is there, so that nobody waits in vain.
 IDLE_SECONDS = 1.0

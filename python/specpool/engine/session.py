@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from specpool.checks import check_int
 from specpool.engine.core import EngineCore
 from specpool.engine.output import Chunk, Report, RequestOutput
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.request import Conversation, Request
 from specpool.errors import ConfigError
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Conversation, Request
 
 if TYPE_CHECKING:
     from specpool._core import Shape

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from specpool._core import Ledger
-from specpool.loop.clock import Clock, PhaseSeconds
-from specpool.memory.host.tier import HostStats
-from specpool.scheduler.counts import LatencyStats
-from specpool.scheduler.prefix_cache import PrefixStats
-from specpool.scheduler.round_shapes import AdaptiveStats
-from specpool.worker.graphs.graphs import GraphStats
+from specpool.engine.loop.clock import Clock, PhaseSeconds
+from specpool.engine.memory.host.tier import HostStats
+from specpool.engine.scheduler.counts import LatencyStats
+from specpool.engine.scheduler.prefix_cache import PrefixStats
+from specpool.engine.scheduler.round_shapes import AdaptiveStats
+from specpool.engine.worker.graphs.graphs import GraphStats
 
 if TYPE_CHECKING:
-    from specpool.loop.busy_check import BusyCheck
-    from specpool.memory.host.tier import HostTier
-    from specpool.scheduler.request import Conversation, Request
-    from specpool.scheduler.scheduler import Scheduler
+    from specpool.engine.loop.busy_check import BusyCheck
+    from specpool.engine.memory.host.tier import HostTier
+    from specpool.engine.scheduler.request import Conversation, Request
+    from specpool.engine.scheduler.scheduler import Scheduler
 
 SessionState = Literal["waiting", "running", "idle", "host", "dropped"]
 

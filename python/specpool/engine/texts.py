@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from specpool.checks import shown
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.request import Conversation, Message, Said, common_len
+from specpool.engine.text.chat_ends import chat_ends
+from specpool.engine.text.chat_messages import RESULT_ROLES, SEAM, prepared, template_of, with_seams
+from specpool.engine.text.chat_template import TemplateError
+from specpool.engine.text.chat_template import render as render_template
+from specpool.engine.text.stream import TextStream
 from specpool.errors import ConfigError, is_fault, reading
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Conversation, Message, Said, common_len
-from specpool.text.chat_ends import chat_ends
-from specpool.text.chat_messages import RESULT_ROLES, SEAM, prepared, template_of, with_seams
-from specpool.text.chat_template import TemplateError
-from specpool.text.chat_template import render as render_template
-from specpool.text.stream import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

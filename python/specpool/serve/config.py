@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specpool.checks import check_int, shown
+from specpool.engine.models.files.names import suffix_of
 from specpool.errors import ConfigError
-from specpool.models.files.names import suffix_of
 
 #: Where the server listens unless it is told otherwise: this machine alone.
 LOOPBACK = "127.0.0.1"

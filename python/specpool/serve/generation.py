@@ -9,9 +9,9 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from specpool.engine.sampling_params import SamplingParams
 from specpool.engine.texts import NextTurn
 from specpool.errors import ConfigError
-from specpool.sampling_params import SamplingParams
 from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import ApiError, bad, gone, internal
 from specpool.serve.api.sampling import refused

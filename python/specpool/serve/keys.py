@@ -10,7 +10,7 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from specpool.sampling_params import SamplingParams
+from specpool.engine.sampling_params import SamplingParams
 from specpool.serve.api.errors import ApiError
 from specpool.serve.config import ServeConfig
 

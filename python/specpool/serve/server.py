@@ -16,8 +16,10 @@ from typing import Any, Protocol
 import uvicorn
 
 from specpool.checks import shown
+from specpool.engine.models.files.names import shown_drafts
+from specpool.engine.text.chat_template import render
+from specpool.engine.text.tokenizer import load_tokenizer
 from specpool.errors import ConfigError
-from specpool.models.files.names import shown_drafts
 from specpool.serve import garbage
 from specpool.serve.api.errors import shutting_down
 from specpool.serve.app import build_app
@@ -27,8 +29,6 @@ from specpool.serve.config import ServeConfig
 from specpool.serve.front import Front
 from specpool.serve.guard.protocol import guarded
 from specpool.serve.service import PLAIN_TEMPLATE, Service
-from specpool.text.chat_template import render
-from specpool.text.tokenizer import load_tokenizer
 
 log = logging.getLogger("specpool.serve")
 

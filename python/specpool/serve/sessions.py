@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.request import Conversation, Message
 from specpool.engine.texts import NextTurn, Prompt, Texts
 from specpool.errors import SpecpoolError
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Conversation, Message
 from specpool.serve.api.errors import ApiError, session_moving
 from specpool.serve.bridge.client import EngineClient, EngineFault, Stream
 from specpool.serve.bridge.messages import Done

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specpool.engine.models import EagleHead, TargetModel
+from specpool.engine.models.eagle.config import ConfigReader, EagleConfig
+from specpool.engine.models.gate import text_config
 from specpool.errors import CheckpointError, ConfigError
-from specpool.models import EagleHead, TargetModel
-from specpool.models.eagle.config import ConfigReader, EagleConfig
-from specpool.models.gate import text_config
 
 #: The file of a head's weights.
 WEIGHTS = "model.safetensors"

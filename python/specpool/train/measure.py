@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specpool._core import Shape
-from specpool.config import EngineConfig
-from specpool.draft import Drafter, EagleDrafter, NgramDrafter
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import Drafter, EagleDrafter, NgramDrafter
 from specpool.engine.engine import Engine
-from specpool.models import TargetModel
-from specpool.sampling_params import SamplingParams
+from specpool.engine.models import TargetModel
+from specpool.engine.sampling_params import SamplingParams
 
 #: The drafts of a round; prompts that are measured; the most tokens of each text.
 NUM_STEPS, NUM_PROMPTS, NUM_TOKENS = 3, 24, 64

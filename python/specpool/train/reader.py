@@ -16,12 +16,12 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specpool.assembly.assembly import assemble
-from specpool.attention import AttentionBatch
-from specpool.attention.lanes import Lanes, causal_view
-from specpool.attention.seq_lens import SeqLens
-from specpool.config import EngineConfig
-from specpool.models import TargetModel
+from specpool.engine.assembly.assembly import assemble
+from specpool.engine.attention import AttentionBatch
+from specpool.engine.attention.lanes import Lanes, causal_view
+from specpool.engine.attention.seq_lens import SeqLens
+from specpool.engine.config import EngineConfig
+from specpool.engine.models import TargetModel
 from specpool.train.texts import Text
 
 _PAGE_SIZE = 16

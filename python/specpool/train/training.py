@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpool.assets import resolve
-from specpool.config import EngineConfig
+from specpool.engine.assets import resolve
+from specpool.engine.config import EngineConfig
 from specpool.engine.engine import Engine
+from specpool.engine.models import TargetModel
+from specpool.engine.models.gate import has_recurrent_layers
+from specpool.engine.models.target_folder import TargetFolder, find_target, load_config
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.text.tokenizer import load_tokenizer
 from specpool.errors import ConfigError
-from specpool.models import TargetModel
-from specpool.models.gate import has_recurrent_layers
-from specpool.models.target_folder import TargetFolder, find_target, load_config
-from specpool.sampling_params import SamplingParams
-from specpool.text.tokenizer import load_tokenizer
 from specpool.train.config import TrainConfig
 from specpool.train.head import NewHead, check_target, config_of, layers_of_features, refuse_states
 from specpool.train.measure import NUM_PROMPTS, NUM_STEPS, accept_lens

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from specpool.models import EagleHead
+from specpool.engine.models import EagleHead
 from specpool.train.reader import TargetReading
 
 #: Step j of an unroll counts STEP_WEIGHT^j.

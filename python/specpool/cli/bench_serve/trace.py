@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specpool.assets import corpus
+from specpool.engine.assets import corpus
 from specpool.errors import ConfigError
 
 #: The longest file of prompts that is read, in bytes.

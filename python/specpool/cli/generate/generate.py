@@ -38,12 +38,12 @@ from specpool.cli.options.drafts import check_drafter, drafts_of
 from specpool.cli.options.prompts import Given, PromptValue, read_prompts, shown
 from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import check_out
+from specpool.engine.models.files.names import shown_drafts
 from specpool.engine.output import Chunk, RequestOutput
+from specpool.engine.ranks.environment import world_of_environment
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.shape_names import name_of as name_of_shape
 from specpool.errors import ConfigError
-from specpool.models.files.names import shown_drafts
-from specpool.ranks.environment import world_of_environment
-from specpool.sampling_params import SamplingParams
-from specpool.shape_names import name_of as name_of_shape
 
 if TYPE_CHECKING:
     from specpool.engine.engine import Engine

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from specpool.engine.output import RequestOutput
-from specpool.sampling_params import SamplingParams
+from specpool.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from specpool.engine.comparison import TokenGap

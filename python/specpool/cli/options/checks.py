@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any
 from specpool._core import Shape
 from specpool.checks import check_choice, check_int, shown
 from specpool.cli.options.drafts import keep_kv
-from specpool.config import EngineConfig
+from specpool.engine.config import EngineConfig
+from specpool.engine.models.files.checkpoint import read_config, read_json
+from specpool.engine.models.files.names import MTP, fetch_config, find_model, is_lookup
+from specpool.engine.ranks.environment import world_of_environment
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.text.structured.compiler import check_grammar
 from specpool.errors import ConfigError
-from specpool.models.files.checkpoint import read_config, read_json
-from specpool.models.files.names import MTP, fetch_config, find_model, is_lookup
-from specpool.ranks.environment import world_of_environment
-from specpool.sampling_params import SamplingParams
-from specpool.text.structured.compiler import check_grammar
 
 if TYPE_CHECKING:
+    from specpool.engine.ranks.group import Ranks
     from specpool.engine.texts import Prompt
-    from specpool.ranks.group import Ranks
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ATTENTION = ("auto", "torch", "flashinfer")
@@ -212,7 +212,7 @@ def start_ranks(device: str) -> Ranks | None:
     _, world = world_of_environment()
     if world == 1:
         return None
-    from specpool.ranks.group import Ranks
+    from specpool.engine.ranks.group import Ranks
 
     sys.stdout.flush()
     python_output = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors="replace")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specpool.checks import shown
+from specpool.engine.models.files.names import is_lookup
 from specpool.errors import ConfigError
-from specpool.models.files.names import is_lookup
 
 
 def drafts_of(target: str, given: Sequence[str] | None) -> list[str]:

@@ -12,10 +12,10 @@ from typing import Any, TypeVar, get_type_hints
 from specpool.checks import shown
 from specpool.cli.options import types as o
 from specpool.cli.options.prompts import Given
-from specpool.config import HEADROOM
+from specpool.engine.config import HEADROOM
+from specpool.engine.text.structured.grammar import Grammar
 from specpool.errors import ConfigError
 from specpool.num_bytes import parse_bytes
-from specpool.text.structured.grammar import Grammar
 
 T = TypeVar("T")
 

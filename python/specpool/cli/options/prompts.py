@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specpool.assets import corpus
 from specpool.checks import check_choice
+from specpool.engine.assets import corpus
 from specpool.errors import ConfigError
 
 #: A text, token ids, or the messages of a chat.

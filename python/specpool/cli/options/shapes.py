@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specpool._core import Shape
-from specpool.shape_names import parse_shape
+from specpool.engine.shape_names import parse_shape
 
 
 def shape_of(text: str | None) -> Shape | None:

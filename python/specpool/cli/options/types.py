@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from specpool import config
 from specpool.cli.options import sections
+from specpool.engine import config
 
 Target = Annotated[
     str, typer.Option(help="Target model: a folder, a hub name, or specpool/tiny (embedded).")

@@ -9,10 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from specpool._core import Shape
-from specpool.adaptive.config import config_of
+from specpool.capacity.capacity import Capacity, Fit, Mix
+from specpool.engine.shape_names import name_of, width_order
+from specpool.engine.shapes.config import config_of
 from specpool.errors import ConfigError
-from specpool.memory.capacity import Capacity, Fit, Mix
-from specpool.shape_names import name_of, width_order
 
 ACCEPTANCE = 0.7  # where none is given
 

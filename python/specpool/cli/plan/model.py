@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from specpool.assets import resolve
+from specpool.capacity.layer_kv import LayerKV, bytes_by_window
 from specpool.checks import check_choice, check_int
 from specpool.cli.plan.question import Question
+from specpool.engine.assets import resolve
+from specpool.engine.models.files.names import MTP, is_lookup
 from specpool.errors import ConfigError
-from specpool.memory.layer_kv import LayerKV, bytes_by_window
-from specpool.models.files.names import MTP, is_lookup
 from specpool.num_bytes import parse_bytes
 
 if TYPE_CHECKING:
-    from specpool.models.outline import Outline
+    from specpool.engine.models.outline import Outline
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -147,7 +147,7 @@ def model_of_files(question: Question) -> Model:
             raise ConfigError(f"--{name.replace('_', '-')} needs --draft-layers")
     if question.draft_layers is not None:
         check_int("draft_layers", question.draft_layers, 1, 1 << 16)
-    from specpool.models.outline import mtp_bytes_beside, target_outline
+    from specpool.engine.models.outline import mtp_bytes_beside, target_outline
 
     assert question.target is not None
     if draft is None and question.draft_layers is None and question.target == "specpool/tiny":
@@ -237,8 +237,8 @@ def _draft_layers(draft: str | None, target: Outline, head: Outline | None) -> t
 
 def _draft_outline(draft: str, question: Question) -> tuple[Outline, bool]:
     """Return the outline of a draft model, and whether it is a language model, not a head."""
-    from specpool.models.files.draft_kind import is_language_model
-    from specpool.models.outline import head_outline, target_outline
+    from specpool.engine.models.files.draft_kind import is_language_model
+    from specpool.engine.models.outline import head_outline, target_outline
 
     if is_language_model(resolve(draft)):
         return target_outline(draft, trust_remote_code=question.trust_remote_code), True

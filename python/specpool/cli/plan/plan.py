@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from specpool._core import Shape
+from specpool.capacity.capacity import Capacity, Fit
+from specpool.capacity.group_sizes import GroupSizes, size_groups
 from specpool.checks import check_choice, check_int
 from specpool.cli.options.checks import warn
 from specpool.cli.plan.mixed import (
@@ -25,12 +27,10 @@ from specpool.cli.plan.mixed import (
 )
 from specpool.cli.plan.model import ITEMSIZES, Model, model_of_files, model_of_numbers
 from specpool.cli.plan.question import Question
-from specpool.config import EngineConfig
+from specpool.engine.config import EngineConfig
+from specpool.engine.shape_names import name_of, parse_shape, width_order
 from specpool.errors import ConfigError
-from specpool.memory.capacity import Capacity, Fit
-from specpool.memory.group_sizes import GroupSizes, size_groups
 from specpool.num_bytes import parse_bytes, show_bytes
-from specpool.shape_names import name_of, parse_shape, width_order
 
 MOST_ROWS = 1 << 16
 

@@ -10,7 +10,7 @@ import typer
 from specpool.cli.options import sections
 from specpool.cli.options import types as o
 from specpool.cli.plan.mixed import ACCEPTANCE
-from specpool.config import HEADROOM
+from specpool.engine.config import HEADROOM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

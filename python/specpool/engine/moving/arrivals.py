@@ -9,12 +9,12 @@ import numpy as np
 from specpool._core import Ledger, checksum
 from specpool.arrays import Int32
 from specpool.engine.core import EngineCore
+from specpool.engine.memory.page_bytes import PageBytes
+from specpool.engine.transfer.image import Bytes, Image, Run
 from specpool.errors import OutOfMemory, OutOfPages, OutOfRows
-from specpool.memory.page_bytes import PageBytes
-from specpool.transfer.image import Bytes, Image, Run
 
 if TYPE_CHECKING:
-    from specpool.scheduler.request import Conversation
+    from specpool.engine.scheduler.request import Conversation
 
 
 class Arrival:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from specpool.draft import Drafter
-from specpool.models import TargetModel
+from specpool.engine.draft import Drafter
+from specpool.engine.models import TargetModel
 
 # Of each weight, this many numbers are looked at.
 _SAMPLES = 16

@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping
 
 from specpool._core import Ledger
 from specpool.checks import shown
-from specpool.draft import Drafter
 from specpool.engine.core import EngineCore
+from specpool.engine.draft import Drafter
+from specpool.engine.memory.kv_cache import KVCache
+from specpool.engine.memory.page_bytes import PageBytes
+from specpool.engine.models import TargetModel
 from specpool.engine.moving.identity import model_key
 from specpool.engine.moving.moves import Export, Moves
 from specpool.engine.output import Chunk, RequestOutput
 from specpool.engine.session import Session
+from specpool.engine.transfer.image import Bytes, Image, Wait
+from specpool.engine.transfer.layout import Layout
+from specpool.engine.transfer.parcel import TakeIn
 from specpool.errors import ConfigError
-from specpool.memory.kv_cache import KVCache
-from specpool.memory.page_bytes import PageBytes
-from specpool.models import TargetModel
-from specpool.transfer.image import Bytes, Image, Wait
-from specpool.transfer.layout import Layout
-from specpool.transfer.parcel import TakeIn
 
 
 class Movable:
@@ -88,7 +88,7 @@ class Movable:
         decode: bool = True,
         on_item: Callable[[int, Chunk | RequestOutput], None] | None = None,
     ) -> TakeIn:
-        """Return what a receiver of `specpool.transfer` calls with each image.
+        """Return what a receiver of `specpool.engine.transfer` calls with each image.
 
         Args:
             on_arrival: called with the session or the request's number, while the engine is locked.

@@ -15,6 +15,7 @@ import numpy as np
 
 from specpool._core import Ledger, Shape
 from specpool.engine.core import EngineCore, OnItem
+from specpool.engine.memory.page_bytes import PageBytes
 from specpool.engine.moving.arrivals import Arrival
 from specpool.engine.moving.states import (
     MovedRequest,
@@ -24,14 +25,13 @@ from specpool.engine.moving.states import (
     session_state,
     state_of,
 )
+from specpool.engine.scheduler.exports import RowExport
+from specpool.engine.scheduler.request import Conversation, Request
+from specpool.engine.scheduler.wire import ShapeSizes, sizes_of
 from specpool.engine.session import Session
+from specpool.engine.transfer.image import Bytes, Image, Run, Told, Writer
+from specpool.engine.transfer.layout import Layout
 from specpool.errors import ConfigError
-from specpool.memory.page_bytes import PageBytes
-from specpool.scheduler.exports import RowExport
-from specpool.scheduler.request import Conversation, Request
-from specpool.scheduler.wire import ShapeSizes, sizes_of
-from specpool.transfer.image import Bytes, Image, Run, Told, Writer
-from specpool.transfer.layout import Layout
 
 #: Makes a session, or queues a request and returns its number, once its row is here.
 Enter = Callable[[Arrival], "Session | int"]

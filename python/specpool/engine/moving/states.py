@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import msgspec
 
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.request import Conversation, Request, Said, TokenLogprob
+from specpool.engine.scheduler.wire import RequestState, checked, sizes_of
 from specpool.errors import TransferError
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import Conversation, Request, Said, TokenLogprob
-from specpool.scheduler.wire import RequestState, checked, sizes_of
 
 _PARAMS = set(SamplingParams.__dataclass_fields__)
 

@@ -8,8 +8,8 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import TokenLogprob
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.request import TokenLogprob
 from specpool.serve.api.logprobs import TokenLog
 from specpool.serve.bridge.messages import Done, Tokens
 

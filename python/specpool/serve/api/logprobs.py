@@ -6,8 +6,8 @@ import codecs
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specpool.scheduler.request import TokenLogprob
-from specpool.text.token_bytes import TokenBytes
+from specpool.engine.scheduler.request import TokenLogprob
+from specpool.engine.text.token_bytes import TokenBytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

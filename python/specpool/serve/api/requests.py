@@ -14,7 +14,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from specpool.sampling_params import MAX_BIASES
+from specpool.engine.sampling_params import MAX_BIASES
 
 _INT64 = 1 << 63
 #: The most tools of a chat.

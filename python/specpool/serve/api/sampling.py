@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from specpool.engine.sampling_params import SamplingParams
 from specpool.errors import ConfigError
-from specpool.sampling_params import SamplingParams
 from specpool.serve.api.errors import ApiError, bad
 from specpool.serve.api.requests import GenerationBody
 from specpool.serve.api.structured import grammar_of

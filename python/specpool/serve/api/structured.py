@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from specpool.checks import shown
+from specpool.engine.text.structured.grammar import Grammar
 from specpool.errors import ConfigError
 from specpool.serve.api.errors import ApiError, bad
 from specpool.serve.api.requests import ChatRequest, GenerationBody, Tool
-from specpool.text.structured.grammar import Grammar
 
 _KINDS = {
     "json": "json_schema",

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from specpool.engine.sampling_params import SamplingParams
 from specpool.engine.texts import NextTurn
 from specpool.errors import ConfigError, SpecpoolError
-from specpool.sampling_params import SamplingParams
 from specpool.serve.bridge.messages import (
     Abort,
     Accepted,

@@ -7,12 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.text.structured.compiler import MAX_COMPILED, MAX_SECONDS, Compiler
+from specpool.engine.text.structured.grammar import Grammar
+from specpool.engine.text.structured.trial import Trial
 from specpool.errors import ConfigError, one_line
-from specpool.sampling_params import SamplingParams
 from specpool.serve.bridge.messages import Submit
-from specpool.text.structured.compiler import MAX_COMPILED, MAX_SECONDS, Compiler
-from specpool.text.structured.grammar import Grammar
-from specpool.text.structured.trial import Trial
 
 #: Seconds that each form gets at once. One that needs more goes on behind the other slow ones.
 QUICK_SECONDS = 0.5

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.scheduler.request import TokenLogprob
 from specpool.engine.texts import NextTurn
-from specpool.sampling_params import SamplingParams
-from specpool.scheduler.request import TokenLogprob
 
 # --- the front says ---------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
-from specpool.scheduler.request import Said
+from specpool.engine.scheduler.request import Said
 
 #: Sessions whose parcels are remembered when they are not here.
 _MOST = 4096

@@ -16,14 +16,14 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from specpool.engine.ranks.environment import world_of_environment
 from specpool.errors import ConfigError
-from specpool.ranks.environment import world_of_environment
 from specpool.serve import garbage
 from specpool.serve.bridge.frames import HEAD, SocketLine, frame_of
 from specpool.serve.bridge.messages import Failed
 
 if TYPE_CHECKING:
-    from specpool.ranks.group import Ranks
+    from specpool.engine.ranks.group import Ranks
 
 log = logging.getLogger("specpool.serve")
 
@@ -73,7 +73,7 @@ def join_ranks(loading: Mapping[str, Any], line: SocketLine) -> Ranks | None:
     """
     if world_of_environment()[1] == 1:
         return None
-    from specpool.ranks.group import Ranks
+    from specpool.engine.ranks.group import Ranks
 
     os.dup2(2, 1)  # gloo prints from C++, and the front has the standard output
     ranks = Ranks(loading["device"])

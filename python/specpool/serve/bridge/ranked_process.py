@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from specpool.ranks.environment import KEY_VARIABLE
+from specpool.engine.ranks.environment import KEY_VARIABLE
 from specpool.serve.bridge.messages import Failed
 from specpool.serve.bridge.process import EngineProcess
 

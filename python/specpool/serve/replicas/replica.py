@@ -17,6 +17,7 @@ from typing import Any
 from ray import serve
 from starlette.types import ASGIApp
 
+from specpool.engine.text.chat_template import render
 from specpool.errors import one_line
 from specpool.serve.app import build_app
 from specpool.serve.bridge.client import EngineClient
@@ -29,7 +30,6 @@ from specpool.serve.replicas.mover import Fate, Mover, Time
 from specpool.serve.replicas.peers import RayPeers
 from specpool.serve.server import tokenizer_of
 from specpool.serve.service import Service
-from specpool.text.chat_template import render
 
 log = logging.getLogger("specpool.serve")
 

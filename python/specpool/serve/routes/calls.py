@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from specpool.engine.sampling_params import SamplingParams
 from specpool.engine.texts import NextTurn, Prompt, is_chat, num_characters
 from specpool.errors import ConfigError
-from specpool.sampling_params import SamplingParams
 from specpool.serve.answers import EventStream, watched
 from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import ApiError, bad, event, to_json

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from specpool.sampling_params import SamplingParams
+from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.text.chat_template import RESERVED
 from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import bad
 from specpool.serve.api.requests import ChatRequest, Message, TokenizeRequest, Tool
@@ -20,7 +21,6 @@ from specpool.serve.generation import tokens_of
 from specpool.serve.routes.calls import ANSWERS, Call
 from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
-from specpool.text.chat_template import RESERVED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,8 +7,8 @@ from typing import Any, cast
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from specpool.engine.sampling_params import SamplingParams
 from specpool.engine.texts import Prompt
-from specpool.sampling_params import SamplingParams
 from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import bad
 from specpool.serve.api.requests import CompletionRequest

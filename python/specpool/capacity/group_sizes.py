@@ -1,0 +1,399 @@
+"""`GroupSizes`: the groups of a ledger, and `size_groups`, which computes them from bytes.
+
+An engine and `specpool plan` both size their pools here. This file does not import torch.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from specpool._core import (
+    Group,
+    Ledger,
+    Shape,
+    sizing_most_window_pages,
+    sizing_pages_needed,
+    sizing_row_width,
+)
+from specpool.engine.config import EngineConfig, Policy
+from specpool.errors import ConfigError
+from specpool.num_bytes import show_bytes
+
+
+class _Reserves(TypedDict):
+    """The arguments of the core's sizing functions that are the same for all rounds of a group."""
+
+    page_size: int
+    overlap_depth: int
+    policy: Policy
+    hosts_drafts: bool
+    layout: Literal["dense", "holey"]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """A group and its size."""
+
+    name: str
+    page_size: int  # slots
+    page_bytes: int  # bytes of one page in all layers of the group
+    pages_per_row: int  # columns of a row in the page table
+    num_pages: int  # without page 0
+    hosts_drafts: bool
+    layout: Literal["dense", "holey"]
+    window: int | None = None  # positions that a query sees, its own included; None = all
+    sink: int = 0  # first positions that a query sees beside its window
+
+    @property
+    def row_width(self) -> int:
+        """Slots of a row."""
+        return self.pages_per_row * self.page_size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the group's buffers, page 0 included."""
+        return (self.num_pages + 1) * self.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """All groups of a ledger, and the other options that it is built with.
+
+    Attributes:
+        groups: the target's groups first, and of these the full one first.
+        draft_group: the index of the group that hosts the draft's layers.
+        shapes: shape 0 first.
+        num_rows: the most requests that run at once.
+        max_sessions: further rows, for sessions between their turns.
+        max_context_len: the most tokens of a sequence.
+        max_chunk: the most tokens of one prefill step.
+        overlap_depth: rounds prepared ahead.
+        policy: `exact` or `double_buffer`: how much a round reserves.
+        keeps_draft_kv: whether the draft model has layers.
+    """
+
+    groups: tuple[GroupSize, ...]
+    draft_group: int
+    shapes: tuple[Shape, ...]
+    num_rows: int
+    max_sessions: int
+    max_context_len: int
+    max_chunk: int
+    overlap_depth: int
+    policy: Policy
+    keeps_draft_kv: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(group.num_bytes for group in self.groups)
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a ledger: the reads of all rows in one round are indexed by int32."""
+        topk = max(shape.topk for shape in self.shapes)
+        return min(((1 << 31) - 1) // (topk * group.row_width) for group in self.groups)
+
+    def group_of(self, window: int | None) -> int:
+        """Return the index of the group of the target's layers with this window."""
+        if window is not None and window >= self.max_context_len:
+            window = None  # it hides nothing
+        return [group.window for group in self.groups].index(window)
+
+    def with_widths(self) -> GroupSizes:
+        """Return a copy in which `pages_per_row` of each group is computed."""
+        groups = []
+        for group in self.groups:
+            width = sizing_row_width(
+                self.shapes, max_context_len=self.max_context_len, **self._reserves(group)
+            )
+            groups.append(replace(group, pages_per_row=width // group.page_size))
+        return replace(self, groups=tuple(groups))
+
+    def with_rows(self, num_rows: float, num_windows: int, num_steps: int = 1) -> GroupSizes:
+        """Return a copy with the page counts computed.
+
+        Full groups get pages for `num_rows` rows of the whole context. Window groups get pages for
+        `num_windows` rows and `num_steps` prefill steps; see `window_pages`.
+        """
+        groups = []
+        for group in self.groups:
+            if group.window is None:
+                num_pages = int(num_rows * group.pages_per_row)
+            else:
+                num_pages = self.window_pages(group, num_windows, num_steps)
+            most = (1 << 31) // group.page_size - 1  # slot ids are int32
+            groups.append(replace(group, num_pages=min(num_pages, most)))
+        return replace(self, groups=tuple(groups))
+
+    @property
+    def most_steps(self) -> int:
+        """The most prefill steps whose chunks hold pages of window groups at the same time.
+
+        These are the step that is being prepared; the step before it, until its rows are prepared
+        again; and under overlap one more step, whose pages are fenced.
+        """
+        return 2 + self.overlap_depth
+
+    def window_pages(self, group: GroupSize, num_rows: int, num_steps: int = 1) -> int:
+        """Return the pages of a window group that `num_rows` rows of any length need.
+
+        A row needs the pages of its window and sink, the claim of a round, and one more page
+        because a window may begin and end inside a page. One further row's share is for a session's
+        checkpoint or a pinned text. The chunks of `num_steps` prefill steps are added.
+        """
+        of_row = self._most_window_pages(group, 1)
+        of_step = self._most_window_pages(group, self.max_chunk) - of_row
+        wanted = (num_rows + 1) * (self._settled_pages(group) + 1) + num_steps * of_step
+        return min(wanted, num_rows * group.pages_per_row)
+
+    def _settled_pages(self, group: GroupSize) -> int:
+        """Return the most pages of a window group that a decoding row holds, fenced included."""
+        passed = self._most_window_pages(replace(group, window=1, sink=0), 1)
+        return self._most_window_pages(group, 1) + self.overlap_depth * passed
+
+    def pages_needed(self, lo: int, hi: int, shape: int) -> tuple[int, ...]:
+        """Return the most pages of each group that a row with roots in `[lo, hi]` can hold.
+
+        It equals `Ledger.pages_needed`, but also allows roots beyond the context. `shape` is an
+        index into `shapes`.
+        """
+        found = []
+        for group in self.groups:
+            pages = sizing_pages_needed(self.shapes, shape, lo=lo, hi=hi, **self._reserves(group))
+            if group.window is not None:
+                chunk = max(1, min(lo, self.max_chunk))
+                pages = min(pages, self._most_window_pages(group, chunk))
+            found.append(pages)
+        return tuple(found)
+
+    def most_pages(self, prompt_len: int, hi: int, shape: int) -> tuple[int, ...]:
+        """Return the most pages of each group that a request can hold or keep fenced.
+
+        This is `pages_needed` and, under overlap, the pages evicted from a window: they stay fenced
+        while a forward that may read them runs.
+        """
+        found = list(self.pages_needed(prompt_len, hi, shape))
+        chunk = min(prompt_len, self.max_chunk)
+        for at, group in enumerate(self.groups):
+            if group.window is not None:
+                passed = self._most_window_pages(replace(group, window=1, sink=0), chunk)
+                all_pages = sizing_pages_needed(
+                    self.shapes, shape, lo=prompt_len, hi=hi, **self._reserves(group)
+                )
+                found[at] = min(all_pages, found[at] + self.overlap_depth * passed)
+        return tuple(found)
+
+    def shared_pages(
+        self, prompt_len: int, hi: int, shape: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Split the pages of `most_pages` into those of each row and those of prefill steps.
+
+        Returns:
+            The pages of each group that every request holds, and the pages of each group that all
+            prefill steps together hold beyond that.
+        """
+        all_pages = self.pages_needed(prompt_len, hi, shape)
+        kept = self.pages_needed(0, hi, shape)
+        pages, aside = list(all_pages), [0] * len(self.groups)
+        for at, group in enumerate(self.groups):
+            if group.window is None:
+                continue
+            of_row = self._most_window_pages(group, 1)
+            pages[at] = kept[at] + 1 + self._settled_pages(group) - of_row
+            aside[at] = self.most_steps * (self._most_window_pages(group, self.max_chunk) - of_row)
+        return tuple(pages), tuple(aside)
+
+    def _most_window_pages(self, group: GroupSize, max_chunk: int) -> int:
+        assert group.window is not None
+        return sizing_most_window_pages(
+            self.shapes,
+            window=group.window,
+            sink=group.sink,
+            max_chunk=max_chunk,
+            **self._reserves(group),
+        )
+
+    def _reserves(self, group: GroupSize) -> _Reserves:
+        return {
+            "page_size": group.page_size,
+            "overlap_depth": self.overlap_depth,
+            "policy": self.policy,
+            "hosts_drafts": group.hosts_drafts,
+            "layout": group.layout,
+        }
+
+    def ledger(self, *, digest: bool = False, record: Path | None = None) -> Ledger:
+        """Build the ledger of these groups; `Ledger` explains the options."""
+        groups = [
+            Group(
+                group.name,
+                page_size=group.page_size,
+                num_pages=group.num_pages,
+                hosts_drafts=group.hosts_drafts,
+                layout=group.layout,
+                window=group.window,
+                sink=group.sink,
+            )
+            for group in self.groups
+        ]
+        return Ledger(
+            groups,
+            self.shapes,
+            num_rows=self.num_rows + self.max_sessions,
+            max_batch=self.num_rows,
+            max_context_len=self.max_context_len,
+            max_chunk=self.max_chunk,
+            sessions=True,
+            overlap_depth=self.overlap_depth,
+            policy=self.policy,
+            draft_kv=self.keeps_draft_kv,
+            digest=digest,
+            record=record,
+        )
+
+
+def size_groups(
+    config: EngineConfig,
+    target_bytes: Mapping[int | None, int],
+    draft_bytes: int,
+    *,
+    shapes: Sequence[Shape],
+    max_context_len: int,
+    kv_bytes: int,
+) -> GroupSizes:
+    """Size the groups: a full one, one for each window, and the draft's own if it has one.
+
+    Args:
+        config: placement, policy, layout, page size, depth, `max_batch`, `max_sessions`,
+            `prefill_tokens`, and `num_pages` if given.
+        target_bytes: window -> bytes of a token's KV in all layers of the target with that window
+            (`bytes_by_window`); a window as long as the context counts as full.
+        draft_bytes: bytes of a token's KV in all layers of the draft model; 0 = it keeps none.
+        shapes: the shapes that will run beside shape 0.
+        max_context_len: the most tokens of a sequence.
+        kv_bytes: bytes for all buffers; ignored if `config.num_pages` is given.
+
+    Raises:
+        ConfigError: `kv_bytes` does not hold one row of the whole context.
+    """
+    groups, draft_group = _without_pages(config, target_bytes, draft_bytes, shapes, max_context_len)
+    sizes = GroupSizes(
+        groups=groups,
+        draft_group=draft_group,
+        shapes=tuple(dict.fromkeys([Shape.none(), *shapes])),
+        num_rows=config.max_batch,
+        max_sessions=config.max_sessions,
+        max_context_len=max_context_len,
+        max_chunk=min(config.prefill_tokens, max_context_len),
+        overlap_depth=config.overlap_depth,
+        policy=config.policy,
+        keeps_draft_kv=draft_bytes > 0,
+    ).with_widths()
+    if config.num_pages is None:
+        return _fit(sizes, kv_bytes)
+    return _with_pages(sizes, config.num_pages)
+
+
+def _without_pages(
+    config: EngineConfig,
+    target_bytes: Mapping[int | None, int],
+    draft_bytes: int,
+    shapes: Sequence[Shape],
+    max_context_len: int,
+) -> tuple[tuple[GroupSize, ...], int]:
+    """Return the groups without pages and widths, and which of them hosts the draft's layers."""
+    full_bytes, windows = 0, {}
+    for window, size in target_bytes.items():
+        if window is None or window >= max_context_len:
+            full_bytes += size
+        else:
+            windows[window] = size
+    split = config.placement == "split" and draft_bytes > 0
+    drafts = any(shape.num_draft_tokens > 1 for shape in shapes)
+    layout: Literal["dense", "holey"] = "dense" if config.layout == "auto" else config.layout
+
+    def bare(
+        name: str, token_bytes: int, hosts: bool, window: int | None = None, sink: int = 0
+    ) -> GroupSize:
+        return GroupSize(
+            name=name,
+            page_size=config.page_size,
+            page_bytes=config.page_size * token_bytes,
+            pages_per_row=0,
+            num_pages=0,
+            hosts_drafts=hosts,
+            layout=layout,
+            window=window,
+            sink=sink,
+        )
+
+    groups = []
+    has_own = draft_bytes > 0 and (split or not full_bytes)  # the draft's layers
+    if full_bytes and split:
+        groups.append(bare("target", full_bytes, False))
+    elif full_bytes or not (windows or has_own):  # a target of recurrent layers alone has no bytes
+        # A shared group hosts the branches of every drafter, as in SGLang.
+        hosts = config.placement == "shared" and drafts
+        groups.append(bare("kv", full_bytes + draft_bytes, hosts))
+    groups += [bare(f"window {w}", windows[w], False, w) for w in sorted(windows)]
+    if has_own:
+        window, sink = config.draft_window, config.draft_sink
+        if window is not None:
+            # One cell more: a catch-up runs the token before the root again.
+            window = window + 1 if window + 1 + sink < max_context_len else None
+        groups.append(bare("draft", draft_bytes, True, window, 0 if window is None else sink))
+    return tuple(groups), len(groups) - 1 if has_own else 0
+
+
+def _with_pages(sizes: GroupSizes, num_pages: int) -> GroupSizes:
+    """Give each group `num_pages` pages, but a window group at most all rows' window pages."""
+    sized = sizes.with_rows(1, sizes.num_rows + sizes.max_sessions)
+    groups = []
+    for group in sized.groups:
+        most = num_pages if group.window is None else group.num_pages
+        groups.append(replace(group, num_pages=min(num_pages, most)))
+    return replace(sized, groups=tuple(groups))
+
+
+def _fit(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
+    """Give the groups as many pages as the bytes hold, at most enough for all rows.
+
+    Window groups come first: a row's window pages do not grow with its length, so they limit how
+    many short requests run. All `num_rows` rows get window pages if these take at most half of the
+    bytes. Otherwise there are as many windows as rows of the whole context. If all rows of the
+    whole context fit, sessions between turns get windows too.
+    """
+    room = kv_bytes - sum(group.page_bytes for group in sizes.groups)  # page 0 of each
+    full = [group for group in sizes.groups if group.window is None]
+    windows = [group for group in sizes.groups if group.window is not None]
+    row_bytes = sum(group.pages_per_row * group.page_bytes for group in full)
+
+    def window_bytes(num_rows: int) -> int:
+        pages = (sizes.window_pages(group, num_rows, sizes.most_steps) for group in windows)
+        return sum(n * group.page_bytes for n, group in zip(pages, windows, strict=True))
+
+    def both(num_rows: int) -> int:
+        return window_bytes(num_rows) + min(num_rows, sizes.num_rows) * row_bytes
+
+    if both(1) > room:
+        need = kv_bytes - room + both(1)
+        raise ConfigError(
+            f"one row of {sizes.max_context_len} tokens needs {show_bytes(need)} of KV, "
+            f"{show_bytes(kv_bytes)} are to be had: lower max_context_len or the dtype, or raise "
+            "kv_bytes"
+        )
+    running = range(1, sizes.num_rows + 1)
+    spare = min(room // 2, room - row_bytes)
+    num_windows = max(
+        bisect.bisect_right(range(1, len(running) + sizes.max_sessions + 1), room, key=both),
+        bisect.bisect_right(running, spare, key=window_bytes),
+    )
+    num_rows: float = sizes.num_rows
+    if row_bytes:
+        num_rows = min((room - window_bytes(num_windows)) / row_bytes, num_rows)
+    return sizes.with_rows(num_rows, num_windows, sizes.most_steps)

@@ -1,0 +1,73 @@
+"""Functions that choose which kinds of rounds get CUDA graphs, and for which batch sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specpool._core import Shape
+from specpool.engine.attention import BackEnd
+from specpool.engine.config import EngineConfig
+from specpool.engine.draft import Drafter
+from specpool.engine.shapes import config_of
+from specpool.engine.shapes.router import StepRouter
+from specpool.engine.worker.graphs.round_graph import RoundKind
+from specpool.errors import ConfigError
+
+
+def graph_sizes(
+    config: EngineConfig, attention: BackEnd, *, has_capture: bool, keeps_state: bool
+) -> tuple[int, ...]:
+    """Return the batch sizes to capture, ascending; none if graphs cannot be captured.
+
+    Raises:
+        ConfigError: graphs cannot be captured, but `config.graph_sizes` asks for some.
+    """
+    why = None
+    if not has_capture:
+        why = "they need a CUDA device, and torch's cache of its memory"
+    elif not attention.runs_in_graphs:
+        why = f"attention {attention.name!r} plans each forward on the host"
+    elif keeps_state:
+        why = "the target has recurrent layers, which run on the synchronous worker"
+    if config.graph_sizes is None:
+        most = config.max_batch
+        powers = {1 << i for i in range(most.bit_length())}
+        return () if why else tuple(sorted(powers | {most}))
+    if why and config.graph_sizes:
+        raise ConfigError(f"graph_sizes {list(config.graph_sizes)} cannot be captured: {why}")
+    return tuple(sorted(config.graph_sizes))
+
+
+def round_kinds(
+    config: EngineConfig, sizes: Sequence[int], drafters: Sequence[Drafter], shape: Shape
+) -> dict[RoundKind, list[int]]:
+    """Return the kinds of rounds to capture, with the batch sizes of each.
+
+    A controller's candidate is captured for the sizes at which it can be chosen.
+
+    Args:
+        config: gives the shapes and the candidates.
+        sizes: all batch sizes to capture.
+        drafters: the engine's; rounds of the first are captured.
+        shape: the engine's own shape.
+    """
+    keeps_draft_kv = any(drafter.layers for drafter in drafters)
+    found: dict[RoundKind, list[int]] = {}
+    named = list(config.shapes)
+    if config.adaptive is None:
+        named.append(shape)
+    else:
+        ranges = config_of(config.adaptive).ranges
+        router = StepRouter(ranges, graph_sizes=sizes)
+        reach = router.graph_sizes_of(
+            {key: batch_range.candidates for key, batch_range in ranges.items()}
+        )
+        found = {RoundKind(each, keeps_draft_kv): mine or [] for each, mine in reach.items()}
+    found |= {RoundKind(each, keeps_draft_kv): list(sizes) for each in named if each.num_steps}
+    found[RoundKind(Shape.none(), False)] = list(sizes)  # for requests that opt out
+    reads_tokens = bool(drafters) and drafters[0].reads_tokens  # which only the host knows
+    return {
+        kind: mine
+        for kind, mine in found.items()
+        if mine and not (reads_tokens and kind.shape.num_draft_tokens > 1)
+    }

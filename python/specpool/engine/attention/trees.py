@@ -1,0 +1,117 @@
+"""Attention of trees on a GPU: the prefix by torch's flash kernel, the tree by products, joined.
+
+All nodes of a tree see the whole prefix of their row. So that part needs no mask, and the kernel
+takes the lanes' lengths as an array on the device: it reads nothing past a prefix, also within a
+CUDA graph. Behind the prefix each node sees some of the tree's own cells. These are few, and their
+scores are computed in float32. The logarithms of the softmax sums join both, as in `prompts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specpool.engine.attention import fused
+from specpool.engine.attention.view import AttentionView
+
+_HIDDEN = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """What all layers of a view share."""
+
+    prefix: fused.FusedLanes
+    slots: Tensor  # int64 [B * W], the own cells
+    bias: Tensor  # float32 [B, 1, 1, Q, W], 0 or hidden
+
+
+def serves_trees(view: AttentionView, q: Tensor, v_buffer: Tensor, window: int | None) -> bool:
+    """Return whether `attend_trees` can attend for a layer without soft cap and sinks.
+
+    Args:
+        view: the view of the forward.
+        q: [T, H, Dk] queries.
+        v_buffer: [num_slots, Hkv, Dv], the layer's value buffer.
+        window: the layer's window; None = full attention.
+    """
+    if view.own is None or q.device.type != fused.DEVICE or not fused.takes_flash(q):
+        return False
+    if window is not None and window < view.read_pages.shape[1] * view.page_size:
+        return False  # a window goes by position, and the nodes of a lane have several
+    # The kernel reads 16 bytes at a time.
+    return q.shape[2] == v_buffer.shape[2] and q.shape[2] * q.itemsize % 16 == 0
+
+
+def attend_trees(
+    view: AttentionView, k_buffer: Tensor, v_buffer: Tensor, q: Tensor, scaling: float
+) -> Tensor:
+    """Attend over prefix and tree. Call it only if `serves_trees`, with all KV in its slots.
+
+    Args:
+        view: the view of the forward.
+        k_buffer: [num_slots, Hkv, D].
+        v_buffer: [num_slots, Hkv, D].
+        q: [T, H, D].
+        scaling: factor of the scores.
+
+    Returns:
+        [T, H, D].
+    """
+    tree = _tree(view)
+    keys, values = fused.gather(view, tree.prefix, k_buffer, v_buffer, q.dtype)
+    old, old_lse = fused.flash(tree.prefix, q, keys, values, scaling, is_causal=False)
+    own, own_lse = _attend_own(view, tree, k_buffer, v_buffer, q, scaling)
+    # A lane without a prefix has an infinite logarithm, of either sign, and no share.
+    old_lse = old_lse.T.masked_fill(old_lse.T == torch.inf, -torch.inf)
+    share = torch.sigmoid(old_lse - own_lse).unsqueeze(2)
+    return torch.lerp(own, old.float(), share).to(q.dtype)
+
+
+def _attend_own(
+    view: AttentionView,
+    tree: _Tree,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    q: Tensor,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend over the tree's own cells in float32: [T, H, D], and the logarithms, [T, H]."""
+    heads, kv_heads = q.shape[1], k_buffer.shape[1]
+    lanes, queries, width = view.num_lanes, view.max_q_len, tree.bias.shape[4]
+    if view.pad_index is not None:
+        q = q.index_select(0, view.pad_index)
+    # [B, Hkv, G, Q, D], and the cells as [B, Hkv, 1, W, D]
+    q = q.view(lanes, queries, kv_heads, heads // kv_heads, -1).permute(0, 2, 3, 1, 4).float()
+    keys, values = (
+        buffer.index_select(0, tree.slots)
+        .view(lanes, width, kv_heads, 1, -1)
+        .permute(0, 2, 3, 1, 4)
+        .float()
+        for buffer in (k_buffer, v_buffer)
+    )
+    scores = torch.matmul(q * scaling, keys.transpose(3, 4)) + tree.bias
+    lse = scores.logsumexp(4).permute(0, 3, 1, 2).reshape(lanes * queries, heads)
+    out = torch.matmul(scores.softmax(4), values).permute(0, 3, 1, 2, 4)
+    out = out.reshape(lanes * queries, heads, -1)
+    if view.unpad_index is None:
+        return out, lse
+    return out.index_select(0, view.unpad_index), lse.index_select(0, view.unpad_index)
+
+
+def _tree(view: AttentionView) -> _Tree:
+    """Return what the layers share; computed once per view, without a wait for the device."""
+    found = view.plans.get(_Tree)
+    if found is None:
+        own = view.own
+        assert own is not None
+        found = view.plans[_Tree] = _Tree(
+            fused.live_lanes(view, own.starts()),
+            own.slots(view).reshape(-1),
+            torch.zeros(own.mask.shape, device=own.mask.device)
+            .masked_fill_(~own.mask, _HIDDEN)
+            .view(view.num_lanes, 1, 1, *own.mask.shape[1:]),
+        )
+    return found  # type: ignore[return-value]

@@ -1,0 +1,310 @@
+"""`SamplingParams`: options for choosing a request's tokens and for ending its text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from specpool.checks import check_bool, check_fields, check_int, check_salt, shown
+from specpool.engine.text.stop_search import check_stop
+from specpool.engine.text.stream import TextStream
+from specpool.engine.text.structured.grammar import Grammar
+from specpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: The least `repetition_penalty`. With a much smaller one, logits of float32 would be infinite.
+LEAST_PENALTY = 0.01
+#: The most tokens of one `logit_bias`.
+MAX_BIASES = 1024
+#: Fields that may be None, each with its value if the target's files do not say one either.
+NEUTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0,
+        "min_new_tokens": 0,
+        "bad_words_ids": (),
+        "suppress_tokens": (),
+        "begin_suppress_tokens": (),
+    }
+)
+#: Those of them that have no effect at temperature 0.
+TRUNCATIONS = ("top_k", "top_p", "min_p")
+
+
+def check_number(name: str, value: object, least: float, most: float) -> None:
+    """Raise `ConfigError` unless `value` is an int or float in `[least, most]`."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not least <= value <= most:  # type: ignore[operator]  # NaN fails
+        raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {shown(value)}")
+
+
+def check_bias(bias: object) -> None:
+    """Raise `ConfigError` unless `bias` maps at most `MAX_BIASES` token ids to [-100, 100]."""
+    if not isinstance(bias, Mapping):
+        raise ConfigError(f"logit_bias must map token ids to numbers, got {shown(bias)}")
+    if len(bias) > MAX_BIASES:
+        raise ConfigError(f"logit_bias must have at most {MAX_BIASES} tokens, got {len(bias)}")
+    for token, value in bias.items():
+        check_int("a token id in logit_bias", token, 0, (1 << 31) - 1)
+        check_number(f"logit_bias of token {token}", value, -100, 100)
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    """Return token ids as a tuple; raise `ConfigError` if `value` is something else."""
+    if not isinstance(value, tuple | list):
+        raise ConfigError(f"{name} must be a tuple of ids, got {shown(value)}")
+    for token in value:
+        check_int(name, token, 0, (1 << 31) - 1)
+    return tuple(value)
+
+
+def _words(value: object) -> tuple[tuple[int, ...], ...]:
+    """Return sequences of token ids as tuples; raise `ConfigError` if `value` is something else."""
+    if not isinstance(value, tuple | list):
+        raise ConfigError(f"bad_words_ids must be a tuple of sequences of ids, got {shown(value)}")
+    words = tuple(_ids("bad_words_ids", word) for word in value)
+    if () in words:
+        raise ConfigError("bad_words_ids has a sequence without tokens")
+    return words
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The sampling and stop options of one request.
+
+    A field that is None takes the value of the target's generation_config.json. If the file does
+    not have it either, the field changes nothing.
+
+    Attributes:
+        max_new_tokens: the most tokens to generate.
+        temperature: 0 = greedy.
+        top_k: keep this many of the most likely tokens; 0 = all. Needs a temperature above 0.
+        top_p: keep the smallest set of most likely tokens with at least this mass; 1 = all. Needs a
+            temperature above 0.
+        min_p: drop the tokens that are less likely than this share of the likeliest, after top_k
+            and top_p; 0 = none. Needs a temperature above 0.
+        repetition_penalty: above 1 = make the tokens of the prompt and the output less likely:
+            logits above 0 are divided by it, others multiplied; 1 = none; in [0.01, 10]. As in
+            transformers.
+        presence_penalty: subtract this from the logit of each token of the output; in [-2, 2].
+            The prompt does not count. As OpenAI defines it.
+        frequency_penalty: subtract this for each time that the output has the token; in [-2, 2].
+        logit_bias: token id -> what is added to its logit, in [-100, 100].
+        structured: the form that the whole output has; None = any. The output ends when the form
+            is complete.
+        seed: a drawn token depends only on its distribution, the seed and its position; None = a
+            fresh seed, reported in the output.
+        n: number of samples of the prompt, each with its own output; sample i has seed + i.
+        logprobs: None = none; n = the log probabilities of the chosen token and of the n most
+            likely tokens, from the target's logits before bias, penalties, form, temperature and
+            truncation.
+        ignore_eos: go on after an end-of-sequence token.
+        stop_token_ids: tokens that end the request, beside the model's own.
+        no_repeat_ngram_size: n = no n tokens in a row occur twice in prompt and output; 0 = they
+            may. This field and the next four are as in transformers. Each makes a round wait for
+            the tokens of the last one.
+        min_new_tokens: the output has at least so many tokens before one that ends it.
+        bad_words_ids: sequences of tokens that the output must not have.
+        suppress_tokens: tokens that the output must not have.
+        begin_suppress_tokens: tokens that the output must not begin with.
+        stop: a string or strings that end the request, also across token borders. The text ends
+            before the first stop string; no part of the stop string is ever output. A stop string
+            may hold the name of a special token, such as `<|im_end|>`.
+        skip_special_tokens: leave special tokens out of the text.
+        max_draft_steps: the most drafting steps of a round; 0 = plain decoding; None = no limit
+            beyond the engine's shape or its controller. A shape that the request names must not
+            have more steps.
+        tpot_ms: the target of the request's milliseconds per token after the first, above 0; None =
+            it has none. It needs `adaptive="budget"`. A target that cannot be met is missed: the
+            request then drafts for throughput, and `EngineStats.adaptive` counts it.
+        priority: the greater comes first for rows and is retracted last. With a budget a token of
+            it counts twice as much as one of the priority below. None = that of the call.
+        drafter: the name of the drafter, of those that the engine has; None = its first.
+        cache_salt: requests share cached KV only with requests of the same salt, for example of the
+            same tenant; at most 256 bytes.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    structured: Grammar | None = None
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    no_repeat_ngram_size: int | None = None
+    min_new_tokens: int | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    suppress_tokens: Sequence[int] | None = None
+    begin_suppress_tokens: Sequence[int] | None = None
+    stop: Sequence[str] = ()
+    skip_special_tokens: bool = True
+    max_draft_steps: int | None = None
+    tpot_ms: float | None = None
+    priority: int | None = None
+    drafter: str | None = None
+    cache_salt: str = ""
+
+    def __new__(cls, **fields: object) -> SamplingParams:
+        """Raise `ConfigError` for unknown field names; `__init__` would raise a TypeError."""
+        check_fields(cls, fields)
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
+        check_int("n", self.n, 1, 1 << 16)
+        check_number("temperature", self.temperature, 0, 1e4)
+        for name, most in (
+            ("top_k", (1 << 31) - 1),
+            ("no_repeat_ngram_size", 1 << 20),
+            ("min_new_tokens", 1 << 30),
+        ):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 0, most)
+        for name, least, high in (
+            ("top_p", 0, 1),
+            ("min_p", 0, 1),
+            ("repetition_penalty", LEAST_PENALTY, 10),
+        ):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), least, high)
+        check_number("presence_penalty", self.presence_penalty, -2, 2)
+        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.top_p == 0:
+            raise ConfigError("top_p must be above 0, got 0")
+        check_bias(self.logit_bias)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if self.seed is not None:
+            check_int("seed", self.seed, 0, (1 << 64) - 1)
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, 0, 1 << 20)
+        check_bool("ignore_eos", self.ignore_eos)
+        for name in ("stop_token_ids", "suppress_tokens", "begin_suppress_tokens"):
+            ids = getattr(self, name)
+            if ids is not None or name == "stop_token_ids":
+                object.__setattr__(self, name, _ids(name, ids))
+        if self.bad_words_ids is not None:
+            object.__setattr__(self, "bad_words_ids", _words(self.bad_words_ids))
+        if (self.min_new_tokens or 0) > self.max_new_tokens:
+            raise ConfigError(
+                f"min_new_tokens {self.min_new_tokens} is above max_new_tokens "
+                f"{self.max_new_tokens}"
+            )
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        check_stop(stop)
+        object.__setattr__(self, "stop", tuple(stop))
+        check_bool("skip_special_tokens", self.skip_special_tokens)
+        if self.max_draft_steps is not None:
+            check_int("max_draft_steps", self.max_draft_steps, 0, (1 << 31) - 1)
+        if self.tpot_ms is not None:
+            check_number("tpot_ms", self.tpot_ms, 1e-3, 1e9)
+        if self.priority is not None:
+            check_int("priority", self.priority, -(1 << 31), (1 << 31) - 1)
+        if self.drafter is not None and not (isinstance(self.drafter, str) and self.drafter):
+            raise ConfigError(f"drafter must be a name or None, got {shown(self.drafter)}")
+        check_salt(self.cache_salt)
+        if self.structured is not None and not isinstance(self.structured, Grammar):
+            raise ConfigError(
+                f"structured must be a specpool.Grammar or None, got {shown(self.structured)}"
+            )
+        if self.structured is not None and self.ignore_eos:
+            raise ConfigError(
+                "ignore_eos does not go with structured: the end of the text is part of its form"
+            )
+        self._check_truncation()
+
+    def _check_truncation(self) -> None:
+        """Raise `ConfigError` for truncations that have no effect on a greedy choice."""
+        if self.temperature:
+            return
+        for name in TRUNCATIONS:
+            value = getattr(self, name)
+            is_set = value is not None and value != NEUTRAL[name]
+            if is_set and (name, value) != ("top_k", 1):
+                raise ConfigError(
+                    f"{name} {value} does nothing at temperature 0, which takes the likeliest "
+                    "token: give a temperature above 0, or leave top_k and min_p at 0 and top_p at "
+                    "1"
+                )
+
+    def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end the output, if `eos_token_ids` are the target's own."""
+        eos = frozenset[int]() if self.ignore_eos else eos_token_ids
+        return eos | frozenset(self.stop_token_ids)
+
+    def text_stream(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop_ids: Collection[int],
+        *,
+        notes_special: bool = False,
+    ) -> TextStream:
+        """Return a decoder of the output's tokens.
+
+        Args:
+            tokenizer: the target's; None = every text is empty.
+            stop_ids: tokens that end the output; they have no text.
+            notes_special: see `TextStream`.
+
+        Raises:
+            ConfigError: there are stop strings without a tokenizer.
+        """
+        return TextStream(
+            tokenizer,
+            self.stop,
+            hidden=stop_ids,
+            shows_special=not self.skip_special_tokens,
+            notes_special=notes_special,
+        )
+
+    def filled(self, defaults: Mapping[str, Any] = NEUTRAL) -> SamplingParams:
+        """Return these parameters without None in the fields of `NEUTRAL`.
+
+        Args:
+            defaults: values by field; a field that is not among them changes nothing.
+        """
+        missing = [name for name in NEUTRAL if getattr(self, name) is None]
+        if not missing:
+            return self
+        if not self.temperature:  # as in transformers, they are for drawn text
+            defaults = {k: v for k, v in defaults.items() if k not in TRUNCATIONS}
+        values = {name: defaults.get(name, NEUTRAL[name]) for name in missing}
+        if "min_new_tokens" in values:  # a file's may be above a request's `max_new_tokens`
+            values["min_new_tokens"] = min(values["min_new_tokens"], self.max_new_tokens)
+        return replace(self, **values)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        repeats = self.repetition_penalty not in (None, 1)
+        return bool(repeats or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def bans(self) -> bool:
+        """Whether some tokens may not follow some texts."""
+        return bool(
+            self.no_repeat_ngram_size
+            or self.min_new_tokens
+            or self.bad_words_ids
+            or self.suppress_tokens
+            or self.begin_suppress_tokens
+        )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the target's logits are changed before a token is chosen."""
+        return bool(self.penalizes or self.bans or self.logit_bias or self.structured is not None)

@@ -1,0 +1,210 @@
+"""`Admission`: gives rows to waiting requests."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+from specpool.arrays import Int32, Int64
+from specpool.engine.scheduler.reclaim import Reclaim
+from specpool.engine.scheduler.request import Request
+from specpool.engine.scheduler.state import State
+from specpool.engine.shapes.budget import Spare
+from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows
+
+
+class Admission:
+    """The part of the scheduler that gives rows to waiting requests and to samples.
+
+    Waiting requests get rows in their order. Samples of a running prompt get forks of its row.
+    """
+
+    def __init__(self, state: State, reclaim: Reclaim) -> None:
+        """Move requests of `state` from those that wait to those that run.
+
+        `reclaim` frees pages if the tail of a pin finds none, and ends a request that the ledger
+        has no memory for.
+        """
+        self._state, self._reclaim = state, reclaim
+
+    def admit(self) -> None:
+        """Admit waiting requests in order, while the pages for every row's next round fit."""
+        state = self._state
+        claimed = None
+        while state.waiting and len(state.running) < state.config.max_batch:
+            request = state.waiting.first
+            try:
+                hit = state.prefix_cache.match(request)
+                if state.prefix_cache.is_coming(request, hit.length):
+                    return
+                if state.running:
+                    new = state.needs.of(len(request.tokens), request.shape_index) - hit.shared
+                    new = new + hit.cached
+                    claimed = new + (self._claimed() if claimed is None else claimed)
+                    if not self._has_room(new) or (claimed > state.needs.num_pages).any():
+                        return
+                start = self._own_row(request) or self._take_row(request)
+                if start is None:
+                    return
+                row, length = start
+                self._start(request, row, length)
+            except BaseException as error:
+                self._reclaim.fault(request, error)
+                continue
+            state.prefix_cache.count(request, length)
+            state.waiting.remove(request)
+            if length == len(request.tokens) - 1:  # no prefill will fork its siblings
+                state.waiting.part(request)
+            if length or request.conversation is not None:  # which pages are shared has changed
+                claimed = None
+
+    def _start(self, request: Request, row: int, length: int) -> None:
+        """Let a request run on a row; give the row back if that fails."""
+        state = self._state
+        try:
+            state.running.start(request, row, length)
+        except BaseException:
+            state.running.leave(request)
+            state.conversations.give_up(row)
+            raise
+
+    def _has_room(self, new: Int64) -> bool:
+        """Return whether so many pages, int64 [num_groups], can be had now."""
+        ledger = self._state.ledger
+        return all(
+            num_pages <= ledger.free_pages(g) + ledger.cached_pages(g) + ledger.reclaimable_pages(g)
+            for g, num_pages in enumerate(new.tolist())
+        )
+
+    def spare(self, rows: Int64, shapes: Int32) -> Spare:
+        """Return the pages by which running rows may be wider than admission counts them.
+
+        The rows' next rounds then fit with the headroom of every running row, and no row waits
+        whose pages are there: waiting requests come first, because a row gives a token more for a
+        smaller share of the seconds.
+
+        Args:
+            rows: int64 [B], rows that decode.
+            shapes: int32 [B, C], the shapes that each may have, the narrowest first.
+
+        Returns:
+            Pages beyond the narrowest shape's, int32 [B, C, G], and the pages that are left for
+            them, int64 [G]. None = all rows may have their widest shape.
+        """
+        state = self._state
+        ledger, needs = state.ledger, state.needs
+        pages = needs.of_each(state.running.lens[rows], shapes).astype(np.int32)
+        pages -= pages[:, :1]
+        free = needs.num_pages - self._claimed()
+        for group in range(len(ledger.groups)):  # pages that others hold, such as sessions
+            available = ledger.free_pages(group) + ledger.cached_pages(group)
+            free[group] = max(min(free[group], available), 0)
+        if (pages.max(axis=1).sum(axis=0) <= free).all():
+            return None
+        return np.maximum(pages, 0), free
+
+    def _claimed(self) -> Int64:
+        """Return the pages of all running rows' next rounds, int64 [num_groups]. O(rows)."""
+        state = self._state
+        ledger, lens = state.ledger, state.running.lens
+        groups = range(len(ledger.groups))
+        rows = np.flatnonzero(lens)
+        claimed = state.needs.of_all(lens[rows], state.running.shapes[rows])
+        if not state.in_flight:  # then only copies that wait for a step fence pages
+            claimed += [ledger.fenced_pages(g) for g in groups]
+        num_shared = [ledger.shared_pages(g) for g in groups]
+        if any(num_shared):
+            claimed -= np.where(num_shared, self._shared_twice(rows, num_shared), 0)
+        return claimed
+
+    def _shared_twice(self, rows: Int64, num_shared: list[int]) -> Int64:
+        """Return how many pages of these running rows a sum over the rows counts too often.
+
+        It is negative if there are shared pages that none of the rows holds, as those of a pin.
+        `num_shared` are the shared pages of each group; the result is int64 [num_groups].
+        """
+        ledger = self._state.ledger
+        _, shared = ledger.held_pages(rows)
+        repeated: Int64 = shared.sum(axis=0) - num_shared
+        # Idle rows give their pages back when they are needed. A turn that has not prepared its
+        # first step is still counted as idle; then it is not known whose the pages are.
+        if ledger.idle.any() and not ledger.idle[rows].any():
+            idle_held, idle_shared = ledger.held_pages(np.flatnonzero(ledger.idle))
+            unshared = (idle_held - idle_shared).sum(axis=0)
+            reclaimable = [ledger.reclaimable_pages(g) for g in range(len(ledger.groups))]
+            repeated += np.maximum(reclaimable - unshared, 0)
+        return repeated
+
+    def _own_row(self, request: Request) -> tuple[int, int] | None:
+        """Take the idle row of the request's conversation, unless the prefix cache has more.
+
+        A cut row goes back to the beginning of a page that is shared; a hit ends at any token.
+
+        Returns:
+            The row and its number of tokens with KV, or None.
+        """
+        state = self._state
+        start = state.conversations.take(request)
+        if start is None or state.prefix_cache.match(request).length <= start[1]:
+            return start
+        state.conversations.give_up(start[0])
+        return None
+
+    def _take_row(self, request: Request) -> tuple[int, int] | None:
+        """Take a free row; return it and its number of tokens with KV, or None.
+
+        The KV comes from the longest text in the prefix cache, or from a longer pin.
+        """
+        state = self._state
+        state.handles.take(request)
+        pins = state.pins.shared_with(request.tokens) if request.handle is None else []
+        cached_len = state.prefix_cache.match(request).length if pins else 0
+        while True:
+            pins = [(pin, length) for pin, length in pins if length > cached_len]
+            try:
+                if pins:
+                    pin, length = pins[0]
+                    row = state.ledger.admit(
+                        str(request.request_id), prefix=pin.prefix, length=length
+                    )
+                else:
+                    row, length = state.prefix_cache.admit(request)
+            except NotReady:  # the window before that length is not held
+                del pins[0]
+            except OutOfRows:  # all free rows are fenced
+                return None
+            except OutOfPages as shortage:
+                if self._reclaim.drop_idle(shortage):
+                    continue
+                if state.running or state.in_flight or state.pins or request.skips_cache:
+                    return None  # others give pages back, or a pin gives way
+                request.skips_cache = True  # the pages that it would share are all there are
+                pins, cached_len = [], 0
+            except OutOfMemory as shortage:
+                if not state.running:  # no request will give memory back
+                    self._reclaim.give_up([request], shortage)
+                return None
+            else:
+                return row, length
+
+    def fork(self, request: Request) -> None:
+        """Fork the request's row for its siblings, once all but the prompt's last token has KV.
+
+        Siblings that find no row or page wait.
+        """
+        state = self._state
+        while request.siblings:
+            sibling, row = request.siblings[0], 0
+            if sibling.finish_reason is None and len(state.running) < state.config.max_batch:
+                with contextlib.suppress(OutOfRows, OutOfPages, OutOfMemory):
+                    row = state.ledger.fork(request.row, str(sibling.request_id))
+            if row:
+                try:
+                    self._start(sibling, row, request.prefilled_len)
+                except BaseException as error:
+                    state.waiting.add(sibling)
+                    self._reclaim.fault(sibling, error)
+            else:
+                state.waiting.add(sibling)
+            del request.siblings[0]

@@ -1,0 +1,262 @@
+"""`Compiler`: turns a `Grammar` into a `Matcher`, with llguidance, and keeps what it compiled."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+from specpool.engine.text.structured.grammar import Grammar
+from specpool.engine.text.structured.matcher import Matcher, refusal, shortened
+from specpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+#: Compiled grammars that are kept, the latest used ones.
+MAX_COMPILED = 128
+#: Seconds that a grammar may take to compile.
+MAX_SECONDS = 10.0
+#: Items of llguidance's parser in one step, and the cost of its lexer; beyond, a request ends.
+MAX_ITEMS, MAX_LEXER_COST = 50_000, 200_000
+
+#: Keywords that map names of a user's choice to schemas.
+_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+#: Keywords that hold values, not schemas.
+_VALUES = {"const", "enum", "default", "examples", "required"}
+
+
+class Compiler:
+    """A compiler of grammars over one tokenizer; any thread may call it.
+
+    Attributes:
+        vocabulary: the tokenizer's tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+    ) -> None:
+        """Compile nothing yet.
+
+        Args:
+            tokenizer: gives each token's bytes; None = no grammar can be compiled.
+            vocab_size: the target's.
+            eos_ids: the tokens that end a text of the target.
+        """
+        self._vocab_size, self._eos_ids = vocab_size, eos_ids
+        self.vocabulary = Vocabulary(tokenizer, vocab_size, eos_ids)
+        # The cache keeps results alone: a wrong grammar is refused again each time.
+        self._engine = lru_cache(MAX_COMPILED)(partial(_within_time, self.vocabulary))
+
+    def matcher(self, grammar: Grammar, stop_ids: frozenset[int] = frozenset()) -> Matcher:
+        """Return a matcher at the start of a grammar; compile it unless that was done before.
+
+        Compiling takes a millisecond for a small schema. The first call also reads the vocabulary,
+        which takes a quarter of a second for 32,000 tokens.
+
+        Args:
+            grammar: the form.
+            stop_ids: tokens that end the output, beside those that end every text of the target.
+
+        Raises:
+            ConfigError: the package is missing, the tokenizer cannot be read, or the grammar is
+                wrong, allows no text, or is too large; the message says where.
+        """
+        return Matcher(self._engine(grammar), self._vocab_size, self._eos_ids | stop_ids)
+
+
+def check_grammar(grammar: Grammar) -> None:
+    """Refuse what is no grammar, as far as it shows without a tokenizer; this imports no torch.
+
+    Raises:
+        ConfigError: the package is missing, or the grammar is wrong; the message says where.
+    """
+    library = _library()
+    message = library.LLMatcher.validate_grammar(_checked_source(library, grammar))
+    if message:
+        raise _refused(grammar, message)
+
+
+class Vocabulary:
+    """The tokens' bytes, which are read at the first use."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+    ) -> None:
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
+        self._read: Any = None  # llguidance.LLTokenizer
+
+    def get(self) -> Any:
+        """Return them as llguidance keeps them."""
+        if self._read is None:
+            self._read = self._of_tokenizer()
+        return self._read
+
+    def source(self) -> list[Any]:
+        """Return what another process makes its own from: the tokenizer as JSON, size, ends.
+
+        Raises:
+            ConfigError: the tokenizer cannot be read.
+        """
+        text = self._checked().backend_tokenizer.to_str()
+        return [text, self._size(), sorted(self._eos_ids)]
+
+    def _size(self) -> int:
+        # A mask has a bit for each token of the tokenizer, even beyond the target's.
+        return max(len(self._checked()), self._vocab_size)
+
+    def _checked(self) -> PreTrainedTokenizerFast:
+        """Return the tokenizer, if a form can be compiled over it."""
+        from transformers import PreTrainedTokenizerFast
+
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            raise ConfigError(
+                "structured: a form needs the bytes of each token, from a fast tokenizer; the "
+                f"target's is {type(self._tokenizer).__name__}"
+            )
+        if not self._eos_ids:
+            raise ConfigError(
+                "structured: a form needs a token that ends the text, and the target has none"
+            )
+        return self._tokenizer
+
+    def _of_tokenizer(self) -> Any:
+        tokenizer = self._checked()
+        from llguidance import hf
+
+        try:
+            return hf.from_tokenizer(
+                tokenizer, n_vocab=self._size(), eos_token=sorted(self._eos_ids)
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"structured: the target's tokenizer cannot be read: {error}"
+            ) from error
+
+
+def _within_time(vocabulary: Vocabulary, grammar: Grammar) -> Any:
+    """Compile in a thread of its own, because nothing can stop the library."""
+    results: list[Any] = []
+
+    def work() -> None:
+        try:
+            results.append(compiled(vocabulary, grammar))
+        except Exception as error:
+            results.append(error)
+        except BaseException as error:  # a panic of the library: nothing interrupts this thread
+            results.append(refusal(f"{type(error).__name__}: {error}"))
+
+    thread = threading.Thread(target=work, name="specpool-grammar", daemon=True)
+    thread.start()
+    thread.join(MAX_SECONDS)
+    if not results:
+        raise ConfigError(
+            f"structured: a {grammar.kind} of {len(grammar.text)} characters took more than "
+            f"{MAX_SECONDS:g} s to compile: make it smaller"
+        )
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
+
+
+def compiled(vocabulary: Any, grammar: Grammar) -> Any:
+    """Return an `LLMatcher` at the start of the grammar."""
+    library, tokens = _library(), vocabulary.get()
+    source = _checked_source(library, grammar)
+    limits = library.LLParserLimits(
+        step_max_items=MAX_ITEMS, step_lexer_fuel=MAX_LEXER_COST, verbose_errors=False
+    )
+    engine = library.LLMatcher(tokens, source, log_level=0, limits=limits)
+    first = engine.deep_copy()
+    if not engine.is_error():
+        first.compute_bitmask()  # some faults show in the first step alone
+    if first.is_error() and first.get_error().startswith("NoExtension"):
+        raise ConfigError(f"structured: the {grammar.kind} allows no text at all")
+    if first.is_error():
+        raise _refused(grammar, first.get_error())
+    return engine
+
+
+def _checked_source(library: Any, grammar: Grammar) -> str:
+    try:
+        return _source(library, grammar)
+    except ValueError as error:
+        raise refusal(str(error)) from None
+
+
+def _refused(grammar: Grammar, message: str) -> ConfigError:
+    message = shortened(message)
+    if message.startswith("oneOf constraints"):  # it advises an option of its own
+        message = "oneOf whose parts may overlap is not supported: give anyOf"
+    return ConfigError(f"structured: {message}{_where(grammar, message)}")
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "structured: a form needs llguidance: pip install 'specpool[grammar]'"
+        ) from None
+    return llguidance
+
+
+def _source(library: Any, grammar: Grammar) -> str:
+    """Return the grammar in llguidance's own notation."""
+    if grammar.kind in ("json_schema", "json_object"):
+        text = "true" if grammar.text.strip() == "true" else grammar.text
+        schema = text if grammar.kind == "json_schema" else '{"type": "object"}'
+        # No blanks between the tokens of the text: they would leave a choice everywhere.
+        options = {"whitespace_flexible": False}
+        if schema == "true":
+            schema = "{}"
+        return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
+    return str(library.grammar_from(grammar.kind, grammar.text))
+
+
+def _where(grammar: Grammar, message: str) -> str:
+    """Return the place in a schema that an error speaks of, as far as its words tell."""
+    if grammar.kind != "json_schema":
+        return ""
+    names = re.findall(r"[\"'`]([^\"'`]+)[\"'`]", message) + re.findall(r": ([\w-]+)$", message)
+    names += re.findall(r"^(\w+) whose", message)
+    for name in names:
+        found = _pointer(json.loads(grammar.text), name)
+        if found is not None:
+            return f" (at {found})"
+    return ""
+
+
+def _pointer(value: Any, name: str, path: str = "#", has_names: bool = False) -> str | None:
+    """Return the JSON pointer of the first keyword or string `name`, or None.
+
+    Args:
+        value: a part of a schema.
+        name: the keyword, such as `not`, or the value of one.
+        path: the pointer of `value`.
+        has_names: the keys of `value` are names of a user's choice, not keywords.
+    """
+    entries: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        entries = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list):
+        entries = [(str(index), item) for index, item in enumerate(value)]
+    for key, item in entries:
+        here = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
+        is_keyword = isinstance(value, dict) and not has_names
+        if (is_keyword and key == name) or item == name:
+            return here
+        if is_keyword and key in _VALUES:
+            continue
+        found = _pointer(item, name, here, is_keyword and key in _MAPS)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,111 @@
+"""`Forward`: runs the target once, for one step or for a prefill and a round together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specpool.engine.attention import AttentionBatch, AttentionView, JoinedView, View
+from specpool.engine.attention.lanes import Lanes
+from specpool.engine.memory.kv_cache import KVCache
+from specpool.engine.models.target import TargetModel
+from specpool.engine.models.target_output import TargetOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One step's part of a forward: the tokens that the target is to read.
+
+    Attributes:
+        lanes: the lanes of the tokens.
+        tokens: int64 [T].
+        positions: int64 [T], the tokens' positions, all within the context.
+        views: a view for each group; empty if the target keeps a state, which reads lanes by width.
+        logits_at: int64 [n], tokens whose logits are wanted; None = all.
+        wants_features: whether a drafter reads the inputs of the captured layers.
+        is_verify: whether lanes keep only some of their tokens; `Forward.keep` says how many.
+    """
+
+    lanes: Lanes
+    tokens: Tensor
+    positions: Tensor
+    views: Mapping[int, AttentionView]
+    logits_at: Tensor | None
+    wants_features: bool
+    is_verify: bool = False
+
+
+class Forward:
+    """A runner of passes through the target, over the pages of its layers."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        cache: KVCache,
+        target_groups: Sequence[int],
+        *,
+        feature_layers: Sequence[int],
+    ) -> None:
+        """Run `target`.
+
+        Args:
+            target: the model.
+            cache: holds the target's layers first, then the drafter's.
+            target_groups: the group of each of the target's layers.
+            feature_layers: the layers whose inputs the drafter reads (`Drafter.feature_layers`).
+        """
+        self._target, self._cache = target, cache
+        self.groups = list(target_groups)
+        # (number, keys, values, group) of each layer with attention.
+        layers = zip(target.kv_layers, cache.keys, cache.values, target_groups, strict=False)
+        self._layers = list(layers)  # `zip` stops before the drafter's layers
+        self._feature_layers = tuple(feature_layers)
+
+    def run(self, passes: Sequence[Pass]) -> list[TargetOutput]:
+        """Run one forward for all passes, with their tokens in order; return each one's output."""
+        wants_features = any(part.wants_features for part in passes)
+        # Captured features cost hooks in every forward.
+        self._target.capture(self._feature_layers if wants_features else ())
+        if len(passes) == 1:
+            (part,) = passes
+            batch = self._batch(part.views)
+            return [self._target.forward(part.tokens, part.positions, batch, part.logits_at)]
+        logits_at, first = [], 0
+        for part in passes:
+            tokens = torch.arange(len(part.tokens), device=part.tokens.device)
+            logits_at.append(first + (tokens if part.logits_at is None else part.logits_at))
+            first += len(part.tokens)
+        views = {
+            group: JoinedView([part.views[group] for part in passes]) for group in passes[0].views
+        }
+        joined = self._target.forward(
+            torch.cat([part.tokens for part in passes]),
+            torch.cat([part.positions for part in passes]),
+            self._batch(views),
+            torch.cat(logits_at),
+        )
+        outputs = []
+        first_token = first_logits = 0
+        for part, at in zip(passes, logits_at, strict=True):
+            tokens_of = slice(first_token, first_token + len(part.tokens))
+            logits_of = slice(first_logits, first_logits + len(at))
+            first_token, first_logits = tokens_of.stop, logits_of.stop
+            features = None if joined.features is None else joined.features[tokens_of]
+            outputs.append(
+                TargetOutput(joined.logits[logits_of], joined.hidden[tokens_of], features)
+            )
+        return outputs
+
+    def keep(self, accept_len: Tensor) -> None:
+        """Keep the first `accept_len` tokens of each lane, int32 [B].
+
+        This class does nothing, because compaction moves the KV. `StateForward` cuts its states.
+        """
+
+    def _batch(self, views: Mapping[int, View]) -> AttentionBatch:
+        """Return the pages that each layer with attention reads and writes, by its group's view."""
+        layers = {layer: (keys, values, views[g]) for layer, keys, values, g in self._layers}
+        return AttentionBatch(list(views.values()), layers)
