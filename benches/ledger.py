@@ -22,9 +22,9 @@ from rich.table import Table
 from benches.ledger_load import LedgerLoad, Load, PlainLoad, Setting
 from benches.ledger_memory import bytes_per_page_and_row
 from specpool._core import Ledger, Shape
+from specpool.capacity.group_sizes import Placement
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, draw, interleaved, machine, print_json
-from specpool.engine.config import Placement
 from specpool.errors import ConfigError
 
 SETTINGS = (

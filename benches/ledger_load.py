@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from benches.plain_ledger import PlainLedger, Req
 from specpool import _core
 from specpool._core import Group, Ledger, Shape
-from specpool.engine.config import Placement
+from specpool.capacity.group_sizes import Placement
 
 Ints = NDArray[np.int32]
 

@@ -21,9 +21,9 @@ from rich.table import Table
 
 from specpool import _core
 from specpool._core import Shape
+from specpool.capacity.group_sizes import Policy
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, draw, machine, print_json
-from specpool.engine.config import Policy
 from specpool.engine.shape_names import parse_shape
 from specpool.errors import ConfigError, CorruptState
 

@@ -24,11 +24,11 @@ from rich.table import Table
 from lab.policies.devices import DEVICES
 from lab.sim import Arrival, Settings, SimDevice, Text
 from specpool._core import Ledger, Shape
-from specpool.capacity.group_sizes import GroupSizes, size_groups
+from specpool.capacity.group_sizes import GroupSizes, Layout, Placement, Policy, size_groups
 from specpool.capacity.layer_kv import LayerKV
 from specpool.checks import check_int
 from specpool.cli.results import Result, check_plot, machine, print_json
-from specpool.engine.config import HEADROOM, EngineConfig, Layout, Placement, Policy
+from specpool.engine.config import HEADROOM, EngineConfig
 from specpool.engine.scheduler.config import SchedulerConfig
 from specpool.engine.scheduler.scheduler import Scheduler
 from specpool.engine.scheduler.step import Step

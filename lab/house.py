@@ -13,7 +13,7 @@ from rich.table import Table
 
 from specpool.errors import ConfigError
 
-#: Top-level folders of the package by tier; every other folder is of the engine, tier 2.
+#: Top-level folders of the package by tier; the engine is tier 2.
 _TIERS = {
     "(root)": 1,
     "capacity": 1,
@@ -22,6 +22,7 @@ _TIERS = {
     "record": 1,
     "testing": 1,
     "serve": 3,
+    "train": 3,
     "cli": 3,
 }
 #: Files that are no rooms: what Python itself asks for.
@@ -71,12 +72,17 @@ def duplicate_classes(trees: Mapping[Path, ast.Module]) -> dict[str, list[str]]:
 
 
 def _wheel(package: Path) -> Table:
-    """Return lines and files of the package's Python by top-level folder, tier by tier."""
+    """Return lines and files of the package's Python, tier by tier.
+
+    The parts of tier 2 are the folders of the engine; those of the others are top-level folders.
+    """
     files: Counter[str] = Counter()
     lines: Counter[str] = Counter()
     for path in _files(package, {".py", ".pyi"}):
         parts = path.relative_to(package).parts
         folder = parts[0] if len(parts) > 1 else "(root)"
+        if folder == "engine" and len(parts) > 2:
+            folder = f"engine/{parts[1]}"
         files[folder] += 1
         lines[folder] += _num_lines(path)
     rows: list[tuple[str, ...]] = []

@@ -106,9 +106,10 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """A head whose `state_dict` is the published checkpoint. See `specpool.engine.models.eagle.head`.
+    """A head whose `state_dict` is the published checkpoint.
 
-    That of an MTP layer lacks the names' start (see `save_mtp`, and `specpool.engine.models.mtp.layer`).
+    See `specpool.engine.models.eagle.head`. That of an MTP layer lacks the names' start: see
+    `save_mtp`, and `specpool.engine.models.mtp.layer`.
     """
 
     def __init__(self, config: dict[str, Any], kind: Kind, target: LlamaForCausalLM) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specpool._core import Group, Ledger, Shape, sizing_most_window_pages, sizing_row_width
-from specpool.engine.config import Placement, Policy
+from specpool.capacity.group_sizes import Placement, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

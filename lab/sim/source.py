@@ -14,7 +14,7 @@ from typing import Literal
 
 from lab.sim.arrivals import Arrival
 from lab.sim.settings import Settings
-from specpool.engine.config import Placement
+from specpool.capacity.group_sizes import Placement
 
 FaultKind = Literal["launch", "result", "not_finite", "interrupt"]
 

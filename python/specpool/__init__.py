@@ -1,18 +1,16 @@
 """specpool: the KV-cache memory manager for speculative decoding.
 
-The ledger needs NumPy alone. `Engine` and its classes are imported at first use and need
-`specpool[hf]`.
+The ledger needs NumPy alone. `Engine` and what belongs to it are imported at first use; `Engine`
+needs `specpool[hf]`.
 """
 
 from __future__ import annotations
 
+import copyreg
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from specpool._core import BlockPool, Group, Ledger, Plan, Shape, Snapshot, __version__
-from specpool.engine.config import EngineConfig
-from specpool.engine.sampling_params import SamplingParams
-from specpool.engine.text.structured.grammar import Grammar
 from specpool.errors import (
     CheckpointError,
     ConfigError,
@@ -36,17 +34,23 @@ from specpool.errors import (
 
 if TYPE_CHECKING:
     from specpool.engine.comparison import Comparison
+    from specpool.engine.config import EngineConfig
     from specpool.engine.engine import Engine
     from specpool.engine.output import Chunk, RequestOutput
+    from specpool.engine.sampling_params import SamplingParams
     from specpool.engine.session import Session, Turn
     from specpool.engine.stats import EngineStats
+    from specpool.engine.text.structured.grammar import Grammar
 
 _LAZY = {
     "Chunk": "specpool.engine.output",
     "Comparison": "specpool.engine.comparison",
     "Engine": "specpool.engine.engine",
+    "EngineConfig": "specpool.engine.config",
     "EngineStats": "specpool.engine.stats",
+    "Grammar": "specpool.engine.text.structured.grammar",
     "RequestOutput": "specpool.engine.output",
+    "SamplingParams": "specpool.engine.sampling_params",
     "Session": "specpool.engine.session",
     "Turn": "specpool.engine.session",
 }
@@ -88,6 +92,13 @@ __all__ = [
     "Turn",
     "__version__",
 ]
+
+
+def _parts(shape: Shape) -> tuple[type[Shape], tuple[int, int, int]]:
+    return Shape, (shape.num_steps, shape.topk, shape.num_draft_tokens)
+
+
+copyreg.pickle(Shape, _parts)  # a Rust class, which pickle and copy know nothing of
 
 
 def __getattr__(name: str) -> Any:

@@ -28,10 +28,10 @@ FROM_ROOT = {
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 MODULES = {
     "specpool": ("__init__.py", "specpool"),
-    "specpool.engine.draft": ("draft/__init__.py", "draft"),
-    "specpool.engine.shapes": ("adaptive/__init__.py", "adaptive"),
-    "specpool.engine.models": ("models/__init__.py", "models"),
-    "specpool.engine.attention": ("attention/__init__.py", "attention"),
+    "specpool.engine.draft": ("engine/draft/__init__.py", "draft"),
+    "specpool.engine.shapes": ("engine/shapes/__init__.py", "adaptive"),
+    "specpool.engine.models": ("engine/models/__init__.py", "models"),
+    "specpool.engine.attention": ("engine/attention/__init__.py", "attention"),
     "specpool.kernels": ("kernels/__init__.py", "kernels"),
     "specpool.testing": ("testing/__init__.py", "testing"),
     "specpool.metrics": ("metrics.py", "metrics"),
@@ -69,7 +69,7 @@ def test_every_public_name_is_in_the_reference(module):
 
 
 def test_the_host_tier_is_in_the_reference():
-    names = set().union(*(public_names(f"memory/host/{name}.py") for name in HOST))
+    names = set().union(*(public_names(f"engine/memory/host/{name}.py") for name in HOST))
     helpers = {"whole_row_pages", "group_buffers"}
     assert names - shown("host") == helpers
 

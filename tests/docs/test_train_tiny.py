@@ -75,7 +75,7 @@ def test_the_shipped_heads_are_heads_of_the_example(
 ) -> None:
     from transformers import LlamaForCausalLM
 
-    tiny = Path(str(resources.files("specpool") / "assets" / "tiny"))
+    tiny = Path(str(resources.files("specpool.engine.assets") / "tiny"))
     target = LlamaForCausalLM.from_pretrained(tiny / "target").float().eval()
     train_head = example["train_head"]
     kind = train_head.Kind(name.removesuffix("1"))
@@ -99,7 +99,7 @@ def test_the_shipped_heads_are_heads_of_the_example(
 def test_the_shipped_block_drafter_is_that_of_the_example(example: dict[str, ModuleType]) -> None:
     from transformers import LlamaForCausalLM
 
-    tiny = Path(str(resources.files("specpool") / "assets" / "tiny"))
+    tiny = Path(str(resources.files("specpool.engine.assets") / "tiny"))
     target = LlamaForCausalLM.from_pretrained(tiny / "target").float().eval()
     block_head = example["block_head"]
     config = block_head.block_config(target)
@@ -123,7 +123,7 @@ def test_the_shipped_tokenizer_is_the_examples(
     from transformers import AutoTokenizer
 
     example["byte_tokenizer"].save_tokenizer(tmp_path, 2048)
-    shipped = Path(str(resources.files("specpool") / "assets" / "tiny" / "target"))
+    shipped = Path(str(resources.files("specpool.engine.assets") / "tiny" / "target"))
     made = json.loads((tmp_path / "tokenizer.json").read_text())
     assert made == json.loads((shipped / "tokenizer.json").read_text())
     for folder in (tmp_path, shipped):
@@ -139,7 +139,7 @@ def test_a_target_of_another_kind_is_refused_and_nothing_is_written(
 ) -> None:
     """A head of Llama's kind for byte tokens would be worth nothing for another model."""
     tiny = json.loads(
-        (resources.files("specpool") / "assets" / "tiny" / "target" / "config.json").read_text()
+        (resources.files("specpool.engine.assets") / "tiny" / "target" / "config.json").read_text()
     )
     check = example["train_head"].check_target
     target, out = tmp_path / "target", tmp_path / "head"

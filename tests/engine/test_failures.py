@@ -409,7 +409,7 @@ def test_a_device_that_cannot_even_scrub_gives_every_row_back(monkeypatch):
 
 
 # The scheduler and the loop, whatever their files are called.
-FOLDERS = tuple(str(FOLDER / name) for name in ("scheduler", "loop"))
+FOLDERS = tuple(str(FOLDER / "engine" / name) for name in ("scheduler", "loop"))
 
 
 def interrupted(target: TargetModel, head: EagleHead, at: int | None) -> int:

@@ -10,12 +10,12 @@ import specpool
 
 FOLDER = Path(specpool.__file__).parent
 FILES = tuple(
-    str(FOLDER / f"{name}.py")
+    str(FOLDER / f"engine/{name}.py")
     for name in (
-        "engine/core", "engine/engine", "engine/output", "engine/session", "loop/loop",
-        "loop/scrub", "memory/host/pages", "memory/host/tier", "scheduler/admission",
-        "scheduler/conversations", "scheduler/pins", "scheduler/prefill", "scheduler/queues",
-        "scheduler/reclaim", "scheduler/request", "scheduler/rows", "scheduler/scheduler",
+        "core", "engine", "output", "session", "loop/loop", "loop/scrub", "memory/host/pages",
+        "memory/host/tier", "scheduler/admission", "scheduler/conversations", "scheduler/pins",
+        "scheduler/prefill", "scheduler/queues", "scheduler/reclaim", "scheduler/request",
+        "scheduler/rows", "scheduler/scheduler",
     )
 )  # fmt: skip
 
@@ -29,6 +29,8 @@ class Interrupter:
         error: type[BaseException] = KeyboardInterrupt,
         files: tuple[str, ...] = FILES,
     ) -> None:
+        missing = [file for file in files if not Path(file).exists()]
+        assert not missing, f"a moved file would never be interrupted: {missing}"
         self.at, self.count, self.error, self.files = at, 0, error, files
         self.place = ""
 

@@ -40,7 +40,7 @@ def test_the_house_is_counted(capsys, checkout):
     assert (code, err) == (0, "")
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in out.splitlines()]
     for cell in (
-        ["2", "scheduler", "2", "8"],
+        ["2", "engine/scheduler", "2", "8"],
         ["all", "all", "3", "10"],
         ["Rust, sources", "2", "3 lines"],
         ["docs", "1", "3 words"],
@@ -48,14 +48,14 @@ def test_the_house_is_counted(capsys, checkout):
         ["files in scheduler/", "2"],
         ["source files that name the verb end_turn", "2"],
         ["assigned variables that are pronouns", "3"],
-        ["Row", "__init__.py, scheduler/rows.py"],
+        ["Row", "__init__.py, engine/scheduler/rows.py"],
     ):
         assert cell in cells, out
 
 
 def test_a_class_in_a_class_counts(checkout):
     trees = parsed(checkout / "python" / "specpool")
-    assert duplicate_classes(trees) == {"Row": ["__init__.py", "scheduler/rows.py"]}
+    assert duplicate_classes(trees) == {"Row": ["__init__.py", "engine/scheduler/rows.py"]}
 
 
 @pytest.mark.parametrize(

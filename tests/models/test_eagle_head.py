@@ -756,7 +756,7 @@ def test_a_d2t_that_leaves_the_vocabulary_is_refused(
 def test_the_shipped_heads_guess_the_shipped_target(name: str) -> None:
     from transformers import LlamaForCausalLM
 
-    tiny = Path(str(resources.files("specpool") / "assets" / "tiny"))
+    tiny = Path(str(resources.files("specpool.engine.assets") / "tiny"))
     model = LlamaForCausalLM.from_pretrained(tiny / "target").float().eval()
     head = EagleHead.from_pretrained(
         tiny / name,

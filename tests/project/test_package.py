@@ -24,7 +24,7 @@ from paths import ROOT
 
 WHEELS = sorted((ROOT / "dist").glob("*.whl"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-ASSETS = ROOT / "python" / "specpool" / "assets"
+ASSETS = ROOT / "python" / "specpool" / "engine" / "assets"
 #: Bytes. The toy pair's weights are 2.5 MB, the extension is 1.5 MB.
 MOST_BYTES = 6_000_000
 

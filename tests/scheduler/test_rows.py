@@ -40,7 +40,7 @@ def test_a_row_is_given_back_in_one_place():
     paths = [path.relative_to(FOLDER) for path in FOLDER.rglob("*.py")]
     files = [path for path in paths if path.parts[0] not in OTHERS]
     callers = {str(path): verbs for path in files if (verbs := calls(FOLDER / path))}
-    assert callers == {"scheduler/rows.py": VERBS}
+    assert callers == {"engine/scheduler/rows.py": VERBS}
 
 
 class Refusing(Lying):

@@ -1,6 +1,6 @@
 """`Capacity`: how many requests the scheduler will run together, and what limits the number.
 
-It answers two questions; tests/memory/test_plan.py compares both answers with the scheduler:
+It answers two questions; tests/capacity/test_plan.py compares both answers with the scheduler:
 
 - *at once*: how many requests of a given length are admitted together to an empty pool? The
   scheduler admits a request if the pages for its next round are free. The requests grow, so some

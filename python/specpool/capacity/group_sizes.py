@@ -9,7 +9,7 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal, Protocol, TypedDict
 
 from specpool._core import (
     Group,
@@ -19,9 +19,39 @@ from specpool._core import (
     sizing_pages_needed,
     sizing_row_width,
 )
-from specpool.engine.config import EngineConfig, Policy
 from specpool.errors import ConfigError
 from specpool.num_bytes import show_bytes
+
+Placement = Literal["split", "shared"]
+Policy = Literal["exact", "double_buffer"]
+Layout = Literal["auto", "dense", "holey"]
+
+
+class SizingOptions(Protocol):
+    """The options that sizes depend on. `EngineConfig` has them, and says what each means."""
+
+    @property
+    def placement(self) -> Placement: ...  # noqa: D102
+    @property
+    def policy(self) -> Policy: ...  # noqa: D102
+    @property
+    def layout(self) -> Layout: ...  # noqa: D102
+    @property
+    def page_size(self) -> int: ...  # noqa: D102
+    @property
+    def draft_window(self) -> int | None: ...  # noqa: D102
+    @property
+    def draft_sink(self) -> int: ...  # noqa: D102
+    @property
+    def overlap_depth(self) -> int: ...  # noqa: D102
+    @property
+    def max_batch(self) -> int: ...  # noqa: D102
+    @property
+    def max_sessions(self) -> int: ...  # noqa: D102
+    @property
+    def prefill_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def num_pages(self) -> int | None: ...  # noqa: D102
 
 
 class _Reserves(TypedDict):
@@ -258,7 +288,7 @@ class GroupSizes:
 
 
 def size_groups(
-    config: EngineConfig,
+    options: SizingOptions,
     target_bytes: Mapping[int | None, int],
     draft_bytes: int,
     *,
@@ -269,38 +299,39 @@ def size_groups(
     """Size the groups: a full one, one for each window, and the draft's own if it has one.
 
     Args:
-        config: placement, policy, layout, page size, depth, `max_batch`, `max_sessions`,
-            `prefill_tokens`, and `num_pages` if given.
+        options: an `EngineConfig`, or anything else that has these options.
         target_bytes: window -> bytes of a token's KV in all layers of the target with that window
             (`bytes_by_window`); a window as long as the context counts as full.
         draft_bytes: bytes of a token's KV in all layers of the draft model; 0 = it keeps none.
         shapes: the shapes that will run beside shape 0.
         max_context_len: the most tokens of a sequence.
-        kv_bytes: bytes for all buffers; ignored if `config.num_pages` is given.
+        kv_bytes: bytes for all buffers; ignored if `options.num_pages` is given.
 
     Raises:
         ConfigError: `kv_bytes` does not hold one row of the whole context.
     """
-    groups, draft_group = _without_pages(config, target_bytes, draft_bytes, shapes, max_context_len)
+    groups, draft_group = _without_pages(
+        options, target_bytes, draft_bytes, shapes, max_context_len
+    )
     sizes = GroupSizes(
         groups=groups,
         draft_group=draft_group,
         shapes=tuple(dict.fromkeys([Shape.none(), *shapes])),
-        num_rows=config.max_batch,
-        max_sessions=config.max_sessions,
+        num_rows=options.max_batch,
+        max_sessions=options.max_sessions,
         max_context_len=max_context_len,
-        max_chunk=min(config.prefill_tokens, max_context_len),
-        overlap_depth=config.overlap_depth,
-        policy=config.policy,
+        max_chunk=min(options.prefill_tokens, max_context_len),
+        overlap_depth=options.overlap_depth,
+        policy=options.policy,
         keeps_draft_kv=draft_bytes > 0,
     ).with_widths()
-    if config.num_pages is None:
+    if options.num_pages is None:
         return _fit(sizes, kv_bytes)
-    return _with_pages(sizes, config.num_pages)
+    return _with_pages(sizes, options.num_pages)
 
 
 def _without_pages(
-    config: EngineConfig,
+    options: SizingOptions,
     target_bytes: Mapping[int | None, int],
     draft_bytes: int,
     shapes: Sequence[Shape],
@@ -313,17 +344,17 @@ def _without_pages(
             full_bytes += size
         else:
             windows[window] = size
-    split = config.placement == "split" and draft_bytes > 0
+    split = options.placement == "split" and draft_bytes > 0
     drafts = any(shape.num_draft_tokens > 1 for shape in shapes)
-    layout: Literal["dense", "holey"] = "dense" if config.layout == "auto" else config.layout
+    layout: Literal["dense", "holey"] = "dense" if options.layout == "auto" else options.layout
 
     def bare(
         name: str, token_bytes: int, hosts: bool, window: int | None = None, sink: int = 0
     ) -> GroupSize:
         return GroupSize(
             name=name,
-            page_size=config.page_size,
-            page_bytes=config.page_size * token_bytes,
+            page_size=options.page_size,
+            page_bytes=options.page_size * token_bytes,
             pages_per_row=0,
             num_pages=0,
             hosts_drafts=hosts,
@@ -338,11 +369,11 @@ def _without_pages(
         groups.append(bare("target", full_bytes, False))
     elif full_bytes or not (windows or has_own):  # a target of recurrent layers alone has no bytes
         # A shared group hosts the branches of every drafter, as in SGLang.
-        hosts = config.placement == "shared" and drafts
+        hosts = options.placement == "shared" and drafts
         groups.append(bare("kv", full_bytes + draft_bytes, hosts))
     groups += [bare(f"window {w}", windows[w], False, w) for w in sorted(windows)]
     if has_own:
-        window, sink = config.draft_window, config.draft_sink
+        window, sink = options.draft_window, options.draft_sink
         if window is not None:
             # One cell more: a catch-up runs the token before the root again.
             window = window + 1 if window + 1 + sink < max_context_len else None

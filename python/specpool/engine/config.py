@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import copyreg
 import os
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Literal, get_args
 
 from specpool._core import Shape
+from specpool.capacity.group_sizes import Layout, Placement, Policy
 from specpool.checks import check_bool, check_choice, check_fields, check_int, shown
 from specpool.errors import ConfigError
 
 if TYPE_CHECKING:
     from specpool.engine.shapes import AdaptiveConfig
 
-Placement = Literal["split", "shared"]
-Policy = Literal["exact", "double_buffer"]
-Layout = Literal["auto", "dense", "holey"]
 WorkerName = Literal["auto", "v1", "v2"]
 OnFinding = Literal["raise", "quarantine"]
 Offload = Literal["cost", "always", "never"]
 
 #: The default of `EngineConfig.headroom`, in tokens.
 HEADROOM = 16
-
-
-def _parts(shape: Shape) -> tuple[type[Shape], tuple[int, int, int]]:
-    return Shape, (shape.num_steps, shape.topk, shape.num_draft_tokens)
-
-
-# Shape is a Rust class; register it, so that a configuration can be pickled and copied.
-copyreg.pickle(Shape, _parts)
 
 
 def check_graph_sizes(sizes: object, max_batch: int) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from specpool.capacity import group_sizes
 from specpool.cli.options import sections
 from specpool.engine import config
 
@@ -114,21 +115,21 @@ PromptFormat = Annotated[
 # The engine.
 PageSize = Annotated[int, typer.Option(help="Slots per page.", rich_help_panel=sections.MEMORY)]
 Placement = Annotated[
-    config.Placement,
+    group_sizes.Placement,
     typer.Option(
         help="Target and draft layers in page groups of their own, or in one, as SGLang does.",
         rich_help_panel=sections.ADVANCED,
     ),
 ]
 Policy = Annotated[
-    config.Policy,
+    group_sizes.Policy,
     typer.Option(
         help="How much a round reserves; double_buffer is what SGLang reserves.",
         rich_help_panel=sections.ADVANCED,
     ),
 ]
 Layout = Annotated[
-    config.Layout,
+    group_sizes.Layout,
     typer.Option(
         help="Where drafts lie in a row; holey differs where topk is above 1.",
         rich_help_panel=sections.ADVANCED,

@@ -1,7 +1,7 @@
 """Rows by NIXL, which reads memory of another process: `NixlAgent`, `send` and `NixlReceiver`.
 
-Both sides prove a shared key over TCP, as in `specpool.engine.transfer.tcp`. Then the sender offers its
-image, and the receiver reads it from the sender's memory:
+Both sides prove a shared key over TCP, as `tcp.py` does. Then the sender offers its image, and the
+receiver reads it from the sender's memory:
 
 ```text
   sender    head of the image | address u64 | bytes of the metadata u32 | metadata of its agent

@@ -1,4 +1,4 @@
-"""`Grammar`: the form that a request's text must have. `specpool.engine.text.structured` compiles it."""
+"""`Grammar`: the form that a request's text must have; the other files here compile it."""
 
 from __future__ import annotations
 
