@@ -175,7 +175,7 @@ class SimReplica(Node):
             self.sessions.end(record, turn, _done(new), params, frozenset())
             call.reply((200, {"new": new, "offset": record.offset}))
 
-        work = Work(turn.ids, num_new, done, record.conversation.number, turn.history_len)
+        work = Work(turn.tokens, num_new, done, record.conversation.number, turn.history_len)
         self._submit(call, work, lambda: self.sessions.release(record))
 
     def _submit(self, call: Call, work: Work, release: Callable[[], None]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,18 +159,23 @@ if int(transformers.__version__.split(".")[0]) >= 5:
     }
 
 
-def make_config(family: str) -> Any:
+def make_config(family: str, families: Mapping[str, tuple[str, dict[str, Any]]] = FAMILIES) -> Any:
     """A fresh config, or None where this transformers has no such family."""
-    name, arguments = FAMILIES[family]
+    name, arguments = families[family]
     config_class = getattr(transformers, name, None)
     return None if config_class is None else config_class(**copy.deepcopy(arguments))
 
 
-def make_model(config: Any, seed: int = 0) -> Any:
-    """A float32 causal language model whose weights are large enough for logits to differ."""
+def random_model(config: Any, seed: int = 0) -> Any:
+    """A float32 causal language model with the weights that transformers draws."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    model = model.float().eval()
+    return model.float().eval()
+
+
+def make_model(config: Any, seed: int = 0) -> Any:
+    """A float32 causal language model whose weights are large enough for logits to differ."""
+    model = random_model(config, seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2 or "sinks" in name:
             parameter.data.normal_(0, 0.08)

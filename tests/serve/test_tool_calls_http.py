@@ -309,8 +309,8 @@ def test_a_sessions_history_has_its_calls_as_a_chats_has_them(stream):
             expected = tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, tokenize=False
             )
-            assert tokenizer.decode(asked.prompt.ids) == expected
-            offset = len(asked.prompt.ids) + len(ids)
+            assert tokenizer.decode(asked.prompt.tokens) == expected
+            offset = len(asked.prompt.tokens) + len(ids)
             return answer
 
         for number in range(2):

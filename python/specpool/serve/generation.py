@@ -36,7 +36,7 @@ class Order:
     @property
     def num_prompt(self) -> int:
         """The tokens of all prompts."""
-        return sum(map(num_tokens_of, self.prompts))
+        return sum(len(tokens_of(prompt)) for prompt in self.prompts)
 
 
 class Generation:
@@ -174,7 +174,7 @@ class Generation:
             if latest is None:
                 self._firsts[i] = now - self._arrived
                 prompt = self.order.prompts[i // self.order.params.n]
-                counters.first(now - self._arrived, num_tokens_of(prompt))
+                counters.first(now - self._arrived, len(tokens_of(prompt)))
             else:
                 counters.part(now - latest, delta.num_tokens)
             self._latest[i] = now
@@ -201,9 +201,9 @@ class Generation:
             stream.fail(error)
 
 
-def num_tokens_of(prompt: list[int] | NextTurn) -> int:
+def tokens_of(prompt: list[int] | NextTurn) -> list[int]:
     """Return the tokens of a prompt; in a session, with those of the earlier turns."""
-    return len(prompt.ids if isinstance(prompt, NextTurn) else prompt)
+    return prompt.tokens if isinstance(prompt, NextTurn) else prompt
 
 
 def _note_engine_gone(error: EngineGone) -> ApiError:

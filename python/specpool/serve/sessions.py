@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specpool.engine.sampling_params import SamplingParams
-from specpool.engine.scheduler.request import Conversation, Message, Said
+from specpool.engine.scheduler.request import Conversation, Message
 from specpool.engine.texts import NextTurn, Prompt, Texts
 from specpool.errors import SpecpoolError
 from specpool.serve.api.errors import ApiError, session_moving
@@ -251,14 +251,16 @@ class Sessions:
             message: the answer with its calls of tools; None if it has none.
         """
         if ending.finish_reason in ("stop", "length"):
-            stop_ids = frozenset(params.stop_token_ids) | (eos if not params.ignore_eos else set())
-            answer = ending.token_ids
-            if ending.stop_hit is None:
-                answer = [token for token in answer if token not in stop_ids]
-            tokens = [*turn.ids, *ending.token_ids]
-            turn_said = Said(len(tokens), turn.messages, answer, params.stop, message)
-            record.conversation.tokens = tokens
-            record.conversation.said = [*turn.said, turn_said]
+            record.conversation.add_turn(
+                [*turn.tokens, *ending.token_ids],
+                turn.said,
+                messages=turn.messages,
+                output_ids=ending.token_ids,
+                params=params,
+                stop_ids=params.stop_ids(eos),
+                hit_stop_string=ending.stop_hit is not None,
+                message=message,
+            )
         self.release(record)
 
     def settle(

@@ -55,8 +55,7 @@ class AnswerChoice:
         self.done: Done | None = None
         self.message: dict[str, Any] | None = None
         self.num_tokens = self.text_len = 0
-        eos = frozenset[int]() if params.ignore_eos else eos_token_ids
-        stop_ids = eos | frozenset(params.stop_token_ids)
+        stop_ids = params.stop_ids(eos_token_ids)
         self._text = params.text_stream(tokenizer, stop_ids, notes_special=notes_special)
         self._tokenizer = tokenizer
 

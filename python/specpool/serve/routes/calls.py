@@ -21,7 +21,7 @@ from specpool.serve.api.requests import GenerationBody as Body
 from specpool.serve.api.sampling import ignored_header, refused
 from specpool.serve.api.structured import form_field
 from specpool.serve.api.usage import drafting_of, usage_of
-from specpool.serve.generation import Generation, Order, num_tokens_of
+from specpool.serve.generation import Generation, Order, tokens_of
 from specpool.serve.service import Service
 from specpool.serve.sessions import SessionRecord, ident_of
 
@@ -141,12 +141,12 @@ class Call:
         )
         is_short = is_short and sum(map(len, prompts)) <= _SHORT
         try:
-            prompt_ids = work() if is_short else await service.aside(work)
+            tokens = work() if is_short else await service.aside(work)
         except ConfigError as error:
             raise refused(error) from None
-        if any(isinstance(ids, list) and not ids for ids in prompt_ids):
+        if record is None and not all(tokens):
             raise bad("a prompt is empty", "prompt")
-        return prompt_ids
+        return tokens
 
     async def generation(
         self,
@@ -172,15 +172,15 @@ class Call:
         max_tokens = ready.max_context_len if record is None else record.max_tokens
         try:
             self.check_sizes(prompts, max_tokens)
-            ids = await self.tokenized(prompts, record, variables)
-            lens = map(num_tokens_of, ids)
+            tokens = await self.tokenized(prompts, record, variables)
+            lens = [len(tokens_of(prompt)) for prompt in tokens]
             room = min(self.room(num, max_tokens, index) for index, num in enumerate(lens))
             params = self.service.keys.salted(self.key_id, params_of(room))
             if is_chat(prompts[0]):
                 params = self.service.texts.chat_params(
                     params, ready.eos_token_ids, ready.vocab_size
                 )
-            order = Order(ids, params, self.body.priority or 0, record, notes_special)
+            order = Order(tokens, params, self.body.priority or 0, record, notes_special)
             return Generation(self.service, order, self.arrived)
         except BaseException as error:
             if record is not None:

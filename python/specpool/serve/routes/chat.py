@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from specpool.engine.sampling_params import SamplingParams
 from specpool.engine.text.chat_template import RESERVED
-from specpool.engine.texts import NextTurn
 from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import bad
 from specpool.serve.api.requests import ChatRequest, Message, TokenizeRequest, Tool
@@ -18,6 +17,7 @@ from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.api.structured import tools_of
 from specpool.serve.api.tool_calls import ToolCalls
 from specpool.serve.api.tool_formats import THOUGHTS_BEGIN, formats_of
+from specpool.serve.generation import tokens_of
 from specpool.serve.routes.calls import ANSWERS, Call
 from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
@@ -220,10 +220,9 @@ def routes(service: Service) -> APIRouter:
             [messages_of(body.messages)], params, variables, notes_special="tools" in variables
         )
         (prompt,) = generation.order.prompts
-        ids = prompt.ids if isinstance(prompt, NextTurn) else prompt
 
         def form() -> ChatForm:
-            return ChatForm(service.tokenizer, body, len(generation.choices), ids)
+            return ChatForm(service.tokenizer, body, len(generation.choices), tokens_of(prompt))
 
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         return await call.answer(generation, form, kind, "chatcmpl")
