@@ -27,6 +27,7 @@ from specpool import (
     SpecpoolError,
 )
 from specpool._core import Replay
+from verb_table import ENTRIES
 
 
 @pytest.fixture
@@ -36,6 +37,10 @@ def log(tmp_path: Path) -> Path:
     serve(ledger)
     ledger.close()
     return path
+
+
+# Verbs that give a number and nothing else.
+NUMBERED = {entry.name for entry in ENTRIES if entry.gives in ("Prefix", "Length")}
 
 
 def replayed(path: Path) -> tuple[Ledger, list]:
@@ -148,7 +153,7 @@ def _gave(digest: int, event, ledger: Ledger) -> int:
     sizes = [group.page_size for group in ledger.groups]
     if event.verb == "restore":
         return word(digest, ledger.state_hash())
-    if event.verb in ("pin_prefix", "trim", "end_turn"):
+    if event.verb in NUMBERED:
         return word(digest, int(event.text.split()[-1]))
     if event.verb in ("admit", "fork"):
         (row,) = event.rows[-1:]

@@ -1,4 +1,6 @@
-// specpool for C++17: handles that destroy themselves, and errors as exceptions (docs/c_api.md).
+// specpool for C++17: handles that destroy themselves, and errors as exceptions (docs/c_api.md). `Ledger` has every verb
+// of specpool.h but `take_delta` and `ack_delta`, which fill arrays of the caller, and a selection of the queries. For the
+// others call specpool.h with `get()`.
 #ifndef SPECPOOL_HPP
 #define SPECPOOL_HPP
 
@@ -137,6 +139,8 @@ class Ledger : public Owner<specpool_ledger, specpool_ledger_destroy> {
     must(specpool_ledger_index(handle_, row, tokens.data(), tokens.size(), bytes(salt), salt.size(), &known));
     return known;
   }
+  void forget(const std::string &salt) { must(specpool_ledger_forget(handle_, bytes(salt), salt.size())); }
+  void forget_all() { must(specpool_ledger_forget_all(handle_)); }
   int32_t fork(int32_t parent, const char *tag = nullptr) {
     int32_t row;
     must(specpool_ledger_fork(handle_, parent, tag, &row));
@@ -184,6 +188,11 @@ class Ledger : public Owner<specpool_ledger, specpool_ledger_destroy> {
     must(specpool_ledger_prefix_pages(handle_, id, group, pages.data(), pages.size(), &info));
     return pages;
   }
+  uint64_t pin_prefix(int32_t row, int32_t len) {
+    uint64_t prefix;
+    must(specpool_ledger_pin_prefix(handle_, row, len, &prefix));
+    return prefix;
+  }
   int32_t admit_on(uint64_t prefix, int64_t len = -1, const char *tag = nullptr) {
     int32_t row;
     must(specpool_ledger_admit_on(handle_, prefix, len, tag, &row));
@@ -219,6 +228,12 @@ class Ledger : public Owner<specpool_ledger, specpool_ledger_destroy> {
   int32_t trim(int32_t row, int32_t len) {
     int32_t cut;
     must(specpool_ledger_trim(handle_, row, len, &cut));
+    return cut;
+  }
+  // Trims the row of a session that stays.
+  int32_t end_turn(int32_t row, int32_t len) {
+    int32_t cut;
+    must(specpool_ledger_end_turn(handle_, row, len, &cut));
     return cut;
   }
   void retract(int32_t row) { must(specpool_ledger_retract(handle_, row)); }

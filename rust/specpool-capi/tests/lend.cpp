@@ -122,11 +122,45 @@ void lent_pages() {
   ledger.check();
 }
 
+// The same with what the ledger keeps itself: pinned prefixes, idle rows, the prefix index.
+void kept_rows() {
+  specpool_group_config group = {"kv", 4, 24, true, false, 0, 0};
+  specpool_shape shape = {3, 1, 4};
+  auto config = specpool_ledger_config_default(&group, 1, &shape, 1, 3, 40);
+  config.sessions = true;
+  specpool::Ledger ledger(config);
+  const int32_t row = prefilled(ledger, 10);
+  const uint64_t prefix = ledger.pin_prefix(row, 8);
+  const int32_t hit = ledger.admit_on(prefix);
+  EXPECT(ledger.row(hit).resolved_len == 8);
+  ledger.release_prefix(prefix);
+  ledger.finish(hit);
+  EXPECT(ledger.end_turn(row, 9) == 9 && ledger.row(row).resolved_len == 9);
+  REFUSED(ledger.end_turn(7, 9), SPECPOOL_BAD_ARGUMENT, "row 7");
+  REFUSED(ledger.pin_prefix(7, 9), SPECPOOL_BAD_ARGUMENT, "row 7");
+
+  const Ints tokens = {1, 2, 3, 4, 5, 6, 7, 8};
+  EXPECT(ledger.index(row, tokens, "a") == 8 && ledger.index(row, tokens, "b") == 8);
+  ledger.finish(row);
+  const auto begins_with = [&](const std::string &salt) {
+    const auto [cached, len] = ledger.admit_cached(tokens, salt);
+    ledger.finish(cached);
+    return len;
+  };
+  EXPECT(begins_with("a") == 8 && begins_with("b") == 8);
+  ledger.forget("a");
+  EXPECT(begins_with("a") == 0 && begins_with("b") == 8);
+  ledger.forget_all();
+  EXPECT(begins_with("b") == 0 && ledger.group(0).num_free == 24);
+  ledger.check();
+}
+
 }  // namespace
 
 int main() {
   kept_blocks();
   lent_pages();
+  kept_rows();
   if (failures > 0) return 1;
   std::cout << "every lent page came back\n";
   return 0;

@@ -1,6 +1,14 @@
 //! The table of the ledger's verbs, and their names. What else must know every verb is derived from the table, each
 //! part by a macro beside its use: [`Verb`] here, [`Call`](crate::Call) and its bytes in `log/call.rs`, and the replay
 //! of a call in `replay/run.rs`.
+//!
+//! - What a call gives is a variant of [`Given`](crate::Given). A new one costs one file, `log/call.rs`, if its number
+//!   is all that the digest takes in; else also `digest_after` in `ledger/record.rs`.
+//! - `ledger/query.rs` has the questions that change nothing: they are not verbs and have no entry. A question whose
+//!   answer is logged is a verb, because it moves the digest and is refused by a closed ledger. Its method stands in the
+//!   file of its noun, not in `query.rs`.
+//! - A new verb takes the next free byte, and the log's version stays: a reader refuses a byte that it does not know.
+//!   The version must rise if an old byte gets other arguments, or if the digest takes in something else for it.
 
 /// Hands the table to the macro `$derive`.
 ///
@@ -188,6 +196,11 @@ macro_rules! derive_verb {
         }
 
         impl Verb {
+            /// Those whose calls are logged, in the order of the table.
+            pub const LOGGED: &'static [Self] = &[$(Self::$call,)*];
+            /// Those of the ledger whose calls are not logged.
+            pub const UNLOGGED: &'static [Self] = &[$(Self::$more,)*];
+
             /// The verb's name. `admit`, `admit_cached` and `admit_lent` are one name.
             #[must_use]
             pub fn name(self) -> &'static str {

@@ -28,6 +28,33 @@ pub enum Given {
     Delta(Vec<DeltaEntries>),
 }
 
+impl Given {
+    /// The number of what was given, which the digest takes in; `None` if it has none.
+    #[must_use]
+    pub fn id(&self) -> Option<u64> {
+        match self {
+            Self::Row(row) => Some(row.0 as u64),
+            Self::Prefix(prefix) => Some(*prefix),
+            Self::Length(length) => Some(*length as u64),
+            Self::Plan(plan) => Some(plan.step),
+            Self::Nothing(()) | Self::Delta(_) => None,
+        }
+    }
+}
+
+impl std::fmt::Display for Given {
+    /// What a replay shows behind the call: `step 9`. Nothing is shown of what has no number.
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Row(row) => write!(formatter, "row {}", row.0),
+            Self::Prefix(prefix) => write!(formatter, "prefix {prefix}"),
+            Self::Length(length) => write!(formatter, "{length}"),
+            Self::Plan(plan) => write!(formatter, "step {}", plan.step),
+            Self::Nothing(()) | Self::Delta(_) => Ok(()),
+        }
+    }
+}
+
 /// Whether calls that give this have a tag beside them in the log.
 macro_rules! is_tagged {
     (Row) => {
@@ -83,6 +110,9 @@ macro_rules! derive_call {
         }
 
         impl<'a> Call<'a> {
+            /// The first byte of every call that is logged, in the order of the table.
+            pub const KINDS: &'static [u8] = &[$($byte, $($with,)?)*];
+
             /// The verb that was called.
             #[must_use]
             pub fn verb(&self) -> Verb {

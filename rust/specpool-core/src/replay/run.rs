@@ -134,13 +134,7 @@ impl std::fmt::Display for Run {
     /// The call and what it gave: `prepare_decode([1, 2], [1, 1]) -> step 9`.
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(formatter, "{}", self.record.call)?;
-        match &self.given {
-            Given::Row(row) => write!(formatter, " -> row {}", row.0),
-            Given::Prefix(prefix) => write!(formatter, " -> prefix {prefix}"),
-            Given::Length(length) => write!(formatter, " -> {length}"),
-            Given::Plan(plan) => write!(formatter, " -> step {}", plan.step),
-            Given::Nothing(()) | Given::Delta(_) => Ok(()),
-        }
+        self.given.id().map_or(Ok(()), |_| write!(formatter, " -> {}", self.given))
     }
 }
 

@@ -1,5 +1,6 @@
 //! How many slots a row needs (docs/contract.md, Sizing). Row width, reserve, estimate and the step's real allocation
-//! all come from [`Reserve::need`]; nothing else in the project computes a reserve.
+//! all come from [`Reserve::need`]; nothing else in the project computes a reserve. `extend_allocated` alone repeats two
+//! of its forms, for speed, and a test below compares them.
 //!
 //! Slots of one row, half-open: `[0, lo)` committed for certain, `[lo, hi]` where the device's true root may be,
 //! `[.., need)` what one round may write from any of those roots.
@@ -225,7 +226,9 @@ impl Reserve {
     }
 
     /// [`next_allocated`](Self::next_allocated) of many lanes, appended to `after`. It looks at the form of the
-    /// reserve only once.
+    /// reserve only once, and so repeats two forms of [`need`](Self::need): a loop over `need` takes longer, because it
+    /// reads both ends of the range and looks at the form for every lane. `many_lanes_grow_as_one_lane_does` compares
+    /// the two.
     pub(crate) fn extend_allocated(&self, allocated: &[i32], lo: &[i32], hi: &[i32], after: &mut Vec<i32>) {
         let grown = |allocated: &i32, need: i64| self.grown(i64::from(*allocated), need) as i32;
         let with = |root| allocated.iter().zip::<&[i32]>(root);
@@ -335,4 +338,32 @@ pub fn row_headroom(page_size: i64, shape: Shape) -> Result<i64> {
     let window = Geometry::upstream(page_size)?.alloc_len_per_decode(shape);
     let least = 4 + i64::from(shape.num_draft_tokens);
     Ok(if page_size == 1 { least } else { least.max(2 * window + page_size - 1) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn many_lanes_grow_as_one_lane_does() {
+        let shapes = [Shape::eagle(3, 1, 4).unwrap(), Shape::eagle(5, 8, 64).unwrap()];
+        let geometries = [(1, false, Layout::Dense), (16, true, Layout::Dense), (4, true, Layout::Holey)];
+        for (page_size, hosts_drafts, layout) in geometries {
+            let geometry = Geometry::new(page_size, hosts_drafts, layout).unwrap();
+            for policy in [Policy::Exact, Policy::DoubleBuffer] {
+                for reserve in Reserve::for_shapes(geometry, &shapes, policy, 1).unwrap() {
+                    let hi: Vec<i32> = (0..100).collect();
+                    let lo: Vec<i32> = hi.iter().map(|&hi| hi - hi % 7).collect();
+                    let allocated: Vec<i32> = hi.iter().map(|&hi| (hi % 40) * page_size as i32).collect();
+                    let mut after = Vec::new();
+                    reserve.extend_allocated(&allocated, &lo, &hi, &mut after);
+                    let lanes = allocated.iter().zip(&lo).zip(&hi);
+                    let by_lane: Vec<i32> = lanes
+                        .map(|((&has, &lo), &hi)| reserve.next_allocated(has.into(), lo.into(), hi.into()) as i32)
+                        .collect();
+                    assert_eq!(after, by_lane, "{reserve:?}");
+                }
+            }
+        }
+    }
 }
