@@ -225,7 +225,10 @@ proptest! {
 
     /// No checksum guards these bytes. Any refusal is allowed; a panic or a huge array is not.
     #[test]
-    fn decoding_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..200), kind in prop::sample::select(Call::KINDS)) {
+    fn decoding_never_panics(
+        bytes in prop::collection::vec(any::<u8>(), 0..200),
+        kind in prop::sample::select(Call::KINDS),
+    ) {
         let _ = Call::decode(&bytes, MAX_LANES, MAX_LANES, MAX_LANES);
         let bytes = [&[kind], &bytes[..]].concat();
         if let Ok((call, len)) = Call::decode(&bytes, MAX_LANES, MAX_LANES, MAX_LANES) {

@@ -75,7 +75,7 @@ fn random_operations_run_to_their_digest_and_are_written_with_the_same_bytes() {
 fn every_kind_of_call_is_read_and_encoded_to_the_same_bytes() {
     let log = std::fs::read(golden("every_call.log")).unwrap();
     let mut reader = LogReader::from_bytes(log.clone()).unwrap();
-    let mut kinds: BTreeSet<u8> = BTreeSet::new();
+    let mut kinds = BTreeSet::new();
     while let Some(record) = reader.next_record().unwrap() {
         let (_, at) = varint(&log, record.offset as usize);
         let mut bytes = Vec::new();
@@ -83,8 +83,7 @@ fn every_kind_of_call_is_read_and_encoded_to_the_same_bytes() {
         assert_eq!(bytes, log[at..at + bytes.len()], "{}", record.call);
         kinds.insert(bytes[0]);
     }
-    assert!(!kinds.is_empty() && Call::KINDS.iter().zip(1..).all(|(&kind, next)| kind == next), "{:?}", Call::KINDS);
-    assert!(kinds.iter().eq(&Call::KINDS[..kinds.len()]), "{kinds:?}");
+    assert!(kinds.len() == 32 && kinds.iter().eq(&Call::KINDS[..32]), "{kinds:?}");
 }
 
 #[test]

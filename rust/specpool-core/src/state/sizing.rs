@@ -226,9 +226,8 @@ impl Reserve {
     }
 
     /// [`next_allocated`](Self::next_allocated) of many lanes, appended to `after`. It looks at the form of the
-    /// reserve only once, and so repeats two forms of [`need`](Self::need): a loop over `need` takes longer, because it
-    /// reads both ends of the range and looks at the form for every lane. `many_lanes_grow_as_one_lane_does` compares
-    /// the two.
+    /// reserve only once, and so repeats two forms of [`need`](Self::need): a plain loop over `need` is slower for
+    /// these two. The test `many_lanes_grow_as_one_lane_does` compares them.
     pub(crate) fn extend_allocated(&self, allocated: &[i32], lo: &[i32], hi: &[i32], after: &mut Vec<i32>) {
         let grown = |allocated: &i32, need: i64| self.grown(i64::from(*allocated), need) as i32;
         let with = |root| allocated.iter().zip::<&[i32]>(root);
