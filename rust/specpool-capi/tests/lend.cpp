@@ -139,11 +139,13 @@ void kept_rows() {
   REFUSED(ledger.end_turn(7, 9), SPECPOOL_BAD_ARGUMENT, "row 7");
   REFUSED(ledger.pin_prefix(7, 9), SPECPOOL_BAD_ARGUMENT, "row 7");
 
-  const Ints tokens = {1, 2, 3, 4, 5, 6, 7, 8};
-  EXPECT(ledger.index(row, tokens, "a") == 8 && ledger.index(row, tokens, "b") == 8);
+  const Ints tokens = {1, 2, 3, 4, 5, 6, 7, 8}, prompt = {1, 2, 3, 4, 5, 6, 7, 8, 9};
+  const int32_t other = prefilled(ledger, 10);
+  EXPECT(ledger.index(row, tokens, "a") == 8 && ledger.index(other, tokens, "b") == 8);
   ledger.finish(row);
+  ledger.finish(other);
   const auto begins_with = [&](const std::string &salt) {
-    const auto [cached, len] = ledger.admit_cached(tokens, salt);
+    const auto [cached, len] = ledger.admit_cached(prompt, salt);
     ledger.finish(cached);
     return len;
   };

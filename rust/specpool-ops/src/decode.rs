@@ -12,6 +12,8 @@
 //! `rust/specpool-core/tests/ledger.rs` compiles this file into itself by `#[path]`: it is a second user, which no
 //! `Cargo.toml` shows.
 
+use std::sync::LazyLock;
+
 use specpool_core::{Call, StepState, Verb};
 
 use crate::scene::{Scene, SceneStep};
@@ -48,10 +50,14 @@ impl Bytes<'_> {
     }
 }
 
-/// The ledger's verbs, in the order of its table.
-fn verbs() -> impl Iterator<Item = Verb> {
-    Verb::LOGGED.iter().chain(Verb::UNLOGGED).copied()
-}
+/// The ledger's verbs, in the order of its table; first those of every scene. The order decides what a code means, and
+/// so what the seed of a soak run does.
+static VERBS: LazyLock<Vec<Verb>> = LazyLock::new(|| {
+    let mut verbs = [Verb::LOGGED, Verb::UNLOGGED].concat();
+    let plain = Scene::default();
+    verbs.sort_by_key(|&verb| !is_of(verb, &plain));
+    verbs
+});
 
 /// A pattern: the verbs that no operation is. `Finish` stands for all that give a row back, and `Forget` also for a
 /// forget of everything; an operation saves no whole state; the last ones are of no ledger.
@@ -76,16 +82,16 @@ macro_rules! never_drawn {
 pub fn decode(bytes: &[u8], scene: &Scene) -> Call<'static> {
     let mut bytes = Bytes(bytes);
     if bytes.next() >= 240 {
-        let verbs: Vec<Verb> = verbs().filter(|&verb| is_of(verb, scene)).collect();
+        let verbs: Vec<Verb> = VERBS.iter().copied().filter(|&verb| is_of(verb, scene)).collect();
         let verb = verbs[bytes.below(verbs.len())];
         return anything(verb, &mut bytes, scene);
     }
     let able = Able::of(scene);
-    let weights: Vec<usize> = verbs().map(|verb| able.weight(verb, scene)).collect();
+    let weights: Vec<usize> = VERBS.iter().map(|&verb| able.weight(verb, scene)).collect();
     let total: usize = weights.iter().sum();
     // Two bytes, so that every verb keeps its weight whatever the total is.
     let mut at = (bytes.below(256) * 256 + bytes.below(256)) * total / 65_536;
-    for (verb, weight) in verbs().zip(weights) {
+    for (&verb, weight) in VERBS.iter().zip(weights) {
         if at < weight {
             return able.call(verb, &mut bytes, scene);
         }
@@ -293,6 +299,7 @@ impl<'a> Able<'a> {
             }
             Verb::Forget if bytes.is_rare(8) => Call::Forget { salt: salt(bytes).into() },
             Verb::Forget => Call::ForgetAll {},
+            #[allow(clippy::unnested_or_patterns, reason = "a macro gives the others")]
             Verb::Admit | never_drawn!() => Call::Admit {},
         }
     }
@@ -444,6 +451,7 @@ fn anything(verb: Verb, bytes: &mut Bytes, scene: &Scene) -> Call<'static> {
         }
         Verb::Forget if bytes.is_rare(8) => Call::Forget { salt: vec![9; 40 * bytes.below(9)].into() },
         Verb::Forget => Call::ForgetAll {},
+        #[allow(clippy::unnested_or_patterns, reason = "a macro gives the others")]
         Verb::Admit | never_drawn!() => Call::Admit {},
     }
 }
