@@ -306,15 +306,30 @@ def outcome(build: Callable[[World], None], verb: Verb) -> str:
 
 
 def table(verbs: dict[str, Verb]) -> Iterator[str]:
-    yield (
-        "| state | "
-        + " | ".join(f"`{verb}`" if verb.isidentifier() else verb for verb in verbs)
-        + " |"
-    )
-    yield "|---" * (len(verbs) + 1) + "|"
-    for build in STATES:
-        cells = [outcome(build, verb) for verb in verbs.values()]
-        yield f"| {build.__name__} | " + " | ".join(cells) + " |"
+    """A line for the states and a column for the verbs whose outcomes are the same."""
+    outcomes = {verb: [outcome(build, call) for build in STATES] for verb, call in verbs.items()}
+    columns = grouped(outcomes)
+    cells_of_state = map(list, zip(*columns, strict=True))
+    names = [build.__name__ for build in STATES]
+    lines = grouped(dict(zip(names, cells_of_state, strict=True)))
+    yield "| state | " + " | ".join(map(title, columns.values())) + " |"
+    yield "|---" * (len(columns) + 1) + "|"
+    for cells, states in lines.items():
+        yield f"| {', '.join(states)} | " + " | ".join(cells) + " |"
+
+
+def grouped(cells_of_name: dict[str, list[str]]) -> dict[tuple[str, ...], list[str]]:
+    """The names that have the same cells, by these cells, in the order of their first."""
+    names_of_cells: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in cells_of_name.items():
+        names_of_cells.setdefault(tuple(cells), []).append(name)
+    return names_of_cells
+
+
+def title(verbs: list[str]) -> str:
+    """The head of a column of these verbs; a name like "retract, finish" is of several."""
+    words = ", ".join(verbs).split(", ")
+    return ", ".join(f"`{word}`" if word.isidentifier() else word for word in words)
 
 
 def states() -> Iterator[str]:

@@ -294,10 +294,10 @@ HEAD = """# Which models run
 
 For anyone who wants to know before loading whether a model runs.
 
-specpool runs most of the decoders that `AutoModelForCausalLM` of transformers loads, unmodified.
-`make models` has written this page with transformers {version}: it builds each type small, with
-random weights, and compares greedy text over pages, plain and drafted (trees of 4x4x16, chains
-where a state forbids trees), with transformers' own `generate`.
+specpool runs most decoders that transformers' `AutoModelForCausalLM` loads, unmodified. `make
+models` wrote this page with transformers {version}: it built each type small, with random weights,
+and compared greedy text over pages, plain and drafted (trees of 4x4x16, chains where a state
+forbids trees), with transformers' own `generate`.
 
 | verdict | types |
 |---|---|
@@ -307,14 +307,10 @@ where a state forbids trees), with transformers' own `generate`.
 |---|---|
 | runs | The texts are equal. The note says what the layers keep: `full` (K and V of all tokens), \
 `window` (of the last tokens), `chunk` (of the query's own chunk), `state` (recurrent). Multi-head \
-latent attention is kept as the heads that transformers expands it to ("keys and values of \
-different width"). |
+latent attention ("keys and values of different width") is kept as transformers expands it. |
 | refused | Loading ends with the reason in the note, before any memory is taken. |
-| not tried | No small model of this type could be built. Loading a real one makes the same checks \
-and decides, also for a type that is not in this table. |
-
-ALiBi is refused because these models add it to their scores by themselves. Encoders and
-encoder-decoders are refused because they do not decode one sequence.
+| not tried | No small model of this type could be built. Loading a real one makes the same \
+checks, also for a type that is not in this table. |
 
 Of a model of text and images or sound the text part alone is read, if transformers maps its type to
 `AutoModelForImageTextToText` or `AutoModelForMultimodalLM` and its decoder runs. Tests compare
