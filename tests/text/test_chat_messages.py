@@ -11,7 +11,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from reciter import CHATML, byte_tokenizer
 from specpool import ConfigError
+from specpool.engine import texts as texts_module
 from specpool.engine.scheduler.request import Conversation, Said, common_len
+from specpool.engine.text.chat_template import TemplateLimitError
 from specpool.engine.text.tokenizer import load_tokenizer
 from specpool.engine.texts import Texts
 from specpool.serve.api.reading import read
@@ -187,6 +189,19 @@ def test_a_template_that_takes_no_call_beside_content_refuses_it():
     )
     with pytest.raises(ConfigError, match="calls alone"):
         rendered(template, history(ARGUMENTS))
+
+
+def test_a_template_that_passes_a_limit_is_rendered_no_second_time(monkeypatch):
+    chats = []
+
+    def render(template, messages, variables):
+        chats.append(messages)
+        raise TemplateLimitError("it has not ended after 20 s, and was stopped")
+
+    monkeypatch.setattr(texts_module, "render_template", render)
+    with pytest.raises(ConfigError, match="refuses prompt 0: it has not ended after 20 s"):
+        rendered(NONE, history(ARGUMENTS))
+    assert len(chats) == 1
 
 
 @pytest.mark.parametrize("given", ["", None])
