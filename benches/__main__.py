@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from specpool.cli.app import run_app
-from specpool.cli.options.groups import grouped
+from specpool.cli.options.derived import grouped
 from specpool.cli.options.names import NamingGroup, help_if_alone
 from specpool.cli.options.types import (
     DeviceName,
@@ -23,6 +23,10 @@ from specpool.cli.options.types import (
 )
 from specpool.engine.config import HEADROOM
 from specpool.errors import ConfigError
+
+OverlapDepth = Annotated[
+    int, typer.Option("--depth", help="D: rounds prepared ahead (1 = overlap).")
+]
 
 app = typer.Typer(
     cls=NamingGroup,
@@ -101,7 +105,7 @@ def serve(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """The options that only `reserve --trace` takes; None = the default of `trace`."""
+    """The options that only `reserve --trace` takes; None means the default of `trace`."""
 
     memory: Annotated[
         str | None, typer.Option(help="Bytes of KV, such as 8GiB. [default: 8GiB]")
@@ -126,7 +130,7 @@ def reserve(
     *,
     page_size: PageSize = 64,
     shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "5x8x64",
-    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
+    overlap_depth: OverlapDepth = 1,
     layers: Annotated[int, typer.Option(help="Layers of the target.")] = 32,
     draft_layers: Annotated[int, typer.Option(help="Layers of the draft model.")] = 1,
     trace: Annotated[
@@ -152,7 +156,7 @@ def reserve(
     options: dict[str, Any] = {
         "page_size": page_size,
         "shape": shape,
-        "overlap_depth": depth,
+        "overlap_depth": overlap_depth,
         "target_layers": layers,
         "draft_layers": draft_layers,
         "json": json,
@@ -170,7 +174,7 @@ def ledger(
         list[int] | None, typer.Option(help="Rows of a step. [default: 1, 32, 256, 1024 and 4096]")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 5,
-    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 0,
+    overlap_depth: OverlapDepth = 0,
     placement: Placement = "shared",
     layout: Annotated[str, typer.Option(help="Where drafts lie: dense or holey.")] = "dense",
     json: Json = False,
@@ -183,7 +187,7 @@ def ledger(
     run(
         batch_sizes=batch or BATCHES,
         repeats=repeats,
-        overlap_depth=depth,
+        overlap_depth=overlap_depth,
         placement=placement,
         layout=layout,
         json=json,
@@ -202,7 +206,7 @@ def windows(
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 448,
     page_size: PageSize = 16,
-    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
+    overlap_depth: OverlapDepth = 1,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -216,7 +220,7 @@ def windows(
         prompt_len=prompt,
         num_tokens=tokens,
         page_size=page_size,
-        overlap_depth=depth,
+        overlap_depth=overlap_depth,
         json=json,
         plot=plot,
     )
@@ -229,7 +233,7 @@ def scheduler(
     ] = None,
     shape: Annotated[str, typer.Option(help="What a round drafts: SxKxN.")] = "3x1x4",
     page_size: PageSize = 16,
-    depth: Annotated[int, typer.Option(help="D: rounds prepared ahead (1 = overlap).")] = 1,
+    overlap_depth: OverlapDepth = 1,
     repeats: Annotated[int, typer.Option(help="Turns of each batch; the median counts.")] = 5,
     json: Json = False,
     plot: Plot = None,
@@ -242,7 +246,7 @@ def scheduler(
         batch_sizes=batch or BATCHES,
         shape=shape,
         page_size=page_size,
-        overlap_depth=depth,
+        overlap_depth=overlap_depth,
         repeats=repeats,
         json=json,
         plot=plot,

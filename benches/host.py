@@ -152,7 +152,7 @@ def host(
     if plot is not None:
         check_plot(plot)
     parsed, names = shape_of(shape), drafts_of(target, None if draft is None else [draft])
-    checks.check_engine_config(parsed, names, {})
+    checks.check_engine_config(names, {"shape": parsed})
     checks.check_models(target, names)
     checks.start_torch(threads)
     from specpool.engine.engine import Engine

@@ -54,7 +54,7 @@ class Side:
             Group("window", page_size=2, num_pages=40, window=9, sink=3 if sinks else 0),
         ]
         self.ledger = Ledger(groups, [Shape.eagle(1, 1, 2)], num_rows=2, max_context_len=64)
-        self.layout = Layout.of(self.ledger, PAGE_BYTES, "fuzz")
+        self.layout = Layout.from_ledger(self.ledger, PAGE_BYTES, "fuzz")
         self.memory = [np.zeros((41, size), np.uint8) for size in PAGE_BYTES]
 
     def take_in(self, data: Bytes) -> None:
@@ -141,13 +141,13 @@ def one_input(data: bytes) -> int:
 def of_engine(engine: Engine, image: Bytes) -> int:
     taken = 1
     try:
-        found = engine.import_row(image)
-        if isinstance(found, Session):
-            found.close()
+        imported = engine.import_row(image)
+        if isinstance(imported, Session):
+            imported.close()
         else:
             engine.turn()
             try:
-                engine.abort(found)
+                engine.abort(imported)
             except ConfigError:
                 pass  # it has ended
     except (TransferError, ConfigError):

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from specpool.cli.app import run_app
-from specpool.cli.options.groups import PromptOptions, grouped
+from specpool.cli.options.derived import grouped
+from specpool.cli.options.groups import PromptOptions
 from specpool.cli.options.names import NamingGroup, help_if_alone
 from specpool.cli.options.types import DeviceName, Json, Plot, Target, Threads
 from specpool.errors import ConfigError

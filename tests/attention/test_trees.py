@@ -40,7 +40,7 @@ def both_ways(view: AttentionView, by_mask: AttentionView, pages: Pages, other: 
     """Attend by the parts and by the mask over all columns: the same result and the same pages."""
     q, k, v = inputs(view, 6, torch.bfloat16, 8)
     view.mask_for = None  # type: ignore[assignment]
-    by_mask.own = None
+    by_mask.own_cells = None
     one = attend(view, *pages.buffers, q, k, v, scaling=0.3)
     two = attend(by_mask, *other.buffers, q, k, v, scaling=0.3)
     torch.testing.assert_close(one.float(), two.float(), atol=2e-2, rtol=2e-2)
@@ -124,8 +124,8 @@ def test_a_node_that_sees_nothing_gets_finite_numbers(doubles):
     """Padding of a graph: its result is dropped, but its KV is written."""
     pages, _ = two_pages(4, 2)
     view = verify_view(pages, [0, 9], 3)
-    assert view.own is not None
-    view.own.mask[0] = False
+    assert view.own_cells is not None
+    view.own_cells.mask[0] = False
     q, k, v = inputs(view, 6, torch.bfloat16, 8)
     assert attend(view, *pages.buffers, q, k, v, scaling=0.3).isfinite().all()
 
@@ -153,7 +153,7 @@ def test_torch_takes_the_call(dtype, monkeypatch):
             torch.empty(3, 10, 10, dtype=torch.bool, device="cuda"),
             lambda view: slots.view(3, 10),
         )
-        view = AttentionView(4, slots, pages, 10, no_mask, kv_lens=lens, own=own)
+        view = AttentionView(4, slots, pages, 10, no_mask, kv_lens=lens, own_cells=own)
         q, k, v = (torch.empty(30, heads, 64, **gpu) for heads in (8, 2, 2))
         out = attend(view, k_buffer, v_buffer, q, k, v, scaling=0.3)
     assert out.shape == (30, 8, 64) and out.device.type == "cuda" and out.dtype == dtype
@@ -165,11 +165,11 @@ def test_the_own_cells_of_ragged_lanes_are_their_nodes():
     """A narrower lane's padding names a slot that exists; no query sees it."""
     (pages, _) = two_pages(4, 3)
     view = verify_view(pages, [5, 40, 23], [4, 1, 6])
-    assert view.own is not None and view.own.slots(view).shape == (3, 6)
+    assert view.own_cells is not None and view.own_cells.slots(view).shape == (3, 6)
     table, size = pages.tables[0], pages.page_sizes[0]
     for lane, (start, nodes) in enumerate(((5, 4), (40, 1), (23, 6))):
         rows = torch.tensor([lane + 1], dtype=torch.int32)
         at = torch.tensor([start], dtype=torch.int32)
         count = torch.tensor([nodes], dtype=torch.int32)
         found = kernels.slot_ranges(table, size, rows, at, count, hi=np.array([nodes], np.int32))
-        assert view.own.slots(view)[lane, :nodes].tolist() == found.tolist()
+        assert view.own_cells.slots(view)[lane, :nodes].tolist() == found.tolist()

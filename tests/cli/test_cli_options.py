@@ -21,7 +21,8 @@ from paths import ROOT
 from specpool import ConfigError
 from specpool.cli.commands import app
 from specpool.cli.options.checks import check_prompts
-from specpool.cli.options.groups import PlaceOptions, grouped
+from specpool.cli.options.derived import grouped
+from specpool.cli.options.groups import PlaceOptions
 from specpool.cli.options.names import with_option_names
 from specpool.cli.options.prompts import Given, read_prompts
 from specpool.engine.assets import resolve
@@ -163,7 +164,7 @@ ENGINE = [
 GENERATE = [
     (["--batch", "0"], "--batch must be an integer in [1, 65536], got 0"),
     (["--samples", "0"], "--samples must be an integer in [1, 65536], got 0"),
-    (["--worker", "v3"], "--worker must be one of auto, v1, v2, got 'v3'"),
+    (["--worker", "v3"], "Invalid value for '--worker': 'v3' is not one of 'auto', 'v1', 'v2'"),
     (["--worker", "v1", "--overlap-depth", "1"], "it needs --overlap-depth 0, got 1"),
     (["--prompt-ids", "1,x"], "--prompt-ids must be token ids with commas between"),
     (["--prompt-ids", "1,,2"], "--prompt-ids must be token ids with commas between"),
@@ -241,6 +242,8 @@ OTHERS = [
         ["plan", "--memory", "1GiB", *NUMBERS, "--depth", "2"],
         "--depth must be an integer in [0, 1]",
     ),
+    (["plan", "--memory", "1MiB", *NUMBERS[:-1], "65536"], "or raise --memory"),
+    (["plan", "--memory", "1GiB", *NUMBERS, "--headroom", "-1"], "--headroom must be an integer"),
     (["plan", "--memory", "1GiB", "--target", "/no"], "no model at '/no': there is no such folder"),
     (["plan", "--memory", "1GiB", "--target", "~no-such-user/x"], "no model at '~no-such-user/x'"),
     (["plan", "--memory", "1GiB", "--layout", "x" * 100_000], " characters) ... xxx"),
@@ -252,6 +255,11 @@ OTHERS = [
     (["inspect", "x", "--html", "y", "--frames", "1"], "--frames must be an integer in [2, "),
     (["serve", "--name", ""], "--name must be one name or several, none of them empty"),
     (["serve", "--name", "a", "--name", "a"], "--name: 'a' is given twice"),
+    (["serve", "--max-sessions", "-1"], "--max-sessions must be an integer in [0, 65536], got -1"),
+    (["serve", "--max-open-sessions", "-1"], "--max-open-sessions must be an integer in [0, 104"),
+    (["serve", "--max-body", "x"], "--max-body must be bytes, such as 80GiB"),
+    (["serve", "--request-timeout", "-1"], "--request-timeout must be seconds above 0, got -1.0"),
+    (["serve", "--trust-proxy", "x"], "--trust-proxy must be addresses or networks such as"),
     (["serve", "--host", ""], "--host must be an address, got ''"),
     (["serve", "--allow-origin", ""], "an origin is * or begins with http:// or https://, got ''"),
     *(
@@ -467,7 +475,7 @@ def test_no_command_prints_the_help():
 
 
 def test_messages_name_options():
-    options = {"page_size": "--page-size", "shape": "--shape", "batch": "--batch", "n": "-n"}
+    options = {"page_size": "--page-size", "shape": "--shape", "max_batch": "--batch"}
     for text, named in {
         "page_size must be 3": "--page-size must be 3",
         "x: page_size 3, max_batch 4": "x: --page-size 3, --batch 4",

@@ -73,7 +73,7 @@ def build(where: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
         return Engine.from_pretrained(draft=draft, shape=options.pop("shape", shape), **options)
 
     # A model drafts by its own modules, as on a GPU.
-    monkeypatch.setattr(PlainStack, "of", classmethod(lambda cls, model: None))
+    monkeypatch.setattr(PlainStack, "from_model", classmethod(lambda cls, model: None))
     with kernels_run() if where == "kernels" else contextlib.nullcontext():
         yield engine
 
@@ -119,7 +119,7 @@ def plain(build: Build, params: Any) -> list[list[int]]:
         return texts(engine, params)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @on_devices
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("model")])
@@ -148,7 +148,7 @@ def test_a_small_model_drafts_on_a_device(case, kind, where, build, monkeypatch)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("case", ["model, chain", "model, dense", "model, holey"])
 def test_the_rounds_of_a_small_model_are_captured(case, depth, monkeypatch):
-    monkeypatch.setattr(PlainStack, "of", classmethod(lambda cls, model: None))
+    monkeypatch.setattr(PlainStack, "from_model", classmethod(lambda cls, model: None))
     draft, shape, options = CASES[case]
     options = options | {"max_context_len": 128, "overlap_depth": depth}
     with Engine.from_pretrained(max_context_len=128) as engine:

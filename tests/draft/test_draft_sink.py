@@ -134,7 +134,7 @@ def test_a_row_moves_with_its_sink():
 def _sliding(sink):
     group = Group("draft", page_size=4, num_pages=40, window=5, sink=sink)
     ledger = Ledger([group], [], num_rows=1, max_context_len=60)
-    return ledger, Layout.of(ledger, [8], "model")
+    return ledger, Layout.from_ledger(ledger, [8], "model")
 
 
 def test_a_row_takes_along_what_the_other_side_has_pages_for():
@@ -191,7 +191,7 @@ def test_a_query_sees_the_sink_and_its_window_and_nothing_else(spread):
             lens = SeqLens(torch.from_numpy(starts), *(bounds if spread else (starts, starts)))
             for view, positions in _views(cache, rows, lens):
                 # No back end may take a way round the mask: nothing else knows the sink.
-                assert view.decode_len is view.causal_lens is view.own is None
+                assert view.decode_len is view.causal_lens is view.own_cells is None
                 assert not view.is_causal
                 for seen, kept in (window, sink), (window - 2, 0):  # a layer's own window
                     mask = view.mask(seen) == 0

@@ -57,7 +57,7 @@ def model_of(kind, config, **changes) -> TargetModel:
 def test_a_known_model_gets_a_stack_of_its_own_logits(name):
     kind, config, changes = MODELS[name]
     with model_of(kind, config, **changes) as model:
-        stack = PlainStack.of(model)
+        stack = PlainStack.from_model(model)
         assert stack is not None and stack._agrees(model)
         first = model.layer_kv[0]
         assert stack.head.layer_kv[0] == (first.num_kv_heads, first.k_head_dim)
@@ -68,23 +68,23 @@ def test_a_model_that_computes_something_else_runs_by_itself():
     with model_of(LlamaForCausalLM, LlamaConfig) as model:
         mlp = model.model.model.layers[0].mlp
         hook = mlp.register_forward_hook(lambda module, given, out: 1.1 * out)
-        assert PlainStack.of(model) is None
+        assert PlainStack.from_model(model) is None
         hook.remove()
-        assert PlainStack.of(model) is not None
+        assert PlainStack.from_model(model) is not None
 
 
 def test_other_types_windows_and_dtypes_run_by_themselves(monkeypatch):
     with model_of(GemmaForCausalLM, GemmaConfig, head_dim=8) as model:
-        assert PlainStack.of(model) is None
+        assert PlainStack.from_model(model) is None
     with model_of(MistralForCausalLM, MistralConfig, sliding_window=32) as model:
-        assert PlainStack.of(model) is None  # the probe is shorter than the window
+        assert PlainStack.from_model(model) is None  # the probe is shorter than the window
     draft = resolve("specpool/tiny-draft")
     with TargetModel.from_pretrained(draft, dtype="bfloat16") as model:
-        assert PlainStack.of(model) is None
+        assert PlainStack.from_model(model) is None
     with TargetModel.from_pretrained(draft, dtype="float32") as model:
-        assert PlainStack.of(model) is not None
+        assert PlainStack.from_model(model) is not None
         monkeypatch.setattr(plain, "MAX_BYTES", 1 << 10)
-        assert PlainStack.of(model) is None
+        assert PlainStack.from_model(model) is None
 
 
 @pytest.mark.parametrize("shape", [Shape.eagle(3, 1, 4), Shape.eagle(3, 2, 6)])

@@ -85,7 +85,7 @@ def test_limits_and_stops_of_a_wrong_kind_or_size_are_refused(options, says):
         ({"top_k": 50}, "top_k 50 does nothing at temperature 0, .* give a temperature above 0"),
         ({"top_p": 0.9}, "top_p 0.9 does nothing at temperature 0"),
         ({"max_tokens": 5}, "no field 'max_tokens': did you mean 'max_new_tokens'"),
-        ({"colour": 5}, "no field 'colour'; the fields are max_new_tokens, temperature, "),
+        ({"colour": 5}, "no field 'colour'; the fields are temperature, max_new_tokens, "),
     ],
 )
 def test_what_would_be_ignored_is_refused(options, says):
@@ -281,7 +281,7 @@ def test_a_row_that_cannot_grow_alone_ends_with_the_numbers():
     ledger.launch(plan.step)
     ledger.complete(plan.step)
     first, second = request(1), request(2, max_len=12)
-    assert scheduler.fits(first) and scheduler.pages_at_most(first).tolist() == [8]
+    assert scheduler.fits(first) and scheduler.max_pages(first).tolist() == [8]
     scheduler.submit(first)
     scheduler.submit(second)
     run(scheduler)

@@ -23,7 +23,7 @@ class Side:
         self.ledger = Ledger(
             GROUPS, [Shape.eagle(1, 1, 2)], num_rows=num_rows, max_context_len=64, digest=True
         )
-        self.layout = Layout.of(self.ledger, PAGE_BYTES, "model")
+        self.layout = Layout.from_ledger(self.ledger, PAGE_BYTES, "model")
         self.memory = [
             np.zeros((group.num_pages + 1, size), np.uint8)
             for group, size in zip(GROUPS, PAGE_BYTES, strict=True)

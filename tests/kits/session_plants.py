@@ -65,11 +65,11 @@ def keep_a_row_that_runs(patch):
     take = Conversations.take
 
     def taken_twice(self, request):
-        place = take(self, request)
-        if place is not None:
-            request.conversation.row = place[0]
-            self._idle[place[0]] = request.conversation
-        return place
+        idle_row = take(self, request)
+        if idle_row is not None:
+            request.conversation.row = idle_row[0]
+            self._idle[idle_row[0]] = request.conversation
+        return idle_row
 
     patch.setattr(Conversations, "take", taken_twice)
 
@@ -129,12 +129,12 @@ def reload_too_little(patch):
 
 
 def go_on_before_a_reload_has_come(patch):
-    come_back = Scheduler._come_back
+    come_back = Scheduler._finish_reload
 
     def hasty(self, request, length):
         request.handle and come_back(self, request, request.handle.length)
 
-    patch.setattr(Scheduler, "_come_back", hasty)
+    patch.setattr(Scheduler, "_finish_reload", hasty)
 
 
 def keep_the_host_pages_of_who_ended(patch):

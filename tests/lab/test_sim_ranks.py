@@ -144,12 +144,12 @@ def release_a_fence_early(rank: SimRank) -> None:
 
 
 def choose_by_its_own_clock(rank: SimRank) -> None:
-    tell = rank.journal.tell_time
+    tell = rank.journal.set_time
     rank.follower._calls["time"] = lambda now, seconds: tell(rank.seconds, seconds)
 
 
 def measure_by_its_own_clock(rank: SimRank) -> None:
-    tell = rank.journal.tell_time
+    tell = rank.journal.set_time
     rank.follower._calls["time"] = lambda now, seconds: tell(
         now, [each for _, each in rank.journal._measured]
     )

@@ -187,7 +187,7 @@ def test_a_drawn_text_takes_the_files_truncations(model, says):
     ],
 )
 def test_a_server_draws_at_the_files_temperature(values, temperature):
-    defaults = GenerationDefaults.of(GenerationConfig(**values), VOCAB)
+    defaults = GenerationDefaults.from_config(GenerationConfig(**values), VOCAB)
     assert defaults.server_temperature == temperature
 
 
@@ -209,10 +209,10 @@ def test_every_key_of_transformers_is_taken_idle_or_named(caplog):
     for key in known:
         config = GenerationConfig()
         setattr(config, key, 0.5 if key == "top_p" else value_of(key))
-        defaults = GenerationDefaults.of(config, VOCAB)
+        defaults = GenerationDefaults.from_config(config, VOCAB)
         caplog.clear()
         with caplog.at_level(logging.INFO, "specpool"):
-            defaults.tell(draws=False)
+            defaults.log(draws=False)
         is_named = f" {key} " in caplog.text
         if key in ("temperature", "eos_token_id"):  # the end is the target's; no do_sample
             assert not is_named
@@ -228,8 +228,8 @@ def test_a_key_of_a_newer_transformers_is_named(caplog, monkeypatch):
             self.mirostat_tau = given.pop("mirostat_tau", None)
             super().__init__(**given)
 
-    defaults = GenerationDefaults.of(Newer(mirostat_tau=5.0, chat_format="chatml"), VOCAB)
-    defaults.tell(draws=False)
+    defaults = GenerationDefaults.from_config(Newer(mirostat_tau=5.0, chat_format="chatml"), VOCAB)
+    defaults.log(draws=False)
     assert "mirostat_tau 5.0" in caplog.text
     assert "chat_format" not in caplog.text, "generate does not act on it"
 
@@ -239,7 +239,7 @@ def test_a_value_that_changes_nothing_is_not_named(key, caplog):
     for value in NOT_TAKEN[key]:
         config = GenerationConfig()
         setattr(config, key, value)
-        assert not GenerationDefaults.of(config, VOCAB).not_taken
+        assert not GenerationDefaults.from_config(config, VOCAB).not_taken
 
 
 def test_what_is_not_taken_is_named_once_with_its_value(model, says, caplog):

@@ -65,10 +65,10 @@ def test_two_ranks_do_not_share_a_card(
     monkeypatch.setenv("LOCAL_RANK", "1")
     rank: Any = SimpleNamespace(rank=3)
     with pytest.raises(ConfigError, match=says):
-        Ranks._place(rank, device)
-    assert Ranks._place(rank, "cpu") == "cpu" and not taken
+        Ranks._own_device(rank, device)
+    assert Ranks._own_device(rank, "cpu") == "cpu" and not taken
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert Ranks._place(rank, "cuda") == "cuda:0" and taken == [0]
+    assert Ranks._own_device(rank, "cuda") == "cuda:0" and taken == [0]
 
 
 def test_models_that_ranks_cannot_share() -> None:

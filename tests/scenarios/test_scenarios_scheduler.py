@@ -269,8 +269,8 @@ def test_scenario_31_a_round_may_need_several_pages(monkeypatch, guarded):
     Law: Admission counts how many pages every row's next round needs.
     """
     if not guarded:
-        needs = PageNeeds.of_each
-        monkeypatch.setattr(PageNeeds, "of_each", lambda self, *of: needs(self, *of) * 0 + 1)
+        needs = PageNeeds.pages_by_shape
+        monkeypatch.setattr(PageNeeds, "pages_by_shape", lambda self, *of: needs(self, *of) * 0 + 1)
     settings = Settings(
         page_sizes=(4,), num_pages=(13,), placement="shared", layout="dense",
         shapes=((8, 1, 9),), max_batch=6, max_context_len=20,

@@ -188,7 +188,7 @@ def test_scenario_44_admission_by_length_keeps_requests_out(targets, monkeypatch
         sizes = np.array([group.page_size for group in ledger.groups])
         return -(-(hi[:, None] + 1) // sizes)[:, None].repeat(shapes.shape[1], axis=1)
 
-    monkeypatch.setattr(page_needs.PageNeeds, "of_each", by_length)
+    monkeypatch.setattr(page_needs.PageNeeds, "pages_by_shape", by_length)
     assert most_running() == 1
 
 

@@ -78,8 +78,8 @@ def test_pages_are_counted_for_the_widest_shape_within_each_cap():
         _, index, choices = rounds.allowed(NONE, cap)
         own = choices or (index,)
         assert max(ledger.shapes[i].num_steps for i in own) <= (9 if cap is None else cap)
-        most = max(int(needs.of(8, i)[0]) for i in own)
-        assert needs.of(8, index).tolist() == [most]
-        assert needs.at_most(8, 20, index) == max(ledger.pages_needed(8, 20, i) for i in own)
+        most = max(int(needs.pages(8, i)[0]) for i in own)
+        assert needs.pages(8, index).tolist() == [most]
+        assert needs.max_pages(8, 20, index) == max(ledger.pages_needed(8, 20, i) for i in own)
         counts.append(most)
     assert counts == sorted(counts) and counts[0] < counts[3] < counts[-1]

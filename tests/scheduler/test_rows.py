@@ -92,12 +92,12 @@ def test_the_results_of_some_lanes(lives):
         not_finite=np.array(not_finite),
         logprobs=logprobs,
     )
-    chosen, wanted = result.of(np.array(lives)), np.flatnonzero(lives).tolist()
+    chosen, wanted = result.select(np.array(lives)), np.flatnonzero(lives).tolist()
     assert chosen.tokens == [tokens[lane] for lane in wanted]
     assert chosen.accept_len.tolist() == [lane + 1 for lane in wanted]
     assert chosen.not_finite.tolist() == [not_finite[lane] for lane in wanted]
     assert chosen.logprobs == [logprobs[lane] for lane in wanted]
-    assert replace(result, logprobs=None).of(np.array(lives)).logprobs is None
+    assert replace(result, logprobs=None).select(np.array(lives)).logprobs is None
 
 
 def test_a_result_of_lanes_counts_their_tokens():

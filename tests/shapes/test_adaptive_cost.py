@@ -201,9 +201,9 @@ def test_a_stall_moves_the_seconds_of_a_round_little():
     seconds = RoundSeconds(SHAPES)
     for i in range(40):
         seconds.add(PLAIN, 4, 1.0 + 0.01 * (i % 3))
-    before = seconds.of(PLAIN, 4)
+    before = seconds.expected(PLAIN, 4)
     seconds.add(PLAIN, 4, 10.0)
-    assert seconds.of(PLAIN, 4) == pytest.approx(before, rel=0.02)
+    assert seconds.expected(PLAIN, 4) == pytest.approx(before, rel=0.02)
 
 
 def test_a_shape_that_has_become_slower_is_told_from_a_busy_machine():
@@ -215,33 +215,33 @@ def test_a_shape_that_has_become_slower_is_told_from_a_busy_machine():
             seconds.add(shape, 4, 1.0)
     for _ in range(20):
         seconds.add(PLAIN, 4, 2.0)  # it runs alone, so this may be load
-    assert seconds.of(PLAIN, 4) == seconds.of(TREE, 4) == 1.0
+    assert seconds.expected(PLAIN, 4) == seconds.expected(TREE, 4) == 1.0
     for _ in range(10):
         for shape in SHAPES:  # now all do
             seconds.add(shape, 4, 2.0)
-    assert seconds.of(PLAIN, 4) == seconds.of(TREE, 4) == 1.0
+    assert seconds.expected(PLAIN, 4) == seconds.expected(TREE, 4) == 1.0
     for _ in range(10):
         for shape in others:
             seconds.add(shape, 4, 1.0)
         seconds.add(PLAIN, 4, 2.0)
-    assert seconds.of(PLAIN, 4) == pytest.approx(2 * seconds.of(TREE, 4), rel=0.05)
+    assert seconds.expected(PLAIN, 4) == pytest.approx(2 * seconds.expected(TREE, 4), rel=0.05)
 
 
 def test_seconds_between_and_beyond_measured_batch_sizes():
     seconds = RoundSeconds(SHAPES)
-    assert seconds.of(TREE, 3) == 1.0
+    assert seconds.expected(TREE, 3) == 1.0
     for size, took in ((4, 2.0), (8, 3.0)):
         for _ in range(3):
             seconds.add(chain(3), size, took)
-    assert seconds.of(chain(3), 6) == 2.5
-    assert seconds.of(chain(3), 16) == 5.0
-    assert seconds.of(chain(3), 1) == 1.25
-    assert seconds.of(chain(1), 6) == 2.5  # of the nearest by nodes
+    assert seconds.expected(chain(3), 6) == 2.5
+    assert seconds.expected(chain(3), 16) == 5.0
+    assert seconds.expected(chain(3), 1) == 1.25
+    assert seconds.expected(chain(1), 6) == 2.5  # of the nearest by nodes
     seconds.add(PLAIN, 4, 1.0)
-    assert seconds.of(PLAIN, 8) == 1.5  # grows as the measured one does
+    assert seconds.expected(PLAIN, 8) == 1.5  # grows as the measured one does
     for wrong in (0.0, -1.0, math.nan):
         seconds.add(chain(3), 6, wrong)
-    assert seconds.of(chain(3), 6) == 2.5
+    assert seconds.expected(chain(3), 6) == 2.5
 
 
 def test_a_single_stall_at_a_new_batch_size_is_not_believed():
@@ -251,7 +251,7 @@ def test_a_single_stall_at_a_new_batch_size_is_not_believed():
         for _ in range(3):
             seconds.add(PLAIN, size, size / 4)
     seconds.add(PLAIN, 6, 15.0)
-    assert seconds.of(PLAIN, 6) == 1.5
+    assert seconds.expected(PLAIN, 6) == 1.5
 
 
 def test_one_figure_that_was_taken_in_a_bad_moment_is_found_out():
@@ -264,7 +264,7 @@ def test_one_figure_that_was_taken_in_a_bad_moment_is_found_out():
         for shape in (TREE, chain(3)):
             for _ in range(20):
                 seconds.add(shape, 8, 1.0)
-    assert seconds.of(TREE, 8) == pytest.approx(seconds.of(chain(3), 8), rel=0.1)
+    assert seconds.expected(TREE, 8) == pytest.approx(seconds.expected(chain(3), 8), rel=0.1)
 
 
 @pytest.mark.parametrize("factor", [2.0, 3.0])
@@ -295,7 +295,7 @@ def test_a_figure_comes_to_rest(factor):
         for _ in range(16):
             seconds.add(TREE, 8, took)
         seconds.add(PLAIN, 8, 1.0)
-        found.append(seconds.of(TREE, 8) / seconds.of(PLAIN, 8) / took)
+        found.append(seconds.expected(TREE, 8) / seconds.expected(PLAIN, 8) / took)
     assert found[-20:] == pytest.approx([1.0] * 20, rel=0.03)
 
 
@@ -309,7 +309,7 @@ def test_a_stall_at_a_new_batch_size_is_nobodys_load():
     for shape in SHAPES:
         for _ in range(3):
             seconds.add(shape, 6, 1.0)
-    assert {seconds.of(shape, 6) for shape in SHAPES} == {1.0}
+    assert {seconds.expected(shape, 6) for shape in SHAPES} == {1.0}
 
 
 def test_the_first_rounds_try_a_draft():

@@ -54,7 +54,7 @@ def rounds(
     found = []
     for _ in range(num_rounds):
         shapes = controller.choose(rows, candidates)
-        controller.ran()
+        controller.count_round()
         steps = np.array([SHAPES[index].num_steps for index in shapes])
         right = rng.random((num_rows, 3)) < rates[:, None]
         accept_len = 1 + np.minimum(np.cumprod(right, axis=1).sum(axis=1), steps)
@@ -75,10 +75,10 @@ def test_seconds_that_no_round_can_take_teach_nothing(seconds: float) -> None:
     rates = np.linspace(0.1, 0.9, 8)
     rounds(controller, rates, 20)
     shapes = np.full(8, 2, np.int32)
-    before = controller._cost.costs(8).of(shapes)
+    before = controller._cost.costs(8).seconds(shapes)
     for _ in range(12):
         controller.observe(shapes, seconds)
-    assert controller._cost.costs(8).of(shapes) == before
+    assert controller._cost.costs(8).seconds(shapes) == before
     controller.admit(0, tpot_ms=1e-3, priority=8)
     rounds(controller, rates, 20)
 
@@ -96,7 +96,7 @@ def test_a_choice_lasts_while_nothing_changes() -> None:
 
     def run(some: np.ndarray) -> None:
         controller.choose(some, candidates[: len(some)], spare)
-        controller.ran()
+        controller.count_round()
 
     for _ in range(16):
         run(rows)
@@ -244,11 +244,11 @@ def test_a_target_makes_rounds_shorter() -> None:
     candidates = np.tile(np.arange(4, dtype=np.int32), (16, 1))
     shapes = controller.choose(rows, candidates)
     assert (shapes[::8] > 0).all()
-    controller.ran()
+    controller.count_round()
     for row in range(0, 16, 8):
         controller.admit(row, tpot_ms=1e-3, priority=0)
     shapes = controller.choose(rows, candidates)
-    controller.ran()
+    controller.count_round()
     assert controller.missed_ct >= 2, "a target that cannot be met is counted"
     assert (shapes > 0).any(), "and the round is chosen for throughput"
 
@@ -369,7 +369,7 @@ def test_width_gives_way_before_a_row_does() -> None:
     def always_wide(limits: np.ndarray, spare: object = None) -> Any:
         chosen(limits)
         (rows,) = limits.nonzero()
-        return scheduler.round_shapes._take(rows, wide[rows])
+        return scheduler.round_shapes._set_choice(rows, wide[rows])
 
     scheduler.round_shapes.choose = always_wide  # type: ignore[method-assign]
     needs = ledger.tokens_required([1], [3])
@@ -482,7 +482,7 @@ def test_a_new_scheduler_knows_what_the_start_has_measured() -> None:
     """Law: rows are forgotten when a scheduler takes the controller, measured seconds are not."""
     controller = told(BudgetController(CONFIG), 8)
     RoundShapes(SHAPES, 4, controller)
-    plain = controller._cost.costs(8).of(np.zeros(8, np.int32))
+    plain = controller._cost.costs(8).seconds(np.zeros(8, np.int32))
     assert plain == pytest.approx(seconds_of(np.array([8, 0, 0, 0])), rel=0.1)
 
 

@@ -93,7 +93,7 @@ def test_any_candidates_are_served(names: list[str]) -> None:
     for _ in range(24):
         shapes = controller.choose(rows, candidates)
         assert all(shape in allowed for shape, allowed in zip(shapes, candidates, strict=True))
-        controller.ran()
+        controller.count_round()
         accept_len = 1 + (rng.random(8) * (steps[shapes] + 1)).astype(np.int32)
         controller.learn(rows, shapes, accept_len)
         controller.observe(shapes, 1.0 + 0.1 * float(steps[shapes].max()))
@@ -130,7 +130,7 @@ def test_what_the_core_is_told_of_a_row(monkeypatch: Any) -> None:
     controller, rows = told(), np.arange(4, dtype=np.int32)
     assert chosen(controller, rows, monkeypatch)["gives"].tolist() == [1.0] * 4
     controller.narrow(lanes(2, 2, 1, 0))
-    controller.ran()
+    controller.count_round()
     plain = controller._acceptance.tokens(rows)
     controller.admit(3, tpot_ms=None, priority=0)
     given = chosen(controller, rows, monkeypatch)
@@ -148,7 +148,7 @@ def test_a_choice_is_kept_for_its_rows_and_their_shapes_alone() -> None:
         controller.learn(hard, np.full(4, shape, np.int32), np.ones(4, np.int32))
     for _ in range(5):
         assert (controller.choose(easy, EVERY) > 0).all()
-        controller.ran()
+        controller.count_round()
     assert (controller.choose(hard, EVERY) == 0).all(), "other rows"
     assert (controller.choose(easy, EVERY) > 0).all()
     assert (controller.choose(easy, np.ones((4, 4), np.int32)) == 1).all(), "other shapes"
@@ -164,7 +164,7 @@ def test_a_choice_fits_the_pages_of_its_own_round(binds: bool) -> None:
         assert (controller.choose(rows, EVERY, lambda: enough) > 0).all()
         if not binds:
             controller.narrow(np.zeros(4, np.int32))
-        controller.ran()
+        controller.count_round()
     assert (controller.choose(rows, EVERY, lambda: (pages, np.zeros(1, np.int64))) == 0).all()
 
 

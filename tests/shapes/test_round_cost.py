@@ -26,7 +26,7 @@ def told(*sizes: int) -> RoundCost:
     for size in sizes:
         for index, shape in enumerate(SHAPES):
             for _ in range(3):
-                cost.tell(shape, size, seconds_of(np.full(size, index, np.int32)))
+                cost.add_uniform_round(shape, size, seconds_of(np.full(size, index, np.int32)))
     return cost
 
 
@@ -35,7 +35,7 @@ def test_mixed_rounds_are_known_from_uniform_ones() -> None:
     cost, rng = told(1, 2, 4, 8, 16), np.random.default_rng(0)
     for _ in range(50):
         shapes = lanes(*rng.multinomial(16, [0.25] * 4))
-        assert cost.costs(16).of(shapes) == pytest.approx(seconds_of(shapes), rel=1e-9)
+        assert cost.costs(16).seconds(shapes) == pytest.approx(seconds_of(shapes), rel=1e-9)
 
 
 def test_rounds_of_one_shape_take_what_was_measured() -> None:
@@ -47,9 +47,9 @@ def test_rounds_of_one_shape_take_what_was_measured() -> None:
             shapes = np.full(size, index, np.int32)
             took[index, size] = seconds_of(shapes) * float(rng.uniform(0.7, 1.4))
             for _ in range(3):
-                cost.tell(shape, size, took[index, size])
+                cost.add_uniform_round(shape, size, took[index, size])
     for (index, size), seconds in took.items():
-        known = cost.costs(size).of(np.full(size, index, np.int32))
+        known = cost.costs(size).seconds(np.full(size, index, np.int32))
         assert known == pytest.approx(max(seconds, took[0, size])), "no draft shortens a round"
 
 
@@ -62,7 +62,7 @@ def test_service_corrects_what_the_start_told() -> None:
         cost.observe(chains, 1.2 * seconds_of(chains))
         cost.observe(mixed, 1.5 * seconds_of(mixed))
     for shapes, factor in ((plain, 1.5), (chains, 1.2), (mixed, 1.5)):
-        assert cost.costs(8).of(shapes) == pytest.approx(factor * seconds_of(shapes), rel=0.02)
+        assert cost.costs(8).seconds(shapes) == pytest.approx(factor * seconds_of(shapes), rel=0.02)
     assert cost.costs(8).mixed > 0
 
 
@@ -70,9 +70,9 @@ def test_a_stall_teaches_little() -> None:
     """Law: one round that takes 1,000 times as long is not taken for what the rows take."""
     cost = told(1, 4)
     mixed = lanes(2, 0, 2, 0)
-    before = cost.costs(4).of(mixed)
+    before = cost.costs(4).seconds(mixed)
     cost.observe(mixed, 1e3 * before)
-    assert before < cost.costs(4).of(mixed) <= 1.11 * before
+    assert before < cost.costs(4).seconds(mixed) <= 1.11 * before
 
 
 def test_no_seconds_make_a_round_take_nothing() -> None:
@@ -93,4 +93,4 @@ def test_a_shape_without_a_time_is_timed_in_service() -> None:
             cost.observe(shapes, seconds_of(shapes))
     for index in range(len(SHAPES)):
         shapes = np.full(8, index, np.int32)
-        assert cost.costs(8).of(shapes) == pytest.approx(seconds_of(shapes), rel=0.1)
+        assert cost.costs(8).seconds(shapes) == pytest.approx(seconds_of(shapes), rel=0.1)

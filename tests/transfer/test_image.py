@@ -158,7 +158,7 @@ def test_another_page_size_is_another_layout():
     side, _, image, _ = image_of()
     other = Side()
     sizes = [group.page_bytes + 1 for group in side.layout.groups]
-    other.layout = Layout.of(other.ledger, sizes, "model")
+    other.layout = Layout.from_ledger(other.ledger, sizes, "model")
     refused(other, image, "page sizes must be equal")
 
 

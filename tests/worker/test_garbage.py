@@ -86,7 +86,7 @@ def options(where: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, A
         yield {}
         return
     # A model drafts by its own modules, as on a GPU.
-    monkeypatch.setattr(PlainStack, "of", classmethod(lambda cls, model: None))
+    monkeypatch.setattr(PlainStack, "from_model", classmethod(lambda cls, model: None))
     with kernels_run():
         if where == "fused":
             use_doubles(monkeypatch)

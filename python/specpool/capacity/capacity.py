@@ -68,7 +68,7 @@ class Capacity:
 
         Args:
             num_tokens: tokens of each prompt, or of prompt and output so far.
-            shape: index into the shapes; -1 = the last.
+            shape: index into the shapes; -1 means the last.
             common: tokens that all of them begin with, whose KV the prefix cache has for all.
 
         Raises:
@@ -84,9 +84,11 @@ class Capacity:
             0 if group.window is not None else common // group.page_size
             for group in self.sizes.groups
         ]
-        own = [n - whole for n, whole in zip(pages, shared, strict=True)]
-        aside = zip(step_pages(self.sizes), shared, strict=True)
-        return self._fit(own, [step + whole for step, whole in aside])
+        own_pages = [n - num_shared for n, num_shared in zip(pages, shared, strict=True)]
+        step_and_shared = zip(step_pages(self.sizes), shared, strict=True)
+        return self._fit(
+            own_pages, [num_step + num_shared for num_step, num_shared in step_and_shared]
+        )
 
     def mixed(self, num_tokens: int, choices: Sequence[int], rate: float) -> Mix:
         """Count as `at_once` where a budget chooses the rows' shapes, and choose them.
@@ -109,7 +111,7 @@ class Capacity:
         free = np.array([group.num_pages for group in sizes.groups], np.int64)
         free -= np.array(step_pages(sizes), np.int64) + num_rows * needs[0].astype(np.int64)
         tokens = [self.round_tokens(shape, rate) for shape in choices]
-        nothing = np.zeros(len(choices))
+        zeros = np.zeros(len(choices))
         chosen, *_ = choose_shapes(
             np.tile(np.arange(len(choices), dtype=np.int32), (num_rows, 1)),
             np.tile(tokens, (num_rows, 1)),
@@ -117,8 +119,8 @@ class Capacity:
             gives=np.ones(num_rows),
             due=np.zeros((num_rows, 2)),
             base=1.0,
-            charge=nothing,
-            lane=nothing,
+            charge=zeros,
+            lane=zeros,
             pages=np.tile(np.maximum(needs - needs[0], 0), (num_rows, 1, 1)),
             free=np.maximum(free, 0),
         )
@@ -136,7 +138,7 @@ class Capacity:
         Args:
             prompt_len: tokens of each prompt.
             max_len: the most tokens of each request, the prompt included.
-            shape: index into the shapes; -1 = the last.
+            shape: index into the shapes; -1 means the last.
 
         Raises:
             ConfigError: `max_len` is not in [2, max_context_len], or `prompt_len` is not in
@@ -149,10 +151,12 @@ class Capacity:
         index, sizes = self._index(shape), self.sizes
         fit = self._fit(sizes.most_pages(prompt_len, last, index), [0] * len(sizes.groups))
         if sizes.max_chunk < sizes.max_context_len:  # else a step may hold several whole prompts
-            together = self._fit(*sizes.shared_pages(prompt_len, last, index))
-            fit = max(fit, together, key=lambda each: each.num_requests)
+            fit_together = self._fit(*sizes.shared_pages(prompt_len, last, index))
+            fit = max(fit, fit_together, key=lambda candidate: candidate.num_requests)
         # Rows of a window group do not grow, so admission may be the tighter limit.
-        return min(fit, self.at_once(prompt_len, shape), key=lambda each: each.num_requests)
+        return min(
+            fit, self.at_once(prompt_len, shape), key=lambda candidate: candidate.num_requests
+        )
 
     def _admission_root(self, num_tokens: int) -> int:
         """Return the greatest root that a request must have room for to be admitted."""
@@ -164,7 +168,7 @@ class Capacity:
         With k rounds in flight, the scheduler prepares another one if the request still needs
         tokens when each of the k gives one token. So r is at most max_len - 2 - k.
         """
-        sizes, found = self.sizes, prompt_len
+        sizes, last_root = self.sizes, prompt_len
         is_plain = sizes.shapes[shape] == Shape.none()
         depth = 0 if self._reads_tokens and not is_plain else sizes.overlap_depth
         # `double_buffer` reserves from the least root, one token per round; `exact` from the
@@ -173,24 +177,24 @@ class Capacity:
         for ahead in range(depth + 1):
             resolved_len = max_len - 2 - ahead
             if resolved_len >= prompt_len:
-                found = max(found, resolved_len + ahead * step)
-        return found
+                last_root = max(last_root, resolved_len + ahead * step)
+        return last_root
 
     def _index(self, shape: int) -> int:
         return range(len(self.sizes.shapes))[shape]
 
-    def _fit(self, pages: Sequence[int], aside: Sequence[int]) -> Fit:
-        """Return how many requests of `pages` pages each fit beside the pages set `aside`."""
+    def _fit(self, pages: Sequence[int], pages_aside: Sequence[int]) -> Fit:
+        """Return how many requests of `pages` pages each fit beside the pages set `pages_aside`."""
         sizes, pages = self.sizes, tuple(pages)
         counts = [
-            max(1, (group.num_pages - kept) // n)  # one alone always fits
-            for group, n, kept in zip(sizes.groups, pages, aside, strict=True)
+            max(1, (group.num_pages - num_aside) // n)  # one alone always fits
+            for group, n, num_aside in zip(sizes.groups, pages, pages_aside, strict=True)
         ]
         by_pages = min(counts)
         if sizes.num_rows <= by_pages:
             is_most = sizes.num_rows == sizes.most_rows
             limit = "int32 indices, 2^31" if is_most else f"max_batch {sizes.num_rows}"
             return Fit(sizes.num_rows, pages, limit)
-        short = [group for group, n in zip(sizes.groups, counts, strict=True) if n == by_pages]
-        names = " and ".join(group.name for group in short)
+        scarce = [group for group, n in zip(sizes.groups, counts, strict=True) if n == by_pages]
+        names = " and ".join(group.name for group in scarce)
         return Fit(by_pages, pages, f"pages of {names}")

@@ -75,7 +75,7 @@ class GroupSize:
     num_pages: int  # without page 0
     hosts_drafts: bool
     layout: Literal["dense", "holey"]
-    window: int | None = None  # positions that a query sees, its own included; None = all
+    window: int | None = None  # positions that a query sees, its own included; None means all
     sink: int = 0  # first positions that a query sees beside its window
 
     @property
@@ -156,8 +156,8 @@ class GroupSizes:
                 num_pages = int(num_rows * group.pages_per_row)
             else:
                 num_pages = self.window_pages(group, num_windows, num_steps)
-            most = (1 << 31) // group.page_size - 1  # slot ids are int32
-            groups.append(replace(group, num_pages=min(num_pages, most)))
+            max_pages = (1 << 31) // group.page_size - 1  # slot ids are int32
+            groups.append(replace(group, num_pages=min(num_pages, max_pages)))
         return replace(self, groups=tuple(groups))
 
     @property
@@ -192,14 +192,14 @@ class GroupSizes:
         It equals `Ledger.pages_needed`, but also allows roots beyond the context. `shape` is an
         index into `shapes`.
         """
-        found = []
+        group_pages = []
         for group in self.groups:
             pages = sizing_pages_needed(self.shapes, shape, lo=lo, hi=hi, **self._reserves(group))
             if group.window is not None:
                 chunk = max(1, min(lo, self.max_chunk))
                 pages = min(pages, self._most_window_pages(group, chunk))
-            found.append(pages)
-        return tuple(found)
+            group_pages.append(pages)
+        return tuple(group_pages)
 
     def most_pages(self, prompt_len: int, hi: int, shape: int) -> tuple[int, ...]:
         """Return the most pages of each group that a request can hold or keep fenced.
@@ -207,7 +207,7 @@ class GroupSizes:
         This is `pages_needed` and, under overlap, the pages evicted from a window: they stay fenced
         while a forward that may read them runs.
         """
-        found = list(self.pages_needed(prompt_len, hi, shape))
+        group_pages = list(self.pages_needed(prompt_len, hi, shape))
         chunk = min(prompt_len, self.max_chunk)
         for at, group in enumerate(self.groups):
             if group.window is not None:
@@ -215,8 +215,8 @@ class GroupSizes:
                 all_pages = sizing_pages_needed(
                     self.shapes, shape, lo=prompt_len, hi=hi, **self._reserves(group)
                 )
-                found[at] = min(all_pages, found[at] + self.overlap_depth * passed)
-        return tuple(found)
+                group_pages[at] = min(all_pages, group_pages[at] + self.overlap_depth * passed)
+        return tuple(group_pages)
 
     def shared_pages(
         self, prompt_len: int, hi: int, shape: int
@@ -228,15 +228,17 @@ class GroupSizes:
             prefill steps together hold beyond that.
         """
         all_pages = self.pages_needed(prompt_len, hi, shape)
-        kept = self.pages_needed(0, hi, shape)
-        pages, aside = list(all_pages), [0] * len(self.groups)
+        behind_chunk = self.pages_needed(0, hi, shape)
+        pages, step_pages = list(all_pages), [0] * len(self.groups)
         for at, group in enumerate(self.groups):
             if group.window is None:
                 continue
             of_row = self._most_window_pages(group, 1)
-            pages[at] = kept[at] + 1 + self._settled_pages(group) - of_row
-            aside[at] = self.most_steps * (self._most_window_pages(group, self.max_chunk) - of_row)
-        return tuple(pages), tuple(aside)
+            pages[at] = behind_chunk[at] + 1 + self._settled_pages(group) - of_row
+            step_pages[at] = self.most_steps * (
+                self._most_window_pages(group, self.max_chunk) - of_row
+            )
+        return tuple(pages), tuple(step_pages)
 
     def _most_window_pages(self, group: GroupSize, max_chunk: int) -> int:
         assert group.window is not None
@@ -348,7 +350,7 @@ def _without_pages(
     drafts = any(shape.num_draft_tokens > 1 for shape in shapes)
     layout: Literal["dense", "holey"] = "dense" if options.layout == "auto" else options.layout
 
-    def bare(
+    def group(
         name: str, token_bytes: int, hosts: bool, window: int | None = None, sink: int = 0
     ) -> GroupSize:
         return GroupSize(
@@ -366,18 +368,18 @@ def _without_pages(
     groups = []
     has_own = draft_bytes > 0 and (split or not full_bytes)  # the draft's layers
     if full_bytes and split:
-        groups.append(bare("target", full_bytes, False))
+        groups.append(group("target", full_bytes, False))
     elif full_bytes or not (windows or has_own):  # a target of recurrent layers alone has no bytes
         # A shared group hosts the branches of every drafter, as in SGLang.
         hosts = options.placement == "shared" and drafts
-        groups.append(bare("kv", full_bytes + draft_bytes, hosts))
-    groups += [bare(f"window {w}", windows[w], False, w) for w in sorted(windows)]
+        groups.append(group("kv", full_bytes + draft_bytes, hosts))
+    groups += [group(f"window {w}", windows[w], False, w) for w in sorted(windows)]
     if has_own:
         window, sink = options.draft_window, options.draft_sink
         if window is not None:
             # One cell more: a catch-up runs the token before the root again.
             window = window + 1 if window + 1 + sink < max_context_len else None
-        groups.append(bare("draft", draft_bytes, True, window, 0 if window is None else sink))
+        groups.append(group("draft", draft_bytes, True, window, 0 if window is None else sink))
     return tuple(groups), len(groups) - 1 if has_own else 0
 
 
@@ -386,8 +388,8 @@ def _with_pages(sizes: GroupSizes, num_pages: int) -> GroupSizes:
     sized = sizes.with_rows(1, sizes.num_rows + sizes.max_sessions)
     groups = []
     for group in sized.groups:
-        most = num_pages if group.window is None else group.num_pages
-        groups.append(replace(group, num_pages=min(num_pages, most)))
+        max_pages = num_pages if group.window is None else group.num_pages
+        groups.append(replace(group, num_pages=min(num_pages, max_pages)))
     return replace(sized, groups=tuple(groups))
 
 
@@ -408,11 +410,11 @@ def _fit(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
         pages = (sizes.window_pages(group, num_rows, sizes.most_steps) for group in windows)
         return sum(n * group.page_bytes for n, group in zip(pages, windows, strict=True))
 
-    def both(num_rows: int) -> int:
+    def bytes_of_rows(num_rows: int) -> int:
         return window_bytes(num_rows) + min(num_rows, sizes.num_rows) * row_bytes
 
-    if both(1) > room:
-        need = kv_bytes - room + both(1)
+    if bytes_of_rows(1) > room:
+        need = kv_bytes - room + bytes_of_rows(1)
         raise ConfigError(
             f"one row of {sizes.max_context_len} tokens needs {show_bytes(need)} of KV, "
             f"{show_bytes(kv_bytes)} are to be had: lower max_context_len or the dtype, or raise "
@@ -421,7 +423,9 @@ def _fit(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
     running = range(1, sizes.num_rows + 1)
     spare = min(room // 2, room - row_bytes)
     num_windows = max(
-        bisect.bisect_right(range(1, len(running) + sizes.max_sessions + 1), room, key=both),
+        bisect.bisect_right(
+            range(1, len(running) + sizes.max_sessions + 1), room, key=bytes_of_rows
+        ),
         bisect.bisect_right(running, spare, key=window_bytes),
     )
     num_rows: float = sizes.num_rows

@@ -13,7 +13,7 @@ class LayerKV:
     num_kv_heads: int
     k_head_dim: int
     v_head_dim: int
-    window: int | None = None  # keys that a query sees, its own included; None = all
+    window: int | None = None  # keys that a query sees, its own included; None means all
     # Whether attention sinks (extra scores) take part in the softmax; they store nothing.
     has_sinks: bool = field(default=False, compare=False)
     # Chunked attention: a query sees the keys of its own chunk of `window` positions.
@@ -25,8 +25,8 @@ class LayerKV:
 
 
 def bytes_by_window(layers: Sequence[LayerKV], itemsize: int) -> dict[int | None, int]:
-    """Return window -> bytes of one token's KV in all layers of that window; None = full layers."""
-    found: dict[int | None, int] = {}
+    """Return window -> bytes of one token's KV in all layers of that window; None: full layers."""
+    num_bytes: dict[int | None, int] = {}
     for layer in layers:
-        found[layer.window] = found.get(layer.window, 0) + layer.bytes_per_token(itemsize)
-    return found
+        num_bytes[layer.window] = num_bytes.get(layer.window, 0) + layer.bytes_per_token(itemsize)
+    return num_bytes

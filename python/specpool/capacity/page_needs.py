@@ -44,32 +44,31 @@ class PageNeeds:
         )
         self._step_pages: Int64 = np.array(step_pages(ledger), np.int64)
 
-    def of(self, length: int, shape: int) -> Int64:
+    def pages(self, length: int, shape: int) -> Int64:
         """Return the pages that a request of `length` tokens needs, int64 [num_groups].
 
         `shape` is an index into the shapes and choices.
         """
-        pages: Int64 = self.of_each(np.array([length], np.int32), self._sets[[shape]])[0].max(
-            axis=0
-        )
+        by_shape = self.pages_by_shape(np.array([length], np.int32), self._sets[[shape]])
+        pages: Int64 = by_shape[0].max(axis=0)
         return pages
 
-    def at_most(self, lo: int, hi: int, shape: int) -> Int64:
+    def max_pages(self, lo: int, hi: int, shape: int) -> Int64:
         """Return the most pages a row with roots in `[lo, hi]` needs, int64 [num_groups]."""
         pages = [self._ledger.pages_needed(lo, hi, index) for index in self._sets[shape].tolist()]
-        most: Int64 = np.max(pages, axis=0)
-        return most
+        max_pages: Int64 = np.max(pages, axis=0)
+        return max_pages
 
-    def of_all(self, lens: Int32, shapes: Int32) -> Int64:
+    def total_pages(self, lens: Int32, shapes: Int32) -> Int64:
         """Return the pages of these requests and one prefill step together, int64 [num_groups].
 
         `lens` and `shapes` are int32 [n]: tokens and shape index of each request.
         """
-        pages = self.of_each(lens, self._sets[shapes]).max(axis=1)
+        pages = self.pages_by_shape(lens, self._sets[shapes]).max(axis=1)
         total: Int64 = pages.sum(axis=0) + self._step_pages
         return total
 
-    def of_each(self, lens: Int32, shapes: Int32) -> Int64:
+    def pages_by_shape(self, lens: Int32, shapes: Int32) -> Int64:
         """Return the pages of requests of `lens` tokens, int32 [n], with each of some shapes.
 
         `shapes` are indices into the ledger's shapes, int32 [n, C]; the pages are int64 [n, C, G].
@@ -89,8 +88,10 @@ def row_pages(sizes: GroupSizes, lo: int, hi: int, shape: int) -> list[int]:
     whole_pages = sizes.pages_needed(lo, hi, shape)
     behind_windows = sizes.pages_needed(0, hi, shape)
     return [
-        whole if group.window is None else behind
-        for group, whole, behind in zip(sizes.groups, whole_pages, behind_windows, strict=True)
+        num_whole if group.window is None else num_behind
+        for group, num_whole, num_behind in zip(
+            sizes.groups, whole_pages, behind_windows, strict=True
+        )
     ]
 
 
@@ -103,8 +104,8 @@ def step_pages(ledger: Ledger | GroupSizes) -> list[int]:
     to 9.
     """
     windows, last = [group.window for group in ledger.groups], ledger.max_context_len - 1
-    with_chunk, without = ledger.pages_needed(last, last, 0), ledger.pages_needed(0, last, 0)
+    with_chunk, without_chunk = ledger.pages_needed(last, last, 0), ledger.pages_needed(0, last, 0)
     return [
         0 if window is None else int(all_pages - behind)
-        for window, all_pages, behind in zip(windows, with_chunk, without, strict=True)
+        for window, all_pages, behind in zip(windows, with_chunk, without_chunk, strict=True)
     ]

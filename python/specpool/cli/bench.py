@@ -18,7 +18,6 @@ from specpool._core import Shape
 from specpool.checks import check_int
 from specpool.cli.generate.report import mean_accept_len
 from specpool.cli.options import checks
-from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import Result, check_plot, interleaved, machine, report
 from specpool.engine.assets import corpus, resolve
 from specpool.engine.models.files.names import is_lookup
@@ -40,8 +39,7 @@ class GenerateBenchJob:
 
     target: str
     draft: str | None
-    shape: str | None
-    adaptive: str | None
+    options: dict[str, Any]  # of the engine
     num_tokens: Sequence[int]
     batch_sizes: Sequence[int]
     num_requests: int
@@ -59,7 +57,7 @@ def generate(job: GenerateBenchJob) -> None:
     Raises:
         ConfigError: an option cannot work.
     """
-    shape, drafts = _checked(job)
+    drafts = _checked(job)
     checks.start_torch(job.threads)
     from specpool.engine.engine import Engine
 
@@ -74,8 +72,7 @@ def generate(job: GenerateBenchJob) -> None:
             with Engine.from_pretrained(
                 job.target,
                 draft=name,
-                shape=shape,
-                adaptive=job.adaptive,
+                **job.options,
                 device=job.device,
                 dtype="float32",
                 max_batch=max(job.batch_sizes),
@@ -93,12 +90,12 @@ def generate(job: GenerateBenchJob) -> None:
                 if job.num_requests:
                     results += _traffic(engine, name, job.num_requests, shortest, job.repeats)
                 progress.advance(task)
-    where = machine(job.device, job.threads, ("torch", "transformers"))
-    report("bench generate", where, results, json_only=job.json, plot=job.plot)
+    setup = machine(job.device, job.threads, ("torch", "transformers"))
+    report("bench generate", setup, results, json_only=job.json, plot=job.plot)
 
 
-def _checked(job: GenerateBenchJob) -> tuple[Shape | None, list[str]]:
-    """Check a job; return its shape (None = the engine's own) and its drafts."""
+def _checked(job: GenerateBenchJob) -> list[str]:
+    """Check a job; return its drafts."""
     check_int("repeats", job.repeats, 1, 1 << 16)
     for tokens in job.num_tokens:
         check_int("tokens", tokens, 1, 1 << 20)
@@ -113,15 +110,14 @@ def _checked(job: GenerateBenchJob) -> tuple[Shape | None, list[str]]:
         raise ConfigError("bench generate needs a draft model")
     else:
         drafts = [str(job.draft)]
-    shape = shape_of(job.shape)
-    if shape == Shape.none():
-        raise ConfigError(f"shape {job.shape} drafts nothing: there is nothing to compare")
+    if job.options.get("shape") == Shape.none():
+        raise ConfigError("shape none drafts nothing: there is nothing to compare")
     if job.plot is not None:
         check_plot(job.plot)
     for name in drafts:
-        checks.check_engine_config(shape, [name], {"adaptive": job.adaptive})
+        checks.check_engine_config([name], job.options)
         checks.check_models(job.target, [name])
-    return shape, drafts
+    return drafts
 
 
 def _check_context(engine: Engine, num_tokens: int) -> None:
@@ -156,7 +152,7 @@ def _case(
     total = tokens * batch * len(groups)
     accept_lens = []
 
-    def ours(shape: Shape | None) -> float:
+    def our_rate(shape: Shape | None) -> float:
         start = time.perf_counter()
         outputs = [
             output for group in groups for output in engine.generate(group, params, shape=shape)
@@ -166,22 +162,22 @@ def _case(
             accept_lens.append(mean_accept_len(outputs))
         return total / seconds
 
-    def theirs() -> float:
+    def transformers_rate() -> float:
         return total / sum(reference.seconds(group, tokens) for group in groups)
 
-    runs = [lambda: ours(None), lambda: ours(Shape.none()), theirs]
+    runs = [lambda: our_rate(None), lambda: our_rate(Shape.none()), transformers_rate]
     for run in runs:
         run()  # warm up
     drafting, plain, transformers = interleaved(runs, repeats)
-    shape, where = engine.shape, f"batch {batch}, {tokens} tokens"
+    shape, load = engine.shape, f"batch {batch}, {tokens} tokens"
     form = f"{shape.num_steps}x{shape.topk}x{shape.num_draft_tokens}"
     if engine.stats().adaptive is not None:
         form = "adaptive"
-    name = f"{draft} {form}, {where} (accept length {accept_lens[-1]:.2f})"
+    name = f"{draft} {form}, {load} (accept length {accept_lens[-1]:.2f})"
     unit = "tokens/s"
     return [
         Result(name, drafting, unit, "plain decoding on our pages", plain),
-        Result(f"plain decoding, {where}", plain, unit, "transformers generate", transformers),
+        Result(f"plain decoding, {load}", plain, unit, "transformers generate", transformers),
     ]
 
 
@@ -196,9 +192,9 @@ def _traffic(
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lens]
     total = sum(lens)
 
-    def together(of: Engine) -> float:
+    def together(runner: Engine) -> float:
         start = time.perf_counter()
-        of.generate(prompts, params)
+        runner.generate(prompts, params)
         return total / (time.perf_counter() - start)
 
     def one_by_one() -> float:
@@ -211,14 +207,14 @@ def _traffic(
 
     # Two engines on one target: they run in turn.
     config = dataclasses.replace(engine.config, overlap_depth=1)
-    other = Engine(engine.target, _second(engine, draft), config=config)
-    runs = [lambda: together(engine), lambda: together(other), one_by_one]
+    overlapped = Engine(engine.target, _second(engine, draft), config=config)
+    runs = [lambda: together(engine), lambda: together(overlapped), one_by_one]
     for run in runs[:2]:
         run()  # warm up
-    synchronous, overlap, alone = interleaved(runs, repeats)
+    synchronous, overlap, one_at_a_time = interleaved(runs, repeats)
     name, unit = f"{draft}, {num_requests} requests of about {tokens} tokens", "tokens/s"
     return [
-        Result(f"{name}, {batch} rows", synchronous, unit, "one after another", alone),
+        Result(f"{name}, {batch} rows", synchronous, unit, "one after another", one_at_a_time),
         Result(f"{name}, {batch} rows, overlap", overlap, unit, "without overlap", synchronous),
     ]
 

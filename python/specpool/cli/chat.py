@@ -19,7 +19,6 @@ from specpool.cli.generate.interrupt import Interrupt
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import check_drafter, drafts_of
 from specpool.cli.options.prompts import check_stdin
-from specpool.cli.options.shapes import shape_of
 from specpool.engine.models.files.names import shown_drafts
 from specpool.engine.output import RequestOutput
 from specpool.engine.sampling_params import SamplingParams
@@ -45,13 +44,12 @@ class ChatJob:
     target: str
     draft: list[str] | None
     system: str | None
-    shape: str | None
     dtype: str | None
     device: str
     threads: int
     trust_remote_code: bool
-    sampling: dict[str, Any]
-    options: dict[str, Any]
+    sampling: dict[str, Any]  # of the requests
+    options: dict[str, Any]  # of the engine
 
 
 def run(job: ChatJob) -> None:
@@ -67,10 +65,10 @@ def run(job: ChatJob) -> None:
         graph_sizes=job.options.get("graph_sizes"),
     )
     check_stdin("chat reads its lines from there")
-    shape, params = shape_of(job.shape), checks.sampling_params(job.sampling)
+    params = checks.sampling_params(job.sampling)
     drafts = drafts_of(job.target, job.draft)
     check_drafter(drafts, params.drafter)
-    checks.check_engine_config(shape, drafts, job.options)
+    checks.check_engine_config(drafts, job.options)
     checks.check_models(job.target, drafts)
     checks.start_torch(job.threads)
     from specpool.engine.engine import Engine
@@ -82,7 +80,6 @@ def run(job: ChatJob) -> None:
             draft=drafts or None,
             dtype=job.dtype,
             device=job.device,
-            shape=shape,
             trust_remote_code=job.trust_remote_code,
             **job.options,
         )
@@ -174,7 +171,7 @@ class Talk:
                     first_seconds = first_seconds or time.perf_counter() - start
                     self._print(item.text)
                     # Leaving between two rounds aborts the turn; the session keeps its KV.
-                    if interrupt.asked and session.is_busy:
+                    if interrupt.is_requested and session.is_busy:
                         break
         except KeyboardInterrupt:
             session.abort()
@@ -232,8 +229,8 @@ class Talk:
                 session.turn_ct,
                 session.computed_token_ct,
             )
-            rest = (session.reused_token_ct, session.retraction_ct, session.drop_ct)
-            table.add_row(str(session.number), session.state, *map(str, (*counts, *rest)))
+            event_counts = (session.reused_token_ct, session.retraction_ct, session.drop_ct)
+            table.add_row(str(session.number), session.state, *map(str, (*counts, *event_counts)))
         # Wide enough for all columns, also if the output is not a terminal.
         Console(width=max(self._console.width, 112), force_terminal=False).print(table)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -10,23 +9,21 @@ import typer
 
 import specpool
 from specpool.checks import check_int
-from specpool.cli.bench_serve.options import GoalChoice, ServerChoice, TraceChoice
+from specpool.cli.bench_serve.options import ServeBenchJob
 from specpool.cli.engine_commands import chat, generate, serve, train, tune
-from specpool.cli.options import sections
-from specpool.cli.options.groups import grouped
+from specpool.cli.options.derived import OptionsOf, Values, grouped
 from specpool.cli.options.names import NamingGroup, help_if_alone
 from specpool.cli.options.sections import SectionedCommand
 from specpool.cli.options.types import (
-    Adaptive,
     DeviceName,
     Json,
     Plot,
-    ShapeText,
     Target,
     Threads,
     TrustRemoteCode,
 )
 from specpool.cli.plan.question import Question
+from specpool.engine.config import EngineConfig
 from specpool.errors import ConfigError
 
 # rich_markup_mode=None: help is not cut at the terminal's width, and an error is one line.
@@ -58,18 +55,19 @@ def bench_options(context: typer.Context) -> None:
 
 
 @bench.command("generate", cls=SectionedCommand)
+@grouped
 def bench_generate(
+    *,
     target: Target = "specpool/tiny",
     draft: Annotated[
         str | None, typer.Option(help="EAGLE head. [default: both embedded ones, in turn]")
     ] = None,
-    shape: ShapeText = None,
-    adaptive: Adaptive = None,
+    engine: Annotated[Values, OptionsOf(EngineConfig, only=("shape", "adaptive"))],
     tokens: Annotated[
         list[int] | None,
         typer.Option(
             help="Tokens of each text; may be repeated. [default: 96 and 400]",
-            rich_help_panel=sections.MEASUREMENT,
+            rich_help_panel="Measurement",
         ),
     ] = None,
     batch: Annotated[
@@ -80,12 +78,12 @@ def bench_generate(
         int,
         typer.Option(
             help="Requests to run at once, and one after another; 0 = none.",
-            rich_help_panel=sections.MEASUREMENT,
+            rich_help_panel="Measurement",
         ),
     ] = 64,
     repeats: Annotated[
         int,
-        typer.Option(help="Runs of each; the median counts.", rich_help_panel=sections.MEASUREMENT),
+        typer.Option(help="Runs of each; the median counts.", rich_help_panel="Measurement"),
     ] = 5,
     device: DeviceName = "cpu",
     threads: Threads = 1,
@@ -100,8 +98,7 @@ def bench_generate(
         GenerateBenchJob(
             target=target,
             draft=draft,
-            shape=shape,
-            adaptive=adaptive,
+            options=engine,
             num_tokens=tokens or [96, 400],
             batch_sizes=batch or [1, 8],
             num_requests=requests,
@@ -117,18 +114,11 @@ def bench_generate(
 
 @bench.command("serve", cls=SectionedCommand)
 @grouped
-def bench_serve(
-    *,
-    server: ServerChoice,
-    requests: TraceChoice,
-    goal: GoalChoice,
-    json: Json = False,
-    plot: Plot = None,
-) -> None:
+def bench_serve(*, job: ServeBenchJob) -> None:
     """Drive an OpenAI server with a seeded trace: times, goodput and accept length."""
-    from specpool.cli.bench_serve.command import ServeBenchJob, run
+    from specpool.cli.bench_serve.command import run
 
-    run(ServeBenchJob(**asdict(server), **asdict(requests), **asdict(goal), json=json, plot=plot))
+    run(job)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -10,35 +10,21 @@ from typing import Annotated, Any
 
 import typer
 
-from specpool.cli.options import sections
-from specpool.cli.options.groups import (
-    AttentionOptions,
-    CheckOptions,
-    FormOptions,
-    LayoutOptions,
-    MemoryOptions,
-    ModelOptions,
-    PlaceOptions,
-    PromptOptions,
-    SamplingOptions,
-    ServerOptions,
-    StepOptions,
-    engine_options,
-    grouped,
-)
+from specpool.cli.options.derived import OptionsOf, Values, grouped
+from specpool.cli.options.groups import FormOptions, ModelOptions, PlaceOptions, PromptOptions
 from specpool.cli.options.types import (
-    Adaptive,
     DeviceName,
-    DrafterName,
     DtypeName,
     Force,
     Json,
-    OverlapDepth,
     Plot,
-    ShapeText,
-    Stop,
+    Target,
     TrustRemoteCode,
 )
+from specpool.engine.config import EngineConfig
+from specpool.engine.sampling_params import SamplingParams
+from specpool.serve.config import ServeConfig
+from specpool.train.config import TrainConfig
 
 
 @grouped
@@ -46,45 +32,18 @@ def generate(
     *,
     models: ModelOptions,
     prompts: PromptOptions,
-    drafter: DrafterName = None,
-    shape: ShapeText = None,
-    adaptive: Adaptive = None,
-    pages: LayoutOptions,
     place: PlaceOptions,
-    reads: AttentionOptions,
-    sampling: SamplingOptions,
+    sampling: Annotated[Values, OptionsOf(SamplingParams, max_new_tokens=96, seed=0)],
+    engine: Annotated[Values, OptionsOf(EngineConfig, without=("max_sessions", "session_pages"))],
     form: FormOptions,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="Most tokens of each text.")
-    ] = 96,
-    samples: Annotated[
-        int,
-        typer.Option(
-            help="Samples of each prompt; seeds count up.", rich_help_panel=sections.SAMPLING
-        ),
-    ] = 1,
-    stop: Stop = None,
     chat: Annotated[
         bool,
         typer.Option(
             "--chat",
             help="Prompts are a user's messages, for the chat template.",
-            rich_help_panel=sections.PROMPTS,
+            rich_help_panel="Prompts",
         ),
     ] = False,
-    batch: Annotated[
-        int, typer.Option(help="Requests that run at once.", rich_help_panel=sections.SCHEDULING)
-    ] = 8,
-    steps: StepOptions,
-    memory: MemoryOptions,
-    checks: CheckOptions,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            help="Log probabilities of each token and of this many likeliest ones.",
-            rich_help_panel=sections.SAMPLING,
-        ),
-    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Write the outputs, a line of JSON each, as they are complete."),
@@ -107,24 +66,12 @@ def generate(
             **asdict(place),
             prompts=prompts.given(),
             chat=chat,
-            shape=shape,
             compare=compare,
             out=out,
             force=force,
             json=json,
-            sampling=sampling.fields()
-            | form.fields()
-            | {"max_new_tokens": max_new_tokens, "n": samples, "stop": tuple(stop or ())}
-            | {"drafter": drafter, "logprobs": logprobs},
-            options=engine_options(
-                pages,
-                reads,
-                memory,
-                steps,
-                checks,
-                adaptive=adaptive,
-                max_batch=batch,
-            ),
+            sampling=sampling | form.fields(),
+            options=engine,
         )
     )
 
@@ -136,34 +83,15 @@ def chat(
     system: Annotated[
         str | None, typer.Option(help="A system message; without a chat template, a first line.")
     ] = None,
-    drafter: DrafterName = None,
-    shape: ShapeText = None,
-    adaptive: Adaptive = None,
-    pages: LayoutOptions,
     place: PlaceOptions,
-    reads: AttentionOptions,
-    sampling: SamplingOptions,
+    sampling: Annotated[
+        Values,
+        OptionsOf(SamplingParams, without=("n", "logprobs"), max_new_tokens=256, seed=0),
+    ],
+    engine: Annotated[
+        Values, OptionsOf(EngineConfig, without=("max_batch", "worker", "mixed_chunks"))
+    ],
     form: FormOptions,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="Most tokens of one answer.")
-    ] = 256,
-    stop: Stop = None,
-    overlap_depth: OverlapDepth = 0,
-    memory: MemoryOptions,
-    max_sessions: Annotated[
-        int,
-        typer.Option(
-            help="Most sessions that keep KV between their turns.", rich_help_panel=sections.MEMORY
-        ),
-    ] = 16,
-    session_pages: Annotated[
-        int | None,
-        typer.Option(
-            help="Most pages of each group for idle sessions. [default: all free]",
-            rich_help_panel=sections.MEMORY,
-        ),
-    ] = None,
-    checks: CheckOptions,
 ) -> None:
     """Talk with a model: each turn computes its new tokens only. /help lists the commands.
 
@@ -176,20 +104,8 @@ def chat(
             **asdict(models),
             **asdict(place),
             system=system,
-            shape=shape,
-            sampling=sampling.fields()
-            | form.fields()
-            | {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ()), "drafter": drafter},
-            options=engine_options(
-                pages,
-                reads,
-                memory,
-                checks,
-                adaptive=adaptive,
-                overlap_depth=overlap_depth,
-                max_sessions=max_sessions,
-                session_pages=session_pages,
-            ),
+            sampling=sampling | form.fields(),
+            options=engine,
         )
     )
 
@@ -198,46 +114,23 @@ def chat(
 def serving(
     *,
     models: ModelOptions,
-    name: Annotated[
-        list[str] | None,
+    server: Annotated[Values, OptionsOf(ServeConfig)],
+    api_key_file: Annotated[
+        Path | None,
         typer.Option(
-            help="What clients call the model; may be repeated. "
-            "[default: --target, without a path]",
-            rich_help_panel=sections.MODEL,
+            help="File of API keys, a line each; clients must send one. SPECPOOL_API_KEY is one "
+            "more."
         ),
     ] = None,
-    server: ServerOptions,
     chat_template: Annotated[
         Path | None,
         typer.Option(
             help="File with a chat template (Jinja) instead of the model's.",
-            rich_help_panel=sections.MODEL,
+            rich_help_panel="Model",
         ),
     ] = None,
-    shape: ShapeText = None,
-    adaptive: Adaptive = None,
-    pages: LayoutOptions,
+    engine: Annotated[Values, OptionsOf(EngineConfig, max_batch=32, max_sessions=64)],
     place: PlaceOptions,
-    reads: AttentionOptions,
-    batch: Annotated[
-        int, typer.Option(help="Texts that run at once.", rich_help_panel=sections.SCHEDULING)
-    ] = 32,
-    steps: StepOptions,
-    memory: MemoryOptions,
-    max_sessions: Annotated[
-        int,
-        typer.Option(
-            help="Most sessions that keep KV between their turns.", rich_help_panel=sections.MEMORY
-        ),
-    ] = 64,
-    session_pages: Annotated[
-        int | None,
-        typer.Option(
-            help="Most pages of each group for idle sessions. [default: all free]",
-            rich_help_panel=sections.MEMORY,
-        ),
-    ] = None,
-    checks: CheckOptions,
 ) -> Any:  # a `ServeJob`
     """Serve a model to OpenAI's clients, with a page to talk to; without options the embedded pair.
 
@@ -248,22 +141,10 @@ def serving(
     return ServeJob(
         **asdict(models),
         **asdict(place),
-        shape=shape,
         chat_template=chat_template,
-        api_key_file=server.api_key_file,
-        names=name or [],
-        serve=server.fields(),
-        options=engine_options(
-            pages,
-            reads,
-            memory,
-            steps,
-            checks,
-            adaptive=adaptive,
-            max_batch=batch,
-            max_sessions=max_sessions,
-            session_pages=session_pages,
-        ),
+        api_key_file=api_key_file,
+        serve=server,
+        options=engine,
     )
 
 
@@ -292,17 +173,15 @@ def tune(
     ] = None,
     tokens: Annotated[
         int,
-        typer.Option(
-            help="Tokens of each text; stops are ignored.", rich_help_panel=sections.MEASUREMENT
-        ),
+        typer.Option(help="Tokens of each text; stops are ignored.", rich_help_panel="Measurement"),
     ] = 96,
     repeats: Annotated[
         int,
-        typer.Option(help="Runs of each; the median counts.", rich_help_panel=sections.MEASUREMENT),
+        typer.Option(help="Runs of each; the median counts.", rich_help_panel="Measurement"),
     ] = 3,
     policy: Annotated[
         str,
-        typer.Option(help="Policy in the file: cost or ema.", rich_help_panel=sections.MEASUREMENT),
+        typer.Option(help="Policy in the file: cost or ema.", rich_help_panel="Measurement"),
     ] = "cost",
     place: PlaceOptions,
     out: Annotated[
@@ -333,97 +212,17 @@ def tune(
     )
 
 
+@grouped
 def train(
-    target: Annotated[
-        str, typer.Option(help="Target model: a folder, a hub name, or specpool/tiny (embedded).")
-    ],
-    data: Annotated[
-        list[Path],
-        typer.Option(
-            help="A file of plain text, or of JSON lines (.jsonl): objects with 'text', 'prompt', "
-            "'prompt' and 'completion', or 'messages'; may be repeated."
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="A new folder for the head and its training.")],
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the training in --out.")
-    ] = False,
-    minutes: Annotated[
-        float | None, typer.Option(help="Wall time of the training. [default: no limit]")
-    ] = None,
-    epochs: Annotated[
-        float | None,
-        typer.Option(
-            help="Passes over the texts. [default: 4, or no limit with --minutes]",
-            rich_help_panel=sections.TRAINING,
-        ),
-    ] = None,
-    length: Annotated[
-        int,
-        typer.Option(help="Most tokens of a text in training.", rich_help_panel=sections.TRAINING),
-    ] = 512,
-    batch_size: Annotated[
-        int, typer.Option("--batch", help="Texts of a step.", rich_help_panel=sections.TRAINING)
-    ] = 8,
-    unroll: Annotated[
-        int,
-        typer.Option(
-            help="Draft steps that training takes in a row, from its own output.",
-            rich_help_panel=sections.TRAINING,
-        ),
-    ] = 4,
-    draft_vocab_size: Annotated[
-        int,
-        typer.Option(
-            "--draft-vocab",
-            help="Most tokens that the head can propose.",
-            rich_help_panel=sections.TRAINING,
-        ),
-    ] = 32_000,
-    lr: Annotated[
-        float | None,
-        typer.Option(
-            help="Greatest learning rate. [default: 0.512 / hidden size, at most 0.004]",
-            rich_help_panel=sections.TRAINING,
-        ),
-    ] = None,
-    held_out: Annotated[
-        float,
-        typer.Option(
-            help="Share of the texts that training does not see.", rich_help_panel=sections.TRAINING
-        ),
-    ] = 0.05,
-    new_tokens: Annotated[
-        int,
-        typer.Option(
-            help="Most tokens of the target's answer to a prompt without one.",
-            rich_help_panel=sections.TRAINING,
-        ),
-    ] = 256,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            help="Temperature of these answers; 0 = greedy.", rich_help_panel=sections.TRAINING
-        ),
-    ] = 0.0,
-    checkpoint_minutes: Annotated[
-        float,
-        typer.Option(help="Wall time between two checkpoints.", rich_help_panel=sections.TRAINING),
-    ] = 5.0,
-    seed: Annotated[
-        int,
-        typer.Option(
-            help="Seed of the split, the order, the answers and the weights.",
-            rich_help_panel=sections.TRAINING,
-        ),
-    ] = 0,
+    *,
+    target: Target,
+    config: Annotated[Values, OptionsOf(TrainConfig)],
     dtype: DtypeName = None,
     device: DeviceName = "cpu",
     threads: Annotated[
         int | None,
         typer.Option(
-            help="CPU threads of torch. [default: one for each core]",
-            rich_help_panel=sections.MODEL,
+            help="CPU threads of torch. [default: one for each core]", rich_help_panel="Model"
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -434,27 +233,15 @@ def train(
     Ctrl-C writes a checkpoint; the same command with --resume goes on from it.
     """
     from specpool.cli.train import run
-    from specpool.train.config import TrainConfig
 
-    config = TrainConfig(
-        target=target,
-        data=tuple(data),
-        out=out,
-        resume=resume,
-        minutes=minutes,
-        epochs=epochs,
-        length=length,
-        batch_size=batch_size,
-        unroll=unroll,
-        draft_vocab_size=draft_vocab_size,
-        lr=lr,
-        held_out=held_out,
-        new_tokens=new_tokens,
-        temperature=temperature,
-        checkpoint_minutes=checkpoint_minutes,
-        seed=seed,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
+    run(
+        TrainConfig(
+            **config,
+            target=target,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=trust_remote_code,
+        ),
+        threads=(os.cpu_count() or 1) if threads is None else threads,
+        as_json=json,
     )
-    run(config, threads=(os.cpu_count() or 1) if threads is None else threads, as_json=json)

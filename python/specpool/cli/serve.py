@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import drafts_of
 from specpool.cli.options.groups import text_of
-from specpool.cli.options.shapes import shape_of
 from specpool.engine.models.files.names import find_model
 from specpool.engine.ranks.environment import world_of_environment
 from specpool.engine.shapes.config import POLICIES
@@ -32,14 +31,12 @@ class ServeJob:
 
     target: str
     draft: list[str] | None
-    shape: str | None
     dtype: str | None
     device: str
     threads: int
     trust_remote_code: bool
     chat_template: Path | None
     api_key_file: Path | None
-    names: list[str]
     options: dict[str, Any]  # of the engine
     serve: dict[str, Any]  # of the server
 
@@ -88,20 +85,19 @@ def prepare(job: ServeJob, *, has_files: bool = True) -> Launch:
         dtype=job.dtype,
         graph_sizes=job.options.get("graph_sizes"),
     )
-    shape, drafts = shape_of(job.shape), drafts_of(job.target, job.draft)
+    drafts = drafts_of(job.target, job.draft)
     if has_files:
         checks.check_models(job.target, drafts)
     from specpool.serve.config import Launch, ServeConfig
 
     config = ServeConfig(
-        names=tuple(job.names) or (name_of(job.target) if has_files else job.target,),
         api_keys=_keys(job.api_key_file) if has_files else (),
-        **job.serve,
+        **{"names": (name_of(job.target) if has_files else job.target,)} | job.serve,
     )
     options = dict(job.options)
-    if not has_files and options["adaptive"] not in (None, *POLICIES):
-        options["adaptive"] = None  # a file
-    checks.check_engine_config(shape, drafts, options)
+    if not has_files and options.get("adaptive") not in (None, *POLICIES):
+        del options["adaptive"]  # a file
+    checks.check_engine_config(drafts, options)
     template = None
     if job.chat_template is not None and has_files:
         template = text_of(job.chat_template, "chat_template")
@@ -110,7 +106,6 @@ def prepare(job: ServeJob, *, has_files: bool = True) -> Launch:
         "draft": drafts or None,
         "dtype": job.dtype,
         "device": job.device,
-        "shape": shape,
         "trust_remote_code": job.trust_remote_code,
         **job.options,
     }

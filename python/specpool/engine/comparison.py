@@ -135,14 +135,14 @@ def compare(target: TargetModel, first: RequestOutput, second: RequestOutput) ->
         shorter, longer = ("first", "second") if len(a) < len(b) else ("second", "first")
         ends = f"the {shorter} text ends after {num_same} tokens, the {longer} one goes on"
         return Comparison("fault", dtype, num_same, fault=ends)
-    one, other = Referee(target, first), Referee(target, second)
-    gaps = one.at(num_same), other.at(num_same)
-    seen = _RunGaps.of(first, second, num_same)
-    fault = one.fault("first") or other.fault("second")
-    if fault is None and seen is not None and is_greedy(first.params):
-        fault = seen.fault(max(gap.noise for gap in gaps))
+    first_referee, second_referee = Referee(target, first), Referee(target, second)
+    gaps = first_referee.at(num_same), second_referee.at(num_same)
+    run_gap = _RunGaps.at(first, second, num_same)
+    fault = first_referee.fault("first") or second_referee.fault("second")
+    if fault is None and run_gap is not None and is_greedy(first.params):
+        fault = run_gap.fault(max(gap.noise for gap in gaps))
     verdict: Verdict = "rounding" if fault is None else "fault"
-    run_gaps = None if seen is None else (seen.first, seen.second)
+    run_gaps = None if run_gap is None else (run_gap.first, run_gap.second)
     return Comparison(verdict, dtype, num_same, *gaps, run_gaps, fault)
 
 
@@ -168,9 +168,9 @@ class Referee:
     def fault(self, name: str) -> str | None:
         """Describe the first token that rounding does not explain; None if there is none.
 
-        `name` is "first" or "second": the message calls the text so.
+        `name` is "first" or "second", for the message.
         """
-        for index, logits in self._others():
+        for index, logits in self._unlikely():
             if not bool(logits.isfinite().any()) or bool(logits.isnan().any()):
                 return f"the model's own logits of the {name} text's token {index} are not finite"
             gap = self._gap(index, logits)
@@ -181,14 +181,14 @@ class Referee:
                 )
         return None
 
-    def _others(self) -> Iterator[tuple[int, Tensor]]:
+    def _unlikely(self) -> Iterator[tuple[int, Tensor]]:
         """Yield each token that the model would not choose: its index and logits, float64 [V]."""
         tokens = torch.tensor(self._output.token_ids, device=self._hidden.device)
         for start in range(0, len(tokens), _BLOCK):
             logits = self._target.compute_logits(self._hidden[start : start + _BLOCK])
             chosen = self._choose(start, logits)
-            (others,) = (chosen != tokens[start : start + _BLOCK]).nonzero(as_tuple=True)
-            for row in others.tolist():
+            (rows,) = (chosen != tokens[start : start + _BLOCK]).nonzero(as_tuple=True)
+            for row in rows.tolist():
                 yield start + row, logits[row].double()
 
     def _choose(self, start: int, logits: Tensor) -> Tensor:
@@ -269,24 +269,26 @@ def drawn_gap(
         noise: the result of `rounding_noise`.
     """
     order = torch.argsort(logits, descending=True, stable=True)
-    most = min(params.top_k or len(order), len(order))
-    weights = torch.softmax(logits[order[:most]] / params.temperature, 0)
+    num_kept = min(params.top_k or len(order), len(order))
+    weights = torch.softmax(logits[order[:num_kept]] / params.temperature, 0)
     sizes = _cuts(weights.cumsum(0), params.top_p or 1.0, noise / params.temperature)
     # If no cut keeps the token, its gap is how far its logit is below the last kept one.
-    lacks = float(logits[order[max(sizes) - 1]] - logits[token])
-    best = TokenGap(token, lacks, noise) if lacks > noise else None
+    shortfall = float(logits[order[max(sizes) - 1]] - logits[token])
+    best = TokenGap(token, shortfall, noise) if shortfall > noise else None
     for size in sizes:
-        for kept in _kept(logits, order, size, token, noise):
-            found = _edge_gap(logits, kept, token, params.temperature, u, noise)
-            if found.is_rounding:
-                return found
-            if best is None or found.gap * best.noise < best.gap * found.noise:
-                best = found
+        for kept_ids in _kept_sets(logits, order, size, token, noise):
+            edge_gap = _edge_gap(logits, kept_ids, token, params.temperature, u, noise)
+            if edge_gap.is_rounding:
+                return edge_gap
+            if best is None or edge_gap.gap * best.noise < best.gap * edge_gap.noise:
+                best = edge_gap
     assert best is not None
     return best
 
 
-def _kept(logits: Tensor, order: Tensor, size: int, token: int, noise: float) -> Iterator[Tensor]:
+def _kept_sets(
+    logits: Tensor, order: Tensor, size: int, token: int, noise: float
+) -> Iterator[Tensor]:
     """Yield the sets of `size` likeliest tokens that rounding allows and that hold `token`.
 
     Any token about as likely as the last kept one may take its place. Such tokens weigh about the
@@ -295,19 +297,19 @@ def _kept(logits: Tensor, order: Tensor, size: int, token: int, noise: float) ->
     if size == len(order):
         yield order
         return
-    apart = logits[order] - logits[order[size - 1]]
-    certain, tied = order[apart > noise], order[apart.abs() <= noise]
+    below_last = logits[order] - logits[order[size - 1]]
+    certain, tied = order[below_last > noise], order[below_last.abs() <= noise]
     num_free = size - len(certain)
     if bool((tied == token).any()):
         num_free -= 1
     elif not bool((certain == token).any()):
         return
     below, above = tied[tied < token], tied[tied > token]
-    own = certain.new_tensor([token])
+    token_id = certain.new_tensor([token])
     for num_below in range(max(0, num_free - len(above)), min(num_free, len(below)) + 1):
         free = below[:num_below], above[: num_free - num_below]
         # `token` may be among the certain ones; do not add it twice.
-        yield torch.cat([certain[certain != token], *free, own])
+        yield torch.cat([certain[certain != token], *free, token_id])
 
 
 def _cuts(mass: Tensor, top_p: float, slack: float) -> Sequence[int]:
@@ -323,23 +325,23 @@ def _cuts(mass: Tensor, top_p: float, slack: float) -> Sequence[int]:
     odds = top_p / (1 - top_p)
     low, high = (x / (1 + x) for x in (odds * math.exp(-slack), odds * math.exp(min(slack, 500))))
     least = int((mass < low).sum()) + 1
-    most = min(int((mass < high).sum()) + 1, len(mass))
-    least = min(least, most)
-    step = max(1, (most - least) // _MOST_CUTS)
-    return [*range(least, most, step), most]
+    greatest = min(int((mass < high).sum()) + 1, len(mass))
+    least = min(least, greatest)
+    step = max(1, (greatest - least) // _MOST_CUTS)
+    return [*range(least, greatest, step), greatest]
 
 
 def _edge_gap(
-    logits: Tensor, kept: Tensor, token: int, temperature: float, u: float, noise: float
+    logits: Tensor, kept_ids: Tensor, token: int, temperature: float, u: float, noise: float
 ) -> TokenGap:
     """Return the distance between u and the nearer edge of the token's share, 0 inside it."""
-    ids = kept.sort().values
+    ids = kept_ids.sort().values
     p = torch.softmax(logits[ids] / temperature, 0)
-    place = int((ids == token).nonzero())
-    lower, upper = float(p[:place].sum()), float(p[: place + 1].sum())
+    index = int((ids == token).nonzero())
+    lower, upper = float(p[:index].sum()), float(p[: index + 1].sum())
     if lower <= u < upper:
         return TokenGap(token, 0.0, noise)
-    split = place if u < lower else place + 1
+    split = index if u < lower else index + 1
     below, above = p[:split], p[split:]
     gap = abs(_log_odds(float(below.sum()), float(above.sum())) - _log_odds(u, 1 - u))
     pull = math.hypot(*(float(part.norm() / part.sum()) for part in (below, above)))
@@ -367,20 +369,20 @@ class _RunGaps:
     apart: float
 
     @classmethod
-    def of(cls, first: RequestOutput, second: RequestOutput, index: int) -> _RunGaps | None:
+    def at(cls, first: RequestOutput, second: RequestOutput, index: int) -> _RunGaps | None:
         """Read the gaps at token `index`; None unless both runs recorded two tokens there."""
         if first.logprobs is None or second.logprobs is None:
             return None
-        one, other = first.logprobs[index].top, second.logprobs[index].top
-        if min(len(one), len(other)) < 2:
+        first_top, second_top = first.logprobs[index].top, second.logprobs[index].top
+        if min(len(first_top), len(second_top)) < 2:
             return None
         a, b = first.token_ids[index], second.token_ids[index]
-        (high, low, *_), (other_high, other_low, *_) = one.values(), other.values()
+        (high, low, *_), (other_high, other_low, *_) = first_top.values(), second_top.values()
         # A token outside a run's list is at most as likely as the last one in the list.
-        least, other_least = min(one.values()), min(other.values())
-        apart = one.get(a, least) - one.get(b, least)
-        apart += other.get(b, other_least) - other.get(a, other_least)
-        return cls(high - low, other_high - other_low, apart)
+        least, other_least = min(first_top.values()), min(second_top.values())
+        difference = first_top.get(a, least) - first_top.get(b, least)
+        difference += second_top.get(b, other_least) - second_top.get(a, other_least)
+        return cls(high - low, other_high - other_low, difference)
 
     def fault(self, noise: float) -> str | None:
         """Describe the difference of the runs if rounding does not explain it, else None."""
@@ -404,15 +406,17 @@ def check_pair(first: object, second: object) -> None:
             )
     assert isinstance(first, RequestOutput) and isinstance(second, RequestOutput)
     if first.prompt_ids != second.prompt_ids:
-        same = common_len(first.prompt_ids, second.prompt_ids)
+        num_same = common_len(first.prompt_ids, second.prompt_ids)
         raise ConfigError(
             f"outputs of different prompts cannot be compared: of {len(first.prompt_ids)} and "
-            f"{len(second.prompt_ids)} tokens the first {same} are the same"
+            f"{len(second.prompt_ids)} tokens the first {num_same} are the same"
         )
     for name in ("max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos", "stop"):
-        one, other = getattr(first.params, name), getattr(second.params, name)
-        if one != other:
-            raise ConfigError(f"outputs with different {name} cannot be compared: {one}, {other}")
+        first_value, second_value = getattr(first.params, name), getattr(second.params, name)
+        if first_value != second_value:
+            raise ConfigError(
+                f"outputs with different {name} cannot be compared: {first_value}, {second_value}"
+            )
     if first.seed != second.seed and not is_greedy(first.params):
         raise ConfigError(
             f"outputs with different seeds cannot be compared: {first.seed}, {second.seed}: give "

@@ -40,14 +40,14 @@ class _Submitted:
 
 
 def _judge(drafters: Sequence[Drafter]) -> Callable[[Request], bool] | None:
-    """Return what says whether a request's drafter wants its next round; None = all always do."""
-    choosy = [one if isinstance(one, Choosy) else None for one in drafters]
-    if not any(choosy):
+    """Return a check whether a request's drafter wants its next round; None if all always do."""
+    by_drafter = [drafter if isinstance(drafter, Choosy) else None for drafter in drafters]
+    if not any(by_drafter):
         return None
 
     def is_promising(request: Request) -> bool:
-        one = choosy[request.drafter]
-        return one is None or one.is_promising(request.tokens)
+        drafter = by_drafter[request.drafter]
+        return drafter is None or drafter.is_promising(request.tokens)
 
     return is_promising
 
@@ -72,12 +72,12 @@ class EngineCore:
         lock: hold it to run a turn or to change what runs. It is reentrant, for callbacks.
         scheduler: decides which requests run.
         loop: runs the scheduler's steps on the worker.
-        journal: tells other ranks what they must do too; None = this process is alone.
+        journal: tells other ranks what they must do too; None if this process is alone.
         prompts: makes requests of prompts.
         compiler: compiles the forms of texts.
-        tokenizer: turns tokens into text; None = there is none.
+        tokenizer: turns tokens into text; None if there is none.
         worker: runs the forwards.
-        host: the host tier; None = there is none.
+        host: the host tier; None if there is none.
     """
 
     def __init__(self, parts: Assembly, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -128,24 +128,46 @@ class EngineCore:
         """
         reports = [Report(request, self.tokenizer) for request in requests] if tell else []
         self.prompts.check_open()  # a stream may be read late
-        run = self.loop.run(list(requests))
+        seen_lens = [0] * len(requests)  # output tokens that the caller knows of
+        pending = {request.request_id: index for index, request in enumerate(requests)}
+        mailbox: dict[int, Request] = {}
         try:
-            while True:
-                with self.lock:
-                    index = next(run, None)
-                    news: list[Chunk | RequestOutput] = []
-                    if tell and index is not None:
-                        news += reports[index].news()
-                        self.end_undecoded(requests[index], reports[index])
-                if index is None:
-                    return
-                yield index, news
-        finally:
             with self.lock:
-                run.close()
+                for request in requests:
+                    request.mailbox = mailbox
+                    if request.sample == 0:  # `submit` also queues its siblings
+                        self.scheduler.submit(request)
+            while pending:
+                # Other calls' turns may have moved our requests on, so look before each turn. Look
+                # at running requests only: waiting ones have no news, and may be thousands.
+                with self.lock:
+                    moved = {*mailbox, *(request.request_id for request in self.scheduler.running)}
+                    mailbox.clear()
+                for index in sorted(pending[number] for number in moved & pending.keys()):
+                    request, news = requests[index], list[Chunk | RequestOutput]()
+                    with self.lock:
+                        seen_len, seen_lens[index] = seen_lens[index], request.num_output_tokens
+                        is_over = request.finish_reason is not None
+                        if is_over:
+                            del pending[request.request_id]
+                        if seen_lens[index] == seen_len and not is_over:
+                            continue
+                        if tell:
+                            news += reports[index].news()
+                            self.end_undecoded(request, reports[index])
+                    yield index, news
+                with self.lock:
+                    # Since the look, another call's turn may have finished all of ours.
+                    if any(requests[index].finish_reason is None for index in pending.values()):
+                        self.loop.turn()
+        finally:
+            with self.lock, self.loop.recovering():
+                for request in requests:
+                    self.scheduler.abort(request)
+                self.loop.drain_if_idle()
 
     def end_undecoded(self, request: Request, report: Report) -> None:
-        """End a request whose tokens the tokenizer cannot decode; its output is told next."""
+        """End a request whose tokens the tokenizer cannot decode; its output is reported next."""
         if report.error is not None:
             with self.loop.recovering():
                 self.scheduler.abort(request)
@@ -178,7 +200,10 @@ class EngineCore:
         with self.lock:
             number = request.request_id
             known = [self._submitted.get(number + i) for i in range(request.params.n)]
-            for sample in [request, *(each.request for each in known if each is not None)]:
+            for sample in [
+                request,
+                *(submitted.request for submitted in known if submitted is not None),
+            ]:
                 with self.loop.recovering():
                     self.scheduler.abort(sample)
                 self._submitted.pop(sample.request_id, None)
@@ -196,8 +221,8 @@ class EngineCore:
 
     def first_sample(self, request: Request) -> Request:
         """Return the first sample of a submitted request's prompt; itself if that has ended."""
-        found = self._submitted.get(request.request_id - request.sample)
-        return request if found is None else found.request
+        submitted = self._submitted.get(request.request_id - request.sample)
+        return request if submitted is None else submitted.request
 
     def abort(self, number: int) -> None:
         """Abort a submitted request; see `Engine.abort`.
@@ -225,8 +250,8 @@ class EngineCore:
                 submitted = self._submitted.get(number)
                 if submitted is not None:
                     try:
-                        self._tell(number, submitted)
-                    except Exception as error:  # of an `on_item`: the others are told first
+                        self._deliver(number, submitted)
+                    except Exception as error:  # of an `on_item`: report to the others first
                         failure = failure or error
                         continue  # the next turn tells the rest
                     if number in self._submitted and submitted.request.finish_reason is not None:
@@ -236,7 +261,7 @@ class EngineCore:
                 raise failure
             return bool(self.scheduler.has_requests or self.loop.num_flying or self._submitted)
 
-    def give_everything_back(self) -> list[str]:
+    def end_everything(self) -> list[str]:
         """End all requests, pins and sessions; return a message per part that refused."""
         with self.loop.recovering():
             failures = self.scheduler.abort_all()
@@ -251,7 +276,7 @@ class EngineCore:
                 self.host.close()
         return failures
 
-    def _tell(self, number: int, submitted: _Submitted) -> None:
+    def _deliver(self, number: int, submitted: _Submitted) -> None:
         """Pass a submitted request's new chunks and output to its callback."""
         for item in submitted.report.news():
             if isinstance(item, RequestOutput):

@@ -7,7 +7,6 @@ import contextlib
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from os import PathLike
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -106,7 +105,7 @@ class Engine(Movable, KeepsPrefixes):
                 `named_drafter`), a drafter object, or None for plain decoding. Or several of them,
                 in a list or by name; `SamplingParams.drafter` names one, else the first drafts.
             dtype: `float32`, `bfloat16`, `float16`, `auto` (the checkpoint's) or a torch dtype;
-                None = float32 on a CPU, else `auto`. A loaded model keeps its own.
+                None means float32 on a CPU, else `auto`. A loaded model keeps its own.
             device: where the models and the KV live. A loaded model stays where it is.
             tokenizer: replaces the tokenizer of the target's folder.
             feature_layers: target layers whose inputs an EAGLE-3 head reads, of a draft loaded
@@ -132,8 +131,13 @@ class Engine(Movable, KeepsPrefixes):
             ranks=ranks,
         )
         try:
-            more: dict[str, Any] = {"tokenizer": parts.tokenizer, "ranks": ranks}
-            engine = cls(parts.target, parts.drafters, config=parts.config, **more)
+            engine = cls(
+                parts.target,
+                parts.drafters,
+                config=parts.config,
+                tokenizer=parts.tokenizer,
+                ranks=ranks,
+            )
             weakref.finalize(
                 engine.core, parts.close
             ).atexit = False  # at the interpreter's exit there is nothing to restore
@@ -160,7 +164,7 @@ class Engine(Movable, KeepsPrefixes):
             shape: one for all prompts, or one per prompt. None = the engine's; `Shape.none()` =
                 plain decoding on the same pages; or one of `EngineConfig.shapes`.
             priority: greater runs first; equal priorities run in the order of arrival.
-            progress: show a bar on standard error; None = only on a terminal, once the call has
+            progress: show a bar on standard error; None means only on a terminal, once the call has
                 taken a second.
 
         Raises:
@@ -220,26 +224,28 @@ class Engine(Movable, KeepsPrefixes):
         """Open a conversation that keeps its KV between its turns.
 
         Args:
-            max_tokens: the most tokens of all prompts and outputs; None = `max_context_len`.
+            max_tokens: the most tokens of all prompts and outputs; None means `max_context_len`.
             tokens: token ids that the session begins with; the first turn computes their KV. With
                 `max_tokens` of them there is no room for a turn, but for a `rewind` or `fork`.
 
         Raises:
-            ConfigError: `max_tokens` is not in [2, max_context_len], `tokens` are no list of token
-                ids, there are more than `max_tokens`, or the engine is closed.
+            ConfigError: `max_tokens` is not in [2, max_context_len], `tokens` are not a list of
+                token ids, there are more than `max_tokens`, or the engine is closed.
         """
         self.core.prompts.check_open()
         if max_tokens is not None:
             check_int("max_tokens", max_tokens, 2, self.max_context_len)
-        most, conversation = max_tokens or self.max_context_len, None
+        token_limit, conversation = max_tokens or self.max_context_len, None
         ids = token_ids(tokens, "tokens must be integer token ids")
         self.core.prompts.check_tokens("the session", ids)
-        if len(ids) > most:
-            raise ConfigError(f"the session begins with {len(ids)} tokens, its limit is {most}")
+        if len(ids) > token_limit:
+            raise ConfigError(
+                f"the session begins with {len(ids)} tokens, its limit is {token_limit}"
+            )
         try:
             with self.core.lock:
                 conversation = self.core.scheduler.open(ids)
-                return Session(self.core, conversation, most)
+                return Session(self.core, conversation, token_limit)
         except BaseException:  # such as Ctrl-C: the caller does not get the session
             if conversation is not None:
                 with self.core.lock:
@@ -262,11 +268,11 @@ class Engine(Movable, KeepsPrefixes):
         Args:
             prompt: a string, token ids or the messages of a chat; or, with a session, the turn's
                 tokens as `Texts.turn` gives them.
-            params: None = the defaults.
-            shape: None = the engine's, or one of its shapes.
+            params: None means the defaults.
+            shape: None means the engine's, or one of its shapes.
             priority: as in `generate`.
             session: make the request this session's next turn; the prompt follows its tokens.
-            decode: False = chunks and outputs have token ids and no text, and cost less.
+            decode: False means chunks and outputs have token ids and no text, and cost less.
             on_item: called within `turn` with the request's number and each new chunk, at last
                 with the output. It may call `submit` and `abort`. If it raises, `turn` raises its
                 error after all other requests were told, and the request goes on.
@@ -321,7 +327,7 @@ class Engine(Movable, KeepsPrefixes):
 
     @property
     def drafter(self) -> Drafter | None:
-        """The first drafter; None = there is none."""
+        """The first drafter; None if there is none."""
         return next(iter(self.drafters.values()), None)
 
     @property
@@ -391,7 +397,7 @@ class Engine(Movable, KeepsPrefixes):
             failures: list[str] = []
             try:
                 if not self.ledger.closed:
-                    failures = self.core.give_everything_back()
+                    failures = self.core.end_everything()
             finally:
                 close_models(self.target, self.drafters)
             self.ledger.close()
@@ -405,11 +411,6 @@ class Engine(Movable, KeepsPrefixes):
         """Return the engine itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the engine."""
         self.close()

@@ -54,17 +54,17 @@ class Report:
         self._request = request
         self._tokenizer = tokenizer if decodes else None
         self._text = request.params.text_stream(tokenizer, request.stop_ids) if decodes else None
-        self._num_told = 0  # tokens of the output
+        self._num_reported = 0  # tokens of the output
         self._is_done = False
         self.error: str | None = None  # why the text cannot be decoded: the request has to end
 
     def news(self) -> Iterator[Chunk | RequestOutput]:
         """Yield what came since the last call: a chunk, and the output once the request is done."""
-        request, start = self._request, self._num_told
+        request, start = self._request, self._num_reported
         done, num_tokens = request.finish_reason is not None, request.num_output_tokens
         if self._is_done or (num_tokens <= start and not done):
             return
-        self._num_told = max(start, num_tokens)
+        self._num_reported = max(start, num_tokens)
         ids = request.tokens[request.prompt_len + start :]
         flags = request.from_draft_since(start)
         pieces = self._pieces(ids, flags, done)
@@ -76,7 +76,7 @@ class Report:
         # The consumer of the chunk may have raised, or called `news` itself meanwhile.
         if done and not self._is_done:
             yield output_of(request, self._tokenizer, self.error)
-            self._is_done = True  # last: if Ctrl-C comes before, the output is told again
+            self._is_done = True  # last: if Ctrl-C comes before, the output is reported again
 
     def _pieces(self, ids: list[int], flags: list[bool], done: bool) -> list[tuple[str, bool]]:
         """Return the new text in runs; none from where the tokenizer has failed on."""
@@ -118,7 +118,7 @@ def output_of(
 ) -> RequestOutput:
     """Build the output of a request that is done; an error if its tokens cannot be decoded.
 
-    `undecoded` says why a part of them could not; None = they could, as far as is known.
+    `undecoded` says why a part of them could not; None if they could, as far as is known.
     """
     ids, times = request.output_ids, request.times
     finish_reason, error, text = request.finish_reason or "abort", request.error, ""
@@ -171,9 +171,9 @@ class RequestOutput:
             a pinned text had left their KV.
         num_drafts: tokens that were proposed to the target, right or wrong.
         params: the parameters of the call.
-        stop_hit: the stop string that ended the text; None = none did.
-        queue_seconds: seconds from arrival until the request got a row; None = it never did.
-        first_token_seconds: seconds from arrival to the first token; None = there is none.
+        stop_hit: the stop string that ended the text; None if none did.
+        queue_seconds: seconds from arrival until the request got a row; None if it never did.
+        first_token_seconds: seconds from arrival to the first token; None if there is none.
         seconds: seconds from arrival to the end.
     """
 

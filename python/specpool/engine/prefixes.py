@@ -72,7 +72,7 @@ class KeepsPrefixes:
         """Drop every text of the prefix cache, for example because the weights have changed.
 
         Args:
-            cache_salt: drop only the texts of this salt; None = all.
+            cache_salt: drop only the texts of this salt; None means all.
 
         Raises:
             ConfigError: the salt is wrong, or the engine is closed.

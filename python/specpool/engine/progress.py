@@ -30,8 +30,8 @@ class ProgressBar:
 
         Args:
             requests: the requests to watch.
-            wanted: True = show a bar; False = show none; None = show one on a terminal after
-                `LONG` seconds.
+            wanted: True shows a bar, False shows none, None shows one on a terminal after `LONG`
+                seconds.
 
         Raises:
             ConfigError: `wanted` is True but rich is not installed, or `wanted` is not a bool.
@@ -76,11 +76,11 @@ class ProgressBar:
             self._progress = None
 
     def _show(self) -> None:
-        most = [request.max_len - request.prompt_len for request in self._requests]
-        done = zip(self._tokens, self._done, most, strict=True)
-        completed = sum(all_of_it if is_done else tokens for tokens, is_done, all_of_it in done)
+        max_tokens = [request.max_len - request.prompt_len for request in self._requests]
+        done = zip(self._tokens, self._done, max_tokens, strict=True)
+        completed = sum(limit if is_done else tokens for tokens, is_done, limit in done)
         if self._progress is None:
-            self._progress, self._task = _bar(sum(most))
+            self._progress, self._task = _bar(sum(max_tokens))
         assert self._task is not None
         self._progress.update(
             self._task,

@@ -19,7 +19,7 @@ from specpool.errors import ConfigError, CorruptState, RankError
 
 #: Seconds after which an idle rank 0 says that it is there, so that nobody waits in vain.
 IDLE_SECONDS = 1.0
-#: Seconds that a rank with an error stays, so that rank 0 hears of it and writes its log.
+#: Seconds that a rank with an error stays, so that rank 0 notices it and writes its log.
 _LINGER = 3.0
 
 
@@ -29,9 +29,9 @@ class RankedEngine:
     def __init__(self, core: EngineCore, ranks: Ranks | None, target: TargetModel) -> None:
         """Lead on rank 0: from now on its records keep the others informed. Else wait."""
         self._core, self._ranks, self._target = core, ranks, target
-        self._over = threading.Event()
+        self._ended = threading.Event()
         if ranks is not None and ranks.leads:
-            threading.Thread(target=self._stay, name="idle-records", daemon=True).start()
+            threading.Thread(target=self._send_when_idle, name="idle-records", daemon=True).start()
 
     def compare(self, first: RequestOutput, second: RequestOutput) -> Comparison:
         """Compare two outputs, with the other ranks' part in the forwards. Hold the lock."""
@@ -48,23 +48,23 @@ class RankedEngine:
         calls = {"turn": core.loop.turn, "drain": core.loop.drain, "compare": self._judge}
         follower = Follower(journal, core.scheduler, self._equip, calls)
         try:
-            goes_on = True
-            while goes_on:
+            is_following = True
+            while is_following:
                 data = ranks.receive()
                 with core.lock:
-                    goes_on = follower.apply(data)
+                    is_following = follower.apply(data)
         except BaseException as error:
             if isinstance(error, CorruptState):
                 error = CorruptState(f"rank {ranks.rank}: {error}{_logs(ranks)}")
-            journal.broke(error)  # the others hear of it
+            journal.report_failure(error)  # the others hear of it
             raise error from None
 
     def end(self) -> None:
         """Tell the others that rank 0 ends. A second call does nothing."""
         journal = self._core.journal
-        if self._over.is_set() or self._ranks is None or journal is None:
+        if self._ended.is_set() or self._ranks is None or journal is None:
             return
-        self._over.set()
+        self._ended.set()
         if self._ranks.leads and journal.broken is None:
             with contextlib.suppress(RankError):
                 journal.flush("end")
@@ -93,15 +93,15 @@ class RankedEngine:
         """Take part in the forwards of a comparison, whose result rank 0 gives out."""
         compare(self._target, *(checked(output, RequestOutput) for output in outputs))
 
-    def _stay(self) -> None:
-        """Send an empty record when nothing else was sent for a while."""
+    def _send_when_idle(self) -> None:
+        """Send an empty record when nothing else was sent for `IDLE_SECONDS`."""
         journal, ranks, last = self._core.journal, self._ranks, -1
         assert ranks is not None and journal is not None
-        while not self._over.wait(IDLE_SECONDS):
+        while not self._ended.wait(IDLE_SECONDS):
             if journal.num_records == last and journal.broken is None:
                 try:
                     with self._core.lock:
-                        is_idle = journal.num_records == last and not self._over.is_set()
+                        is_idle = journal.num_records == last and not self._ended.is_set()
                         if is_idle and journal.broken is None:
                             journal.flush()
                 except RankError as error:
@@ -111,5 +111,5 @@ class RankedEngine:
 
 
 def _logs(ranks: Ranks) -> str:
-    own, other = ranks.log_of(ranks.rank), ranks.log_of(0)
-    return f"; specpool replay {own} --against {other} names the first call that differs"
+    own_log, first_log = ranks.log_of(ranks.rank), ranks.log_of(0)
+    return f"; specpool replay {own_log} --against {first_log} names the first call that differs"

@@ -1,17 +1,16 @@
 """`SamplingParams`: options for choosing a request's tokens and for ending its text."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from specpool.checks import check_bool, check_fields, check_int, check_salt, shown
+from specpool.checks import check_fields, check_int, check_number, check_salt, shown
 from specpool.engine.text.stop_search import check_stop
 from specpool.engine.text.stream import TextStream
 from specpool.engine.text.structured.grammar import Grammar
 from specpool.errors import ConfigError
+from specpool.fields import Option, Within, check_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,13 +37,6 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
 TRUNCATIONS = ("top_k", "top_p", "min_p")
 
 
-def check_number(name: str, value: object, least: float, most: float) -> None:
-    """Raise `ConfigError` unless `value` is an int or float in `[least, most]`."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not least <= value <= most:  # type: ignore[operator]  # NaN fails
-        raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {shown(value)}")
-
-
 def check_bias(bias: object) -> None:
     """Raise `ConfigError` unless `bias` maps at most `MAX_BIASES` token ids to [-100, 100]."""
     if not isinstance(bias, Mapping):
@@ -54,6 +46,25 @@ def check_bias(bias: object) -> None:
     for token, value in bias.items():
         check_int("a token id in logit_bias", token, 0, (1 << 31) - 1)
         check_number(f"logit_bias of token {token}", value, -100, 100)
+
+
+def _read_biases(name: str, texts: Sequence[str]) -> dict[int, float]:
+    """Return the biases that texts such as `257:-5` name."""
+    biases: dict[int, float] = {}
+    for text in texts:
+        token_text, _, value_text = text.partition(":")
+        try:
+            token, value = int(token_text), float(value_text)
+        except ValueError:
+            raise ConfigError(
+                f"{name} must be TOKEN:VALUE, such as 257:-5, got {shown(text)}"
+            ) from None
+        if token in biases:
+            raise ConfigError(
+                f"{name} of token {token} is given twice: {biases[token]:g} and {value:g}"
+            )
+        biases[token] = value
+    return biases
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:
@@ -80,31 +91,36 @@ class SamplingParams:
     """The sampling and stop options of one request.
 
     A field that is None takes the value of the target's generation_config.json. If the file does
-    not have it either, the field changes nothing.
+    not have it either, the field changes nothing. The first sentence of a field's description is
+    also the help of its option.
 
     Attributes:
-        max_new_tokens: the most tokens to generate.
         temperature: 0 = greedy.
+        max_new_tokens: most tokens of each text.
         top_k: keep this many of the most likely tokens; 0 = all. Needs a temperature above 0.
-        top_p: keep the smallest set of most likely tokens with at least this mass; 1 = all. Needs a
-            temperature above 0.
-        min_p: drop the tokens that are less likely than this share of the likeliest, after top_k
-            and top_p; 0 = none. Needs a temperature above 0.
-        repetition_penalty: above 1 = make the tokens of the prompt and the output less likely:
-            logits above 0 are divided by it, others multiplied; 1 = none; in [0.01, 10]. As in
-            transformers.
-        presence_penalty: subtract this from the logit of each token of the output; in [-2, 2].
-            The prompt does not count. As OpenAI defines it.
-        frequency_penalty: subtract this for each time that the output has the token; in [-2, 2].
-        logit_bias: token id -> what is added to its logit, in [-100, 100].
+        top_p: keep the likeliest tokens with this mass; 1 = all. They are the smallest set with at
+            least the mass. Needs a temperature above 0.
+        min_p: drop tokens less likely than this share of the likeliest; 0 = none. It comes after
+            top_k and top_p. Needs a temperature above 0.
+        repetition_penalty: above 1 = tokens of prompt and output become less likely. Logits above 0
+            are divided by it, others multiplied; 1 = none; in [0.01, 10]. As in transformers.
+        presence_penalty: taken from the logit of each token of the output; -2 to 2. The prompt does
+            not count. As OpenAI defines it.
+        frequency_penalty: taken for each time that the output has the token; -2 to 2.
+        logit_bias: what is added to the logits of tokens, -100 to 100. It maps token ids to
+            numbers.
         structured: the form that the whole output has; None = any. The output ends when the form
             is complete.
-        seed: a drawn token depends only on its distribution, the seed and its position; None = a
-            fresh seed, reported in the output.
-        n: number of samples of the prompt, each with its own output; sample i has seed + i.
-        logprobs: None = none; n = the log probabilities of the chosen token and of the n most
-            likely tokens, from the target's logits before bias, penalties, form, temperature and
-            truncation.
+        seed: seed of the sampled text. A drawn token depends only on its distribution, the seed and
+            its position. None = a fresh seed, reported in the output.
+        n: samples of each prompt; seeds count up. Each has its own output; sample i has seed + i.
+        stop: a text ends before these strings. They also match across token borders. No part of a
+            stop string is ever output. A stop string may hold the name of a special token, such as
+            `<|im_end|>`. One string alone need not be in a list.
+        drafter: which of several drafters drafts. It is a name of those that the engine has; None =
+            its first.
+        logprobs: log probabilities of each token and of this many likeliest ones. They are from the
+            target's logits before bias, penalties, form, temperature and truncation. None = none.
         ignore_eos: go on after an end-of-sequence token.
         stop_token_ids: tokens that end the request, beside the model's own.
         no_repeat_ngram_size: n = no n tokens in a row occur twice in prompt and output; 0 = they
@@ -114,9 +130,6 @@ class SamplingParams:
         bad_words_ids: sequences of tokens that the output must not have.
         suppress_tokens: tokens that the output must not have.
         begin_suppress_tokens: tokens that the output must not begin with.
-        stop: a string or strings that end the request, also across token borders. The text ends
-            before the first stop string; no part of the stop string is ever output. A stop string
-            may hold the name of a special token, such as `<|im_end|>`.
         skip_special_tokens: leave special tokens out of the text.
         max_draft_steps: the most drafting steps of a round; 0 = plain decoding; None = no limit
             beyond the engine's shape or its controller. A shape that the request names must not
@@ -126,73 +139,58 @@ class SamplingParams:
             request then drafts for throughput, and `EngineStats.adaptive` counts it.
         priority: the greater comes first for rows and is retracted last. With a budget a token of
             it counts twice as much as one of the priority below. None = that of the call.
-        drafter: the name of the drafter, of those that the engine has; None = its first.
         cache_salt: requests share cached KV only with requests of the same salt, for example of the
             same tenant; at most 256 bytes.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    temperature: Annotated[float, Within(0, 1e4), Option()] = 0.0
+    max_new_tokens: Annotated[int, Within(1, 1 << 30), Option(names=["--max-new-tokens", "-n"])] = (
+        128
+    )
+    top_k: Annotated[int | None, Within(0, (1 << 31) - 1), Option("Sampling")] = None
+    top_p: Annotated[float | None, Within(0, 1), Option("Sampling")] = None
+    min_p: Annotated[float | None, Within(0, 1), Option("Sampling")] = None
+    repetition_penalty: Annotated[float | None, Within(LEAST_PENALTY, 10), Option("Sampling")] = (
+        None
+    )
+    presence_penalty: Annotated[float, Within(-2, 2), Option("Sampling")] = 0.0
+    frequency_penalty: Annotated[float, Within(-2, 2), Option("Sampling")] = 0.0
+    logit_bias: Annotated[
+        Mapping[int, float],
+        Option("Sampling", kind=list[str], read=_read_biases, form=", as TOKEN:VALUE"),
+    ] = field(default_factory=dict, hash=False)
     structured: Grammar | None = None
-    seed: int | None = None
-    n: int = 1
-    logprobs: int | None = None
+    seed: Annotated[int | None, Within(0, (1 << 64) - 1), Option("Sampling")] = None
+    n: Annotated[int, Within(1, 1 << 16), Option("Sampling", names=["--samples"])] = 1
+    stop: Annotated[Sequence[str], Option("Sampling", kind=list[str])] = ()
+    drafter: Annotated[
+        str | None, Option("Drafts", form=", one of --draft", default="the first")
+    ] = None
+    logprobs: Annotated[int | None, Within(0, 1 << 20), Option("Sampling")] = None
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    no_repeat_ngram_size: int | None = None
-    min_new_tokens: int | None = None
+    no_repeat_ngram_size: Annotated[int | None, Within(0, 1 << 20)] = None
+    min_new_tokens: Annotated[int | None, Within(0, 1 << 30)] = None
     bad_words_ids: Sequence[Sequence[int]] | None = None
     suppress_tokens: Sequence[int] | None = None
     begin_suppress_tokens: Sequence[int] | None = None
-    stop: Sequence[str] = ()
     skip_special_tokens: bool = True
-    max_draft_steps: int | None = None
-    tpot_ms: float | None = None
-    priority: int | None = None
-    drafter: str | None = None
+    max_draft_steps: Annotated[int | None, Within(0, (1 << 31) - 1)] = None
+    tpot_ms: Annotated[float | None, Within(1e-3, 1e9)] = None
+    priority: Annotated[int | None, Within(-(1 << 31), (1 << 31) - 1)] = None
     cache_salt: str = ""
 
-    def __new__(cls, **fields: object) -> SamplingParams:
+    def __new__(cls, **fields: object) -> "SamplingParams":
         """Raise `ConfigError` for unknown field names; `__init__` would raise a TypeError."""
         check_fields(cls, fields)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        check_int("max_new_tokens", self.max_new_tokens, 1, 1 << 30)
-        check_int("n", self.n, 1, 1 << 16)
-        check_number("temperature", self.temperature, 0, 1e4)
-        for name, most in (
-            ("top_k", (1 << 31) - 1),
-            ("no_repeat_ngram_size", 1 << 20),
-            ("min_new_tokens", 1 << 30),
-        ):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 0, most)
-        for name, least, high in (
-            ("top_p", 0, 1),
-            ("min_p", 0, 1),
-            ("repetition_penalty", LEAST_PENALTY, 10),
-        ):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), least, high)
-        check_number("presence_penalty", self.presence_penalty, -2, 2)
-        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
+        check_values(self)
         if self.top_p == 0:
             raise ConfigError("top_p must be above 0, got 0")
         check_bias(self.logit_bias)
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        if self.seed is not None:
-            check_int("seed", self.seed, 0, (1 << 64) - 1)
-        if self.logprobs is not None:
-            check_int("logprobs", self.logprobs, 0, 1 << 20)
-        check_bool("ignore_eos", self.ignore_eos)
         for name in ("stop_token_ids", "suppress_tokens", "begin_suppress_tokens"):
             ids = getattr(self, name)
             if ids is not None or name == "stop_token_ids":
@@ -207,13 +205,6 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         check_stop(stop)
         object.__setattr__(self, "stop", tuple(stop))
-        check_bool("skip_special_tokens", self.skip_special_tokens)
-        if self.max_draft_steps is not None:
-            check_int("max_draft_steps", self.max_draft_steps, 0, (1 << 31) - 1)
-        if self.tpot_ms is not None:
-            check_number("tpot_ms", self.tpot_ms, 1e-3, 1e9)
-        if self.priority is not None:
-            check_int("priority", self.priority, -(1 << 31), (1 << 31) - 1)
         if self.drafter is not None and not (isinstance(self.drafter, str) and self.drafter):
             raise ConfigError(f"drafter must be a name or None, got {shown(self.drafter)}")
         check_salt(self.cache_salt)
@@ -241,9 +232,14 @@ class SamplingParams:
                     "1"
                 )
 
+    def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end the output, if `eos_token_ids` are the target's own."""
+        eos = frozenset[int]() if self.ignore_eos else eos_token_ids
+        return eos | frozenset(self.stop_token_ids)
+
     def text_stream(
         self,
-        tokenizer: PreTrainedTokenizerBase | None,
+        tokenizer: "PreTrainedTokenizerBase | None",
         stop_ids: Collection[int],
         *,
         notes_special: bool = False,
@@ -266,7 +262,7 @@ class SamplingParams:
             notes_special=notes_special,
         )
 
-    def filled(self, defaults: Mapping[str, Any] = NEUTRAL) -> SamplingParams:
+    def filled(self, defaults: Mapping[str, Any] = NEUTRAL) -> "SamplingParams":
         """Return these parameters without None in the fields of `NEUTRAL`.
 
         Args:

@@ -15,8 +15,6 @@ from specpool.engine.scheduler.request import Conversation, Request
 from specpool.errors import ConfigError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from specpool._core import Shape
     from specpool.engine.texts import NextTurn, Prompt
 
@@ -48,7 +46,7 @@ class Turn(Iterator["Chunk | RequestOutput"]):
             item = self._news.popleft()
             if isinstance(item, RequestOutput):
                 self._is_read = True
-                self._core.loop.rest()
+                self._core.loop.drain_if_idle()
             return item
 
     def output(self) -> RequestOutput:
@@ -68,18 +66,13 @@ class Turn(Iterator["Chunk | RequestOutput"]):
         self._news.clear()
         with self._core.lock, self._core.loop.recovering():
             self._core.scheduler.abort(self._request)
-            self._core.loop.rest()
+            self._core.loop.drain_if_idle()
 
     def __enter__(self) -> Turn:
         """Return the turn itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the turn."""
         self.close()
 
@@ -148,8 +141,8 @@ class Session:
             prompt: a string, token ids, or the new messages of a chat, which follow the messages
                 and answers of the earlier turns. An empty prompt generates on from the end of the
                 last turn.
-            params: None = the defaults.
-            shape: None = the engine's, or one of its shapes.
+            params: None means the defaults.
+            shape: None means the engine's, or one of its shapes.
             priority: as in `Engine.generate`.
 
         Returns:
@@ -248,7 +241,7 @@ class Session:
             if not self.closed:
                 self.abort()
                 self._core.scheduler.close(self._conversation)
-                self._core.loop.rest()
+                self._core.loop.drain_if_idle()
 
     def next_turn(
         self,
@@ -283,11 +276,6 @@ class Session:
         """Return the session itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the session."""
         self.close()

@@ -116,10 +116,10 @@ class EngineStats:
         seconds: seconds of the loop by phase.
         latency: of the requests that have ended, those of `pin` excluded.
         sessions: the open sessions.
-        prefix: statistics of the prefix cache; None = it is off.
-        host: statistics of the host tier; None = there is none.
-        adaptive: statistics of the adaptive controller; None = there is none.
-        graphs: statistics of the CUDA graphs; None = rounds are not captured.
+        prefix: statistics of the prefix cache; None if it is off.
+        host: statistics of the host tier; None if there is none.
+        adaptive: statistics of the adaptive controller; None if there is none.
+        graphs: statistics of the CUDA graphs; None if rounds are not captured.
     """
 
     groups: tuple[GroupStats, ...]

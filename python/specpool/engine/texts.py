@@ -38,7 +38,7 @@ _log = logging.getLogger("specpool")
 Prompt = str | Sequence[int] | Sequence[Message]
 
 
-#: A text of so many characters for each token that fits is looked at in pieces first.
+#: A text with more than this many characters for each token that fits is first checked by pieces.
 _LONG = 8
 #: Characters of a piece.
 _PIECE = 1 << 16
@@ -51,13 +51,13 @@ class NextTurn:
     """A conversation's next turn in tokens.
 
     Attributes:
-        ids: all tokens of the conversation up to where the answer begins.
+        tokens: all tokens of the conversation up to where the answer begins.
         said: where each earlier turn ends in them.
-        messages: the chat messages that begin the turn; None = it begins with text or token ids.
+        messages: the chat messages that begin the turn; None if it begins with text or token ids.
         history_len: the tokens that the conversation had.
     """
 
-    ids: list[int]
+    tokens: list[int]
     said: list[Said]
     messages: tuple[Message, ...] | None
     history_len: int
@@ -74,11 +74,11 @@ class Texts:
         Args:
             tokenizer: without one, prompts are token ids.
             max_context_len: the most tokens of a sequence: a text with more than twice as many is
-                refused before all of it is tokenized; None = texts of any length are tokenized.
+                refused before all of it is tokenized; None if texts of any length are tokenized.
         """
         self._tokenizer, self._max_context_len = tokenizer, max_context_len
         self._ends: dict[str, dict[int, str]] = {}  # of the latest chat template
-        self._is_told = False  # the log has those that the target does not name
+        self._has_logged_ends = False  # the log has those that the target does not name
         self._wants_parts: dict[str, bool] = {}  # by chat template; see `_has_parts`
         #: By chat template and whether there are tools; see `_call_form`.
         self._call_forms: dict[tuple[str, bool], CallForm] = {}
@@ -98,15 +98,15 @@ class Texts:
         if params.ignore_eos:
             return params
         ends = self.chat_ends()
-        more = [i for i in ends if i not in eos_token_ids and i < vocab_size]
-        if more and not self._is_told:
-            names = ", ".join(f"{ends[token]} ({token})" for token in more)
+        new_ends = [i for i in ends if i not in eos_token_ids and i < vocab_size]
+        if new_ends and not self._has_logged_ends:
+            names = ", ".join(f"{ends[token]} ({token})" for token in new_ends)
             _log.info("answers of chats end at %s, which the model's config does not list", names)
-            self._is_told = True
-        more = [i for i in more if i not in params.stop_token_ids]
-        if not more:
+            self._has_logged_ends = True
+        new_ends = [i for i in new_ends if i not in params.stop_token_ids]
+        if not new_ends:
             return params
-        return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *more))
+        return dataclasses.replace(params, stop_token_ids=(*params.stop_token_ids, *new_ends))
 
     def chat_ends(self) -> dict[int, str]:
         """Return the tokens that end the answer of a chat, with their names.
@@ -119,7 +119,7 @@ class Texts:
         ends = self._ends.get(template)
         if ends is None:
             ends = chat_ends(tokenizer, lambda chat, variables: self.render(0, chat, variables))
-            self._ends, self._is_told = {template: ends}, False
+            self._ends, self._has_logged_ends = {template: ends}, False
         return ends
 
     def turn(
@@ -133,10 +133,10 @@ class Texts:
         history = conversation.tokens
         if is_chat(prompt):
             messages = tuple(self.messages(0, cast("Sequence[Message]", prompt)))
-            ids, said = self._go_on(conversation, messages, variables)
-            return NextTurn(ids, said, messages, len(history))
-        ids = [*history, *self.encode(0, prompt, adds_special=not history)]
-        return NextTurn(ids, list(conversation.said), None, len(history))
+            tokens, said = self._continue_chat(conversation, messages, variables)
+            return NextTurn(tokens, said, messages, len(history))
+        tokens = [*history, *self.encode(0, prompt, adds_special=not history)]
+        return NextTurn(tokens, list(conversation.said), None, len(history))
 
     def encode(
         self,
@@ -151,8 +151,8 @@ class Texts:
         Args:
             index: the prompt's number, for errors.
             prompt: a text, a chat or token ids, which stay as they are.
-            adds_special: add the special tokens that begin a text; None = to a text, but not to a
-                chat, whose template writes them.
+            adds_special: add the special tokens that begin a text; None adds them to any prompt but
+                a chat, whose template writes them.
             variables: see `render`.
 
         Raises:
@@ -161,7 +161,7 @@ class Texts:
         if is_chat(prompt):
             messages = self.messages(index, cast("Sequence[Message]", prompt))
             text = self.render(index, messages, variables)
-            return self._ids_of(text, f"prompt {index}", adds_special=bool(adds_special))
+            return self._tokens_of(text, f"prompt {index}", adds_special=bool(adds_special))
         if not isinstance(prompt, str):
             return token_ids(prompt, f"prompt {index} must be a string or integer token ids")
         if self._tokenizer is None:
@@ -169,7 +169,7 @@ class Texts:
                 f"prompt {index} is a string, but the target has no tokenizer: give token ids"
             )
         _check_text(f"prompt {index}", prompt)
-        return self._ids_of(prompt, f"prompt {index}", adds_special=adds_special is not False)
+        return self._tokens_of(prompt, f"prompt {index}", adds_special=adds_special is not False)
 
     def messages(self, index: int, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return a copy of a chat's messages, checked, with each content as one string.
@@ -333,7 +333,7 @@ class Texts:
             self._wants_parts[template] = has_parts
         return self._wants_parts[template]
 
-    def _go_on(
+    def _continue_chat(
         self,
         conversation: Conversation,
         new: tuple[Message, ...],
@@ -346,11 +346,11 @@ class Texts:
         the text differs, for example because the template leaves out an answer's thoughts, the
         whole chat is tokenized again.
         """
-        said, start = conversation.said, 0
+        turns, start = conversation.said, 0
         old: list[Message] = []
         marked: list[Message] = []  # the same with the special tokens of the answers
         called: list[Message] = []  # the same with the calls of the answers beside their contents
-        for turn in said:
+        for turn in turns:
             if turn.messages is None:
                 raise ConfigError(
                     f"the session's tokens from {start} on are text or token ids, not a chat: go "
@@ -360,8 +360,8 @@ class Texts:
             marked += [*turn.messages, self._answer(turn, shows_special=True)]
             called += [*turn.messages, turn.message or self._answer(turn)]
             start = turn.end
-        kept = conversation.tokens[:start]  # without the part of a turn that a rewind has left
-        kept_text = self._text_of(kept)
+        kept_ids = conversation.tokens[:start]  # without the part of a turn that a rewind has left
+        kept_text = self._text_of(kept_ids)
         # A call in a text needs its marks, without which it would not be one. Some templates refuse
         # them there, or the result of a call that is not beside the content.
         text: str | None
@@ -381,25 +381,27 @@ class Texts:
             begin = len(kept_text)
             while begin - text.count(SEAM, 0, begin) < len(kept_text):
                 begin = len(kept_text) + text.count(SEAM, 0, begin)
-            ids = [*kept, *self._ids_of(text[begin:], "the turn")]
-            if self._text_of(ids) == plain:
-                return ids, said
-        ids = self._ids_of(text, "the turn")
-        same = common_len(kept, ids)
-        if same == start:
-            return ids, said
+            tokens = [*kept_ids, *self._tokens_of(text[begin:], "the turn")]
+            if self._text_of(tokens) == plain:
+                return tokens, turns
+        tokens = self._tokens_of(text, "the turn")
+        num_same = common_len(kept_ids, tokens)
+        if num_same == start:
+            return tokens, turns
         # The old turns end where the tokens begin to depend on the new message: render the chat
         # with another message in its place, and see where the texts part. A template may refuse
         # that message; the old turns then end where the tokens begin to differ from theirs.
         other = "-" if new[0]["content"].strip()[:1] != "-" else "+"
-        end = same
+        end = num_same
         with contextlib.suppress(ConfigError):
-            others = self.render(0, [*history, {**new[0], "content": other}], variables)
-            end = common_len(self._ids_of(text[: common_len(text, others)], "the turn"), ids)
-        return ids, [
+            other_text = self.render(0, [*history, {**new[0], "content": other}], variables)
+            end = common_len(
+                self._tokens_of(text[: common_len(text, other_text)], "the turn"), tokens
+            )
+        return tokens, [
             # A rewind to 0 forgets them, even if their first token has changed.
-            dataclasses.replace(turn, end=max(same, end, 1)) if turn.end > same else turn
-            for turn in said
+            dataclasses.replace(turn, end=max(num_same, end, 1)) if turn.end > num_same else turn
+            for turn in turns
         ]
 
     def _answer(self, turn: Said, *, shows_special: bool = False) -> Message:
@@ -409,16 +411,16 @@ class Texts:
             text = stream.push(turn.answer_ids, last=True)
         return {"role": "assistant", "content": text}
 
-    def _text_of(self, ids: list[int]) -> str:
+    def _text_of(self, tokens: list[int]) -> str:
         """Decode tokens to text, special tokens included."""
         assert self._tokenizer is not None
         with reading("the tokenizer cannot decode the session's tokens", ConfigError):
             text = self._tokenizer.decode(
-                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         return str(text)
 
-    def _ids_of(self, text: str, name: str, *, adds_special: bool = False) -> list[int]:
+    def _tokens_of(self, text: str, name: str, *, adds_special: bool = False) -> list[int]:
         """Tokenize a text, cut at each `SEAM`; by default without special tokens that begin it.
 
         Raises:
@@ -426,26 +428,26 @@ class Texts:
                 message says `name`.
         """
         assert self._tokenizer is not None
-        most = self._max_context_len
+        max_len = self._max_context_len
         with reading(f"the tokenizer refuses {name}", ConfigError):
-            if most is not None and len(text) > _LONG * most:
-                self._check_len(text.replace(SEAM, ""), most)
-            first, *others = text.split(SEAM)
-            if most is not None and len(others) > most:
+            if max_len is not None and len(text) > _LONG * max_len:
+                self._check_len(text.replace(SEAM, ""), max_len)
+            first, *parts = text.split(SEAM)
+            if max_len is not None and len(parts) > max_len:
                 raise ConfigError(
-                    f"the tools' results of {name} spell {len(others)} control tokens; "
-                    f"max_context_len is {most}"
+                    f"the tools' results of {name} spell {len(parts)} control tokens; "
+                    f"max_context_len is {max_len}"
                 )
             # max_context_len is checked by name, so transformers' own warning says nothing new.
-            ids = list(
+            tokens = list(
                 self._tokenizer.encode(first, add_special_tokens=adds_special, verbose=False)
             )
-            if others:
-                lists = self._tokenizer(others, add_special_tokens=False, verbose=False)
-                ids += itertools.chain.from_iterable(lists["input_ids"])
-            return ids
+            if parts:
+                lists = self._tokenizer(parts, add_special_tokens=False, verbose=False)
+                tokens += itertools.chain.from_iterable(lists["input_ids"])
+            return tokens
 
-    def _check_len(self, text: str, most: int) -> None:
+    def _check_len(self, text: str, max_len: int) -> None:
         """Refuse a long text by its beginning: its pieces are tokenized until they are too many.
 
         A cut gives some tokens more than the whole text has, hence twice as many as may be.
@@ -455,25 +457,25 @@ class Texts:
         for start in range(0, len(text), _PIECE):
             piece = text[start : start + _PIECE]
             count += len(self._tokenizer.encode(piece, add_special_tokens=False, verbose=False))
-            if count > 2 * most:
+            if count > 2 * max_len:
                 raise ConfigError(
                     f"the first {start + len(piece)} of the prompt's {len(text)} characters have "
-                    f"{count} tokens; max_context_len is {most}"
+                    f"{count} tokens; max_context_len is {max_len}"
                 )
 
 
 def token_ids(value: object, law: str) -> list[int]:
-    """Return token ids as a list. A set has no order, bytes are a text, and a bool is no id.
+    """Return token ids as a list. A set has no order, bytes are a text, and a bool is not an id.
 
     Raises:
-        ConfigError: they are none; the message is `law` and the value.
+        ConfigError: they are not token ids; the message is `law` and the value.
     """
     is_list = isinstance(value, Sequence) or hasattr(value, "ndim")  # or an array, or a tensor
-    ids = cast("Sequence[int]", value)
+    tokens = cast("Sequence[int]", value)
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         if is_list and not isinstance(value, bytes | bytearray | memoryview):
-            if not any(isinstance(token, bool) for token in ids):
-                return [operator.index(token) for token in ids]
+            if not any(isinstance(token, bool) for token in tokens):
+                return [operator.index(token) for token in tokens]
     raise ConfigError(f"{law}, got {shown(value)}")
 
 
@@ -484,9 +486,9 @@ def _text_of_parts(name: str, parts: Sequence[object]) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind != "text" or not isinstance(text, str):
-            told = f"the type {shown(kind)}" if kind not in (None, "text") else shown(part)
+            problem = f"the type {shown(kind)}" if kind not in (None, "text") else shown(part)
             raise ConfigError(
-                f"part {number} of the content of {name} is {told}: only text can be read, as "
+                f"part {number} of the content of {name} is {problem}: only text can be read, as "
                 "{'type': 'text', 'text': '...'}"
             )
         texts.append(text)

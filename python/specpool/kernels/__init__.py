@@ -111,5 +111,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_LAZY[name]), name)
-    return found
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value

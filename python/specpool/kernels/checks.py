@@ -35,7 +35,7 @@ def expect(
         isinstance(value, Tensor)
         and value.dtype in dtypes
         and value.ndim == len(shape)
-        and all(want in (None, have) for want, have in zip(shape, value.shape, strict=True))
+        and all(wanted in (None, actual) for wanted, actual in zip(shape, value.shape, strict=True))
         and value.is_contiguous()
         and value.device == device
     ):
@@ -75,19 +75,19 @@ def outputs(
     """Return all of `values` after a check, or new tensors if there are none."""
     if values is not None and len(values) != len(names):
         raise ShapeError(f"out must hold {', '.join(names)}, got {len(values)} tensors")
-    given = values if values is not None else [None] * len(names)
+    tensors = values if values is not None else [None] * len(names)
     return tuple(
         output(f"out.{name}", value, dtype, shape, device)
-        for name, value, dtype, shape in zip(names, given, dtypes, shapes, strict=True)
+        for name, value, dtype, shape in zip(names, tensors, dtypes, shapes, strict=True)
     )
 
 
-def number(name: str, value: int, least: int, most: int = INT_MAX) -> int:
+def number(name: str, value: int, least: int, greatest: int = INT_MAX) -> int:
     """Return `value` if it is an int in [least, most]."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ShapeError(f"{name} must be an int, got {type(value).__name__} {value!r:.60}")
-    if not least <= value <= most:
-        raise ShapeError(f"{name} must be in [{least}, {most}], got {value}")
+    if not least <= value <= greatest:
+        raise ShapeError(f"{name} must be in [{least}, {greatest}], got {value}")
     return int(value)
 
 
@@ -135,17 +135,17 @@ def is_holey(layout: str) -> np.int32:
 
 
 def upper_bounds(
-    hi: NDArray[np.int32] | Sequence[int] | None, n: int, most: int
+    hi: NDArray[np.int32] | Sequence[int] | None, n: int, greatest: int
 ) -> NDArray[np.int64]:
-    """Return checked upper bounds in [0, most], int64 [n]; all are `most` if `hi` is None."""
+    """Return checked upper bounds in [0, most], int64 [n]; all are `greatest` if `hi` is None."""
     if hi is None:
-        return np.full(n, most, np.int64)
+        return np.full(n, greatest, np.int64)
     bounds = np.asarray(hi)
     if bounds.shape != (n,) or bounds.dtype.kind not in "iu":
         raise ShapeError(f"hi must be ints [{n}] on the host, got {bounds.dtype} {bounds.shape}")
-    wrong = np.flatnonzero((bounds < 0) | (bounds > most))
+    wrong = np.flatnonzero((bounds < 0) | (bounds > greatest))
     if wrong.size:
-        raise ShapeError(f"hi[{wrong[0]}] must be in [0, {most}], got {bounds[wrong[0]]}")
+        raise ShapeError(f"hi[{wrong[0]}] must be in [0, {greatest}], got {bounds[wrong[0]]}")
     return bounds.astype(np.int64)
 
 

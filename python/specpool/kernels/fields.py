@@ -67,18 +67,18 @@ class Fields:
         tensors = tuple(b.data if isinstance(b, PageBlocked) else b for b in buffers)
         fields: list[tuple[int, int, int]] = []  # base, page_stride, width
         num_slots = INT_MAX + 1
-        for place, buffer in enumerate(buffers):
-            found = (
-                _page_blocked(place, buffer, page_size)
+        for index, buffer in enumerate(buffers):
+            described = (
+                _page_blocked(index, buffer, page_size)
                 if isinstance(buffer, PageBlocked)
-                else _plain(place, buffer, page_size, slot_dim)
+                else _plain(index, buffer, page_size, slot_dim)
             )
-            fields += found[0]
-            num_slots = min(num_slots, found[1])
-            if tensors[place].device != tensors[0].device:
+            fields += described[0]
+            num_slots = min(num_slots, described[1])
+            if tensors[index].device != tensors[0].device:
                 raise ShapeError(
-                    f"buffers[{place}] must be on {tensors[0].device}, it is on "
-                    f"{tensors[place].device}"
+                    f"buffers[{index}] must be on {tensors[0].device}, it is on "
+                    f"{tensors[index].device}"
                 )
         fields = [field for field in fields if number("bytes of a slot", field[2], 0)]
         number("fields of buffers", len(fields), 1, 65535)
@@ -135,16 +135,20 @@ class Fields:
 def send_rows(device: torch.device, *rows: NDArray[np.void]) -> list[Tensor]:
     """Copy descriptors to a device, uint8 [num_fields, 24] each."""
     return upload(
-        device, *(each.view(np.uint8).reshape(len(each), FIELD.itemsize) for each in rows)
+        device,
+        *(
+            descriptors.view(np.uint8).reshape(len(descriptors), FIELD.itemsize)
+            for descriptors in rows
+        ),
     )
 
 
 def _plain(
-    place: int, buffer: Tensor, page_size: int, slot_dim: int
+    number: int, buffer: Tensor, page_size: int, slot_dim: int
 ) -> tuple[list[tuple[int, int, int]], int]:
     if not 0 <= slot_dim < buffer.ndim:
         raise ShapeError(
-            f"slot_dim must be a dimension of buffers[{place}] {list(buffer.shape)} counted from "
+            f"slot_dim must be a dimension of buffers[{number}] {list(buffer.shape)} counted from "
             f"0, got {slot_dim}"
         )
     tail = buffer.shape[slot_dim + 1 :]
@@ -154,7 +158,7 @@ def _plain(
     sizes = buffer.shape[slot_dim:]
     if any(size > 1 and a != b for size, a, b in zip(sizes, strides, dense, strict=True)):
         raise ShapeError(
-            f"buffers[{place}] must be contiguous from dimension {slot_dim} on, got shape "
+            f"buffers[{number}] must be contiguous from dimension {slot_dim} on, got shape "
             f"{list(buffer.shape)} with strides {list(buffer.stride())}"
         )
     lead = list(np.ndindex(*buffer.shape[:slot_dim]))
@@ -168,11 +172,11 @@ def _plain(
 
 
 def _page_blocked(
-    place: int, buffer: PageBlocked, page_size: int
+    number: int, buffer: PageBlocked, page_size: int
 ) -> tuple[list[tuple[int, int, int]], int]:
     if buffer.page_size != page_size:
         raise ShapeError(
-            f"buffers[{place}] must have pages of {page_size} slots, they have {buffer.page_size}"
+            f"buffers[{number}] must have pages of {page_size} slots, they have {buffer.page_size}"
         )
     size = buffer.data.element_size()
     fields, base = [], buffer.data.data_ptr()
@@ -184,5 +188,5 @@ def _page_blocked(
 
 def _vec(field: tuple[int, int, int]) -> int:
     """Return the widest access, in bytes, that every slot of the field is aligned to."""
-    together = field[0] | field[1] | field[2] | 16
-    return together & -together
+    alignment = field[0] | field[1] | field[2] | 16
+    return alignment & -alignment

@@ -178,7 +178,7 @@ def _extra() -> str:
 
 
 def missing() -> str | None:
-    """Return what this Python lacks to build kernels, as a sentence; None = nothing."""
+    """Return what this Python lacks to build kernels, as a sentence; None if it lacks nothing."""
     try:
         _cupy()
     except ConfigError as error:

@@ -49,13 +49,13 @@ def attention_bias(
         if q_positions is None or own_positions is None:
             raise ShapeError("own_mask needs q_positions and own_positions")
         visible = (columns < first).expand(-1, num_queries, -1)
-        positions, own = q_positions.unsqueeze(2), own_mask
+        positions, own_visible = q_positions.unsqueeze(2), own_mask
         if window is not None:
             visible = visible & ((columns > positions - window) | (columns < sink))
             at = own_positions.unsqueeze(1)
-            own = own & ((at > positions - window) | (at < sink))
+            own_visible = own_visible & ((at > positions - window) | (at < sink))
         cells = first + torch.arange(own_mask.shape[2], device=device)
-        visible = visible.scatter(2, cells.expand_as(own).long(), own)
+        visible = visible.scatter(2, cells.expand_as(own_visible).long(), own_visible)
     visible[:, :, 0] |= queries >= q_lens.unsqueeze(1)
     zero = torch.zeros((), device=device)
     return torch.where(visible, zero, -torch.inf)

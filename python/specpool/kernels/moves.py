@@ -31,7 +31,7 @@ MAX_HELD = SHARED_BYTES // 16
 """Slots that a block can hold of one column."""
 
 
-def _of_group(fields: Fields, page_table: Tensor, page_size: int) -> Table:
+def _checked_table(fields: Fields, page_table: Tensor, page_size: int) -> Table:
     table = Table(page_table, page_size)
     if table.page_size != fields.page_size:
         raise ShapeError(f"page_size must be the fields' {fields.page_size}, got {page_size}")
@@ -44,23 +44,23 @@ def _slots(name: str, slots: Tensor, fields: Fields, n: int | None = None) -> Te
     return expect(name, slots, torch.int32, (n,), fields.table.device)
 
 
-def _copy(to: Fields, of: Fields, dst: Tensor | None, src: Tensor | None, n: int) -> None:
+def _copy(target: Fields, source: Fields, dst: Tensor | None, src: Tensor | None, n: int) -> None:
     """Copy n slots with one launch; no slot may be both read and written."""
-    if not runs_kernels(of.device):
-        twins.copy_slots(to, of, dst, src, n)
+    if not runs_kernels(source.device):
+        twins.copy_slots(target, source, dst, src, n)
         return
-    block, fields = of.block(), len(of.widths)
-    tiles = -(-of.columns // (_IN_FLIGHT * block[0])) if of.columns > block[0] else 1
+    block, fields = source.block(), len(source.widths)
+    tiles = -(-source.columns // (_IN_FLIGHT * block[0])) if source.columns > block[0] else 1
     # As many blocks as there are groups of slots, up to what keeps every GPU busy; more go in turn.
-    most = max(_BLOCKS // (fields * tiles), 1)
+    max_turns = max(_BLOCKS // (fields * tiles), 1)
     turns = -(-n // block[1])
     if tiles == 1 and turns * fields > _FULL:
         # Enough blocks run: rather give each thread several slots, whose loads overlap.
         turns = max(-(-turns // _IN_FLIGHT), _FULL // fields)
-    grid = (min(turns, most), fields, tiles)
-    sizes = (of.page_size, to.page_size, of.num_slots, to.num_slots)
-    args: tuple[Arg, ...] = (of.table, to.table, *map(i32, sizes), src, dst, i32(n))
-    launch("copy_slots", grid, block, args, touches=(*of.buffers, *to.buffers))
+    grid = (min(turns, max_turns), fields, tiles)
+    sizes = (source.page_size, target.page_size, source.num_slots, target.num_slots)
+    args: tuple[Arg, ...] = (source.table, target.table, *map(i32, sizes), src, dst, i32(n))
+    launch("copy_slots", grid, block, args, touches=(*source.buffers, *target.buffers))
 
 
 def _same_widths(name: str, values: Fields, fields: Fields, n: int) -> None:
@@ -122,7 +122,7 @@ def move_kv(fields: Fields, src: Tensor, dst: Tensor, *, disjoint: bool = False)
     elif n > MAX_HELD:
         scatter_kv(fields, dst, gather_kv(fields, src))
     else:
-        tiles, block, shared = _held(fields, n, 1)
+        tiles, block, shared = _block_layout(fields, n, 1)
         args = (fields.table, i32(fields.page_size), i32(fields.num_slots), src, dst, i32(n))
         grid = (tiles if n else 0, len(fields.widths))
         launch("move_slots", grid, block, args, shared_mem=shared, touches=fields.buffers)
@@ -141,13 +141,14 @@ def copy_pages(groups: Mapping[int, Fields], copies: NDArray[np.int32]) -> None:
     """
     runs: list[list[tuple[int, int, int, int]]] = []
     read, written = set[tuple[int, int]](), set[tuple[int, int]]()
-    for place, (group, src, dst, tokens) in enumerate(copies.tolist()):
+    for index, (group, src, dst, tokens) in enumerate(copies.tolist()):
         if group not in groups:
-            raise ShapeError(f"copies[{place}] names group {group}, there are {sorted(groups)}")
-        size, most = groups[group].page_size, groups[group].num_slots // groups[group].page_size
-        number(f"source page of copies[{place}]", src, 0, most - 1)
-        number(f"target page of copies[{place}]", dst, 0, most - 1)
-        number(f"tokens of copies[{place}]", tokens, 0, size)
+            raise ShapeError(f"copies[{index}] names group {group}, there are {sorted(groups)}")
+        size = groups[group].page_size
+        num_pages = groups[group].num_slots // size
+        number(f"source page of copies[{index}]", src, 0, num_pages - 1)
+        number(f"target page of copies[{index}]", dst, 0, num_pages - 1)
+        number(f"tokens of copies[{index}]", tokens, 0, size)
         if not runs or (group, dst) in read | written or (group, src) in written:
             runs.append([])
             read, written = set(), set()
@@ -172,13 +173,13 @@ def _copy_run(groups: Mapping[int, Fields], run: Sequence[tuple[int, int, int, i
         return
     rows = [np.concatenate([_page(groups[c[0]].rows, c[at], c[3]) for c in run]) for at in (1, 2)]
     touches = [buffer for group in {c[0] for c in run} for buffer in groups[group].buffers]
-    one = i32(1)
+    unit = i32(1)
     for first in range(0, len(rows[0]), 65535):
-        source, target = (each[first : first + 65535] for each in rows)
+        source, target = (descriptors[first : first + 65535] for descriptors in rows)
         columns = int((source["width"] // source["vec"]).max())
         threads = min(ceil_pow2(columns), 256)
         tiles = min(-(-columns // (_IN_FLIGHT * threads)), max(_BLOCKS // len(source), 1))
-        args = (*send_rows(device, source, target), one, one, one, one, None, None, one)
+        args = (*send_rows(device, source, target), unit, unit, unit, unit, None, None, unit)
         grid = (1 if columns else 0, len(source), tiles)
         launch("copy_slots", grid, (threads, 1), args, touches=touches)
 
@@ -191,7 +192,7 @@ def _page(rows: NDArray[np.void], page: int, tokens: int) -> NDArray[np.void]:
     return fields
 
 
-def _held(fields: Fields, n: int, lanes: int) -> tuple[int, tuple[int, int], int]:
+def _block_layout(fields: Fields, n: int, lanes: int) -> tuple[int, tuple[int, int], int]:
     """Return tiles per field, block size and shared bytes for blocks that hold n slots.
 
     Few blocks become more by narrower tiles, down to 128 bytes of a slot.
@@ -204,9 +205,9 @@ def _held(fields: Fields, n: int, lanes: int) -> tuple[int, tuple[int, int], int
     return -(-fields.columns // columns), (columns, rows), 16 * n * columns
 
 
-def _tiles(blocks: int, most: int) -> int:
-    """Return in how many parts, up to `most`, to split the work of each of so many blocks."""
-    return max(min(-(-_FEW // max(blocks, 1)), most), 1)
+def _tiles(blocks: int, max_tiles: int) -> int:
+    """Return in how many parts, up to `max_tiles`, to split the work of each of the blocks."""
+    return max(min(-(-_FEW // max(blocks, 1)), max_tiles), 1)
 
 
 @with_twin(moves.compact_accepted)
@@ -231,7 +232,7 @@ def compact_accepted(
         accept_index: int32 [n, S + 1], of `verify_tree`.
         num_draft_tokens: N.
     """
-    table = _of_group(fields, page_table, page_size)
+    table = _checked_table(fields, page_table, page_size)
     n = table.lanes("rows", rows).shape[0]
     table.lanes("roots", roots, n)
     expect("accept_index", accept_index, torch.int32, (n, None), table.device)
@@ -267,7 +268,7 @@ def duplicate_prefix_tail(
         num_steps: S.
         topk: K.
     """
-    table = _of_group(fields, page_table, page_size)
+    table = _checked_table(fields, page_table, page_size)
     n = table.lanes("rows", rows).shape[0]
     table.lanes("roots", roots, n)
     s, k = number("num_steps", num_steps, 1), number("topk", topk, 1)
@@ -306,14 +307,14 @@ def copy_parent_drafts(
         step: in [0, S); K * step at most 2816.
         layout: `dense` or `holey`.
     """
-    table = _of_group(fields, page_table, page_size)
+    table = _checked_table(fields, page_table, page_size)
     n = table.lanes("rows", rows).shape[0]
     table.lanes("roots", roots, n)
     expect("branch_parents", branch_parents, torch.int32, (n, None), table.device)
     s, k = number("num_steps", num_steps, 1), branch_parents.shape[1]
     step, holey = number("step", step, 0, s - 1), is_holey(layout)
     drafts = number("topk * step", k * step, 0, MAX_HELD)
-    tiles, block, shared = _held(fields, drafts, n)
+    tiles, block, shared = _block_layout(fields, drafts, n)
     sizes = (i32(s), i32(k), holey, i32(step), i32(tiles))
     number("n * tiles", n * tiles, 0)
     args = (fields.table, i32(fields.num_slots), *table.args, rows, roots, branch_parents, *sizes)

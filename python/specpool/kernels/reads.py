@@ -68,7 +68,7 @@ def draft_read_indices(
         layout: `dense` or `holey`.
         ancestors: int32 [n, K, width > step] (`advance_ancestors`): a branch reads its true
             ancestors. None: it reads its own cells, as in SGLang.
-        hi: [n] on the host, upper bounds of the roots; None = the row's width.
+        hi: [n] on the host, upper bounds of the roots; None means the row's width.
         out: both results; kv_indices may hold more than `read_capacity`.
 
     Returns:
@@ -87,13 +87,13 @@ def draft_read_indices(
     need = read_capacity(bounds, num_steps=s, topk=k)
     if out is not None and len(out) != 2:
         raise ShapeError(f"out must hold kv_indptr, kv_indices, got {len(out)} tensors")
-    given = (None, None) if out is None else out
-    indptr = output("out.kv_indptr", given[0], torch.int32, (n * k + 1,), table.device)
-    indices = capacity("out.kv_indices", need, given[1], table.device)
+    buffers = (None, None) if out is None else out
+    indptr = output("out.kv_indptr", buffers[0], torch.int32, (n * k + 1,), table.device)
+    indices = capacity("out.kv_indices", need, buffers[1], table.device)
     if n == 0:
         indptr.zero_()
-    most = int(bounds.max(initial=0)) + s
-    grid = (n * k, min(-(-most // (4 * THREADS)), 1024))
+    max_len = int(bounds.max(initial=0)) + s
+    grid = (n * k, min(-(-max_len // (4 * THREADS)), 1024))
     sizes = (i32(indices.shape[0]), i32(s), i32(k), i32(step), holey)
     args = (*table.args, rows, roots, ancestors, i32(width), indptr, indices, *sizes)
     launch("draft_read_indices", grid, (THREADS,), args)
@@ -123,7 +123,7 @@ def branch_pages(
         num_steps: S.
         topk: K.
         step: in [0, S).
-        hi: [n] on the host, upper bounds of the roots; None = the row's width.
+        hi: [n] on the host, upper bounds of the roots; None means the row's width.
         out: int32 [n*K, width or more].
 
     Returns:

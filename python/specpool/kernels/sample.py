@@ -43,7 +43,7 @@ def uniform(seeds: Tensor, positions: Tensor, *, out: Tensor | None = None) -> T
     Args:
         seeds: int64 or uint64 [n]; both read the same 64 bits.
         positions: int64 [n].
-        out: float64 [n]; None = a new tensor.
+        out: float64 [n]; None means a new tensor.
     """
     device = device_of("seeds", seeds)
     n = expect("seeds", seeds, (torch.int64, torch.uint64), (None,), device).shape[0]
@@ -75,7 +75,7 @@ def sample_tokens(
         top_p: float32 [n], in (0, 1]; 1 = all.
         u: float64 [n], in [0, 1).
         min_p: float32 [n], in [0, 1]; tokens that top-k and top-p keep are dropped if they are less
-            likely than this share of the likeliest; None = 0.
+            likely than this share of the likeliest; None means 0.
         out: int64 [n].
 
     Returns:
@@ -92,33 +92,35 @@ def sample_tokens(
     if min_p is not None:
         expect("min_p", min_p, torch.float32, (n,), device)
     tokens = output("out", out, torch.int64, (n,), device)
-    of = (logits, i32(_DTYPES.index(logits.dtype)), i32(vocab))
-    wishes = (temperature, top_k, top_p, min_p, u)
+    logits_args = (logits, i32(_DTYPES.index(logits.dtype)), i32(vocab))
+    draw_args = (temperature, top_k, top_p, min_p, u)
     parts = min(-(-vocab // _PART), _BLOCKS // max(n, 1))
     if parts > 1:
-        _in_parts(of, wishes, n, parts, tokens)
+        _in_parts(logits_args, draw_args, n, parts, tokens)
     else:
-        launch("sample_tokens", (n,), (_threads(vocab),), (*of, *wishes, tokens))
+        launch("sample_tokens", (n,), (_threads(vocab),), (*logits_args, *draw_args, tokens))
     return tokens
 
 
-def _in_parts(of: tuple[Arg, ...], wishes: tuple[Arg, ...], n: int, parts: int, to: Tensor) -> None:
+def _in_parts(
+    logits_args: tuple[Arg, ...], draw_args: tuple[Arg, ...], n: int, parts: int, tokens: Tensor
+) -> None:
     """Draw for few rows: several blocks read each, and a launch ends where they must agree.
 
     Which rows draw at all, and by what, only the device knows. So a row that needs no more goes
     through the rest of the launches without reading its logits.
     """
-    logits, _, vocab = of
+    logits, _, vocab = logits_args
     assert isinstance(logits, Tensor) and isinstance(vocab, np.integer)
-    space = torch.empty(n, _BINS + 3 * parts + 9, dtype=torch.int64, device=to.device)
+    space = torch.empty(n, _BINS + 3 * parts + 9, dtype=torch.int64, device=tokens.device)
     grid, block = (n, parts), (_threads(-(-int(vocab) // parts)),)
-    launch("greatest_logits", grid, block, (*of, space))
-    passes = 3 if logits.dtype == torch.float32 else 2
-    for step in range(2 * passes):  # top-k, then top-p
-        launch("narrow_logits", grid, block, (*of, *wishes, space, i32(step)))
-    launch("draw_tokens", grid, block, (*of, *wishes, space, to))
+    launch("greatest_logits", grid, block, (*logits_args, space))
+    num_passes = 3 if logits.dtype == torch.float32 else 2
+    for step in range(2 * num_passes):  # top-k, then top-p
+        launch("narrow_logits", grid, block, (*logits_args, *draw_args, space, i32(step)))
+    launch("draw_tokens", grid, block, (*logits_args, *draw_args, space, tokens))
 
 
 def _threads(count: int) -> int:
-    """Return the size of a block that reads so many logits: 16 or more a thread."""
+    """Return the size of a block that reads `count` logits: 16 or more a thread."""
     return min(max(ceil_pow2(count) // 16, 64), 512)

@@ -65,15 +65,15 @@ def apply_table_deltas(page_tables: Sequence[Tensor], deltas: Sequence[Delta]) -
     tables = [Table(page_table, 1) for page_table in page_tables]
     if len(deltas) != len(tables):
         raise ShapeError(f"deltas must be {len(tables)}, one for each table, got {len(deltas)}")
-    for place, (table, delta) in enumerate(zip(tables, deltas, strict=True)):
+    for index, (table, delta) in enumerate(zip(tables, deltas, strict=True)):
         if table.device != tables[0].device:
             raise ShapeError(
-                f"page_tables[{place}] must be on {tables[0].device}, it is on {table.device}"
+                f"page_tables[{index}] must be on {tables[0].device}, it is on {table.device}"
             )
         if len({part.shape for part in delta}) > 1 or any(part.dtype != np.int32 for part in delta):
-            found = ", ".join(f"{part.dtype} {list(part.shape)}" for part in delta)
-            raise ShapeError(f"deltas[{place}] must be three int32 arrays [n], got {found}")
-    changed = [one for one in zip(tables, deltas, strict=True) if len(one[1][0])]
+            types = ", ".join(f"{part.dtype} {list(part.shape)}" for part in delta)
+            raise ShapeError(f"deltas[{index}] must be three int32 arrays [n], got {types}")
+    changed = [pair for pair in zip(tables, deltas, strict=True) if len(pair[1][0])]
     if not changed:
         return
     device = tables[0].device
@@ -82,12 +82,14 @@ def apply_table_deltas(page_tables: Sequence[Tensor], deltas: Sequence[Delta]) -
             _core.apply_table_delta(table.cells.numpy(), *delta)
         return
     rows = [(t.cells.data_ptr(), t.num_rows, t.pages_per_row) for t, _ in changed]
-    which = np.repeat(np.arange(len(changed), dtype=np.int32), [len(d[0]) for _, d in changed])
+    table_index = np.repeat(
+        np.arange(len(changed), dtype=np.int32), [len(d[0]) for _, d in changed]
+    )
     parts = [np.concatenate([delta[part] for _, delta in changed]) for part in range(3)]
     described, entries = upload(
-        device, np.array(rows, _CELLS).view(np.uint8), np.stack([which, *parts])
+        device, np.array(rows, _CELLS).view(np.uint8), np.stack([table_index, *parts])
     )
-    n, touched = len(which), [table.cells for table, _ in changed]
+    n, touched = len(table_index), [table.cells for table, _ in changed]
     args = (described, i32(len(changed)), entries, i32(n))
     launch("apply_table_deltas", blocks(n), (THREADS,), args, touches=touched)
 
@@ -129,7 +131,7 @@ def slot_ranges(
         rows: int32 [n].
         starts: int32 [n].
         lens: int32 [n].
-        hi: [n] on the host, upper bounds of `lens`; None = the row's width.
+        hi: [n] on the host, upper bounds of `lens`; None means the row's width.
         out: int32, at least sum(hi).
 
     Returns:
@@ -147,8 +149,8 @@ def slot_ranges(
 
 def _tiles(bounds: NDArray[np.int64]) -> int:
     """Return the number of blocks that share a lane's elements, four elements per thread."""
-    most = int(bounds.max(initial=0))
-    return min(-(-most // (4 * THREADS)), 1024)
+    max_len = int(bounds.max(initial=0))
+    return min(-(-max_len // (4 * THREADS)), 1024)
 
 
 @with_twin(_core.draft_write_slots)
@@ -196,7 +198,7 @@ def page_csr(
         page_size: P.
         rows: int32 [n].
         lens: int32 [n].
-        hi: [n] on the host, upper bounds of `lens`; None = the row's width.
+        hi: [n] on the host, upper bounds of `lens`; None means the row's width.
         out: the three results; kv_indices may be longer than needed.
 
     Returns:
@@ -211,12 +213,12 @@ def page_csr(
         raise ShapeError(
             f"out must hold kv_indptr, kv_indices, kv_last_page_len, got {len(out)} tensors"
         )
-    indptr, given, last = out if out is not None else (None, None, None)
+    indptr, indices_buffer, last = out if out is not None else (None, None, None)
     names, shapes = ("kv_indptr", "kv_last_page_len"), ((n + 1,), (n,))
-    both = None if indptr is None or last is None else (indptr, last)
-    indptr, last = outputs(names, both, [torch.int32] * 2, shapes, table.device)
+    indptr_and_last = None if indptr is None or last is None else (indptr, last)
+    indptr, last = outputs(names, indptr_and_last, [torch.int32] * 2, shapes, table.device)
     pages = int((-(-bounds // table.page_size)).sum())
-    indices = capacity("out.kv_indices", pages, given, table.device)
+    indices = capacity("out.kv_indices", pages, indices_buffer, table.device)
     if n == 0:
         indptr.zero_()
     args = (*table.args, rows, lens, indptr, indices, last, i32(indices.shape[0]))

@@ -39,9 +39,9 @@ def no_transfers() -> Iterator[None]:
         _thread.refuses_transfers = before
 
 
-def _check(what: str) -> None:
+def _check(action: str) -> None:
     if _thread.refuses_transfers:
-        raise OrderError(f"{what} within the capture of a graph")
+        raise OrderError(f"{action} within the capture of a graph")
 
 
 def upload(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
@@ -85,10 +85,10 @@ def spans_of(arrays: Sequence[NDArray[Any]]) -> list[slice]:
     return spans
 
 
-def pack(arrays: Sequence[NDArray[Any]], spans: Sequence[slice], into: NDArray[np.uint8]) -> None:
+def pack(arrays: Sequence[NDArray[Any]], spans: Sequence[slice], target: NDArray[np.uint8]) -> None:
     """Write the bytes of each array into its span."""
     for array, span in zip(arrays, spans, strict=True):
-        into[span] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        target[span] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def unpack(arrays: Sequence[NDArray[Any]], spans: Sequence[slice], packed: Tensor) -> list[Tensor]:

@@ -82,15 +82,15 @@ def select_topk(
         expect("scores", scores, torch.float32, (n, k), device)
     names, shapes = ("input_ids", "branch_parents", "scores"), ((n * k,), (n, k), (n, k))
     kinds = (torch.int64, torch.int32, torch.float32)
-    ids, parents, kept = outputs(names, out, kinds, shapes, device)
-    if step > 0 and scores is not None and n and kept.data_ptr() == scores.data_ptr():
+    ids, parents, best_scores = outputs(names, out, kinds, shapes, device)
+    if step > 0 and scores is not None and n and best_scores.data_ptr() == scores.data_ptr():
         raise ShapeError("out.scores must not be scores itself")
     block = (min(max(ceil_pow2(k * k), 32), 256),)
     buffers = (candidate_scores, candidate_tokens, candidate_parents)
     before = scores if step > 0 else None
-    args = (i32(step), i32(s), i32(k), topk_p, topk_index, before, *buffers, ids, parents, kept)
-    launch("select_topk", (n,), block, args)
-    return ids, parents, kept
+    args = (i32(step), i32(s), i32(k), topk_p, topk_index, before, *buffers)
+    launch("select_topk", (n,), block, (*args, ids, parents, best_scores))
+    return ids, parents, best_scores
 
 
 @with_twin(twins.build_tree)
@@ -117,8 +117,8 @@ def build_tree(
 
     Returns:
         tokens int64 [n, N], the root's first; depths int32 [n, N]; mask bool [n, N, N], true where
-        node j is node i or an ancestor of it; first_child, next_sibling int32 [n, N], -1 = none;
-        parents int32 [n, N], -1 for the root.
+        node j is node i or an ancestor of it; first_child, next_sibling int32 [n, N], -1 for
+        none; parents int32 [n, N], -1 for the root.
     """
     n, s = _candidates(candidate_scores, candidate_tokens, candidate_parents, topk)
     device, total = candidate_scores.device, candidate_scores.shape[1]
@@ -164,8 +164,8 @@ def check_tree(
         tokens: int64 [n, N].
         depths: int32 [n, N].
         mask: bool [n, N, N].
-        first_child: int32 [n, N], -1 = none.
-        next_sibling: int32 [n, N], -1 = none.
+        first_child: int32 [n, N], -1 means none.
+        next_sibling: int32 [n, N], -1 means none.
         root_tokens: int64 [n].
         vocab_size: the target's.
         out: the three results.

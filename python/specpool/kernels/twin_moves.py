@@ -228,11 +228,11 @@ def scatter_kv(
         return
     num_slots = min(_num_slots(buffer, slot_dim) for buffer in buffers)
     device = _device(buffers)
-    for place, (buffer, value) in enumerate(zip(buffers, values, strict=True)):
+    for number, (buffer, value) in enumerate(zip(buffers, values, strict=True)):
         shape = (*buffer.shape[:slot_dim], len(slots), *buffer.shape[slot_dim + 1 :])
         if value.shape != shape or value.dtype != buffer.dtype or value.device != device:
             raise ShapeError(
-                f"values[{place}] must be {buffer.dtype} {shape} on {device}, got {value.dtype} "
+                f"values[{number}] must be {buffer.dtype} {shape} on {device}, got {value.dtype} "
                 f"{tuple(value.shape)} on {value.device}"
             )
     if len(slots) == 0:

@@ -35,9 +35,13 @@ def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P
 
     def decorate(launcher: Callable[P, R]) -> Callable[P, R]:
         # The first tensor gives the device; only `select_topk` begins with a number.
-        place = int(launcher.__name__ == "select_topk")
+        device_arg = int(launcher.__name__ == "select_topk")
         parameters = inspect.signature(launcher).parameters.values()
-        names = [one.name for one in parameters if one.kind == one.POSITIONAL_OR_KEYWORD]
+        names = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind == parameter.POSITIONAL_OR_KEYWORD
+        ]
 
         @functools.wraps(launcher)
         def run(*args: P.args, **options: P.kwargs) -> R:
@@ -46,24 +50,24 @@ def with_twin(twin: Callable[..., Any]) -> Callable[[Callable[P, R]], Callable[P
                 if len(args) > len(names) or not options.keys() >= set(by_name):
                     return launcher(*args, **options)  # raises a TypeError that names the argument
                 args += tuple(options.pop(name) for name in by_name)  # type: ignore[assignment]
-            first: object = args[place]
+            first: object = args[device_arg]
             if runs_kernels(first.device if isinstance(first, _PLACED) else _CPU):
                 return launcher(*args, **options)
             out = options.pop("out", None)
             options.pop("hi", None)
-            given: dict[str, Any] = {}
+            twin_options: dict[str, Any] = {}
             for name, value in options.items():
-                given[name] = value if isinstance(value, int | str) else as_array(value)
+                twin_options[name] = value if isinstance(value, int | str) else as_array(value)
             if isinstance(first, Fields):
-                given["slot_dim"] = first.slot_dim
+                twin_options["slot_dim"] = first.slot_dim
                 if names[2] == "page_size" and args[2] != first.page_size:
                     raise ShapeError(
                         f"page_size must be the fields' {first.page_size}, got {args[2]}"
                     )
-            results = twin(*[as_array(arg) for arg in args], **given)
+            results = twin(*[as_array(arg) for arg in args], **twin_options)
             if out is None and isinstance(results, np.ndarray):
                 return torch.from_numpy(results)  # type: ignore[return-value]
-            return _into(out, results)  # type: ignore[no-any-return]
+            return _as_tensors(out, results)  # type: ignore[no-any-return]
 
         def as_array(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -95,16 +99,18 @@ def _converted(tensor: Tensor) -> Any:
     return tensor.float().numpy()
 
 
-def _into(out: Any, results: Any) -> Any:
+def _as_tensors(out: Any, results: Any) -> Any:
     """Return `results` as tensors, copied into `out` if that is given."""
     if isinstance(results, tuple):
         if out is not None and len(out) != len(results):
             raise ShapeError(f"out must hold {len(results)} tensors, got {len(out)}")
-        given = [None] * len(results) if out is None else out
-        for one, result in zip(given, results, strict=True):
-            if one is not None:
-                _check_out(one, torch.from_numpy(result))
-        return tuple(_into(one, result) for one, result in zip(given, results, strict=True))
+        buffers = [None] * len(results) if out is None else out
+        for buffer, result in zip(buffers, results, strict=True):
+            if buffer is not None:
+                _check_out(buffer, torch.from_numpy(result))
+        return tuple(
+            _as_tensors(buffer, result) for buffer, result in zip(buffers, results, strict=True)
+        )
     if not isinstance(results, np.ndarray):
         return results
     result = torch.from_numpy(results)
@@ -122,15 +128,15 @@ def _check_out(out: Tensor, result: Tensor) -> None:
         raise ShapeError(f"out must hold {list(result.shape)}, got {list(out.shape)}")
     # A twin's slots are int64, a kernel's int32.
     if out.dtype != result.dtype and {out.dtype, result.dtype} != {torch.int32, torch.int64}:
-        want, got = (str(kind).removeprefix("torch.") for kind in (result.dtype, out.dtype))
-        raise ShapeError(f"out must be {want}, got {got}")
+        wanted, actual = (str(kind).removeprefix("torch.") for kind in (result.dtype, out.dtype))
+        raise ShapeError(f"out must be {wanted}, got {actual}")
 
 
 def _expect(name: str, value: Any, *dtypes: type[np.generic]) -> None:
     if not isinstance(value, np.ndarray) or value.dtype not in dtypes:
         kinds = " or ".join(dtype.__name__ for dtype in dtypes)
-        got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
-        raise ShapeError(f"{name} must be a tensor of {kinds}, got {got}")
+        actual = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+        raise ShapeError(f"{name} must be a tensor of {kinds}, got {actual}")
 
 
 def build_tree(
@@ -183,23 +189,27 @@ def copy_parent_drafts(*args: Any, layout: str = "holey", **options: Any) -> Non
     moves.copy_parent_drafts(*args, **options)
 
 
-def copy_slots(to: Fields, of: Fields, dst: Tensor | None, src: Tensor | None, n: int) -> None:
+def copy_slots(
+    target: Fields, source: Fields, dst: Tensor | None, src: Tensor | None, n: int
+) -> None:
     """Copy slots as the kernel behind `gather_kv` and `scatter_kv` does, on buffers of any form.
 
     Args:
-        to: buffers to write.
-        of: buffers to read, of the same widths.
-        dst: int32 [n], each once; None = 0, 1, ...
-        src: int32 [n]; None = 0, 1, ...
+        target: buffers to write.
+        source: buffers to read, of the same widths.
+        dst: int32 [n], each once; None means 0, 1, ...
+        src: int32 [n]; None means 0, 1, ...
         n: the number of slots.
     """
     places = []
-    for name, fields, slots in (("dst", to, dst), ("src", of, src)):
+    for name, fields, slots in (("dst", target, dst), ("src", source, src)):
         index = torch.arange(n) if slots is None else slots.long()
         _core.check_slots(name, index.numpy(), fields.num_slots)
         places.append(index)
     if dst is not None:
-        _core.check_moves(places[0].numpy(), places[0].numpy(), to.num_slots)
-    for written, read in zip(to.views(), of.views(), strict=True):
-        (into, out_of), size, other = places, written.shape[1], read.shape[1]
-        written[into // size, into % size] = read[out_of // other, out_of % other]
+        _core.check_moves(places[0].numpy(), places[0].numpy(), target.num_slots)
+    for written, read in zip(target.views(), source.views(), strict=True):
+        (written_slots, read_slots), size, other = places, written.shape[1], read.shape[1]
+        written[written_slots // size, written_slots % size] = read[
+            read_slots // other, read_slots % other
+        ]

@@ -1,82 +1,92 @@
 """`ServeConfig`: the options of the server, apart from those of its engine."""
 
-from __future__ import annotations
-
 import ipaddress
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from specpool.checks import check_int, shown
+from specpool.checks import shown
 from specpool.engine.models.files.names import suffix_of
 from specpool.errors import ConfigError
+from specpool.fields import Option, Within, check_values
+from specpool.num_bytes import parse_bytes
 
-#: Where the server listens unless it is told otherwise: this machine alone.
+#: The default address to listen on: this machine alone.
 LOOPBACK = "127.0.0.1"
 # A name or an address as it stands in a Host header, without the port.
 _HOST = re.compile(r"[^\s/:\[\]]+|\[[0-9A-Fa-f:.]+\]")
+
+
+def _read_timeout(_name: str, seconds: float) -> float | None:
+    return seconds or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
     """The options of the server.
 
+    The first sentence of a field's description is also the help of its option.
+
     Attributes:
-        host: the address to listen on.
-        port: the port; 0 = any free one.
-        names: what clients may call the model; the first is the one that answers carry.
+        host: address to listen on; 0.0.0.0 = all of this machine.
+        port: port to listen on; 0 = any free one.
+        names: what clients call the model. The first is the one that answers carry.
         api_keys: clients must send one of them; () = no key is asked for.
-        open_metrics: `/metrics` needs no key, although other paths do.
-        share_prefixes: all keys share cached KV; else each key has that of its own texts alone.
-        origins: other sites whose pages may call the server (CORS); `*` = all.
-        proxies: addresses and networks of proxies whose `x-forwarded-for` is believed.
-        hosts: names beside the loopback ones by which a loopback server may be called.
-        max_queue: requests that may wait beside those that run; further ones get 429.
-        max_body: the most bytes of a request's body.
-        max_header: the most bytes of a request's line and headers.
-        max_connections: connections that may be open at once; further ones are closed.
-        max_choices: the most texts of one call (`n` times the prompts).
-        request_timeout: seconds until a request is aborted; None = never.
-        read_timeout: seconds in which a request's headers and body must come.
-        write_timeout: seconds that a client may leave a part of a stream unread.
-        drain_timeout: seconds that running requests get when the server is told to stop.
-        max_sessions: the most open sessions; one of several keys may have as many as are left.
+        open_metrics: give /metrics without a key too. Other paths still need one.
+        share_prefixes: all API keys share cached KV, so each can find out what others have sent.
+            Else each key has that of its own texts alone.
+        origins: sites whose pages may call the server (CORS); * = all.
+        hosts: names by which a loopback server may be called too. The loopback ones need not be
+            named.
+        proxies: addresses or networks of proxies whose X-Forwarded-For is believed.
+        max_queue: most texts that wait beside those that run; further ones get 429.
+        max_body: most bytes of a request's body; beyond it 413.
+        max_header: most bytes of a request's line and headers.
+        max_connections: most connections that are open at once. Further ones are closed.
+        max_choices: most texts of one call (`n` times the prompts).
+        request_timeout: seconds until a request is aborted; 0 = never. In Python None = never.
+        read_timeout: seconds in which a request must have come. Headers and body count.
+        write_timeout: seconds that a part of a stream may wait for its reader.
+        drain_timeout: seconds that running texts get when the server is told to stop.
+        max_open_sessions: most sessions that are open at once. One of several keys may have as many
+            as are left.
         session_timeout: seconds after which a session without a turn is closed.
         access_log: write a line for each request.
     """
 
-    host: str = LOOPBACK
-    port: int = 8000
-    names: tuple[str, ...] = ("specpool/tiny",)
+    host: Annotated[str, Option()] = LOOPBACK
+    port: Annotated[int, Within(0, 65535), Option()] = 8000
+    names: Annotated[
+        tuple[str, ...],
+        Option("Model", names=["--name"], default="--target, without a path"),
+    ] = ("specpool/tiny",)
     api_keys: tuple[str, ...] = ()
-    open_metrics: bool = False
-    share_prefixes: bool = False
-    origins: tuple[str, ...] = ()
-    proxies: tuple[str, ...] = ()
-    hosts: tuple[str, ...] = ()
-    max_queue: int = 1024
-    max_body: int = 8 << 20
-    max_header: int = 32 << 10
-    max_connections: int = 4096
-    max_choices: int = 128
-    request_timeout: float | None = 600.0
-    read_timeout: float = 30.0
-    write_timeout: float = 30.0
-    drain_timeout: float = 30.0
-    max_sessions: int = 256
-    session_timeout: float = 3600.0
-    access_log: bool = True
+    open_metrics: Annotated[bool, Option("Server")] = False
+    share_prefixes: Annotated[bool, Option("Server")] = False
+    origins: Annotated[tuple[str, ...], Option("Server", names=["--allow-origin"])] = ()
+    hosts: Annotated[tuple[str, ...], Option("Server", names=["--allow-host"])] = ()
+    proxies: Annotated[tuple[str, ...], Option("Server", names=["--trust-proxy"])] = ()
+    max_queue: Annotated[int, Within(0, 1 << 20), Option("Server")] = 1024
+    max_body: Annotated[
+        int,
+        Within(1 << 10, 1 << 32),
+        Option("Server", kind=str, read=parse_bytes, default="8MiB"),
+    ] = 8 << 20
+    max_header: Annotated[int, Within(1 << 10, 1 << 24)] = 32 << 10
+    max_connections: Annotated[int, Within(1, 1 << 20), Option("Server")] = 4096
+    max_choices: Annotated[int, Within(1, 1 << 16)] = 128
+    request_timeout: Annotated[float | None, Option("Server", read=_read_timeout)] = 600.0
+    read_timeout: Annotated[float, Option("Server")] = 30.0
+    write_timeout: Annotated[float, Option("Server")] = 30.0
+    drain_timeout: Annotated[float, Option("Server")] = 30.0
+    max_open_sessions: Annotated[int, Within(0, 1 << 20), Option("Server")] = 256
+    session_timeout: Annotated[float, Option("Server")] = 3600.0
+    access_log: Annotated[bool, Option("Server")] = True
 
     def __post_init__(self) -> None:
-        check_int("port", self.port, 0, 65535)
-        check_int("max_queue", self.max_queue, 0, 1 << 20)
-        check_int("max_body", self.max_body, 1 << 10, 1 << 32)
-        check_int("max_header", self.max_header, 1 << 10, 1 << 24)
-        check_int("max_connections", self.max_connections, 1, 1 << 20)
-        check_int("max_choices", self.max_choices, 1, 1 << 16)
-        check_int("max_sessions", self.max_sessions, 0, 1 << 20)
+        check_values(self)
         for name in ("request", "read", "write", "drain", "session"):
             value = getattr(self, f"{name}_timeout")
             if name == "request" and value is None:

@@ -1,5 +1,5 @@
 """Training of an EAGLE-3 head for a target, on a user's own texts.
 
-Nothing else in the package imports this folder. It stands on the engine: the target's features and
+Only the command line imports this folder. It stands on the engine: the target's features and
 its answers come from the code that serves.
 """

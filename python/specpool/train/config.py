@@ -1,13 +1,13 @@
 """`TrainConfig`: the options of a training, checked before torch is imported."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from specpool.checks import check_int, shown
+from specpool.checks import shown
 from specpool.errors import ConfigError
+from specpool.fields import Option, Within, check_values
 
 #: Passes over the texts if neither `epochs` nor `minutes` says how long to train.
 EPOCHS = 4.0
@@ -17,44 +17,54 @@ EPOCHS = 4.0
 class TrainConfig:
     """The options of a training.
 
+    The first sentence of a field's description is also the help of its option.
+
     Attributes:
         target: a folder, a hub name, or `specpool/tiny`.
-        data: files of plain text (UTF-8), or of JSON lines (`.jsonl`, `.ndjson`, `.json`).
-        out: the folder to write the head to, with the state of the training in `training`.
+        data: files of plain text, or of JSON lines (.jsonl): objects with 'text', 'prompt',
+            'prompt' and 'completion', or 'messages'. All are UTF-8; .ndjson and .json are JSON
+            lines too.
+        out: a new folder for the head and its training. The state of the training is in `training`.
         resume: go on with the training in `out`.
-        length: the most tokens of a text in training.
+        minutes: wall time of the training. Loading and measuring do not count; None = no limit.
+        epochs: passes over the texts. None = no limit if `minutes` is given, else `EPOCHS`.
+        length: most tokens of a text in training.
         batch_size: texts of a step.
-        unroll: draft steps that training takes in a row.
-        draft_vocab_size: the most tokens that the head can propose: the most frequent ones.
-        lr: the greatest learning rate; None = 0.512 / hidden size, at most 0.004.
-        epochs: passes over the texts; None = no limit if `minutes` is given, else `EPOCHS`.
-        minutes: wall time of the training, without loading and measuring; None = no limit.
-        checkpoint_minutes: wall time between checkpoints.
-        held_out: the share of the texts that training does not see, in (0, 0.5].
-        new_tokens: the most tokens of the target's answer to a prompt without one.
-        temperature: of these answers; 0 = greedy.
-        seed: of the split, the order of texts, the answers and the weights.
+        unroll: draft steps that training takes in a row, from its own output.
+        draft_vocab_size: most tokens that the head can propose. They are the most frequent ones.
+        lr: greatest learning rate. None = 0.512 / hidden size, at most 0.004.
+        held_out: share of the texts that training does not see. In (0, 0.5].
+        new_tokens: most tokens of the target's answer to a prompt without one.
+        temperature: temperature of these answers; 0 = greedy.
+        checkpoint_minutes: wall time between two checkpoints.
+        seed: seed of the split, the order, the answers and the weights.
         dtype: of the target; None = float32 on a CPU, else as stored.
         device: cpu, cuda or cuda:N.
         trust_remote_code: run Python code from the target's folder.
     """
 
     target: str
-    data: tuple[Path, ...]
-    out: Path
-    resume: bool = False
-    length: int = 512
-    batch_size: int = 8
-    unroll: int = 4
-    draft_vocab_size: int = 32_000
-    lr: float | None = None
-    epochs: float | None = None
-    minutes: float | None = None
-    checkpoint_minutes: float = 5.0
-    held_out: float = 0.05
-    new_tokens: int = 256
-    temperature: float = 0.0
-    seed: int = 0
+    data: Annotated[tuple[Path, ...], Option()]
+    out: Annotated[Path, Option()]
+    resume: Annotated[bool, Option()] = False
+    minutes: Annotated[float | None, Option(default="no limit")] = None
+    epochs: Annotated[float | None, Option("Training", default="4, or no limit with --minutes")] = (
+        None
+    )
+    length: Annotated[int, Within(16, 1 << 20), Option("Training")] = 512
+    batch_size: Annotated[int, Within(1, 1 << 12), Option("Training", names=["--batch"])] = 8
+    unroll: Annotated[int, Within(1, 16), Option("Training")] = 4
+    draft_vocab_size: Annotated[
+        int, Within(16, 1 << 24), Option("Training", names=["--draft-vocab"])
+    ] = 32_000
+    lr: Annotated[
+        float | None, Option("Training", default="0.512 / hidden size, at most 0.004")
+    ] = None
+    held_out: Annotated[float, Option("Training")] = 0.05
+    new_tokens: Annotated[int, Within(2, 1 << 20), Option("Training")] = 256
+    temperature: Annotated[float, Option("Training")] = 0.0
+    checkpoint_minutes: Annotated[float, Option("Training")] = 5.0
+    seed: Annotated[int, Within(0, (1 << 63) - 1), Option("Training")] = 0
     dtype: str | None = None
     device: str = "cpu"
     trust_remote_code: bool = False
@@ -62,17 +72,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not self.data:
             raise ConfigError("data: no file is named")
-        check_int("length", self.length, 16, 1 << 20)
-        check_int("batch_size", self.batch_size, 1, 1 << 12)
-        check_int("unroll", self.unroll, 1, 16)
-        check_int("draft_vocab_size", self.draft_vocab_size, 16, 1 << 24)
-        check_int("new_tokens", self.new_tokens, 2, 1 << 20)
-        check_int("seed", self.seed, 0, (1 << 63) - 1)
-        _check_number("lr", self.lr, most=1.0)
+        check_values(self)
+        _check_number("lr", self.lr, maximum=1.0)
         _check_number("epochs", self.epochs)
         _check_number("minutes", self.minutes)
         _check_number("checkpoint_minutes", self.checkpoint_minutes)
-        _check_number("held_out", self.held_out, most=0.5)
+        _check_number("held_out", self.held_out, maximum=0.5)
         if not 0 <= self.temperature <= 100:
             raise ConfigError(f"temperature must be in [0, 100], got {shown(self.temperature)}")
 
@@ -89,7 +94,7 @@ class TrainConfig:
         return {name: getattr(self, name) for name in [*names.split(), "seed", "dtype"]}
 
 
-def _check_number(name: str, value: float | None, *, most: float = math.inf) -> None:
-    if (value is not None and not 0 < value <= most) or value == math.inf:
-        allowed = "above 0" if most == math.inf else f"in (0, {most:g}]"
+def _check_number(name: str, value: float | None, *, maximum: float = math.inf) -> None:
+    if (value is not None and not 0 < value <= maximum) or value == math.inf:
+        allowed = "above 0" if maximum == math.inf else f"in (0, {maximum:g}]"
         raise ConfigError(f"{name} must be a number {allowed}, got {shown(value)}")

@@ -36,7 +36,6 @@ from specpool.cli.generate.report import (
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import check_drafter, drafts_of
 from specpool.cli.options.prompts import Given, PromptValue, read_prompts, shown
-from specpool.cli.options.shapes import shape_of
 from specpool.cli.results import check_out
 from specpool.engine.models.files.names import shown_drafts
 from specpool.engine.output import Chunk, RequestOutput
@@ -63,7 +62,6 @@ class GenerateJob:
     draft: list[str] | None
     prompts: Given
     chat: bool
-    shape: str | None
     dtype: str | None
     device: str
     threads: int
@@ -72,15 +70,15 @@ class GenerateJob:
     out: Path | None
     force: bool
     json: bool
-    sampling: dict[str, Any]
-    options: dict[str, Any]
+    sampling: dict[str, Any]  # of the requests
+    options: dict[str, Any]  # of the engine
 
 
-def prompts_of(job: GenerateJob, given: Sequence[PromptValue]) -> list[Prompt]:
+def prompts_of(job: GenerateJob, texts: Sequence[PromptValue]) -> list[Prompt]:
     """Return the engine's prompts; with `--chat` a text becomes a chat of one message."""
     return [
         [{"role": "user", "content": prompt}] if job.chat and isinstance(prompt, str) else prompt
-        for prompt in given
+        for prompt in texts
     ]
 
 
@@ -103,7 +101,7 @@ def timed(
     seconds = 0.0
     stream = engine.stream(prompts, params, shape=shape)
     try:
-        while not interrupt.asked:
+        while not interrupt.is_requested:
             start = time.perf_counter()
             item = next(stream, None)
             seconds += time.perf_counter() - start
@@ -116,7 +114,7 @@ def timed(
                 on_output(item)
     finally:
         stream.close()  # type: ignore[attr-defined]
-    return Timed([outputs[place] for place in sorted(outputs)], seconds)
+    return Timed([outputs[key] for key in sorted(outputs)], seconds)
 
 
 def run(job: GenerateJob) -> None:
@@ -131,7 +129,7 @@ def run(job: GenerateJob) -> None:
         dtype=job.dtype,
         graph_sizes=job.options.get("graph_sizes"),
     )
-    shape = shape_of(job.shape)
+    shape = job.options.get("shape")
     params = checks.sampling_params(job.sampling)
     if job.out is not None:
         check_out(job.out, force=job.force)
@@ -142,7 +140,7 @@ def run(job: GenerateJob) -> None:
     if job.compare and (not drafts or shape == Shape.none()):
         what = "--draft" if not drafts else "a --shape that drafts"
         raise ConfigError(f"--compare compares drafting with plain decoding: give {what}")
-    checks.check_engine_config(shape, drafts, job.options)
+    checks.check_engine_config(drafts, job.options)
     checks.check_models(job.target, drafts)
     texts = read_prompts(job.prompts, job.target, NUM_BUILT_IN_PROMPTS)
     checks.check_prompts(job.target, prompts_of(job, texts))
@@ -151,7 +149,6 @@ def run(job: GenerateJob) -> None:
         "draft": drafts or None,
         "dtype": job.dtype,
         "device": job.device,
-        "shape": shape,
         "trust_remote_code": job.trust_remote_code,
         **job.options,
     }
@@ -179,7 +176,7 @@ def run(job: GenerateJob) -> None:
     with ranks or nullcontext(), interrupt.handled():
         with load() as engine:
             _generate(job, engine, texts, params, interrupt, status)
-    if interrupt.asked:
+    if interrupt.is_requested:
         status.print("interrupted: requests aborted, pages returned")
         raise SystemExit(130)
 
@@ -220,7 +217,7 @@ def _generate(
         def on_output(output: RequestOutput) -> None:
             file.write(output)
             if printer is not None:
-                printer.done(output)
+                printer.finish(output)
 
         generated = timed(
             engine,
@@ -239,7 +236,7 @@ def _generate(
                 timed(engine, prompts, params, interrupt, shape=Shape.none(), on_chunk=advance)
             )
         _repeat(engine, prompts, params, interrupt, runs)
-    if interrupt.asked:
+    if interrupt.is_requested:
         return
     report = report_of(engine, runs, peak_pages)
     if round_cts:
@@ -280,7 +277,7 @@ def _repeat(
 ) -> None:
     """Add further runs of both kinds in turn, until there are enough for a range."""
     seconds, pair_seconds = 0.0, runs.drafted[0].seconds + runs.plain[0].seconds
-    while not interrupt.asked and (
+    while not interrupt.is_requested and (
         len(runs.drafted) < MIN_RUNS
         or (len(runs.drafted) < MAX_RUNS and seconds + pair_seconds <= REPEAT_SECONDS)
     ):

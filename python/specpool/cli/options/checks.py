@@ -110,20 +110,18 @@ def _may_have_template(folder: Path) -> bool:
     return bool(held.get("chat_template")) or "auto_map" in held
 
 
-def check_engine_config(
-    shape: Shape | None, drafts: Sequence[str], options: Mapping[str, Any]
-) -> None:
+def check_engine_config(drafts: Sequence[str], options: Mapping[str, Any]) -> None:
     """Build the configuration as an engine will, and check which options go together.
 
     Args:
-        shape: the value of `--shape`; None = not given.
         drafts: the drafts; empty = there is none.
         options: fields of `EngineConfig`.
 
     Raises:
         ConfigError: a value is out of its range, or another option makes it meaningless.
     """
-    config = EngineConfig(shape=shape, **options)
+    config = EngineConfig(**options)
+    shape = config.shape
     check_choice("attention", config.attention, ATTENTION)
     if config.attention == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         raise ConfigError(

@@ -11,19 +11,6 @@ from typer.core import TyperGroup
 
 from specpool.errors import ConfigError
 
-#: Field -> its option, for options with another name than the field.
-_OTHER_NAMES = {
-    "max_batch": "batch",
-    "num_requests": "requests",
-    "n": "samples",
-    "names": "name",
-    "hosts": "allow_host",
-    "proxies": "trust_proxy",
-    "num_tokens": "tokens",
-    "overlap_depth": "depth",
-    "kv_bytes": "memory",
-}
-
 #: A message about one prompt. Python numbers prompts from 0, the headings of an output from 1.
 _PROMPT = re.compile(
     r"\A((?:the chat template refuses |(?:'\w+' of )?message \d+ of )?prompt )(\d+)"
@@ -40,12 +27,8 @@ def with_option_names(text: str, options: Mapping[str, str]) -> str:
         text: the message of an error.
         options: name of the parameter -> the option, such as `{"page_size": "--page-size"}`.
     """
-    text = _PROMPT.sub(lambda found: f"{found[1]}{int(found[2]) + 1}", text)
-    fields = dict(options)
-    for field, name in _OTHER_NAMES.items():
-        if field not in fields and name in fields:
-            fields[field] = fields[name]
-    for field, option in fields.items():
+    text = _PROMPT.sub(lambda match: f"{match[1]}{int(match[2]) + 1}", text)
+    for field, option in options.items():
         if "_" in field:
             text = re.sub(rf"(?<![\w/.'\"-]){field}(?![\w/.'\"-])", option, text)
         else:

@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from typer.core import TyperCommand
 
-#: The titles, as `rich_help_panel` of an option; an option without one is in the first section.
-PROMPTS = "Prompts"
-SAMPLING = "Sampling"
-FORM = "Form of the text"
-TRAINING = "Training"
-REQUESTS = "Requests"
-MEASUREMENT = "Measurement"
-MODEL = "Model"
-DRAFTS = "Drafts"
-MEMORY = "Memory"
-SCHEDULING = "Scheduling"
-SERVER = "Server"
-ADVANCED = "Advanced"
+from specpool.fields import Section
 
+# A title is the `rich_help_panel` of an option; an option without one is in the first section.
 _FIRST = "Options"
-_ORDER = (
-    "Arguments",
-    _FIRST,
-    PROMPTS,
-    SAMPLING,
-    FORM,
-    TRAINING,
-    REQUESTS,
-    MEASUREMENT,
-    MODEL,
-    DRAFTS,
-    MEMORY,
-    SCHEDULING,
-    SERVER,
-    ADVANCED,
-)
+_ORDER = ("Arguments", *get_args(Section))
 
 
 class SectionedCommand(TyperCommand):
     """A command whose help lists its options by section."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write each section that has an option, in the order of the titles above."""
+        """Write each section that has an option, in the order of `Section`."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             line = param.get_help_record(ctx)

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from specpool.cli.options import sections
+from specpool.capacity.group_sizes import Layout, Policy
 from specpool.cli.options import types as o
+from specpool.cli.options.derived import option_of
 from specpool.cli.plan.mixed import ACCEPTANCE
-from specpool.engine.config import HEADROOM
+from specpool.engine.config import HEADROOM, EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,20 +26,20 @@ class Question:
         ),
     ] = None
     layers: Annotated[
-        int | None, typer.Option(help="Layers of the target.", rich_help_panel=sections.MODEL)
+        int | None, typer.Option(help="Layers of the target.", rich_help_panel="Model")
     ] = None
     kv_heads: Annotated[
         int | None,
-        typer.Option(help="Key and value heads of a layer.", rich_help_panel=sections.MODEL),
+        typer.Option(help="Key and value heads of a layer.", rich_help_panel="Model"),
     ] = None
     head_dim: Annotated[
-        int | None, typer.Option(help="Size of a head.", rich_help_panel=sections.MODEL)
+        int | None, typer.Option(help="Size of a head.", rich_help_panel="Model")
     ] = None
     vocab_size: Annotated[
         int | None,
         typer.Option(
             help="Width of the logits, which take memory too. [default: not counted]",
-            rich_help_panel=sections.MODEL,
+            rich_help_panel="Model",
         ),
     ] = None
     draft_layers: Annotated[
@@ -46,20 +47,20 @@ class Question:
         typer.Option(
             help="Layers of a draft model that is not there yet. [default: 1 beside plain numbers, "
             "0 with --draft or --target]",
-            rich_help_panel=sections.DRAFTS,
+            rich_help_panel="Drafts",
         ),
     ] = None
     draft_kv_heads: Annotated[
         int | None,
         typer.Option(
             help="KV heads of a draft layer. [default: the target's]",
-            rich_help_panel=sections.DRAFTS,
+            rich_help_panel="Drafts",
         ),
     ] = None
     draft_head_dim: Annotated[
         int | None,
         typer.Option(
-            help="Size of a draft head. [default: the target's]", rich_help_panel=sections.DRAFTS
+            help="Size of a draft head. [default: the target's]", rich_help_panel="Drafts"
         ),
     ] = None
     draft: o.Draft = None
@@ -67,35 +68,35 @@ class Question:
         str | None,
         typer.Option(
             help="float32, bfloat16 or float16. [default: the model's, else bfloat16]",
-            rich_help_panel=sections.MODEL,
+            rich_help_panel="Model",
         ),
     ] = None
     weights: Annotated[
         str | None,
         typer.Option(
             help="Bytes of the weights. [default: the model's, else 0]",
-            rich_help_panel=sections.MEMORY,
+            rich_help_panel="Memory",
         ),
     ] = None
     workspace: Annotated[
         str | None,
         typer.Option(
             help="Bytes for all else: activations, CUDA. [default: a tenth of --memory]",
-            rich_help_panel=sections.MEMORY,
+            rich_help_panel="Memory",
         ),
     ] = None
     tp: Annotated[
         int,
         typer.Option(
             help="Devices that share the target (ranks); --memory is of each.",
-            rich_help_panel=sections.MODEL,
+            rich_help_panel="Model",
         ),
     ] = 1
     shape: Annotated[
         list[str] | None,
         typer.Option(
             help="SxKxN, or a chain's depth; may be repeated. [default: 3]",
-            rich_help_panel=sections.DRAFTS,
+            rich_help_panel="Drafts",
         ),
     ] = None
     adaptive: Annotated[
@@ -103,7 +104,7 @@ class Question:
         typer.Option(
             help="'budget', or the file of such a policy: also print what rows of mixed shapes "
             "hold. Its candidates are the shapes.",
-            rich_help_panel=sections.DRAFTS,
+            rich_help_panel="Drafts",
         ),
     ] = None
     acceptance: Annotated[
@@ -111,41 +112,41 @@ class Question:
         typer.Option(
             help="With --adaptive: how likely a draft is right where those before it are. "
             f"[default: {ACCEPTANCE}]",
-            rich_help_panel=sections.DRAFTS,
+            rich_help_panel="Drafts",
         ),
     ] = None
-    max_context_len: o.MaxContextLen = None
+    max_context_len: Annotated[int | None, option_of(EngineConfig, "max_context_len")] = None
     page_size: o.PageSize = 16
     placement: o.Placement = "split"
-    policy: o.Policy = "exact"
-    layout: o.Layout = "auto"
-    depth: Annotated[
+    policy: Annotated[Policy, option_of(EngineConfig, "policy")] = "exact"
+    layout: Annotated[Layout, option_of(EngineConfig, "layout")] = "auto"
+    overlap_depth: Annotated[
         int,
         typer.Option(
-            help="D: rounds prepared ahead (1 = overlap).", rich_help_panel=sections.SCHEDULING
+            "--depth", help="D: rounds prepared ahead (1 = overlap).", rich_help_panel="Scheduling"
         ),
     ] = 0
     max_batch: Annotated[
         int | None,
         typer.Option(
             help="Requests that run at once. [default: all that int32 allows]",
-            rich_help_panel=sections.SCHEDULING,
+            rich_help_panel="Scheduling",
         ),
     ] = None
-    headroom: o.Headroom = HEADROOM
+    headroom: Annotated[int, option_of(EngineConfig, "headroom")] = HEADROOM
     prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None
     output: Annotated[int | None, typer.Option(help="Tokens that a request generates.")] = None
     common: Annotated[
         int | None,
         typer.Option(
             help="Tokens that all prompts begin with, for the prefix cache's worth.",
-            rich_help_panel=sections.REQUESTS,
+            rich_help_panel="Requests",
         ),
     ] = None
     live: Annotated[
         list[int] | None,
         typer.Option(
-            help="Tokens of a request so far; may be repeated.", rich_help_panel=sections.REQUESTS
+            help="Tokens of a request so far; may be repeated.", rich_help_panel="Requests"
         ),
     ] = None
     trust_remote_code: o.TrustRemoteCode = False

@@ -79,16 +79,16 @@ class Assembly:
         Args:
             scheduler: decides what runs.
             busy_check: the level of the busy check.
-            journal: tells other ranks; None = each runs by itself.
+            journal: tells other ranks; None if each runs by itself.
         """
         config, ledger, cache = self.config, self.ledger, self.cache
-        found = config.on_finding
+        on_finding = config.on_finding
         return Loop(
             ledger,
             scheduler,
             self.worker,
             cache,
-            BusyCheck(ledger, scheduler, cache, level=busy_check, on_finding=found),
+            BusyCheck(ledger, scheduler, cache, level=busy_check, on_finding=on_finding),
             overlap_depth=config.overlap_depth,
             mixed_chunks=config.mixed_chunks,
             host=self.host,
@@ -109,7 +109,7 @@ class Assembly:
                 Scheduler(self.ledger, scheduler_config, controller=tour), busy_check=0
             ),
             max_batch=self.config.max_batch,
-            of_first=float if self.ranks is None else self.ranks.of_first,
+            broadcast_first=float if self.ranks is None else self.ranks.broadcast_first,
         )
         if self.worker.graphs is not None:
             self.worker.graphs.restart()
@@ -181,12 +181,12 @@ def assemble(
         controller=controller,
         ranks=ranks,
     )
-    _tell_changes(config, target, max_context_len, parts)
+    _log_changes(config, target, max_context_len, parts)
     return parts
 
 
 def forced_shape(config: EngineConfig) -> Shape | None:
-    """Return the chain that drafts forced spans; None = they have no shape of their own."""
+    """Return the chain that drafts forced spans; None if they have no shape of their own."""
     steps = config.forced_steps
     return Shape.eagle(steps, 1, steps + 1) if steps else None
 
@@ -210,7 +210,7 @@ def _shape(
     if config.shape is not None:
         return config.shape
     if controller is not None:
-        return max(controller.candidates, key=lambda each: each.num_draft_tokens)
+        return max(controller.candidates, key=lambda candidate: candidate.num_draft_tokens)
     return Shape.eagle(3, 1, 4) if drafters else Shape.none()
 
 
@@ -226,9 +226,9 @@ def _shapes(
         ConfigError: there is no draft model for one of them.
     """
     shapes = [shape, *config.shapes, *(controller.candidates if controller else ())]
-    for each in () if drafters else shapes:
-        if each.num_draft_tokens > 1:
-            raise ConfigError(f"{each} drafts, but there is no draft model")
+    for drafting in () if drafters else shapes:
+        if drafting.num_draft_tokens > 1:
+            raise ConfigError(f"{drafting} drafts, but there is no draft model")
     chain = forced_shape(config)
     return shapes if chain is None else [*shapes, chain]
 
@@ -246,18 +246,18 @@ def _check(
             f"draft_window {config.draft_window} is of draft KV, and no draft keeps any: leave it "
             "out"
         )
-    for each in drafters:
-        if isinstance(each, BlockDrafter) and config.forced_steps >= each.head.block_size:
-            size = each.head.block_size
+    for drafter in drafters:
+        if isinstance(drafter, BlockDrafter) and config.forced_steps >= drafter.head.block_size:
+            size = drafter.head.block_size
             raise ConfigError(
                 f"forced_steps must be at most {size - 1}, what a block of {size} tokens drafts, "
                 f"got {config.forced_steps}"
             )
     if config.mixed_chunks and drafters and not attention.reads_ragged_masks:
-        able = [name for name, each in BACK_ENDS.items() if each.reads_ragged_masks]
+        able_names = [name for name, back_end in BACK_ENDS.items() if back_end.reads_ragged_masks]
         raise ConfigError(
             f"mixed_chunks while drafting needs a back end that reads ragged masks "
-            f"({', '.join(able)}), attention is {attention.name!r}"
+            f"({', '.join(able_names)}), attention is {attention.name!r}"
         )
 
 
@@ -286,8 +286,8 @@ def _context_len(config: EngineConfig, target: TargetModel, named: Mapping[str, 
     return longest
 
 
-def _tell_changes(config: EngineConfig, target: TargetModel, longest: int, parts: Assembly) -> None:
-    """Log, in a line each, what this engine does otherwise than its configuration says.
+def _log_changes(config: EngineConfig, target: TargetModel, longest: int, parts: Assembly) -> None:
+    """Log, in a line each, where this engine departs from its configuration.
 
     `longest` is the most tokens of a sequence.
     """

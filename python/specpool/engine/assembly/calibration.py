@@ -65,7 +65,7 @@ def calibrate(
     build: Callable[[], Loop],
     *,
     max_batch: int,
-    of_first: Callable[[float], float] = float,
+    broadcast_first: Callable[[float], float] = float,
 ) -> None:
     """Time rounds of each shape of `tour` by batch size, and report them to `controller`.
 
@@ -75,19 +75,20 @@ def calibrate(
         ledger: must have nothing in flight.
         build: builds a loop whose scheduler has `tour` as its controller.
         max_batch: the sizes are the powers of two up to it, and itself, as far as pages allow.
-        of_first: with other ranks, returns rank 0's value of a number: its clock counts for all.
+        broadcast_first: with other ranks, returns rank 0's value of a number: its clock counts for
+            all.
     """
     started = time.perf_counter()
 
     def is_late() -> bool:
-        return of_first(time.perf_counter() - started) > _MOST_SECONDS
+        return broadcast_first(time.perf_counter() - started) > _MOST_SECONDS
 
     sizes = {1 << i for i in range(max_batch.bit_length())} | {max_batch}
     for size in sorted(n for n in sizes if n <= max_batch):
         seconds = _measure(tour, ledger, build(), size, is_late)
         for shape, timed in seconds.items():
             for taken in sorted(timed)[:TOLD]:  # load only adds seconds
-                controller.on_round_seconds(shape, size, of_first(taken))
+                controller.on_round_seconds(shape, size, broadcast_first(taken))
         if not seconds or is_late():
             return
 
@@ -119,7 +120,9 @@ def _measure(
                     break
                 for shape in tour.candidates:
                     tour.begin(shape, size)
-                    while len(tour.timed) < _WARM_UP + _TIMED and _can_go_on(requests):
+                    while len(tour.timed) < _WARM_UP + _TIMED and all(
+                        request.finish_reason is None for request in requests
+                    ):
                         loop.turn()
                     seconds[shape] += tour.timed[_WARM_UP:]
         for request in requests:
@@ -128,16 +131,12 @@ def _measure(
     return seconds
 
 
-def _can_go_on(requests: Sequence[Request]) -> bool:
-    return all(request.finish_reason is None for request in requests)
-
-
 def _request(
     number: int, tour: Tour, ledger: Ledger, *, prompt_len: int, num_rounds: int
 ) -> Request:
     """Make a request with a dummy prompt; its output is ignored."""
     shapes = ledger.shapes
-    most = max(tour.candidates, key=lambda shape: shape.num_draft_tokens)
+    largest_shape = max(tour.candidates, key=lambda shape: shape.num_draft_tokens)
     num_tokens = num_rounds * max(shape.max_accept_len for shape in tour.candidates)
     return Request(
         request_id=number,
@@ -145,7 +144,7 @@ def _request(
         prompt_len=prompt_len,
         tokens=[0] * prompt_len,
         params=SamplingParams(max_new_tokens=1 << 20, ignore_eos=True),
-        shape=most,
+        shape=largest_shape,
         shape_index=len(shapes),
         choices=tuple(shapes.index(shape) for shape in tour.candidates),
         max_len=min(prompt_len + num_tokens + 1, ledger.max_context_len),

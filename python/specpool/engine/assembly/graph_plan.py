@@ -30,9 +30,9 @@ def graph_sizes(
     elif keeps_state:
         why = "the target has recurrent layers, which run on the synchronous worker"
     if config.graph_sizes is None:
-        most = config.max_batch
-        powers = {1 << i for i in range(most.bit_length())}
-        return () if why else tuple(sorted(powers | {most}))
+        max_batch = config.max_batch
+        powers = {1 << i for i in range(max_batch.bit_length())}
+        return () if why else tuple(sorted(powers | {max_batch}))
     if why and config.graph_sizes:
         raise ConfigError(f"graph_sizes {list(config.graph_sizes)} cannot be captured: {why}")
     return tuple(sorted(config.graph_sizes))
@@ -52,7 +52,7 @@ def round_kinds(
         shape: the engine's own shape.
     """
     keeps_draft_kv = any(drafter.layers for drafter in drafters)
-    found: dict[RoundKind, list[int]] = {}
+    kinds: dict[RoundKind, list[int]] = {}
     named = list(config.shapes)
     if config.adaptive is None:
         named.append(shape)
@@ -62,12 +62,19 @@ def round_kinds(
         reach = router.graph_sizes_of(
             {key: batch_range.candidates for key, batch_range in ranges.items()}
         )
-        found = {RoundKind(each, keeps_draft_kv): mine or [] for each, mine in reach.items()}
-    found |= {RoundKind(each, keeps_draft_kv): list(sizes) for each in named if each.num_steps}
-    found[RoundKind(Shape.none(), False)] = list(sizes)  # for requests that opt out
+        kinds = {
+            RoundKind(candidate, keeps_draft_kv): kind_sizes or []
+            for candidate, kind_sizes in reach.items()
+        }
+    kinds |= {
+        RoundKind(candidate, keeps_draft_kv): list(sizes)
+        for candidate in named
+        if candidate.num_steps
+    }
+    kinds[RoundKind(Shape.none(), False)] = list(sizes)  # for requests that opt out
     reads_tokens = bool(drafters) and drafters[0].reads_tokens  # which only the host knows
     return {
-        kind: mine
-        for kind, mine in found.items()
-        if mine and not (reads_tokens and kind.shape.num_draft_tokens > 1)
+        kind: kind_sizes
+        for kind, kind_sizes in kinds.items()
+        if kind_sizes and not (reads_tokens and kind.shape.num_draft_tokens > 1)
     }

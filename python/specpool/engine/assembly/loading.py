@@ -48,7 +48,7 @@ class Loaded:
     drafters: dict[str, Drafter]
     tokenizer: PreTrainedTokenizerBase | None
     config: EngineConfig  # as ranks need it, if there are any
-    folder: Path | None  # of the target; None = it was passed in
+    folder: Path | None  # of the target; None if it was passed in
 
     def close(self) -> None:
         """Restore the attention of models that were passed in."""
@@ -57,9 +57,9 @@ class Loaded:
 
 def close_models(target: TargetModel, drafters: Mapping[str, Drafter]) -> None:
     """Close the target, and the drafters that have a model of their own."""
-    for one in drafters.values():
-        if isinstance(one, LMDrafter | MTPDrafter):
-            one.close()
+    for drafter in drafters.values():
+        if isinstance(drafter, LMDrafter | MTPDrafter):
+            drafter.close()
     target.close()
 
 
@@ -89,19 +89,19 @@ def load(
     ):
         raise ConfigError(f"feature_layers must be layer numbers, got {shown(feature_layers)}")
     check_tokenizer(tokenizer)
-    drafts = _named(draft)
+    drafts = _drafts_by_name(draft)
     if feature_layers is not None and not any(map(_is_head, drafts.values())):
         raise ConfigError(
             f"feature_layers {shown(feature_layers)} are for an EAGLE head that is read from a "
             "checkpoint, and no draft is one: leave them out"
         )
-    for one in drafts.values():
-        _check_exists(one)
+    for spec in drafts.values():
+        _check_exists(spec)
     check_dtype(dtype)
     folder = None
     if isinstance(target, str | PathLike):
         name = resolve(target) if isinstance(target, str) else target
-        with_mtp = any(isinstance(one, str) and one == MTP for one in drafts.values())
+        with_mtp = any(isinstance(spec, str) and spec == MTP for spec in drafts.values())
         source = find_target(name, trust_remote_code=trust_remote_code, with_mtp=with_mtp)
         load_config(source)  # refuse a wrong model before a wrong tokenizer
         folder = source.path
@@ -110,7 +110,7 @@ def load(
         device = device if ranks is None else ranks.device
         dtype = ("float32" if str(device) == "cpu" else "auto") if dtype is None else dtype
         if ranks is not None:
-            known = [_known(one) for one in drafts.values()]
+            known = [_folder_or_kind(spec) for spec in drafts.values()]
             agree_before(ranks, config, target=source.path, drafts=known, dtype=dtype)
         model = TargetModel.from_pretrained(
             source, dtype=dtype, device=device, world=1 if ranks is None else ranks.world
@@ -121,9 +121,9 @@ def load(
         model = TargetModel.from_pretrained(target, dtype=dtype)
     loaded = Loaded(model, {}, tokenizer, config, folder)
     try:
-        for name, one in drafts.items():
+        for name, spec in drafts.items():
             loaded.drafters[name] = _drafter(
-                one, loaded, config, feature_layers, trust_remote_code=trust_remote_code
+                spec, loaded, config, feature_layers, trust_remote_code=trust_remote_code
             )
         return loaded
     except BaseException:
@@ -131,39 +131,39 @@ def load(
         raise
 
 
-def _named(
+def _drafts_by_name(
     draft: Draft | Sequence[Draft] | Mapping[str, Draft] | None,
 ) -> dict[str, Draft]:
     """Return the drafts by name: a mapping's keys, else what a string says, or a type's name.
 
     Raises:
-        ConfigError: something is no draft, or two have one name.
+        ConfigError: a draft has a wrong type, or two have one name.
     """
     if draft is None or draft == "none":
         return {}
     if isinstance(draft, Mapping):
         pairs = list(draft.items())
     elif isinstance(draft, Sequence) and not isinstance(draft, str):
-        pairs = [(_name(one), one) for one in draft]
+        pairs = [(_name(spec), spec) for spec in draft]
     else:
         pairs = [(_name(draft), draft)]
     if not pairs:
         raise ConfigError("draft is empty: give a draft, or None for plain decoding")
-    found: dict[str, Draft] = {}
-    for name, one in pairs:
-        is_known = isinstance(one, str | PathLike) or hasattr(one, "propose")
-        if not (is_known or hasattr(one, "generate")) or one in ("", "none"):
+    by_name: dict[str, Draft] = {}
+    for name, spec in pairs:
+        is_known = isinstance(spec, str | PathLike) or hasattr(spec, "propose")
+        if not (is_known or hasattr(spec, "generate")) or spec in ("", "none"):
             raise ConfigError(
-                f"draft must be a folder, a hub name, a model, a drafter or None, got {shown(one)}"
+                f"draft must be a folder, a hub name, a model, a drafter or None, got {shown(spec)}"
             )
-        found[name] = (named_drafter(one) or one) if isinstance(one, str) else one
+        by_name[name] = (named_drafter(spec) or spec) if isinstance(spec, str) else spec
     names = [name for name, _ in pairs]
     for name in names:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"a drafter's name must be a string, got {shown(name)}")
         if names.count(name) > 1:
             raise ConfigError(f"two drafters are named {shown(name)}: name them, in a mapping")
-    return found
+    return by_name
 
 
 def _check_exists(draft: Draft) -> None:
@@ -227,9 +227,9 @@ def _source(draft: str | PathLike[str]) -> str | PathLike[str]:
     return resolve(draft) if isinstance(draft, str) else draft
 
 
-def _known(draft: Draft) -> Path | str:
-    """Return a draft model's folder, or the kind of what is no folder of its own."""
+def _folder_or_kind(draft: Draft) -> Path | str:
+    """Return a draft model's folder; without one, the name of the draft's kind."""
     if draft == MTP:
         return MTP  # in the target's files, which are compared too
-    found = find_model(draft) if isinstance(draft, str) else draft
-    return Path(found) if isinstance(found, str | PathLike) else type(draft).__name__
+    source = find_model(draft) if isinstance(draft, str) else draft
+    return Path(source) if isinstance(source, str | PathLike) else type(draft).__name__

@@ -71,7 +71,9 @@ def agree_before(
             "version of transformers": transformers.__version__,
             "kind of device": ranks.device.partition(":")[0],
             "target": _digest(target),
-            "drafts": ", ".join(_digest(one) if isinstance(one, Path) else one for one in drafts),
+            "drafts": ", ".join(
+                _digest(source) if isinstance(source, Path) else source for source in drafts
+            ),
             "dtype": str(dtype),
             **options,
         }
@@ -89,7 +91,7 @@ def agree_after(ranks: Ranks, ledger: Ledger) -> None:
 
 
 def log_path(ranks: Ranks) -> Path | None:
-    """Return where this rank's event log goes; None = the environment's SPECPOOL_RECORD says it."""
+    """Return where this rank's event log goes; None if SPECPOOL_RECORD names it."""
     path = None
     if not os.environ.get("SPECPOOL_RECORD"):
         path = Path(tempfile.gettempdir()) / f"specpool-rank{ranks.rank}-{os.getpid()}.log"
@@ -99,10 +101,10 @@ def log_path(ranks: Ranks) -> Path | None:
 
 def _digest(folder: Path) -> str:
     """Return a digest of the files of a model: names, sizes and heads."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(folder.iterdir(), key=lambda path: path.name):
         if path.is_file() and path.suffix in (".json", ".safetensors", ".bin", ".model", ".txt"):
-            found.update(f"{path.name} {path.stat().st_size}\n".encode())
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
             with path.open("rb") as file:
-                found.update(file.read(_HEAD_BYTES))
-    return f"{folder.name} {found.hexdigest()[:16]}"
+                digest.update(file.read(_HEAD_BYTES))
+    return f"{folder.name} {digest.hexdigest()[:16]}"

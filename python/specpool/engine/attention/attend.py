@@ -32,7 +32,7 @@ def attend(
         k: [T, Hkv, Dk] new keys, written to ``view.write_slots`` before anything is read.
         v: [T, Hkv, Dv] new values.
         scaling: factor of the scores.
-        window: a query sees the last `window` positions, its own included; None = all.
+        window: a query sees the last `window` positions, its own included; None means all.
         softcap: scores become ``softcap * tanh(scores / softcap)`` (Gemma 2).
         sinks: [H] extra scores that take part in the softmax only (gpt-oss).
 
@@ -41,17 +41,17 @@ def attend(
     """
     if isinstance(view, JoinedView):
         outs, start = [], 0
-        for each in view.views:
-            mine = slice(start, start + each.num_tokens)
-            start = mine.stop
+        for part in view.views:
+            tokens = slice(start, start + part.num_tokens)
+            start = tokens.stop
             outs.append(
                 attend(
-                    each,
+                    part,
                     k_buffer,
                     v_buffer,
-                    q[mine],
-                    k[mine],
-                    v[mine],
+                    q[tokens],
+                    k[tokens],
+                    v[tokens],
                     scaling=scaling,
                     window=window,
                     softcap=softcap,

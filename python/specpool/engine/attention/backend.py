@@ -39,7 +39,7 @@ class BackEnd:
         needs_host_lengths: outside a graph, the host must know every length before a forward. A
             round then waits until the previous round's lengths are on the host.
         runs_in_graphs: its forwards can be captured in CUDA graphs.
-        start: (device, dtype, layers with KV, model type) -> the back end of one engine; None =
+        start: (device, dtype, layers with KV, model type) -> the back end of one engine; None means
             torch's, which needs no start. It raises `ConfigError` if it cannot serve these layers.
     """
 
@@ -75,7 +75,7 @@ def back_end(name: str) -> BackEnd:
     """Return the back end of a name.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: no back end has this name.
     """
     if name not in BACK_ENDS:
         names = ", ".join([AUTO, *BACK_ENDS])
@@ -97,26 +97,26 @@ def start_back_end(
         model_type: the model's, for messages.
 
     Returns:
-        The back end and what it started; None = torch's, which needs no start.
+        The back end and what it started; None means torch's, which needs no start.
 
     Raises:
-        ConfigError: there is none of this name, or it cannot serve these layers.
+        ConfigError: no back end has this name, or it cannot serve these layers.
     """
     why = ""
     if name == AUTO:
         name = "torch"
         if device.type == "cuda":
             try:
-                found = BACK_ENDS["flashinfer"]
-                started = found.start(device, dtype, layers, model_type)
+                chosen = BACK_ENDS["flashinfer"]
+                started = chosen.start(device, dtype, layers, model_type)
                 _log.info("attention: flashinfer")
-                return found, started
+                return chosen, started
             except ConfigError as error:
                 why = f" ({error})"
-    found = back_end(name)
-    started = found.start(device, dtype, layers, model_type)
+    chosen = back_end(name)
+    started = chosen.start(device, dtype, layers, model_type)
     _log.info("attention: %s%s", name, why)
-    return found, started
+    return chosen, started
 
 
 def check_trees(attention: BackEnd, page_size: int, shapes: Sequence[Shape]) -> None:
@@ -124,8 +124,9 @@ def check_trees(attention: BackEnd, page_size: int, shapes: Sequence[Shape]) -> 
     trees = [shape for shape in shapes if shape.topk > 1]
     if not trees or page_size == 1 or attention.reads_trees_on_pages:
         return
-    able = [name for name, each in BACK_ENDS.items() if each.reads_trees_on_pages]
+    able_names = [name for name, candidate in BACK_ENDS.items() if candidate.reads_trees_on_pages]
     raise ConfigError(
         f"attention {attention.name!r} cannot read trees on pages, and page_size is {page_size}, "
-        f"topk {trees[0].topk} ({trees[0]}): {', '.join(able)} can; or take page_size 1, or topk 1"
+        f"topk {trees[0].topk} ({trees[0]}): {', '.join(able_names)} can; or take page_size 1, or "
+        "topk 1"
     )

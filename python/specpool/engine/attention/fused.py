@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpool.engine.attention.view import AttentionView
+from specpool.engine.attention.view import AttentionView, first_columns
 from specpool.kernels.transfer import upload
 
 _flash = torch.ops.aten._flash_attention_forward
@@ -34,8 +34,8 @@ class FusedLanes:
     """The lanes of a view, as the kernels want them.
 
     Attributes:
-        pages: int32 or int64 [n], all pages to read, lane after lane; -1 = none, behind the last
-            lane's pages.
+        pages: int32 or int64 [n], all pages to read, lane after lane; -1 behind the last lane's
+            pages.
         q_starts: int32 [B + 1], on the device: the first query of each lane.
         k_starts: int32 [B + 1], on the device: the first cell of each lane among the pages' cells.
         kv_lens: int32 [B], on the device: the cells of each lane.
@@ -66,8 +66,8 @@ def serves_fused(view: AttentionView, q: Tensor, v_buffer: Tensor) -> bool:
         return False
     if takes_flash(q):
         return view.is_causal or view.causal_lens is not None
-    many = view.max_q_len > _MANY_QUERIES and view.causal_lens is not None
-    return many or (view.is_causal and view.max_q_len > 1)
+    has_many_queries = view.max_q_len > _MANY_QUERIES and view.causal_lens is not None
+    return has_many_queries or (view.is_causal and view.max_q_len > 1)
 
 
 def takes_flash(q: Tensor) -> bool:
@@ -152,7 +152,7 @@ def flash(
 
     A lane without cells gives zeros; its logarithms are infinite.
     """
-    found = _flash(
+    result = _flash(
         q,
         keys,
         values,
@@ -168,15 +168,15 @@ def flash(
         window_size_right=-1 if window is None else 0,
         seqused_k=lanes.kv_lens,
     )
-    return found[0], found[1]
+    return result[0], result[1]
 
 
 def _lanes(view: AttentionView) -> FusedLanes:
     """Return the view's lanes; computed once per view, without a wait for the device."""
-    found = view.plans.get(FusedLanes)
-    if found is None:
-        found = view.plans[FusedLanes] = _split(view)
-    return found  # type: ignore[return-value]
+    lanes = view.plans.get(FusedLanes)
+    if lanes is None:
+        lanes = view.plans[FusedLanes] = _split(view)
+    return lanes  # type: ignore[return-value]
 
 
 def _split(view: AttentionView) -> FusedLanes:
@@ -187,12 +187,10 @@ def _split(view: AttentionView) -> FusedLanes:
     lens = view.kv_lens.astype(np.int64)
     counts = -(-lens // view.page_size)
     ends = np.cumsum(counts)
-    # Entry i, of lane b, is column i - (pages of the lanes before b) of row b.
-    shifts = np.arange(len(lens)) * view.read_pages.shape[1] - (ends - counts)
     q_lens = np.broadcast_to(np.asarray(view.q_lens, np.int64), len(lens))
     at, q_starts, k_starts, kv_lens = upload(
         view.read_pages.device,
-        np.repeat(shifts, counts) + np.arange(ends[-1]),
+        first_columns(counts, view.read_pages.shape[1]),
         np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32),
         np.concatenate([[0], ends * view.page_size]).astype(np.int32),
         lens.astype(np.int32),

@@ -28,7 +28,7 @@ class _Reads:
     pages: NDArray[np.int32]  # [B, C]
     kv_lens: NDArray[np.int32]  # [B]
     q_lens: NDArray[np.int32]  # [B]
-    bias: NDArray[np.float32] | None  # [B, Q, C * P]; None = causal
+    bias: NDArray[np.float32] | None  # [B, Q, C * P]; None means causal
     window: int | None  # of causal queries
 
 

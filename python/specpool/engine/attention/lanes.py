@@ -31,7 +31,7 @@ class Lanes:
         widths: tokens of each lane in this forward, at least 1: int32 [B], on the host, or one
             number for all lanes.
         lens: int32 [B], on the device: how many tokens of each lane count; the rest is padding,
-            and `widths` must be one number. None = all tokens count.
+            and `widths` must be one number. None means all tokens count.
     """
 
     rows: Tensor
@@ -61,15 +61,15 @@ class Lanes:
         if keep.all():
             is_narrow = isinstance(self.widths, int) and self.widths == 1
             return self if is_narrow else Lanes(self.rows, self.seq_lens, 1)
-        (kept,) = upload(self.rows.device, np.flatnonzero(keep))
-        return Lanes(self.rows.index_select(0, kept), self.seq_lens.filter(keep), 1)
+        (lane_index,) = upload(self.rows.device, np.flatnonzero(keep))
+        return Lanes(self.rows.index_select(0, lane_index), self.seq_lens.filter(keep), 1)
 
     def ahead(self, step: int) -> Lanes:
         """Return the same rows, `step` positions further on (or back), with one token each."""
         return Lanes(self.rows, self.seq_lens.ahead(step) if step else self.seq_lens, 1)
 
     @property
-    def most(self) -> int:
+    def max_len(self) -> int:
         """An upper bound of all lanes' lengths after this forward."""
         return int((self.seq_lens.hi + self.widths).max())
 
@@ -83,7 +83,7 @@ class Lanes:
         return self._order[0]
 
     @property
-    def lasts(self) -> Tensor:
+    def last_indices(self) -> Tensor:
         """int64 [B], the index of each lane's last token that counts."""
         if isinstance(self.widths, int):
             size = len(self.seq_lens) * self.widths
@@ -113,7 +113,7 @@ class Lanes:
 
     @cached_property
     def padding(self) -> Tensor | None:
-        """Bool [T], true for tokens that do not count; None = all count."""
+        """Bool [T], true for tokens that do not count; None if all count."""
         if self.lens is None or not isinstance(self.widths, int):
             return None
         offsets = torch.arange(self.widths, device=self.rows.device)
@@ -124,31 +124,31 @@ class Lanes:
     ) -> tuple[Tensor, Origins]:
         """Return the pages that the lanes' queries see, as `KVCache.pages_of` does.
 
-        They reach `num_cells` cells beyond each start; None = `widths` cells.
+        They reach `num_cells` cells beyond each start; None means `widths` cells.
         """
         lens, ahead = self.seq_lens, self.widths if num_cells is None else num_cells
         window = cache.windows[group]
         if window is not None and isinstance(ahead, int) and (lens.hi - lens.lo).max() > window:
             pages, begins = cache.window_pages(group, self.rows, self.starts, ahead)
             return pages, Origins(begins, None)
-        found, first = cache.pages_of(group, self.rows, lens.lo, lens.hi + ahead)
+        pages, first = cache.pages_of(group, self.rows, lens.lo, lens.hi + ahead)
         if isinstance(first, int):
-            return found, Origins(first, first)
+            return pages, Origins(first, first)
         assert window is not None
         size, num_sinks = cache.page_sizes[group], cache.num_sinks[group]
-        return found, Origins(first, first_cells(lens.lo, window, size, num_sinks))
+        return pages, Origins(first, first_cells(lens.lo, window, size, num_sinks))
 
     def slots(self, cache: KVCache, group: int) -> Tensor:
         """Return the slots of the tokens' KV, int64 [T]; padding goes to the sink, slot 0."""
-        place = (cache.tables[group], cache.page_sizes[group], self.rows)
+        row_table = (cache.tables[group], cache.page_sizes[group], self.rows)
         if not isinstance(self.widths, int):
-            slots = kernels.slot_ranges(*place, self.starts, self.counts, hi=self.widths)
+            slots = kernels.slot_ranges(*row_table, self.starts, self.counts, hi=self.widths)
         elif self.widths == 1:
-            slots = kernels.slots_at(*place, self.starts)
+            slots = kernels.slots_at(*row_table, self.starts)
         else:
             counts = torch.full_like(self.starts, self.widths)
             hi = np.full_like(self.seq_lens.hi, self.widths)
-            slots = kernels.slot_ranges(*place, self.starts, counts, hi=hi)
+            slots = kernels.slot_ranges(*row_table, self.starts, counts, hi=hi)
         if self.lens is not None and self.padding is not None:
             slots = slots.masked_fill(self.padding, 0)
         return slots.long()
@@ -160,15 +160,15 @@ def _sink(cache: KVCache, group: int, window: int | None) -> int:
     The sink is a part of the draft window, which has one key less than the group. A layer that was
     trained with a shorter window sees that alone.
     """
-    kept = cache.windows[group]
-    return cache.sinks[group] if window is not None and window + 1 == kept else 0
+    group_window = cache.windows[group]
+    return cache.sinks[group] if window is not None and window + 1 == group_window else 0
 
 
 def _only_masked(cache: KVCache, group: int) -> bool:
     """Return whether a query of the group sees cells that no window names.
 
-    NOTE: views of such a group must set none of `decode_len`, `is_causal`, `causal_lens` and `own`,
-    so that every layer uses the view's mask, whatever window it asks for.
+    NOTE: views of such a group must set none of `decode_len`, `is_causal`, `causal_lens` and
+    `own_cells`, so that every layer uses the view's mask, whatever window it asks for.
     """
     return cache.chunks[group] is not None or cache.sinks[group] > 0
 
@@ -193,12 +193,12 @@ def last_view(cache: KVCache, group: int, lanes: Lanes) -> AttentionView:
     The KV of all tokens is written. See `causal_view` for the arguments.
     """
     pages, origins = lanes.pages(cache, group)
-    less = lanes.widths - 1
-    if lanes.lens is None and isinstance(less, int):
-        last = lanes.ahead(less)
+    num_before = lanes.widths - 1
+    if lanes.lens is None and isinstance(num_before, int):
+        last = lanes.ahead(num_before)
     else:
-        least = less if lanes.lens is None else 0
-        last = Lanes(lanes.rows, lanes.seq_lens.grown(lanes.counts - 1, least, less), 1)
+        least = num_before if lanes.lens is None else 0
+        last = Lanes(lanes.rows, lanes.seq_lens.grown(lanes.counts - 1, least, num_before), 1)
     return _causal(cache, group, pages, origins, last, lanes.slots(cache, group))
 
 
@@ -329,7 +329,7 @@ def own_view(
         mask_for=bias_for,
         reader=cache.reader,
         kv_lens=_kv_lens(lanes, origins, lanes.widths if ragged else num_cells),
-        own=None
+        own_cells=None
         if _only_masked(cache, group)
         else OwnCells(
             lambda: origins.since(lanes.starts),
@@ -368,7 +368,7 @@ def _kv_lens(lanes: Lanes, origins: Origins, ahead: Int32 | int) -> Int32 | None
 def _causal_lens(lanes: Lanes, origins: Origins, ahead: int | None) -> Callable[[], Tensor]:
     """Return what computes, on the device, how many cells each lane's last query sees, int32 [B].
 
-    The last query stands `ahead` cells beyond the lane's start; None = the lane's width.
+    The last query stands `ahead` cells beyond the lane's start; None means the lane's width.
     """
 
     def compute() -> Tensor:

@@ -23,7 +23,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 @dataclass(frozen=True, slots=True)
 class _Lane:
     tokens: slice  # of the forward
-    prefix: Reads | None  # the cells before the chunk; None = there are none
+    prefix: Reads | None  # the cells before the chunk; None if there are none
 
 
 def serves_prompts(view: AttentionView, q: Tensor, values: Tensor, window: int | None) -> bool:
@@ -33,7 +33,7 @@ def serves_prompts(view: AttentionView, q: Tensor, values: Tensor, window: int |
         view: the view of the forward.
         q: [T, H, Dk] queries.
         values: [num_slots, Hkv, Dv], the layer's value buffer.
-        window: the layer's window; None = full attention.
+        window: the layer's window; None means full attention.
     """
     lens = view.kv_lens
     if q.device.type != "cpu" or view.reader is not None or not view.is_causal or lens is None:
@@ -101,21 +101,23 @@ def _joined(
     groups = heads // keys.shape[1]
     if groups > 1:
         keys, values = (part.repeat_interleave(groups, 1) for part in (keys, values))
-    own, own_lse = _flash(q, keys, values, 0.0, True, scale=scaling)
+    own_result, own_lse = _flash(q, keys, values, 0.0, True, scale=scaling)
     # This part has no mask, so the query heads of a KV head are folded and read each key once.
     folded = q.reshape(1, heads // groups, groups * num_tokens, dim)
     old_keys, old_values = old_keys.to(q.dtype), old_values.to(q.dtype)
-    old, old_lse = _flash(folded, old_keys, old_values, 0.0, False, scale=scaling)
+    old_result, old_lse = _flash(folded, old_keys, old_values, 0.0, False, scale=scaling)
     share = torch.sigmoid(old_lse.reshape(own_lse.shape) - own_lse)
-    return torch.lerp(own, old.reshape(own.shape), share.unsqueeze(-1).to(own.dtype))
+    return torch.lerp(
+        own_result, old_result.reshape(own_result.shape), share.unsqueeze(-1).to(own_result.dtype)
+    )
 
 
 def _lanes(view: AttentionView) -> list[_Lane]:
     """Return the view's lanes; computed once per view."""
-    found = view.plans.get(_Lane)
-    if found is None:
-        found = view.plans[_Lane] = _split(view)
-    return found  # type: ignore[return-value]
+    lanes = view.plans.get(_Lane)
+    if lanes is None:
+        lanes = view.plans[_Lane] = _split(view)
+    return lanes  # type: ignore[return-value]
 
 
 def _split(view: AttentionView) -> list[_Lane]:

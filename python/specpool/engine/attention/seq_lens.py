@@ -46,7 +46,7 @@ class SeqLens:
             on_device: int32 [B], the exact lengths.
             lo: int32 [B], on the host: lower bounds.
             hi: int32 [B], on the host: upper bounds.
-            late: waits for a copy that is on its way to the host and returns it, int32 [B]; None =
+            late: waits for a copy that is on its way to the host and returns it, int32 [B]; None if
                 no copy is on its way, so `refresh_seq_lens_cpu` makes one.
         """
         self._on_device, self.lo, self.hi, self._late = on_device, lo, hi, late
@@ -70,8 +70,8 @@ class SeqLens:
     def common(self) -> int | None:
         """The length of every row, if the host knows that all are equal; else None."""
         lens = self.hi.tolist()
-        same = lens.count(lens[0]) == len(lens) and self.is_exact
-        return lens[0] if same else None
+        is_uniform = lens.count(lens[0]) == len(lens) and self.is_exact
+        return lens[0] if is_uniform else None
 
     @property
     def seq_lens_cpu(self) -> Int32:
@@ -109,10 +109,10 @@ class SeqLens:
         if isinstance(keep, slice):
             on_device = self._on_device[keep]
         else:
-            (kept,) = upload(self._on_device.device, np.flatnonzero(keep))
-            on_device = self._on_device.index_select(0, kept)
+            (row_index,) = upload(self._on_device.device, np.flatnonzero(keep))
+            on_device = self._on_device.index_select(0, row_index)
         late = self._late
-        return self._with(on_device, lambda of: of[keep], late and (lambda: late()[keep]))
+        return self._with(on_device, lambda lens: lens[keep], late and (lambda: late()[keep]))
 
     @classmethod
     def merge(cls, parts: Sequence[SeqLens]) -> SeqLens:
@@ -125,25 +125,25 @@ class SeqLens:
         return cls(on_device, hi if is_exact else np.concatenate([p.lo for p in parts]), hi)
 
     def ahead(self, num_tokens: int) -> SeqLens:
-        """Return all rows, `num_tokens` further on; host bounds move by as much."""
-        return self._with(self._on_device + num_tokens, lambda of: of + num_tokens)
+        """Return all rows, and their host bounds, `num_tokens` further on."""
+        return self._with(self._on_device + num_tokens, lambda lens: lens + num_tokens)
 
-    def grown(self, num_tokens: Tensor, least: Int32 | int, most: Int32 | int) -> SeqLens:
+    def grown(self, num_tokens: Tensor, least: Int32 | int, greatest: Int32 | int) -> SeqLens:
         """Return the rows, each further on by its `num_tokens`.
 
         Args:
             num_tokens: int32 [B], on the device.
             least: lower bound of `num_tokens`, for the host.
-            most: upper bound of `num_tokens`, for the host.
+            greatest: upper bound of `num_tokens`, for the host.
         """
-        hi = self.hi + most
-        lo = hi if self.lo is self.hi and least is most else self.lo + least
+        hi = self.hi + greatest
+        lo = hi if self.lo is self.hi and least is greatest else self.lo + least
         return SeqLens(self._on_device + num_tokens, lo, hi)
 
     def repeat(self, times: int) -> SeqLens:
         """Return each row `times` times, one copy right after the other."""
         on_device = self._on_device.repeat_interleave(times, output_size=len(self) * times)
-        return self._with(on_device, lambda of: np.repeat(of, times))
+        return self._with(on_device, lambda lens: np.repeat(lens, times))
 
     def _with(
         self,
@@ -161,7 +161,7 @@ class Origins:
 
     Attributes:
         on_device: int32 [B], or one number for all lanes.
-        on_host: the same on the host; None = only the device knows them.
+        on_host: the same on the host; None if only the device knows them.
     """
 
     on_device: Tensor | int

@@ -35,9 +35,9 @@ def serves_trees(view: AttentionView, q: Tensor, v_buffer: Tensor, window: int |
         view: the view of the forward.
         q: [T, H, Dk] queries.
         v_buffer: [num_slots, Hkv, Dv], the layer's value buffer.
-        window: the layer's window; None = full attention.
+        window: the layer's window; None means full attention.
     """
-    if view.own is None or q.device.type != fused.DEVICE or not fused.takes_flash(q):
+    if view.own_cells is None or q.device.type != fused.DEVICE or not fused.takes_flash(q):
         return False
     if window is not None and window < view.read_pages.shape[1] * view.page_size:
         return False  # a window goes by position, and the nodes of a lane have several
@@ -62,12 +62,12 @@ def attend_trees(
     """
     tree = _tree(view)
     keys, values = fused.gather(view, tree.prefix, k_buffer, v_buffer, q.dtype)
-    old, old_lse = fused.flash(tree.prefix, q, keys, values, scaling, is_causal=False)
-    own, own_lse = _attend_own(view, tree, k_buffer, v_buffer, q, scaling)
+    old_result, old_lse = fused.flash(tree.prefix, q, keys, values, scaling, is_causal=False)
+    own_result, own_lse = _attend_own(view, tree, k_buffer, v_buffer, q, scaling)
     # A lane without a prefix has an infinite logarithm, of either sign, and no share.
     old_lse = old_lse.T.masked_fill(old_lse.T == torch.inf, -torch.inf)
     share = torch.sigmoid(old_lse - own_lse).unsqueeze(2)
-    return torch.lerp(own, old.float(), share).to(q.dtype)
+    return torch.lerp(own_result, old_result.float(), share).to(q.dtype)
 
 
 def _attend_own(
@@ -103,15 +103,15 @@ def _attend_own(
 
 def _tree(view: AttentionView) -> _Tree:
     """Return what the layers share; computed once per view, without a wait for the device."""
-    found = view.plans.get(_Tree)
-    if found is None:
-        own = view.own
-        assert own is not None
-        found = view.plans[_Tree] = _Tree(
-            fused.live_lanes(view, own.starts()),
-            own.slots(view).reshape(-1),
-            torch.zeros(own.mask.shape, device=own.mask.device)
-            .masked_fill_(~own.mask, _HIDDEN)
-            .view(view.num_lanes, 1, 1, *own.mask.shape[1:]),
+    tree = view.plans.get(_Tree)
+    if tree is None:
+        own_cells = view.own_cells
+        assert own_cells is not None
+        tree = view.plans[_Tree] = _Tree(
+            fused.live_lanes(view, own_cells.starts()),
+            own_cells.slots(view).reshape(-1),
+            torch.zeros(own_cells.mask.shape, device=own_cells.mask.device)
+            .masked_fill_(~own_cells.mask, _HIDDEN)
+            .view(view.num_lanes, 1, 1, *own_cells.mask.shape[1:]),
         )
-    return found  # type: ignore[return-value]
+    return tree  # type: ignore[return-value]

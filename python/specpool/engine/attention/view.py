@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specpool.arrays import Int64
 from specpool.engine.memory.scratch import Scratch
 from specpool.errors import ShapeError
 from specpool.kernels.transfer import upload
@@ -134,21 +135,21 @@ class AttentionView:
         decode_len: set only if each lane has one query and all of them see exactly the in-row
             positions ``[max(0, decode_len - window), decode_len)``, as in plain decoding at equal
             lengths. The read is then cut there and no mask is built.
-        reader: reads whole pages, by int32 page ids; None = torch's indexing does.
+        reader: reads whole pages, by int32 page ids; None means torch's indexing does.
         kv_lens: int32 [B], on the host: no query of a lane sees a column from there on; None =
             C * P.
         is_causal: query i of a lane sees exactly the columns up to ``kv_len - q_len + i`` that
             its window does not hide.
         causal_lens: returns int32 [B], on the device: the same rule with these lengths, which the
-            host need not know; None = the queries see other columns.
-        own: what the mask of no window shows, as a prefix and the cells behind it; None = it shows
-            other cells.
+            host need not know; None if the queries see other columns.
+        own_cells: what the mask without a window shows, as a prefix and the cells behind it; None
+            if it shows other cells.
         read_tokens: returns the same reads as slots per query, for draft branches that read
-            different slots of one lane; None = not known.
-        attend_with: the back end's `attend`; None = torch's.
-        scratch: memory for the result of torch's indexing; None = fresh memory.
+            different slots of one lane; None if not known.
+        attend_with: the back end's `attend`; None means torch's.
+        scratch: memory for the result of torch's indexing; None means fresh memory.
         most_pages: an upper bound of the pages that all lanes see together, each page once for
-            every lane that sees it; None = what ``kv_lens`` says.
+            every lane that sees it; None means what ``kv_lens`` says.
 
     Raises:
         ShapeError: sizes do not fit together.
@@ -164,7 +165,7 @@ class AttentionView:
     kv_lens: NDArray[np.int32] | None = None
     is_causal: bool = False
     causal_lens: Callable[[], Tensor] | None = None
-    own: OwnCells | None = None
+    own_cells: OwnCells | None = None
     read_tokens: Callable[[], TokenReads] | None = None
     attend_with: Attend | None = None
     scratch: Scratch | None = None
@@ -304,6 +305,17 @@ class JoinedView:
 View = AttentionView | JoinedView
 
 
+def first_columns(counts: NDArray[np.integer], num_columns: int) -> Int64:
+    """Return the entries of the first `counts` columns of each row of a table, row after row.
+
+    Entry c of row b of the flattened table is `b * num_columns + c`; the result is int64
+    [sum(counts)].
+    """
+    ends = np.cumsum(counts, dtype=np.int64)
+    shifts = np.arange(len(counts)) * num_columns - (ends - counts)
+    return np.repeat(shifts, counts) + np.arange(ends[-1])
+
+
 def _consecutive(pages: Tensor) -> int | None:
     """Return the first page if there is one lane and its pages are consecutive, else None.
 
@@ -323,13 +335,15 @@ class AttentionBatch:
     Attributes:
         views: one per group in use.
         kv: layer index -> (k_buffer [num_slots, Hkv, Dk], v_buffer [num_slots, Hkv, Dv], view).
-        window: the most keys that a query of any layer sees; None = what the layer says.
+        window: the most keys that a query of any layer sees; None means what the layer says.
     """
 
     views: Sequence[View]
     kv: Sequence[tuple[Tensor, Tensor, View]] | Mapping[int, tuple[Tensor, Tensor, View]]
     window: int | None = None
 
-    def window_of(self, own: int | None) -> int | None:
-        """Return the window of a layer whose own is `own`."""
-        return min((each for each in (own, self.window) if each is not None), default=None)
+    def window_of(self, layer_window: int | None) -> int | None:
+        """Return the narrower of a layer's window and the batch's; None if neither has one."""
+        return min(
+            (window for window in (layer_window, self.window) if window is not None), default=None
+        )

@@ -38,7 +38,7 @@ __all__ = [
 
 
 def named_drafter(name: str) -> Drafter | None:
-    """Return the drafter that a name alone stands for; None = the name is of a checkpoint.
+    """Return the drafter that a name alone stands for; None if the name is of a checkpoint.
 
     Args:
         name: `ngram`, or `ngram:6` for n-grams of at most 6 tokens; `suffix`, or `suffix:shared`

@@ -34,8 +34,8 @@ class DraftTree:
     tokens: Tensor  # int64 [B, N]
     depths: Tensor  # int32 [B, N], the root's is 0
     mask: Tensor  # bool [B, N, N], a node's ancestors and itself
-    first_child: Tensor  # int32 [B, N], -1 = none
-    next_sibling: Tensor  # int32 [B, N], -1 = none
+    first_child: Tensor  # int32 [B, N], -1 means none
+    next_sibling: Tensor  # int32 [B, N], -1 means none
 
     def check(self, shape: Shape, batch: int) -> None:
         """Check types, dtypes and sizes for trees of this shape, without reading values.
@@ -56,10 +56,12 @@ class DraftTree:
             if not isinstance(value, Tensor):
                 raise ShapeError(f"{name} of a draft tree is a tensor, got {type(value).__name__}")
             if value.dtype != dtype or value.shape != size or value.device != self.tokens.device:
-                want, got = (str(kind).removeprefix("torch.") for kind in (dtype, value.dtype))
+                expected, actual = (
+                    str(kind).removeprefix("torch.") for kind in (dtype, value.dtype)
+                )
                 raise ShapeError(
-                    f"{name} of the draft trees is {want} {list(size)} on {self.tokens.device}, "
-                    f"got {got} {list(value.shape)} on {value.device}"
+                    f"{name} of the draft trees is {expected} {list(size)} on "
+                    f"{self.tokens.device}, got {actual} {list(value.shape)} on {value.device}"
                 )
 
     def check_values(self, root_tokens: Int64, vocab_size: int) -> None:
@@ -114,7 +116,7 @@ class DraftTree:
         pairs = ((getattr(first, name), getattr(second, name)) for name in names)
         return cls(*(torch.cat(pair) for pair in pairs))
 
-    def of(self, lanes: Tensor) -> DraftTree:
+    def select(self, lanes: Tensor) -> DraftTree:
         """Return the trees of some lanes, int64 [n] on the trees' device."""
         fields = (self.tokens, self.depths, self.mask, self.first_child, self.next_sibling)
         return DraftTree(*(field.index_select(0, lanes) for field in fields))
@@ -153,16 +155,32 @@ def chain_links(batch: int, num_nodes: int, device: torch.device) -> Links:
     return _links(np.tile(parents, (batch, 1)), device)
 
 
+class TextDrafter:
+    """The part of a `Drafter` that reads the rows' tokens alone: it keeps no KV."""
+
+    layers: tuple[LayerKV, ...] = ()
+    feature_layers: tuple[int, ...] = ()
+    reads_tokens = True
+
+    def attach(
+        self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
+    ) -> None:
+        """Do nothing, because the drafter keeps no KV."""
+
+    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
+        """Do nothing, because the drafter reads the text alone."""
+
+
 class Drafter(Protocol):
     """The protocol of a drafter. It proposes trees, and keeps its own state per row."""
 
     @property
     def layers(self) -> Sequence[LayerKV]:
-        """The layers whose KV the drafter keeps in the engine's pages; empty = none."""
+        """The layers whose KV the drafter keeps in the engine's pages; empty if there are none."""
 
     @property
     def feature_layers(self) -> Sequence[int]:
-        """The target layers whose inputs are its features; empty = the last hidden state."""
+        """The target layers whose inputs are its features; empty means the last hidden state."""
 
     @property
     def reads_tokens(self) -> bool:

@@ -70,11 +70,11 @@ class BlockDrafter(ByParts):
                 "this drafter is attached to another engine: make a new one of the same head"
             )
         check_shapes(shapes, self.head.draft_vocab_size, "the target knows")
-        most = max(shape.num_steps for shape in shapes)
-        if most >= self.head.block_size:
+        max_steps = max(shape.num_steps for shape in shapes)
+        if max_steps >= self.head.block_size:
             raise ConfigError(
-                f"a shape has {most} steps, a block of {self.head.block_size} tokens drafts at "
-                f"most {self.head.block_size - 1}"
+                f"a shape has {max_steps} steps, a block of {self.head.block_size} tokens drafts "
+                f"at most {self.head.block_size - 1}"
             )
         self._attached = True
         self._cache, self._group = cache, group
@@ -84,16 +84,16 @@ class BlockDrafter(ByParts):
         self._kv = [(cache.keys[i], cache.values[i]) for i in layers]
         of_group = draft_window(cache, group)
         self._windows = [
-            min((each for each in (own, of_group) if each is not None), default=None)
-            for own in self.head.config.windows
+            min((window for window in (layer_window, of_group) if window is not None), default=None)
+            for layer_window in self.head.config.windows
         ]
         self.head.reserve_positions(cache.max_context_len)
 
     def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
         """Write draft KV; see `Drafter.extend`. The tokens are not read."""
         slots = lanes.slots(self._cache, self._group)
-        found = self.head.context(features, self._clamped(lanes.positions))
-        for (keys, values), (k, v) in zip(self._kv, found, strict=True):
+        layer_kv = self.head.context(features, self._clamped(lanes.positions))
+        for (keys, values), (k, v) in zip(self._kv, layer_kv, strict=True):
             keys.index_copy_(0, slots, k.to(keys.dtype))
             values.index_copy_(0, slots, v.to(values.dtype))
 
@@ -103,9 +103,9 @@ class BlockDrafter(ByParts):
         tokens = [self.head.block(part.root_tokens, part.shape.num_steps) for part in parts]
         hidden = self._forward(blocks, torch.cat(tokens))
         trees, first = [], 0
-        for part, mine in zip(parts, tokens, strict=True):
-            of_part = hidden[first : first + len(mine)]
-            first += len(mine)
+        for part, block_tokens in zip(parts, tokens, strict=True):
+            of_part = hidden[first : first + len(block_tokens)]
+            first += len(block_tokens)
             masks = of_part.view(len(part.root_tokens), -1, hidden.shape[1])[:, 1:]
             trees.append(self._tree(part, masks))
         return trees
@@ -121,22 +121,22 @@ class BlockDrafter(ByParts):
         paths = BestPaths(part)
         paths.add(Level(p[:, 0], ids[:, 0]))
         for step in range(1, num_steps):  # the same tokens follow each of the K paths
-            mine = (each[:, step, None].expand(-1, topk, -1) for each in (p, ids))
-            paths.add(Level(*(each.flatten(0, 1) for each in mine)))
+            level = (table[:, step, None].expand(-1, topk, -1) for table in (p, ids))
+            paths.add(Level(*(table.flatten(0, 1) for table in level)))
         return paths.trees()
 
     def _chain(self, part: DraftPart, hidden: Tensor) -> DraftTree:
         """Build the chains of a part from what its masks' rows predict, [B, S, h]."""
         drafts = self.head.best(hidden.flatten(0, 1)).view(hidden.shape[:2])
-        return self._chains.of(torch.cat([part.root_tokens.unsqueeze(1), drafts], 1))
+        return self._chains.trees(torch.cat([part.root_tokens.unsqueeze(1), drafts], 1))
 
     def _forward(self, blocks: Sequence[Lanes], tokens: Tensor) -> Tensor:
         """Run the blocks of all parts, int64 [T]; return [T, h]."""
         views: dict[bool, View] = {}
         causal = self.head.config.causal
-        for each in set(causal):
-            of_parts = [self._view(block, causal=each) for block in blocks]
-            views[each] = of_parts[0] if len(of_parts) == 1 else JoinedView(of_parts)
+        for is_causal in set(causal):
+            of_parts = [self._view(block, causal=is_causal) for block in blocks]
+            views[is_causal] = of_parts[0] if len(of_parts) == 1 else JoinedView(of_parts)
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._kv[layer]

@@ -17,7 +17,7 @@ from specpool.engine.memory.kv_cache import KVCache
 
 
 def draft_window(cache: KVCache, group: int) -> int | None:
-    """Return how many keys a query of the draft's layers sees; None = all.
+    """Return how many keys a query of the draft's layers sees; None means all.
 
     The group keeps one cell more (`size_groups`).
     """
@@ -137,11 +137,11 @@ class HoleyBranches:
     ) -> None:
         self._cache, self._group, self._lanes = cache, group, lanes
         self._shape, self._fields, self._exact = shape, fields, exact
-        self._where = (cache.tables[group], cache.page_sizes[group], lanes.rows, lanes.starts)
+        self._row_table = (cache.tables[group], cache.page_sizes[group], lanes.rows, lanes.starts)
         num_steps, topk = shape.num_steps, shape.topk
-        kernels.duplicate_prefix_tail(fields, *self._where, num_steps=num_steps, topk=topk)
+        kernels.duplicate_prefix_tail(fields, *self._row_table, num_steps=num_steps, topk=topk)
         self._slots = kernels.draft_write_slots(
-            *self._where, num_steps=num_steps, topk=topk, layout="holey"
+            *self._row_table, num_steps=num_steps, topk=topk, layout="holey"
         )
 
     def view(self, step: int, parents: Tensor) -> AttentionView:
@@ -149,10 +149,10 @@ class HoleyBranches:
         num_steps, topk, lanes = self._shape.num_steps, self._shape.topk, self._lanes
         if step and self._exact:
             kernels.copy_parent_drafts(
-                self._fields, *self._where, parents, num_steps=num_steps, step=step
+                self._fields, *self._row_table, parents, num_steps=num_steps, step=step
             )
         pages = kernels.branch_pages(
-            *self._where, num_steps=num_steps, topk=topk, step=step, hi=lanes.seq_lens.hi
+            *self._row_table, num_steps=num_steps, topk=topk, step=step, hi=lanes.seq_lens.hi
         )
         # B lanes of rows for B * K branches: the rows are not read, because the pages are given.
         branches = Lanes(lanes.rows, lanes.seq_lens.ahead(step).repeat(topk), 1)

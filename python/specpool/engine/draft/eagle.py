@@ -91,7 +91,7 @@ class EagleDrafter(HeadDrafter):
             causal = causal_view(self._cache, self._group, lanes)
             views = [*[causal] * (len(self.layers) - 1), *views]
         inputs = self.head.combine(features)
-        hidden = self._forward(tokens, inputs, lanes.positions, views, keep=lanes.lasts)
+        hidden = self._forward(tokens, inputs, lanes.positions, views, keep=lanes.last_indices)
         self._hidden.index_copy_(0, lanes.index, hidden)
 
     def write(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
@@ -104,9 +104,9 @@ class EagleDrafter(HeadDrafter):
         if len(self.layers) > 1:
             views = [causal_view(self._cache, self._group, lanes)] * (len(self.layers) - 1)
         inputs = self.head.combine(features)
-        nobody = lanes.index[:0]
-        self._forward(tokens, inputs, lanes.positions, views, keep=nobody, slots=slots)
-        last = inputs if lanes.widths == 1 else inputs.index_select(0, lanes.lasts)
+        no_lanes = lanes.index[:0]
+        self._forward(tokens, inputs, lanes.positions, views, keep=no_lanes, slots=slots)
+        last = inputs if lanes.widths == 1 else inputs.index_select(0, lanes.last_indices)
         self._put_off.index_copy_(0, lanes.index, last)
 
     def catch_up(self, lanes: Lanes, root_tokens: Tensor) -> None:
@@ -115,10 +115,10 @@ class EagleDrafter(HeadDrafter):
         The pages still hold every cell that the token sees: the draft group keeps one cell more
         than a window.
         """
-        lasts = lanes.ahead(-1)
+        last_tokens = lanes.ahead(-1)
         inputs = self._put_off.index_select(0, lanes.index)
-        view = causal_view(self._cache, self._group, lasts)
-        hidden = self._draft(root_tokens, inputs, lasts.positions, view)
+        view = causal_view(self._cache, self._group, last_tokens)
+        hidden = self._draft(root_tokens, inputs, last_tokens.positions, view)
         self._hidden.index_copy_(0, lanes.index, hidden)
 
     def _draft(self, tokens: Tensor, hidden: Tensor, positions: Tensor, view: View) -> Tensor:

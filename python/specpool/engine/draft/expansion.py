@@ -36,9 +36,9 @@ class Chains:
             for step, view in enumerate(chain_views(self._cache, self._group, ahead)):
                 level = yield Ask(drafts[-1], positions[:, step], view, level.hidden)
                 drafts.append(level.ids[:, 0])
-        return self.of(torch.stack([part.root_tokens, *drafts], 1))
+        return self.trees(torch.stack([part.root_tokens, *drafts], 1))
 
-    def of(self, nodes: Tensor) -> DraftTree:
+    def trees(self, nodes: Tensor) -> DraftTree:
         """Return the chains of tokens, int64 [B, N], the roots first."""
         links = self._links.get(nodes.shape)
         if links is None:
@@ -59,13 +59,13 @@ def draft_trees(part: DraftPart, level: Level, branches: Branches, first: int) -
     lanes, shape = part.lanes, part.shape
     num_steps, topk, batch = shape.num_steps, shape.topk, len(lanes.seq_lens)
     paths = BestPaths(part)
-    each = torch.arange(batch, device=part.root_tokens.device).unsqueeze(1)  # [B, 1]
+    lane_column = torch.arange(batch, device=part.root_tokens.device).unsqueeze(1)  # [B, 1]
     for step in range(num_steps):
         ids, parents = paths.add(level)
         if step == num_steps - 1:
             break
         # The lane of the last step that each branch continues. Step 0 has one lane per row.
-        origins = each.expand(-1, topk) if step == 0 else each * topk + parents
+        origins = lane_column.expand(-1, topk) if step == 0 else lane_column * topk + parents
         hidden = level.hidden
         if hidden is not None:
             hidden = hidden.index_select(0, origins.reshape(-1))
@@ -122,13 +122,13 @@ class BestPaths:
         return DraftTree(tokens, depths, mask, first_child, next_sibling)
 
 
-def check_shapes(shapes: Sequence[Shape], num_tokens: int, who: str) -> None:
+def check_shapes(shapes: Sequence[Shape], num_tokens: int, knower: str) -> None:
     """Check that trees of these shapes can be selected level by level.
 
     Args:
         shapes: the shapes that may run.
         num_tokens: tokens that the drafter can propose.
-        who: what knows these tokens, for the message.
+        knower: what knows these tokens, for the message.
 
     Raises:
         ConfigError: a shape cannot, or its topk is above `num_tokens`.
@@ -138,4 +138,4 @@ def check_shapes(shapes: Sequence[Shape], num_tokens: int, who: str) -> None:
             Shape.eagle(shape.num_steps, shape.topk, shape.num_draft_tokens)
     topk = max(shape.topk for shape in shapes)
     if topk > num_tokens:
-        raise ConfigError(f"topk {topk} is above the {num_tokens} tokens that {who}")
+        raise ConfigError(f"topk {topk} is above the {num_tokens} tokens that {knower}")

@@ -75,7 +75,7 @@ class LMDrafter(ByParts):
         self.layers = tuple(replace(layer, window=None) for layer in model.layer_kv)
         self._num_tokens = min(vocab_size, model.vocab_size)
         self._lacks_tokens = model.vocab_size < vocab_size
-        self._stack = PlainStack.of(model)  # None = the model's modules run
+        self._stack = PlainStack.from_model(model)  # None means the model's modules run
         self._attached = False
 
     @classmethod
@@ -94,7 +94,7 @@ class LMDrafter(ByParts):
             source: a folder, a hub name, or a loaded model.
             target: the model that verifies.
             tokenizer: the target's, to compare with the draft model's.
-            max_context_len: the context that the draft model has to reach; None = any.
+            max_context_len: the context that the draft model has to reach; None means any.
             trust_remote_code: as in `TargetModel.from_pretrained`.
 
         Raises:
@@ -109,9 +109,9 @@ class LMDrafter(ByParts):
         else:
             folder = find_target(source, trust_remote_code=trust_remote_code)
             config = load_config(folder)  # refuse a wrong model before its weights are read
-            theirs = load_tokenizer(folder.path, trust_remote_code=trust_remote_code)
+            draft_tokenizer = load_tokenizer(folder.path, trust_remote_code=trust_remote_code)
             sizes = target.vocab_size, _vocab_size(config)
-            check_same_tokenizer(tokenizer, theirs, *sizes)
+            check_same_tokenizer(tokenizer, draft_tokenizer, *sizes)
             model = TargetModel.from_pretrained(folder, dtype=target.dtype, device=target.device)
         try:
             if isinstance(source, PreTrainedModel):
@@ -140,8 +140,8 @@ class LMDrafter(ByParts):
             raise ConfigError(
                 "this drafter is attached to another engine: make a new one of the same model"
             )
-        who = "the draft model and its target share"
-        check_shapes(shapes, self._num_tokens, who)
+        knower = "the draft model and its target share"
+        check_shapes(shapes, self._num_tokens, knower)
         _check_context(self.model, cache.max_context_len)
         self._attached = True
         self._cache, self._group, self._layout = cache, group, layout
@@ -162,9 +162,9 @@ class LMDrafter(ByParts):
 
     def read(self, lanes: Lanes, tokens: Tensor) -> None:
         """Write draft KV of tokens; see `Reader.read`."""
-        nothing = lanes.index[:0]
+        no_lanes = lanes.index[:0]
         self._forward(
-            tokens, lanes.positions, causal_view(self._cache, self._group, lanes), nothing
+            tokens, lanes.positions, causal_view(self._cache, self._group, lanes), no_lanes
         )
 
     def keep(self, lanes: Lanes, tokens: Tensor, num_steps: int) -> None:
@@ -176,7 +176,7 @@ class LMDrafter(ByParts):
         if not runs_kernels(self._cache.device):
             are_whole = lanes.counts.numpy() > num_steps
             if are_whole.any():
-                last = tokens.index_select(0, lanes.lasts)[torch.from_numpy(are_whole)]
+                last = tokens.index_select(0, lanes.last_indices)[torch.from_numpy(are_whole)]
                 self.read(lanes.filter(are_whole).ahead(num_steps), last)
             return
         # The host does not know which chains these are. All others become row 0, which writes to
@@ -259,40 +259,40 @@ class LMDrafter(ByParts):
 
 
 def check_same_tokenizer(
-    ours: PreTrainedTokenizerBase | None,
-    theirs: PreTrainedTokenizerBase | None,
+    target_tokenizer: PreTrainedTokenizerBase | None,
+    draft_tokenizer: PreTrainedTokenizerBase | None,
     target_size: int,
     draft_size: int,
 ) -> None:
     """Check that a token of the draft model means what it means to the target.
 
     Args:
-        ours: the target's tokenizer; None = it has none.
-        theirs: the draft model's; None = it has none.
+        target_tokenizer: the target's tokenizer; None if it has none.
+        draft_tokenizer: the draft model's; None if it has none.
         target_size: tokens of the target's vocabulary, padding included.
         draft_size: tokens of the draft model's.
 
     Raises:
         ConfigError: a token has two meanings; or a tokenizer is missing and the sizes differ.
     """
-    if ours is None or theirs is None:
+    if target_tokenizer is None or draft_tokenizer is None:
         if target_size != draft_size:
             raise ConfigError(
                 f"the draft model knows {draft_size} tokens, the target {target_size}, and not "
                 "both have a tokenizer to compare: they must be of one vocabulary"
             )
         return
-    mine = {i: token for token, i in ours.get_vocab().items()}
-    other = {i: token for token, i in theirs.get_vocab().items()}
-    common = mine.keys() & other.keys()
-    differ = sorted(i for i in common if mine[i] != other[i])
-    lacking = [i for i in mine.keys() - common if i < draft_size]
-    if differ or len(lacking) * 10 > len(mine):
+    target_tokens = {i: token for token, i in target_tokenizer.get_vocab().items()}
+    draft_tokens = {i: token for token, i in draft_tokenizer.get_vocab().items()}
+    common = target_tokens.keys() & draft_tokens.keys()
+    differ = sorted(i for i in common if target_tokens[i] != draft_tokens[i])
+    lacking = [i for i in target_tokens.keys() - common if i < draft_size]
+    if differ or len(lacking) * 10 > len(target_tokens):
         at = differ[0] if differ else min(lacking)
         raise ConfigError(
-            f"the draft model has another tokenizer: {len(differ) + len(lacking)} of {len(mine)} "
-            f"tokens differ; token {at} is {mine[at]!r:.40} to the target and "
-            f"{other.get(at)!r:.40} to the draft model"
+            f"the draft model has another tokenizer: {len(differ) + len(lacking)} of "
+            f"{len(target_tokens)} tokens differ; token {at} is {target_tokens[at]!r:.40} to the "
+            f"target and {draft_tokens.get(at)!r:.40} to the draft model"
         )
 
 
@@ -306,9 +306,9 @@ def _vocab_size(config: Any) -> int:
 
 
 def _check_context(model: TargetModel, needs: int) -> None:
-    has, reason = model.max_context_len, model.context_reason
-    if has < needs:
+    context_len, reason = model.max_context_len, model.context_reason
+    if context_len < needs:
         raise ConfigError(
-            f"the draft model has {has} positions, a sequence may have {needs} tokens: lower "
-            f"max_context_len to {has}" + (f" ({reason})" if reason else "")
+            f"the draft model has {context_len} positions, a sequence may have {needs} tokens: "
+            f"lower max_context_len to {context_len}" + (f" ({reason})" if reason else "")
         )

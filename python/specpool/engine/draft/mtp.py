@@ -76,7 +76,7 @@ class MTPDrafter(HeadDrafter):
         """Write draft KV; see `Drafter.extend`."""
         view = causal_view(self._cache, self._group, lanes)
         hidden = self._draft(tokens, features, lanes.positions, view)
-        self._hidden.index_copy_(0, lanes.index, hidden.index_select(0, lanes.lasts))
+        self._hidden.index_copy_(0, lanes.index, hidden.index_select(0, lanes.last_indices))
 
     def _draft(self, tokens: Tensor, hidden: Tensor, positions: Tensor, view: View) -> Tensor:
         at = positions.clamp(max=self._last_position).long()

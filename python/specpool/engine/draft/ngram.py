@@ -19,9 +19,8 @@ from torch import Tensor
 from specpool._core import Shape
 from specpool.checks import check_int
 from specpool.engine.attention.lanes import Lanes
-from specpool.engine.draft.base import DraftTree
+from specpool.engine.draft.base import DraftTree, TextDrafter
 from specpool.engine.draft.texts import TextIndexes
-from specpool.engine.memory.kv_cache import KVCache, LayerKV
 from specpool.engine.models.files.names import DEFAULT_NGRAM, MAX_NGRAM
 from specpool.errors import ConfigError
 
@@ -37,7 +36,7 @@ _FACTORS = [secrets.randbits(64) | 1 for _ in range(MAX_NGRAM)]
 _WORD = (1 << 64) - 1
 
 
-class NgramDrafter:
+class NgramDrafter(TextDrafter):
     """A drafter by prompt lookup, for text that repeats itself or its prompt.
 
     It finds the longest end of the text, at most `max_ngram` tokens, that occurred before, and
@@ -52,10 +51,6 @@ class NgramDrafter:
     bytes per token and n-gram length for what a text has at first, and about 200 for what it grows
     by. An unused index is dropped after `KEPT_CALLS` turns.
     """
-
-    layers: tuple[LayerKV, ...] = ()
-    feature_layers: tuple[int, ...] = ()
-    reads_tokens = True
 
     def __init__(
         self,
@@ -83,14 +78,6 @@ class NgramDrafter:
         self._lens = range(max_ngram, min_ngram - 1, -1)
         self._indexes = TextIndexes(lambda: _NgramIndex(self._lens))
 
-    def attach(
-        self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
-    ) -> None:
-        """Do nothing, because the drafter keeps no KV."""
-
-    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
-        """Do nothing, because the drafter reads the text alone."""
-
     def propose(
         self,
         lanes: Lanes,
@@ -106,7 +93,7 @@ class NgramDrafter:
         if tokens is None:
             raise ConfigError("an n-gram drafter needs the lanes' tokens")
         self._indexes.begin_turn()
-        trees = [_grow(self._indexes.of(text), shape) for text in tokens]
+        trees = [_grow(self._indexes.index(text), shape) for text in tokens]
         return DraftTree.from_parents(
             np.array([t for t, _ in trees], np.int64), np.array([p for _, p in trees], np.int32)
         )
@@ -118,7 +105,7 @@ class NgramDrafter:
         finds by as many tokens predicted the next token, the row decodes plainly. Its finds are
         counted on, so it drafts again when they improve.
         """
-        return self._indexes.of(tokens).foresees(self._min_match)
+        return self._indexes.index(tokens).foresees(self._min_match)
 
 
 class _NgramIndex:
@@ -126,8 +113,8 @@ class _NgramIndex:
 
     `_first[n]` has the n-grams of the text as it was at first. `_last[n]` maps an n-gram that ended
     since to its last end. `_before[n][e - n + 1]` is the end of the occurrence before the one that
-    ends at `e`, or -1. An n-gram of the same hash may stand in an occurrence's place, so whoever
-    reads an end compares the tokens.
+    ends at `e`, or -1. Another n-gram of the same hash may stand there, so a reader of an end
+    compares the tokens.
     """
 
     def __init__(self, lens: Sequence[int]) -> None:
@@ -145,8 +132,10 @@ class _NgramIndex:
         """Index the new tokens of the text, and update the hit rate with the first of them."""
         self.text = text
         if self._foreseen is not None and len(text) > begin:
-            token, place = self._foreseen
-            self._hit_rates[place] += ((text[begin] == token) - self._hit_rates[place]) * HIT_WEIGHT
+            token, rate_index = self._foreseen
+            self._hit_rates[rate_index] += (
+                (text[begin] == token) - self._hit_rates[rate_index]
+            ) * HIT_WEIGHT
             self._foreseen = None
         if begin == 0:
             tokens = np.array(text, np.int64).view(np.uint64)
@@ -188,9 +177,9 @@ class _NgramIndex:
         n, end = next(ends, (0, None))
         if end is None:
             return min_match == 0
-        place = min(n, len(FIRST_HIT_RATES)) - 1
-        self._foreseen = self.text[end + 1], place
-        return min_match == 0 or self._hit_rates[place] >= MIN_HIT_RATE
+        rate_index = min(n, len(FIRST_HIT_RATES)) - 1
+        self._foreseen = self.text[end + 1], rate_index
+        return min_match == 0 or self._hit_rates[rate_index] >= MIN_HIT_RATE
 
     def _occurrences_of(self, n: int) -> Iterator[int]:
         suffix, before = list(self.text[-n:]), self._before[n]
@@ -228,7 +217,7 @@ class _Sorted:
         self._keys = keys
 
     def before(self) -> array[int]:
-        """Return the end of the n-gram of the same hash before each; -1 = there is none."""
+        """Return the end of the n-gram of the same hash before each; -1 if there is none."""
         ends = np.full(self._num, -1, np.int64)
         places = (self._keys & np.uint64(self._places)).astype(np.int64)
         is_same = (self._keys[1:] ^ self._keys[:-1]) <= np.uint64(self._places)
@@ -236,7 +225,7 @@ class _Sorted:
         return array("q", ends.tobytes())
 
     def last_end(self, ngram: Sequence[int]) -> int:
-        """Return the last end of an n-gram of the same hash; -1 = there is none."""
+        """Return the last end of an n-gram of the same hash; -1 if there is none."""
         key = sum(token * factor for token, factor in zip(ngram, _FACTORS, strict=False)) & _WORD
         at = int(self._keys.searchsorted(np.uint64(key | self._places), side="right")) - 1
         if at < 0 or int(self._keys[at]) ^ key > self._places:

@@ -9,21 +9,16 @@ from torch import Tensor
 
 from specpool._core import Shape
 from specpool.engine.attention.lanes import Lanes
-from specpool.engine.draft.base import DraftTree
-from specpool.engine.memory.kv_cache import KVCache, LayerKV
+from specpool.engine.draft.base import DraftTree, TextDrafter
 from specpool.errors import ConfigError
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(TextDrafter):
     """A drafter for tests: it proposes known continuations, with errors, in trees of random form.
 
     The true continuation runs along a spine of random node ids, so that accepted nodes are
     scattered and compaction has work to do. All other nodes are wrong on purpose.
     """
-
-    layers: tuple[LayerKV, ...] = ()
-    feature_layers: tuple[int, ...] = ()
-    reads_tokens = True
 
     def __init__(
         self,
@@ -54,14 +49,6 @@ class ScriptedDrafter:
         self._error_rate = error_rate
         self._rng = np.random.default_rng(seed)
 
-    def attach(
-        self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
-    ) -> None:
-        """Do nothing, because the drafter keeps no KV."""
-
-    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
-        """Do nothing, because the text is known."""
-
     def propose(
         self,
         lanes: Lanes,
@@ -89,11 +76,11 @@ class ScriptedDrafter:
             if node in spine:
                 parent, right = path[-1], truth[len(path) - 1]
                 path.append(node)
-                token = self._wrong(right) if rng.random() < self._error_rate else right
+                token = self._wrong_token(right) if rng.random() < self._error_rate else right
             else:
                 parent = int(rng.choice([i for i in range(node) if depths[i] < shape.num_steps]))
                 on_path = parent in path
-                token = self._wrong(truth[path.index(parent)] if on_path else -1)
+                token = self._wrong_token(truth[path.index(parent)] if on_path else -1)
             tokens.append(token)
             parents.append(parent)
             depths.append(depths[parent] + 1)
@@ -110,6 +97,6 @@ class ScriptedDrafter:
         missing = num_tokens - len(known)
         return known + [int(t) for t in self._rng.integers(0, self._vocab_size, missing)]
 
-    def _wrong(self, right: int) -> int:
+    def _wrong_token(self, right: int) -> int:
         token = int(self._rng.integers(0, self._vocab_size - 1))
         return token + (token >= right >= 0)

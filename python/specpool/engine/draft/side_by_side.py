@@ -61,8 +61,8 @@ def drafts_side_by_side(drafter: object) -> TypeGuard[SideBySide]:
 
     A subclass with a `propose` of its own is asked part by part.
     """
-    own: dict[str, object] = getattr(drafter, "__dict__", {})
-    for names in (own, *map(vars, type(drafter).__mro__)):
+    instance_names: dict[str, object] = getattr(drafter, "__dict__", {})
+    for names in (instance_names, *map(vars, type(drafter).__mro__)):
         if "propose_parts" in names:
             return True
         if "propose" in names:
@@ -84,15 +84,15 @@ class Ask:
 class Level:
     """The results of a forward: the likeliest next tokens of each of its T tokens."""
 
-    p: Tensor | None  # float32 [T, K or more], best first; None = chains, which need none
+    p: Tensor | None  # float32 [T, K or more], best first; None means chains, which need none
     ids: Tensor  # int64 [T, K or more]
     hidden: Tensor | None = None
 
     def part(self, first: int, size: int) -> Level:
         """Return the results of the tokens `[first, first + size)`."""
-        mine = slice(first, first + size)
-        p = None if self.p is None else self.p[mine]
-        return Level(p, self.ids[mine], None if self.hidden is None else self.hidden[mine])
+        tokens = slice(first, first + size)
+        p = None if self.p is None else self.p[tokens]
+        return Level(p, self.ids[tokens], None if self.hidden is None else self.hidden[tokens])
 
 
 Drafting = Generator[Ask, Level, DraftTree]

@@ -10,9 +10,8 @@ from torch import Tensor
 from specpool._core import Shape, SuffixIndex
 from specpool.checks import check_int, shown
 from specpool.engine.attention.lanes import Lanes
-from specpool.engine.draft.base import DraftTree
+from specpool.engine.draft.base import DraftTree, TextDrafter
 from specpool.engine.draft.texts import TextIndexes
-from specpool.engine.memory.kv_cache import KVCache, LayerKV
 from specpool.errors import ConfigError
 
 #: Tokens of an index of one text, and of an index of all.
@@ -36,7 +35,7 @@ class _Text:
         self.index.end(self.number)
 
 
-class SuffixDrafter:
+class SuffixDrafter(TextDrafter):
     """A drafter with a suffix automaton (`SuffixIndex`), for text that repeats itself or others.
 
     It finds the longest end of the text, at most `max_context - 1` tokens, that occurred before,
@@ -44,15 +43,11 @@ class SuffixDrafter:
     its tokens. So a tree is deep where one continuation prevailed, and wide where several did. The
     rest of the shape repeats the root token. It needs no draft model and keeps no KV.
 
-    With `shares`, one index has the texts of all requests. Then a request's speed tells something
+    With `shares`, one index has the texts of all requests. Then a request's speed reveals something
     of the others' texts: share only among requests that trust each other. The text stays the same.
 
     As `NgramDrafter`, it knows a text by the list that holds it.
     """
-
-    layers: tuple[LayerKV, ...] = ()
-    feature_layers: tuple[int, ...] = ()
-    reads_tokens = True
 
     def __init__(
         self,
@@ -69,7 +64,7 @@ class SuffixDrafter:
             max_context: longest end that is counted, in tokens, with the token that follows.
             min_match: a row with a shorter known end decodes plainly (see `is_promising`); 0 = it
                 always drafts.
-            max_tokens: the most tokens of an index; None = 2^20, and 2^22 with `shares`.
+            max_tokens: the most tokens of an index; None means 2^20, and 2^22 with `shares`.
 
         Raises:
             ConfigError: a number is out of range.
@@ -85,14 +80,6 @@ class SuffixDrafter:
         self._max_context, self._min_match = max_context, min_match
         self._shared = self._new_index() if shares else None
         self._texts = TextIndexes(lambda: _Text(self._shared or self._new_index()))
-
-    def attach(
-        self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
-    ) -> None:
-        """Do nothing, because the drafter keeps no KV."""
-
-    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
-        """Do nothing, because the drafter reads the text alone."""
 
     def propose(
         self,
@@ -112,16 +99,16 @@ class SuffixDrafter:
         size = len(tokens), shape.num_draft_tokens
         nodes, parents = np.empty(size, np.int64), np.zeros(size, np.int32)
         for lane, text in enumerate(tokens):
-            at = self._texts.of(text)
-            found, above, _, _ = at.index.propose(
+            at = self._texts.index(text)
+            drafts, draft_parents, _, _ = at.index.propose(
                 at.number,
                 num_steps=shape.num_steps,
                 topk=shape.topk,
                 num_draft_tokens=shape.num_draft_tokens,
             )
             nodes[lane] = text[-1]
-            nodes[lane, 1 : 1 + len(found)] = found
-            parents[lane, 1 : 1 + len(found)] = above
+            nodes[lane, 1 : 1 + len(drafts)] = drafts
+            parents[lane, 1 : 1 + len(drafts)] = draft_parents
             if shape.topk == 1:  # a chain goes on to its end
                 parents[lane] = np.arange(-1, size[1] - 1)
         parents[:, 0] = -1
@@ -132,7 +119,7 @@ class SuffixDrafter:
 
         A round that accepts nothing costs more than a plain one.
         """
-        at = self._texts.of(tokens)
+        at = self._texts.index(tokens)
         match_len, share = at.index.best(at.number)
         return self._min_match == 0 or (match_len >= self._min_match and share >= MIN_SHARE)
 

@@ -55,7 +55,7 @@ class TextIndexes(Generic[Index]):
         self._entries: dict[int, _Entry[Index]] = {}  # by the id of the list
         self._num_calls = 0
 
-    def of(self, text: Sequence[int]) -> Index:
+    def index(self, text: Sequence[int]) -> Index:
         """Return the index of a text, up to date."""
         entry = self._entries.get(id(text))
         if entry is not None and not entry.is_current():

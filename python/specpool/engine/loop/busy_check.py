@@ -101,7 +101,7 @@ class BusyCheck:
         self._taken_out: set[int] = set()
         # The newest launched step: now, and at the last look without a finding.
         self._step = self._well_at = 0
-        # What the device's tables must hold; None = not known. Calibration leaves it unknown: the
+        # What the device's tables must hold; None if not known. Calibration leaves it unknown: the
         # table delta of the rows that it gave back goes to the device with the next step.
         self._tables: list[npt.NDArray[np.int32]] | None = None
         self.findings: deque[BusyFinding] = deque(maxlen=MAX_FINDINGS)
@@ -139,11 +139,13 @@ class BusyCheck:
         """
         if self._level == 0:
             return None
-        found = [self._report(fault) for fault in self._faults() if not self._is_known(fault)]
-        if not found:
+        new_findings = [
+            self._report(fault) for fault in self._faults() if not self._is_known(fault)
+        ]
+        if not new_findings:
             self._well_at = self._step
             return None
-        for finding in found:
+        for finding in new_findings:
             if finding.text not in [old.text for old in self.findings]:
                 self.findings.append(finding)
                 self.finding_ct += 1
@@ -152,9 +154,9 @@ class BusyCheck:
                 if row not in self.rows:
                     self._taken_out.add(row)
                     self._scheduler.quarantine(row, f"busy check: {finding}")
-        if self._on_finding == "quarantine" and all(finding.rows for finding in found):
+        if self._on_finding == "quarantine" and all(finding.rows for finding in new_findings):
             return None
-        return CorruptState(f"busy check: {'; '.join(map(str, found))}")
+        return CorruptState(f"busy check: {'; '.join(map(str, new_findings))}")
 
     # --- what may be wrong ----------------------------------------------------------------------
 
@@ -183,15 +185,15 @@ class BusyCheck:
             )
         for g, group in enumerate(self._groups):
             protected = ledger.protected_len(g)
-            own = ledger.allocated_len(g).astype(np.int64)
+            lens = ledger.allocated_len(g).astype(np.int64)
             # A page of the prefix cache may be partly filled; it is shared as a whole.
             shared_end = -(-protected // group.page_size) * group.page_size
             evicted = ledger.evicted_len(g)
             sinks = np.minimum(-(-group.sink // group.page_size) * group.page_size, evicted)
-            own -= np.maximum(shared_end, evicted) - np.maximum(sinks - shared_end, 0)
-            own[out_of_use] = 0
-            held = int(own.sum()) // group.page_size + ledger.shared_pages(g)
-            held += lost[g] + self._num_kept(g)
+            lens -= np.maximum(shared_end, evicted) - np.maximum(sinks - shared_end, 0)
+            lens[out_of_use] = 0
+            num_held = int(lens.sum()) // group.page_size + ledger.shared_pages(g)
+            num_held += lost[g] + self._num_kept(g)
             slots = ledger.allocated_len(g).astype(np.int64) - evicted + sinks
             num_cells = int(slots.sum()) // group.page_size
             if not out_of_use and num_cells != ledger.held_cells(g):
@@ -199,9 +201,9 @@ class BusyCheck:
                 yield _Fault(f"{text}, the table has {ledger.held_cells(g)}", g)
             free, fenced = ledger.free_pages(g), ledger.fenced_pages(g)
             cached = ledger.cached_pages(g)
-            if free + cached + fenced + held != group.num_pages:
+            if free + cached + fenced + num_held != group.num_pages:
                 yield _Fault(
-                    f"group {group.name}: {held} pages held + {free} free + {cached} cached + "
+                    f"group {group.name}: {num_held} pages held + {free} free + {cached} cached + "
                     f"{fenced} fenced are not {group.num_pages}",
                     g,
                 )
@@ -252,13 +254,13 @@ class BusyCheck:
     def _wrong_tables(self) -> Iterator[_Fault]:
         """Yield the rows whose page table on the device differs from the ledger's."""
         for g, expected in enumerate(self._tables or ()):
-            found = self._cache.tables[g].cpu().numpy()
-            rows, columns = np.nonzero(found != expected)
+            table = self._cache.tables[g].cpu().numpy()
+            rows, columns = np.nonzero(table != expected)
             for row, first in zip(*np.unique(rows, return_index=True), strict=True):
                 column = columns[first]
                 yield _Fault(
                     f"{self._name(int(row))} column {column} of group {self._groups[g].name} is "
-                    f"page {found[row, column]} on the device, {expected[row, column]} in the "
+                    f"page {table[row, column]} on the device, {expected[row, column]} in the "
                     "ledger",
                     g,
                     int(expected[row, column]) or None,
@@ -287,12 +289,12 @@ class BusyCheck:
         """Return the row that took the page, and all rows that hold it in their page table."""
         ledger, P = self._ledger, self._groups[group].page_size
         columns = np.arange(ledger.pages_per_row(group))
-        held = columns < ledger.allocated_len(group)[:, None] // P
-        held &= (columns * P < self._groups[group].sink) | (
+        is_held = columns < ledger.allocated_len(group)[:, None] // P
+        is_held &= (columns * P < self._groups[group].sink) | (
             columns >= ledger.evicted_len(group)[:, None] // P
         )
-        names_it = (held & (ledger.page_table(group) == page)).any(axis=1)
-        rows = set(np.flatnonzero(names_it).tolist())
+        holds_page = (is_held & (ledger.page_table(group) == page)).any(axis=1)
+        rows = set(np.flatnonzero(holds_page).tolist())
         return rows | {ledger.page_record(group, page)[1]} if page > 0 else rows
 
     def _report(self, fault: _Fault) -> BusyFinding:
@@ -306,8 +308,8 @@ class BusyCheck:
             rows = self._holders(group, page)
         state = owner = birth_step = verb = None
         if page and group is not None:  # page 0 has no record
-            state, by, birth_step, verb = self._ledger.page_record(group, page)
-            owner = self._name(by)
+            state, owner_row, birth_step, verb = self._ledger.page_record(group, page)
+            owner = self._name(owner_row)
         return BusyFinding(
             text=fault.text,
             group=None if group is None else self._groups[group].name,

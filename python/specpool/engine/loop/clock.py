@@ -53,4 +53,4 @@ class Clock:
 
     def seconds(self) -> PhaseSeconds:
         """Return the seconds so far."""
-        return PhaseSeconds(*(getattr(self, each.name).seconds for each in fields(PhaseSeconds)))
+        return PhaseSeconds(*(getattr(self, phase.name).seconds for phase in fields(PhaseSeconds)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
 
@@ -22,7 +22,6 @@ from specpool.engine.loop.scrub import scrub_free
 from specpool.engine.memory.host.tier import HostTier
 from specpool.engine.memory.kv_cache import KVCache
 from specpool.engine.ranks.journal import RankJournal
-from specpool.engine.scheduler.request import Request
 from specpool.engine.scheduler.scheduler import Scheduler
 from specpool.engine.scheduler.step import Step, StepResult
 from specpool.engine.worker.graphs.capture import is_out_of_memory
@@ -40,7 +39,7 @@ class _Flying:
 
     turn: int
     step: Step
-    pending: PendingStep | None  # None = a reload from the host tier, which gives no tokens
+    pending: PendingStep | None  # None means a reload from the host tier, which gives no tokens
     started: float  # `time.perf_counter` at the launch
 
 
@@ -69,7 +68,7 @@ class Loop:
     ) -> None:
         """Start with no step on its way; `EngineConfig` explains the options.
 
-        `journal` tells other ranks, which run the same steps; None = there are none.
+        `journal` informs other ranks, which run the same steps; None if there are none.
         """
         self._host, self._journal = host, journal
         self._ledger, self.scheduler, self._worker = ledger, scheduler, worker
@@ -87,46 +86,7 @@ class Loop:
         """The number of steps whose results are still to come."""
         return len(self._flying)
 
-    def run(self, requests: list[Request]) -> Generator[int]:
-        """Run turns until these requests are done.
-
-        The caller must hold the engine's lock while the generator runs. Closing the generator
-        aborts the requests that are left.
-
-        Yields:
-            The index of a request that has new tokens or has ended.
-        """
-        seen = [0] * len(requests)
-        pending = {request.request_id: index for index, request in enumerate(requests)}
-        mailbox: dict[int, Request] = {}
-        try:
-            for request in requests:
-                request.mailbox = mailbox
-                if request.sample == 0:  # `submit` also queues its siblings
-                    self.scheduler.submit(request)
-            while pending:
-                # Another iterator's turns may have moved our requests on, so look before each turn.
-                # Look at running requests only: waiting ones have no news, and may be thousands.
-                moved = {*mailbox, *(request.request_id for request in self.scheduler.running)}
-                mailbox.clear()
-                for index in sorted(pending[number] for number in moved & pending.keys()):
-                    request, before = requests[index], seen[index]
-                    seen[index] = request.num_output_tokens
-                    is_over = request.finish_reason is not None
-                    if is_over:
-                        del pending[request.request_id]
-                    if seen[index] > before or is_over:
-                        yield index
-                # While we waited at a yield, another iterator may have finished all of ours.
-                if any(requests[index].finish_reason is None for index in pending.values()):
-                    self._run_turn()
-        finally:
-            with self.recovering():
-                for request in requests:
-                    self.scheduler.abort(request)
-                self.rest()
-
-    def rest(self) -> None:
+    def drain_if_idle(self) -> None:
         """Drain if no request is left."""
         if not self.scheduler.has_requests:
             self.drain()
@@ -144,7 +104,7 @@ class Loop:
             raise
         except BaseException as error:
             if self._journal is not None:
-                self._journal.broke(error)
+                self._journal.report_failure(error)
             self._flying.clear()
             self._synchronize()
             reason = "error" if is_out_of_memory(error) else "abort"
@@ -182,13 +142,13 @@ class Loop:
             with self.recovering(), noted:
                 self._run_steps()
         except (MemoryError, RuntimeError) as error:
-            goes_on = is_out_of_memory(error) and self._journal is None
-            if self.scheduler.num_ended == num_ended or not goes_on:
+            can_continue = is_out_of_memory(error) and self._journal is None
+            if self.scheduler.num_ended == num_ended or not can_continue:
                 raise
 
     def _run_steps(self) -> None:
         """Do the work of `_run_turn`, without its handling of errors."""
-        self._look()
+        self._run_busy_check()
         before = [flying.step for flying in self._flying]
         started, num_lost = time.perf_counter(), self._num_lost
         with self.clock.schedule:
@@ -201,18 +161,18 @@ class Loop:
         self._turns += 1
         reloads = [step for step in steps if step.handles is not None]
         forwards = [step for step in steps if step.handles is None]
-        together = len(forwards) > 1 and self._mixed_chunks
-        groups = [forwards] if together else [[step] for step in forwards]
-        behind = deque([*([step] for step in reloads), *groups])
-        while behind:
-            self._launch(behind.popleft(), behind)
+        runs_together = len(forwards) > 1 and self._mixed_chunks
+        groups = [forwards] if runs_together else [[step] for step in forwards]
+        later_groups = deque([*([step] for step in reloads), *groups])
+        while later_groups:
+            self._launch(later_groups.popleft(), later_groups)
         last = self._turns - (self._overlap_depth if steps else 1)
         while self._flying and self._flying[0].turn <= last:
             self._take_over(self._flying.popleft())
         if self._num_lost == num_lost:
             self._observe_round(before, steps, time.perf_counter() - started)
 
-    def _look(self) -> None:
+    def _run_busy_check(self) -> None:
         """Run the busy check before a step is prepared; raise what it says must be raised."""
         finding_ct = self.busy_check.finding_ct
         error = self.busy_check.look()
@@ -225,10 +185,10 @@ class Loop:
         if error is not None:
             raise error
 
-    def _launch(self, steps: list[Step], behind: deque[list[Step]]) -> None:
+    def _launch(self, steps: list[Step], later_groups: deque[list[Step]]) -> None:
         """Enqueue the forward of one step, or of a prefill and a round side by side.
 
-        If a step cannot be launched, it is undone, with those `behind` it, which are then gone.
+        If a step cannot be launched, undo it and the steps of `later_groups`, which are then gone.
         """
         for group, num_pages in enumerate(self._num_pages):
             available = self._ledger.free_pages(group) + self._ledger.cached_pages(group)
@@ -239,11 +199,11 @@ class Loop:
             try:
                 self.scheduler.launch(step)
             except StalePlan:  # an earlier forward of this turn failed and released one of its rows
-                lost = [*steps[len(launched) :], *chain(*behind)]
+                lost = [*steps[len(launched) :], *chain(*later_groups)]
                 self._num_lost += len(lost)
                 for lost_step in reversed(lost):
                     self.scheduler.cancel(lost_step)
-                behind.clear()
+                later_groups.clear()
                 break
             launched.append(step)
         if not launched:
@@ -316,10 +276,10 @@ class Loop:
         Under overlap, a GPU spends the turn on the steps that were on their way `before` it.
         """
         runs_here = self._cache.device.type == "cpu" or not self._overlap_depth
-        ran = steps if runs_here else before
-        alone = len(ran) == len(steps) == 1 and steps[0].choice is not None
-        if alone and (choice := ran[0].choice) is not None:
-            shapes = ran[0].plan.shapes
+        timed_steps = steps if runs_here else before
+        alone = len(timed_steps) == len(steps) == 1 and steps[0].choice is not None
+        if alone and (choice := timed_steps[0].choice) is not None:
+            shapes = timed_steps[0].plan.shapes
 
             def observe(seconds: float) -> None:
                 self.scheduler.round_shapes.observe(choice, shapes, seconds)

@@ -49,7 +49,7 @@ class PageBounds:
     Attributes:
         num_lanes: the lanes of the round.
         of_rows: per group, the most pages of all rows together, each page once for every row that
-            sees it; None = the group has no such bound.
+            sees it; None if the group has no such bound.
         of_unused: per group, the most pages of an unused lane.
     """
 
@@ -83,7 +83,7 @@ class KVCache:
             layer_groups: the group of each layer, `len(layers)` indices into `ledger.groups`.
             dtype: dtype of keys and values.
             device: where the buffers live.
-            attend_with: the back end's `attend` for all views of these pages; None = torch's.
+            attend_with: the back end's `attend` for all views of these pages; None means torch's.
 
         Raises:
             ConfigError: the kernels cannot be built for the CUDA device, or the device has no room
@@ -232,7 +232,7 @@ class KVCache:
 
     @property
     def reader(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        """`read_pages` if kernels run; None = torch's indexing reads the pages."""
+        """`read_pages` if kernels run; None means torch's indexing reads the pages."""
         return self.read_pages if self._by_page else None
 
     def read_pages(self, keys: Tensor, values: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,7 +270,7 @@ class KVCache:
     def reading_within(self, bounds: PageBounds | None) -> Iterator[None]:
         """Let the views that are built within the block read no more pages than `bounds` says.
 
-        None = their pages are not bounded.
+        None if their pages are not bounded.
         """
         before, self._bounds = self._bounds, bounds
         try:
@@ -279,7 +279,7 @@ class KVCache:
             self._bounds = before
 
     def most_pages(self, group: int, num_lanes: int) -> int | None:
-        """Return the most pages that the lanes of a view of a group read; None = not bounded.
+        """Return the most pages that the lanes of a view of a group read; None if not bounded.
 
         A view may have several lanes for each of the round, as for the branches of a tree.
         """

@@ -31,16 +31,16 @@ class PageBytes:
         self._device = cache.device
         # Per group: the keys and values of each layer, [num_pages + 1, bytes of a page in it].
         self._buffers = [
-            [b.view(len(b) // group.page_size, -1).view(torch.uint8) for b in of]
-            for group, of in zip(
+            [b.view(len(b) // group.page_size, -1).view(torch.uint8) for b in buffers]
+            for group, buffers in zip(
                 ledger.groups,
                 (group_buffers(cache, g) for g in range(len(ledger.groups))),
                 strict=True,
             )
         ]
-        self.page_bytes = [sum(b.shape[1] for b in of) for of in self._buffers]
+        self.page_bytes = [sum(b.shape[1] for b in buffers) for buffers in self._buffers]
         on_host = cache.device.type == "cpu"
-        self._host = [[b.numpy() for b in of] for of in self._buffers] if on_host else []
+        self._host = [[b.numpy() for b in buffers] for buffers in self._buffers] if on_host else []
 
     def read(self, group: int, pages: Int32, out: Bytes) -> int:
         """Copy pages, int32 [n], to `out`, uint8 [n * page_bytes]; return its checksum.
@@ -55,17 +55,17 @@ class PageBytes:
         torch.from_numpy(out).copy_(staged)
         return checksum(out)
 
-    def write(self, group: int, pages: Int32, of: Bytes) -> int:
-        """Copy `of`, uint8 [n * page_bytes], to pages, int32 [n]; return its checksum."""
+    def write(self, group: int, pages: Int32, data: Bytes) -> int:
+        """Copy `data`, uint8 [n * page_bytes], to pages, int32 [n]; return its checksum."""
         if self._host:
-            return scatter_pages(self._host[group], pages, of)
+            return scatter_pages(self._host[group], pages, data)
         staged, fields = self._staged(group, len(pages))
-        own = of.copy()  # what is checked is what is written, whoever else has `of`
+        copy = data.copy()  # sum what is written: others may change `data`
         # A copy from pageable memory is done when it returns.
-        staged.copy_(torch.from_numpy(own))
+        staged.copy_(torch.from_numpy(copy))
         (slots,) = upload(self._device, pages)
         kernels.scatter_kv(kernels.Fields.of(self._buffers[group], 1), slots, fields)
-        return checksum(own)
+        return checksum(copy)
 
     def _staged(self, group: int, num_pages: int) -> tuple[torch.Tensor, kernels.Fields]:
         """Return memory of the device for pages in a row, uint8 [n], and its fields."""

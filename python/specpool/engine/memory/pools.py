@@ -50,7 +50,7 @@ def _free_bytes_of_cgroups() -> Iterator[int]:
     if not _OWN_CGROUPS.exists():
         return
     for line in _OWN_CGROUPS.read_text().splitlines():
-        _, controllers, own = line.split(":", 2)
+        _, controllers, own_path = line.split(":", 2)
         if not controllers:  # version 2
             root, limit, used, cached = _CGROUPS, "memory.max", "memory.current", "inactive_file"
         elif "memory" in controllers.split(","):
@@ -59,19 +59,19 @@ def _free_bytes_of_cgroups() -> Iterator[int]:
         else:
             continue
         # A container may see its own group as the root.
-        group = root / own.lstrip("/")
+        group = root / own_path.lstrip("/")
         for folder in [*([group, *group.parents] if group.is_dir() else []), root]:
             if not folder.is_relative_to(root) or not (folder / limit).exists():
                 continue
-            most = (folder / limit).read_text().strip()
-            if most == "max":
+            max_bytes = (folder / limit).read_text().strip()
+            if max_bytes == "max":
                 continue
             # Do not count cached files: the system drops them when memory is needed.
             stat = dict(
                 entry.split() for entry in (folder / "memory.stat").read_text().splitlines()
             )
             taken = int((folder / used).read_text()) - int(stat.get(cached, 0))
-            yield max(int(most) - taken, 0)
+            yield max(int(max_bytes) - taken, 0)
 
 
 def _free_bytes_of_host() -> int:
@@ -107,7 +107,7 @@ def plan_pools(
         dtype: dtype of the KV.
         device: where the KV lives. Without `num_pages` and `kv_bytes`, half of its free memory is
             used.
-        least: returns the least of all ranks' values: they have the same pages; None = no ranks.
+        least: returns the least of all ranks' values: they have the same pages; None without ranks.
         sharers: the ranks that share the device's memory.
         record: a file for the ledger's event log, if there are ranks.
 

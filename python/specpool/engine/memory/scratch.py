@@ -14,15 +14,15 @@ class Scratch:
 
     def __init__(self) -> None:
         """Hold nothing yet."""
-        self._kept: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """Return a tensor [num_rows, width] with any content.
 
         It is valid until the next call with the same name and dtype.
         """
-        kept, size = self._kept.get((name, dtype)), num_rows * width
-        if kept is None or kept.numel() < size:
+        buffer, size = self._buffers.get((name, dtype)), num_rows * width
+        if buffer is None or buffer.numel() < size:
             # Some extra room, so that a growing text does not allocate anew at each step.
-            kept = self._kept[name, dtype] = torch.empty(size + size // 8, dtype=dtype)
-        return kept[:size].view(num_rows, width)
+            buffer = self._buffers[name, dtype] = torch.empty(size + size // 8, dtype=dtype)
+        return buffer[:size].view(num_rows, width)

@@ -38,18 +38,18 @@ class _Standing:
 def _no_model(source: object) -> ConfigError:
     """Return the error for a source that is neither a name nor a transformers model."""
     kind = type(source)
-    told = f"the target is a folder, a hub name or a transformers model, got {shown(source)}"
+    problem = f"the target is a folder, a hub name or a transformers model, got {shown(source)}"
     if kind.__module__.partition(".")[0] == "peft":
-        told = (
+        problem = (
             f"the target is a PEFT model ({kind.__name__}): give its .merge_and_unload(), or the "
             "model that it wraps, .base_model.model, whose adapters run unmerged"
         )
     elif hasattr(source, "_orig_mod"):
-        told = (
+        problem = (
             f"the target is a compiled module ({kind.__name__}), whose graph does not know pages: "
             "give the model of before, ._orig_mod"
         )
-    return ConfigError(told)
+    return ConfigError(problem)
 
 
 def _isolate_configs(model: PreTrainedModel) -> list[tuple[Any, Any]]:

@@ -84,8 +84,8 @@ def media_tokens(config: Any) -> dict[int, str]:
     if text_config(config) is config:
         return {}
     keys = (f"{kind}_token_{end}" for kind in _MEDIA for end in ("id", "index"))
-    found = {key: getattr(config, key, None) for key in keys}
-    return {token: key for key, token in found.items() if isinstance(token, int)}
+    token_of_key = {key: getattr(config, key, None) for key in keys}
+    return {token: key for key, token in token_of_key.items() if isinstance(token, int)}
 
 
 def check_config(config: Any) -> None:

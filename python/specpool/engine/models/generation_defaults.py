@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specpool.checks import check_int, shown
-from specpool.engine.sampling_params import NEUTRAL, SamplingParams, check_number
+from specpool.checks import check_int, check_number, shown
+from specpool.engine.sampling_params import NEUTRAL, SamplingParams
 from specpool.errors import ConfigError
 
 _log = logging.getLogger("specpool")
@@ -81,8 +81,8 @@ class GenerationDefaults:
     Attributes:
         values: fields of `SamplingParams`.
         min_length: the least tokens of prompt and output; `min_new_tokens` comes before it.
-        do_sample: whether `generate` draws; None = not said.
-        temperature: of drawn text; None = not said.
+        do_sample: whether `generate` draws; None if not said.
+        temperature: of drawn text; None if not said.
         not_taken: keys with values that would change texts, and that no request takes.
     """
 
@@ -93,8 +93,8 @@ class GenerationDefaults:
     not_taken: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Any, vocab_size: int) -> GenerationDefaults:
-        """Read a model's `generation_config`; None = it has none.
+    def from_config(cls, config: Any, vocab_size: int) -> GenerationDefaults:
+        """Read a model's `generation_config`; None if it has none.
 
         Tokens that the vocabulary does not have are left out: no text has them.
 
@@ -104,14 +104,16 @@ class GenerationDefaults:
         if config is None:
             return cls()
         neutral = vars(type(config)())  # before transformers 5 not all of it is None
-        said = {
+        settings = {
             key: value
             for key, value in vars(config).items()
             if key in neutral and value is not None and value != neutral[key]
         }
-        values = {key: _within(value, vocab_size) for key, value in said.items() if key in NEUTRAL}
-        do_sample, temperature = said.get("do_sample"), said.get("temperature")
-        min_length = said.get("min_length", 0)
+        values = {
+            key: _within(value, vocab_size) for key, value in settings.items() if key in NEUTRAL
+        }
+        do_sample, temperature = settings.get("do_sample"), settings.get("temperature")
+        min_length = settings.get("min_length", 0)
         try:
             # Any temperature and length with which all the fields may be given.
             SamplingParams(temperature=1.0, max_new_tokens=1 << 30, **values)
@@ -124,7 +126,7 @@ class GenerationDefaults:
             raise ConfigError(f"the target's generation_config: {error}") from None
         not_taken = {
             key: value
-            for key, value in said.items()
+            for key, value in settings.items()
             if key not in TAKEN | _NO_EFFECT and value not in NOT_TAKEN.get(key, ())
         }
         return cls(values, min_length, do_sample, temperature, not_taken)
@@ -141,8 +143,8 @@ class GenerationDefaults:
         least = max(self.min_length - prompt_len, 0)
         return params.filled({"min_new_tokens": least, **self.values})
 
-    def tell(self, *, draws: bool) -> None:
-        """Log once what is taken, and what is not; `draws` = requests draw if they do not say."""
+    def log(self, *, draws: bool) -> None:
+        """Log once what is taken, and what is not; `draws`: requests draw by default."""
         taken = dict(self.values)
         not_taken = dict(self.not_taken)
         if self.min_length:

@@ -40,10 +40,10 @@ class Outline:
     """The numbers of a model that the sizing of memory needs."""
 
     layers: tuple[LayerKV, ...]
-    dtype: str | None  # of the stored weights; None = not known
-    dtype_from: str  # where `dtype` is from: `config` or `weights`; empty = not known
-    weight_bytes: int | None  # of the stored weights; None = not known
-    num_parameters: int | None  # about, by the config; None = not known
+    dtype: str | None  # of the stored weights; None if not known
+    dtype_from: str  # where `dtype` is from: `config` or `weights`; empty if not known
+    weight_bytes: int | None  # of the stored weights; None if not known
+    num_parameters: int | None  # about, by the config; None if not known
     max_context_len: int
     vocab_size: int | None
     context_reason: str = ""  # why the context is not the config's; empty if it is
@@ -69,14 +69,14 @@ def target_outline(source: str, *, trust_remote_code: bool = False) -> Outline:
     Raises:
         ConfigError: there is no model at `source`, or it cannot run over pages.
     """
-    found = find_model(source)
-    folder = found or fetch_config(source).parent
+    local_folder = find_model(source)
+    folder = local_folder or fetch_config(source).parent
     raw = read_config(folder)
     check_counts(source, raw)
     plain = PlainConfig.parse(raw)
     if plain is None:
         plain = _by_transformers(source, folder, trust_remote_code)
-    if found is None:
+    if local_folder is None:
         _fetch_index(source)
     dtype, dtype_from = _dtype(raw, folder)
     try:

@@ -42,8 +42,8 @@ def _paged_attention(
         raise ConfigError(
             "this model runs over specpool's pages: close its Engine (or TargetModel) first"
         )
-    told = ATTENDING.get()
-    layer = int(module.layer_idx) if told is None else told  # type: ignore[arg-type]
+    layer_of_call = ATTENDING.get()
+    layer = int(module.layer_idx) if layer_of_call is None else layer_of_call  # type: ignore[arg-type]
     if isinstance(batch, ProbeBatch):
         batch.observe(layer, query, key, value, attention_mask, sliding_window, s_aux, others)
     k_buffer, v_buffer, view = batch.kv[layer]

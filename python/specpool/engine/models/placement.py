@@ -62,7 +62,7 @@ def _placement(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
         if type(module).__module__.startswith(("torch.ao.nn", "torch.nn.quantized")):
             raise ConfigError(
                 f"the model's {name} is a {type(module).__name__} of torch's own quantization, "
-                "whose weights are no tensors: give the model of before"
+                "whose weights are not tensors: give the model of before"
             )
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or "meta" in {device.type for device in devices}:

@@ -216,8 +216,8 @@ def probe_batch(
         for lane, positions in enumerate(position_lists):
             for i, position in enumerate(positions):
                 for j in range(columns):
-                    near = window is None or position - j < window
-                    visible[lane, i, j] = j <= position and near
+                    is_in_window = window is None or position - j < window
+                    visible[lane, i, j] = j <= position and is_in_window
         return visible
 
     slots = [
@@ -238,7 +238,7 @@ def probe_batch(
 
 
 def chunk_size(text: Any, layer: int) -> int | None:
-    """Return the layer's chunk size by the config; None = no chunked attention."""
+    """Return the layer's chunk size by the config; None without chunked attention."""
     kinds = getattr(text, "layer_types", None) or ()
     if layer >= len(kinds) or kinds[layer] != "chunked_attention":
         return None
@@ -289,7 +289,7 @@ def layers_seen(target: Probed, batch: ProbeBatch, expected: Sequence[int]) -> t
     for index, layer in zip(expected, layers, strict=True):
         windowed = kinds is not None and kinds[index] == "sliding_attention"
         if kinds is None:
-            windowed = all(one.window is None for one in layers)
+            windowed = all(kv.window is None for kv in layers)
         if windowed and layer.window is None:
             raise refusal(
                 model_type,

@@ -22,7 +22,7 @@ from specpool.engine.models.gate import refusal, text_config
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# The layer that attends next. Layers tell it to their cache, because Zamba's layers share attention
+# The layer that attends next. Layers pass it to their cache, because Zamba's layers share attention
 # modules that have no layer number.
 ATTENDING: ContextVar[int | None] = ContextVar("specpool_attending", default=None)
 
@@ -50,7 +50,7 @@ class StateSpec:
         """Bytes of one row's state."""
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
-    def of(self, cache: Any) -> Tensor:
+    def get(self, cache: Any) -> Tensor:
         """Return the state of each lane in a cache, [B, *shape]."""
         state: Tensor = getattr(cache.layers[self.layer], f"{self.kind}_states")[self.index]
         return state
@@ -108,7 +108,7 @@ class RecurrentState:
 
     def values(self, cache: Any) -> list[Tensor]:
         """Return copies of the states after a forward, one [B, ...] per spec."""
-        return [spec.of(cache).clone() for spec in self._specs]
+        return [spec.get(cache).clone() for spec in self._specs]
 
     def put(self, rows: Tensor, values: Sequence[Tensor]) -> None:
         """Save states, one [B, ...] per spec, for the rows, int64 [B]."""
@@ -122,11 +122,11 @@ def paged_cache(config: PretrainedConfig) -> Any:
 
     cache: Any = DynamicCache(config=config)
     for layer in attention_layers(cache):
-        cache.layers[layer].update = partial(_pass_on, layer)
+        cache.layers[layer].update = partial(_note_layer, layer)
     return cache
 
 
-def _pass_on(
+def _note_layer(
     layer: int, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     ATTENDING.set(layer)
@@ -146,10 +146,10 @@ def states_in(cache: Any) -> tuple[StateSpec, ...]:
 
     return tuple(
         StateSpec(layer, name, index, tuple(state.shape[1:]), state.dtype)
-        for layer, each in enumerate(cache.layers)
-        if isinstance(each, Mixin)
+        for layer, layer_cache in enumerate(cache.layers)
+        if isinstance(layer_cache, Mixin)
         for name in ("conv", "recurrent")
-        for index, state in getattr(each, f"{name}_states").items()
+        for index, state in getattr(layer_cache, f"{name}_states").items()
         if state is not None
     )
 

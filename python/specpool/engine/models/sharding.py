@@ -28,9 +28,9 @@ def sharded(config: Any, model_class: type, world: int) -> dict[str, Any]:
         )
     options = _options(world)
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    for what, heads in (("KV heads", kv_heads), ("attention heads", text.num_attention_heads)):
+    for kind, heads in (("KV heads", kv_heads), ("attention heads", text.num_attention_heads)):
         if not isinstance(heads, int) or heads % world:
-            raise ConfigError(f"{name!r} has {heads} {what}, which {world} ranks cannot share")
+            raise ConfigError(f"{name!r} has {heads} {kind}, which {world} ranks cannot share")
     from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
     if get_kv_heads_per_rank(plan, kv_heads, world) == kv_heads:

@@ -61,15 +61,15 @@ def probe_states(target: Probed) -> StateProbe:
             for first in (start, 5)
         )
         lanes = torch.tensor([other, text], device=target.device)
-        found = _found(target, lanes)
+        state_probe = _first_forward(target, lanes)
         plain = target.plain_logits(text).float()
-        whole, _ = _in_parts(target, found, lanes, [_NUM_TOKENS])
-        by_token, states = _in_parts(target, found, lanes, [_CUT, 1, 1])
+        whole, _ = _in_parts(target, state_probe, lanes, [_NUM_TOKENS])
+        by_token, states = _in_parts(target, state_probe, lanes, [_CUT, 1, 1])
         differences = [
             float((logits - plain).norm() / plain.norm()) for logits in (whole, by_token)
         ]
         if not max(differences) > limit:  # NaN passes: broken weights are not a fault of states
-            return replace(found, continues=_continues(target, found, lanes, states))
+            return replace(state_probe, continues=_continues(target, state_probe, lanes, states))
         worst.append(max(differences))
     raise refusal(
         target.config.model_type,
@@ -78,21 +78,23 @@ def probe_states(target: Probed) -> StateProbe:
     )
 
 
-def _continues(target: Probed, found: StateProbe, lanes: Tensor, expected: list[Tensor]) -> bool:
+def _continues(
+    target: Probed, state_probe: StateProbe, lanes: Tensor, expected: list[Tensor]
+) -> bool:
     """Return whether a forward of two tokens continues from a state instead of starting anew.
 
     With small weights or in 16 bits a state changes the logits little, so compare states instead:
     with `expected`, and with those of a text that begins at the cut.
     """
-    _, ours = _in_parts(target, found, lanes, [_CUT, _NUM_TOKENS - _CUT])
-    _, anew = _in_parts(target, found, lanes[:, _CUT:], [_NUM_TOKENS - _CUT])
+    _, states = _in_parts(target, state_probe, lanes, [_CUT, _NUM_TOKENS - _CUT])
+    _, fresh_states = _in_parts(target, state_probe, lanes[:, _CUT:], [_NUM_TOKENS - _CUT])
     return all(
-        bool((one - right).norm() <= _SHARE * (wrong - right).norm())
-        for one, wrong, right in zip(ours, anew, expected, strict=True)
+        bool((state - right).norm() <= _SHARE * (wrong - right).norm())
+        for state, wrong, right in zip(states, fresh_states, expected, strict=True)
     )
 
 
-def _found(target: Probed, lanes: Tensor) -> StateProbe:
+def _first_forward(target: Probed, lanes: Tensor) -> StateProbe:
     """Run a forward without earlier states, and return what the layers keep."""
     cache = paged_cache(target.config)
     batch, positions = probe_batch(target.device, [_NUM_TOKENS] * 2, [0, 0], None)
@@ -106,10 +108,10 @@ def _found(target: Probed, lanes: Tensor) -> StateProbe:
 
 
 def _in_parts(
-    target: Probed, found: StateProbe, lanes: Tensor, widths: list[int]
+    target: Probed, state_probe: StateProbe, lanes: Tensor, widths: list[int]
 ) -> tuple[Tensor, list[Tensor]]:
     """Run forwards of `widths` tokens; return logits [n, V] and states of the second lane."""
-    states = RecurrentState(target.config, found.state_specs, 2, target.device)
+    states = RecurrentState(target.config, state_probe.state_specs, 2, target.device)
     rows = torch.tensor([2, 1], device=target.device)
     earlier: ProbeBatch | None = None
     start, logits = 0, []

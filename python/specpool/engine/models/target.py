@@ -15,7 +15,6 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +82,7 @@ class TargetModel:
         context_reason: why it is not the config's number of positions; empty if it is.
         layer_kv: the KV that each layer of `kv_layers` keeps per token.
         kv_layers: the layers with attention, by the index that they attend with.
-        state_specs: the states that the recurrent layers keep per row; empty = there are none.
+        state_specs: the states that the recurrent layers keep per row; empty if there are none.
         continues: whether a forward of several tokens may start from a state; if not, such tokens
             run one by one.
         eos_token_ids: tokens that end a text; may be empty.
@@ -125,7 +124,7 @@ class TargetModel:
         try:
             model.train(False)
             _register()
-            self._use(_ATTENTION)
+            self._set_attention(_ATTENTION)
             self._describe()
             self._probe()
         except BaseException:
@@ -162,8 +161,8 @@ class TargetModel:
                 model cannot run over pages; the message has the reason.
             CheckpointError: tensors are missing or have other shapes than the config says.
         """
-        wanted = check_dtype(dtype)
-        place = None if device is None else _parse_device(device)
+        wanted_dtype = check_dtype(dtype)
+        wanted_device = None if device is None else _parse_device(device)
         if not isinstance(source, str | os.PathLike | TargetFolder | nn.Module):
             raise _no_model(source)
         from transformers import PreTrainedModel
@@ -172,13 +171,13 @@ class TargetModel:
             if world > 1:
                 raise ConfigError(f"{world} ranks load their parts themselves: give a folder")
             target = cls(source)
-            for name, want, has in (
-                ("dtype", wanted, target.dtype),
-                ("device", place, target.device),
+            for name, wanted, actual in (
+                ("dtype", wanted_dtype, target.dtype),
+                ("device", wanted_device, target.device),
             ):
-                if want is not None and want != has:
+                if wanted is not None and wanted != actual:
                     target.close()
-                    raise ConfigError(f"the model in memory has {name} {has}, not {want}")
+                    raise ConfigError(f"the model in memory has {name} {actual}, not {wanted}")
             return target
         if isinstance(source, nn.Module):
             raise _no_model(source)
@@ -190,9 +189,9 @@ class TargetModel:
                 local_files_only=local_files_only,
                 trust_remote_code=trust_remote_code,
             )
-        model = load_model(folder, load_config(folder), wanted, world)
+        model = load_model(folder, load_config(folder), wanted_dtype, world)
         with reading(f"cannot run the model from {folder.name!r}", ConfigError):
-            return cls(model.to(place or torch.device("cpu")))  # type: ignore[arg-type]
+            return cls(model.to(wanted_device or torch.device("cpu")))  # type: ignore[arg-type]
 
     @property
     def keeps_state(self) -> bool:
@@ -206,7 +205,7 @@ class TargetModel:
         Raises:
             ConfigError: a value is wrong; the message has its key.
         """
-        return GenerationDefaults.of(
+        return GenerationDefaults.from_config(
             getattr(self.model, "generation_config", None), self.vocab_size
         )
 
@@ -214,12 +213,12 @@ class TargetModel:
     def embedding_weight(self) -> Tensor:
         """The input embeddings [V, h], unscaled. Ranks that share the model ask for it together."""
         embeddings: Any = self.model.get_input_embeddings()
-        return _whole(embeddings.weight)
+        return _full_tensor(embeddings.weight)
 
     @property
     def lm_head_weight(self) -> Tensor:
         """The weight of the language model head, [V, h]; see `embedding_weight` for ranks."""
-        return _whole(self._lm_head.weight)
+        return _full_tensor(self._lm_head.weight)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [n, V] of hidden states [n, h] after the final norm.
@@ -266,7 +265,7 @@ class TargetModel:
     @torch.inference_mode()
     def forward(
         self,
-        token_ids: Tensor,
+        tokens: Tensor,
         positions: Tensor,
         batch: AttentionBatch,
         logits_index: Tensor | None = None,
@@ -274,7 +273,7 @@ class TargetModel:
         """Run one forward of a flattened, ragged batch.
 
         Args:
-            token_ids: int64 [T], lane after lane; or embeddings [T, h] in their place.
+            tokens: int64 [T], lane after lane; or embeddings [T, h] in their place.
             positions: int64 [T], the position of each token (in a tree, of its node).
             batch: the pages that each layer reads and writes.
             logits_index: int64 [n], tokens whose logits are wanted (may be empty); None: all.
@@ -283,16 +282,16 @@ class TargetModel:
             Logits [n, V], hidden states [T, h], and the captured features or None.
 
         Raises:
-            ShapeError: T of token_ids, positions and the batch's views differ.
+            ShapeError: T of tokens, positions and the batch's views differ.
         """
-        num_tokens = token_ids.shape[0]
+        num_tokens = tokens.shape[0]
         for view in batch.views:
             if not num_tokens == positions.shape[0] == view.num_tokens:
                 raise ShapeError(
                     f"{num_tokens} token_ids, {positions.shape[0]} positions,"
                     f" {view.num_tokens} write_slots"
                 )
-        hidden = self._run(token_ids.unsqueeze(0), positions.unsqueeze(0), batch, use_cache=False)
+        hidden = self._run(tokens.unsqueeze(0), positions.unsqueeze(0), batch, use_cache=False)
         wanted = hidden if logits_index is None else hidden.index_select(0, logits_index)
         features = None
         if self._capture_order:
@@ -302,58 +301,58 @@ class TargetModel:
 
     @torch.inference_mode()
     def forward_from(
-        self, cache: Any, token_ids: Tensor, positions: Tensor, batch: AttentionBatch
+        self, cache: Any, tokens: Tensor, positions: Tensor, batch: AttentionBatch
     ) -> Tensor:
         """Run one forward of lanes from their recurrent states.
 
         Args:
             cache: from `RecurrentState.lanes`; holds the states after these tokens on return.
-            token_ids: int64 [B, n].
+            tokens: int64 [B, n].
             positions: int64 [B, n].
             batch: the pages that each attention layer reads and writes, lane after lane.
 
         Returns:
             Hidden states [B * n, h] after the final norm.
         """
-        more = {self._cache_argument: cache, "use_cache": True}
-        return self._run(token_ids, positions, batch, **more)
+        cache_arguments = {self._cache_argument: cache, "use_cache": True}
+        return self._run(tokens, positions, batch, **cache_arguments)
 
     @cached_property
     def _cache_argument(self) -> str:
         return cache_argument(self._decoder, self.config)
 
     def _run(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, **more: Any
+        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, **arguments: Any
     ) -> Tensor:
         """Run the decoder on [B, n] tokens; return hidden states [B * n, h]."""
         if self._takes_positions:
-            more["position_ids"] = positions
+            arguments["position_ids"] = positions
         if self._counts_by_cache or self._torch_modules:
-            more[self._cache_argument] = _Standing(positions)
+            arguments[self._cache_argument] = _Standing(positions)
         if self._torch_modules:  # given a mask, transformers does not build one
-            more["attention_mask"] = positions.new_zeros((1, 1, 1, 1))
-        token, told = _BATCH.set(batch), ATTENDING.set(None)
+            arguments["attention_mask"] = positions.new_zeros((1, 1, 1, 1))
+        batch_before, attending_before = _BATCH.set(batch), ATTENDING.set(None)
         try:
             with self._torch_attention, without_cudnn(self.device):
-                name = "inputs_embeds" if token_ids.is_floating_point() else "input_ids"
-                output = self._decoder(**{name: token_ids}, **more)
+                name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+                output = self._decoder(**{name: tokens}, **arguments)
         finally:
-            _BATCH.reset(token)
-            ATTENDING.reset(told)
+            _BATCH.reset(batch_before)
+            ATTENDING.reset(attending_before)
         hidden: Tensor = output[0]
         return hidden.flatten(0, 1).to(self.dtype)  # mamba adds up its layers in float32
 
     @torch.inference_mode()
     def plain_logits(self, token_ids: Sequence[int]) -> Tensor:
         """Return the logits [n, V] of one text by the model's own eager attention."""
-        self._use("eager")
+        self._set_attention("eager")
         try:
             tokens = torch.tensor([list(token_ids)], device=self.device)
             output = self.model(input_ids=tokens, use_cache=False)
             logits: Tensor = output.logits[0]
             return logits
         finally:
-            self._use(_ATTENTION)
+            self._set_attention(_ATTENTION)
 
     @torch.inference_mode()
     def plain_hidden(self, token_ids: Sequence[int]) -> Tensor:
@@ -362,13 +361,13 @@ class TargetModel:
         `compute_logits` turns them into the logits of `plain_logits`. The call needs memory for
         n * n attention weights of each head of a layer.
         """
-        self._use("eager")
+        self._set_attention("eager")
         try:
             tokens = torch.tensor([list(token_ids)], device=self.device)
             hidden: Tensor = self._decoder(input_ids=tokens, use_cache=False)[0]
             return hidden[0].to(self.dtype)
         finally:
-            self._use(_ATTENTION)
+            self._set_attention(_ATTENTION)
             self._captured.clear()
 
     def close(self) -> None:
@@ -385,15 +384,10 @@ class TargetModel:
     def __enter__(self) -> TargetModel:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _use(self, attention: str) -> None:
+    def _set_attention(self, attention: str) -> None:
         for module, _ in self._configs:
             module.config._attn_implementation = attention
         for module in self._torch_modules if attention == _ATTENTION else ():
@@ -445,9 +439,9 @@ class TargetModel:
             self.layer_kv = probe(self)
             return
         check_transformers(self.config)
-        found = probe_states(self)
-        self.kv_layers, self.layer_kv = found.kv_layers, found.layer_kv
-        self.state_specs, self.continues = found.state_specs, found.continues
+        state_probe = probe_states(self)
+        self.kv_layers, self.layer_kv = state_probe.kv_layers, state_probe.layer_kv
+        self.state_specs, self.continues = state_probe.state_specs, state_probe.continues
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -466,7 +460,7 @@ class TargetModel:
         self._captured[self.num_layers] = hidden.squeeze(0)
 
 
-def _whole(weight: Any) -> Tensor:
+def _full_tensor(weight: Any) -> Tensor:
     """Return a weight of which each rank may hold a part."""
     whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     return whole

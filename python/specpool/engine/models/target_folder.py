@@ -152,30 +152,33 @@ def find_target(
     if is_path or os.path.exists(path):
         raise ConfigError(f"no model at {name!r}: there is no such folder")
     with from_hub(name, revision, local_files_only=local_files_only) as only_cached:
-        where = {"revision": revision, "local_files_only": only_cached}
-        more = [*(["*.py"] if trust_remote_code else []), *(_MTP_FILES if with_mtp else [])]
-        path = _fetch(name, _CONFIGS if config_only else (*_TEXTS, *more), where)
+        hub_options = {"revision": revision, "local_files_only": only_cached}
+        more_patterns = [
+            *(["*.py"] if trust_remote_code else []),
+            *(_MTP_FILES if with_mtp else []),
+        ]
+        path = _fetch(name, _CONFIGS if config_only else (*_TEXTS, *more_patterns), hub_options)
         if not config_only:
-            _fetch_weights(name, path, where)
+            _fetch_weights(name, path, hub_options)
     if not os.path.isfile(path / "config.json"):
         raise ConfigError(f"no model at {name!r}: the hub has no config.json of it")
     return TargetFolder(name, path, trust_remote_code)
 
 
-def _fetch(name: str, patterns: Sequence[str], where: dict[str, Any]) -> Path:
+def _fetch(name: str, patterns: Sequence[str], hub_options: dict[str, Any]) -> Path:
     """Fetch the files of these patterns that the hub has; return the folder of all files so far."""
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
-        name, allow_patterns=list(patterns), ignore_patterns=["*/*"], **where
+        name, allow_patterns=list(patterns), ignore_patterns=["*/*"], **hub_options
     )
     return Path(folder)
 
 
-def _fetch_weights(name: str, folder: Path, where: dict[str, Any]) -> None:
+def _fetch_weights(name: str, folder: Path, hub_options: dict[str, Any]) -> None:
     """Fetch the weights that will be read: a repository often holds its weights several times."""
     for single in SINGLES:
-        _fetch(name, [single], where)
+        _fetch(name, [single], hub_options)
         if (folder / single).is_file():
             return
         index = folder / f"{single}.index.json"
@@ -183,7 +186,7 @@ def _fetch_weights(name: str, folder: Path, where: dict[str, Any]) -> None:
             weight_map = read_json(index).get("weight_map")
             files = weight_map.values() if isinstance(weight_map, dict) else ()
             names = {file for file in files if isinstance(file, str)}
-            _fetch(name, [glob.escape(file) for file in sorted(names)], where)  # no patterns
+            _fetch(name, [glob.escape(file) for file in sorted(names)], hub_options)  # no patterns
             return
 
 
@@ -267,7 +270,7 @@ def check_values(config: Any) -> None:
     for key in ("architectures", "layer_types"):
         value = getattr(text if key == "layer_types" else config, key, None)
         if value is not None and not (
-            isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+            isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value)
         ):
             raise ConfigError(f"{key} of the config is {shown(value)}, not a list of names")
     for key, value in vars(text).items():
@@ -293,7 +296,7 @@ def eos_ids(value: object) -> frozenset[int]:
         ConfigError: the value is neither an id, nor a list of ids, nor None.
     """
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-    if any(type(one) is not int or not -1 << 31 <= one < 1 << 31 for one in ids):
+    if any(type(token) is not int or not -1 << 31 <= token < 1 << 31 for token in ids):
         raise ConfigError(
             f"eos_token_id of the config is {shown(value)}, not a token id or several"
         )
@@ -308,12 +311,12 @@ def load_model(
     Args:
         folder: the model's folder.
         config: the result of `load_config`.
-        dtype: None = as stored.
+        dtype: None means as stored.
         world: the ranks that share the model, each of which loads its part on its own device.
 
     Raises:
         CheckpointError: a file, a tensor or a number does not fit; the message names it.
-        ConfigError: so many ranks cannot share the model.
+        ConfigError: `world` ranks cannot share the model.
     """
     from transformers import AutoModelForCausalLM, PretrainedConfig
 
@@ -336,8 +339,8 @@ def load_model(
     unread = [*_unread(config, read_json(folder.path / "config.json"))]
     if unread:
         _log.info("%s: transformers does not know %s of its config.json", folder.name, unread)
-    found: PreTrainedModel = model
-    return found
+    loaded_model: PreTrainedModel = model
+    return loaded_model
 
 
 def _check_files(folder: TargetFolder) -> list[Path]:
@@ -430,8 +433,8 @@ def check_loaded(name: str, model: Any, loaded: dict[str, Any]) -> None:
     for mismatch in sorted(loaded["mismatched_keys"]):
         # transformers 4 gives names only
         key, *shapes = (mismatch,) if isinstance(mismatch, str) else mismatch
-        found = list(shapes[0]) if shapes else "of another shape"
-        faults.append(f"{key} is {found}, expected {list(model.get_parameter(key).shape)}")
+        shape = list(shapes[0]) if shapes else "of another shape"
+        faults.append(f"{key} is {shape}, expected {list(model.get_parameter(key).shape)}")
     faults += [f"missing {key}" for key in sorted(loaded["missing_keys"])]
     if faults:
         raise CheckpointError(f"{name}: {some_of(faults)}")
@@ -448,9 +451,13 @@ def _model_class(config: Any) -> Any:
     for name in _AUTO_CLASSES:
         mapping: Any = getattr(getattr(transformers, name, None), "_model_mapping", ())
         if type(config) in mapping:
-            found: Any = mapping[type(config)]
-            classes: tuple[type, ...] = found if isinstance(found, tuple) else (found,)
-            named = [one for one in classes if one.__name__ in (config.architectures or ())]
+            entry: Any = mapping[type(config)]
+            classes: tuple[type, ...] = entry if isinstance(entry, tuple) else (entry,)
+            named = [
+                candidate
+                for candidate in classes
+                if candidate.__name__ in (config.architectures or ())
+            ]
             return (named or classes)[0]
     raise refusal(config.model_type, "transformers has no causal language model for it")
 

@@ -32,34 +32,34 @@ def text_part(model_class: Any) -> Any:
         model_class.__init__(model, *args, **options)
         # transformers would list the tensors of the dropped parts as unexpected. Version 5 asks the
         # model for those to ignore, version 4 the class.
-        more = {rf"^{re.escape(name)}\." for name in _drop(model)}
+        dropped = {rf"^{re.escape(name)}\." for name in _drop(model)}
         model._keys_to_ignore_on_load_unexpected = {
             *(model._keys_to_ignore_on_load_unexpected or ()),
-            *more,
+            *dropped,
         }
         type(model)._keys_to_ignore_on_load_unexpected = [*model._keys_to_ignore_on_load_unexpected]
 
     # transformers finds conversions of weights, and this package attention, by name and module.
-    own = {"__init__": build, "__module__": model_class.__module__}
-    return type(model_class.__name__, (model_class,), own)
+    members = {"__init__": build, "__module__": model_class.__module__}
+    return type(model_class.__name__, (model_class,), members)
 
 
 def _drop(model: Any) -> list[str]:
     """Drop the modules beside decoder, embedding and output matrix; return their names."""
     roots = (_find_decoder(model), model.get_input_embeddings(), model.get_output_embeddings())
-    read = {id(module) for root in roots if root is not None for module in root.modules()}
+    used = {id(module) for root in roots if root is not None for module in root.modules()}
     dropped: list[str] = []
 
     def drop_in(module: nn.Module, start: str) -> None:
         for name, child in [*module.named_children()]:
-            if id(child) in read:
+            if id(child) in used:
                 continue
-            if any(id(part) in read for part in child.modules()):
+            if any(id(part) in used for part in child.modules()):
                 drop_in(child, f"{start}{name}.")
             elif next(child.parameters(), None) is not None:
                 setattr(module, name, None)
                 dropped.append(start + name)
 
-    if id(model) not in read:
+    if id(model) not in used:
         drop_in(model, "")
     return dropped

@@ -33,7 +33,7 @@ class Arrival:
     ) -> None:
         """Take a row for the KV of an image; hold the core's lock."""
         self._core, self._ledger, self._pages, self._image = core, ledger, pages, image
-        self._row, self._held = 0, list[Int32]()
+        self._row, self._pages_taken = 0, list[Int32]()
         self.conversation: Conversation = core.scheduler.conversations.new(image.tokens)
         try:
             if takes_kv and image.header.length:
@@ -52,7 +52,7 @@ class Arrival:
 
     def keep(self) -> Conversation:
         """Give the row to its conversation, which is an open session's from now on."""
-        if self._is_here():
+        if self._holds_row():
             length = self._image.header.length
             self._core.scheduler.conversations.keep(self.conversation, self._row, length)
         else:
@@ -63,7 +63,7 @@ class Arrival:
         """Give the KV to the prefix cache, and end the arrival."""
         row, conversations = self._row, self._core.scheduler.conversations
         try:
-            if self._is_here():
+            if self._holds_row():
                 length = self._image.header.length
                 tokens = np.array(self._image.tokens[:length], np.int32)
                 self._ledger.index(row, tokens, salt)
@@ -89,14 +89,14 @@ class Arrival:
                 return
         conversations.hold(self.conversation, self._row, header.length)
         tables = [self._ledger.page_table(g)[self._row] for g in range(len(self._ledger.groups))]
-        self._held = [table[table > 0].astype(np.int32) for table in tables]
+        self._pages_taken = [table[table > 0].astype(np.int32) for table in tables]
 
-    def _is_here(self) -> bool:
+    def _holds_row(self) -> bool:
         is_ours = self._row > 0 and self.conversation.row == self._row
         return is_ours and self._core.scheduler.conversations.owns(self._row)
 
     def _write(self, run: Run, data: Bytes) -> int:
         with self._core.lock:  # one forward or copy at a time; others run between the runs
-            if self._is_here():
-                return self._pages.write(run.group, self._held[run.group][run.place], data)
+            if self._holds_row():
+                return self._pages.write(run.group, self._pages_taken[run.group][run.place], data)
         return checksum(data)

@@ -12,24 +12,25 @@ import torch
 from specpool.engine.draft import Drafter
 from specpool.engine.models import TargetModel
 
-# Of each weight, this many numbers are looked at.
+# The numbers that are read of each weight.
 _SAMPLES = 16
-# What a configuration says of its file, not of the model.
+# Keys of a configuration that describe its file, not the model.
 _OF_THE_FILE = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 
 
 def model_key(target: TargetModel, drafters: Sequence[Drafter]) -> str:
     """Return a hash of the models' configuration, dtype and a sample of each weight.
 
-    It finds another checkpoint, not a single changed weight. It reads a few numbers of each weight.
+    It reads a few numbers of each weight, so it detects another checkpoint, but not a single
+    changed weight.
     """
     digest = hashlib.blake2b(digest_size=16)
     _add(digest, [_config_of(target), str(target.dtype)], target.model.named_parameters())
     for drafter in drafters:
         layers = [repr(layer) for layer in drafter.layers]
-        own = getattr(drafter, "model", None)  # of a language model
-        if isinstance(own, TargetModel):
-            _add(digest, [_config_of(own), layers], own.model.named_parameters())
+        model = getattr(drafter, "model", None)  # of a language model
+        if isinstance(model, TargetModel):
+            _add(digest, [_config_of(model), layers], model.model.named_parameters())
         else:
             head = getattr(drafter, "head", None) if layers else None
             _add(digest, [type(drafter).__name__, layers], sorted(_tensors(head)))

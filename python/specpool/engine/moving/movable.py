@@ -79,7 +79,7 @@ class Movable:
             TransferError: the image is damaged, or of other models. Nothing has changed.
             ConfigError: this engine cannot run the request.
         """
-        return self._import(image, None, decode, on_item, lambda found: None)
+        return self._import(image, None, decode, on_item, lambda arrived: None)
 
     def take_in(
         self,
@@ -97,8 +97,8 @@ class Movable:
         """
 
         def take(image: Bytes, wait: Wait | None = None) -> Callable[[], None]:
-            found = self._import(image, wait, decode, on_item, on_arrival)
-            return functools.partial(self._undo, found)
+            arrived = self._import(image, wait, decode, on_item, on_arrival)
+            return functools.partial(self._undo, arrived)
 
         return take
 
@@ -114,13 +114,13 @@ class Movable:
         checked = Image(image, self._moves.layout, wait)
         return self._moves.take_in(checked, on_item, decode, on_arrival)
 
-    def _undo(self, found: Session | int) -> None:
-        """End what has come in, because its sender has not heard of it and goes on with it."""
-        if isinstance(found, Session):
-            found.close()
+    def _undo(self, arrived: Session | int) -> None:
+        """End an import that its sender got no answer for: the sender goes on with the row."""
+        if isinstance(arrived, Session):
+            arrived.close()
         else:
             with contextlib.suppress(ConfigError):  # it has ended meanwhile
-                self.core.abort(found)
+                self.core.abort(arrived)
 
     @property
     def layout(self) -> Layout:
@@ -133,7 +133,7 @@ class Movable:
             raise ConfigError("rows of ranks cannot move: each rank holds a part of their KV")
         pages = PageBytes(self.ledger, self.cache)
         key = model_key(self.target, [*self.drafters.values()])
-        layout = Layout.of(self.ledger, pages.page_bytes, key)
+        layout = Layout.from_ledger(self.ledger, pages.page_bytes, key)
         # The state of recurrent layers is not in pages, and pages without it are of no use.
         takes_kv = not self.target.keeps_state
         return Moves(self.core, self.ledger, pages, layout, takes_kv=takes_kv)

@@ -2,7 +2,8 @@
 
 What leaves is an image: the text, its state, and the pages of target and draft KV. A transfer is
 a copy of these bytes by any means (docs/transfer.md). If it fails on the way, the sender takes the
-row back. If a peer is lost, the text is prefilled. Half a row is nothing on either side.
+row back. If a peer is lost, the text is prefilled. A partial transfer leaves both engines
+unchanged.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Export:
         return self._row.length
 
     def write(self, image: Bytes, told: Told | None = None) -> None:
-        """Write the image, uint8 [num_bytes]; `told` hears what is there: see `Writer.write`.
+        """Write the image, uint8 [num_bytes]; `told` is called with each run: see `Writer.write`.
 
         Raises:
             ConfigError: the export is over, or `image` has another size.
@@ -88,7 +89,7 @@ class Export:
         return image
 
     def arrived(self) -> None:
-        """End the session or request here, because another engine has it. Again: nothing."""
+        """End the session or request here: another engine has it. A second call does nothing."""
         if self._is_over:
             return
         self._is_over, scheduler = True, self._core.scheduler

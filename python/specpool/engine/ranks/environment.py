@@ -18,7 +18,7 @@ def world_of_environment() -> tuple[int, int]:
     """Return this process's rank and the number of ranks; (0, 1) without a launcher.
 
     Raises:
-        ConfigError: the environment's RANK and WORLD_SIZE are no such numbers, or it does not say
+        ConfigError: the environment's RANK and WORLD_SIZE are not such numbers, or it does not say
             where the ranks meet.
     """
     rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")

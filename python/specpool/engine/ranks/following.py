@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("specpool")
 
-#: A rank forgets requests that have ended when it knows so many.
+#: A rank forgets requests that have ended when it knows more than this.
 _MANY = 1024
-#: Calls that run steps: an error there is no answer to a request, it ends the rank.
+#: Calls that run steps: an error there does not answer a request, it ends the rank.
 _STEPS = ("turn", "drain")
 
 
@@ -56,7 +56,7 @@ class Follower:
             "close": lambda number: scheduler.close(self._conversation(number)),
             "unpin": lambda prefix: scheduler.unpin(self._pin(prefix)),
             "forget": scheduler.forget,
-            "time": journal.tell_time,
+            "time": journal.set_time,
             **calls,
         }
 
@@ -64,7 +64,7 @@ class Follower:
         """Apply a record; return False if it is rank 0's last one. Hold the engine's lock.
 
         Raises:
-            RankError: the bytes are no record, or not the next one.
+            RankError: the bytes are not a record, or not the next one.
             CorruptState: this rank has parted from rank 0.
         """
         with self._journal.applying(data) as record:
@@ -93,9 +93,11 @@ class Follower:
         request = request_of(wire, self._scheduler.conversations.open, self._equip)
         if len(self.requests) > _MANY:
             self.requests = {
-                number: each for number, each in self.requests.items() if not each.finish_reason
+                number: earlier
+                for number, earlier in self.requests.items()
+                if not earlier.finish_reason
             }
-        self.requests |= {each.request_id: each for each in (request, *request.siblings)}
+        self.requests |= {sample.request_id: sample for sample in (request, *request.siblings)}
         self._scheduler.submit(request)
 
     def _abort(self, number: int) -> None:

@@ -1,7 +1,7 @@
-"""`Ranks`: one process of the group that shares a model, and its ways to the others.
+"""`Ranks`: one process of the group that shares a model, and its connections to the others.
 
-Whoever starts the processes (torchrun, Ray) gives each its rank by the environment, as torch does.
-The model's own collectives run on the default process group; records have sockets of their own.
+The launcher (torchrun, Ray) gives each process its rank by the environment, as torch does. The
+model's own collectives run on the default process group; records have sockets of their own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def _exit(message: str) -> None:
-    """End the process; its main thread may wait for ever for a rank that is gone."""
+    """End the process, because its main thread may wait for ever for a rank that is gone."""
     print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -73,10 +73,10 @@ class Ranks:
             raise ConfigError("there is one rank alone: start several, for example with torchrun")
         self.on_lost: Callable[[str], None] = _exit
         self.now = 0.0
-        self.device = self._place(device)
+        self.device = self._own_device(device)
         seconds = timeout_of_environment()
         timeout = timedelta(seconds=seconds)
-        host = None if _stay_local(self.world) else os.environ["MASTER_ADDR"]
+        host = None if _keep_local(self.world) else os.environ["MASTER_ADDR"]
         try:
             store, rank, world = next(rendezvous("env://", timeout=timeout))
             self._store = PrefixStore("specpool", store)
@@ -100,14 +100,14 @@ class Ranks:
             ) from error
         self._ended = threading.Event()
         self._closed = self._failed = False
-        self._why = ""  # another rank has ended, and said this
+        self._why = ""  # the reason that an ended rank left
         self._log: Path | None = None
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
 
     @classmethod
     def join(cls, device: str = "cpu") -> Ranks | None:
-        """Join the group of the environment; None = this process is alone. See `Ranks`."""
+        """Join the group of the environment; None if this process is alone. See `Ranks`."""
         return cls(device) if world_of_environment()[1] > 1 else None
 
     @property
@@ -122,17 +122,17 @@ class Ranks:
 
     def least(self, value: int) -> int:
         """Return the least of all ranks' values. All ranks must call it together."""
-        held = torch.tensor([value], dtype=torch.int64)
+        reduced = torch.tensor([value], dtype=torch.int64)
         with self._collective("the ranks' memory"):
-            dist.all_reduce(held, op=dist.ReduceOp.MIN)
-        return int(held[0])
+            dist.all_reduce(reduced, op=dist.ReduceOp.MIN)
+        return int(reduced[0])
 
-    def of_first(self, value: float) -> float:
+    def broadcast_first(self, value: float) -> float:
         """Return rank 0's value. All ranks must call it together."""
-        held = torch.tensor([value], dtype=torch.float64)
+        shared = torch.tensor([value], dtype=torch.float64)
         with self._collective("rank 0's measurements"):
-            dist.broadcast(held, 0)
-        return float(held[0])
+            dist.broadcast(shared, 0)
+        return float(shared[0])
 
     def agree(self, facts: Mapping[str, str]) -> None:
         """Check that these facts are the same on all ranks, which must call it together.
@@ -149,15 +149,15 @@ class Ranks:
         with self._collective("the ranks' configuration"):
             dist.all_reduce(sizes)
             largest = int(sizes.max())
-            mine = torch.zeros(largest, dtype=torch.uint8)
-            mine[: len(frame)] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
-            everyone = [torch.zeros(largest, dtype=torch.uint8) for _ in range(self.world)]
-            dist.all_gather(everyone, mine)
-        told = [
-            bytes(data[:size].numpy()) for data, size in zip(everyone, sizes.tolist(), strict=True)
+            own_frame = torch.zeros(largest, dtype=torch.uint8)
+            own_frame[: len(frame)] = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
+            frames = [torch.zeros(largest, dtype=torch.uint8) for _ in range(self.world)]
+            dist.all_gather(frames, own_frame)
+        facts_of_rank = [
+            bytes(data[:size].numpy()) for data, size in zip(frames, sizes.tolist(), strict=True)
         ]
-        first = told[0]
-        for rank, data in enumerate(told):
+        first = facts_of_rank[0]
+        for rank, data in enumerate(facts_of_rank):
             seal = hashlib.blake2b(data[32:], key=_key(key), digest_size=32).digest()
             if seal != data[:32]:
                 raise ConfigError(f"rank {rank} has another {KEY_VARIABLE} than rank {self.rank}")
@@ -177,7 +177,7 @@ class Ranks:
         """Wait for rank 0's next record.
 
         Raises:
-            RankError: a rank has gone, or what came is no record.
+            RankError: a rank has gone, or what came is not a record.
         """
         with self._collective("a record"):
             return self._lines.receive()
@@ -190,8 +190,8 @@ class Ranks:
 
     def explain(self, error: RuntimeError) -> Exception:
         """Return an error of a forward, or one that names the rank whose end has caused it."""
-        gone = self._who_is_gone()
-        return RankError(f"{gone} (a forward: {one_line(error, 200)})") if gone else error
+        reason = self._lost_rank()
+        return RankError(f"{reason} (a forward: {one_line(error, 200)})") if reason else error
 
     def keep_log(self, path: Path | None) -> None:
         """Tell the others where this rank's event log is."""
@@ -202,7 +202,7 @@ class Ranks:
     def log_of(self, rank: int) -> str:
         """Return where the event log of a rank is."""
         with contextlib.suppress(Exception):
-            return self._said(f"log/{rank}")
+            return self._stored_text(f"log/{rank}")
         return f"the log of rank {rank}"
 
     def forget_log(self) -> None:
@@ -226,7 +226,7 @@ class Ranks:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
         if self._failed and self.leads:
-            self._linger()
+            self._await_readers()
 
     def __enter__(self) -> Ranks:
         """Return the place itself."""
@@ -243,21 +243,21 @@ class Ranks:
             self.fail(error)
         self.close()
 
-    # --- who is there -----------------------------------------------------------------------------
+    # --- lost ranks -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _collective(self, what: str) -> Iterator[None]:
+    def _collective(self, purpose: str) -> Iterator[None]:
         """Turn the error of a collective into one that names the rank that has gone."""
         if self._closed:
             raise RankError(f"rank {self.rank} has left its group")
         try:
             yield
         except (RuntimeError, OSError) as error:
-            gone = self._who_is_gone() or "a rank did not answer in time, though all are alive"
-            raise RankError(f"{gone} ({what}: {one_line(error, 200)})") from error
+            reason = self._lost_rank() or "a rank did not answer in time, though all are alive"
+            raise RankError(f"{reason} ({purpose}: {one_line(error, 200)})") from error
 
-    def _who_is_gone(self) -> str:
-        """Find out which rank has gone, in a second or two; "" = none."""
+    def _lost_rank(self) -> str:
+        """Find out which rank has gone, in a second or two; "" if none has."""
         self._ended.set()  # the caller tells it: this rank ends
         if self._why:
             return self._why
@@ -267,11 +267,11 @@ class Ranks:
             end = time.monotonic() + 3 * BEAT_SECONDS
             while time.monotonic() < end:
                 for rank in peers:
-                    if told := self._said(f"fail/{rank}"):
-                        return f"rank {rank} has ended: {told}"
+                    if last_words := self._stored_text(f"fail/{rank}"):
+                        return f"rank {rank} has ended: {last_words}"
                 time.sleep(0.1)
             still = [rank for rank in peers if self._beats.get(f"beat/{rank}") == before[rank]]
-            left = [rank for rank in peers if self._said(f"left/{rank}")]
+            left = [rank for rank in peers if self._stored_text(f"left/{rank}")]
         except Exception:
             return "the group's store is gone, and with it the launcher or rank 0"
         if still or left:
@@ -279,12 +279,12 @@ class Ranks:
         return ""
 
     def _read_why(self, rank: int) -> None:
-        """Keep what a rank says that has ended, as it may take the store with it."""
-        if not self._why and (told := self._said(f"fail/{rank}")):
-            self._why = f"rank {rank} has ended: {told}"
+        """Save the reason that an ended rank left, because the store may end with it."""
+        if not self._why and (last_words := self._stored_text(f"fail/{rank}")):
+            self._why = f"rank {rank} has ended: {last_words}"
             self._beats.set(f"knows/{self.rank}", "1")
 
-    def _linger(self) -> None:
+    def _await_readers(self) -> None:
         """Wait until the others have read from the store why this rank ends."""
         keys, end = [f"knows/{rank}" for rank in range(1, self.world)], time.monotonic()
         end += _LINGER_SECONDS
@@ -292,7 +292,7 @@ class Ranks:
             while not self._beats.check(keys) and time.monotonic() < end:
                 time.sleep(0.05)
 
-    def _said(self, key: str) -> str:
+    def _stored_text(self, key: str) -> str:
         return self._beats.get(key).decode(errors="replace") if self._beats.check([key]) else ""
 
     def _watch(self) -> None:
@@ -305,22 +305,22 @@ class Ranks:
                 self._beats.set(f"beat/{self.rank}", str(count))
                 for rank, (value, since) in seen.items():
                     self._read_why(rank)
-                    latest, now = self._said(f"beat/{rank}"), time.monotonic()
-                    if latest != value or self._said(f"left/{rank}"):
+                    latest, now = self._stored_text(f"beat/{rank}"), time.monotonic()
+                    if latest != value or self._stored_text(f"left/{rank}"):
                         seen[rank] = latest, now
                     elif now - since > SILENT_SECONDS:
                         silent = f"rank {rank} has been silent for {now - since:.1f} s"
-                        self._lose(f"{self._why or silent}; rank {self.rank} ends")
+                        self._report_loss(f"{self._why or silent}; rank {self.rank} ends")
             except Exception as error:
                 store = f"the group's store is gone: {one_line(error)}"
-                self._lose(f"rank {self.rank} ends: {self._why or store}")
+                self._report_loss(f"rank {self.rank} ends: {self._why or store}")
 
-    def _lose(self, message: str) -> None:
+    def _report_loss(self, message: str) -> None:
         if not self._ended.is_set():
             self._ended.set()
             self.on_lost(message)
 
-    def _place(self, device: str) -> str:
+    def _own_device(self, device: str) -> str:
         """Return the device of this rank: on CUDA one of its own."""
         if not device.startswith("cuda"):
             return device
@@ -337,7 +337,7 @@ class Ranks:
         return f"cuda:{local}"
 
 
-def _stay_local(world: int) -> bool:
+def _keep_local(world: int) -> bool:
     """Return whether all ranks are on this machine; if so, keep gloo and nccl off the network."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         is_local = local_world(world) == world
@@ -357,10 +357,10 @@ def _key(text: str) -> bytes:
 def _refuse(rank: int, first: Any, other: Any) -> None:
     if isinstance(first, dict) and isinstance(other, dict):
         for name in {**first, **other}:
-            here, there = first.get(name), other.get(name)
-            if here != there:
+            first_value, value = first.get(name), other.get(name)
+            if first_value != value:
                 raise ConfigError(
-                    f"the ranks differ in {name}: rank 0 has {here!s:.300}, rank {rank} "
-                    f"{there!s:.300}"
+                    f"the ranks differ in {name}: rank 0 has {first_value!s:.300}, rank {rank} "
+                    f"{value!s:.300}"
                 )
     raise ConfigError(f"rank {rank} says something else than rank 0")

@@ -64,7 +64,7 @@ class RankJournal:
         Args:
             ledger: the scheduler's.
             peers: the other ranks.
-            clock: the seconds that rank 0 tells the others.
+            clock: returns the seconds that rank 0 sends to the others.
         """
         self._clock, self._ledger, self._peers = clock, ledger, peers
         self._notes: list[list[Any]] = []
@@ -74,7 +74,7 @@ class RankJournal:
         self._broken: str | None = None
         self.num_records = 0
         # As of the end of the last turn or record: what the next record is compared with.
-        self._digest, self._told, self._counts = 0, list[StepTokens](), list[int]()
+        self._digest, self._latest_results, self._counts = 0, list[StepTokens](), list[int]()
 
     def begin(self, scheduler: Scheduler) -> None:
         """See `Journal`."""
@@ -83,7 +83,7 @@ class RankJournal:
 
     @property
     def broken(self) -> str | None:
-        """Why the ranks cannot go on together; None = they can."""
+        """Why the ranks cannot go on together; None if they can."""
         return self._broken
 
     def note(self, call: str, *args: Any) -> None:
@@ -95,8 +95,8 @@ class RankJournal:
         """
         if not self._is_within:
             self._check()
-            shown = [wire_of(arg) if isinstance(arg, Request) else arg for arg in args]
-            self._notes.append([call, *shown])
+            wire_args = [wire_of(arg) if isinstance(arg, Request) else arg for arg in args]
+            self._notes.append([call, *wire_args])
 
     def note_end(self, call: str, *args: Any) -> None:
         """Note a call that ends something; it is also made when the ranks have parted."""
@@ -112,7 +112,7 @@ class RankJournal:
         """
         self._measured.append((apply, seconds))
 
-    def tell_time(self, now: float, seconds: Sequence[float]) -> None:
+    def set_time(self, now: float, seconds: Sequence[float]) -> None:
         """Go on with rank 0's clock, and with the seconds that it has measured.
 
         Raises:
@@ -161,12 +161,14 @@ class RankJournal:
         now, seconds = self._clock(), [seconds for _, seconds in self._measured]
         notes = [*self._notes, ["time", now, seconds], *([list(call)] if call else [])]
         self._notes = []
-        self.tell_time(now, seconds)
-        record = Record(self.num_records + 1, self._digest, notes, self._told, self._counts)
+        self.set_time(now, seconds)
+        record = Record(
+            self.num_records + 1, self._digest, notes, self._latest_results, self._counts
+        )
         try:
             self._peers.send(record.to_bytes(self._peers.key))
         except BaseException as error:
-            self.broke(error)
+            self.report_failure(error)
             raise
         self.num_records += 1
 
@@ -187,7 +189,7 @@ class RankJournal:
         """Note what a step gave."""
         self._results.append(StepTokens(step, [list(tokens) for tokens in result.tokens]))
 
-    def broke(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Tell the other ranks that this one was stopped halfway: they cannot go on with it."""
         if self._broken is None:
             self._broken = f"{type(error).__name__}: {error}"
@@ -200,7 +202,7 @@ class RankJournal:
         """Check a record, and let the block make its calls; a turn among them sends nothing.
 
         Raises:
-            RankError: the bytes are no record of this group, or not the next one.
+            RankError: the bytes are not a record of this group, or not the next one.
             CorruptState: this rank's digest or results are others than rank 0's.
         """
         record = Record.of_bytes(data, self._peers.key)
@@ -219,11 +221,13 @@ class RankJournal:
         """Raise `CorruptState` if this rank is not where rank 0 was when it sent the record."""
         differences = [
             difference
-            for here, there in zip(self._told, record.results, strict=False)
-            if (difference := here.difference(there)) is not None
+            for own_result, result in zip(self._latest_results, record.results, strict=False)
+            if (difference := own_result.difference(result)) is not None
         ]
-        if not differences and len(self._told) != len(record.results):
-            differences = [f"{len(self._told)} steps ended here, {len(record.results)} there"]
+        if not differences and len(self._latest_results) != len(record.results):
+            differences = [
+                f"{len(self._latest_results)} steps ended here, {len(record.results)} there"
+            ]
         if self._counts != record.counts:
             differences.append(
                 f"requests that run, wait and have ended, and open sessions are {self._counts} "
@@ -241,7 +245,7 @@ class RankJournal:
     # --- helpers ----------------------------------------------------------------------------------
 
     def _last_step(self) -> int:
-        return self._told[-1].step if self._told else 0
+        return self._latest_results[-1].step if self._latest_results else 0
 
     def _check(self) -> None:
         """Raise unless this rank may decide."""
@@ -254,7 +258,7 @@ class RankJournal:
         """Keep what the next record will be compared with."""
         scheduler = self._scheduler
         self._digest = self._ledger.digest or 0
-        self._told, self._results = self._results, []
+        self._latest_results, self._results = self._results, []
         self._counts = [
             scheduler.num_running,
             scheduler.num_waiting,

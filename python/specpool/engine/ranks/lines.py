@@ -21,7 +21,7 @@ _LOOPBACK = "127.0.0.1"
 _KEY = "records"
 _TOKEN_BYTES = 32
 _HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")  # the secret, the caller's rank
-#: Most records come whole with one call of the system for so many bytes.
+#: Bytes of one read; most records are smaller and come whole.
 _PIECE = 64 << 10
 #: Seconds that a caller has for its first bytes.
 _HELLO_SECONDS = 5.0
@@ -53,10 +53,10 @@ class Lines:
             timeout: seconds that a call waits for a peer.
         """
         self._sockets, self.key = sockets, key
-        self._held = bytearray()  # what has come of the next record
-        for each in sockets:
-            each.settimeout(timeout)
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._received = bytearray()  # what has come of the next record
+        for peer in sockets:
+            peer.settimeout(timeout)
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @classmethod
     def open(
@@ -74,7 +74,7 @@ class Lines:
             store: tells the others rank 0's port, and a secret of this group.
             rank: this rank.
             world: the number of ranks.
-            host: the address of rank 0's machine; None = all ranks are on this machine, and
+            host: the address of rank 0's machine; None if all ranks are on this machine, and
                 nothing listens beyond loopback.
             timeout: seconds that a call waits for a peer.
             secret: what all ranks know and never send, at most 64 bytes. The key of the records is
@@ -101,33 +101,33 @@ class Lines:
         Raises:
             OSError: a rank has gone, or has not read for `timeout` seconds.
         """
-        for each in self._sockets:
-            each.sendall(frame)
+        for peer in self._sockets:
+            peer.sendall(frame)
 
     def receive(self) -> bytes:
         """Wait for rank 0's next record.
 
         Raises:
             OSError: rank 0 has gone, or said nothing for `timeout` seconds.
-            RankError: what came is no record.
+            RankError: what came is not a record.
         """
-        while (size := _size_of(self._held)) > len(self._held):
+        while (size := _size_of(self._received)) > len(self._received):
             piece = self._sockets[0].recv(_PIECE)
             if not piece:
                 raise ConnectionResetError("the connection was closed")
-            self._held += piece
-        frame, self._held = bytes(self._held[:size]), self._held[size:]
+            self._received += piece
+        frame, self._received = bytes(self._received[:size]), self._received[size:]
         return frame
 
     def close(self) -> None:
         """Close the sockets."""
-        for each in self._sockets:
-            each.close()
+        for peer in self._sockets:
+            peer.close()
 
 
-def _size_of(held: bytearray) -> int:
+def _size_of(received: bytearray) -> int:
     """Return the bytes of the record that begins so, as far as they are known."""
-    return HEAD_BYTES + payload_bytes(held) if len(held) >= HEAD_BYTES else HEAD_BYTES
+    return HEAD_BYTES + payload_bytes(received) if len(received) >= HEAD_BYTES else HEAD_BYTES
 
 
 def _key_of(token: bytes, secret: bytes) -> bytes:
@@ -137,45 +137,45 @@ def _key_of(token: bytes, secret: bytes) -> bytes:
 def _callers(
     listener: socket.socket, token: bytes, world: int, timeout: float
 ) -> list[socket.socket]:
-    """Wait for a call of each other rank; who does not know the secret is none.
+    """Wait for a call of each other rank. Drop callers without the secret.
 
     Raises:
         RankError: one does not come in time.
     """
-    found: dict[int, socket.socket] = {}
+    peers: dict[int, socket.socket] = {}
     end = time.monotonic() + timeout
-    while len(found) < world - 1:
+    while len(peers) < world - 1:
         try:
             listener.settimeout(max(end - time.monotonic(), 0.001))
             caller, _ = listener.accept()
         except OSError as error:
-            missing = sorted(set(range(1, world)) - set(found))
-            for each in found.values():
-                each.close()
+            missing = sorted(set(range(1, world)) - set(peers))
+            for peer in peers.values():
+                peer.close()
             raise RankError(f"ranks {missing} did not call within {timeout:g} s") from error
         caller.settimeout(_HELLO_SECONDS)
         try:
-            said, rank = _HELLO.unpack(_read(caller, _HELLO.size))
+            hello_token, rank = _HELLO.unpack(_read(caller, _HELLO.size))
         except OSError:
-            said, rank = b"", 0
-        if hmac.compare_digest(said, token) and 0 < rank < world and rank not in found:
-            found[rank] = caller
+            hello_token, rank = b"", 0
+        if hmac.compare_digest(hello_token, token) and 0 < rank < world and rank not in peers:
+            peers[rank] = caller
         else:
             caller.close()
-    return [found[rank] for rank in sorted(found)]
+    return [peers[rank] for rank in sorted(peers)]
 
 
 def _read(line: socket.socket, size: int) -> bytearray:
-    """Read so many bytes.
+    """Read `size` bytes.
 
     Raises:
         OSError: the peer has gone, or sends nothing for the socket's timeout.
     """
-    found = bytearray(size)
-    view = memoryview(found)
+    data = bytearray(size)
+    view = memoryview(data)
     while len(view):
         count = line.recv_into(view)
         if not count:
             raise ConnectionResetError("the connection was closed")
         view = view[count:]
-    return found
+    return data

@@ -1,10 +1,10 @@
-"""`Record`: what rank 0 tells the others before each turn, as bytes.
+"""`Record`: what rank 0 sends to the others before each turn, as bytes.
 
 A record holds inputs and no plans: each rank makes its own plans of them. A header comes first: the
 payload's bytes, the record's number and rank 0's digest, 64 bits each, and a seal of 16 bytes. The
-seal is a keyed hash of all other bytes. Only who knows the group's key can make it, so a record
-that was altered, or that comes from elsewhere, is found. The number finds one that comes twice,
-late or too early. The payload is MessagePack of plain values: nothing in it can run code.
+seal is a keyed hash of all other bytes. Only a process with the group's key can make it, so a
+record that was altered, or that comes from elsewhere, is refused. The number shows a record that
+comes twice, late or too early. The payload is MessagePack of plain values, which cannot run code.
 """
 
 from __future__ import annotations
@@ -39,14 +39,19 @@ class StepTokens(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[list[int]]
 
     def difference(self, other: StepTokens) -> str | None:
-        """Say how another rank's result of the step differs; None = not at all."""
+        """Describe how another rank's result of the step differs; None if it is the same."""
         if self.step != other.step:
             return f"step {self.step} here is step {other.step} there"
         if len(self.tokens) != len(other.tokens):
             return f"step {self.step} has {len(self.tokens)} lanes here, {len(other.tokens)} there"
-        for lane, (here, there) in enumerate(zip(self.tokens, other.tokens, strict=True)):
-            if here != there:
-                return f"lane {lane} of step {self.step} got the tokens {here} here, {there} there"
+        for lane, (own_tokens, other_tokens) in enumerate(
+            zip(self.tokens, other.tokens, strict=True)
+        ):
+            if own_tokens != other_tokens:
+                return (
+                    f"lane {lane} of step {self.step} got the tokens {own_tokens} here, "
+                    f"{other_tokens} there"
+                )
         return None
 
 
@@ -91,7 +96,7 @@ class Record:
         """Read a record that was sealed with `key`. Nothing else in it is looked at before.
 
         Raises:
-            RankError: the bytes are none; the message says where.
+            RankError: the bytes are not a record; the message says where.
         """
         length = payload_bytes(data)
         _, number, digest = _HEAD.unpack_from(data)
@@ -108,7 +113,7 @@ class Record:
             parts = msgspec.msgpack.decode(payload, type=_Payload)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
             raise RankError(f"record {number}: {error!s:.200}") from None
-        for call in parts.inputs:  # what a call means is checked by who applies it
+        for call in parts.inputs:  # the follower checks what a call means
             if not (call and isinstance(call[0], str)):
                 raise RankError(f"record {number}: a call begins with its name, got {call!r:.200}")
         return cls(number, digest, parts.inputs, parts.results, parts.counts)

@@ -38,7 +38,7 @@ class RankRequest(RequestState, kw_only=True):
     """A request that has not run yet, with its siblings; the fields are those of `Request`.
 
     Attributes:
-        conversation: the number of the session that it is a turn of; None if it is none.
+        conversation: the number of the session that it is a turn of; None without a session.
         siblings: request id, sample and seed of each.
     """
 

@@ -39,12 +39,12 @@ class Admission:
                 if state.prefix_cache.is_coming(request, hit.length):
                     return
                 if state.running:
-                    new = state.needs.of(len(request.tokens), request.shape_index) - hit.shared
-                    new = new + hit.cached
-                    claimed = new + (self._claimed() if claimed is None else claimed)
-                    if not self._has_room(new) or (claimed > state.needs.num_pages).any():
+                    needed = state.needs.pages(len(request.tokens), request.shape_index)
+                    new_pages = needed - hit.shared + hit.cached
+                    claimed = new_pages + (self._claimed() if claimed is None else claimed)
+                    if not self._has_room(new_pages) or (claimed > state.needs.num_pages).any():
                         return
-                start = self._own_row(request) or self._take_row(request)
+                start = self._take_idle_row(request) or self._take_row(request)
                 if start is None:
                     return
                 row, length = start
@@ -69,12 +69,12 @@ class Admission:
             state.conversations.give_up(row)
             raise
 
-    def _has_room(self, new: Int64) -> bool:
-        """Return whether so many pages, int64 [num_groups], can be had now."""
+    def _has_room(self, new_pages: Int64) -> bool:
+        """Return whether `new_pages`, int64 [num_groups], can be had now."""
         ledger = self._state.ledger
         return all(
             num_pages <= ledger.free_pages(g) + ledger.cached_pages(g) + ledger.reclaimable_pages(g)
-            for g, num_pages in enumerate(new.tolist())
+            for g, num_pages in enumerate(new_pages.tolist())
         )
 
     def spare(self, rows: Int64, shapes: Int32) -> Spare:
@@ -90,11 +90,11 @@ class Admission:
 
         Returns:
             Pages beyond the narrowest shape's, int32 [B, C, G], and the pages that are left for
-            them, int64 [G]. None = all rows may have their widest shape.
+            them, int64 [G]. None means all rows may have their widest shape.
         """
         state = self._state
         ledger, needs = state.ledger, state.needs
-        pages = needs.of_each(state.running.lens[rows], shapes).astype(np.int32)
+        pages = needs.pages_by_shape(state.running.lens[rows], shapes).astype(np.int32)
         pages -= pages[:, :1]
         free = needs.num_pages - self._claimed()
         for group in range(len(ledger.groups)):  # pages that others hold, such as sessions
@@ -110,7 +110,7 @@ class Admission:
         ledger, lens = state.ledger, state.running.lens
         groups = range(len(ledger.groups))
         rows = np.flatnonzero(lens)
-        claimed = state.needs.of_all(lens[rows], state.running.shapes[rows])
+        claimed = state.needs.total_pages(lens[rows], state.running.shapes[rows])
         if not state.in_flight:  # then only copies that wait for a step fence pages
             claimed += [ledger.fenced_pages(g) for g in groups]
         num_shared = [ledger.shared_pages(g) for g in groups]
@@ -136,7 +136,7 @@ class Admission:
             repeated += np.maximum(reclaimable - unshared, 0)
         return repeated
 
-    def _own_row(self, request: Request) -> tuple[int, int] | None:
+    def _take_idle_row(self, request: Request) -> tuple[int, int] | None:
         """Take the idle row of the request's conversation, unless the prefix cache has more.
 
         A cut row goes back to the beginning of a page that is shared; a hit ends at any token.

@@ -22,11 +22,11 @@ class SchedulerConfig:
         headroom: tokens beyond its next round that every row must have room for before another
             request is admitted.
         max_idle: the most rows that conversations keep between their turns.
-        idle_pages: the most pages of each group that these rows keep; None = all.
+        idle_pages: the most pages of each group that these rows keep; None means all.
         prefix_cache: texts that were computed stay in the ledger's index until their pages are
             needed, and requests that begin alike share them.
         forced_shape: the chain for spans that the form of a request's text forces, if they are
-            longer than the request's own shape; None = they are drafted within that.
+            longer than the request's own shape; None if they are drafted within that.
     """
 
     max_batch: int

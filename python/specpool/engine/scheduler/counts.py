@@ -109,7 +109,7 @@ class Counts:
         self.latency = Latency()
         self._accept_cts = np.zeros(max_accept_len + 1, np.int64)  # rows' rounds by accept length
         self._prefilled_token_ct = self._first_token_ct = 0
-        self._rounds: list[Int32] = []  # not added up yet, like `_prefills`
+        self._rounds: list[Int32] = []  # like `_prefills`, not added up yet
         self._prefills: list[tuple[Int32, Int32, Int32]] = []
 
     def round(self, accept_len: Int32, shapes: Int32) -> list[int]:

@@ -79,8 +79,8 @@ class Pins:
                 pins.append((pin, shared))
         return sorted(pins, key=lambda pair: -pair[1])
 
-    def recover(self, others: Collection[int]) -> None:
-        """Release every prefix that no pin has and that is not in `others`, after Ctrl-C."""
-        known = {*others, *(pin.prefix for pin in self._pins)}
+    def recover(self, prefixes: Collection[int]) -> None:
+        """Release every prefix that no pin has and that is not in `prefixes`, after Ctrl-C."""
+        known = {*prefixes, *(pin.prefix for pin in self._pins)}
         for prefix in set(self._ledger.prefixes).difference(known):
             self._ledger.release_prefix(prefix)

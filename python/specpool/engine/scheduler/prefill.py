@@ -42,18 +42,19 @@ class Prefill:
         ends: list[int] = []
         for request in state.running.prefilling.values():
             # A request with siblings waits before its last token until they have been forked.
-            left = request.prefill_len - request.prefilled_len - bool(request.siblings)
-            if request.wants_pin and self._has_windows and left > 1:  # so only windows stay held
-                left -= 1
+            num_left = request.prefill_len - request.prefilled_len - bool(request.siblings)
+            # So only windows stay held.
+            if request.wants_pin and self._has_windows and num_left > 1:
+                num_left -= 1
             if (
                 request.handle is None
-                and left > 0
+                and num_left > 0
                 and budget > 0
                 and len(chosen) < state.ledger.max_batch
             ):
                 chosen.append(request)
-                ends.append(request.prefilled_len + min(left, budget))
-                budget -= min(left, budget)
+                ends.append(request.prefilled_len + min(num_left, budget))
+                budget -= min(num_left, budget)
         writes_draft = state.config.keeps_draft_kv and any(r.shape_index for r in chosen)
         plan = self._extend(chosen, ends, writes_draft)
         return None if plan is None else Step(plan, chosen)

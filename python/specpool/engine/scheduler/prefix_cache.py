@@ -79,7 +79,7 @@ class PrefixCache:
         self._handles = handles
         self._hit_ct = self._host_ct = self._miss_ct = 0
         zeros = np.zeros(len(ledger.groups), np.int64)
-        self._nothing = Hit(0, zeros, zeros)
+        self._no_hit = Hit(0, zeros, zeros)
 
     @property
     def is_on(self) -> bool:
@@ -88,13 +88,13 @@ class PrefixCache:
 
     def match(self, request: Request) -> Hit:
         """Return what a waiting request would find, if it needs a new row."""
-        if not self._may_use(request):
-            return self._nothing
+        if not self._can_use_index(request):
+            return self._no_hit
         length, shared, taken = self._ledger.match_prefix(
             request.token_array(), request.salt, needs_draft=self._needs_draft(request)
         )
         if not length:
-            return self._nothing
+            return self._no_hit
         return Hit(length, np.array(shared), taken - self._ledger.tail_pages(length))
 
     def admit(self, request: Request) -> tuple[int, int]:
@@ -106,7 +106,7 @@ class PrefixCache:
             OutOfMemory: there is no memory.
         """
         tag = str(request.request_id)
-        if not self._may_use(request):
+        if not self._can_use_index(request):
             return self._ledger.admit(tag), 0
         tokens, needs_draft = request.token_array(), self._needs_draft(request)
         row = self._ledger.admit_cached(tokens, request.salt, tag, needs_draft=needs_draft)
@@ -130,7 +130,7 @@ class PrefixCache:
 
         `length` tokens are there already.
         """
-        if not self._may_use(request):
+        if not self._can_use_index(request):
             return False
         end, tokens = length + _WORTH_WAITING, request.tokens
         if len(tokens) <= end:
@@ -173,7 +173,7 @@ class PrefixCache:
                 request.indexed_len = 0
 
     def stats(self) -> PrefixStats | None:
-        """Return the numbers of now; None = the cache is off."""
+        """Return the present numbers; None if the cache is off."""
         if not self.is_on:
             return None
         num_entries, num_tokens, eviction_ct = self._ledger.index_size
@@ -188,7 +188,7 @@ class PrefixCache:
             num_bytes=self._ledger.index_bytes(),
         )
 
-    def _may_use(self, request: Request) -> bool:
+    def _can_use_index(self, request: Request) -> bool:
         """Return whether the request takes a new row that may begin with indexed KV."""
         if not self.is_on or request.skips_cache or request.handle is not None:
             return False

@@ -170,17 +170,17 @@ class Running:
         # Skip a row whose rounds in flight will probably finish it. If the guess is wrong, the row
         # waits one round.
         if self._ledger.overlap_depth:
-            wanted = self.lens + in_flight * self.accept_len < self.limits
-            wanted &= in_flight <= self._ledger.overlap_depth
+            is_ready = self.lens + in_flight * self.accept_len < self.limits
+            is_ready &= in_flight <= self._ledger.overlap_depth
         else:
-            wanted = (self.lens < self.limits) & (in_flight == 0)
+            is_ready = (self.lens < self.limits) & (in_flight == 0)
         if self._reads_tokens:  # draft only if the host knows the root
-            known = self.lens == self._ledger.resolved_len + 1
-            wanted &= (in_flight == 0) & known | (shape_of == 0) | ~self._reads
+            is_resolved = self.lens == self._ledger.resolved_len + 1
+            is_ready &= (in_flight == 0) & is_resolved | (shape_of == 0) | ~self._reads
         if self.waits.any():
-            known = self.lens == self._ledger.resolved_len + 1
-            wanted &= (in_flight == 0) & known | ~self.waits
-        (rows,) = wanted.nonzero()
+            is_resolved = self.lens == self._ledger.resolved_len + 1
+            is_ready &= (in_flight == 0) & is_resolved | ~self.waits
+        (rows,) = is_ready.nonzero()
         return rows[order[rows].argsort()]
 
     def grow(self, rows: Int32, num_new: Int32) -> npt.NDArray[np.bool_]:

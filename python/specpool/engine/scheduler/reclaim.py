@@ -106,7 +106,7 @@ class Reclaim:
         victim = min(newest_first, key=lambda request: request.priority)
         is_alone = len(state.running) == 1
         if is_alone and not victim.shared_len:
-            needs = state.needs.of(len(victim.tokens), victim.shape_index).tolist()
+            needs = state.needs.pages(len(victim.tokens), victim.shape_index).tolist()
             victim.error = (
                 f"kv_exhausted: alone it needs {needs} pages for its next round, the groups have "
                 f"{[group.num_pages for group in state.ledger.groups]}"
@@ -116,7 +116,7 @@ class Reclaim:
         self.before_release(victim)
         # Alone it would find the same pages again, and lack the same ones.
         victim.skips_cache |= is_alone
-        self._give_way(victim, is_alone)
+        self._release_victim(victim, is_alone)
         self.requeue(victim)
 
     def requeue(self, request: Request) -> None:
@@ -132,7 +132,7 @@ class Reclaim:
         state.waiting.add(request)  # first: after a Ctrl-C it must be in one of the two
         state.running.remove(request)
 
-    def _give_way(self, victim: Request, is_alone: bool) -> None:
+    def _release_victim(self, victim: Request, is_alone: bool) -> None:
         """Take a retracted request's row, and keep its KV in the conversation or on the host."""
         state = self._state
         conversation = victim.conversation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,12 +30,12 @@ class Said:
 
     Attributes:
         end: the number of tokens of the conversation at the turn's end.
-        messages: the chat messages that began the turn; None = it began with text or token ids.
+        messages: the chat messages that began the turn; None if it began with text or token ids.
         answer_ids: the generated tokens without those that end a text; with them if a stop string
             ended it, because such a token may be part of that string.
         stop: the turn's stop strings; the answer's text ends before the first of them.
-        message: the answer as a chat message with its calls of tools; None = it has none, or nobody
-            has read them.
+        message: the answer as a chat message with its calls of tools; None if it has none, or if
+            they were not read.
     """
 
     end: int
@@ -53,9 +53,10 @@ class Conversation:
         number: its number within the engine, from 1.
         tokens: the tokens of all turns that have ended.
         said: the turns that these tokens are from.
-        row: the idle row with KV of the first tokens; 0 = none, or the turn's request has it.
+        row: the idle row with KV of the first tokens; 0 for none, or the turn's request has it.
         epoch: the row's epoch when it became idle.
-        handle: KV of the first tokens on the host; None = none, or the turn's request has it.
+        handle: KV of the first tokens on the host; None if there is none, or if the
+            turn's request has it.
         turn_ct: turns that have ended by a stop or their length.
         computed_token_ct: tokens that prefills computed.
         reused_token_ct: tokens whose KV a turn found in place.
@@ -76,6 +77,37 @@ class Conversation:
     retraction_ct: int = 0
     drop_ct: int = 0
     leaves: bool = False
+
+    def add_turn(
+        self,
+        tokens: list[int],
+        said: Sequence[Said],
+        *,
+        messages: tuple[Message, ...] | None,
+        output_ids: list[int],
+        params: SamplingParams,
+        stop_ids: Collection[int],
+        hit_stop_string: bool,
+        message: Message | None = None,
+    ) -> None:
+        """Add a turn that has ended by a stop or its length.
+
+        Args:
+            tokens: the conversation's from now on, to the turn's end.
+            said: the earlier turns in them.
+            messages: the chat messages that began the turn, as in `Said`.
+            output_ids: the tokens that the turn generated.
+            params: the turn's.
+            stop_ids: the tokens that end its text.
+            hit_stop_string: whether a stop string ended it; a stop token may be part of that.
+            message: the answer as a chat message, as in `Said`.
+        """
+        answer_ids = output_ids
+        if not hit_stop_string:
+            answer_ids = [token for token in output_ids if token not in stop_ids]
+        turn = Said(len(tokens), messages, answer_ids, params.stop, message)
+        # One statement, so that Ctrl-C leaves both or neither.
+        self.tokens, self.said = tokens, [*said, turn]
 
     def cut(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, and the turns that end within them.
@@ -115,7 +147,7 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class Times:
-    """The times of a request's milestones, by `time.perf_counter`; None = not reached yet."""
+    """The times of a request's milestones, by `time.perf_counter`; None if not reached yet."""
 
     queued: float | None = None
     started: float | None = None  # when it got its first row
@@ -123,7 +155,7 @@ class Times:
     ended: float | None = None
 
     def since_queued(self, name: str) -> float | None:
-        """Return the seconds from arrival to the milestone `name`; None = not reached."""
+        """Return the seconds from arrival to the milestone `name`; None if not reached."""
         end = getattr(self, name)
         return None if end is None or self.queued is None else end - self.queued
 
@@ -146,9 +178,9 @@ class Request:
     max_len: int  # tokens at most, the prompt included
     stop_ids: frozenset[int]
     seed: int
-    choices: tuple[int, ...] | None = None  # shapes by the controller's candidates; None = fixed
+    choices: tuple[int, ...] | None = None  # by the controller's candidates; None if it is fixed
     priority: int = 0  # the greater comes first
-    row: int = 0  # 0 = none
+    row: int = 0  # 0 for none
     epoch: int = 0  # the row's epoch while this request has it
     prefill_len: int = 0  # positions to be prefilled: all tokens known when the row was taken
     prefilled_len: int = 0  # positions in prefill steps so far
@@ -181,13 +213,12 @@ class Request:
     mailbox: dict[int, Request] | None = None
     matcher: Matcher | None = None  # follows the form of its output
     forced: list[int] = field(default_factory=list)  # tokens after the root that the form leaves
-    forced_shape: int = (
-        0  # the index of the shape for more of them than its own has steps; 0 = none
-    )
+    # The index of the shape for more of them than its own shape has steps; 0 for none.
+    forced_shape: int = 0
     changes_logits: bool = field(init=False)  # as in `params`, looked up in every round
     penalizes: bool = field(init=False)
     draft_error: str | None = None  # why its drafter's proposal cannot be used
-    drafter: int = 0  # who drafts for it, of the engine's drafters
+    drafter: int = 0  # number of the engine's drafter that drafts for it
     reads_tokens: bool = True  # if any drafter reads tokens: this one does
     _flags: list[bool] = field(init=False, default_factory=list, repr=False)  # of `from_draft`
     _flagged: tuple[int, int] = field(init=False, default=(0, 0), repr=False)  # tokens, verifies
@@ -242,11 +273,11 @@ class Request:
 
     def token_array(self) -> Int32:
         """Return `tokens` as int32 [len(tokens)]; a later call converts only the new ones."""
-        num_tokens, known = len(self.tokens), self._token_array
-        if len(known) < num_tokens:
-            new = np.array(self.tokens[len(known) :], np.int32)
-            self._token_array = known = np.concatenate((known, new))
-        return known[:num_tokens]
+        num_tokens, known_tokens = len(self.tokens), self._token_array
+        if len(known_tokens) < num_tokens:
+            new_tokens = np.array(self.tokens[len(known_tokens) :], np.int32)
+            self._token_array = known_tokens = np.concatenate((known_tokens, new_tokens))
+        return known_tokens[:num_tokens]
 
     def useful_len(self, kept_len: int, drafted_len: int) -> int:
         """Return how many of the request's tokens need no prefill on a row that has KV.
@@ -328,7 +359,7 @@ class Request:
         Args:
             tokens: at least one.
             accept_len: of a verify, the number of `tokens`; None for the token of a prefill.
-            logprobs: one entry for each token; None = they are not wanted.
+            logprobs: one entry for each token; None if they are not wanted.
         """
         if (
             len(self.tokens) + len(tokens) >= self.max_len
@@ -362,18 +393,20 @@ class Request:
 
     def _end(self, tokens: list[int]) -> list[int]:
         """Set `finish_reason` if the request ends within these tokens; return those to keep."""
-        kept = tokens[:-1] if tokens[-1] < 0 else tokens
-        if not self.stop_ids.isdisjoint(kept):
-            kept = kept[: 1 + next(i for i, t in enumerate(kept) if t in self.stop_ids)]
+        new_tokens = tokens[:-1] if tokens[-1] < 0 else tokens
+        if not self.stop_ids.isdisjoint(new_tokens):
+            new_tokens = new_tokens[
+                : 1 + next(i for i, t in enumerate(new_tokens) if t in self.stop_ids)
+            ]
             self.finish_reason = "stop"
         room = self.max_len - len(self.tokens)
-        if len(kept) >= room:
+        if len(new_tokens) >= room:
             # If the last token that fits is a stop token, the reason is "stop".
-            stopped = self.finish_reason is not None and len(kept) == room
-            kept, self.finish_reason = kept[:room], "stop" if stopped else "length"
+            stopped = self.finish_reason is not None and len(new_tokens) == room
+            new_tokens, self.finish_reason = new_tokens[:room], "stop" if stopped else "length"
         if self.finish_reason is None and tokens[-1] < 0:
             self.finish_reason = "error"
-            position = len(self.tokens) + len(kept) - 1
+            position = len(self.tokens) + len(new_tokens) - 1
             self.error = f"the logits at position {position} are not finite"
             if tokens[-1] == NO_TREE:
                 why = self.draft_error or (
@@ -384,7 +417,7 @@ class Request:
             elif self.bans is not None and self.matcher is None:  # a form comes before them
                 self.error += ", or the request's bans leave no token"
             if self.matcher is not None:
-                dead_end = self.matcher.dead_end([*self.tokens, *kept], self.prompt_len)
+                dead_end = self.matcher.dead_end([*self.tokens, *new_tokens], self.prompt_len)
                 if dead_end is not None:
                     self.error = f"{dead_end}, at position {position + 1}"
-        return kept
+        return new_tokens

@@ -38,9 +38,10 @@ class RoundShapes:
     """The shapes of the rows' rounds: each row's own, or the controller's choice within its limit.
 
     Attributes:
-        controller: chooses the shape of each round; None = there is none.
+        controller: chooses the shape of each round; None if there is none.
         budget: the controller, if it chooses a shape for each row; else None.
-        choice: the choice for the latest round, or for the next one that was tried; None = none.
+        choice: the choice for the latest round, or for the next one that was tried; None if
+            there is none.
         switch_ct: rounds whose choice differed from that of the round before.
         round_cts: rounds by the chosen shape.
         all_choices: sets of shapes that a request may use: the possible values of
@@ -48,7 +49,7 @@ class RoundShapes:
             there is a shape for forced spans, every shape and each of these sets together with it.
         page_choices: for each of them, the shapes that a row must always have pages for: all, or
             with a budget the narrowest, and the shape for forced spans.
-        forced: the index of the shape for forced spans; 0 = there is none.
+        forced: the index of the shape for forced spans; 0 if there is none.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class RoundShapes:
     ) -> None:
         """Start without requests. Shape indices are into `shapes`, the ledger's.
 
-        `forced_shape` is the chain for forced spans, one of `shapes`; None = there is none.
+        `forced_shape` is the chain for forced spans, one of `shapes`; None if there is none.
 
         Raises:
             ConfigError: a candidate of the controller is not among `shapes`.
@@ -83,7 +84,7 @@ class RoundShapes:
         self._first_with_forced = len(shapes) + len(self.all_choices)
         if self.forced:
             alone = [(index,) for index in range(len(shapes))]
-            self.all_choices += [(*each, self.forced) for each in [*alone, *self.all_choices]]
+            self.all_choices += [(*choice, self.forced) for choice in [*alone, *self.all_choices]]
         self._shapes = [*shapes]
         self.page_choices = [*map(self._always, self.all_choices)]
         if self.budget is not None:
@@ -97,7 +98,7 @@ class RoundShapes:
         self._places: Int64 = np.zeros(num_rows, np.int64)  # likewise, `_order` of `_chosen`
         self.choice: Choice | None = None
         self._is_open = False  # the choice has had no round yet
-        self._ran: Shape | None = None  # the choice of the latest round
+        self._latest_shape: Shape | None = None  # the choice of the latest round
         self.switch_ct = 0
         self.round_cts: Counter[Shape] = Counter()
 
@@ -114,10 +115,12 @@ class RoundShapes:
             shape = _capped(default, shapes, max_steps)
             return shape, self._index[shape], None
         choices = self._choices(max_steps)
-        most = max((shapes[index] for index in choices), key=lambda shape: shape.num_draft_tokens)
+        largest_shape = max(
+            (shapes[index] for index in choices), key=lambda shape: shape.num_draft_tokens
+        )
         if len({*choices}) == 1:
-            return most, choices[0], None
-        return most, len(shapes) + self.all_choices.index(choices), choices
+            return largest_shape, choices[0], None
+        return largest_shape, len(shapes) + self.all_choices.index(choices), choices
 
     def with_forced(
         self, index: int, choices: tuple[int, ...] | None, max_steps: int | None
@@ -127,7 +130,7 @@ class RoundShapes:
         Args:
             index: its `shape_index` without the shape for forced spans.
             choices: likewise.
-            max_steps: the most steps that it drafts; None = any number.
+            max_steps: the most steps that it drafts; None means any number.
         """
         if not self.forced or (max_steps is not None and self._steps[self.forced] > max_steps):
             return index, choices, 0
@@ -158,10 +161,10 @@ class RoundShapes:
             self.budget.admit(row, tpot_ms=tpot_ms, priority=request.priority)
 
     def put(self, row: int, shapes: int | tuple[int, ...]) -> None:
-        """Set the row's shape, or its shape for each of the controller's candidates; 0 = none."""
+        """Set the row's shape, or its shape for each of the controller's candidates; 0 for none."""
         self._following[:, row] = shapes
-        place = self._following[:, row].astype(np.int64) << _ORDER_BITS
-        self._order[:, row] = place | self._admission[row]
+        order = self._following[:, row].astype(np.int64) << _ORDER_BITS
+        self._order[:, row] = order | self._admission[row]
 
     def look_ahead(self, request: Request, drafts: bool) -> None:
         """Set the shape of a running request's next round: of a forced span, its own, or none.
@@ -170,20 +173,20 @@ class RoundShapes:
             request: has a row, and tokens that were just added.
             drafts: whether the drafter's guess is worth a round.
         """
-        own = request.choices or request.shape_index
-        shape = own if drafts else 0
+        own_shapes = request.choices or request.shape_index
+        shape = own_shapes if drafts else 0
         if request.matcher is not None and request.finish_reason is None:
             own_steps = request.shape.max_accept_len - 1  # a tree may have fewer nodes than steps
-            most = max(own_steps, self._steps[request.forced_shape])
+            max_forced = max(own_steps, self._steps[request.forced_shape])
             request.matcher.follow(request.tokens, request.prompt_len)
-            request.forced = request.matcher.forced(most)
+            request.forced = request.matcher.forced(max_forced)
             num_forced = len(request.forced)
-            if num_forced < min(2, most):  # the drafter's guess may reach further
+            if num_forced < min(2, max_forced):  # the drafter's guess may reach further
                 request.forced = []
             elif num_forced > own_steps:
                 shape = request.forced_shape
             else:
-                shape = own
+                shape = own_shapes
         self.put(request.row, shape)
 
     def choose(
@@ -194,7 +197,7 @@ class RoundShapes:
         Args:
             limits: int32 [num_rows], not 0 if a row decodes.
             spare: returns the pages by which these rows, int64 [B], may be wider than their
-                narrowest of these shapes, int32 [B, C]; for a budget. None = memory does not bind.
+                narrowest of these shapes, int32 [B, C]; for a budget. None if memory does not bind.
 
         Returns:
             The shapes, int32 [num_rows], and the sort keys of the lanes, int64 [num_rows]: lanes of
@@ -214,7 +217,7 @@ class RoundShapes:
             shape = self.choice.shape
         try:
             line = self._lines[shape]
-        except (KeyError, TypeError):  # an object that cannot be a key is no shape
+        except (KeyError, TypeError):  # an object that cannot be a key is not a shape
             raise ConfigError(
                 f"for a batch of {batch_size} the controller chose {shown(shape)}, which is "
                 f"none of its candidates {', '.join(map(str, self._lines))}"
@@ -232,13 +235,13 @@ class RoundShapes:
         (rows,) = limits.nonzero()
         shapes = np.ascontiguousarray(self._following[:, rows].T)
         room = None if spare is None else partial(spare, rows, shapes)
-        return self._take(rows, budget.choose(rows.astype(np.int32), shapes, room))
+        return self._set_choice(rows, budget.choose(rows.astype(np.int32), shapes, room))
 
     def narrow(self, limits: Int32) -> tuple[Int32, Int64] | None:
         """Give each row the narrowest of its shapes for the round that found no pages.
 
         Returns:
-            As `choose`; None = there is no budget, or no row was wider.
+            As `choose`; None if there is no budget, or no row was wider.
         """
         if self.budget is None:
             return None
@@ -246,24 +249,24 @@ class RoundShapes:
         narrowest = self._following[0, rows]
         if not len(rows) or (self._chosen[rows] == narrowest).all():
             return None
-        return self._take(rows, self.budget.narrow(narrowest))
+        return self._set_choice(rows, self.budget.narrow(narrowest))
 
-    def _take(self, rows: Int64, shapes: Int32) -> tuple[Int32, Int64]:
+    def _set_choice(self, rows: Int64, shapes: Int32) -> tuple[Int32, Int64]:
         """Take these shapes for the rows' next round; return as `choose`."""
         self._chosen[rows] = shapes
         self._places[rows] = shapes.astype(np.int64) << _ORDER_BITS | self._admission[rows]
-        most = int(np.bincount(shapes).argmax())
-        self.choice = Choice(self._shapes[most], len(rows))
+        commonest = int(np.bincount(shapes).argmax())
+        self.choice = Choice(self._shapes[commonest], len(rows))
         return self._chosen, self._places
 
     def run(self) -> Choice | None:
         """Count a round that was prepared with the choice, and return the choice."""
         if self.budget is not None:
-            self.budget.ran()
+            self.budget.count_round()
         if self.choice is not None:
             shape = self.choice.shape
-            self.switch_ct += self._ran not in (None, shape)
-            self._ran, self._is_open = shape, False
+            self.switch_ct += self._latest_shape not in (None, shape)
+            self._latest_shape, self._is_open = shape, False
         return self.choice
 
     def latest(self, rows: Sequence[int]) -> Int32:
@@ -284,8 +287,8 @@ class RoundShapes:
     ) -> None:
         """Pass a round's results to the controller: each lane's shape, accept length and request.
 
-        Lanes whose drafts were forced do not count: they say nothing about the drafter. No requests
-        = there are none.
+        Lanes whose drafts were forced do not count: they say nothing about the drafter. `requests`
+        is empty if there are none.
         """
         if choice is None:
             return
@@ -327,9 +330,10 @@ def _capped(shape: Shape, shapes: Sequence[Shape], max_steps: int | None) -> Sha
     """Return the shape, or the greatest of `shapes` with at most `max_steps` steps."""
     if max_steps is None or shape.num_steps <= max_steps:
         return shape
-    fewer = [each for each in shapes if each.num_steps <= max_steps]
     return max(
-        fewer, key=lambda each: (each.num_steps, each.num_draft_tokens), default=Shape.none()
+        (other for other in shapes if other.num_steps <= max_steps),
+        key=lambda other: (other.num_steps, other.num_draft_tokens),
+        default=Shape.none(),
     )
 
 
@@ -338,7 +342,7 @@ class AdaptiveStats:
     """The choices of a controller.
 
     Attributes:
-        shape: the choice for the latest round; None = there was none.
+        shape: the choice for the latest round; None if there was none.
         switch_ct: rounds whose choice differed from that of the round before.
         round_cts: rounds by the chosen shape; with a budget, by the shape that most rows had.
         missed_ct: with a budget, rows, counted in each round, that were expected to miss their

@@ -190,7 +190,7 @@ class Rows:
         """Give back a row; copy its KV to the host first if that pays.
 
         Returns:
-            The handle of the KV on the host; None = the KV is gone.
+            The handle of the KV on the host; None if the KV is gone.
         """
         handle = self._handles.save(row)
         try:

@@ -47,7 +47,7 @@ _Lane = tuple[Request, list[int], int, list[TokenLogprob] | None]
 
 
 class Journal(Protocol):
-    """What hears of every call from outside, before the scheduler makes it."""
+    """Notes every call from outside before the scheduler makes it."""
 
     def begin(self, scheduler: Scheduler) -> None:
         """Take the scheduler whose calls are noted from here on."""
@@ -87,13 +87,13 @@ class Scheduler:
         Args:
             ledger: the rows and pages; the scheduler takes its overlap depth.
             config: the options.
-            host: keeps KV of retracted requests and idle conversations; None = there is no tier.
-            controller: chooses the shape of each round for requests that name none; None = every
-                request has a fixed shape.
+            host: keeps KV of retracted requests and idle conversations; None if there is no tier.
+            controller: chooses the shape of each round for requests that name none; None if
+                every request has a fixed shape.
             is_promising: says whether the next round of a request is worth drafting; if not, its
-                row decodes plainly. None = it always is.
+                row decodes plainly. None if it always is.
             before_release: called with a request that is about to lose its row.
-            journal: hears of every call from outside; None = nobody does.
+            journal: notes every call from outside; None for no journal.
         """
         state = State(ledger, config, host=host, controller=controller)
         self.state, self._is_promising = state, is_promising
@@ -131,13 +131,13 @@ class Scheduler:
 
     def fits(self, request: Request) -> bool:
         """Return whether an empty pool would hold the request to its end."""
-        return bool((self.pages_at_most(request) <= self.state.needs.num_pages).all())
+        return bool((self.max_pages(request) <= self.state.needs.num_pages).all())
 
-    def pages_at_most(self, request: Request) -> npt.NDArray[np.int64]:
+    def max_pages(self, request: Request) -> npt.NDArray[np.int64]:
         """Return the most pages of each group that the request can hold, int64 [num_groups]."""
         last_root = max(request.prompt_len, request.max_len - 1)
         last_root = min(last_root, self.state.ledger.max_context_len - 1)
-        return self.state.needs.at_most(
+        return self.state.needs.max_pages(
             min(request.prompt_len, last_root), last_root, request.shape_index
         )
 
@@ -300,12 +300,12 @@ class Scheduler:
         state.ledger.complete(plan.step)
         state.in_flight -= 1
         if not alive.all():
-            rows, result = rows[alive], result.of(alive)
+            rows, result = rows[alive], result.select(alive)
             requests = [*compress(requests, alive.tolist())]
         if step.handles is not None:
             for request, end in zip(requests, plan.new_len[alive].tolist(), strict=True):
                 try:
-                    self._come_back(request, end)
+                    self._finish_reload(request, end)
                 except BaseException as error:
                     self._reclaim.fault(request, error)
             return
@@ -342,7 +342,7 @@ class Scheduler:
             )
         for request, tokens, length, logprobs in lanes:
             try:
-                self._give(request, tokens, length, logprobs, is_decode=is_decode)
+                self._add_tokens(request, tokens, length, logprobs, is_decode=is_decode)
             except BaseException as error:
                 self._reclaim.fault(request, error)
         if state.config.trims_rounds and is_decode:
@@ -359,7 +359,7 @@ class Scheduler:
 
         This is the fast path: it runs for every row of every round, and most rows end here.
         """
-        others: list[_Lane] = []
+        slow_lanes: list[_Lane] = []
         lanes = zip(requests, tokens, accept_lens, may_end, strict=True)
         for request, new, accept_len, ends in lanes:
             if (
@@ -368,13 +368,13 @@ class Scheduler:
                 or request.matcher is not None
                 or not request.stop_ids.isdisjoint(new)
             ):
-                others.append((request, new, accept_len, None))
+                slow_lanes.append((request, new, accept_len, None))
             else:
                 request.accept_lens.append(accept_len)  # tokens last: see `Request.append`
                 request.tokens += new
-        return others
+        return slow_lanes
 
-    def _give(
+    def _add_tokens(
         self,
         request: Request,
         tokens: list[int],
@@ -430,8 +430,8 @@ class Scheduler:
     def recover(self, why: str, reason: str = "abort") -> None:
         """End all running requests, after Ctrl-C at any point; waiting requests stay queued."""
         state = self.state
-        over = [request for request in state.waiting if request.finish_reason is not None]
-        for request in [*state.running, *over]:
+        ended = [request for request in state.waiting if request.finish_reason is not None]
+        for request in [*state.running, *ended]:
             request.tainted = True
             if request.finish_reason is None or request.wants_pin:
                 request.error = why
@@ -473,7 +473,7 @@ class Scheduler:
             request.error = str(error)
         self._reclaim.end(request, "stop" if request.pin else "error")
 
-    def _come_back(self, request: Request, length: int) -> None:
+    def _finish_reload(self, request: Request, length: int) -> None:
         """Note that a reload has brought back `length` tokens; after the last, prefill the rest."""
         handle = request.handle
         if handle is not None and length == handle.length:

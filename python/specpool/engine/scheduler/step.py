@@ -41,7 +41,7 @@ class StepResult:
             on; of a reload it is 0.
         not_finite: bool [B], whether some logits of the lane were not finite. It is also true if
             the drafter's tree was not a tree.
-        logprobs: for each lane one entry per token, or None if it wants none; None = no lane does.
+        logprobs: for each lane one entry per token, or None if it wants none; None if no lane does.
     """
 
     tokens: list[list[int]]
@@ -58,7 +58,7 @@ class StepResult:
             not_finite=np.array([bool(lane) and lane[-1] < 0 for lane in tokens], np.bool_),
         )
 
-    def of(self, lives: npt.NDArray[np.bool_]) -> StepResult:
+    def select(self, lives: npt.NDArray[np.bool_]) -> StepResult:
         """Return the results of the lanes that are set in `lives`, bool [B]."""
         chosen = lives.tolist()
         return StepResult(

@@ -52,16 +52,16 @@ class _Family:
                 rate = min(max(self.hits[j] / self.tries[j], 0.05), 0.95)
                 surprise += self.recent_hits[j] - self.recent_tries[j] * rate
                 variance += tried * rate * (1 - rate)
-            kept = _DECAY * _freshness(now - 1 - self.seen[j])
-            self.tries[j] = kept * self.tries[j] + tried
-            self.hits[j] = kept * self.hits[j] + hit
+            share = _DECAY * _freshness(now - 1 - self.seen[j])
+            self.tries[j] = share * self.tries[j] + tried
+            self.hits[j] = share * self.hits[j] + hit
             self.seen[j] = now
         self.variance = _RECENT_DECAY**2 * self.variance + variance
         if surprise * surprise <= _JUMP**2 * self.variance:
             return False
-        kept = min(1.0, _JUMP_TRIES / self.recent_tries[0])
-        self.hits = [kept * hits for hits in self.recent_hits]
-        self.tries = [kept * tries for tries in self.recent_tries]
+        share = min(1.0, _JUMP_TRIES / self.recent_tries[0])
+        self.hits = [share * hits for hits in self.recent_hits]
+        self.tries = [share * tries for tries in self.recent_tries]
         self.variance = 0.0
         self.recent_hits[:] = self.recent_tries[:] = [0.0] * len(self.hits)
         return True
@@ -102,7 +102,7 @@ class Acceptance:
                 depths[key] = max(depths.get(key, 0), shape.num_steps)
         self._families = {key: _Family(depth) for key, depth in depths.items()}
         self._now = 0
-        # The expected tokens by family and depth; empty = to be computed.
+        # The expected tokens by family and depth; empty if not computed yet.
         self._expected: dict[tuple[int, int], list[float]] = {}
         self._hoped: dict[tuple[int, int], list[float]] = {}
 
@@ -132,9 +132,9 @@ class Acceptance:
         """Return the optimistic estimate of a lane's tokens, for choosing probes."""
         if not shape.num_steps:
             return 1.0
-        return _tokens(shape, (self._hoped or self._hope())[_family_of(shape)])
+        return _tokens(shape, (self._hoped or self._estimate_hoped())[_family_of(shape)])
 
-    def _hope(self) -> dict[tuple[int, int], list[float]]:
+    def _estimate_hoped(self) -> dict[tuple[int, int], list[float]]:
         if not self._expected:
             self._estimate()
         hopes = {key: family.hopes(self._now) for key, family in self._families.items()}
@@ -164,9 +164,9 @@ def _freshness(rounds: int) -> float:
 
 
 def _bounded(
-    bound: Callable[[float, float], float], rates: list[float], others: list[float]
+    bound: Callable[[float, float], float], rates: list[float], bounds: list[float]
 ) -> list[float]:
-    return [*map(bound, rates, others), *rates[len(others) :]]
+    return [*map(bound, rates, bounds), *rates[len(bounds) :]]
 
 
 def _family_of(shape: Shape) -> tuple[int, int]:

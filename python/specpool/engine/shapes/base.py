@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from specpool._core import Shape
 
-#: Rounds until a controller that compares costs chooses anew.
+#: Rounds until a controller that compares costs chooses again.
 CHOICE_ROUNDS = 4
 NumCorrectDrafts = Sequence[int] | npt.NDArray[np.int32]
 

@@ -1,4 +1,4 @@
-"""`BudgetController`: chooses the shape of each row by what the row gives; docs/adaptive.md.
+"""`BudgetController`: chooses the shape of each row from the row's results; docs/adaptive.md.
 
 Expected tokens come from `RowAcceptance`, seconds from `RoundCost`, the choice from the core
 (`choose_shapes`): each row gets the candidate with the least expected seconds a token.
@@ -22,14 +22,14 @@ from specpool.engine.shapes.row_acceptance import RowAcceptance
 from specpool.errors import ConfigError
 
 #: Pages that each candidate needs beyond the row's narrowest, int32 [B, C, G], and the pages that
-#: may be used so, int64 [G]; None = all rows may have their widest.
+#: may be used so, int64 [G]; None if all rows may have their widest.
 Spare = tuple[Int32, Int64] | None
 
 _KEEP = 1.02  # multiplies the expected tokens of a row's present shape, so that it switches less
-_HORIZON = 32.0  # rounds in which a row makes up for what it is behind its target
-# A row is in time if it would be so with log odds so many standard deviations above the estimate.
+_HORIZON = 32.0  # rounds in which a row catches up with its target
+# A row is in time if it would be with log odds this many standard deviations above the estimate.
 _DOUBT = 1.5
-_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e6  # of a round; others are no measurement
+_LEAST_SECONDS, _MOST_SECONDS = 1e-9, 1e6  # of a round; others are not measurements
 MOST_PRIORITY = 8  # steps of priority beyond which a token is worth no more, or no less
 
 
@@ -51,7 +51,7 @@ class BudgetController:
 
         Args:
             config: the candidates, in one range.
-            clock: tells the seconds for the rows' targets.
+            clock: returns the seconds for the rows' targets.
         """
         self.candidates = tuple(sorted(config.candidates, key=width_order))
         self._clock = clock
@@ -76,22 +76,22 @@ class BudgetController:
         self._cost = RoundCost(shapes, self.candidates[0])
         self._latest = np.full(num_rows, -1, np.int32)  # the shape of each row's round before
         self._worth = np.ones(num_rows)
-        self._per_token = np.zeros(num_rows)  # the target in tokens per second; 0 = none
+        self._per_token = np.zeros(num_rows)  # the target in tokens per second; 0 for none
         self._started = np.full(num_rows, np.nan)  # when the row had its first round
         self._num_made = np.zeros(num_rows)  # tokens since then
         self._round = 0
-        # Rows, shapes and choice of the rounds until the next choice; None = choose anew.
-        self._kept: tuple[Int32, Int32, Int32] | None = None
+        # Rows, shapes and choice of the rounds until the next choice; None means to choose anew.
+        self._standing_choice: tuple[Int32, Int32, Int32] | None = None
         # Rows, choice and late rows of a choice that has had no round yet.
         self._open: tuple[Int32, Int32, int] | None = None
         for shape, batch_size, seconds in self._start:
             if shape in shapes:
-                self._cost.tell(shape, batch_size, seconds)
+                self._cost.add_uniform_round(shape, batch_size, seconds)
 
     def admit(self, row: int, *, tpot_ms: float | None, priority: int) -> None:
         """Begin a row's request, with its target and what its tokens are worth."""
         self._acceptance.reset(row)
-        self._kept = None
+        self._standing_choice = None
         self._latest[row] = -1
         self._worth[row] = 2.0 ** min(max(priority, -MOST_PRIORITY), MOST_PRIORITY)
         self._per_token[row] = 0.0 if tpot_ms is None else 1e3 / tpot_ms
@@ -101,27 +101,27 @@ class BudgetController:
         """Choose the shape of each row's next round, int32 [B].
 
         A choice lasts for a few rounds if the rows stay the same, none of them has a target, and
-        memory does not bind. Nothing is learned from it, and nothing counted, before `ran`.
+        memory does not bind. Nothing is learned from it, and nothing counted, before `count_round`.
 
         Args:
             rows: int32 [B].
             shapes: int32 [B, C], the shape that each candidate is for each row.
-            spare: returns the pages for width; None = memory does not bind.
+            spare: returns the pages for width; None if memory does not bind.
         """
-        if (kept := self._kept) is not None and self._round % CHOICE_ROUNDS:
-            if np.array_equal(kept[0], rows) and np.array_equal(kept[1], shapes):
-                self._open = rows, kept[2], 0
-                return kept[2]
+        if (standing := self._standing_choice) is not None and self._round % CHOICE_ROUNDS:
+            if np.array_equal(standing[0], rows) and np.array_equal(standing[1], shapes):
+                self._open = rows, standing[2], 0
+                return standing[2]
         due, room = self._due(rows), None if spare is None else spare()
         hoped = self._acceptance.tokens(rows, deviations=_DOUBT) if due.any() else None
         chosen, num_missed = self._choice(rows, shapes, due, hoped, room)
-        self._kept = None if room is not None or due.any() else (rows, shapes, chosen)
+        self._standing_choice = None if room is not None or due.any() else (rows, shapes, chosen)
         self._open = rows, chosen, num_missed
         return chosen
 
     def narrow(self, shapes: Int32) -> Int32:
         """Take narrower shapes for the rows of the latest choice, int32 [B], and return them."""
-        self._kept = None
+        self._standing_choice = None
         if self._open is not None:
             self._open = self._open[0], shapes, self._open[2]
         return shapes
@@ -142,10 +142,10 @@ class BudgetController:
         tokens, lanes = self._acceptance.tokens(rows), np.arange(len(rows))
         latest = self._latest[rows]
         known = lanes[latest >= 0]
-        gives = np.ones(len(rows))
+        current_tokens = np.ones(len(rows))
         if len(known):
-            gives[known] = tokens[known, latest[known]]
-            gives[latest < 0] = gives[known].mean()
+            current_tokens[known] = tokens[known, latest[known]]
+            current_tokens[latest < 0] = current_tokens[known].mean()
         tokens[known, latest[known]] *= _KEEP
         costs = self._cost.costs(len(rows))
         pages, free = (None, None) if spare is None else spare
@@ -153,7 +153,7 @@ class BudgetController:
             shapes,
             tokens,
             worth=self._worth[rows],
-            gives=gives,
+            gives=current_tokens,
             due=due,
             hoped=hoped,
             base=costs.base,
@@ -178,7 +178,7 @@ class BudgetController:
             due[:, 1] = per_token
         return due
 
-    def ran(self) -> None:
+    def count_round(self) -> None:
         """Count the latest choice: a round has been prepared with it."""
         if self._open is None:
             return
@@ -200,13 +200,13 @@ class BudgetController:
         """
         if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
             # What is tried out must not make a row late, nor take pages that others need.
-            self._cost.observe(shapes, seconds, explores=self._kept is not None)
+            self._cost.observe(shapes, seconds, explores=self._standing_choice is not None)
 
     def on_round_seconds(self, shape: Shape, batch_size: int, seconds: float) -> None:
         """Learn from a round of the start, whose lanes all had this shape."""
         if _LEAST_SECONDS <= seconds <= _MOST_SECONDS:
             self._start.append((shape, batch_size, seconds))
-            self._cost.tell(shape, batch_size, seconds)
+            self._cost.add_uniform_round(shape, batch_size, seconds)
 
     def activate_step_by_batch(self, batch_size: int) -> Shape:
         """Return the narrowest candidate: the rows of a round are chosen by `choose`."""

@@ -69,7 +69,7 @@ class RangeConfig:
         _check_number("up_hysteresis", self.up_hysteresis)
         _check_number("down_hysteresis", self.down_hysteresis)
         _check_number("ceiling_coeff", self.ceiling_coeff, least=0.0)
-        _check_number("ema_alpha", self.ema_alpha, least=0.0, most=1.0)
+        _check_number("ema_alpha", self.ema_alpha, least=0.0, greatest=1.0)
         if self.ema_alpha == 0:
             raise ConfigError("ema_alpha must be above 0, or the range would never move; got 0")
         check_int("update_interval", self.update_interval, 1, 1 << 30)
@@ -232,14 +232,14 @@ class AdaptiveConfig:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in values:
             raise ConfigError(
-                f'key "{key:.80}" stands there twice: {shown(found[key])}, {shown(value)}'
+                f'key "{key:.80}" stands there twice: {shown(values[key])}, {shown(value)}'
             )
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def _parse(content: object) -> dict[str, Any]:
@@ -299,16 +299,17 @@ def _range(size: int, entry: object, defaults: Mapping[str, Any]) -> RangeConfig
                     f"key {shown(key)}: {shown(entry[key])} is none of "
                     f"{', '.join((*_LISTS, *_RANGE_DEFAULTS))}"
                 )
-        given = [name for name in _LISTS if name in entry]
-        if len(given) != 1:
+        lists_given = [name for name in _LISTS if name in entry]
+        if len(lists_given) != 1:
             raise ConfigError(
-                f"must have one of candidates and candidate_steps, got {', '.join(given) or 'none'}"
+                "must have one of candidates and candidate_steps, got "
+                f"{', '.join(lists_given) or 'none'}"
                 f"; {_FORM}"
             )
-        values = entry[given[0]]
+        values = entry[lists_given[0]]
         if not isinstance(values, list | tuple):
-            raise ConfigError(f"{given[0]} must be a list, got {shown(values)}; {_FORM}")
-        shapes = tuple(_candidate(given[0], value) for value in values)
+            raise ConfigError(f"{lists_given[0]} must be a list, got {shown(values)}; {_FORM}")
+        shapes = tuple(_candidate(lists_given[0], value) for value in values)
         settings = {k: v for k, v in {**defaults, **entry}.items() if k not in _LISTS}
         return RangeConfig(candidates=shapes, **settings)
     except ConfigError as error:
@@ -316,18 +317,20 @@ def _range(size: int, entry: object, defaults: Mapping[str, Any]) -> RangeConfig
 
 
 def _check_number(
-    name: str, value: object, least: float = -(1 << 20), most: float = 1 << 20
+    name: str, value: object, least: float = -(1 << 20), greatest: float = 1 << 20
 ) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most:  # type: ignore[operator]  # NaN fails both
-        raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {shown(value)}")
+    if not is_number or not least <= value <= greatest:  # type: ignore[operator]  # NaN fails both
+        raise ConfigError(
+            f"{name} must be a number in [{least:g}, {greatest:g}], got {shown(value)}"
+        )
 
 
 def config_of(value: AdaptiveConfig | str | PathLike[str]) -> AdaptiveConfig:
     """Return the configuration that `EngineConfig.adaptive` names: a policy, or a path.
 
     Raises:
-        ConfigError: `value` is none of these, or the file is wrong.
+        ConfigError: `value` is not one of these, or the file is wrong.
     """
     if isinstance(value, AdaptiveConfig):
         return value

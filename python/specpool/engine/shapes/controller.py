@@ -28,8 +28,8 @@ class AdaptiveController:
         Args:
             config: candidates and thresholds; its policy must be `ema`.
             initial: the shape (or depth) to begin with, in ranges that have it. Other ranges begin
-                with their middle candidate; None = all ranges do.
-            graph_sizes: the batch sizes with captured graphs; None = there are no graphs.
+                with their middle candidate; None if all ranges do.
+            graph_sizes: the batch sizes with captured graphs; None if there are no graphs.
 
         Raises:
             ConfigError: no range has the shape `initial`.
@@ -69,7 +69,7 @@ class AdaptiveController:
         """Do nothing: this policy does not use the cost of rounds."""
 
     def graph_sizes_of_candidates(self) -> dict[Shape, list[int] | None]:
-        """Return the graph sizes at which each candidate can run; None = there are no graphs."""
+        """Return the graph sizes at which each candidate can run; None if there are no graphs."""
         return self._router.graph_sizes_of(
             {key: batch_range.candidates for key, batch_range in self._ranges.items()}
         )

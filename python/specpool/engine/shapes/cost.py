@@ -37,8 +37,8 @@ class CostController:
 
         Args:
             config: the candidates of each range of batch sizes.
-            initial: the shape to begin with; None = the shape with the best expected rate.
-            graph_sizes: the batch sizes with captured graphs; None = there are no graphs.
+            initial: the shape to begin with; None means the shape with the best expected rate.
+            graph_sizes: the batch sizes with captured graphs; None if there are no graphs.
 
         Raises:
             ConfigError: no range has the shape `initial`.
@@ -111,7 +111,7 @@ class CostController:
 
     def _rate(self, shape: Shape, batch_size: int) -> float:
         """Return the expected tokens of a lane per second."""
-        return self._acceptance.expected(shape) / self._seconds.of(shape, batch_size)
+        return self._acceptance.expected(shape) / self._seconds.expected(shape, batch_size)
 
     def _plan_probe(self, batch_range: tuple[Shape, ...], batch_size: int) -> None:
         """Begin a probe if there is something to learn and time to spare for it."""
@@ -124,14 +124,16 @@ class CostController:
                 self._probe, self._probes_left, self._next_probe = shape, 2, self._round
                 return
         current = self._current
-        others = [shape for shape in batch_range if shape != current]
-        if current not in batch_range or not others:
+        alternatives = [shape for shape in batch_range if shape != current]
+        if current not in batch_range or not alternatives:
             return
         if not current.num_steps:
-            others = others[:1]  # plain rounds show no acceptance: probe the shallowest draft
+            alternatives = alternatives[
+                :1
+            ]  # plain rounds show no acceptance: probe the shallowest draft
         rate, tokens = self._rate(current, batch_size), self._acceptance.expected(current)
         best = 0.0
-        for shape in others:
+        for shape in alternatives:
             worth = self._seconds.hoped(shape, batch_size) * rate  # the current shape's tokens then
             gain = self._acceptance.hoped(shape) / worth - 1  # by the optimistic estimates
             if gain <= 0:

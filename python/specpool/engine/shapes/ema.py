@@ -33,7 +33,7 @@ class StepRange:
         return self.candidates[self._at]
 
     def update(self, mean: float | None) -> Shape | None:
-        """Learn from a round's mean `num_correct_drafts`; None = the round drafted nothing.
+        """Learn from a round's mean `num_correct_drafts`; None if the round drafted nothing.
 
         Return the shape that the range switches to, or None.
         """

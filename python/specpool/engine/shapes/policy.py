@@ -21,7 +21,7 @@ def controller_of(
     graph_sizes: Sequence[int] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Controller | None:
-    """Build the controller of a configuration; None = no configuration.
+    """Build the controller of a configuration; None without a configuration.
 
     `BudgetController` documents `clock`, `AdaptiveController` the other arguments.
 

@@ -20,7 +20,7 @@ from specpool.engine.shapes.round_seconds import RoundSeconds
 Float64 = npt.NDArray[np.float64]
 
 _STEP = 0.2  # the share of a round's error that is corrected
-_MOST_ERROR = 0.5  # of an estimate, unless the round before was as wrong: a stall is no more
+_MOST_ERROR = 0.5  # of an estimate, unless the round before was as wrong: a stall does not repeat
 _FADE = 0.002  # the share by which a shape seems to add less for each round that it does not run
 _LEAST_BASE = 0.1  # of the table's plain round, which is left whatever service says
 
@@ -34,7 +34,7 @@ class Costs:
     charge: Float64  # [S], once if any row has the shape; the greatest counts
     lane: Float64  # [S], for each row of the shape
 
-    def of(self, shapes: Int32) -> float:
+    def seconds(self, shapes: Int32) -> float:
         """Return the seconds of a round whose rows have these shapes, int32 [B]."""
         used = np.unique(shapes)
         mixed = self.mixed if len(used) > 1 else 0.0
@@ -47,7 +47,8 @@ class RoundCost:
     The corrections are shares of the table's plain round of the same batch size: of every round, of
     a round of several shapes, and of a round whose rows all have a shape. Each round changes those
     that it depends on by normalized least mean squares (Widrow and Hoff, 1960). A shape that does
-    not run seems to add ever less, so that it is tried again: the start may have told it too slow.
+    not run seems to add ever less, so that it is tried again: the start may have measured it too
+    slow.
     """
 
     def __init__(self, shapes: Sequence[Shape], narrowest: Shape) -> None:
@@ -59,8 +60,8 @@ class RoundCost:
         self._latest_error = 0.0  # of the latest round, over its estimate
         self._costs: dict[int, Costs] = {}  # by batch size, since the latest measurement
 
-    def tell(self, shape: Shape, batch_size: int, seconds: float) -> None:
-        """Add a round of the start, whose rows all had this shape."""
+    def add_uniform_round(self, shape: Shape, batch_size: int, seconds: float) -> None:
+        """Add a round whose rows all had this shape."""
         self._table.add(shape, batch_size, seconds)
         self._costs.clear()
 
@@ -72,14 +73,14 @@ class RoundCost:
         return costs
 
     def _estimate(self, batch_size: int) -> Costs:
-        of, narrowest = self._table.of, self._narrowest
-        plain, plain_alone = of(narrowest, batch_size), of(narrowest, 1)
+        seconds, narrowest = self._table.expected, self._narrowest
+        plain, plain_alone = seconds(narrowest, batch_size), seconds(narrowest, 1)
         charge, lane = np.zeros((2, len(self._shapes)))
         for index, shape in enumerate(self._shapes):
-            whole = max(of(shape, batch_size) - plain, 0.0)
-            alone = min(max(of(shape, 1) - plain_alone, 0.0), whole)
-            lane[index] = min((whole - alone) / max(batch_size - 1, 1), whole / batch_size)
-            charge[index] = whole - batch_size * lane[index]
+            extra = max(seconds(shape, batch_size) - plain, 0.0)
+            extra_alone = min(max(seconds(shape, 1) - plain_alone, 0.0), extra)
+            lane[index] = min((extra - extra_alone) / max(batch_size - 1, 1), extra / batch_size)
+            charge[index] = extra - batch_size * lane[index]
         lane += self._of_shape * plain / batch_size
         charge = np.maximum(charge + batch_size * np.minimum(lane, 0.0), 0.0)
         lane = np.maximum(lane, 0.0)
@@ -93,10 +94,10 @@ class RoundCost:
         """
         size, used = len(shapes), np.unique(shapes)
         if len(used) == 1 and not self._table.is_measured(self._shapes[used[0]]):
-            self.tell(self._shapes[used[0]], size, seconds)
+            self.add_uniform_round(self._shapes[used[0]], size, seconds)
             return
-        costs, plain = self.costs(size), self._table.of(self._narrowest, size)
-        known = costs.of(shapes)
+        costs, plain = self.costs(size), self._table.expected(self._narrowest, size)
+        known = costs.seconds(shapes)
         error = seconds / known - 1
         bound, self._latest_error = max(self._latest_error, _MOST_ERROR), error
         error = max(min(error, bound), -_MOST_ERROR) * known / plain

@@ -49,7 +49,7 @@ class _Load:
         value: the load by the latest rounds of the running shape.
         beside: the load when this shape took over, by the rounds of the shape before.
         rounds: the running shape's rounds since then.
-        first: the running shape's cell and its first round's seconds without load; None = the
+        first: the running shape's cell and its first round's seconds without load; None means the
             second round was used instead.
     """
 
@@ -110,18 +110,18 @@ class RoundSeconds:
         if load.rounds > 2:
             return
         if load.rounds == 1 and load.first is not None:  # the shape before had no second round
-            before, took = load.first
-            before.add(took)
-        cell.load, took = load.beside, seconds / load.beside
-        load.first = (cell, took) if load.rounds == 1 else None
+            before, unloaded_seconds = load.first
+            before.add(unloaded_seconds)
+        cell.load, unloaded_seconds = load.beside, seconds / load.beside
+        load.first = (cell, unloaded_seconds) if load.rounds == 1 else None
         if load.rounds == 2:
-            cell.add(took)
+            cell.add(unloaded_seconds)
 
     def is_measured(self, shape: Shape) -> bool:
         """Return whether any round of the shape has been measured."""
         return bool(self._sizes[shape])
 
-    def of(self, shape: Shape, batch_size: int) -> float:
+    def expected(self, shape: Shape, batch_size: int) -> float:
         """Return the seconds of a round without the load; compare them within a batch size only.
 
         An unmeasured shape has the seconds of the nearest shape by nodes. If nothing has been
@@ -131,16 +131,16 @@ class RoundSeconds:
         if cell is not None and cell.is_settled:
             return cell.seconds
         if self._sizes[shape]:
-            return self._of_measured(shape, batch_size)
+            return self._measured_seconds(shape, batch_size)
         measured = [other for other, sizes in self._sizes.items() if sizes]
         if not measured:
             return 1.0
         nearest = min(measured, key=lambda s: abs(s.num_draft_tokens - shape.num_draft_tokens))
-        return self._of_measured(nearest, batch_size)
+        return self._measured_seconds(nearest, batch_size)
 
     def hoped(self, shape: Shape, batch_size: int) -> float:
         """Return the least seconds that a round may take, if it had no stalls and no load."""
-        seconds = self.of(shape, batch_size)
+        seconds = self.expected(shape, batch_size)
         cell = self._cells[shape].get(batch_size)
         if cell is None:
             return seconds
@@ -148,7 +148,7 @@ class RoundSeconds:
         shared = 1.0 if load is None else min(1.0, cell.load / load.value)
         return min(seconds, cell.least) * shared
 
-    def _of_measured(self, shape: Shape, batch_size: int) -> float:
+    def _measured_seconds(self, shape: Shape, batch_size: int) -> float:
         cell = self._cells[shape].get(batch_size)
         if cell is None:
             return self._interpolated(shape, batch_size)

@@ -55,7 +55,7 @@ class StepRouter:
     def graph_sizes_of(
         self, candidates: Mapping[int, Iterable[Shape]]
     ) -> dict[Shape, list[int] | None]:
-        """Return the graph sizes at which each shape can run; None = no graph sizes were given.
+        """Return the graph sizes at which each shape can run; None if no graph sizes were given.
 
         `candidates` maps a range's key to its shapes.
         """

@@ -55,13 +55,16 @@ class RowAcceptance:
         """
         counts, prior = (self._hits, self._tries, self._family, self._num_steps), None
         if len(self._pooled[1]) > 1:
-            few = self._pooled[1, self._family[shapes], 0] < _FEW_TRIES
-            young = few | (self._age[rows] < _YOUNG_ROUNDS)
+            is_rare_family = self._pooled[1, self._family[shapes], 0] < _FEW_TRIES
+            is_learning = is_rare_family | (self._age[rows] < _YOUNG_ROUNDS)
             self._age[rows] += 1
             prior = self._prior()
-            if not young.all():
-                count_acceptance(*counts, rows[~young], shapes[~young], accept_len[~young])
-                rows, shapes, accept_len = rows[young], shapes[young], accept_len[young]
+            if not is_learning.all():
+                count_acceptance(
+                    *counts, rows[~is_learning], shapes[~is_learning], accept_len[~is_learning]
+                )
+                rows, shapes = rows[is_learning], shapes[is_learning]
+                accept_len = accept_len[is_learning]
         new = count_acceptance(*counts, rows, shapes, accept_len, prior=prior)
         self._pooled *= _DECAY
         self._pooled += new.T.reshape(self._pooled.shape)
@@ -71,7 +74,7 @@ class RowAcceptance:
     def tokens(self, rows: Int32, *, deviations: float = 0.0) -> Float64:
         """Return the expected tokens of each row's round with each shape, float64 [B, S].
 
-        The log odds of each row beside the others are taken to be so many standard `deviations`
+        The log odds of each row beside the others are taken to be `deviations` standard deviations
         above what is estimated.
         """
         counts = self._hits, self._tries, self._prior(), self._family, self._num_steps
@@ -80,13 +83,13 @@ class RowAcceptance:
     def _prior(self) -> Float64:
         """Return the rates of all rows, float64 [F, D]."""
         hits, tries = self._pooled
-        best = int(tries[:, 0].argmax())  # the family that is known best; others lean on it
+        best_family = int(tries[:, 0].argmax())  # the family that is known best; others lean on it
         known, rate = [], _PRIOR
-        for hit, tried in zip(hits[best].tolist(), tries[best].tolist(), strict=True):
+        for hit, tried in zip(hits[best_family].tolist(), tries[best_family].tolist(), strict=True):
             rate = (hit + _PRIOR_TRIES * rate) / (tried + _PRIOR_TRIES)
             known.append(rate)
         lean = np.array(known)
         lean += (1 - lean) * _HOPE
         rates: Float64 = (hits + _PRIOR_TRIES * lean) / (tries + _PRIOR_TRIES)
-        rates[best] = known
+        rates[best_family] = known
         return rates

@@ -31,12 +31,12 @@ _CALLED_TWICE = PROBE_CALLED | {"tool_calls": [*PROBE_CALLED["tool_calls"]] * 2}
 def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, str]:
     """Return the tokens that end an answer of a chat, with their names.
 
-    They are the tokenizer's end-of-sequence token, and the added token that stands behind an
-    answer, or behind a call of a function, at the end of a rendered chat. If another added token
-    stands behind an answer at the end of a chat and within it, that one ends answers too: Phi's
-    templates end a turn with it, and a whole chat with the end-of-sequence token. If the template
-    writes nothing behind an answer, it is the special token that begins the next turn. A template
-    that refuses such a chat adds nothing.
+    They are the tokenizer's end-of-sequence token, and the added token behind an answer, or behind
+    a call of a function, at the end of a rendered chat. If another added token stands behind an
+    answer both at the end of a chat and within it, that one ends answers too: Phi's templates end a
+    turn with it, and a whole chat with the end-of-sequence token. If the template writes nothing
+    behind an answer, the special token that begins the next turn ends it. A template that refuses
+    such a chat adds no token.
 
     Args:
         tokenizer: the target's.
@@ -48,39 +48,41 @@ def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, s
         ends[eos] = str(tokenizer.eos_token)
 
     def rendered(messages: Sequence[Mapping[str, Any]], **variables: Any) -> str | None:
-        """Return a chat as text; None = the template refuses it."""
+        """Return a chat as text; None if the template refuses it."""
         try:
             return render(messages, {"add_generation_prompt": False, **variables})
         except ConfigError:
             return None
 
     def tail(messages: Sequence[Mapping[str, Any]], mark: str, **variables: Any) -> str | None:
-        """Return what the template writes behind the last mark; None = there is no mark."""
-        _, found, rest = (rendered(messages, **variables) or "").rpartition(mark)
-        return rest.strip() if found else None
+        """Return the text that the template writes behind the last mark; None without the mark."""
+        text = rendered(messages, **variables) or ""
+        _, mark_found, text_after = text.rpartition(mark)
+        return text_after.strip() if mark_found else None
 
     def note(names: Sequence[str]) -> None:
         if names:
             name = max(names, key=len)
             ends[added[name][0]] = name
 
-    behind = tail([PROBE_USER, _SAID], PROBE_CONTENT)
-    within = tail([PROBE_USER, _SAID, PROBE_USER], PROBE_CONTENT) or ""
-    if behind:
-        note([name for name in added if name.strip() and behind.endswith(name.strip())])
-        pairs = zip(behind, within, strict=False)
-        shared = behind[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))]
+    answer_tail = tail([PROBE_USER, _SAID], PROBE_CONTENT)
+    next_head = tail([PROBE_USER, _SAID, PROBE_USER], PROBE_CONTENT) or ""
+    if answer_tail:
+        note([name for name in added if name.strip() and answer_tail.endswith(name.strip())])
+        pairs = zip(answer_tail, next_head, strict=False)
+        shared = answer_tail[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))]
         names = [name for name in added if name.strip() and name in shared]
         if names:
             note([max(names, key=lambda name: (shared.rfind(name) + len(name), len(name)))])
-    elif behind is not None and within:
-        note([name for name, (_, special) in added.items() if special and within.startswith(name)])
-    # Llama 3.1 ends a call with another token if it is told of built-in tools, even of none.
-    told_of: tuple[dict[str, Any], ...] = ({}, {"builtin_tools": []})
-    for variables in told_of:
-        if not (behind := tail([PROBE_USER, PROBE_CALLED], PROBE_FUNCTION, **variables)):
-            continue
-        names = [name for name in added if behind.endswith(name) and not _ends_call(name)]
+    elif answer_tail is not None and next_head:
+        note(
+            [name for name, (_, special) in added.items() if special and next_head.startswith(name)]
+        )
+    # Llama 3.1 ends a call with another token if a list of built-in tools is given, even empty.
+    variable_sets: tuple[dict[str, Any], ...] = ({}, {"builtin_tools": []})
+    for variables in variable_sets:
+        call_tail = tail([PROBE_USER, PROBE_CALLED], PROBE_FUNCTION, **variables) or ""
+        names = [name for name in added if call_tail.endswith(name) and not _ends_call(name)]
         if names:
             # A token that stands between two calls of one message does not end the message.
             pair = rendered([PROBE_USER, _CALLED_TWICE], **variables) or ""

@@ -25,7 +25,7 @@ START_SECONDS = 120.0
 MOST_BYTES = 1 << 29
 #: The most characters of a rendered chat.
 MOST_CHARACTERS = 1 << 25
-#: Names that `variables` cannot have: `render`, transformers and Jinja use them for their own.
+#: Names that `variables` cannot have, because `render`, transformers and Jinja use them.
 RESERVED = frozenset(
     "add_generation_prompt chat_template continue_final_message conversation conversations "
     "max_length messages padding return_assistant_tokens_mask return_dict return_tensors "

@@ -10,8 +10,8 @@
 ```
 
 All numbers are little-endian. A reader knows from the length and its own layout how many bytes
-there must be, so no count of a sender is trusted. The magic is written last: a half-written image
-is none. Only where the writer tells the reader which runs are there (`Told`), it comes first.
+there must be, so no count of a sender is trusted. The magic is written last, so readers reject a
+partial image. A writer that reports its runs (`Told`) writes the magic first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from specpool.errors import TransferError
 Bytes = npt.NDArray[np.uint8]
 
 MAGIC, VERSION = b"SPROWKV\0", 5
-#: Called by a writer with a number of runs: all before the pages is written, and so many runs.
+#: Called by a writer with the number of runs that are written; all before the pages is there.
 Told = Callable[[int], None]
 #: Called by a reader with a number of runs: returns when they are there, or raises `TransferError`.
 Wait = Callable[[int], None]
@@ -107,11 +107,13 @@ class Places:
         self.checksums = self.tokens + 4 * header.num_tokens
         counts = layout.num_pages(header.length) if header.length else [0] * len(layout.groups)
         # A model without attention has pages of no bytes.
-        most = [max(RUN_BYTES // max(group.page_bytes, 1), 1) for group in layout.groups]
-        self.num_runs = sum(-(-n // per) for n, per in zip(counts, most, strict=True))
+        pages_per_run = [max(RUN_BYTES // max(group.page_bytes, 1), 1) for group in layout.groups]
+        self.num_runs = sum(
+            -(-n // max_pages) for n, max_pages in zip(counts, pages_per_run, strict=True)
+        )
         end = self.checksums + 8 * (2 + self.num_runs)
         self.pages = -(-end // _ALIGNMENT) * _ALIGNMENT
-        self._counts, self._most, self._layout = counts, most, layout
+        self._counts, self._pages_per_run, self._layout = counts, pages_per_run, layout
         sizes = (n * g.page_bytes for n, g in zip(counts, layout.groups, strict=True))
         self.total = self.pages + sum(sizes)
 
@@ -122,9 +124,9 @@ class Places:
     def runs(self) -> Iterator[Run]:
         """Yield the runs in order."""
         offset = self.pages
-        for g, (count, per) in enumerate(zip(self._counts, self._most, strict=True)):
-            for start in range(0, count, per):
-                n = min(per, count - start)
+        for g, (count, max_pages) in enumerate(zip(self._counts, self._pages_per_run, strict=True)):
+            for start in range(0, count, max_pages):
+                n = min(max_pages, count - start)
                 num_bytes = n * self._layout.groups[g].page_bytes
                 yield Run(g, start, n, offset, num_bytes)
                 offset += num_bytes
@@ -186,8 +188,8 @@ class Writer:
             image[:8] = magic
             told(0)
         for num, run in enumerate(places.runs(), 1):
-            found = read(run, image[run.offset : run.offset + run.num_bytes])
-            _SUM.pack_into(image.data, places.sum_of(num - 1), found)
+            run_sum = read(run, image[run.offset : run.offset + run.num_bytes])
+            _SUM.pack_into(image.data, places.sum_of(num - 1), run_sum)
             if told is not None:
                 told(num)
         image[:8] = magic
@@ -196,9 +198,9 @@ class Writer:
         """Write everything but the magic, the pages and their checksums."""
         places, parts = self._places, (self._state, self._tokens.tobytes())
         for at, (offset, part) in enumerate(zip((places.state, places.tokens), parts, strict=True)):
-            here = image[offset : offset + len(part)]
-            here[:] = np.frombuffer(part, np.uint8)
-            _SUM.pack_into(image.data, places.checksums + _SUM.size * at, checksum(here))
+            target = image[offset : offset + len(part)]
+            target[:] = np.frombuffer(part, np.uint8)
+            _SUM.pack_into(image.data, places.checksums + _SUM.size * at, checksum(target))
         image[places.sum_of(places.num_runs) : places.pages] = 0
         header = np.frombuffer(self._header, np.uint8)
         image[FIXED_BYTES : FIXED_BYTES + len(header)] = header
@@ -262,14 +264,14 @@ def parse_header(head: bytes, layout: Layout) -> tuple[Header, Places]:
 
 def _header(text: bytes) -> Header:
     try:
-        found = json.loads(text)
-        header = Header(**found)
+        fields = json.loads(text)
+        header = Header(**fields)
     except (ValueError, TypeError, RecursionError) as error:
         raise TransferError(f"the header cannot be read: {error!s:.200}") from None
     names = ("length", "drafted_len", "num_tokens", "state_bytes")
     numbers = [getattr(header, name) for name in names]
     if not isinstance(header.layout_key, str) or any(type(n) is not int for n in numbers):
-        raise TransferError(f"the header has values of a wrong type: {found!r:.200}")
+        raise TransferError(f"the header has values of a wrong type: {fields!r:.200}")
     length, drafted_len, num_tokens, state_bytes = numbers
     if not 0 <= drafted_len <= length <= num_tokens <= _INT32_MAX:
         raise TransferError(
@@ -304,16 +306,16 @@ class Image:
     def __init__(
         self, data: Bytes | bytes | bytearray | memoryview, layout: Layout, wait: Wait | None = None
     ) -> None:
-        """Check all but the pages. Of the pages nothing is copied.
+        """Check all but the pages. Copies no pages.
 
         Args:
-            data: uint8 [n] or bytes, the whole image. Somebody else may be able to write it: it is
-                read once.
+            data: uint8 [n] or bytes, the whole image. Another process may write it, so it is read
+                once.
             layout: the receiver's.
             wait: called before a run is read, if its writer has not ended yet.
 
         Raises:
-            TransferError: it is no whole image of a row that fits `layout`, or it is damaged.
+            TransferError: it is not a whole image of a row that fits `layout`, or it is damaged.
         """
         data = _bytes_of(data)
         head = data[: FIXED_BYTES + MAX_HEADER].tobytes()
@@ -352,14 +354,14 @@ class Image:
                 written.
 
         Raises:
-            TransferError: a run is damaged. The row that it was written to is none.
+            TransferError: a run is damaged. Discard the row that it was written to.
         """
         places = self._places
         for at, run in enumerate(places.runs()):
             if self._wait is not None:
                 self._wait(at + 1)
-            found = write(run, self._data[run.offset : run.offset + run.num_bytes])
-            if found != self._sum(places.sum_of(at)):
+            run_sum = write(run, self._data[run.offset : run.offset + run.num_bytes])
+            if run_sum != self._sum(places.sum_of(at)):
                 raise TransferError(
                     f"run {at} of {places.num_runs} of the image is damaged: its checksum differs"
                 )

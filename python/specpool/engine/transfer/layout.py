@@ -18,7 +18,7 @@ class GroupLayout:
         name: the group's name.
         page_size: slots per page.
         page_bytes: bytes of one page in all layers of the group.
-        window: keys that a query sees; None = all.
+        window: keys that a query sees; None means all.
         sink: first tokens that a query sees beside its window.
     """
 
@@ -50,7 +50,7 @@ class Layout:
     groups: tuple[GroupLayout, ...]
 
     @classmethod
-    def of(cls, ledger: Ledger, page_bytes: Sequence[int], model: str) -> Layout:
+    def from_ledger(cls, ledger: Ledger, page_bytes: Sequence[int], model: str) -> Layout:
         """Describe a ledger's rows; `page_bytes` has the bytes of a page of each group."""
         groups = zip(ledger.groups, page_bytes, strict=True)
         return cls(

@@ -69,10 +69,10 @@ class NixlAgent:
     def offer(self, image: Bytes) -> Any:
         """Let other agents read the image; return what `withdraw` takes."""
         with self._lock:
-            return self._agent.register_memory([_place(image, "")], "DRAM")
+            return self._agent.register_memory([_descriptor(image, "")], "DRAM")
 
     def withdraw(self, offered: Any) -> None:
-        """Let nobody read the image any more."""
+        """Stop offering the image."""
         with self._lock:
             self._agent.deregister_memory(offered)
 
@@ -93,12 +93,12 @@ class NixlAgent:
                 name = agent.add_remote_agent(metadata)
             except Exception as error:
                 raise TransferError(f"NIXL does not know the sender: {one_line(error)}") from error
-            own = handle = None
+            registration = handle = None
             try:
-                own = agent.register_memory([_place(image, "")], "DRAM")
-                to = agent.get_xfer_descs([_place(image, 0)[:3]], "DRAM")
-                of = agent.get_xfer_descs([(address, len(image), 0)], "DRAM")
-                handle = agent.initialize_xfer("READ", to, of, name)
+                registration = agent.register_memory([_descriptor(image, "")], "DRAM")
+                target = agent.get_xfer_descs([_descriptor(image, 0)[:3]], "DRAM")
+                source = agent.get_xfer_descs([(address, len(image), 0)], "DRAM")
+                handle = agent.initialize_xfer("READ", target, source, name)
                 state = agent.transfer(handle)
                 while state == "PROC" and time.monotonic() < end:
                     time.sleep(_POLL_SECONDS)
@@ -113,8 +113,8 @@ class NixlAgent:
             finally:
                 if handle is not None:
                     handle.release()
-                if own is not None:
-                    agent.deregister_memory(own)
+                if registration is not None:
+                    agent.deregister_memory(registration)
                 agent.remove_remote_agent(name)
 
 
@@ -134,7 +134,7 @@ class NixlReceiver(tcp.TcpReceiver):
             options: `host`, `port`, `timeout` and `max_peers`; see `TcpReceiver`.
 
         Raises:
-            ConfigError: the key is too short, or the port is none.
+            ConfigError: the key is too short, or the port is invalid.
         """
         super().__init__(take_in, layout, key=key, **options)
         self._agent = agent
@@ -195,12 +195,12 @@ async def send(
     try:
         await tcp.exchange(parcel, host, port, key, timeout, carry)
     finally:
-        for each, _ in offered:
-            await asyncio.to_thread(agent.withdraw, each)
+        for registration, _ in offered:
+            await asyncio.to_thread(agent.withdraw, registration)
 
 
-def _place(image: Bytes, last: Any) -> tuple[Any, ...]:
-    """Where an image lies: address, bytes, device, and what NIXL wants at the end."""
+def _descriptor(image: Bytes, last: Any) -> tuple[Any, ...]:
+    """Return where an image lies: address, bytes, device, and what NIXL wants last."""
     return image.ctypes.data, image.nbytes, 0, last
 
 

@@ -30,7 +30,7 @@ class TakeIn(Protocol):
         Args:
             image: uint8 [n], which is not kept.
             wait: must be called before a run of pages is read, if the sender still writes them;
-                see `Image`. None = the image is whole.
+                see `Image`. None if the image is whole.
         """
 
 
@@ -42,13 +42,13 @@ class Parcel(Protocol):
         """Bytes of the image."""
 
     def write(self, image: Bytes, told: Told | None = None) -> None:
-        """Write the image, uint8 [num_bytes]; `told` hears what is there: see `Writer.write`."""
+        """Write the image, uint8 [num_bytes], and call `told` for each run: see `Writer.write`."""
 
     def arrived(self) -> None:
         """Give the row up: the other side has it."""
 
     def give_back(self) -> None:
-        """Take the row back; after `arrived` nothing."""
+        """Take the row back; after `arrived` do nothing."""
 
 
 def save(parcel: Parcel, path: str | os.PathLike[str]) -> None:
@@ -77,7 +77,7 @@ def load(path: str | os.PathLike[str], layout: Layout) -> Bytes:
     The header is checked before memory is taken for the rest.
 
     Raises:
-        TransferError: the file is no image of a row that fits `layout`.
+        TransferError: the file is not an image of a row that fits `layout`.
         OSError: it cannot be read.
     """
     with Path(path).open("rb") as file:

@@ -135,8 +135,8 @@ class SharedMemoryReceiver:
         peer.settimeout(self._timeout)
         with self._turn:
             try:
-                most = 2 * most_bytes(self._layout)  # the sender's memory may be twice its row
-                memory = _received(kind, descriptors, memory, most)
+                max_bytes = 2 * most_bytes(self._layout)  # the sender's memory may be twice its row
+                memory = _received(kind, descriptors, memory, max_bytes)
                 head = memory[: FIXED_BYTES + MAX_HEADER].tobytes()
                 places = parse_header(head, self._layout)[1]
                 if places.total > len(memory):
@@ -171,7 +171,7 @@ class _Runs:
         self._peer, self._num_runs, self._num_there = peer, num_runs, 0
 
     def wait(self, num: int) -> None:
-        """Return when so many runs are there.
+        """Return when `num` runs are there.
 
         Raises:
             TransferError: the sender is gone, silent, or says something else.
@@ -179,14 +179,14 @@ class _Runs:
         while self._num_there < num:
             where = f"after run {self._num_there} of {self._num_runs}"
             try:
-                said = self._peer.recv(self._num_runs - self._num_there)
+                received = self._peer.recv(self._num_runs - self._num_there)
             except TimeoutError:
                 raise TransferError(f"the sender is silent {where}") from None
-            if not said:
+            if not received:
                 raise TransferError(f"the sender is gone {where}")
-            if said.strip(_RUN):
-                raise TransferError(f"the sender says {said[:80]!r} {where}")
-            self._num_there += len(said)
+            if received.strip(_RUN):
+                raise TransferError(f"the sender says {received[:80]!r} {where}")
+            self._num_there += len(received)
 
 
 def _listening(path: Path) -> socket.socket:
@@ -218,8 +218,8 @@ def _is_left(path: Path) -> bool:
     return False
 
 
-def _received(kind: bytes, descriptors: list[int], memory: Bytes | None, most: int) -> Bytes:
-    """Return the memory of the next row, of at most `most` bytes; close the descriptors."""
+def _received(kind: bytes, descriptors: list[int], memory: Bytes | None, max_bytes: int) -> Bytes:
+    """Return the memory of the next row, of at most `max_bytes` bytes; close the descriptors."""
     try:
         if kind == _SAME and memory is not None and not descriptors:
             return memory
@@ -234,9 +234,9 @@ def _received(kind: bytes, descriptors: list[int], memory: Bytes | None, most: i
         size, flags = os.fstat(descriptors[0]).st_size, mmap.MAP_SHARED | _POPULATE
         if not size:
             raise TransferError("the memory is empty")
-        if size > most:  # to map it would take it, whatever the sender has written
+        if size > max_bytes:  # to map it would take it, whatever the sender has written
             raise TransferError(
-                f"the memory has {size} bytes, a row of this layout needs {most} at most"
+                f"the memory has {size} bytes, a row of this layout needs {max_bytes} at most"
             )
         mapped = mmap.mmap(descriptors[0], size, flags=flags, prot=mmap.PROT_READ)
         return np.frombuffer(mapped, np.uint8)  # the mapping goes with its last view

@@ -80,7 +80,7 @@ class TcpReceiver:
             max_peers: peers at once; others are hung up on.
 
         Raises:
-            ConfigError: the key is too short, or the port is none.
+            ConfigError: the key is too short, or the port is invalid.
         """
         _check_key(key)
         check_int("port", port, 0, 65535)
@@ -141,12 +141,12 @@ class TcpReceiver:
             writer.transport.abort()
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        own = secrets.token_bytes(_NONCE)
-        await self._write(writer, own)
-        theirs = await self._read(reader, _NONCE)
-        nonces = own + theirs
-        given = await self._read(reader, MAC_BYTES)
-        if not hmac.compare_digest(given, mac(self._key, b"sender", nonces)):
+        own_nonce = secrets.token_bytes(_NONCE)
+        await self._write(writer, own_nonce)
+        sender_nonce = await self._read(reader, _NONCE)
+        nonces = own_nonce + sender_nonce
+        sender_mac = await self._read(reader, MAC_BYTES)
+        if not hmac.compare_digest(sender_mac, mac(self._key, b"sender", nonces)):
             raise TransferError("a peer has a wrong key")
         await self._write(writer, mac(self._key, b"receiver", nonces))
         session = mac(self._key, b"session", nonces)
@@ -294,9 +294,9 @@ async def _exchange(
         async def read(size: int, seconds: float = timeout) -> bytes:
             return await asyncio.wait_for(reader.readexactly(size), seconds)
 
-        theirs, own = await read(_NONCE), secrets.token_bytes(_NONCE)
-        nonces = theirs + own
-        writer.write(own + mac(key, b"sender", nonces))
+        receiver_nonce, own_nonce = await read(_NONCE), secrets.token_bytes(_NONCE)
+        nonces = receiver_nonce + own_nonce
+        writer.write(own_nonce + mac(key, b"sender", nonces))
         if not hmac.compare_digest(await read(MAC_BYTES), mac(key, b"receiver", nonces)):
             raise TransferError(f"{host}:{port} has another key")
         session = mac(key, b"session", nonces)

@@ -25,7 +25,7 @@ class Part:
         chains_of: the drafter that has proposed all trees, if they are chains; else None.
         is_chain: whether the host sees that in every tree node i continues node i - 1.
         first: the index of the part's first node among the round's.
-        is_broken: bool [B], lanes whose tree was invalid; None = the host has checked all of them.
+        is_broken: bool [B], lanes whose tree was invalid; None if the host has checked all of them.
         requests: one per lane; empty in the capture of a graph.
         on_host: the trees, for lanes whose text has a form.
     """

@@ -38,11 +38,11 @@ class TokenCounts:
         lanes, tokens, values = [], [], []
         for lane, request in enumerate(requests):
             text = request.token_array()
-            asked = np.unique(text[: request.prompt_len])
-            said, times = np.unique(text[request.prompt_len :], return_counts=True)
-            lanes.append(np.full(len(asked) + len(said), lane))
-            tokens += [asked, said]
-            values += [np.full(len(asked), _PROMPT), times * _OUTPUT]
+            prompt = np.unique(text[: request.prompt_len])
+            output, times = np.unique(text[request.prompt_len :], return_counts=True)
+            lanes.append(np.full(len(prompt) + len(output), lane))
+            tokens += [prompt, output]
+            values += [np.full(len(prompt), _PROMPT), times * _OUTPUT]
         (lane_of, token_of, value_of) = upload(
             self._device,
             np.concatenate(lanes),
@@ -57,7 +57,7 @@ class TokenCounts:
 
         Args:
             rows: int64 [B].
-            tokens: int64 [B, A]; below 0 = none.
+            tokens: int64 [B, A]; below 0 for none.
             lens: int32 [B].
         """
         assert self._cells is not None, "`start` comes first"
@@ -89,12 +89,14 @@ class TokenCounts:
         for start in range(0, batch, step):
             lanes = slice(start, start + step)
             cells = self._cells_of(rows[lanes], num_nodes, tree, lanes)
-            mine = logits[lanes]
-            stale = torch.where(mine < 0, mine * repetition[lanes], mine / repetition[lanes])
-            mine.copy_(torch.where(cells > 0, stale, mine))
+            lane_logits = logits[lanes]
+            stale = torch.where(
+                lane_logits < 0, lane_logits * repetition[lanes], lane_logits / repetition[lanes]
+            )
+            lane_logits.copy_(torch.where(cells > 0, stale, lane_logits))
             counts = cells // _OUTPUT
-            mine -= frequency[lanes] * counts
-            mine -= presence[lanes] * (counts > 0)
+            lane_logits -= frequency[lanes] * counts
+            lane_logits -= presence[lanes] * (counts > 0)
 
     def _cells_of(
         self, rows: Tensor, num_nodes: int, tree: DraftTree | None, lanes: slice

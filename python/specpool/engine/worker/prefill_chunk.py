@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -58,17 +59,20 @@ class PrefillChunk:
             plan.rows,
             plan.start,
             plan.new_len,
-            np.concatenate(chunks).astype(np.int64),
+            np.fromiter(chain.from_iterable(chunks), np.int64),
             np.array(following, np.int64),
         )
         self._lanes = Lanes(
             rows, SeqLens(starts, plan.start, plan.start), plan.new_len - plan.start
         )
         context.rows.put_params(self._lanes, self.requests)
-        return context.causal_pass(
+        positions, views = context.causal_reads(self._lanes)
+        return Pass(
             lanes=self._lanes,
             tokens=self._tokens,
-            logits_at=self._lanes.lasts,
+            positions=positions,
+            views=views,
+            logits_at=self._lanes.last_indices,
             wants_features=self._followers is not None and self._followers.wants_features,
         )
 
@@ -84,7 +88,7 @@ class PrefillChunk:
             greedy=are_greedy(self.requests),
         )
         if context.has_windows:  # the last token may not see an earlier token that is NaN
-            spoiled = _have_not_finite(lanes, output.hidden)
+            spoiled = _has_not_finite(lanes, output.hidden)
             drawn = drawn.masked_fill(spoiled.unsqueeze(1), NOT_FINITE)
         context.rows.put(lanes, self._new_lens, drawn[:, 0])
         context.processors.add(lanes, self.requests, drawn, done)
@@ -98,20 +102,20 @@ class PrefillChunk:
         shifted = self._tokens.roll(-1)
         is_drawn = self._following == _NOT_DRAWN
         following = torch.where(is_drawn, self._drawn[:, 0], self._following)
-        shifted[self._lanes.lasts] = following.clamp(min=0)
+        shifted[self._lanes.last_indices] = following.clamp(min=0)
         self._followers.prefill(
             rows=self._plan.rows,
             lanes=self._lanes,
             tokens=self._tokens,
-            after=shifted,
+            next_tokens=shifted,
             output=self._output,
         )
 
 
-def _have_not_finite(lanes: Lanes, hidden: Tensor) -> Tensor:
+def _has_not_finite(lanes: Lanes, hidden: Tensor) -> Tensor:
     """Return bool [B]: the lanes with a token whose hidden state, of [T, h], is not finite.
 
     The KV of such a token is not finite either.
     """
-    spoiled = (~hidden.isfinite().all(1)).cumsum(0).index_select(0, lanes.lasts)
+    spoiled = (~hidden.isfinite().all(1)).cumsum(0).index_select(0, lanes.last_indices)
     return spoiled.diff(prepend=spoiled.new_zeros(1)) > 0

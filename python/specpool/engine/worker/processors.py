@@ -63,9 +63,9 @@ class Processors:
             logits: [B * N, V], not changed.
             lanes: B lanes.
             requests: one per lane; empty in a graph, whose lanes have no processors.
-            tree: B trees of N nodes; None = the lanes' roots alone.
+            tree: B trees of N nodes; None means the lanes' roots alone.
             on_host: the result of `look`.
-            done: whether a lane's token is kept; None = every lane's is.
+            done: whether a lane's token is kept; None if every lane's is.
 
         Returns:
             The same tensor if no lane has a processor; else float32, a copy.
@@ -102,16 +102,16 @@ class Processors:
             lens: int32 [B], how many of them count; or whether a lane's one token is kept; None =
                 one of each lane counts.
         """
-        kept = lens if isinstance(lens, list) else None
+        is_kept = lens if isinstance(lens, list) else None
         chosen = [
             i
             for i, request in enumerate(requests)
-            if request.penalizes and (kept is None or kept[i])
+            if request.penalizes and (is_kept is None or is_kept[i])
         ]
         if chosen:
-            which = self._put(chosen)
-            num = lens[which] if isinstance(lens, Tensor) else torch.ones_like(which)
-            self._counts.add(lanes.index[which], tokens[which], num)
+            lane_index = self._put(chosen)
+            num = lens[lane_index] if isinstance(lens, Tensor) else torch.ones_like(lane_index)
+            self._counts.add(lanes.index[lane_index], tokens[lane_index], num)
 
     def _bias(self, by_lane: Tensor, requests: Sequence[Request], chosen: Sequence[int]) -> None:
         entries = [
@@ -137,14 +137,16 @@ class Processors:
         chosen: Sequence[int],
         tree: DraftTree | None,
     ) -> None:
-        mine = [i for i in chosen if requests[i].penalizes]
-        if not mine:
+        penalized = [i for i in chosen if requests[i].penalizes]
+        if not penalized:
             return
-        which = self._put(mine)
-        logits = by_lane[which]
-        own = None if tree is None else tree.of(which)
-        self._counts.penalize(logits, lanes.index[which], [requests[i] for i in mine], own)
-        by_lane[which] = logits
+        lane_index = self._put(penalized)
+        logits = by_lane[lane_index]
+        lane_trees = None if tree is None else tree.select(lane_index)
+        self._counts.penalize(
+            logits, lanes.index[lane_index], [requests[i] for i in penalized], lane_trees
+        )
+        by_lane[lane_index] = logits
 
     def _constrain(
         self,
@@ -158,21 +160,21 @@ class Processors:
         Returns:
             Of each lane with a form, the tokens that it allows, as bits by nodes.
         """
-        mine = [(i, m) for i in chosen if (m := requests[i].matcher) is not None]
-        if not mine:
+        formed = [(i, m) for i in chosen if (m := requests[i].matcher) is not None]
+        if not formed:
             return {}
         num_nodes = len(processed) // len(requests)
-        found = []
+        masks = []
         allowed_by_lane = {}
-        for lane, matcher in mine:
+        for lane, matcher in formed:
             matcher.follow(requests[lane].tokens, requests[lane].prompt_len)
             nodes, bits = matcher.masks(*(_ROOT if trees is None else trees[:, lane]))
             allowed_by_lane[lane] = dict(zip(nodes.tolist(), bits, strict=True))
-            found.append((nodes + lane * num_nodes, bits))
+            masks.append((nodes + lane * num_nodes, bits))
         places, words = upload(
             self._device,
-            np.concatenate([nodes for nodes, _ in found]),
-            np.concatenate([bits for _, bits in found]),
+            np.concatenate([nodes for nodes, _ in masks]),
+            np.concatenate([bits for _, bits in masks]),
         )
         shifts = torch.arange(32, dtype=torch.int32, device=self._device)
         allowed = (words.unsqueeze(2) >> shifts & 1).flatten(1)[:, : processed.shape[1]] > 0
@@ -217,5 +219,5 @@ class Processors:
 
     def _put(self, lanes: Sequence[int]) -> Tensor:
         """Return lane numbers on the device, int64 [n]."""
-        (which,) = upload(self._device, np.array(lanes, np.int64))
-        return which
+        (lane_index,) = upload(self._device, np.array(lanes, np.int64))
+        return lane_index

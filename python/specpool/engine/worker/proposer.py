@@ -43,7 +43,7 @@ class Proposer:
         """Ask `drafters` for tokens of a vocabulary of this size.
 
         Args:
-            drafters: the engine's; none = no round drafts.
+            drafters: the engine's; without any, no round drafts.
             vocab_size: the target's.
             device: where the trees are wanted.
             keeps_state: the target verifies chains alone.
@@ -58,22 +58,22 @@ class Proposer:
 
         The parts of one drafter are drafted side by side, if it can.
         """
-        mine: dict[int, list[int]] = {}  # drafter -> the parts that are its own
+        part_indices: dict[int, list[int]] = {}  # drafter -> the parts that are its own
         for index, (_, requests) in enumerate(wanted):
             sources = self._sources(requests)
             if len(sources) == 1 and sources[0] != _FORCED:
-                mine.setdefault(sources[0], []).append(index)
-        found: dict[int, Proposal] = {}
-        for source, indices in mine.items():
+                part_indices.setdefault(sources[0], []).append(index)
+        proposals: dict[int, Proposal] = {}
+        for source, indices in part_indices.items():
             drafter = self._drafters[source]
             parts = [wanted[index][0] for index in indices]
             if drafts_side_by_side(drafter):
                 for index, tree in zip(indices, drafter.propose_parts(parts), strict=True):
                     part, requests = wanted[index]
                     checked = self._checked(tree, part.shape, part.root_tokens, requests)
-                    found[index] = *checked, source
+                    proposals[index] = *checked, source
         return [
-            found.get(index) or self.propose(part.lanes, part.shape, part.root_tokens, requests)
+            proposals.get(index) or self.propose(part.lanes, part.shape, part.root_tokens, requests)
             for index, (part, requests) in enumerate(wanted)
         ]
 
@@ -81,8 +81,8 @@ class Proposer:
         """Return the drafters of lanes, and `_FORCED`; the first drafter in a capture."""
         if not self._drafters:
             return [_FORCED]
-        by = [_FORCED if request.forced else request.drafter for request in requests]
-        return sorted({*by}) if requests else [0]
+        sources = [_FORCED if request.forced else request.drafter for request in requests]
+        return sorted({*sources}) if requests else [0]
 
     def propose(
         self,
@@ -105,7 +105,7 @@ class Proposer:
         Returns:
             The trees, safe for verify to walk, and bool [B], the lanes whose tree was invalid and
             was replaced. None instead of the latter if the host has read the trees and all are
-            valid. Last the drafter that has proposed all trees; None = there is no single one.
+            valid. Last the drafter that has proposed all trees; None if no single drafter did.
 
         Raises:
             ShapeError: the trees are of another type or shape.
@@ -113,36 +113,42 @@ class Proposer:
         sources = self._sources(requests)
         if len(sources) == 1:
             (source,) = sources
-            trees = self._of(source, DraftPart(lanes, shape, roots), requests)
+            trees = self._trees(source, DraftPart(lanes, shape, roots), requests)
             return *trees, None if source == _FORCED else source
-        of_lane = np.array([_FORCED if each.forced else each.drafter for each in requests])
-        mine = [np.flatnonzero(of_lane == source) for source in sources]
-        order, *places = upload(self._device, np.concatenate(mine).argsort(), *mine)
-        found, broken = [], []
-        for source, place, lane in zip(sources, places, mine, strict=True):
-            some = lanes.filter(of_lane == source).part(0, len(lane), shape.num_draft_tokens)
-            theirs = [requests[i] for i in lane.tolist()]
-            tree, is_broken = self._of(source, DraftPart(some, shape, roots[place]), theirs)
-            found.append(tree.to(self._device))
+        of_lane = np.array([_FORCED if request.forced else request.drafter for request in requests])
+        source_lanes = [np.flatnonzero(of_lane == source) for source in sources]
+        order, *places = upload(self._device, np.concatenate(source_lanes).argsort(), *source_lanes)
+        parts, broken = [], []
+        for source, lane_index, lane_numbers in zip(sources, places, source_lanes, strict=True):
+            source_part = lanes.filter(of_lane == source).part(
+                0, len(lane_numbers), shape.num_draft_tokens
+            )
+            part_requests = [requests[i] for i in lane_numbers.tolist()]
+            tree, is_broken = self._trees(
+                source, DraftPart(source_part, shape, roots[lane_index]), part_requests
+            )
+            parts.append(tree.to(self._device))
             broken.append(is_broken)
-        tree = functools.reduce(DraftTree.joined, found).of(order)
-        if all(each is None for each in broken):
+        tree = functools.reduce(DraftTree.joined, parts).select(order)
+        if all(flags is None for flags in broken):
             return tree, None, None
-        flags = [
-            torch.zeros(len(lane), dtype=torch.bool, device=self._device) if each is None else each
-            for each, lane in zip(broken, mine, strict=True)
+        is_broken_by_source = [
+            torch.zeros(len(lane_numbers), dtype=torch.bool, device=self._device)
+            if flags is None
+            else flags
+            for flags, lane_numbers in zip(broken, source_lanes, strict=True)
         ]
-        return tree, torch.cat(flags)[order], None
+        return tree, torch.cat(is_broken_by_source)[order], None
 
-    def _of(
+    def _trees(
         self, source: int, part: DraftPart, requests: Sequence[Request]
     ) -> tuple[DraftTree, Tensor | None]:
         """Get the trees of lanes that have one source: a drafter, or `_FORCED`."""
         if source == _FORCED:
             return _forced_trees(requests, part.shape).to(self._device), None
-        return self._of_drafter(self._drafters[source], part, requests)
+        return self._drafter_trees(self._drafters[source], part, requests)
 
-    def _of_drafter(
+    def _drafter_trees(
         self, drafter: Drafter, part: DraftPart, requests: Sequence[Request]
     ) -> tuple[DraftTree, Tensor | None]:
         """Ask the drafter for the trees of these lanes and check them; see `propose`."""
@@ -239,7 +245,7 @@ class Proposer:
         (sound,), (wrong,) = (~is_broken).nonzero(), is_broken.nonzero()
         bare = _forced_trees([requests[lane] for lane in wrong.tolist()], shape)
         order = torch.from_numpy(np.concatenate([sound, wrong]).argsort())
-        tree = DraftTree.joined(tree.of(torch.from_numpy(sound)), bare).of(order)
+        tree = DraftTree.joined(tree.select(torch.from_numpy(sound)), bare).select(order)
         (flags,) = upload(self._device, is_broken)
         return tree.to(self._device), flags
 

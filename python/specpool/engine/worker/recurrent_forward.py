@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specpool.arrays import Int32, Int64
-from specpool.engine.attention import AttentionBatch
 from specpool.engine.attention.lanes import Lanes, causal_view
 from specpool.engine.attention.seq_lens import SeqLens
 from specpool.engine.memory.kv_cache import KVCache
@@ -113,13 +112,13 @@ class StateForward(Forward):
 
     def _check(self, bundle: _Bundle) -> None:
         """Raise `OrderError` if a row's state does not hold exactly the tokens below its start."""
-        held = self._lens[bundle.numbers]
-        (wrong,) = np.nonzero((held != bundle.starts) & (bundle.starts > 0))
+        held_lens = self._lens[bundle.numbers]
+        (wrong,) = np.nonzero((held_lens != bundle.starts) & (bundle.starts > 0))
         if len(wrong):
             lane = wrong[0]
             raise OrderError(
-                f"the state of row {bundle.numbers[lane]} holds {held[lane]} tokens, and no cut "
-                f"brings it back to {bundle.starts[lane]}: prefill the row from 0"
+                f"the state of row {bundle.numbers[lane]} holds {held_lens[lane]} tokens, and no "
+                f"cut brings it back to {bundle.starts[lane]}: prefill the row from 0"
             )
 
     def _run(self, part: Pass) -> TargetOutput:
@@ -149,10 +148,10 @@ class StateForward(Forward):
         if is_fresh or width == 1 or self._target.continues:
             hidden = self._advance(bundle, cache)
             return hidden, {width: self.state.values(cache)}
-        everyone = np.arange(len(bundle.lanes))
+        all_lanes = np.arange(len(bundle.lanes))
         columns, states = [], {}
         for token in range(width):
-            columns.append(self._advance(bundle.part(everyone, token, token + 1), cache))
+            columns.append(self._advance(bundle.part(all_lanes, token, token + 1), cache))
             if is_verify or token + 1 == width:
                 states[token + 1] = self.state.values(cache)
         return torch.stack(columns, 1).flatten(0, 1), states
@@ -164,8 +163,7 @@ class StateForward(Forward):
         lens = SeqLens(starts, known, known)
         lanes = Lanes(bundle.rows.int(), lens, bundle.tokens.shape[1])
         views = {group: causal_view(self._cache, group, lanes) for group in set(self.groups)}
-        batch = AttentionBatch(list(views.values()), self._kv(views))
-        return self._target.forward_from(cache, bundle.tokens, bundle.positions, batch)
+        return self._target.forward_from(cache, bundle.tokens, bundle.positions, self._batch(views))
 
 
 def _bundles(part: Pass) -> Iterator[_Bundle]:

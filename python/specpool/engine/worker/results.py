@@ -24,11 +24,11 @@ class Outcome:
             target's tokens at the accepted nodes, then how many of them count, then whether some
             logits were not finite.
         is_verify: whether `packed` is of a verify.
-        logits: [n, V], of all nodes of a verify, else of the B lanes; None = not available (a
+        logits: [n, V], of all nodes of a verify, else of the B lanes; None if not available (a
             graph's replay).
         nodes: int64 [B, A], of a verify: the row of `logits` that each token is from.
         done: of a prefill, on the host: whether each lane's token counts, because its prompt has
-            ended; None = all do. A token below 0 always counts, so that the request ends.
+            ended; None if all do. A token below 0 always counts, so that the request ends.
     """
 
     packed: Tensor

@@ -77,21 +77,21 @@ class RowState:
         if lo.tolist() == hi.tolist():  # the host knows the lengths
             on_device, starts = upload(self.device, rows, lo)
             return Lanes(on_device, SeqLens(starts, lo, lo), 1)
-        on_device, least, most = upload(self.device, rows, lo, hi)
-        starts = torch.clamp(self.seq_lens.index_select(0, on_device), least, most)
+        on_device, least, greatest = upload(self.device, rows, lo, hi)
+        starts = torch.clamp(self.seq_lens.index_select(0, on_device), least, greatest)
         copy = self._copy
         lens = SeqLens(starts, lo, hi, None if copy is None else lambda: copy.array()[rows])
         if self._needs_host_lengths:
             lens.refresh_seq_lens_cpu(sync=True)
         return Lanes(on_device, lens, 1)
 
-    def lanes_within(self, rows: Tensor, least: Tensor, most: Tensor, bound: int) -> Lanes:
+    def lanes_within(self, rows: Tensor, least: Tensor, greatest: Tensor, bound: int) -> Lanes:
         """Return lanes for a graph, whose rows and length bounds are on the device alone.
 
-        `rows`, `least` and `most` are int32 [B] each. The host allows for any root position in
+        `rows`, `least` and `greatest` are int32 [B] each. The host allows for any root position in
         `[0, bound]`.
         """
-        starts = torch.clamp(self.seq_lens.index_select(0, rows), least, most)
+        starts = torch.clamp(self.seq_lens.index_select(0, rows), least, greatest)
         lo = np.zeros(len(rows), np.int32)
         return Lanes(rows, SeqLens(starts, lo, np.full_like(lo, bound)), 1)
 
@@ -142,7 +142,7 @@ class RowState:
             rows: int32 [B], the rows of B lanes.
             logits: [B * n, V], n nodes per lane.
             positions: int32 [B, n], the position of each token to choose.
-            greedy: every lane takes the likeliest token; False = by the rows' parameters.
+            greedy: every lane takes the likeliest token; False if by the rows' parameters.
 
         Returns:
             int64 [B, n]; -1 where the logits are not finite.
@@ -154,9 +154,9 @@ class RowState:
                 parameters = tuple(parameter[:size] for parameter in self._greedy)
                 self._greedy_of[size] = parameters
         else:
-            each = rows.repeat_interleave(positions.shape[1], output_size=size)
+            node_rows = rows.repeat_interleave(positions.shape[1], output_size=size)
             temperature, top_p, min_p, top_k, seeds = (
-                state.index_select(0, each)
+                state.index_select(0, node_rows)
                 for state in (
                     self._temperature,
                     self._top_p,

@@ -21,7 +21,7 @@ class Verdict:
     accept_index: Tensor  # int32 [B, A], flat node ids b*N + node, -1 padded
     accept_len: Tensor  # int32 [B], the bonus token included
     nodes: Tensor  # int64 [B, A], accept_index with node 0 for padding
-    tokens: Tensor  # int64 [B, A], the target's token at each node; -1 = logits not finite
+    tokens: Tensor  # int64 [B, A], the target's token at each node; -1 means logits not finite
     not_finite: Tensor  # bool [B], whether some node's logits were not finite
 
     @classmethod
@@ -36,10 +36,10 @@ class Verdict:
         """
         if len(verdicts) == 1:
             return verdicts[0]
-        most = max(verdict.tokens.shape[1] for verdict in verdicts)
+        width = max(verdict.tokens.shape[1] for verdict in verdicts)
 
         def padded(table: Tensor) -> Tensor:
-            return torch.nn.functional.pad(table, (0, most - table.shape[1]))
+            return torch.nn.functional.pad(table, (0, width - table.shape[1]))
 
         return cls(
             verdicts[0].accept_index,

@@ -36,7 +36,7 @@ _WORKSPACE_BYTES = 128 << 20  # what flashinfer recommends
 
 
 def missing() -> str | None:
-    """Return what this machine lacks to run flashinfer, as a sentence; None = nothing."""
+    """Return what this machine lacks to run flashinfer, as a sentence; None if it lacks nothing."""
     if importlib.util.find_spec("flashinfer") is None:
         return "the package is not installed: pip install 'specpool[flashinfer]'"
     version = _version()
@@ -49,7 +49,7 @@ def missing() -> str | None:
 
 
 def _version() -> str | None:
-    """Return the installed version; None = the package does not say."""
+    """Return the installed version; None if the package does not say."""
     try:
         return metadata.version("flashinfer-python")
     except metadata.PackageNotFoundError:
@@ -58,8 +58,8 @@ def _version() -> str | None:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, as (0, 7, 2) of 0.7.2rc1+cu130."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def start(
@@ -173,7 +173,7 @@ class FlashInfer:
     ) -> Tensor:
         """Attend with flashinfer; see `specpool.engine.attention.attend`.
 
-        `recorder`: the recorder of the graph whose work this is; None = it is not a graph's.
+        `recorder`: the recorder of the graph whose work this is; None if it is not a graph's.
 
         Raises:
             ConfigError: the layer has attention sinks.
@@ -211,10 +211,10 @@ class FlashInfer:
         return Recorder(bound, self._wrapper_in_graphs, self.attend)
 
     def _wrapper_in_graphs(
-        self, place: int, view: AttentionView, num_columns: int, layer: Hashable
+        self, use_index: int, view: AttentionView, num_columns: int, layer: Hashable
     ) -> Wrapper:
         assert isinstance(layer, _Layer)
-        key = (place, layer, view.num_lanes, view.max_q_len, view.page_size)
+        key = (use_index, layer, view.num_lanes, view.max_q_len, view.page_size)
         wrapper = self._in_graphs.get(key)
         if wrapper is None or wrapper.num_columns < num_columns:
             options = {

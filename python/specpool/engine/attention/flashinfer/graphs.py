@@ -26,7 +26,7 @@ from specpool.kernels.transfer import mark, overwrite
 
 # Tokens that a plan leaves each lane to grow: at 1,500 tokens 4 % of the reads, half on average.
 _SLACK_TOKENS = 64
-# A plan is made anew once it reads this many times what the lanes hold.
+# Plan again once a plan reads this many times what the lanes hold.
 _MOST_WASTE = 1.15
 # Bytes of a wrapper's indices: 4 per block of its launch, and a launch has a few thousand blocks.
 _INT_WORKSPACE_BYTES = 2 << 20
@@ -160,8 +160,8 @@ class _Use:
         wrapper: what reads it.
         page_size: slots per page, P.
         num_columns: the pages of a lane that the graph can fill in.
-        reach: cells that a lane reads beyond its root; None = the same pages in each round, as in
-            a window whose place only the device knows.
+        reach: cells that a lane reads beyond its root; None if it reads the same pages in each
+            round, as in a window whose place only the device knows.
     """
 
     wrapper: Wrapper
@@ -182,13 +182,13 @@ class _Use:
             return np.minimum(-(-counts // unit) * unit, self.num_columns).astype(np.int32)
 
         if self.reach is None:
-            need = most = np.full(len(hi), self.num_columns, np.int32)
+            min_counts = max_counts = np.full(len(hi), self.num_columns, np.int32)
         else:
-            need = whole(hi + self.reach)
-            most = whole(hi + (self.reach + _SLACK_TOKENS))
-        fits = (need <= planned).all() and int(planned.max()) <= self.num_columns
-        if not fits or planned.sum() > _MOST_WASTE * most.sum():
-            self.wrapper.plan(most)
+            min_counts = whole(hi + self.reach)
+            max_counts = whole(hi + (self.reach + _SLACK_TOKENS))
+        fits = (min_counts <= planned).all() and int(planned.max()) <= self.num_columns
+        if not fits or planned.sum() > _MOST_WASTE * max_counts.sum():
+            self.wrapper.plan(max_counts)
 
 
 WrapperOf = Callable[[int, AttentionView, int, Hashable], Wrapper]
@@ -213,11 +213,11 @@ class Recorder:
         self.attend = partial(attend, recorder=self)
         self._bound, self._wrapper_of = bound, wrapper_of
         self._uses: list[_Use] = []
-        self._place = 0
+        self._use_index = 0
 
     def restart(self) -> None:
         """Begin the work anew."""
-        self._place = 0
+        self._use_index = 0
 
     def wrapper(self, view: AttentionView, layer: Hashable, window: int | None) -> Wrapper:
         """Return the wrapper of a view and kind of layer, with its pages and mask filled in.
@@ -225,13 +225,13 @@ class Recorder:
         Layers of one kind share it. The first run of the work plans, so it must not be captured.
         """
         key = (Recorder, layer)
-        found = view.plans.get(key)
-        if isinstance(found, Wrapper):
-            return found
-        if self._place == len(self._uses):
+        known_wrapper = view.plans.get(key)
+        if isinstance(known_wrapper, Wrapper):
+            return known_wrapper
+        if self._use_index == len(self._uses):
             self._uses.append(self._use(view, layer))
-        use = self._uses[self._place]
-        self._place += 1
+        use = self._uses[self._use_index]
+        self._use_index += 1
         use.wrapper.fill(view, window)
         view.plans[key] = use.wrapper
         return use.wrapper
@@ -241,7 +241,7 @@ class Recorder:
         columns = view.read_pages.shape[1]
         columns += -columns % _whole_bytes(size)
         reach = None if view.kv_lens is None else int(view.kv_lens.max()) - self._bound
-        wrapper = self._wrapper_of(self._place, view, columns, layer)
+        wrapper = self._wrapper_of(self._use_index, view, columns, layer)
         use = _Use(wrapper, size, columns, reach)
         wrapper.plan(np.full(view.num_lanes, columns, np.int32))
         return use

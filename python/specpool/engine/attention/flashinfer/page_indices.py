@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specpool.arrays import Int32
-from specpool.engine.attention.view import AttentionView, TokenReads
+from specpool.engine.attention.view import AttentionView, TokenReads, first_columns
 from specpool.errors import ShapeError
 from specpool.kernels.transfer import upload
 
@@ -62,7 +62,7 @@ class DecodeIndices:
 
     Attributes:
         pages: the pages of n readers.
-        window: how many cells a query sees; None = all that its reader reads.
+        window: how many cells a query sees; None means all that its reader reads.
     """
 
     pages: PageCSR
@@ -77,8 +77,8 @@ class PrefillIndices:
         pages: the pages of n lanes.
         qo_indptr: int32 [n + 1], host: offsets of each lane's queries.
         custom_mask: bool [sum(q_len * kv_len)], device: for each lane and each of its queries, the
-            cells that the query sees; None = causal, the last query sees all.
-        window: of a causal one, how many cells up to its own a query sees; None = all.
+            cells that the query sees; None means causal, the last query sees all.
+        window: of a causal one, how many cells up to its own a query sees; None means all.
 
     Raises:
         ShapeError: the mask has another length (flashinfer would read past its end) or is too long
@@ -150,9 +150,7 @@ def page_csr(read_pages: Tensor, kv_lens: Int32, page_size: int) -> PageCSR:
     if counts.min() == counts.max():
         indices = read_pages[:, : int(counts[0])].reshape(-1)
     else:
-        # Entry i, of lane b, is column i - indptr[b] of row b.
-        shifts = np.arange(len(counts)) * columns - indptr[:-1]
-        (at,) = upload(read_pages.device, np.repeat(shifts, counts) + np.arange(indptr[-1]))
+        (at,) = upload(read_pages.device, first_columns(counts, columns))
         indices = read_pages.reshape(-1).index_select(0, at)
     return PageCSR(
         page_size,
@@ -167,9 +165,9 @@ def token_csr(reads: TokenReads, window: int | None) -> PageCSR:
     indptr, indices = reads.kv_indptr, reads.kv_indices[: int(reads.kv_indptr[-1])]
     lens = np.diff(indptr)
     if window is not None and window < lens.max():
-        kept = np.minimum(lens, window)
-        ends = _indptr(kept)
-        shifts = np.repeat(indptr[1:].astype(np.int64) - ends[1:], kept)
+        kept_lens = np.minimum(lens, window)
+        ends = _indptr(kept_lens)
+        shifts = np.repeat(indptr[1:].astype(np.int64) - ends[1:], kept_lens)
         (at,) = upload(indices.device, shifts + np.arange(ends[-1]))
         indptr, indices = ends, indices.index_select(0, at)
     ones = torch.ones(len(lens), dtype=torch.int32)
@@ -216,14 +214,14 @@ def indices_of(view: AttentionView, window: int | None) -> Indices:
     if not view.is_causal:  # upper bounds, which may exceed the pages
         kv_lens = np.minimum(kv_lens, np.int32(width))
     pages = page_csr(view.read_pages, kv_lens, view.page_size)
-    shown = window if window is not None and window < kv_lens.max() else None
+    index_window = window if window is not None and window < kv_lens.max() else None
     if view.is_causal and view.q_lens == 1:
-        return DecodeIndices(pages, shown)
+        return DecodeIndices(pages, index_window)
     q_lens = np.broadcast_to(np.asarray(view.q_lens, np.int32), view.num_lanes)
     starts = torch.from_numpy(_indptr(q_lens))
     if view.is_causal:
-        return PrefillIndices(pages, starts, None, shown)
-    return PrefillIndices(pages, starts, flat_mask(view.mask(shown), q_lens, kv_lens))
+        return PrefillIndices(pages, starts, None, index_window)
+    return PrefillIndices(pages, starts, flat_mask(view.mask(index_window), q_lens, kv_lens))
 
 
 def _indptr(lens: NDArray[np.integer]) -> Int32:

@@ -40,8 +40,8 @@ def whole_row_pages(ledger: Ledger) -> list[int]:
     """Return the most pages of each group that a row of the whole context holds."""
     last = ledger.max_context_len - 1
     needs = ledger.pages_needed(last, last, 0).tolist()
-    whole = [-(-(last + 1) // group.page_size) for group in ledger.groups]
-    return [min(pair) for pair in zip(needs, whole, strict=True)]
+    row_pages = [-(-(last + 1) // group.page_size) for group in ledger.groups]
+    return [min(pair) for pair in zip(needs, row_pages, strict=True)]
 
 
 class HostMemory:
@@ -69,7 +69,7 @@ class HostMemory:
             [b.view(len(b) // group.page_size, -1) for b in group_buffers(cache, g)]
             for g, group in enumerate(ledger.groups)
         ]
-        self.page_bytes = [sum(b[0].numel() * b.itemsize for b in of) for of in pages]
+        self.page_bytes = [sum(b[0].numel() * b.itemsize for b in buffers) for buffers in pages]
         needs = whole_row_pages(ledger)
         row_bytes = self._num_bytes(needs)
         if host_bytes < row_bytes:
@@ -80,7 +80,9 @@ class HostMemory:
         if host_bytes > (free := free_bytes(torch.device("cpu"))):
             raise ConfigError(f"host_bytes is {host_bytes}, {free} are free on the host: lower it")
         self.num_pages = [host_bytes * need // row_bytes for need in needs]
-        self._groups = [_Group(of, n) for of, n in zip(pages, self.num_pages, strict=True)]
+        self._groups = [
+            _Group(buffers, n) for buffers, n in zip(pages, self.num_pages, strict=True)
+        ]
         self.out, self.back = self._timed([group.num_pages for group in ledger.groups])
 
     def save(self, moves: Moves) -> None:
@@ -113,20 +115,26 @@ class HostMemory:
 
     def _timed(self, on_device: Sequence[int]) -> tuple[CopyCost, CopyCost]:
         """Measure the cost of copies to the host and back, with one page and with several."""
-        most = [
-            min(here, there, max(_TIMED_BYTES // size, 1))
-            for here, there, size in zip(self.num_pages, on_device, self.page_bytes, strict=True)
+        several = [
+            min(num_host, num_device, max(_TIMED_BYTES // size, 1))
+            for num_host, num_device, size in zip(
+                self.num_pages, on_device, self.page_bytes, strict=True
+            )
         ]
-        few = [1] * len(most)
+        single = [1] * len(several)
         least = [[float("inf")] * 2, [float("inf")] * 2]  # [few, most][out, back], seconds
         for _ in range(_NUM_TIMED):
-            for seconds, num_pages in zip(least, (few, most), strict=True):
-                for way in (0, 1):
-                    seconds[way] = min(seconds[way], self._time(num_pages, back=way == 1))
-        sizes = self._num_bytes(few), self._num_bytes(most)
+            for seconds, num_pages in zip(least, (single, several), strict=True):
+                for direction in (0, 1):
+                    seconds[direction] = min(
+                        seconds[direction], self._time(num_pages, back=direction == 1)
+                    )
+        sizes = self._num_bytes(single), self._num_bytes(several)
         out, back = (
-            CopyCost(*((size, seconds[way]) for size, seconds in zip(sizes, least, strict=True)))
-            for way in (0, 1)
+            CopyCost(
+                *((size, seconds[direction]) for size, seconds in zip(sizes, least, strict=True))
+            )
+            for direction in (0, 1)
         )
         return out, back
 

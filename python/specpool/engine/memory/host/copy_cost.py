@@ -25,13 +25,13 @@ class CopyCost:
     def seconds(self, num_bytes: int) -> float:
         """Estimate the seconds of a copy of `num_bytes`."""
         # The median ignores a single stall.
-        return self._of_line(num_bytes) * statistics.median(self.ratios)
+        return self._line_seconds(num_bytes) * statistics.median(self.ratios)
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         """Correct the estimate by a copy of `num_bytes` that took `seconds`."""
-        expected = self._of_line(num_bytes)
+        expected = self._line_seconds(num_bytes)
         if expected > 0:
             self.ratios.append(seconds / expected)
 
-    def _of_line(self, num_bytes: int) -> float:
+    def _line_seconds(self, num_bytes: int) -> float:
         return self._fixed + num_bytes * self._per_byte

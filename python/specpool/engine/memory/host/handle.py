@@ -71,7 +71,7 @@ class Handle:
         columns: for each group, the first column of the page table that is held, besides those of
             a sink.
         pages: for each group, the host pages from that column on.
-        blocks: of a lent handle, the blocks that the pages belong to; () = they are its own.
+        blocks: of a lent handle, the blocks that the pages belong to; empty if they are its own.
     """
 
     number: int

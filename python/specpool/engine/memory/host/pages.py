@@ -21,7 +21,7 @@ class HostPages:
         self._owners = np.zeros(num_pages, np.int64)  # the number of each page's handle; 0 = free
 
     def take(self, num_pages: int, owner: int) -> Pages:
-        """Give `num_pages` free pages, ascending, to the handle `owner`; there must be as many."""
+        """Give `num_pages` free pages, ascending, to the handle `owner`; that many must be free."""
         pages = np.flatnonzero(self._owners == 0)[:num_pages]
         self._owners[pages] = owner
         self.num_free -= num_pages
@@ -32,23 +32,23 @@ class HostPages:
         self._owners[pages] = 0
         self.num_free += len(pages)
 
-    def reset(self, held: dict[int, Pages]) -> None:
-        """Set the owners to `held`, handle number -> pages; all other pages become free."""
+    def reset(self, pages_held: dict[int, Pages]) -> None:
+        """Set the owners to `pages_held`, handle number -> pages; all other pages become free."""
         self._owners[:] = 0
-        for number, pages in held.items():
+        for number, pages in pages_held.items():
             self._owners[pages] = number
         self.num_free = int((self._owners == 0).sum())
 
-    def findings(self, held: dict[int, Pages]) -> list[str]:
-        """Compare the records with `held`, handle number -> pages; return a line per fault."""
+    def findings(self, pages_held: dict[int, Pages]) -> list[str]:
+        """Compare the records with `pages_held`, handle number -> pages; return the faults."""
         owners = np.zeros_like(self._owners)
-        found = []
-        for number, pages in held.items():
+        findings = []
+        for number, pages in pages_held.items():
             if owners[pages].any() or len(np.unique(pages)) < len(pages):
-                found.append(f"host pages of handle {number} are held twice")
+                findings.append(f"host pages of handle {number} are held twice")
             owners[pages] = number
         for page in np.flatnonzero(owners != self._owners).tolist():
-            found.append(f"host page {page} is {self._owners[page]}'s, held by {owners[page]}")
+            findings.append(f"host page {page} is {self._owners[page]}'s, held by {owners[page]}")
         if self.num_free != (num_free := int((self._owners == 0).sum())):
-            found.append(f"{self.num_free} host pages are counted as free, {num_free} are")
-        return found
+            findings.append(f"{self.num_free} host pages are counted as free, {num_free} are")
+        return findings

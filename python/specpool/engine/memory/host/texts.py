@@ -18,8 +18,8 @@ from specpool.arrays import Int32
 from specpool.engine.memory.host.handle import Block, Copies, Handle
 from specpool.engine.memory.host.pages import HostPages, Pages
 
-# Whether copies of so many pages of each group, of so many tokens, beat a prefill at these seconds
-# per token.
+# (pages of each group, tokens, seconds per token) -> whether copying the pages beats a prefill of
+# the tokens.
 Worth = Callable[[Sequence[int], int, float], bool]
 
 
@@ -52,7 +52,7 @@ class HostTexts:
             is_worth: says whether copies pay.
         """
         self._ledger, self._copies, self._pages = ledger, copies, pages
-        self._numbers, self._is_worth = numbers, is_worth
+        self._numbers, self._is_worth_copying = numbers, is_worth
         self._sizes = [group.page_size for group in ledger.groups]
         self.is_on = all(group.window is None for group in ledger.groups)
         self.block_len = lcm(*self._sizes)
@@ -98,7 +98,7 @@ class HostTexts:
         num_drafted = int(self._ledger.drafted_len[row]) // self.block_len
         missing = self._missing(keys, num_drafted)
         num_tokens = len(missing) * self.block_len
-        if not self._is_worth(self._pages_of(len(missing)), num_tokens, token_seconds):
+        if not self._is_worth_copying(self._pages_of(len(missing)), num_tokens, token_seconds):
             return 0
         while not self.make_room(self._pages_of(len(missing)), keys):
             missing.pop()
@@ -138,7 +138,7 @@ class HostTexts:
         first = start // self.block_len
         length = min((first + len(blocks)) * self.block_len, len(tokens) - 1)
         num_pages = self._pages_of(len(blocks))
-        if length <= start or not self._is_worth(num_pages, length - start, token_seconds):
+        if length <= start or not self._is_worth_copying(num_pages, length - start, token_seconds):
             return None
         undrafted = next((i for i, block in enumerate(blocks) if not block.has_draft), len(blocks))
         for block in blocks:
@@ -164,12 +164,14 @@ class HostTexts:
         need = max(-(-n // size) for n, size in zip(lacking, self.pages_per_block, strict=True))
         if not need:
             return True
-        kept = set(keeps)
-        spare = (key for key, block in self._blocks.items() if not block.users and key not in kept)
-        gone = list(islice(spare, need))
-        if len(gone) < need:
+        keys_kept = set(keeps)
+        spare = (
+            key for key, block in self._blocks.items() if not block.users and key not in keys_kept
+        )
+        dropped = list(islice(spare, need))
+        if len(dropped) < need:
             return False
-        for key in gone:
+        for key in dropped:
             self._drop(key)
             self.eviction_ct += 1
         return True
@@ -204,19 +206,19 @@ class HostTexts:
         blocks = [*self._blocks.values(), *self._leaving]
         for block in blocks:
             block.users = 0
-        for block in (block for each in lent for block in each):
+        for block in (block for lent_blocks in lent for block in lent_blocks):
             block.users += 1
         self._leaving = [block for block in self._leaving if block.users]
 
     def _find(self, tokens: Int32, salt: bytes, start: int, *, needs_draft: bool) -> list[Block]:
         """Return the blocks that go on from `start` tokens, the first of them around `start`."""
-        found = []
+        blocks = []
         for key in islice(self.keys(tokens, salt), start // self.block_len, None):
             block = self._blocks.get(key)
             if block is None or (needs_draft and not block.has_draft):
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def _missing(self, keys: Sequence[bytes], num_drafted: int) -> list[int]:
         """Return which of a text's blocks are not here, and mark the others as used.
@@ -234,7 +236,7 @@ class HostTexts:
         return missing[::-1]
 
     def _pages_of(self, num_blocks: int) -> list[int]:
-        """Return the pages of each group that so many blocks take."""
+        """Return the pages of each group that `num_blocks` blocks take."""
         return [num_blocks * n for n in self.pages_per_block]
 
     def _drop(self, key: bytes) -> None:

@@ -80,7 +80,7 @@ class HostTier:
         self._copies, self._policy = copies, policy
         self._pages = [HostPages(n) for n in copies.num_pages]
         self._numbers = itertools.count(1)  # of handles and blocks
-        self.texts = HostTexts(ledger, copies, self._pages, self._numbers, self._is_worth)
+        self.texts = HostTexts(ledger, copies, self._pages, self._numbers, self._is_worth_copying)
         self._sizes = [group.page_size for group in ledger.groups]
         self._windows = [group.window for group in ledger.groups]
         self._sinks = [-(-group.sink // group.page_size) for group in ledger.groups]
@@ -101,7 +101,7 @@ class HostTier:
             ShapeError: the row is not admitted.
         """
         self.ledger.check_quiet(row)
-        columns, num_pages = self._held(row)
+        columns, num_pages = self._held_columns(row)
         last_start = self._last_start(row)
         length = int(self.ledger.resolved_len[row])
         if last_start >= length:
@@ -135,7 +135,7 @@ class HostTier:
     def lend(
         self, tokens: Int32, salt: bytes, start: int, token_seconds: float, *, needs_draft: bool
     ) -> Handle | None:
-        """Return a handle for a row that has `start` tokens of a text of which more is here.
+        """Return a handle for a row that has `start` tokens of a text of which the host has more.
 
         The handle brings back all that is here but the last token of `tokens`, whose forward has to
         run. Drop it if it is not reloaded. The text stays here.
@@ -209,16 +209,16 @@ class HostTier:
         """Check that every group has enough free pages for a reload now.
 
         Raises:
-            OutOfPages: a group has not; the error describes the first such group.
+            OutOfPages: a group lacks pages; the error describes the first such group.
         """
-        most, start = [0] * len(self._pages), 0
+        max_pages, start = [0] * len(self._pages), 0
         while start < handle.length:
             end, _ = self.next_extend(handle, start)
             for g, (size, window) in enumerate(zip(self._sizes, self._windows, strict=True)):
                 below = 0 if window is None else max(0, start - window + 1) // size
-                most[g] = max(most[g], -(-end // size) - max(below - self._sinks[g], 0))
+                max_pages[g] = max(max_pages[g], -(-end // size) - max(below - self._sinks[g], 0))
             start = end
-        for g, (spec, need) in enumerate(zip(self.ledger.groups, most, strict=True)):
+        for g, (spec, need) in enumerate(zip(self.ledger.groups, max_pages, strict=True)):
             free, fenced = self.ledger.free_pages(g), self.ledger.fenced_pages(g)
             cached = self.ledger.cached_pages(g)
             if need > free + cached:
@@ -254,17 +254,17 @@ class HostTier:
         if handle.last_start >= length:
             self.drop(handle)
             return None
-        kept, spare = [], []
+        pages_kept, spare = [], []
         firsts = zip(self._sizes, handle.columns, self._sinks, strict=True)
         for (size, first, sinks), pages in zip(firsts, handle.pages, strict=True):
             num_pages = min(sinks, first) + max(-(-length // size) - first, 0)
-            kept.append(pages[:num_pages])
+            pages_kept.append(pages[:num_pages])
             spare.append(pages[num_pages:])
         shorter = replace(
             handle,
             length=length,
             drafted_len=min(handle.drafted_len, length),
-            pages=tuple(kept),
+            pages=tuple(pages_kept),
         )
         self._handles[handle.number] = shorter
         for pool, pages in zip(self._pages, spare, strict=True):
@@ -289,7 +289,7 @@ class HostTier:
             token_seconds: seconds of prefill per token.
         """
         num_tokens = int(self.ledger.resolved_len[row])
-        return self._is_worth(self._held(row)[1], num_tokens, token_seconds)
+        return self._is_worth_copying(self._held_columns(row)[1], num_tokens, token_seconds)
 
     def holds(self, handle: Handle) -> bool:
         """Return whether the handle is valid: not dropped, trimmed or reloaded."""
@@ -327,16 +327,16 @@ class HostTier:
         Raises:
             CorruptState: the message has one line for each broken invariant.
         """
-        found = []
+        findings = []
         for g, (spec, pages) in enumerate(zip(self.ledger.groups, self._pages, strict=True)):
-            held = self._held_pages(g)
-            found += [f"group {spec.name}: {finding}" for finding in pages.findings(held)]
-        if found:
-            raise CorruptState("\n".join(found))
+            pages_held = self._held_pages(g)
+            findings += [f"group {spec.name}: {finding}" for finding in pages.findings(pages_held)]
+        if findings:
+            raise CorruptState("\n".join(findings))
 
-    def recover(self, kept: Sequence[Handle]) -> list[Handle]:
+    def recover(self, handles: Sequence[Handle]) -> list[Handle]:
         """Keep only these handles, after Ctrl-C at any point; return those that are valid."""
-        self._handles = {h.number: h for h in kept if self._handles.get(h.number) is h}
+        self._handles = {h.number: h for h in handles if self._handles.get(h.number) is h}
         self.texts.recover([handle.blocks for handle in self.handles])
         for g, pages in enumerate(self._pages):
             pages.reset(self._held_pages(g))
@@ -353,10 +353,10 @@ class HostTier:
     def _held_pages(self, group: int) -> dict[int, Pages]:
         """Return number of a handle or a block -> its pages of a group."""
         handles = [handle for handle in self._handles.values() if not handle.is_lent]
-        own = {handle.number: handle.pages[group] for handle in handles}
-        return own | self.texts.held(group)
+        handle_pages = {handle.number: handle.pages[group] for handle in handles}
+        return handle_pages | self.texts.held(group)
 
-    def _held(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _held_columns(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return, for each group, the row's first column behind a gap and its number of pages.
 
         The columns of a sink lie before the gap.
@@ -364,8 +364,8 @@ class HostTier:
         length, sizes = int(self.ledger.resolved_len[row]), self._sizes
         firsts = [int(self.ledger.evicted_len(g)[row]) // size for g, size in enumerate(sizes)]
         ends = [-(-length // size) for size in sizes]
-        held = zip(firsts, ends, self._sinks, strict=True)
-        return tuple(firsts), tuple(b - a + min(sinks, a) for a, b, sinks in held)
+        columns = zip(firsts, ends, self._sinks, strict=True)
+        return tuple(firsts), tuple(b - a + min(sinks, a) for a, b, sinks in columns)
 
     def _last_start(self, row: int) -> int:
         """Return the earliest start for the last extend of a reload.
@@ -379,7 +379,9 @@ class HostTier:
                 starts.append(evicted + window - 1)
         return max(starts)
 
-    def _is_worth(self, num_pages: Sequence[int], num_tokens: int, token_seconds: float) -> bool:
+    def _is_worth_copying(
+        self, num_pages: Sequence[int], num_tokens: int, token_seconds: float
+    ) -> bool:
         """Return whether to copy these pages, as the policy says, or if a prefill takes longer."""
         if self._policy != "cost":
             return self._policy == "always"
@@ -389,9 +391,9 @@ class HostTier:
         """Return, per group, the row's pages of slots `[start, end)` and their host pages."""
         moves = []
         for g, (size, first) in enumerate(zip(self._sizes, handle.columns, strict=True)):
-            to = -(-end // size)
+            end_column = -(-end // size)
             sinks = min(self._sinks[g], first)  # they come first
-            columns = np.arange(start // size, to)
+            columns = np.arange(start // size, end_column)
             columns = columns[(columns < sinks) | (columns >= first)]
             pages = handle.pages[g][np.where(columns < sinks, columns, columns - first + sinks)]
             moves.append((self.ledger.page_table(g)[row, columns], pages))

@@ -44,8 +44,8 @@ class BlockConfig:
         block_size: the most tokens of a block, the root included.
         mask_token_id: the token that stands for one that is not known yet.
         target_layer_ids: target layers whose *outputs* are the features, in this order.
-        num_target_layers: layers of the target; None = not stated.
-        windows: per layer, the keys that a query sees, its own included; None = all.
+        num_target_layers: layers of the target; None if not stated.
+        windows: per layer, the keys that a query sees, its own included; None means all.
         causal: per layer, whether a token of the block sees no token behind it.
         unread: keys of the config that nothing here reads, and that are not known to be neutral.
     """
@@ -130,7 +130,7 @@ class BlockConfig:
         """Return the target layers whose *inputs* are the features.
 
         The output of the last layer is refused: published code reads it behind the final norm,
-        which is no layer's input.
+        which is not a layer's input.
 
         Args:
             num_layers: the target's.
@@ -206,6 +206,6 @@ def _attention(
         raise CheckpointError(
             f"config.json: sliding_window {window} is below block_size {block_size}: not supported"
         )
-    told = spec.flag("is_causal", "causal")
-    causal = tuple(each if told is None else told for each in slides)
-    return tuple(window if each else None for each in slides), causal
+    is_causal = spec.flag("is_causal", "causal")
+    causal = tuple(is_sliding if is_causal is None else is_causal for is_sliding in slides)
+    return tuple(window if is_sliding else None for is_sliding in slides), causal

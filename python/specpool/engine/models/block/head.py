@@ -162,10 +162,10 @@ def _check_tensors(config: BlockConfig, weights: Weights) -> None:
     }
     optional: dict[str, Shape] = {}
     for i in range(layers.num_layers):
-        of_layer, more = layer_shapes(layers, i)
-        required |= of_layer
+        layer_required, layer_optional = layer_shapes(layers, i)
+        required |= layer_required
         required[f"layers.{i}.input_layernorm.weight"] = (h,)
         for name in ("q_norm", "k_norm"):
             required[f"layers.{i}.self_attn.{name}.weight"] = (head_dim,)
-        optional |= more
+        optional |= layer_optional
     check_tensors(weights, required, optional, (r".*rotary_emb\..*",))

@@ -25,7 +25,7 @@ _SILENT = frozenset(
     transformers_weights truncated_vocab_size unk_token_id use_cache
     """.split()
 )
-#: Biases exist if the file has them, and are none otherwise, whatever these keys say.
+#: Biases exist exactly if the file has them, whatever these keys say.
 _BY_TENSORS = frozenset({"attention_bias", "bias", "mlp_bias"})
 #: Options that change the computation, with the values that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -51,7 +51,7 @@ class EagleConfig:
     Attributes:
         kind: `eagle` (EAGLE-1 and 2) or `eagle3`.
         hidden_size: h of the head.
-        target_hidden_size: h of its target; None = not stated.
+        target_hidden_size: h of its target; None if not stated.
         vocab_size: V of the target.
         draft_vocab_size: Vd, the size of the head's own output vocabulary; V if it has none.
         num_layers: decoder layers, almost always 1.
@@ -63,18 +63,19 @@ class EagleConfig:
         hidden_act: activation of the MLP, by transformers' name.
         qkv_bias: q, k, v must have a bias; if False, they may have one.
         rope_theta: RoPE base.
-        rope_scaling: RoPE parameters of transformers, `rope_type` included; None = plain RoPE.
+        rope_scaling: RoPE parameters of transformers, `rope_type` included; None means plain RoPE.
         max_position_embeddings: positions that the head was trained for.
-        sliding_window: keys that a query sees, its own included; None = all.
+        sliding_window: keys that a query sees, its own included; None means all.
         norm_before_residual: EAGLE-3: the residual is `hidden_norm(g)`, not `g`.
         norm_output: EAGLE-3: the recurrent feature is post-norm.
-        norm_before_fc: EAGLE-3: one norm over the concatenated features; None = if its weights
-            exist.
-        fc_norm: EAGLE-3: a norm per feature; None = if its weights exist.
+        norm_before_fc: EAGLE-3: one norm over the concatenated features; None: only if its
+            weights exist.
+        fc_norm: EAGLE-3: a norm per feature; None: only if its weights exist.
         use_aux_hidden_state: EAGLE-3: features are layer inputs; else the last hidden state.
-        num_aux_hidden_states: EAGLE-3: layer inputs per feature; None = not stated.
-        feature_layers: EAGLE-3: target layers whose inputs are the features; None = not stated.
-        ties_embedding: without an output matrix in the file, the head's own embedding is it.
+        num_aux_hidden_states: EAGLE-3: layer inputs per feature; None if not stated.
+        feature_layers: EAGLE-3: target layers whose inputs are the features; None if not stated.
+        ties_embedding: without an output matrix in the file, the head's own embedding takes its
+            place.
         unread: keys of the config that nothing here reads, and that are not known to be neutral.
     """
 
@@ -278,9 +279,9 @@ class ConfigReader:
         Raises:
             CheckpointError: an option has another value.
         """
-        for place in (self.raw, self.layer, *([self.eagle] if of_eagle3 else ())):
+        for settings in (self.raw, self.layer, *([self.eagle] if of_eagle3 else ())):
             for key, values in options.items():
-                value = place.get(key)
+                value = settings.get(key)
                 if value is not None and value not in values:
                     raise CheckpointError(
                         f"config.json: {key} {shown(value)} changes what a head computes and is "
@@ -302,14 +303,14 @@ class ConfigReader:
 
     def get(self, *keys: str) -> tuple[str, Any]:
         """Return the first of `keys` that is present and not null, and its value (None if none)."""
-        for place in (self.raw, self.eagle, self.layer):
+        for settings in (self.raw, self.eagle, self.layer):
             for key in keys:
-                if place.get(key) is not None:
-                    return key, place[key]
+                if settings.get(key) is not None:
+                    return key, settings[key]
         return keys[0], None
 
     def maybe_integer(self, key: str, *, least: int = 1) -> int | None:
-        """Return an integer of at least `least`; None = the key is not there."""
+        """Return an integer of at least `least`; None if the key is not there."""
         value = self.get(key)[1]
         if value is not None and (type(value) is not int or not least <= value <= _MOST):
             raise CheckpointError(
@@ -337,10 +338,10 @@ class ConfigReader:
         *,
         default: float,
         below: float = float("inf"),
-        place: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> float:
-        """Return a number of `place`, or of the places that publishers use."""
-        value = self.get(key)[1] if place is None else place.get(key)
+        """Return a number of `settings`, or of the places that publishers use."""
+        value = self.get(key)[1] if settings is None else settings.get(key)
         if value is None:
             return default
         if type(value) not in (int, float) or not 0 < value < below:
@@ -368,8 +369,8 @@ class ConfigReader:
             params = params["full_attention"]  # one entry per layer type
         if not isinstance(params, Mapping):
             raise CheckpointError(f"config.json: the RoPE parameters are {params!r}, not an object")
-        theta = self.number("rope_theta", default=10000.0, place=self.layer)
-        theta = self.number("rope_theta", default=theta, place=params)
+        theta = self.number("rope_theta", default=10000.0, settings=self.layer)
+        theta = self.number("rope_theta", default=theta, settings=params)
         scaling = {k: v for k, v in params.items() if k not in ("rope_theta", "type")}
         rope_type = scaling.setdefault("rope_type", params.get("type") or "default")
         # For text, multimodal RoPE rotates every section by the same position, as plain RoPE does.
@@ -407,16 +408,18 @@ class ConfigReader:
         top level (speculators, vLLM) name inputs already.
         """
         key = "eagle_aux_hidden_state_layer_ids"
-        found = {}
+        layers_by_key = {}
         if self.eagle.get(key) is not None:
-            found["eagle_config." + key] = tuple(i + 1 for i in _ids(key, self.eagle[key]))
+            layers_by_key["eagle_config." + key] = tuple(i + 1 for i in _ids(key, self.eagle[key]))
         for name in (key, "aux_hidden_state_layer_ids"):
             if self.raw.get(name) is not None:
-                found[name] = _ids(name, self.raw[name])
-        if len(set(found.values())) > 1:
-            told = "; ".join(f"{name} means the inputs of {ids}" for name, ids in found.items())
-            raise CheckpointError(f"config.json: {told}; say which with feature_layers")
-        return next(iter(found.values()), None)
+                layers_by_key[name] = _ids(name, self.raw[name])
+        if len(set(layers_by_key.values())) > 1:
+            meanings = "; ".join(
+                f"{name} means the inputs of {ids}" for name, ids in layers_by_key.items()
+            )
+            raise CheckpointError(f"config.json: {meanings}; say which with feature_layers")
+        return next(iter(layers_by_key.values()), None)
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:

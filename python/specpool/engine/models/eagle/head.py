@@ -50,7 +50,7 @@ class EagleHead:
         config: the content of its config.json.
         num_layers: decoder layers.
         feature_layers: target layers whose *inputs* are the feature, concatenated in this order (L
-            is the input of the final norm); empty = the last hidden state, after the final norm.
+            is the input of the final norm); if empty, the last hidden state after the final norm.
         layer_kv: per layer (num_kv_heads, head_dim).
         hidden_size: h.
         draft_vocab_size: Vd, columns of the logits.
@@ -97,7 +97,7 @@ class EagleHead:
             else:
                 self._target_logits = target_head
         self.draft_vocab_size = config.draft_vocab_size
-        # int64 [Vd], add it to a draft id to get the target id; None = the ids are equal
+        # int64 [Vd], add it to a draft id to get the target id; None if the ids are equal
         self._d2t = (
             weights["d2t"].to(device=device, dtype=torch.int64) if "d2t" in weights else None
         )
@@ -129,11 +129,11 @@ class EagleHead:
             hidden_size: the target's.
             vocab_size: the target's.
             embedding_weight: the target's input embedding [>= vocab_size, hidden_size].
-            lm_head_weight: the target's output matrix of the same shape; None = tied.
+            lm_head_weight: the target's output matrix of the same shape; None means tied.
             compute_logits: last hidden state after the final norm [n, h] -> logits [n, V], for
                 targets that scale or cap them; takes the place of `lm_head_weight`.
-            dtype: dtype of the head; None = that of `embedding_weight`.
-            device: device of the head; None = that of `embedding_weight`.
+            dtype: dtype of the head; None means that of `embedding_weight`.
+            device: device of the head; None means that of `embedding_weight`.
             feature_layers: target layers whose inputs are the features; overrides the file.
 
         Raises:
@@ -180,7 +180,7 @@ class EagleHead:
             )
         except CheckpointError as error:
             raise CheckpointError(f"{source}: {error}") from error
-        _tell_embedding(source, embedding, hidden_size, is_own=is_own)
+        _log_embedding(source, embedding, hidden_size, is_own=is_own)
         if added is not None:
             _log.warning("draft head %s: %s", source, added)
         log_unused(source, unused, config.unread)
@@ -232,8 +232,8 @@ class EagleHead:
             positions: int64 [T], p, in `[0, max_positions)`.
             attend: (layer, q [T, H, D], k [T, Hk, D], v [T, Hk, D]) -> [T, H, D]; q and k are
                 rotated; all are views that must not be written.
-            keep: int64 [n], the tokens whose result is wanted; None = all. The last layer computes
-                all T keys and values, but queries of these tokens alone: its `attend` gets
+            keep: int64 [n], the tokens whose result is wanted; None means all. The last layer
+                computes all T keys and values, but queries of these tokens alone: its `attend` gets
                 q [n, H, D]. With n = 0 the step ends after that call.
 
         Returns:
@@ -264,7 +264,7 @@ class EagleHead:
 
         Args:
             hidden: [T, h].
-            embeds: [T, h], the tokens' embeddings, which the first layer of EAGLE-3 reads; None =
+            embeds: [T, h], the tokens' embeddings, which the first layer of EAGLE-3 reads; None if
                 no layer reads them.
             positions: int64 [T].
             attend: as in `forward`.
@@ -279,21 +279,21 @@ class EagleHead:
             if layer.pair_norm is not None:
                 assert embeds is not None
                 # Norm both halves in one call, because on a CPU calls cost more than arithmetic.
-                both = torch.stack((embeds, hidden), 1)
-                both = F.rms_norm(both, both.shape[-1:], eps=config.rms_norm_eps) * layer.pair_norm
-                x = both.view(len(both), -1)
+                pair = torch.stack((embeds, hidden), 1)
+                pair = F.rms_norm(pair, pair.shape[-1:], eps=config.rms_norm_eps) * layer.pair_norm
+                x = pair.view(len(pair), -1)
                 if config.norm_before_residual:
-                    hidden = both[:, 1]
+                    hidden = pair[:, 1]
             else:
                 x = hidden if layer.input_norm is None else self._rms(hidden, layer.input_norm)
-            kept = keep if i == self.num_layers - 1 else None
-            is_end = kept is not None and not len(kept)
+            layer_keep = keep if i == self.num_layers - 1 else None
+            is_end = layer_keep is not None and not len(layer_keep)
             q, k, v = self._qkv(layer, x, rope, skip_q=is_end)
             if is_end:
                 attend(i, q, k, v)
                 return hidden[:0]
-            if kept is not None:
-                q, hidden = q.index_select(0, kept), hidden.index_select(0, kept)
+            if layer_keep is not None:
+                q, hidden = q.index_select(0, layer_keep), hidden.index_select(0, layer_keep)
             context = attend(i, q, k, v)
             hidden = _add_linear(hidden, context.reshape(len(q), -1), layer.o, layer.o_bias)
             x = self._rms(hidden, layer.post_norm)
@@ -391,7 +391,7 @@ def _embedding(weights: Weights, targets: torch.Tensor) -> tuple[torch.Tensor, b
     return table, True
 
 
-def _tell_embedding(
+def _log_embedding(
     source: str | os.PathLike[str], table: torch.Tensor, hidden_size: int, *, is_own: bool
 ) -> None:
     """Say which embedding a head reads; `hidden_size` is the target's."""
@@ -469,20 +469,20 @@ def _feature_layers(config: EagleConfig, num_layers: int, *, is_given: bool) -> 
                 f"feature_layers {shown(layers)} out"
             )
         return ()
-    told = "the default" if layers is None else "the checkpoint or the caller"
+    source = "the default" if layers is None else "the checkpoint or the caller"
     if layers is None:
         layers = (2, num_layers // 2, num_layers - 3)
     if not layers:
-        raise CheckpointError(f"features are the inputs of no layer ({told})")
+        raise CheckpointError(f"features are the inputs of no layer ({source})")
     if any(not 0 <= i <= num_layers for i in layers):
         raise CheckpointError(
-            f"features are the inputs of layers {shown([*layers])} ({told}), "
+            f"features are the inputs of layers {shown([*layers])} ({source}), "
             f"but the target's are 0..{num_layers}; name others with feature_layers"
         )
     expected = config.num_aux_hidden_states
     if expected is not None and len(layers) != expected:
         raise CheckpointError(
-            f"features are {len(layers)} layer inputs {shown([*layers])} ({told}), "
+            f"features are {len(layers)} layer inputs {shown([*layers])} ({source}), "
             f"but num_aux_hidden_states is {expected}"
         )
     return layers

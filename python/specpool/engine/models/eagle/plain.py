@@ -41,8 +41,8 @@ class PlainStack:
         self.head = head
 
     @classmethod
-    def of(cls, model: TargetModel) -> PlainStack | None:
-        """Return the stack of a model; None = the model runs by its own modules.
+    def from_model(cls, model: TargetModel) -> PlainStack | None:
+        """Return the stack of a model; None if the model runs by its own modules.
 
         A stack is for float32 on a CPU. It takes the place of a model of a known type without
         windows, of `MAX_BYTES` at most, that gives the same logits for a probe.
@@ -51,7 +51,7 @@ class PlainStack:
         is_known = config.model_type in _TYPES and not any(kv.window for kv in model.layer_kv)
         if not is_known or model.device.type != "cpu" or model.dtype != torch.float32:
             return None
-        weights = {normal_name(name): one for name, one in model.model.state_dict().items()}
+        weights = {normal_name(name): tensor for name, tensor in model.model.state_dict().items()}
         layers = [weight for name, weight in weights.items() if name.startswith("layers.")]
         if sum(weight.nbytes for weight in layers) > MAX_BYTES:
             return None
@@ -92,10 +92,10 @@ class PlainStack:
             out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
             return out[0].transpose(0, 1)
 
-        found = self.logits(self.forward(torch.tensor(ids), torch.arange(len(ids)), attend))
-        if found.shape != wanted.shape:
+        logits = self.logits(self.forward(torch.tensor(ids), torch.arange(len(ids)), attend))
+        if logits.shape != wanted.shape:
             return False
-        return bool((found - wanted).abs().max() <= _MOST_APART * wanted.abs().max())
+        return bool((logits - wanted).abs().max() <= _MOST_APART * wanted.abs().max())
 
 
 def _head(model: TargetModel, weights: dict[str, torch.Tensor]) -> EagleHead:
@@ -104,10 +104,10 @@ def _head(model: TargetModel, weights: dict[str, torch.Tensor]) -> EagleHead:
     spec = ConfigReader(config.to_dict())
     sizes = {"vocab_size": model.vocab_size, "max_position_embeddings": model.max_context_len}
     described = replace(EagleConfig.of_layers(spec), **sizes, draft_vocab_size=model.vocab_size)
-    held = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
+    head_weights = {name: weight for name, weight in weights.items() if name != "lm_head.weight"}
     return EagleHead(
         described,
-        held,
+        head_weights,
         feature_layers=(),
         embedding=model.embedding_weight.detach(),
         target_head=model.lm_head_weight.detach(),

@@ -23,12 +23,12 @@ def is_copy(table: Tensor, targets: Tensor) -> bool:
         table: [n, h], of the head's file.
         targets: [m, h], the target's.
     """
-    coarser = max(torch.finfo(each.dtype).eps for each in (table, targets))
+    coarser = max(torch.finfo(tensor.dtype).eps for tensor in (table, targets))
     num_rows = min(len(table), len(targets))
     for start in range(0, num_rows, _ROWS):
         rows = slice(start, min(start + _ROWS, num_rows))
-        ours = table[rows].to(device=targets.device, dtype=torch.float32)
-        if not torch.allclose(ours, targets[rows].float(), rtol=coarser, atol=1e-6):
+        head_rows = table[rows].to(device=targets.device, dtype=torch.float32)
+        if not torch.allclose(head_rows, targets[rows].float(), rtol=coarser, atol=1e-6):
             return False
     return True
 

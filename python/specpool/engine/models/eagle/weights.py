@@ -20,7 +20,7 @@ MOST_ADDED = 1024
 
 @dataclass(frozen=True, slots=True)
 class _HeadLayer:
-    """A decoder layer's tensors; None = the layer has no such tensor."""
+    """A decoder layer's tensors; None if the layer has no such tensor."""
 
     input_norm: torch.Tensor | None  # [h]
     pair_norm: torch.Tensor | None  # [2, h], in EAGLE-3's layer 0: norms of embedding and hidden
@@ -47,13 +47,13 @@ def _add_linear(
 def _load_layer(get: Callable[[str], torch.Tensor | None], index: int) -> _HeadLayer:
     prefix = f"layers.{index}."
 
-    def must(name: str) -> torch.Tensor:
+    def required(name: str) -> torch.Tensor:
         tensor = get(prefix + name)
         assert tensor is not None, name  # `check_tensors` made sure
         return tensor
 
     def fused(*names: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        matrices = [must(name + ".weight") for name in names]
+        matrices = [required(name + ".weight") for name in names]
         biases = [get(prefix + name + ".bias") for name in names]
         bias = None
         if any(b is not None for b in biases):
@@ -75,12 +75,12 @@ def _load_layer(get: Callable[[str], torch.Tensor | None], index: int) -> _HeadL
         qkv_bias=qkv_bias,
         q_norm=get(prefix + "self_attn.q_norm.weight"),
         k_norm=get(prefix + "self_attn.k_norm.weight"),
-        o=must("self_attn.o_proj.weight").t(),
+        o=required("self_attn.o_proj.weight").t(),
         o_bias=get(prefix + "self_attn.o_proj.bias"),
-        post_norm=must("post_attention_layernorm.weight"),
+        post_norm=required("post_attention_layernorm.weight"),
         gate_up=gate_up,
         gate_up_bias=gate_up_bias,
-        down=must("mlp.down_proj.weight").t(),
+        down=required("mlp.down_proj.weight").t(),
         down_bias=get(prefix + "mlp.down_proj.bias"),
     )
 
@@ -108,37 +108,40 @@ def _check_target(
         )
 
 
-def check_vocabulary(what: str, made_for: int, has: int, *, is_copied: bool = False) -> str | None:
-    """Return what to log if a target has more tokens than its head was made for; None = as many.
+def check_vocabulary(
+    head_kind: str, made_for: int, num_tokens: int, *, is_copied: bool = False
+) -> str | None:
+    """Return what to log if a target has more tokens than its head was made for; else None.
 
     Tokens that were added to a target, and rows that pad its tables, come after the tokens that the
     head knows. So the head drafts the others as before.
 
     Args:
-        what: what the head is, for the message.
+        head_kind: what the head is, for the message.
         made_for: the tokens that the head was made for.
-        has: the target's.
+        num_tokens: the target's.
         is_copied: the head's file has a copy of the target's embedding, so the target is the same.
 
     Raises:
         CheckpointError: the target lacks tokens of the head, or has so many more that it is
             probably another one.
     """
-    if made_for == has:
+    if made_for == num_tokens:
         return None
-    numbers = f"made for a vocabulary of {made_for} tokens, the target's is {has}"
-    if made_for > has:
+    numbers = f"made for a vocabulary of {made_for} tokens, the target's is {num_tokens}"
+    if made_for > num_tokens:
         raise CheckpointError(
-            f"{what} for another target: {numbers}, which lacks the last {made_for - has} of them"
+            f"{head_kind} for another target: {numbers}, which lacks the last "
+            f"{made_for - num_tokens} of them"
         )
-    more = has - made_for
-    if more > MOST_ADDED and not is_copied:
+    num_added = num_tokens - made_for
+    if num_added > MOST_ADDED and not is_copied:
         raise CheckpointError(
-            f"{what} for another target: {numbers}; of a target with up to {MOST_ADDED} added "
-            f"tokens it would be taken, this one has {more} more, and the file has no copy of the "
-            "target's embedding to compare"
+            f"{head_kind} for another target: {numbers}; of a target with up to {MOST_ADDED} added "
+            f"tokens it would be taken, this one has {num_added} more, and the file has no copy of "
+            "the target's embedding to compare"
         )
-    return f"{numbers}: it has learned nothing of the last {more} of them"
+    return f"{numbers}: it has learned nothing of the last {num_added} of them"
 
 
 def _check_tensors(
@@ -171,10 +174,10 @@ def _check_tensors(
         norms += [
             (config.fc_norm, f"fc_norm.{i}.weight", target_hidden_size) for i in range(num_features)
         ]
-        for told, name, size in norms:
+        for norm_flag, name, size in norms:
             # None: the tensor may be there. False: it must not be there.
-            if told is not False:
-                (required if told else optional)[name] = (size,)
+            if norm_flag is not False:
+                (required if norm_flag else optional)[name] = (size,)
         own_head = config.draft_vocab_size != vocab or h != target_hidden_size
         (required if own_head else optional)["lm_head.weight"] = (config.draft_vocab_size, h)
         own_map = config.draft_vocab_size != vocab
@@ -184,10 +187,10 @@ def _check_tensors(
     check_tensors(weights, required, optional, ignored)
     if "d2t" in weights:
         targets = weights["d2t"].to(torch.int64) + torch.arange(config.draft_vocab_size)
-        bad = ((targets < 0) | (targets >= vocab)).nonzero().flatten().tolist()
-        if bad:
+        bad_ids = ((targets < 0) | (targets >= vocab)).nonzero().flatten().tolist()
+        if bad_ids:
             raise CheckpointError(
-                f"d2t maps draft id {bad[0]} to target id {int(targets[bad[0]])}, "
+                f"d2t maps draft id {bad_ids[0]} to target id {int(targets[bad_ids[0]])}, "
                 f"outside the vocabulary of {vocab} tokens"
             )
     is_unused = config.kind == "eagle3" and "fc.weight" not in required
@@ -222,6 +225,6 @@ def layer_shapes(config: EagleConfig, index: int) -> tuple[dict[str, Shape], dic
     for name, shape in list(required.items()):
         if name.endswith("_proj.weight"):
             is_qkv = name.startswith(attn) and "o_proj" not in name
-            must = config.qkv_bias and is_qkv
-            (required if must else optional)[name.removesuffix("weight") + "bias"] = shape[:1]
+            has_bias = config.qkv_bias and is_qkv
+            (required if has_bias else optional)[name.removesuffix("weight") + "bias"] = shape[:1]
     return required, optional

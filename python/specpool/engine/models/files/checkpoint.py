@@ -292,8 +292,8 @@ def stored_dtypes(path: Path) -> dict[str, str]:
     from safetensors import safe_open
 
     with reading(f"{path} is not a sound safetensors file"), safe_open(path, "pt") as file:
-        found = {name: file.get_slice(name).get_dtype() for name in file.keys()}
-    return {name: _STORED.get(dtype, dtype) for name, dtype in found.items()}
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+    return {name: _STORED.get(dtype, dtype) for name, dtype in dtypes.items()}
 
 
 def _open(path: Path, device: str = "cpu") -> tuple[list[str], Callable[[str], Any]]:
@@ -326,9 +326,9 @@ def log_unused(
     source: str | os.PathLike[str], tensors: Sequence[str], keys: Sequence[str] = ()
 ) -> None:
     """Name, once, the tensors and the config keys of a checkpoint that nothing reads."""
-    for what, names in (("tensors", tensors), ("keys of its config.json", keys)):
+    for kind, names in (("tensors", tensors), ("keys of its config.json", keys)):
         if names:
-            _log.warning("%s: %s that are not read: %s", source, what, some_of(sorted(names)))
+            _log.warning("%s: %s that are not read: %s", source, kind, some_of(sorted(names)))
 
 
 def check_tensors(
@@ -371,7 +371,7 @@ def check_tensors(
         raise CheckpointError(some_of(faults))
 
 
-def some_of(faults: Sequence[str], most: int = 12) -> str:
-    """Join the first `most` faults into one line, with the number of further ones."""
-    more = f"; and {len(faults) - most} more" if len(faults) > most else ""
-    return "; ".join(f"{fault:.160}" for fault in faults[:most]) + more
+def some_of(faults: Sequence[str], max_faults: int = 12) -> str:
+    """Join the first `max_faults` faults into one line, with the number of further ones."""
+    suffix = f"; and {len(faults) - max_faults} more" if len(faults) > max_faults else ""
+    return "; ".join(f"{fault:.160}" for fault in faults[:max_faults]) + suffix

@@ -1,4 +1,4 @@
-"""`is_language_model` and `is_block_head`: tell kinds of draft models by their files."""
+"""`is_language_model` and `is_block_head`: tell the kind of a draft model from its files."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
             if size > _MOST_BYTES:
                 raise ValueError(f"its header has {size} bytes, at most {_MOST_BYTES} are read")
             header = json.loads(file.read(size))
-        return {name: _tensor(each) for name, each in header.items() if name != "__metadata__"}
+        return {name: _tensor(entry) for name, entry in header.items() if name != "__metadata__"}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a sound safetensors file: {error}") from None
 
@@ -54,7 +54,7 @@ def _tensor(value: Any) -> Tensor:
 
 
 def main_dtype(files: Sequence[Path]) -> str | None:
-    """Return the dtype of most bytes of these files; None = some are not safetensors, or none.
+    """Return the dtype of most bytes of these files; None if some are not safetensors, or none.
 
     Raises:
         CheckpointError: see `read_header`.

@@ -21,7 +21,7 @@ def from_hub(
 
     Args:
         name: the hub name.
-        revision: branch, tag or commit; None = main.
+        revision: branch, tag or commit; None means main.
         local_files_only: never ask the network.
 
     Yields:
@@ -48,7 +48,7 @@ def from_hub(
 
 
 def _ask(name: str, revision: str | None) -> Exception | None:
-    """Return why the hub gives no config.json of a model now; None = it does, or is only busy."""
+    """Return why the hub gives no config.json of a model now; None if it does, or is only busy."""
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 

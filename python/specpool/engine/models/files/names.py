@@ -27,7 +27,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 
 def ngram_of(name: str) -> int | None:
-    """Return the longest n-gram that `ngram` or `ngram:6` names; None = another kind of name.
+    """Return the longest n-gram that `ngram` or `ngram:6` names; None for another kind of name.
 
     Raises:
         ConfigError: `ngram:` is followed by anything else than a number in `[1, MAX_NGRAM]`.
@@ -44,15 +44,15 @@ def ngram_of(name: str) -> int | None:
 
 
 def suffix_of(name: str) -> bool | None:
-    """Return whether `suffix:shared` or `suffix` shares texts; None = another kind of name.
+    """Return whether `suffix:shared` or `suffix` shares texts; None for another kind of name.
 
     Raises:
         ConfigError: `suffix:` is followed by anything else than `shared`.
     """
-    kind, colon, rest = name.partition(":")
+    kind, colon, mode = name.partition(":")
     if kind != "suffix":
         return None
-    if colon and rest != "shared":
+    if colon and mode != "shared":
         raise ConfigError(f"it is 'suffix' or 'suffix:shared', got {shown(name)}")
     return bool(colon)
 
@@ -75,19 +75,19 @@ def check_draft_name(name: str) -> None:
     word = name.partition(":")[0]
     if word in _DRAFT_WORDS or "/" in name or os.path.exists(name):
         return
-    if meant := did_you_mean(word, _DRAFT_WORDS, cutoff=0.65):
-        raise ConfigError(f"draft: there is none named {shown(name)}{meant}")
+    if suggestion := did_you_mean(word, _DRAFT_WORDS, cutoff=0.65):
+        raise ConfigError(f"draft: there is none named {shown(name)}{suggestion}")
 
 
 def shown_drafts(names: Sequence[str]) -> str:
-    """Return what to tell of an engine's drafts: `no draft`, `draft a` or `drafts a, b`."""
+    """Return a description of an engine's drafts: `no draft`, `draft a` or `drafts a, b`."""
     if not names:
         return "no draft"
     return f"draft{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def find_model(name: str) -> Path | None:
-    """Return the folder that `name` means; None = it has the form of a hub name.
+    """Return the folder that `name` means; None if it has the form of a hub name.
 
     Raises:
         ConfigError: it is neither a folder with a config.json nor a possible hub name.

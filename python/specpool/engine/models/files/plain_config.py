@@ -99,7 +99,7 @@ class PlainConfig:
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> PlainConfig | None:
-        """Read a parsed config.json; None = it needs transformers."""
+        """Read a parsed config.json; None if it needs transformers."""
         family = _FAMILIES.get(str(raw.get("model_type")))
         if family is None or any(raw.get(key) for key in _OTHERS):
             return None
@@ -138,19 +138,19 @@ def longest_context(length: int, config: Any) -> tuple[int, str]:
         The length in tokens, and the reason if it is below `length`; else an empty text.
     """
 
-    def of(key: str) -> Any:
+    def value_of(key: str) -> Any:
         return config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
 
     longest, reason = int(length), ""
     for key in ("rope_parameters", "rope_scaling"):  # transformers 5 and 4
-        settings = of(key)
+        settings = value_of(key)
         if not isinstance(settings, dict):
             continue
         for rope in [settings, *(part for part in settings.values() if isinstance(part, dict))]:
             kind = rope.get("rope_type", rope.get("type"))
             if kind not in ("longrope", "su", "dynamic"):
                 continue
-            original = rope.get("original_max_position_embeddings") or of(
+            original = rope.get("original_max_position_embeddings") or value_of(
                 "original_max_position_embeddings"
             )
             if original and original < longest:
@@ -164,7 +164,7 @@ def longest_context(length: int, config: Any) -> tuple[int, str]:
 
 
 def _windows(raw: Mapping[str, Any], family: _ConfigFamily, layers: int) -> list[int | None] | None:
-    """Return each layer's window; None = the file does not state them."""
+    """Return each layer's window; None if the file does not state them."""
     if family.slides == "never":
         return None if raw.get("sliding_window") else [None] * layers
     if "sliding_window" not in raw:

@@ -66,7 +66,7 @@ class MtpLayer:
     ) -> None:
         """Assemble a layer from checked parts; callers use `from_pretrained`.
 
-        `embedding` and `head` are the layer's own [V, h]; None = the target's.
+        `embedding` and `head` are the layer's own [V, h]; None means the target's.
         """
         self.model = model
         self.hidden_size, self.draft_vocab_size = target.hidden_size, target.vocab_size
@@ -96,17 +96,17 @@ class MtpLayer:
         folder = find_folder(source)
         _check_target(target)
         try:
-            weights, beside = Weights(folder), []
+            weights, extra_files = Weights(folder), []
             if not any(is_of_mtp(name, target.num_layers) for name in weights):
-                beside = files_beside(folder, target.num_layers)
-                weights = Weights(folder, beside)
+                extra_files = files_beside(folder, target.num_layers)
+                weights = Weights(folder, extra_files)
             layout = find_layout(weights, target.num_layers)
             model = _one_layer(target, weights, layout)
             tables = _own_tables(target, weights, layout)
         except (CheckpointError, ConfigError) as error:
             raise type(error)(f"{source}: {error}") from error
-        if beside:
-            names = ", ".join(path.name for path in beside)
+        if extra_files:
+            names = ", ".join(path.name for path in extra_files)
             _log.info("MTP layer of %s: from %s, which its index does not name", source, names)
         log_unused(source, layout.unread(weights, target.num_layers))
         norm = _norm_of(model)
@@ -144,8 +144,10 @@ class MtpLayer:
             [T, h], the `hidden` of the next step and of `topk`.
         """
         tokens = self._token_norm(F.embedding(token_ids, self._embedding))
-        both = [tokens, self._hidden_norm(hidden)]
-        x = F.linear(torch.cat(both[::-1] if self._hidden_first else both, -1), self._projection)
+        normed = [tokens, self._hidden_norm(hidden)]
+        x = F.linear(
+            torch.cat(normed[::-1] if self._hidden_first else normed, -1), self._projection
+        )
         return self.model.forward(x, positions, batch, token_ids[:0]).hidden
 
     def best(self, hidden: Tensor) -> Tensor:
@@ -173,7 +175,7 @@ def _check_target(target: TargetModel) -> None:
 
 
 def _own_tables(target: TargetModel, weights: Weights, layout: MtpLayout) -> dict[str, Tensor]:
-    """Return the layer's own embedding and output matrix, those that are no copy of the target's.
+    """Return the layer's own embedding and output matrix, if they are not copies of the target's.
 
     Raises:
         CheckpointError: one has another shape, or is quantized.
@@ -205,10 +207,10 @@ def _one_layer(target: TargetModel, weights: Weights, layout: MtpLayout) -> PreT
         f"{start}.0.{name.removeprefix(layout.block)}": _part(target, weights, name)
         for name in layout.block_names(weights)
     }
-    whole: Any = target.model
-    names = {id(module): name for name, module in whole.named_modules()}
-    norm, embeddings = names[id(_norm_of(whole))], whole.get_input_embeddings()
-    head = whole.get_output_embeddings()
+    target_model: Any = target.model
+    names = {id(module): name for name, module in target_model.named_modules()}
+    norm, embeddings = names[id(_norm_of(target_model))], target_model.get_input_embeddings()
+    head = target_model.get_output_embeddings()
     state[names[id(embeddings)] + ".weight"] = target.embedding_weight[:rows].detach().clone()
     state[names[id(head)] + ".weight"] = target.lm_head_weight[:rows].detach().clone()
     state[norm + ".weight"] = _part(target, weights, layout.final_norm, (target.hidden_size,))
@@ -227,39 +229,43 @@ def _one_layer(target: TargetModel, weights: Weights, layout: MtpLayout) -> PreT
         raise CheckpointError(
             f"the MTP layer has unexpected {some_of([*map(weights.file_name, tensors)])}"
         )
-    found: PreTrainedModel = model.to(device=target.device, dtype=target.dtype)
-    return found
+    layer_model: PreTrainedModel = model.to(device=target.device, dtype=target.dtype)
+    return layer_model
 
 
 def _one_layer_config(config: Any, vocab_size: int) -> Any:
     """Return the target's config for one layer, which has experts if any layer has."""
-    one = copy.deepcopy(config)
-    one.num_hidden_layers, one.vocab_size = 1, vocab_size
-    one.tie_word_embeddings, one.pad_token_id = False, None
-    for key, own, default in (
+    layer_config = copy.deepcopy(config)
+    layer_config.num_hidden_layers, layer_config.vocab_size = 1, vocab_size
+    layer_config.tie_word_embeddings, layer_config.pad_token_id = False, None
+    for key, mtp_key, default in (
         ("layer_types", "mtp_layer_types", ["full_attention"]),
         ("mlp_layer_types", "mtp_mlp_layer_types", None),
     ):
-        kinds = getattr(one, key, None)
+        kinds = getattr(layer_config, key, None)
         if kinds is not None:
-            setattr(one, key, list(getattr(one, own, None) or default or kinds[-1:])[:1])
+            setattr(
+                layer_config,
+                key,
+                list(getattr(layer_config, mtp_key, None) or default or kinds[-1:])[:1],
+            )
     for key, value in (
         ("first_k_dense_replace", 0),
         ("mlp_only_layers", []),
         ("num_nextn_predict_layers", 0),
     ):
-        if getattr(one, key, None):
-            setattr(one, key, value)
-    one._attn_implementation = "eager"
-    if hasattr(one, "_experts_implementation"):
-        one._experts_implementation = None
-    return one
+        if getattr(layer_config, key, None):
+            setattr(layer_config, key, value)
+    layer_config._attn_implementation = "eager"
+    if hasattr(layer_config, "_experts_implementation"):
+        layer_config._experts_implementation = None
+    return layer_config
 
 
 def _part(
     target: TargetModel, weights: Weights, name: str, shape: tuple[int, ...] | None = None
 ) -> Tensor:
-    """Read a tensor in the target's dtype; None = any shape.
+    """Read a tensor in the target's dtype; None means any shape.
 
     Raises:
         CheckpointError: its shape is another, or it is quantized.
@@ -275,7 +281,7 @@ def _part(
 def _layers_name(target: TargetModel) -> str:
     """Return the name of the list of layers in the target's model, such as `model.layers`."""
     model: Any = target.model
-    return str(next(name for name, one in model.named_modules() if one is target._layers))
+    return str(next(name for name, module in model.named_modules() if module is target._layers))
 
 
 def _norm_of(model: Any) -> Any:

@@ -55,15 +55,17 @@ class MtpLayout:
     def block_names(self, names: Collection[str]) -> list[str]:
         """Return the names of the decoder layer's tensors among `names`."""
         return [
-            name for name in names if name.startswith(self.block) and name not in self._others()
+            name
+            for name in names
+            if name.startswith(self.block) and name not in self._tensors_beside_block()
         ]
 
     def unread(self, names: Collection[str], num_layers: int) -> list[str]:
         """Return the tensors of MTP layers among `names` that do not belong to this layer."""
-        known = self._others().union(self.block_names(names))
+        known = self._tensors_beside_block().union(self.block_names(names))
         return [name for name in names if is_of_mtp(name, num_layers) and name not in known]
 
-    def _others(self) -> set[str]:
+    def _tensors_beside_block(self) -> set[str]:
         parts = {self.projection, self.token_norm, self.hidden_norm, self.final_norm}
         return parts | {self.embedding, self.head}
 
@@ -129,20 +131,20 @@ def _holds_mtp(path: Path, num_layers: int) -> bool:
 
 
 def _layouts(num_layers: int) -> tuple[MtpLayout, ...]:
-    def of(name: str, where: str, parts: tuple[str, str, str, str], block: str) -> MtpLayout:
-        projection, token, hidden, final = (where + part + ".weight" for part in parts)
+    def layout(name: str, prefix: str, parts: tuple[str, str, str, str], block: str) -> MtpLayout:
+        projection, token, hidden, final = (prefix + part + ".weight" for part in parts)
         return MtpLayout(name, block, projection, token, hidden, final, name == "mimo")
 
     deepseek, qwen, mimo = f"layers.{num_layers}.", "mtp.", "mtp_layers.0."
     return (
-        of("deepseek", deepseek, ("eh_proj", "enorm", "hnorm", "shared_head.norm"), deepseek),
-        of(
+        layout("deepseek", deepseek, ("eh_proj", "enorm", "hnorm", "shared_head.norm"), deepseek),
+        layout(
             "qwen",
             qwen,
             ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
             qwen + "layers.0.",
         ),
-        of(
+        layout(
             "mimo",
             mimo,
             ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),

@@ -25,7 +25,7 @@ class Recording:
     Attributes:
         outcome: what the work returned. Every replay of `decide` writes these same tensors.
         decide: replays the work up to the outcome.
-        follow: replays the rest, which reads what `decide` wrote; None = there is none.
+        follow: replays the rest, which reads what `decide` wrote; None if there is none.
     """
 
     outcome: Outcome
@@ -81,10 +81,10 @@ class CudaCapture:
         else:  # dead tensors would keep their memory; a whole search takes tenths of a second
             gc.collect(1)
         graphs = [torch.cuda.CUDAGraph() for _ in range(1 + follows)]
-        with self._into(graphs[0]):
+        with self._recording(graphs[0]):
             outcome, launch_rest = work()
         if follows:
-            with self._into(graphs[1]):
+            with self._recording(graphs[1]):
                 launch_rest()
         free, total = torch.cuda.mem_get_info(self._device)
         if free < _reserve(total):
@@ -101,7 +101,7 @@ class CudaCapture:
         return int(total - free)
 
     @contextlib.contextmanager
-    def _into(self, graph: Any) -> Iterator[None]:
+    def _recording(self, graph: Any) -> Iterator[None]:
         """Capture the block's work as `graph`; a capture that fails does not harm later ones."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # leaves the graph as much memory as there is
@@ -198,7 +198,7 @@ def host_capture(make: Callable[[], Capture]) -> Iterator[None]:
 
 
 def capture_on(device: torch.device) -> Capture | None:
-    """Return a `Capture` for `device`; None = graphs cannot be captured there."""
+    """Return a `Capture` for `device`; None if graphs cannot be captured there."""
     if device.type == "cuda":
         # torch has no pools for graphs if its cache is off, as it is under compute-sanitizer.
         return None if os.environ.get(_NO_CACHE) else CudaCapture(device)
@@ -212,10 +212,10 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """
     while error is not None:
         text = str(error)
-        says = any(sign in text for sign in _SIGNS) or "out of memory" in text.lower()
+        has_sign = any(sign in text for sign in _SIGNS) or "out of memory" in text.lower()
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             return True
-        if isinstance(error, RuntimeError) and says:
+        if isinstance(error, RuntimeError) and has_sign:
             return True
         error = error.__context__
     return False

@@ -13,20 +13,20 @@ from specpool.engine.worker.results import Outcome
 from specpool.engine.worker.row_state import RowState
 
 Rounds = Callable[[RoundKind, Lanes], tuple[Outcome, Callable[[], None]]]
-Place = tuple[RoundKind, int, int]  # a graph's kind, number of lanes, and bound of the roots
+GraphKey = tuple[RoundKind, int, int]  # a graph's kind, number of lanes, and bound of the roots
 
 
 class GraphWork:
     """The work of one graph. It is run to warm up, then captured.
 
     Attributes:
-        recorder: the attention's recorder; None = the attention plans nothing.
-        bounds: how many pages the round reads; None = not bounded.
+        recorder: the attention's recorder; None if the attention plans nothing.
+        bounds: how many pages the round reads; None if not bounded.
     """
 
     def __init__(
         self,
-        place: Place,
+        key: GraphKey,
         rounds: Rounds,
         buffer: LaneBuffer,
         cache: KVCache,
@@ -34,14 +34,14 @@ class GraphWork:
         recorder: GraphRecorder | None,
         bounds: PageBounds | None,
     ) -> None:
-        """Prepare the work of `place`, whose lanes are the first of `buffer`."""
+        """Prepare the work of `key`, whose lanes are the first of `buffer`."""
         self.recorder, self.bounds = recorder, bounds
-        self._place, self._rounds, self._lanes = place, rounds, buffer.lanes(place[1])
+        self._key, self._rounds, self._lanes = key, rounds, buffer.lanes(key[1])
         self._cache, self._rows = cache, rows
 
     def __call__(self) -> tuple[Outcome, Callable[[], None]]:
         """Launch a round up to its outcome; return this and the function that launches the rest."""
-        kind, _, bound = self._place
+        kind, _, bound = self._key
         with self._within():
             if self.recorder is not None:
                 self.recorder.restart()

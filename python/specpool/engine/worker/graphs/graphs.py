@@ -21,7 +21,7 @@ from specpool.engine.memory.kv_cache import KVCache, PageBounds
 from specpool.engine.scheduler.step import Step
 from specpool.engine.shape_names import name_of
 from specpool.engine.worker.graphs.capture import Capture, is_out_of_memory
-from specpool.engine.worker.graphs.graph_work import GraphWork, Place, Rounds
+from specpool.engine.worker.graphs.graph_work import GraphKey, GraphWork, Rounds
 from specpool.engine.worker.graphs.round_graph import LaneBuffer, RoundGraph, RoundKind, page_bounds
 from specpool.engine.worker.results import PendingStep
 from specpool.engine.worker.row_state import RowState
@@ -44,23 +44,23 @@ class GraphSet:
             bounds: the bounds that graphs may have, ascending.
         """
         self._bounds = list(bounds)
-        found = {(graph.size, graph.bound): graph for graph in graphs}
-        self.sizes = tuple(sorted({size for size, _ in found}))
-        self.num_graphs = len(found)
+        graph_of = {(graph.size, graph.bound): graph for graph in graphs}
+        self.sizes = tuple(sorted({size for size, _ in graph_of}))
+        self.num_graphs = len(graph_of)
         # [bound][number of lanes] -> the smallest graph that serves both
         self._by_batch: list[list[RoundGraph]] = []
         for least in self._bounds:
             line: list[RoundGraph] = []
-            for size, bound in sorted(at for at in found if at[1] >= least):
-                line += [found[size, bound]] * (size + 1 - len(line))
+            for size, bound in sorted(at for at in graph_of if at[1] >= least):
+                line += [graph_of[size, bound]] * (size + 1 - len(line))
             self._by_batch.append(line)
 
     def graph_for(self, batch_size: int, root: int) -> RoundGraph | None:
         """Return the smallest graph for `batch_size` lanes with roots up to `root`, or None."""
-        place = bisect.bisect_left(self._bounds, root)
-        if place == len(self._bounds) or batch_size >= len(self._by_batch[place]):
+        bound = bisect.bisect_left(self._bounds, root)
+        if bound == len(self._bounds) or batch_size >= len(self._by_batch[bound]):
             return None
-        return self._by_batch[place][batch_size]
+        return self._by_batch[bound][batch_size]
 
 
 class Graphs:
@@ -81,14 +81,14 @@ class Graphs:
             ledger: makes the plans that are replayed.
             cache: the pages.
             rows: the lengths of the rows.
-            recorder: (bound of a graph's roots) -> the attention's recorder for it; None = the
+            recorder: (bound of a graph's roots) -> the attention's recorder for it; None means the
                 attention plans nothing.
         """
         self._recorder = recorder
         self._capture, self._ledger, self._cache, self._rows = capture, ledger, cache, rows
-        most = max(shape.max_accept_len for shape in ledger.shapes)
+        max_accept_len = max(shape.max_accept_len for shape in ledger.shapes)
         # No root lies beyond `last`: the scheduler prepares no row at the context's end.
-        last = ledger.max_context_len - 1 + ledger.overlap_depth * most
+        last = ledger.max_context_len - 1 + ledger.overlap_depth * max_accept_len
         self._bounds = [LEAST_BOUND << i for i in range(32) if LEAST_BOUND << i < last] + [last]
         self._sets: dict[tuple[int, bool], GraphSet] = {}
         self._num_bytes = self._replay_ct = self._eager_ct = 0
@@ -105,22 +105,27 @@ class Graphs:
             sizes: the batch sizes of each kind of round.
             rounds: launches a round of given lanes.
         """
-        places = [(kind, n, b) for kind, of in sizes.items() for n in of for b in self._bounds]
-        places.sort(key=lambda place: place[1:], reverse=True)
-        if not places:
+        keys = [
+            (kind, n, b)
+            for kind, batch_sizes in sizes.items()
+            for n in batch_sizes
+            for b in self._bounds
+        ]
+        keys.sort(key=lambda key: key[1:], reverse=True)
+        if not keys:
             return
-        buffer = LaneBuffer(places[0][1], self._cache.device)
+        buffer = LaneBuffer(keys[0][1], self._cache.device)
         graphs: dict[RoundKind, list[RoundGraph]] = {kind: [] for kind in sizes}
         refused: set[RoundKind] = set()
 
-        works = {place: self._work(place, rounds, buffer) for place in places}
+        works = {key: self._work(key, rounds, buffer) for key in keys}
 
-        def attempt(place: Place, run: Callable[[Place], None]) -> None:
-            kind = place[0]
+        def attempt(key: GraphKey, run: Callable[[GraphKey], None]) -> None:
+            kind = key[0]
             if kind in refused:
                 return
             try:
-                run(place)
+                run(key)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -134,56 +139,56 @@ class Graphs:
 
         loaded: set[tuple[RoundKind, int]] = set()
 
-        def warm_up(place: Place) -> None:
+        def warm_up(key: GraphKey) -> None:
             # A run with the longest reads that have room, and one with the shortest, load all that
             # those between use.
-            kind, size, bound = place
+            kind, size, bound = key
             if (kind, size) in loaded and bound != self._bounds[0]:
                 return
             with self._cache.trying_reads():
-                self._capture.warm_up(works[place])
+                self._capture.warm_up(works[key])
             loaded.add((kind, size))
 
-        def record(place: Place) -> None:
-            graphs[place[0]].append(self._record(place, works[place], buffer))
+        def record(key: GraphKey) -> None:
+            graphs[key[0]].append(self._record(key, works[key], buffer))
 
-        warm = _within_memory(places, lambda place: attempt(place, warm_up))
+        warm = _within_memory(keys, lambda key: attempt(key, warm_up))
         self._cache.pin_reads()
         before = self._capture.used_bytes()
-        tried = _within_memory(warm, lambda place: attempt(place, record))
+        tried = _within_memory(warm, lambda key: attempt(key, record))
         self._num_bytes = max(self._capture.used_bytes() - before, 0)
-        for kind, mine in graphs.items():
-            if mine:
-                self._sets[self._key(kind)] = GraphSet(mine, self._bounds)
-        if len(tried) < len(places):
+        for kind, kind_graphs in graphs.items():
+            if kind_graphs:
+                self._sets[self._key(kind)] = GraphSet(kind_graphs, self._bounds)
+        if len(tried) < len(keys):
             _log.warning(
                 "out of memory while capturing CUDA graphs: there are %d of %d, with %d bytes, for "
                 "batch sizes %s; other rounds run eagerly",
                 self.stats().num_graphs,
-                len(places),
+                len(keys),
                 self._num_bytes,
                 list(self.sizes),
             )
 
-    def _work(self, place: Place, rounds: Rounds, buffer: LaneBuffer) -> GraphWork:
-        recorder = None if self._recorder is None else self._recorder(place[2])
-        bounds = self._page_bounds(place)
-        return GraphWork(place, rounds, buffer, self._cache, self._rows, recorder, bounds)
+    def _work(self, key: GraphKey, rounds: Rounds, buffer: LaneBuffer) -> GraphWork:
+        recorder = None if self._recorder is None else self._recorder(key[2])
+        bounds = self._page_bounds(key)
+        return GraphWork(key, rounds, buffer, self._cache, self._rows, recorder, bounds)
 
-    def _page_bounds(self, place: Place) -> PageBounds | None:
-        """Return how many pages a round reads; None = as many as its lanes have columns.
+    def _page_bounds(self, key: GraphKey) -> PageBounds | None:
+        """Return how many pages a round reads; None means as many as its lanes have columns.
 
         Only torch's attention of 16 bits gathers live pages side by side.
         """
         if self._recorder is not None or self._cache.dtype not in FLASH_DTYPES:
             return None
-        return page_bounds(place[0], place[1], self._ledger.groups)
+        return page_bounds(key[0], key[1], self._ledger.groups)
 
-    def _record(self, place: Place, work: GraphWork, buffer: LaneBuffer) -> RoundGraph:
+    def _record(self, key: GraphKey, work: GraphWork, buffer: LaneBuffer) -> RoundGraph:
         with no_transfers():
-            recording = self._capture.record(work, follows=place[0].drafts)
+            recording = self._capture.record(work, follows=key[0].drafts)
         return RoundGraph(
-            *place,
+            *key,
             recording,
             buffer,
             num_rows=self._ledger.num_rows,
@@ -253,31 +258,31 @@ class Graphs:
         )
 
 
-def _within_memory(places: Sequence[Place], run: Callable[[Place], None]) -> list[Place]:
-    """Run each place, and return those that succeeded.
+def _within_memory(keys: Sequence[GraphKey], run: Callable[[GraphKey], None]) -> list[GraphKey]:
+    """Run each key, and return those that succeeded.
 
-    Skip a place that runs out of memory, and every later place with at least as many lanes and at
+    Skip a key that runs out of memory, and every later key with at least as many lanes and at
     least as long reads. A graph with more lanes but shorter reads may still find room.
     """
-    found: list[Place] = []
-    failed: list[Place] = []
-    for place in places:
-        if _exceeds(place, failed):
+    done: list[GraphKey] = []
+    failed: list[GraphKey] = []
+    for key in keys:
+        if _exceeds(key, failed):
             continue
         try:
-            run(place)
+            run(key)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            failed.append(place)
+            failed.append(key)
         else:
-            found.append(place)
-    return found
+            done.append(key)
+    return done
 
 
-def _exceeds(place: Place, failed: Collection[Place]) -> bool:
-    """Return whether a place has at least the lanes and the reads of one that failed."""
-    return any(place[1] >= size and place[2] >= bound for _, size, bound in failed)
+def _exceeds(key: GraphKey, failed: Collection[GraphKey]) -> bool:
+    """Return whether a key has at least the lanes and the reads of one that failed."""
+    return any(key[1] >= size and key[2] >= bound for _, size, bound in failed)
 
 
 @dataclass(frozen=True, slots=True)

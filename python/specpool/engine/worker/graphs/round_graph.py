@@ -78,12 +78,12 @@ class LaneBuffer:
     """The lanes of the next round on the device, in one buffer of the largest batch for all graphs.
 
     Attributes:
-        cells: int32 [3, most], each lane's row, lo and hi.
+        cells: int32 [3, max_lanes], each lane's row, lo and hi.
     """
 
-    def __init__(self, most: int, device: torch.device) -> None:
-        """Allocate `most` lanes, all of them padding."""
-        self.cells = torch.zeros(3, most, dtype=torch.int32, device=device)
+    def __init__(self, max_lanes: int, device: torch.device) -> None:
+        """Allocate `max_lanes` lanes, all of them padding."""
+        self.cells = torch.zeros(3, max_lanes, dtype=torch.int32, device=device)
 
     def lanes(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows, lo and hi of the first `size` lanes, int32 [size] each."""
@@ -130,8 +130,8 @@ class RoundGraph:
             buffer: holds the lanes.
             num_rows: the ledger's.
             groups: the ledger's.
-            recorder: the attention's, which plans each replay; None = there is nothing to plan.
-            bounds: for how many pages the recording has room; None = for all of its lanes.
+            recorder: the attention's, which plans each replay; None if there is nothing to plan.
+            bounds: for how many pages the recording has room; None means all of its lanes.
         """
         self._recorder = recorder
         self.kind, self.size, self.bound = kind, size, bound
@@ -197,9 +197,9 @@ class RoundGraph:
             )
 
 
-def _check_range(name: str, values: Int32, least: Int32 | int, most: Int32 | int) -> None:
-    wrong = (values < least) | (values > most)
+def _check_range(name: str, values: Int32, least: Int32 | int, greatest: Int32 | int) -> None:
+    wrong = (values < least) | (values > greatest)
     if wrong.any():
         lane = int(wrong.argmax())
-        low, high = (np.broadcast_to(bound, values.shape)[lane] for bound in (least, most))
+        low, high = (np.broadcast_to(bound, values.shape)[lane] for bound in (least, greatest))
         raise ShapeError(f"{name} of lane {lane} must be in [{low}, {high}], got {values[lane]}")
