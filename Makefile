@@ -10,6 +10,8 @@ UV_TORCH := $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND),)
 export CARGO_TERM_COLOR ?= auto
 # Two threads gain nothing on tiny models and lose badly on a shared machine.
 export OMP_NUM_THREADS ?= 1
+# Dozens of tests start a Python of their own, which compiles whatever no earlier one has written down.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help run install engines build capi crate fmt lint lint-rust lint-python check test coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
@@ -108,6 +110,10 @@ lint-python: $(VENV)/.dev
 	printf '[mypy]\nfollow_imports = skip\n' | $(BIN)/python -m mypy.stubtest specpool._core --mypy-config-file /dev/stdin
 	$(BIN)/python tests/gpu.py --dry
 
+# A worker takes half of the tests in their order, so that the tests of a file share its fixtures. The other
+# one takes from its end when it has none left.
+PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+
 # The laws of the core, of the kernels' twins and of the house: no model, no compiler.
 CHECKED := tests/core $(filter-out %scheduler.py,$(wildcard tests/scenarios/test_scenarios_*.py)) tests/kernels \
 	tests/scenarios/test_guards.py tests/docs/test_architecture.py
@@ -118,21 +124,21 @@ check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 	cargo test --quiet -p specpool-core --lib
-	$(BIN)/pytest -m "not full" -k "not nvrtc and not agrees_with_the_oracle and not few_bytes and not run_of_the_engine" -n 2 -q $(CHECKED)
+	$(PYTEST) -m "not full" -k "not nvrtc and not agrees_with_the_oracle and not few_bytes and not run_of_the_engine" -q $(CHECKED)
 
 test: $(VENV)/.dev ## install if needed, and run the tests (20 minutes on two cores)
 	cargo test --quiet -p specpool-core -p specpool-check -p specpool-capi
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
-	$(BIN)/pytest -m "not full and not ray" -n 2
+	$(PYTEST) -m "not full and not ray"
 
 test-full: $(VENV)/.dev ## run the tests and the whole losslessness grid
 	cargo test --quiet -p specpool-core -p specpool-check -p specpool-capi
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
-	$(BIN)/pytest -m "not ray" -n 2
+	$(PYTEST) -m "not ray"
 
 # Python: what the tests run of the package. Rust: what the core's own tests run of the core.
 coverage: $(VENV)/.dev ## print which lines of Python and Rust the tests run (half an hour; cargo install cargo-tarpaulin first)
-	$(BIN)/pytest -m "not full and not ray" -n 2 -q --cov=specpool --cov-report=term:skip-covered
+	$(PYTEST) -m "not full and not ray" -q --cov=specpool --cov-report=term:skip-covered
 	cargo tarpaulin --engine llvm --packages specpool-core --lib --tests --include-files 'rust/specpool-core/src/*' \
 	--target-dir target/coverage --skip-clean --timeout 600 --out Stdout
 

@@ -105,7 +105,7 @@ def serve(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """The options that only `reserve --trace` takes; None = the default of `trace`."""
+    """The options that only `reserve --trace` takes; None means the default of `trace`."""
 
     memory: Annotated[
         str | None, typer.Option(help="Bytes of KV, such as 8GiB. [default: 8GiB]")

@@ -44,9 +44,9 @@ class Clients:
         for client in range(self._num_clients):
             self._next(iter(range(client, len(self._prompts), self._num_clients)))
 
-    def turns(self, most: int) -> bool:
-        """Run a few turns of the engine, at most so many; return whether there are more."""
-        return all(self.engine.turn() for _ in range(most))
+    def turns(self, max_turns: int) -> bool:
+        """Run at most `max_turns` turns of the engine; return whether there are more."""
+        return all(self.engine.turn() for _ in range(max_turns))
 
     def _next(self, numbers: Iterator[int]) -> None:
         if (number := next(numbers, None)) is None:

@@ -119,7 +119,7 @@ def _random(sizes: Llama, length: int, tokens: int) -> Case:
         return model_of(sizes, "cpu")
 
     halves = prompts_of(sizes, 2, max(length // 2, 1))
-    millions = sum(each.numel() for each in load().parameters()) / 1e6
+    millions = sum(parameter.numel() for parameter in load().parameters()) / 1e6
     name = f"random model of {millions:.0f}M, prompts of {2 * len(halves[0])}: "
     return Case(name, load, [[*half, *half] for half in halves], tokens)
 
@@ -170,18 +170,18 @@ def _compare(case: Case, draft: str, steps: int, repeats: int) -> list[Result]:
         pairs = _in_turn(ours, theirs, expected, repeats)
         outputs = [engine.generate([prompt], params)[0] for prompt in case.prompts]
     num = len(case.prompts) * case.tokens
-    mine, other = (statistics.median(num / seconds for seconds in side) for side in pairs)
+    rate, reference_rate = (statistics.median(num / seconds for seconds in side) for side in pairs)
     lens = [n for output in outputs for n in output.accept_lens]
     name = "small model" if draft == DRAFT else draft
     return [
         Result(
             name=f"{case.name}{name}, chain of {steps}, accept length {statistics.mean(lens):.2f}",
-            value=mine,
+            value=rate,
             unit="tokens / CPU s",
             reference="transformers' assisted generation"
             if draft == DRAFT
             else "transformers' prompt lookup",
-            reference_value=other,
+            reference_value=reference_rate,
         )
     ]
 
@@ -208,7 +208,7 @@ def _windowed(
     if any(text != texts[0] for text in texts):
         raise CorruptState("a text with a draft window is not the text without one")
     alone = f"draft window of {DRAFT_WINDOW}"
-    kept = [alone, f"{alone}, sink of {DRAFT_SINK}"]
+    windows = [alone, f"{alone}, sink of {DRAFT_SINK}"]
     return [
         Result(
             name=f"{name}, chain of {steps}, {what}: accept length",
@@ -217,7 +217,7 @@ def _windowed(
             reference="all tokens kept",
             reference_value=lens[-1],
         )
-        for what, length in zip(kept, lens, strict=False)
+        for what, length in zip(windows, lens, strict=False)
     ]
 
 
@@ -227,11 +227,11 @@ def _in_turn(
     """Run both sides in turn, after a run that does not count; return the seconds of each."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for number in range(repeats + 1):
-        for side, found in zip((ours, theirs), seconds, strict=True):
+        for side, side_seconds in zip((ours, theirs), seconds, strict=True):
             start = time.process_time()
             texts = side()
             if texts != expected:
                 raise CorruptState("a drafted text is not that of plain decoding")
             if number:
-                found.append(time.process_time() - start)
+                side_seconds.append(time.process_time() - start)
     return seconds

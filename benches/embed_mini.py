@@ -51,13 +51,13 @@ def _modules(path: Path) -> tuple[Any, Any, Any]:
     packages = ("minisgl", "minisgl.utils", "minisgl.kernel", "minisgl.scheduler")
     stand_in_packages(path / "python", *packages)
     try:
-        for place, name in NAMES:
-            found = getattr(importlib.import_module(f"minisgl.{place}"), name)
-            setattr(sys.modules[f"minisgl.{place.partition('.')[0]}"], name, found)
+        for module, name in NAMES:
+            function = getattr(importlib.import_module(f"minisgl.{module}"), name)
+            setattr(sys.modules[f"minisgl.{module.partition('.')[0]}"], name, function)
         core = importlib.import_module("minisgl.core")
         theirs = importlib.import_module("minisgl.scheduler.cache")
-        one = torch.zeros(1, dtype=torch.int32)
-        found(one, one)  # compiled here, off the clock
+        probe_ids = torch.zeros(1, dtype=torch.int32)
+        function(probe_ids, probe_ids)  # compiled here, off the clock
     except ImportError as error:
         raise ConfigError(f"--mini-sglang: {error}: pip install {error.name}") from None
     return example("mini_sglang"), theirs, core
@@ -69,11 +69,11 @@ def _no_pins() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    own = torch.empty
+    original = torch.empty
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
-        return own(*sizes, **options)
+        return original(*sizes, **options)
 
     with mock.patch.object(torch, "empty", empty):
         yield
@@ -180,7 +180,7 @@ def measure(path: Path, repeats: int) -> list[Result]:
                 for module in (ours, theirs)
             ]
             for at, name in enumerate(PARTS):
-                value, own = (float(np.median([t[at] for t in turns[n::2]])) for n in (0, 1))
+                value, reference = (float(np.median([t[at] for t in turns[n::2]])) for n in (0, 1))
                 title = f"mini-sglang, P={size}: {name}"
-                results.append(Result(title, value, "us", "its own manager", own))
+                results.append(Result(title, value, "us", "its own manager", reference))
     return results

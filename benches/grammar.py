@@ -104,15 +104,15 @@ class _Watch:
 
         def timed_masks(matcher: Matcher, *args: Any) -> Any:
             begin = time.perf_counter()
-            found = masks(matcher, *args)
+            mask_lines = masks(matcher, *args)
             self.seconds += time.perf_counter() - begin
-            return found
+            return mask_lines
 
-        def timed_forced(matcher: Matcher, most: int) -> list[int]:
+        def timed_forced(matcher: Matcher, max_tokens: int) -> list[int]:
             begin = time.perf_counter()
-            found = forced(matcher, most)
+            span = forced(matcher, max_tokens)
             self.seconds += time.perf_counter() - begin
-            return found
+            return span
 
         with (
             mock.patch.object(Matcher, "masks", timed_masks),
@@ -179,8 +179,8 @@ def _masks(name: str, tokenizer: PreTrainedTokenizerBase, repeats: int) -> list[
                 other.masks(tokens[:1], none, none)
             if run:
                 theirs.append((time.perf_counter() - begin) / NUM_NODES)
-    read, compiled = (statistics.median(each) * 1e3 for each in (reads, compiles))
-    mask, plainly = (statistics.median(each) * 1e6 for each in (ours, theirs))
+    read, compiled = (statistics.median(times) * 1e3 for times in (reads, compiles))
+    mask, plainly = (statistics.median(times) * 1e6 for times in (ours, theirs))
     first = statistics.mean(cold) * 1e6
     afresh = "each node from the start of the text"
     return [
@@ -204,9 +204,9 @@ def _beside_xgrammar(name: str, tokenizer: PreTrainedTokenizerBase) -> list[Resu
 
     def timed(what: str, call: Any, *arguments: Any, **options: Any) -> Any:
         begin = time.perf_counter()
-        found = call(*arguments, **options)
+        result = call(*arguments, **options)
         spent.setdefault(what, []).append(time.perf_counter() - begin)
-        return found
+        return result
 
     compiler = Compiler(tokenizer, vocab_size, frozenset([eos]))
     compiler.matcher(Grammar.choice(["a"]))  # reads the vocabulary
@@ -238,9 +238,9 @@ def _beside_xgrammar(name: str, tokenizer: PreTrainedTokenizerBase) -> list[Resu
         Result(f"compile the schema beside xgrammar, {name}", spent["compile"][0] * 1e3, "ms",
                reference, spent["other's compile"][0] * 1e3),
         *(
-            Result(f"mask of {each} beside xgrammar, {name}", take(spent[what]) * us, "us",
+            Result(f"mask of {label} beside xgrammar, {name}", take(spent[what]) * us, "us",
                    reference, take(spent[f"other's {what}"]) * us)
-            for what, take, each in columns
+            for what, take, label in columns
         ),
     ]  # fmt: skip
 
@@ -259,14 +259,14 @@ def _runs(case: _Case, repeats: int) -> list[Result]:
         max_new_tokens=400, structured=Grammar.json_schema(SCHEMA), logit_bias={34: 4.0}
     )
     prompts = [bytes(text).decode("latin-1") for text in corpus.prompts(4, 40)]
-    found: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
+    cases: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
     texts = set()
     watch = _Watch()
     with _engine(case) as engine:
         engine.generate(prompts, params)  # warm up
         for repeat in range(2 * repeats):
             forces = repeat % 2 == 0
-            off: Any = mock.patch.object(Matcher, "forced", lambda self, most: [])
+            off: Any = mock.patch.object(Matcher, "forced", lambda self, max_tokens: [])
             before = watch.seconds
             begin = time.perf_counter()
             with watch.watching():
@@ -282,12 +282,12 @@ def _runs(case: _Case, repeats: int) -> list[Result]:
             num_tokens = sum(len(output.token_ids) for output in outputs)
             num_rounds = sum(len(output.accept_lens) for output in outputs)
             share = (watch.seconds - before) / seconds
-            found[forces].append((num_tokens / num_rounds, num_tokens / seconds, share))
+            cases[forces].append((num_tokens / num_rounds, num_tokens / seconds, share))
     if len(texts) > 1:
         raise CorruptState("the texts with and without forced spans differ")
     medians = {
         forces: [statistics.median(column) for column in zip(*runs, strict=True)]
-        for forces, runs in found.items()
+        for forces, runs in cases.items()
     }
     reference = "without forced spans"
     (ours, speed, share), (theirs, slower, _) = medians[True], medians[False]
@@ -326,4 +326,4 @@ def grammar(*, vocab: int, repeats: int, threads: int, json: bool, plot: Path | 
     where = machine("cpu", threads, ("torch", "transformers", "llguidance"))
     report("bench grammar", where, results, json_only=json, plot=None)
     if plot is not None:
-        draw("bench grammar", [each for each in results if each.unit == "tokens"], plot)
+        draw("bench grammar", [result for result in results if result.unit == "tokens"], plot)

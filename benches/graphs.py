@@ -103,7 +103,7 @@ def idle_share(engine: Engine, batch: int, num_rounds: int) -> float:
             once()
     if is_cuda:
         torch.cuda.synchronize()
-    idle = sum(one[1].elapsed_time(other[0]) for one, other in pairwise(moments))
+    idle = sum(earlier[1].elapsed_time(later[0]) for earlier, later in pairwise(moments))
     return float(max(idle, 0.0) / moments[0][0].elapsed_time(moments[-1][1]))
 
 

@@ -77,8 +77,8 @@ def _table(
 def empty_launch(device: torch.device) -> Case:
     """A kernel that returns at once, through the same seam."""
     cell, none = _int32([[0]], device), np.int32(0)
-    one = np.int32(1)
-    args = (cell, one, one, cell, cell, cell, none)
+    single = np.int32(1)
+    args = (cell, single, single, cell, cell, cell, none)
     return Case("empty launch", partial(launch.launch, "apply_table_delta", (1,), (32,), args), 0)
 
 
@@ -110,8 +110,8 @@ def move_cases(
         later = np.arange(sizes.num_steps + 1, sizes.nodes)  # no node stands in its place
         walks[lane, 1:] = np.sort(rng.permutation(later)[: sizes.num_steps])
     accept_index = _int32(walks + sizes.nodes * np.arange(batch)[:, None], device)
-    place = (table, p, rows, roots, accept_index)
-    compact = partial(kernels.compact_accepted, fields, *place, num_draft_tokens=sizes.nodes)
+    layout = (table, p, rows, roots, accept_index)
+    compact = partial(kernels.compact_accepted, fields, *layout, num_draft_tokens=sizes.nodes)
     yield Case("compact_accepted", compact, 2 * batch * sizes.num_steps * pool.slot_bytes)
 
 
@@ -127,7 +127,7 @@ class Tails:
     sizes: Sizes
 
     @classmethod
-    def of(cls, sizes: Sizes, page_size: int, batch: int, device: torch.device) -> Tails:
+    def drawn(cls, sizes: Sizes, page_size: int, batch: int, device: torch.device) -> Tails:
         """Random roots inside the first page, so that each has a tail; the drafts lie behind."""
         rng = np.random.default_rng([page_size, batch])
         p = page_size
@@ -142,10 +142,10 @@ class Tails:
     def case(self) -> Case:
         """One launch."""
         fields = Fields.of([self.kv], self.page_size, slot_dim=2)
-        place = (fields, self.table, self.page_size, self.rows, self.roots)
+        layout = (fields, self.table, self.page_size, self.rows, self.roots)
         sizes = {"num_steps": self.sizes.num_steps, "topk": self.sizes.topk}
         tokens = int((self.roots % self.page_size).sum()) * (self.sizes.topk - 1)
-        run = partial(kernels.duplicate_prefix_tail, *place, **sizes)
+        run = partial(kernels.duplicate_prefix_tail, *layout, **sizes)
         return Case("duplicate_prefix_tail", run, 2 * tokens * sum(fields.widths))
 
     def in_torch(self) -> None:
@@ -174,7 +174,7 @@ def table_cases(sizes: Sizes, page_size: int, batch: int, device: torch.device) 
     host_roots = rng.integers(sizes.context // 2, sizes.context, n).astype(np.int32)
     roots = _int32(host_roots, device)
     tokens, cells = int(host_roots.sum()), int((-(-host_roots // p)).sum())
-    place = (table, p, rows, roots)
+    layout = (table, p, rows, roots)
 
     cell = rng.permutation(n * columns)[: 4 * n]
     delta = [_int32(1 + cell // columns, device), _int32(cell % columns, device)]
@@ -183,11 +183,11 @@ def table_cases(sizes: Sizes, page_size: int, batch: int, device: torch.device) 
     run = partial(kernels.apply_table_delta, changed, *delta)
     yield Case("apply_table_delta", run, 4 * n * 16)
 
-    of = rows.repeat_interleave(sizes.nodes)
+    node_rows = rows.repeat_interleave(sizes.nodes)
     positions = roots.repeat_interleave(sizes.nodes)
-    out = torch.empty_like(of)
-    run = partial(kernels.slots_at, table, p, of, positions, out=out)
-    yield Case("slots_at", run, 16 * of.numel())
+    out = torch.empty_like(node_rows)
+    run = partial(kernels.slots_at, table, p, node_rows, positions, out=out)
+    yield Case("slots_at", run, 16 * node_rows.numel())
 
     zeros, slots = torch.zeros_like(roots), torch.empty(tokens, dtype=torch.int32, device=device)
     run = partial(kernels.slot_ranges, table, p, rows, zeros, roots, hi=host_roots, out=slots)
@@ -195,7 +195,7 @@ def table_cases(sizes: Sizes, page_size: int, batch: int, device: torch.device) 
 
     out = torch.empty(n, k, s, dtype=torch.int32, device=device)
     named = {"num_steps": s, "topk": k}
-    run = partial(kernels.draft_write_slots, *place, **named, layout="holey", out=out)
+    run = partial(kernels.draft_write_slots, *layout, **named, layout="holey", out=out)
     yield Case("draft_write_slots", run, 4 * (2 * out.numel() + 2 * n))
 
     step = s - 1
@@ -205,14 +205,14 @@ def table_cases(sizes: Sizes, page_size: int, batch: int, device: torch.device) 
         torch.empty(capacity, dtype=torch.int32, device=device),
     )
     ancestors = torch.zeros(n, k, s, dtype=torch.int32, device=device)
-    reads = partial(kernels.draft_read_indices, *place, **named, step=step, layout="holey")
+    reads = partial(kernels.draft_read_indices, *layout, **named, step=step, layout="holey")
     run = partial(reads, ancestors=ancestors, hi=host_roots, out=csr)
     written = k * (tokens + n * (step + 1)) + n * k
     yield Case("draft_read_indices", run, 4 * (written + cells + 2 * n + n * k * s))
 
     width = (int(host_roots.max()) + step) // p + 1
     out = torch.empty(n * k, width, dtype=torch.int32, device=device)
-    run = partial(kernels.branch_pages, *place, **named, step=step, hi=host_roots, out=out)
+    run = partial(kernels.branch_pages, *layout, **named, step=step, hi=host_roots, out=out)
     yield Case("branch_pages", run, 4 * (out.numel() + cells + 2 * n))
 
     parents = _int32(rng.integers(0, k, (n, k)), device)

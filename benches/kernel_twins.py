@@ -114,9 +114,9 @@ def compact_results(sizes: HostSizes, repeats: int) -> list[Result]:
     walks = np.sort(rng.permuted(np.tile(np.arange(7, nodes), (lanes, 1)), axis=1)[:, : width - 1])
     first = nodes * np.arange(lanes)[:, None]
     accept_index = (first + np.pad(walks, ((0, 0), (1, 0)))).astype(np.int32)
-    place = (table, p, rows, roots, accept_index)
+    layout = (table, p, rows, roots, accept_index)
     buffers = [torch.ones(sizes.num_slots, *sizes.tail).bfloat16() for _ in range(sizes.layers)]
-    index = torch.from_numpy(compact_moves(*place, num_draft_tokens=nodes)[0])
+    index = torch.from_numpy(compact_moves(*layout, num_draft_tokens=nodes)[0])
     values = [buffer.index_select(0, index) for buffer in buffers]
     num_bytes = sum(value.nbytes for value in values)
     flat = [torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2)]
@@ -125,7 +125,7 @@ def compact_results(sizes: HostSizes, repeats: int) -> list[Result]:
         for buffer, value in zip(buffers, values, strict=True):
             torch.index_select(buffer, 0, index, out=value)
 
-    ours = partial(moves.compact_accepted, buffers, *place, num_draft_tokens=nodes)
+    ours = partial(moves.compact_accepted, buffers, *layout, num_draft_tokens=nodes)
     runs: dict[str, Callable[[], object]] = {
         "memcpy": lambda: flat[0].copy_(flat[1]),
         "index_select into memory at hand": select_into,

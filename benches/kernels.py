@@ -130,10 +130,12 @@ class Bench:
         empty = empty_launch(self.device)
         for case in cases:
             half = 16 * -(-case.num_bytes // 32)
-            to, of = torch.ones(2, half, dtype=torch.uint8, device=self.device)
+            target, source = torch.ones(2, half, dtype=torch.uint8, device=self.device)
             runs = [
                 self.clock.graph(case.run, case.num_bytes),
-                self.clock.graph(lambda to=to, of=of: to.copy_(of), case.num_bytes),
+                self.clock.graph(
+                    lambda target=target, source=source: target.copy_(source), case.num_bytes
+                ),
                 self.clock.graph(empty.run, 0),
             ]
             us, copy_us, empty_us = interleaved(runs, self.repeats)
@@ -145,7 +147,7 @@ class Bench:
                 calls = [self.clock.eager(case.run), self.clock.eager(empty.run)]
                 us, empty_us = interleaved(calls, self.repeats)
                 yield Result(f"{name}: a call", us, "us", f"{EMPTY}, eager", empty_us)
-            del to, of, runs
+            del target, source, runs
 
     def tails(self, where: str, tails: Tails) -> Iterator[Result]:
         """One launch beside upstream's torch operations, both called from Python."""
@@ -172,7 +174,7 @@ def device_results(
                 yield from bench.launches(f"{model}, {where}", cases, batch)
                 del cases
             if p > 1:
-                tails = Tails.of(first, p, batch, device)
+                tails = Tails.drawn(first, p, batch, device)
                 yield from bench.launches(f"a draft layer, {where}", [tails.case()], batch)
                 yield from bench.tails(f"a draft layer, {where}", tails)
                 del tails
@@ -218,9 +220,9 @@ def picture(where: dict[str, Any], results: Sequence[Result], path: Path) -> Non
 
     lines: dict[tuple[str, str], dict[str, list[Launched]]] = {}
     for result in results:
-        found = re.fullmatch(r"(\w+), (\w+), (P=\d+), bs=\d+", result.name)
-        if found and isinstance(result, Launched) and result.unit == "GB/s":
-            kernel, model, page = found.groups()
+        match = re.fullmatch(r"(\w+), (\w+), (P=\d+), bs=\d+", result.name)
+        if match and isinstance(result, Launched) and result.unit == "GB/s":
+            kernel, model, page = match.groups()
             lines.setdefault((kernel, model), {}).setdefault(page, []).append(result)
     columns = min(4, len(lines))
     figure, grid = pyplot.subplots(

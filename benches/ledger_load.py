@@ -186,6 +186,6 @@ class PlainLoad:
 
 def _outcomes(setting: Setting, batch: int, rng: np.random.Generator) -> Iterator[Ints]:
     """Accept lengths [batch], round after round: every one that the shape allows equally often."""
-    most = setting.shape.max_accept_len
-    rounds = rng.integers(1, most, (NUM_OUTCOMES, batch), dtype=np.int32, endpoint=True)
+    max_accept_len = setting.shape.max_accept_len
+    rounds = rng.integers(1, max_accept_len, (NUM_OUTCOMES, batch), dtype=np.int32, endpoint=True)
     return itertools.cycle(list(rounds))

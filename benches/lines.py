@@ -15,27 +15,27 @@ class Line:
     """A figure and its target."""
 
     result: Result
-    least: float | None = None  # of its ratio
-    most: float | None = None  # of its value
+    min_ratio: float | None = None  # for the ratio of the result
+    max_value: float | None = None  # for its value
 
     @property
     def target(self) -> str:
         """The target as the table shows it."""
-        if self.least is not None:
-            met = self.result.ratio >= self.least
-            return f">= {self.least:g} {'met' if met else '[bold]missed[/bold]'}"
-        if self.most is not None:
-            met = self.result.value <= self.most
-            return f"<= {self.most:g} {'met' if met else '[bold]missed[/bold]'}"
+        if self.min_ratio is not None:
+            met = self.result.ratio >= self.min_ratio
+            return f">= {self.min_ratio:g} {'met' if met else '[bold]missed[/bold]'}"
+        if self.max_value is not None:
+            met = self.result.value <= self.max_value
+            return f"<= {self.max_value:g} {'met' if met else '[bold]missed[/bold]'}"
         return ""
 
     def results(self) -> list[Result]:
         """The figure, and its ratio beside what it should be."""
         result = self.result
-        if self.least is None:
+        if self.min_ratio is None:
             return [result]
         name = f"{result.name}, of {result.reference}"
-        return [result, Result(name, result.ratio, "times", "target, at least", self.least)]
+        return [result, Result(name, result.ratio, "times", "target, at least", self.min_ratio)]
 
 
 def table_of(title: str, caption: str, lines: Sequence[Line]) -> Table:

@@ -89,7 +89,10 @@ def prefill_results(
     device: str, repeats: int, sizes: Llama = WIDE, length: int = PROMPT
 ) -> Iterator[Result]:
     """Measure a prompt until its first token, beside transformers by its own kernels."""
-    one, (prompt,) = SamplingParams(max_new_tokens=1, ignore_eos=True), prompts_of(sizes, 1, length)
+    params, (prompt,) = (
+        SamplingParams(max_new_tokens=1, ignore_eos=True),
+        prompts_of(sizes, 1, length),
+    )
     tokens = torch.tensor([prompt], device=device)
     for attention in ("sdpa", "flash_attention_2"):
         try:
@@ -113,14 +116,14 @@ def prefill_results(
         ) as engine:
 
             def ours(engine: Engine = engine) -> None:
-                (output,) = engine.generate([prompt], one)
+                (output,) = engine.generate([prompt], params)
                 assert output.error is None, output.error
 
             runs = [_timed(ours, device), _timed(plain, device)]
             for run in runs:
                 run()
             us, plain_us = interleaved(runs, repeats)
-        speeds = [length / each * 1e6 for each in (us, plain_us)]
+        speeds = [length / duration * 1e6 for duration in (us, plain_us)]
         name = f"a prompt of {length} tokens, {sizes.num_hidden_layers} layers as of an 8B model"
         yield Result(name, speeds[0], "tokens/s", f"transformers, {attention}", speeds[1])
 
@@ -134,9 +137,9 @@ class Reads:
 
     def read_pages(self, keys: Any, values: Any, pages: Any) -> Any:
         """Read pages, and count what gather and attention move: read, write, read again."""
-        found = self._read(keys, values, pages)
-        self.num_bytes += 3 * sum(each.nbytes for each in found)
-        return found
+        parts = self._read(keys, values, pages)
+        self.num_bytes += 3 * sum(part.nbytes for part in parts)
+        return parts
 
 
 def decode_results(
@@ -153,8 +156,10 @@ def decode_results(
         moved = reads.num_bytes or _live_bytes(engine, whole_pages=True)
         yield Result(f"KV moved in an eager round, {where}", moved, "bytes", "live KV", live)
     with _decoding(device, repeats, sizes, batch, length) as engine:
-        to, of = torch.ones(2, max(_live_bytes(engine) // 2, 1), dtype=torch.uint8, device=device)
-        runs = [_timed(engine.turn, device), _timed(lambda: to.copy_(of), device)]
+        target, source = torch.ones(
+            2, max(_live_bytes(engine) // 2, 1), dtype=torch.uint8, device=device
+        )
+        runs = [_timed(engine.turn, device), _timed(lambda: target.copy_(source), device)]
         us, copy_us = interleaved(runs, repeats)
         yield Result(f"a round, {where}", us, "us", "a device copy that moves the live KV", copy_us)
 

@@ -48,20 +48,20 @@ def rows_of(
     _silence()
     theirs = _model(size)
     ours = copy.deepcopy(theirs)
-    most = theirs.config.max_position_embeddings - (repeats + 2) * WINDOW
+    max_len = theirs.config.max_position_embeddings - (repeats + 2) * WINDOW
     for context in contexts:
-        if context > most:
+        if context > max_len:
             continue
         for batch in batch_sizes:
             kinds = [("fresh", False), ("used", False)] + [("used", True)] * (batch > 1)
             for pool, ragged in kinds:
                 yield _decoding(size, ours, theirs, batch, context, pool, ragged, repeats)
     for length in prompts:
-        if length <= most:
+        if length <= max_len:
             yield _prefill(size, ours, theirs, length, repeats)
     if num_requests:
-        most = min(512, most // 2)
-        yield from _requests(size, ours, theirs, num_requests, most, repeats)
+        max_len = min(512, max_len // 2)
+        yield from _requests(size, ours, theirs, num_requests, max_len, repeats)
 
 
 def _silence() -> None:
@@ -296,15 +296,15 @@ def _generate(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
         eos_token_id=None,
         pad_token_id=0,
     )
-    found: list[int] = out[0, len(prompt) :].tolist()
-    return found
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
 
 
 def _requests(
-    size: str, ours: Any, theirs: Any, count: int, most: int, repeats: int
+    size: str, ours: Any, theirs: Any, count: int, max_len: int, repeats: int
 ) -> Iterator[Row]:
     """Requests of different lengths that come at once, beside transformers' continuous batching."""
-    prompts = _tokens(count, most, ours.config.vocab_size, ragged=True)
+    prompts = _tokens(count, max_len, ours.config.vocab_size, ragged=True)
     random.Random(0).shuffle(prompts)
     new = 32
     make_config: Any = transformers.GenerationConfig  # only some versions have types for it
@@ -313,8 +313,8 @@ def _requests(
 
     def run_theirs() -> Times:
         start = _now()
-        found = theirs.generate_batch(inputs=prompts, generation_config=greedy, warmup=False)
-        texts[1] = [found[key].generated_tokens for key in sorted(found, key=_number)]
+        outputs = theirs.generate_batch(inputs=prompts, generation_config=greedy, warmup=False)
+        texts[1] = [outputs[key].generated_tokens for key in sorted(outputs, key=_number)]
         return _since(start)
 
     try:
@@ -325,7 +325,7 @@ def _requests(
     if len(texts[1]) != count:
         Console(stderr=True).print("continuous batching does not run here")
         return
-    with _engine(ours, 8, most + new + 16) as engine:
+    with _engine(ours, 8, max_len + new + 16) as engine:
         params = SamplingParams(max_new_tokens=new, ignore_eos=True)
 
         def run_ours() -> Times:
@@ -335,9 +335,8 @@ def _requests(
 
         times = _interleaved([run_ours, run_theirs], repeats)
     same = sum(a == b for a, b in zip(*texts, strict=True))
-    name = (
-        f"{size}: {count} requests of {max(most // count, 1)} to {most} tokens ({same} texts equal)"
-    )
+    lens = f"{max(max_len // count, 1)} to {max_len} tokens"
+    name = f"{size}: {count} requests of {lens} ({same} texts equal)"
     yield _row(name, times, count * new, "tokens/s", "transformers continuous batching")
 
 
@@ -361,8 +360,8 @@ def _since(start: Times) -> Times:
 
 def _interleaved(runs: Sequence[Callable[[], Times]], repeats: int) -> Any:
     """Float [runs, repeats, 2]: seconds, a first turn of each left out."""
-    found = [[run() for run in runs] for _ in range(repeats + 1)][1:]
-    return np.array(found).transpose(1, 0, 2)
+    times = [[run() for run in runs] for _ in range(repeats + 1)][1:]
+    return np.array(times).transpose(1, 0, 2)
 
 
 def _row(name: str, times: Any, amount: int, unit: str, reference: str) -> Row:

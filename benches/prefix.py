@@ -39,7 +39,7 @@ class PlainTree:
 
     def insert(self, tokens: list[int], pages: list[int]) -> int:
         """Add the tokens' whole pages; return how many tokens were there."""
-        node, found = self._root, 0
+        node, matched_len = self._root, 0
         self._clock += 1
         for at, page in zip(range(0, len(tokens) - PAGE_SIZE + 1, PAGE_SIZE), pages, strict=False):
             key = tuple(tokens[at : at + PAGE_SIZE])
@@ -47,9 +47,9 @@ class PlainTree:
             if entry is None:
                 entry = node[key] = [{}, page, self._clock]
             else:
-                found, entry[2] = at + PAGE_SIZE, self._clock
+                matched_len, entry[2] = at + PAGE_SIZE, self._clock
             node = entry[0]
-        return found
+        return matched_len
 
     def match(self, tokens: list[int]) -> list[int]:
         """Return the pages of the longest beginning."""
@@ -125,7 +125,7 @@ class Trace:
     rounds: list[list[list[int]]]
 
 
-def _traces(num_requests: int, common: int, most: int) -> list[Trace]:
+def _traces(num_requests: int, common: int, max_len: int) -> list[Trace]:
     """A common system prompt, chats over a few system prompts, and random texts."""
     rng = random.Random(0)
 
@@ -138,7 +138,7 @@ def _traces(num_requests: int, common: int, most: int) -> list[Trace]:
     chats, rounds = [list(rng.choice(systems)) for _ in range(num_requests // 4)], []
     for _ in range(4):
         chats = [[*chat, *some(24)] for chat in chats]
-        rounds.append([list(chat) for chat in chats if len(chat) + NUM_NEW < most])
+        rounds.append([list(chat) for chat in chats if len(chat) + NUM_NEW < max_len])
         chats = [[*chat, *some(NUM_NEW)] for chat in chats]  # an answer, as the client tells it
     random_texts = [some(common // 2) for _ in range(num_requests // 2)]
     return [
@@ -211,17 +211,19 @@ def _case(engines: Sequence[Engine], trace: Trace, repeats: int, without: str) -
             runs[at].append(_ran(engines[at], trace, NUM_NEW))
     off, on = (
         Ran(
-            statistics.median(run.seconds for run in each[1:]),
-            each[-1].computed,
-            each[-1].hits,
-            statistics.median(run.first_token for run in each[1:]),
-            each[-1].texts,
+            statistics.median(run.seconds for run in run_list[1:]),
+            run_list[-1].computed,
+            run_list[-1].hits,
+            statistics.median(run.first_token for run in run_list[1:]),
+            run_list[-1].texts,
         )
-        for each in runs
+        for run_list in runs
     )
     if on.texts != off.texts:
         raise CorruptState(f"{trace.name}: the texts differ from those {without}")
-    prefill_off, prefill_on = (statistics.median(each[1:]) for each in prefills)
+    prefill_off, prefill_on = (
+        statistics.median(prefill_seconds[1:]) for prefill_seconds in prefills
+    )
     num_tokens = NUM_NEW * len(on.texts)
     name = trace.name
     pairs = {
@@ -272,7 +274,7 @@ def prefix(
     checks.start_torch(threads)
     from specpool.engine.engine import Engine
 
-    most = common + 20 + 8 * NUM_NEW
+    max_len = common + 20 + 8 * NUM_NEW
 
     def engine(**options: Any) -> Engine:
         return Engine.from_pretrained(
@@ -280,28 +282,28 @@ def prefix(
             draft=names or None,
             shape=parsed,
             dtype="float32",
-            max_context_len=most,
+            max_context_len=max_len,
             **options,
         )
 
     def cases(
-        of: Sequence[dict[str, Any]], traces: Sequence[Trace], without: str
+        option_sets: Sequence[dict[str, Any]], traces: Sequence[Trace], without: str
     ) -> Iterator[Result]:
-        engines = [engine(**options) for options in of]
+        engines = [engine(**options) for options in option_sets]
         try:
             for trace in traces:
                 yield from _case(engines, trace, repeats, without)
         finally:
-            for each in engines:
-                each.close()
+            for opened in engines:
+                opened.close()
 
-    results = [each for num in (8_000, 100_000) for each in _index(num, 3 * repeats)]
+    results = [result for num in (8_000, 100_000) for result in _index(num, 3 * repeats)]
     on_and_off = [{"max_batch": num_requests, "prefix_cache": is_on} for is_on in (False, True)]
-    results += cases(on_and_off, _traces(num_requests, common, most), "without the cache")
-    pool = {"max_batch": 4, "page_size": 16, "num_pages": most // 16 + 4 + 2 * (common // 16)}
+    results += cases(on_and_off, _traces(num_requests, common, max_len), "without the cache")
+    pool = {"max_batch": 4, "page_size": 16, "num_pages": max_len // 16 + 4 + 2 * (common // 16)}
     tiers = [{**pool, "host_bytes": num_bytes} for num_bytes in (0, 1 << 30)]
     results += cases(tiers, [_more_than_a_pool(num_requests, common)], "without the host tier")
     where = machine("cpu", threads, ("torch", "transformers"))
     report("bench prefix", where, results, json_only=json, plot=None)
     if plot is not None:
-        draw("bench prefix", [each for each in results if each.unit == "ms"], plot)
+        draw("bench prefix", [result for result in results if result.unit == "ms"], plot)

@@ -57,7 +57,7 @@ def fused(dtype: torch.dtype) -> str:
 
     outs, generator = [], torch.Generator().manual_seed(0)
     numbers = [torch.randn(n, h, 64, generator=generator) for n, h in ((12, 8), (12, 2), (12, 2))]
-    for device, of in (("cuda", dtype), ("cpu", torch.float32)):
+    for device, precision in (("cuda", dtype), ("cpu", torch.float32)):
         view = AttentionView(
             4,
             torch.tensor([*range(8, 15), *range(20, 25)], device=device),
@@ -70,8 +70,10 @@ def fused(dtype: torch.dtype) -> str:
         view.mask_for = lambda window: torch.stack(
             [torch.arange(12) <= torch.arange(7).unsqueeze(1) + start for start in (0, 4)]
         )
-        k_buffer, v_buffer = (torch.ones(64, 2, 64, device=device, dtype=of) for _ in range(2))
-        q, k, v = (x.to(device, of) for x in numbers)
+        k_buffer, v_buffer = (
+            torch.ones(64, 2, 64, device=device, dtype=precision) for _ in range(2)
+        )
+        q, k, v = (x.to(device, precision) for x in numbers)
         outs.append(attend(view, k_buffer, v_buffer, q, k, v, scaling=0.2).float().cpu())
     return f"differs by {float((outs[0] - outs[1]).abs().max()):.1e}"
 
@@ -92,7 +94,7 @@ def new_lengths() -> str:
             scaled_dot_product_attention(q, k, k, attn_mask=q.new_zeros(1, 1, 1, length))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return " ".join(f"{each:.4f}" for each in seconds)
+    return " ".join(f"{duration:.4f}" for duration in seconds)
 
 
 def failed_capture() -> str:
@@ -132,9 +134,9 @@ def engine() -> str:
         shape = Shape.eagle(3, 1, 4) if draft else None
         with Engine.from_pretrained(
             draft=draft, shape=shape, device="cuda", dtype="float32", max_context_len=256
-        ) as one:
-            (output,) = one.generate(["The page"], params)
-            graphs = one.stats().graphs
+        ) as engine:
+            (output,) = engine.generate(["The page"], params)
+            graphs = engine.stats().graphs
             texts.append(output.token_ids)
             assert output.error is None, output.error
     assert texts[0] == texts[1], "drafting changed the text"

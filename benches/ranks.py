@@ -66,11 +66,11 @@ def run(job: Job) -> None:
     if any(process.returncode for process in processes):
         raise SystemExit("a rank has failed")
     results = []
-    for each in json.loads(outs[0].splitlines()[-1]):
-        rows = each["rows"]
+    for figures in json.loads(outs[0].splitlines()[-1]):
+        rows = figures["rows"]
         for who in ("rank 0", "the slower rank"):
-            record, reduced = each["record"][who], each["all_reduce"][who]
-            name = f"record of {rows} rows, {each['bytes']} bytes: {who}"
+            record, reduced = figures["record"][who], figures["all_reduce"][who]
+            name = f"record of {rows} rows, {figures['bytes']} bytes: {who}"
             results.append(
                 Figure(name, record, "us", f"all-reduce [{rows}, {job.hidden}]", reduced)
             )
@@ -92,18 +92,18 @@ def _measure(ranks: Ranks, rows: int, job: Job) -> dict[str, Any]:
     for number in range(1, job.repeats + 1):
         dist.barrier()
         started = time.perf_counter()
-        told = _record(number, rows, job.arrivals)
+        sent_record = _record(number, rows, job.arrivals)
         if ranks.leads:
-            frame = told.to_bytes(ranks.key)
+            frame = sent_record.to_bytes(ranks.key)
             size = len(frame)
             ranks.send(frame)
         else:
             heard = Record.of_bytes(ranks.receive(), ranks.key)
             differences = [
-                own.difference(other)
-                for own, other in zip(told.results, heard.results, strict=True)
+                sent.difference(received)
+                for sent, received in zip(sent_record.results, heard.results, strict=True)
             ]
-            if heard.digest != told.digest or any(differences):
+            if heard.digest != sent_record.digest or any(differences):
                 raise SystemExit("the ranks differ")
         seconds["record"].append(time.perf_counter() - started)
         dist.barrier()
@@ -112,8 +112,8 @@ def _measure(ranks: Ranks, rows: int, job: Job) -> dict[str, Any]:
         seconds["all_reduce"].append(time.perf_counter() - started)
         hidden.fill_(1.0)
     figures = {
-        name: {"rank 0": 1e6 * statistics.median(each[job.repeats // 10 :])}
-        for name, each in seconds.items()
+        name: {"rank 0": 1e6 * statistics.median(samples[job.repeats // 10 :])}
+        for name, samples in seconds.items()
     }
     return {"rows": rows, "bytes": size, **figures}
 
@@ -122,19 +122,19 @@ def _rank(text: str) -> None:
     job = Job(**json.loads(text))
     torch.set_num_threads(1)
     with Ranks() as ranks:
-        found = [_measure(ranks, rows, job) for rows in job.rows]
-        _add_slower(ranks, found)
+        measurements = [_measure(ranks, rows, job) for rows in job.rows]
+        _add_slower(ranks, measurements)
         if ranks.leads:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(measurements), flush=True)
 
 
-def _add_slower(ranks: Ranks, found: list[dict[str, Any]]) -> None:
+def _add_slower(ranks: Ranks, measurements: list[dict[str, Any]]) -> None:
     """Add the slower rank's medians, in which a follower waits for the record."""
-    for each in found:
+    for figures in measurements:
         for name in ("record", "all_reduce"):
-            medians = each[name]
+            medians = figures[name]
             medians["the slower rank"] = -ranks.least(-int(1e3 * medians["rank 0"])) / 1e3
-        each["bytes"] = -ranks.least(-each["bytes"])
+        figures["bytes"] = -ranks.least(-figures["bytes"])
 
 
 if __name__ == "__main__":

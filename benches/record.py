@@ -15,7 +15,7 @@ class Record:
     Attributes:
         where: the machine.
         results: the figures so far.
-        path: the JSON file, named after the date, the device and the bench; None = no file.
+        path: the JSON file, named after the date, the device and the bench; None means no file.
     """
 
     def __init__(self, bench: str, where: dict[str, Any], folder: Path | None) -> None:

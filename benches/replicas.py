@@ -42,7 +42,7 @@ def replicas(
     check_int("repeats", repeats, 1, 1 << 16)
     if plot is not None:
         check_plot(plot)
-    results = [each for number in numbers for each in _router(number, repeats)]
+    results = [result for number in numbers for result in _router(number, repeats)]
     results += _losses(fleet)
     report("bench replicas", machine(), results, json_only=json, plot=plot)
 
@@ -87,7 +87,7 @@ def _router(number: int, repeats: int) -> list[Result]:
         _knowing(tags)
 
     seconds = interleaved([_timed(run) for run in (owners, looked_up, hinted, spread)], repeats)
-    owner, look_up, hint, free = (1e6 * each / _CHOICES for each in seconds)
+    owner, look_up, hint, free = (1e6 * duration / _CHOICES for duration in seconds)
     change, fresh = interleaved([_timed(changed), _timed(anew)], min(repeats, 3))
     name, sessions = f"{number:,} replicas", f"a table of {number * _SESSIONS:,} sessions"
     return [
@@ -110,7 +110,7 @@ def _losses(number: int) -> list[Result]:
         deaths=1.0,
         start_seconds=10.0,
     )
-    one = Fleet(replace(calm, deaths=0.0)).run()
+    healthy = Fleet(replace(calm, deaths=0.0)).run()
     dead = Fleet(calm).run()
     late = Fleet(replace(calm, list_delay=3.0)).run()
     name = f"{number:,} replicas, {4 * number:,} clients"
@@ -135,7 +135,7 @@ def _losses(number: int) -> list[Result]:
             dead.attempts / (dead.turns + dead.texts),
             "requests",
             "without deaths",
-            one.attempts / (one.turns + one.texts),
+            healthy.attempts / (healthy.turns + healthy.texts),
         ),
         Result(
             f"{name}, lists up to 3 s late: sessions lost without need",

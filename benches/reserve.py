@@ -77,9 +77,9 @@ class Choice:
         """The name in the table and the JSON."""
         return f"{self.policy}, {self.placement}, {self.layout}"
 
-    def layer_slots(self, of: Callable[[list[int]], float]) -> float:
+    def layer_slots(self, combine: Callable[[list[int]], float]) -> float:
         """Slots times layers, each group at its own worst or mean."""
-        return sum(group.num_layers * of(group.closed) for group in self.groups)
+        return sum(group.num_layers * combine(group.closed) for group in self.groups)
 
 
 def closed_form(setting: Setting, policy: Policy, hosts_drafts: bool, layout: str) -> list[int]:
@@ -200,44 +200,44 @@ def reserve(
     if plot is not None:
         check_plot(plot)
     setting = Setting(page_size, parsed, overlap_depth, target_layers, draft_layers)
-    found = list(choices(setting))
+    all_choices = list(choices(setting))
     if json:
-        print_json(machine(), _results(found))
+        print_json(machine(), _results(all_choices))
     else:
         # Wide enough for every column, also if the output is not a terminal.
         console = Console()
-        Console(width=max(console.width, 124)).print(_table(setting, found))
+        Console(width=max(console.width, 124)).print(_table(setting, all_choices))
     if plot is not None:
-        bars = [result for result in _results(found) if result.unit == LAYER_SLOTS]
+        bars = [result for result in _results(all_choices) if result.unit == LAYER_SLOTS]
         draw("bench reserve", bars, plot)
 
 
-def _results(found: Sequence[Choice]) -> list[Result]:
+def _results(all_choices: Sequence[Choice]) -> list[Result]:
     results = []
-    upstream = found[0]
-    for choice in found:
-        for word, of in (("worst", max), ("mean", statistics.fmean)):
+    upstream = all_choices[0]
+    for choice in all_choices:
+        for word, combine in (("worst", max), ("mean", statistics.fmean)):
             for group in choice.groups:
                 name = f"{choice.name}: {group.name} layers, {word}"
-                closed, brute = of(group.closed), of(group.enumerated)
+                closed, brute = combine(group.closed), combine(group.enumerated)
                 results.append(Result(name, closed, SLOTS, "brute force", brute))
-                if of is not max:
-                    held = of(group.held)
+                if combine is not max:
+                    held = combine(group.held)
                     name = f"{choice.name}: {group.name} layers, held on average"
                     results.append(Result(name, held, SLOTS, "the claim alone, mean", closed))
             results.append(
                 Result(
                     f"{choice.name}: {word}",
-                    choice.layer_slots(of),
+                    choice.layer_slots(combine),
                     LAYER_SLOTS,
                     f"{upstream.name} (SGLang)",
-                    upstream.layer_slots(of),
+                    upstream.layer_slots(combine),
                 )
             )
     return results
 
 
-def _table(setting: Setting, found: Sequence[Choice]) -> Table:
+def _table(setting: Setting, all_choices: Sequence[Choice]) -> Table:
     shape = setting.shape
     table = Table(
         title=f"bench reserve: slots beyond resolved_len at P={setting.page_size}, S/K/N="
@@ -259,8 +259,8 @@ def _table(setting: Setting, found: Sequence[Choice]) -> Table:
     table.add_column("policy, placement, layout", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right")
-    upstream = found[0].layer_slots(max)
-    for choice in found:
+    upstream = all_choices[0].layer_slots(max)
+    for choice in all_choices:
         slots = choice.layer_slots(max)
         for group in choice.groups:
             of_all = group is choice.groups[-1]

@@ -179,8 +179,8 @@ def scheduler(
                 num_turns = max(40, 2_000 // (1 + batch // 16))
                 rounds[batch, is_cached].append(measured(load, warm_up, num_turns))
     medians = {
-        which: [statistics.median(part) for part in zip(*found, strict=True)]
-        for which, found in rounds.items()
+        which: [statistics.median(part) for part in zip(*figures, strict=True)]
+        for which, figures in rounds.items()
     }
     us = {batch: medians[batch, False] for batch in batch_sizes}
     cached_us = {batch: medians[batch, True][-1] for batch in batch_sizes}
@@ -213,13 +213,13 @@ def _table(title: str, us: dict[int, list[float]], cached_us: dict[int, float]) 
     for column in ("rows", *PARTS, "a row", "target", "met", "prefix cache"):
         table.add_column(column, justify="right")
     for batch, parts in us.items():
-        most = MOST_US.get(batch)
+        limit = MOST_US.get(batch)
         table.add_row(
             f"{batch:,}",
             *(f"{part:,.1f}" for part in parts),
             f"{parts[-1] / batch:.2f}",
-            "" if most is None else f"<= {most:g}",
-            "" if most is None else "yes" if parts[-1] <= most else "[bold]no[/bold]",
+            "" if limit is None else f"<= {limit:g}",
+            "" if limit is None else "yes" if parts[-1] <= limit else "[bold]no[/bold]",
             f"{cached_us[batch]:,.1f}",
         )
     return table

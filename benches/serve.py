@@ -63,11 +63,11 @@ def server(command: Sequence[str]) -> Iterator[Caller]:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            if found := re.search(r"http://\S+?:\d+", line):
+            if address := re.search(r"http://\S+?:\d+", line):
                 break
         else:
             raise ConfigError(f"the server did not start: {' '.join(command)}")
-        yield Caller(urlsplit(found[0]), None)
+        yield Caller(urlsplit(address[0]), None)
     finally:
         process.terminate()
         process.wait(60)
@@ -80,9 +80,9 @@ def ask(
     items = [Item(prompt, tokens, 0.0) for prompt in prompts]
 
     async def run() -> tuple[list[RequestRecord], float]:
-        found = await drive(caller, items, HOW, concurrency=streams, seconds=MOST_SECONDS)
+        outcome = await drive(caller, items, HOW, concurrency=streams, seconds=MOST_SECONDS)
         caller.close()
-        return found
+        return outcome
 
     records, seconds = asyncio.run(run())
     if errors := [record.error for record in records if record.error]:
@@ -118,31 +118,31 @@ def serve(
 
     results = []
     with contextlib.ExitStack() as stack:
-        own = stack.enter_context(server([*PROCESS, "--batch", "64"]))
+        caller = stack.enter_context(server([*PROCESS, "--batch", "64"]))
         beside = stack.enter_context(server([*THREAD, "64"]))
         engine = stack.enter_context(
             Engine.from_pretrained(draft="specpool/tiny-eagle", max_batch=64)
         )
         texts = Texts(96)
-        for warm in (own, beside):
+        for warm in (caller, beside):
             ask(warm, texts.take(4), 8, 4)
-        results += _throughput(engine, own, texts, streams, tokens, repeats)
-        results += _first_token(engine, own, texts, repeats)
-        results += _places(own, beside, texts, tokens, repeats)
+        results += _throughput(engine, caller, texts, streams, tokens, repeats)
+        results += _first_token(engine, caller, texts, repeats)
+        results += _places(caller, beside, texts, tokens, repeats)
     results += _flood(texts, flood)
     report("bench serve", machine("cpu", 1, ("torch",)), results, json_only=json, plot=None)
     if plot is not None:
-        draw("bench serve", [each for each in results if each.unit == "ms"], plot)
+        draw("bench serve", [result for result in results if result.unit == "ms"], plot)
 
 
 def _throughput(
-    engine: Engine, own: Caller, texts: Texts, streams: int, tokens: int, repeats: int
+    engine: Engine, caller: Caller, texts: Texts, streams: int, tokens: int, repeats: int
 ) -> list[Result]:
     """Tokens a second of so many streams, beside one call of `Engine.generate`."""
     params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
 
     def by_server() -> float:
-        records, seconds = ask(own, texts.take(streams), tokens, streams)
+        records, seconds = ask(caller, texts.take(streams), tokens, streams)
         return sum(record.num_tokens for record in records) / seconds
 
     def by_engine() -> float:
@@ -156,12 +156,12 @@ def _throughput(
     return [Result(name, value, "tokens/s", "Engine.generate in one call", base)]
 
 
-def _first_token(engine: Engine, own: Caller, texts: Texts, repeats: int) -> list[Result]:
+def _first_token(engine: Engine, caller: Caller, texts: Texts, repeats: int) -> list[Result]:
     """Milliseconds to the first token of one request, beside `Engine.stream`."""
     params = SamplingParams(max_new_tokens=2, ignore_eos=True)
 
     def by_server() -> float:
-        records, _ = ask(own, texts.take(1), 2, 1)
+        records, _ = ask(caller, texts.take(1), 2, 1)
         return 1e3 * (records[0].first or 0.0)
 
     def by_engine() -> float:
@@ -180,7 +180,9 @@ def _first_token(engine: Engine, own: Caller, texts: Texts, repeats: int) -> lis
     ]
 
 
-def _places(own: Caller, beside: Caller, texts: Texts, tokens: int, repeats: int) -> list[Result]:
+def _places(
+    process_caller: Caller, beside: Caller, texts: Texts, tokens: int, repeats: int
+) -> list[Result]:
     """Times with 1 and 64 streams: engine in a process of its own, or in a thread of the front.
 
     A thread delivers late and then much at once, which flatters the time per token: look at the
@@ -195,12 +197,14 @@ def _places(own: Caller, beside: Caller, texts: Texts, tokens: int, repeats: int
     for streams in (1, 64):
         taken: dict[tuple[str, int], list[float]] = {}
         for repeat in range(repeats):
-            for index, caller in enumerate((own, beside) if repeat % 2 else (beside, own)):
-                place = index if repeat % 2 else 1 - index
+            for index, caller in enumerate(
+                (process_caller, beside) if repeat % 2 else (beside, process_caller)
+            ):
+                side = index if repeat % 2 else 1 - index
                 records, _ = ask(caller, texts.take(max(streams, 4)), tokens, streams)
                 for kind, value_of in kinds.items():
                     value = 1e3 * median(map(value_of, records))
-                    taken.setdefault((kind, place), []).append(value)
+                    taken.setdefault((kind, side), []).append(value)
         for kind in kinds:
             value, base = median(taken[kind, 0]), median(taken[kind, 1])
             name = f"{kind}, {streams} streams: engine in a process"
@@ -235,57 +239,59 @@ def crowd(url: str, prompt: str, count: int) -> None:
         asyncio.run(run())
 
 
-def _flood(texts: Texts, most: int) -> list[Result]:
-    """Milliseconds until `/health` answers beside `most` queued requests, and without them."""
+def _flood(texts: Texts, max_queue: int) -> list[Result]:
+    """Milliseconds until `/health` answers beside `max_queue` queued requests, and without them."""
     (prompt,) = texts.take(1)
-    options = ["--max-queue", str(most), "--max-connections", str(2 * most)]
+    options = ["--max-queue", str(max_queue), "--max-connections", str(2 * max_queue)]
     command = ["-m", "specpool", "serve", "--port", "0", "--no-access-log", "--batch", "64"]
-    count = most + most // 10 + 64
-    with server([*command, *options]) as own:
-        quiet, _, _ = asyncio.run(_looks(own, lambda: True))
+    count = max_queue + max_queue // 10 + 64
+    with server([*command, *options]) as caller:
+        quiet, _, _ = asyncio.run(_looks(caller, lambda: True))
         spawn = multiprocessing.get_context("spawn").Process
         clients = [
-            spawn(target=crowd, args=(own.url, prompt, count // CLIENTS)) for _ in "." * CLIENTS
+            spawn(target=crowd, args=(caller.url, prompt, count // CLIENTS)) for _ in "." * CLIENTS
         ]
         for client in clients:
             client.start()
         busy, waiting, refused = asyncio.run(
-            _looks(own, lambda: not any(c.is_alive() for c in clients))
+            _looks(caller, lambda: not any(c.is_alive() for c in clients))
         )
     name = f"health beside a flood of {count:,} requests"
     return [
-        Result("most requests that waited", waiting, "requests", "the limit", float(most)),
-        Result("requests refused with 429", refused, "requests", "beyond the limit", count - most),
+        Result("most requests that waited", waiting, "requests", "the limit", float(max_queue)),
+        Result(
+            "requests refused with 429", refused, "requests", "beyond the limit", count - max_queue
+        ),
         Result(f"{name}, p50", median(busy), "ms", "without it", median(quiet)),
         Result(f"{name}, p99", busy[int(0.99 * len(busy))], "ms", "the goal", 100.0),
     ]
 
 
-async def _looks(own: Caller, is_over: Callable[[], bool]) -> tuple[list[float], float, float]:
+async def _looks(caller: Caller, is_over: Callable[[], bool]) -> tuple[list[float], float, float]:
     """Ask for `/health` until it is over.
 
     Returns:
         The milliseconds, the most requests that waited, and those that were refused.
     """
     taken: list[float] = []
-    most = 0.0
+    max_waiting = 0.0
     while not is_over() or len(taken) < 50:
         start = time.perf_counter()
-        await own.whole("GET", "/health")
+        await caller.whole("GET", "/health")
         taken.append(1e3 * (time.perf_counter() - start))
         if len(taken) % 50 == 0:
-            most = max(most, await _metric(own, "vllm:num_requests_waiting{"))
+            max_waiting = max(max_waiting, await _metric(caller, "vllm:num_requests_waiting{"))
         await asyncio.sleep(0.02)
     refused = await _metric(
-        own, 'specpool_http_requests_total{path="/v1/completions",status="429"}'
+        caller, 'specpool_http_requests_total{path="/v1/completions",status="429"}'
     )
-    own.close()
-    return sorted(taken), most, refused
+    caller.close()
+    return sorted(taken), max_waiting, refused
 
 
-async def _metric(own: Caller, name: str) -> float:
-    """Return a number of `/metrics`; 0 = it is not there."""
-    _, content = await own.whole("GET", "/metrics")
+async def _metric(caller: Caller, name: str) -> float:
+    """Return a number of `/metrics`; 0 if it is not there."""
+    _, content = await caller.whole("GET", "/metrics")
     for line in content.decode().splitlines():
         if line.startswith(name):
             return float(line.rpartition(" ")[2])

@@ -76,8 +76,8 @@ class ThreadEngine:
 class _Far:
     """The engine's end of the queues, with the names that `Runner` calls."""
 
-    def __init__(self, of: ThreadEngine) -> None:
-        self.poll, self.recv, self.send = of.poll, of.take, of.put
+    def __init__(self, engine: ThreadEngine) -> None:
+        self.poll, self.recv, self.send = engine.poll, engine.take, engine.put
 
 
 def main() -> None:

@@ -133,7 +133,7 @@ def session(
     where = machine(device, threads, ("torch", "transformers"))
     report("bench session", where, results, json_only=json, plot=None)
     if plot is not None:
-        draw("bench session", [each for each in results if each.unit == "ms"], plot)
+        draw("bench session", [result for result in results if result.unit == "ms"], plot)
 
 
 def _case(conversation: Conversation, history: int, num_new: int, repeats: int) -> list[Result]:

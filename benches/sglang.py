@@ -138,9 +138,9 @@ def _sizing(repeats: int) -> list[Result]:
             vars(spec).update({f"speculative_{name}": value for name, value in settings})
             fixed["reserve"] = sizing.get_alloc_reserve_per_decode()
             ours = _slots_ahead(partial(reserve.decode_alloc_lens, own_lens, **fixed), shape)
-            own = _slots_ahead(partial(own_lens, **fixed), shape)
+            sglang_slots = _slots_ahead(partial(own_lens, **fixed), shape)
             title = f"P={page_size}, {'/'.join(map(str, shape))}: slots ahead of a committed token"
-            results.append(Result(title, ours, "slots", "SGLang's own", own))
+            results.append(Result(title, ours, "slots", "SGLang's own", sglang_slots))
     return results
 
 

@@ -129,7 +129,7 @@ class _Side:
             req.kv.kv_committed_len += length
 
 
-def _own(
+def _sglang(
     num_rows: int, page_size: int, steps: int
 ) -> tuple[Callable[[], None], Callable[[], None], Any]:
     """Return the claim alone, the prepare path, and the result, of SGLang's own code."""
@@ -174,7 +174,7 @@ def _own(
     return claim, prepare, (result, side)
 
 
-def _ours(
+def _specpool(
     num_rows: int, page_size: int, steps: int
 ) -> tuple[Callable[[], None], Callable[[], None], Any]:
     """Return the same of level `rows`."""
@@ -234,14 +234,16 @@ def _timed(
     It is time on the CPU: what else the machine does, while a step waits for it, does not count.
     What the clock itself takes does not count, either.
     """
-    most = min(shape[0] + 1, shape[2])
+    max_accept_len = min(shape[0] + 1, shape[2])
 
     def run() -> float:
         rng = random.Random(3)
         claim, prepare, (result, side) = make(num_rows, page_size, STEPS + 1)
         step = claim if alone else prepare
         accepted = [
-            torch.tensor([rng.randint(1, most) for _ in range(num_rows)], dtype=torch.int32)
+            torch.tensor(
+                [rng.randint(1, max_accept_len) for _ in range(num_rows)], dtype=torch.int32
+            )
             for _ in range(STEPS)
         ]
         step()
@@ -262,13 +264,15 @@ def _timed(
 
 def _slots_ahead(make: Callable[..., Any], shape: Shape) -> float:
     """Mean slots beyond the committed tokens, over rounds one behind, P = 64."""
-    rng, total, most, steps = random.Random(7), 0, min(shape[0] + 1, shape[2]), 500
+    rng, total, max_accept_len, steps = random.Random(7), 0, min(shape[0] + 1, shape[2]), 500
     _, prepare, (result, side) = make(8, 64, steps)
     prepare()
     for _ in range(steps):
         prepare()
         total += sum(r.kv.kv_allocated_len - r.kv.kv_committed_len for r in side.reqs)
-        accept_lens = torch.tensor([rng.randint(1, most) for _ in side.reqs], dtype=torch.int32)
+        accept_lens = torch.tensor(
+            [rng.randint(1, max_accept_len) for _ in side.reqs], dtype=torch.int32
+        )
         result(accept_lens)
         side.commit(accept_lens)
     return total / steps / len(side.reqs)
@@ -283,7 +287,7 @@ def measure(repeats: int) -> list[Result]:
                 for alone in (True, False):
                     sides = [
                         _timed(make, num_rows, page_size, shape, alone=alone)
-                        for make in (_ours, _own)
+                        for make in (_specpool, _sglang)
                     ]
                     value, reference = interleaved(sides, repeats)
                     what = "calls of a step" if alone else "step inside the prepare path"
@@ -292,6 +296,6 @@ def measure(repeats: int) -> list[Result]:
     for shape in ((5, 8, 64), (5, 4, 8), (3, 1, 4)):
         with _settings(64, shape):
             name = f"P=64, {'/'.join(map(str, shape))}: slots ahead of a committed token, rows"
-            ours, own = (_slots_ahead(make, shape) for make in (_ours, _own))
-            results.append(Result(name, ours, "slots", "SGLang's own", own))
+            slots_ahead, reference = (_slots_ahead(make, shape) for make in (_specpool, _sglang))
+            results.append(Result(name, slots_ahead, "slots", "SGLang's own", reference))
     return results

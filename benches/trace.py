@@ -70,7 +70,7 @@ class Traffic:
     @property
     def max_context_len(self) -> int:
         """The most tokens that a request may have."""
-        return sum(_most(mean) for mean in (self.mean_prompt_len, self.mean_output_len))
+        return sum(_longest(mean) for mean in (self.mean_prompt_len, self.mean_output_len))
 
     def arrivals(self) -> list[Arrival]:
         """The requests, in the order of their coming."""
@@ -78,7 +78,7 @@ class Traffic:
         turn, arrivals = 0.0, []
         for request_id in range(1, self.num_requests + 1):
             prompt_len, output_len = (
-                rng.randint((mean + 1) // 2, _most(mean))
+                rng.randint((mean + 1) // 2, _longest(mean))
                 for mean in (self.mean_prompt_len, self.mean_output_len)
             )
             arrivals.append(
@@ -95,7 +95,7 @@ class Traffic:
         return arrivals
 
 
-def _most(mean: int) -> int:
+def _longest(mean: int) -> int:
     return mean + mean // 2
 
 
@@ -190,7 +190,7 @@ class Machinery:
             config,
             {None: self.target_layers * token_bytes},
             self.draft_layers * token_bytes,
-            shapes=[traffic.shape, *(each for each in way.narrow if each.num_steps)],
+            shapes=[traffic.shape, *(shape for shape in way.narrow if shape.num_steps)],
             max_context_len=traffic.max_context_len,
             kv_bytes=self.kv_bytes,
         )
@@ -278,9 +278,9 @@ def _budget(candidates: Sequence[Shape]) -> Controller:
     """The policy of rows, as if rounds of so many rows and nodes had been timed on an H100."""
     ranges = {1: RangeConfig(candidates=tuple(candidates))}
     controller = BudgetController(AdaptiveConfig(ranges=ranges, policy="budget"))
-    for each in candidates:
+    for shape in candidates:
         for size in (1, 8, 32, 128):
-            controller.on_round_seconds(each, size, DEVICES[0].round([each], [size]))
+            controller.on_round_seconds(shape, size, DEVICES[0].round([shape], [size]))
     return controller
 
 
@@ -351,21 +351,21 @@ def trace(
     with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
         for traffic, way in progress.track(plans, description="simulating"):
             runs.append((traffic, way, run_trace(machinery, way, traffic)))
-    found = [
+    comparisons = [
         Comparison(
             traffic,
-            [(way, run) for of, way, run in runs if of is traffic],
+            [(way, run) for run_traffic, way, run in runs if run_traffic is traffic],
             has_target=is_asked_for(machinery, traffic),
         )
         for traffic in traffics
     ]
     if json:
-        print_json(machine(), results(found))
+        print_json(machine(), results(comparisons))
     else:
         console = Console()
-        Console(width=max(console.width, 136)).print(_table(machinery, found))
+        Console(width=max(console.width, 136)).print(_table(machinery, comparisons))
     if plot is not None:
-        _draw(machinery, found, plot)
+        _draw(machinery, comparisons, plot)
 
 
 def is_asked_for(machinery: Machinery, traffic: Traffic) -> bool:
@@ -379,10 +379,10 @@ def is_asked_for(machinery: Machinery, traffic: Traffic) -> bool:
     )
 
 
-def results(found: Sequence[Comparison]) -> list[Result]:
+def results(comparisons: Sequence[Comparison]) -> list[Result]:
     """Every figure of every way, beside upstream's of the same trace."""
     lines = []
-    for comparison in found:
+    for comparison in comparisons:
         traffic, (upstream, theirs) = comparison.traffic, comparison.runs[0]
         for way, run in comparison.runs:
             name = f"{_named(traffic)}; {way.name}"
@@ -395,8 +395,8 @@ def results(found: Sequence[Comparison]) -> list[Result]:
             ):
                 lines.append(Result(f"{name}: {what}", value, unit, upstream.name, of_theirs))
             for what, share in zip(HELD, run.shares, strict=False):
-                of = ("all slots", 1.0)
-                lines.append(Result(f"{name}: held, {what}", share, "share of slots", *of))
+                reference = ("all slots", 1.0)
+                lines.append(Result(f"{name}: held, {what}", share, "share of slots", *reference))
             lines.append(
                 Result(
                     f"{name}: retractions",
@@ -428,7 +428,7 @@ def results(found: Sequence[Comparison]) -> list[Result]:
 
 
 def _wider(comparison: Comparison) -> float | None:
-    """How many times the requests of our first way the budget runs at once; None = no budget."""
+    """How many times the requests of our first way the budget runs at once; None without budget."""
     (_, ours), (way, budget) = comparison.runs[1], comparison.runs[-1]
     return budget.mean_running / ours.mean_running if way.narrow else None
 
@@ -454,8 +454,8 @@ def _named(traffic: Traffic) -> str:
     return f"{shape.num_steps}x{shape.topk}x{shape.num_draft_tokens}, {traffic.name}"
 
 
-def _table(machinery: Machinery, found: Sequence[Comparison]) -> Table:
-    first = found[0].traffic
+def _table(machinery: Machinery, comparisons: Sequence[Comparison]) -> Table:
+    first = comparisons[0].traffic
     table = Table(
         title=f"bench reserve --trace: {first.num_requests} requests, seed {first.seed}, "
         f"P={machinery.page_size}, D={machinery.overlap_depth}, {machinery.target_layers}+"
@@ -476,7 +476,7 @@ def _table(machinery: Machinery, found: Sequence[Comparison]) -> Table:
         "held %",
     ):
         table.add_column(column, justify="right")
-    for comparison in found:
+    for comparison in comparisons:
         table.add_row(f"[bold]{_named(comparison.traffic)}[/bold]")
         theirs = comparison.runs[0][1]
         for way, run in comparison.runs:
@@ -521,7 +521,7 @@ def _caption(machinery: Machinery, first: Traffic) -> str:
     )
 
 
-def _draw(machinery: Machinery, found: Sequence[Comparison], path: Path) -> None:
+def _draw(machinery: Machinery, comparisons: Sequence[Comparison], path: Path) -> None:
     """Requests running over rounds, one field for each traffic.
 
     Raises:
@@ -532,13 +532,13 @@ def _draw(machinery: Machinery, found: Sequence[Comparison], path: Path) -> None
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    columns = min(2, len(found))
-    lines = -(-len(found) // columns)
+    columns = min(2, len(comparisons))
+    lines = -(-len(comparisons) // columns)
     figure, grid = pyplot.subplots(
         lines, columns, figsize=(6 * columns, 3.4 * lines), layout="constrained", squeeze=False
     )
     fields: list[Any] = list(grid.flat)
-    for axes, comparison in zip(fields, found, strict=False):
+    for axes, comparison in zip(fields, comparisons, strict=False):
         for at, (way, run) in enumerate(comparison.runs):  # the last lies below the others
             label = f"{way.name}: {run.mean_running:.1f}"
             axes.plot(run.running, label=label, linewidth=1, zorder=-at)
@@ -547,10 +547,11 @@ def _draw(machinery: Machinery, found: Sequence[Comparison], path: Path) -> None
         axes.set_ylabel("requests running")
         axes.set_ylim(bottom=0)
         axes.legend(fontsize="small")
-    for axes in fields[len(found) :]:
+    for axes in fields[len(comparisons) :]:
         axes.set_axis_off()
+    num_requests = comparisons[0].traffic.num_requests
     figure.suptitle(
-        f"{found[0].traffic.num_requests} requests on {show_bytes(machinery.kv_bytes)} of KV, "
+        f"{num_requests} requests on {show_bytes(machinery.kv_bytes)} of KV, "
         f"P={machinery.page_size}, D={machinery.overlap_depth}"
     )
     try:

@@ -36,10 +36,10 @@ class _Silent:
 
     stop = False
 
-    def begin(self, what: str, total: float) -> None:
+    def begin(self, task: str, total: float) -> None:
         """Show nothing."""
 
-    def at(self, done: float, note: str) -> None:
+    def advance(self, num_done: float, note: str) -> None:
         """Show nothing."""
 
 
@@ -94,12 +94,12 @@ def _results(target: Path, out: Path, epochs: float) -> list[Result]:
     config = TrainConfig(
         target=str(target), data=(text,), out=out, length=128, batch_size=4, epochs=epochs
     )
-    found = train_head(config, read_rows(config.data), _Silent())
-    assert found.held_out is not None and found.accept_lens is not None
-    lens, figures = found.accept_lens, found.held_out
+    outcome = train_head(config, read_rows(config.data), _Silent())
+    assert outcome.held_out is not None and outcome.accept_lens is not None
+    lens, figures = outcome.accept_lens, outcome.held_out
     name = f"{target.name}, {about['millions']:.0f}M"
     accept = f"{name}: accept length of the head, chain of 3"
-    trained = f"{name}: training of the head, {found.steps} steps"
+    trained = f"{name}: training of the head, {outcome.steps} steps"
     return [
         Result(accept, lens["head"], "tokens/round", "prompt lookup", lens["prompt lookup"]),
         Result(accept, lens["head"], "tokens/round", "target, at least", LEAST_ACCEPT_LEN),
@@ -114,9 +114,13 @@ def _results(target: Path, out: Path, epochs: float) -> list[Result]:
             Result(f"{name}: held-out agreement, draft {i + 1}", share, "share", "all", 1.0)
             for i, share in enumerate(figures.agreement)
         ),
-        Result(trained, found.cpu_seconds, "CPU s", "15 minutes of 2 cores", 1800.0),
-        Result(trained, found.cpu_seconds, "CPU s", "training of the target", about["cpu_seconds"]),
-        Result(trained, found.seconds, "s, on a shared machine", "its CPU s", found.cpu_seconds),
+        Result(trained, outcome.cpu_seconds, "CPU s", "15 minutes of 2 cores", 1800.0),
+        Result(
+            trained, outcome.cpu_seconds, "CPU s", "training of the target", about["cpu_seconds"]
+        ),
+        Result(
+            trained, outcome.seconds, "s, on a shared machine", "its CPU s", outcome.cpu_seconds
+        ),
     ]
 
 
@@ -174,7 +178,7 @@ def train_target(out: Path, kind: str, hidden_size: int, layers: int, minutes: f
     for file in Path(resolve("specpool/tiny")).glob("tokenizer*.json"):
         shutil.copy(file, out)
     about = {
-        "millions": sum(one.numel() for one in model.parameters()) / 1e6,
+        "millions": sum(parameter.numel() for parameter in model.parameters()) / 1e6,
         "cpu_seconds": time.process_time() - began,
     }
     (out / _ABOUT).write_text(dump(about))

@@ -45,7 +45,7 @@ class Side:
 
         num_pages = 2 * (-(-num_tokens // page_size) + 2)
         groups = [Group("target", page_size=page_size, num_pages=num_pages)]
-        of = [0] * num_target + [1] * (len(layers) - num_target)
+        group_of_layer = [0] * num_target + [1] * (len(layers) - num_target)
         if len(layers) > num_target:
             groups.append(
                 Group("draft", page_size=page_size, num_pages=num_pages, hosts_drafts=True)
@@ -54,7 +54,7 @@ class Side:
             groups, [Shape.none()], num_rows=2, max_context_len=num_tokens + page_size
         )
         self.cache: KVCache = KVCache(
-            self.ledger, layers, of, dtype=torch.float32, device=torch.device(device)
+            self.ledger, layers, group_of_layer, dtype=torch.float32, device=torch.device(device)
         )
         self.pages = PageBytes(self.ledger, self.cache)
         self.layout = Layout.from_ledger(self.ledger, self.pages.page_bytes, "bench")
@@ -104,9 +104,9 @@ class Parcel:
         )
         self.num_bytes = self._writer.num_bytes
 
-    def write(self, image: Bytes, told: Told | None = None) -> None:
+    def write(self, image: Bytes, report: Told | None = None) -> None:
         """Write the image."""
-        self._writer.write(image, self._read, told)
+        self._writer.write(image, self._read, report)
 
     def _read(self, run: Run, out: Bytes) -> int:
         pages = self._pages[run.group][run.place]

@@ -96,11 +96,11 @@ def _manager_calls(pool_of: type, allocate: Callable[..., Any], rows: int) -> di
             wanted.num_computed_tokens = start + 4 * (done[0] % 100)
 
     prompts = [request(f"p{n}", range(n, n + 1000), BLOCK_SIZE) for n in range(0, 20 * 1000, 1000)]
-    place = [0]
+    counter = [0]
 
     def admit() -> Any:
-        place[0] += 1
-        wanted = prompts[place[0] % len(prompts)]
+        counter[0] += 1
+        wanted = prompts[counter[0] % len(prompts)]
         blocks, known, _ = managed.get_computed_blocks(wanted)
         allocate(managed, wanted, wanted.num_tokens - known, known, blocks)
         return wanted
@@ -135,12 +135,12 @@ def _hits(pool_of: type) -> float:
     from benches.vllm_setup import admit, manager, request
 
     managed = manager(pool_of, 4000, BLOCK_SIZE, use_eagle=True)
-    found = 0
+    num_hits = 0
     for turn in range(1, 65):
         wanted = request(f"r{turn}", range(37 * turn), BLOCK_SIZE)
-        found += (admit(managed, wanted) or [0])[0]
+        num_hits += (admit(managed, wanted) or [0])[0]
         managed.free(wanted)
-    return found / 64
+    return num_hits / 64
 
 
 def _results(repeats: int) -> list[Result]:
@@ -164,9 +164,9 @@ def _results(repeats: int) -> list[Result]:
         ]
         sides.append((f"{rows} requests", both[0], both[1]))
     results = []
-    for size, mine, own in sides:
-        for name, run in mine.items():
-            value, reference = interleaved([run, own[name]], repeats)
+    for size, runs, references in sides:
+        for name, run in runs.items():
+            value, reference = interleaved([run, references[name]], repeats)
             results.append(Result(f"{size}: {name}", value, "us", "vLLM's own", reference))
     for block_size in (1, BLOCK_SIZE, 64):
         counts = _slots_ahead(ours, 1, block_size), _slots_ahead(ours, 0, block_size)

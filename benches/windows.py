@@ -102,19 +102,19 @@ def windows(
     if plot is not None:
         check_plot(plot)
     load = Load(window, num_rows, prompt_len, num_tokens, page_size, overlap_depth)
-    found: dict[str, tuple[Held, Held]] = {}
+    held: dict[str, tuple[Held, Held]] = {}
     console = Console(stderr=True)
     with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
         for family in progress.track(families or list(FAMILIES), description="measuring"):
-            found[family] = measured(family, load)
+            held[family] = measured(family, load)
     if json:
-        print_json(machine(packages=("torch", "transformers")), _results(load, found))
+        print_json(machine(packages=("torch", "transformers")), _results(load, held))
     else:
         # Wide enough for the title, also if the output is not a terminal.
         console = Console()
-        Console(width=max(console.width, 100)).print(_table(load, found))
+        Console(width=max(console.width, 100)).print(_table(load, held))
     if plot is not None:
-        bars = [result for result in _results(load, found) if result.unit == "bytes"]
+        bars = [result for result in _results(load, held) if result.unit == "bytes"]
         draw("bench windows", bars, plot)
 
 
@@ -156,7 +156,7 @@ def _model(family: str, load: Load) -> Any:
     options: dict[str, Any] = {}
     if slides is not None:
         kinds = ("full_attention", "sliding_attention")
-        options["layer_types"] = [kinds[each] for each in slides]
+        options["layer_types"] = [kinds[is_sliding] for is_sliding in slides]
     if family == "gpt_oss":
         options |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     config = config_class(
@@ -230,9 +230,9 @@ def _run(target: TargetModel, load: Load) -> Held:
     return Held(row_bytes, window_slots, [texts[number] for number in sorted(texts)])
 
 
-def _results(load: Load, found: dict[str, tuple[Held, Held]]) -> list[Result]:
+def _results(load: Load, held: dict[str, tuple[Held, Held]]) -> list[Result]:
     results = []
-    for family, (on, off) in found.items():
+    for family, (on, off) in held.items():
         results.append(
             Result(f"{family}: held per row", on.row_bytes, "bytes", "windows off", off.row_bytes)
         )
@@ -248,7 +248,7 @@ def _results(load: Load, found: dict[str, tuple[Held, Held]]) -> list[Result]:
     return results
 
 
-def _table(load: Load, found: dict[str, tuple[Held, Held]]) -> Table:
+def _table(load: Load, held: dict[str, tuple[Held, Held]]) -> Table:
     table = Table(
         title=f"bench windows: memory held per row at {load.prompt_len} + {load.num_tokens} tokens,"
         f" window {load.window}, P={load.page_size}, D={load.overlap_depth}, {load.num_rows} rows",
@@ -258,7 +258,7 @@ def _table(load: Load, found: dict[str, tuple[Held, Held]]) -> Table:
     table.add_column("family")
     for column in ("sliding layers", "windows on", "off", "share", "slots of a window"):
         table.add_column(column, justify="right")
-    for family, (on, off) in found.items():
+    for family, (on, off) in held.items():
         slides = FAMILIES[family][1] or [True] * LAYERS
         table.add_row(
             family,

@@ -53,9 +53,9 @@ class BlockScheduler:
 
     def abort(self, request: int) -> None:
         """End a request, wherever it is."""
-        for each in [one for one in self.running if one.number == request]:
-            self.give_back(each)
-        self.waiting = deque(one for one in self.waiting if one.number != request)
+        for running in [candidate for candidate in self.running if candidate.number == request]:
+            self.give_back(running)
+        self.waiting = deque(candidate for candidate in self.waiting if candidate.number != request)
 
     def step(self) -> bool:
         """Run one turn; return False when all is done."""
@@ -119,8 +119,8 @@ def main() -> None:
     commons = [[rng.randrange(7) for _ in range(rng.randrange(5, 60))] for _ in range(4)]
     scheduler = BlockScheduler(48, 8, BlockDevice(48, 8))
     for number in range(60):
-        own = [rng.randrange(7) for _ in range(rng.randrange(1, 20))]
-        scheduler.submit(number, rng.choice(commons) + own, rng.randrange(1, 30))
+        tail = [rng.randrange(7) for _ in range(rng.randrange(1, 20))]
+        scheduler.submit(number, rng.choice(commons) + tail, rng.randrange(1, 30))
     turns = 0
     while scheduler.step():
         turns += 1

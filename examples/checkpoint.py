@@ -21,10 +21,10 @@ def restored(engine: Engine, path: Path) -> Session:
     """Return the conversation of the file, or a new one."""
     if not path.exists():
         return engine.open_session()
-    found = engine.import_row(load(path, engine.layout))
-    if not isinstance(found, Session):
+    session = engine.import_row(load(path, engine.layout))
+    if not isinstance(session, Session):
         sys.exit(f"{path} has a request, not a conversation")
-    return found
+    return session
 
 
 def main() -> None:

@@ -38,10 +38,10 @@ class Scheduler:
         self.seed = 1
         self.num_rounds = self.num_retractions = 0
 
-    def draw(self, most: int) -> int:
-        """A number in 1..most, from a linear congruential generator."""
+    def draw(self, limit: int) -> int:
+        """A number in 1..limit, from a linear congruential generator."""
         self.seed = (self.seed * 6_364_136_223_846_793_005 + 1) % 2**64
-        return 1 + (self.seed >> 33) % most
+        return 1 + (self.seed >> 33) % limit
 
     def admit(self) -> None:
         """Admits while there are pages for a prompt and its first round; one prefill."""
@@ -87,8 +87,8 @@ class Scheduler:
         """Waits for the oldest step. Finished requests leave, also with a round in flight."""
         step, num_lanes = self.on_device.popleft()
         if num_lanes:
-            most = self.ledger.shapes[SHAPE].max_accept_len
-            self.ledger.resolve(step, [self.draw(most) for _ in range(num_lanes)])
+            max_accept_len = self.ledger.shapes[SHAPE].max_accept_len
+            self.ledger.resolve(step, [self.draw(max_accept_len) for _ in range(num_lanes)])
         self.ledger.complete(step)
         running, self.running = self.running, []
         for request in running:

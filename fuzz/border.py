@@ -63,20 +63,22 @@ OTHERS = {"decode_op", "kernel_source", "decode_into", "launch_into", "round_slo
 def signatures() -> dict[str, list[tuple[str, str, bool]]]:
     """By function: each argument's name, annotation, and whether it has a default."""
     module = ast.parse(Path(specpool.__file__).with_name("_core.pyi").read_text(encoding="utf-8"))
-    found = {}
+    fields = {}
     for node in module.body:
         if isinstance(node, ast.FunctionDef) and node.name not in OTHERS:
-            of = node.args
-            plain = [*of.posonlyargs, *of.args]
+            arguments = node.args
+            plain = [*arguments.posonlyargs, *arguments.args]
             defaults = (
-                [None] * (len(plain) - len(of.defaults)) + list(of.defaults) + list(of.kw_defaults)
+                [None] * (len(plain) - len(arguments.defaults))
+                + list(arguments.defaults)
+                + list(arguments.kw_defaults)
             )
-            found[node.name] = [
+            fields[node.name] = [
                 (arg.arg, ast.unparse(arg.annotation), default is not None)
-                for arg, default in zip([*plain, *of.kwonlyargs], defaults, strict=True)
+                for arg, default in zip([*plain, *arguments.kwonlyargs], defaults, strict=True)
                 if arg.annotation is not None
             ]
-    return found
+    return fields
 
 
 SIGNATURES = signatures()

@@ -141,13 +141,13 @@ def one_input(data: bytes) -> int:
 def of_engine(engine: Engine, image: Bytes) -> int:
     taken = 1
     try:
-        found = engine.import_row(image)
-        if isinstance(found, Session):
-            found.close()
+        imported = engine.import_row(image)
+        if isinstance(imported, Session):
+            imported.close()
         else:
             engine.turn()
             try:
-                engine.abort(found)
+                engine.abort(imported)
             except ConfigError:
                 pass  # it has ended
     except (TransferError, ConfigError):

@@ -64,8 +64,8 @@ def arguments(source: Source) -> list[Any]:
         if kind < 4:
             made.append(source.below(8))
         elif kind < 6:
-            one = array(source, source.pick(("i4", "i8")), (source.below(5),), 6)
-            made.append(spoiled(source, one) if source.is_rare(4) else one)
+            numbers = array(source, source.pick(("i4", "i8")), (source.below(5),), 6)
+            made.append(spoiled(source, numbers) if source.is_rare(4) else numbers)
         else:
             made.append(source.pick((*EDGES, *STRANGERS)))
     return made

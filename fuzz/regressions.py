@@ -51,11 +51,11 @@ def many_rows() -> None:
     """Audits and snapshots of a large ledger until memory is short: the ledger stays as it was."""
     group = Group("kv", page_size=1, num_pages=2**22, hosts_drafts=True)
     ledger = Ledger([group], [Shape.eagle(1, 1, 2)], num_rows=2**18, max_context_len=64)
-    state, kept = ledger.state_hash(), []
+    state, snapshots = ledger.state_hash(), []
     try:
         ledger.audit()
         for _ in range(64):
-            kept.append(ledger.snapshot())
+            snapshots.append(ledger.snapshot())
     finally:
         assert ledger.state_hash() == state
 

@@ -73,8 +73,8 @@ def fresh(target: str, seed: int) -> Iterator[bytes]:
 
 def limit_memory() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + MOST_MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    max_bytes = pages * resource.getpagesize() + MOST_MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, resource.RLIM_INFINITY))
 
 
 def guarded(target: str, one_input: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -163,15 +163,15 @@ def run_atheris(options: argparse.Namespace, one_input: Callable[[bytes], Any]) 
     limits = [f"-runs={options.runs}"] if options.runs else []
     limits += [f"-max_total_time={int(options.seconds)}"] if options.seconds else []
     folder = HERE / "corpus" / options.target
-    found = HERE / "findings" / f"{options.target}-corpus"
-    found.mkdir(exist_ok=True)
+    found_corpus = HERE / "findings" / f"{options.target}-corpus"
+    found_corpus.mkdir(exist_ok=True)
     settings = [
         "-rss_limit_mb=0",
         f"-timeout={MOST_SECONDS}",
         f"-seed={options.seed + 1}",
         f"-max_len={MOST_BYTES}",
     ]
-    atheris.Setup([sys.argv[0], *limits, *settings, str(found), str(folder)], quiet)
+    atheris.Setup([sys.argv[0], *limits, *settings, str(found_corpus), str(folder)], quiet)
     atheris.Fuzz()
 
 

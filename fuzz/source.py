@@ -75,27 +75,27 @@ class Source:
         """A number in [0, count), count at most 65,536."""
         return int.from_bytes(self.take(1 if count <= 256 else 2), "little") % max(1, count)
 
-    def pick(self, of: Sequence[T]) -> T:
-        return of[self.below(len(of))]
+    def pick(self, options: Sequence[T]) -> T:
+        return options[self.below(len(options))]
 
     def is_rare(self, sixteenths: int) -> bool:
         """True in so many cases of 16; False behind the end."""
         return self.byte() % 16 >= 16 - sixteenths
 
 
-def array(source: Source, dtype: str, shape: Sequence[int], most: int) -> np.ndarray[Any, Any]:
-    """An array of small numbers in [-1, most], now and then with an edge among them."""
+def array(source: Source, dtype: str, shape: Sequence[int], maximum: int) -> np.ndarray[Any, Any]:
+    """An array of small numbers in [-1, maximum], now and then with an edge among them."""
     count = int(np.prod(shape))
     seed = source.below(256)
     values = (
-        np.random.default_rng(seed).integers(0, max(1, most), count)
+        np.random.default_rng(seed).integers(0, max(1, maximum), count)
         if seed
         else np.zeros(count, np.int64)
     )
     with np.errstate(all="ignore"):
         made = values.astype(dtype).reshape(shape)
         if dtype[0] == "f":
-            made = (made / max(1, most)).astype(dtype)
+            made = (made / max(1, maximum)).astype(dtype)
         if made.size and source.is_rare(2):
             edge = (
                 source.pick((-1, *EDGES))
@@ -153,13 +153,13 @@ def overlapping(source: Source, arrays: list[np.ndarray[Any, Any]]) -> None:
     if len(arrays) < 2:
         return
     at, other = source.below(len(arrays)), source.below(len(arrays))
-    one, two = arrays[at], arrays[other]
-    if one.dtype == object or two.dtype == object or at == other:
+    first, second = arrays[at], arrays[other]
+    if first.dtype == object or second.dtype == object or at == other:
         return
-    memory = bytearray(max(one.nbytes, two.nbytes) + 16)
-    for place, made in ((at, one), (other, two)):
+    memory = bytearray(max(first.nbytes, second.nbytes) + 16)
+    for index, made in ((at, first), (other, second)):
         # Neither of numpy's two views knows the other: both are over bytes.
-        shift = source.pick((0, 0, 4, 8)) if place == other else 0
+        shift = source.pick((0, 0, 4, 8)) if index == other else 0
         view = np.frombuffer(memory, made.dtype, made.size, shift).reshape(made.shape)
         view[...] = made
-        arrays[place] = view
+        arrays[index] = view

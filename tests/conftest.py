@@ -17,6 +17,7 @@ from specpool.engine.config import EngineConfig
 from specpool.engine.draft import EagleDrafter, NgramDrafter
 from specpool.engine.engine import Engine
 from specpool.engine.models import EagleHead, TargetModel
+from specpool.serve.garbage import settle
 
 if TYPE_CHECKING:
     from kernel_kit import Kit
@@ -53,6 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         (size,) = next(found[0].iter_markers("sample")).args
         for item in random.Random(name).sample(found, max(len(found) - size, 0)):
             item.add_marker(pytest.mark.full)
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that collection made out of later searches for garbage: engines start many."""
+    settle()
 
 
 @pytest.fixture(autouse=True, scope="session")

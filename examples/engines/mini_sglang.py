@@ -32,9 +32,9 @@ class CacheManager:
     def match_req(self, req: Any) -> Any:
         hit, size = self.pool.match(req.input_ids, limit=req.input_len - 1), self.page_size
         blocks = np.resize(hit, -(-(req.input_len + req.output_len) // size))  # `held` of them
-        found = SimpleNamespace(blocks=blocks, held=len(hit), cached_len=len(hit) * size)
-        found.get_matched_indices = lambda: self.slots(hit * size)
-        return SimpleNamespace(cuda_handle=found)
+        handle = SimpleNamespace(blocks=blocks, held=len(hit), cached_len=len(hit) * size)
+        handle.get_matched_indices = lambda: self.slots(hit * size)
+        return SimpleNamespace(cuda_handle=handle)
 
     def lock(self, handle: Any) -> None:
         self.pool.take(0, handle.blocks[: handle.held])

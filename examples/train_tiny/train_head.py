@@ -137,12 +137,12 @@ class Head(nn.Module):
         self.midlayer = Layer(config, kind)
         self.norm = nn.RMSNorm(h, config["rms_norm_eps"])
         self.norm.weight.data.copy_(target.model.norm.weight)
-        kept = frequent_tokens(DRAFT_VOCAB_SIZE, config["vocab_size"])
+        draft_ids = frequent_tokens(DRAFT_VOCAB_SIZE, config["vocab_size"])
         self.lm_head = nn.Linear(h, DRAFT_VOCAB_SIZE, bias=False)
-        self.lm_head.weight.data.copy_(target.lm_head.weight[kept])
+        self.lm_head.weight.data.copy_(target.lm_head.weight[draft_ids])
         in_vocab = torch.zeros(config["vocab_size"], dtype=torch.bool)
-        in_vocab[kept] = True
-        self.register_buffer("d2t", kept - torch.arange(DRAFT_VOCAB_SIZE))
+        in_vocab[draft_ids] = True
+        self.register_buffer("d2t", draft_ids - torch.arange(DRAFT_VOCAB_SIZE))
         self.register_buffer("t2d", in_vocab)
 
     @property
@@ -310,14 +310,14 @@ def save_mtp(head: Head, target: Path, num_layers: int, out: Path) -> None:
 def check_target(target: Path) -> None:
     """Refuse what `train_target.py` has not made: the heads here are of its kind and its tokens."""
     try:
-        found = json.loads((target / "config.json").read_text())
+        config = json.loads((target / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: {target} is not a target: {error}") from None
     made = {"model_type": "llama", "vocab_size": VOCAB_SIZE, "bos_token_id": BOS}
     for key, value in {**made, "eos_token_id": EOS, "pad_token_id": PAD}.items():
-        if found.get(key) != value:
+        if config.get(key) != value:
             raise SystemExit(
-                f"error: {target} has {key} {found.get(key)!r}, a target of train_target.py has "
+                f"error: {target} has {key} {config.get(key)!r}, a target of train_target.py has "
                 f"{value!r}: `specpool train` trains a head for any decoder, from your own text"
             )
 

@@ -71,7 +71,7 @@ class Client(Node):
         self.world.after(pause, act)
 
     def send(self, request: Request, hear: Callable[[int, dict[str, Any]], None]) -> None:
-        """Send a request by some proxy; `hear` gets status and body; 0 = there was no answer."""
+        """Send a request by some proxy; `hear` gets status and body; 0 if there was no answer."""
         if self.world.now - self._since > _LOST:
             raise FleetLaw(f"{self.name}: a request is lost: no answer for {_LOST:g} s")
         world, ends = self.world, [0]
@@ -87,7 +87,7 @@ class Client(Node):
             hear(*answer)
 
         proxy: Any = self._pick()
-        call = world.call(self, proxy, lambda each: proxy.serve(each, request), done)
+        call = world.call(self, proxy, lambda attempt: proxy.serve(attempt, request), done)
         early = world.random.random() < 0.01
         self._tally.left_early += early
         wait = world.random.uniform(0, 0.1) if early else _PATIENCE
@@ -103,10 +103,11 @@ class Client(Node):
         """Do something after a moment, because it did not work."""
         self.world.after(self.world.random.uniform(0.05, 0.5), act)
 
-    def new_tokens(self, most: int) -> list[int]:
+    def new_tokens(self, num_tokens: int) -> list[int]:
         """Return a part of a prompt."""
         return [
-            self.world.random.randrange(1 << 16) for _ in range(self.world.random.randint(1, most))
+            self.world.random.randrange(1 << 16)
+            for _ in range(self.world.random.randint(1, num_tokens))
         ]
 
 

@@ -62,7 +62,7 @@ class SimEngine:
             [group], [_SHAPE], num_rows=rows, max_context_len=MAX_CONTEXT_LEN, sessions=True
         )
         self.ready = SimpleNamespace(max_context_len=MAX_CONTEXT_LEN, max_batch=BATCH, model_key="")
-        self._rows: dict[int, int] = {}  # session -> its row; 0 = none yet
+        self._rows: dict[int, int] = {}  # session -> its row; 0 if none yet
         self._next = 1
         self.waiting: deque[Work] = deque()
         self.running: list[Work] = []
@@ -158,7 +158,7 @@ class SimEngine:
         return number
 
     def _export(self, number: int) -> tuple[int, int] | None:
-        """Return the tokens with KV and with draft KV, for the pages; None = there is no KV."""
+        """Return the tokens with KV and with draft KV, for the pages; None if there is no KV."""
         row = self._rows[number]
         if not row or not self._ledger.resolved_len[row]:
             return None

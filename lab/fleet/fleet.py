@@ -166,10 +166,10 @@ class Fleet:
             (self.settings.proxy_deaths, self._kill_proxy),
             (self.settings.partitions, self._part),
         ):
-            at = self._random.expovariate(rate) if rate else _STORMY
-            while at < _STORMY:
-                self.world.after(at, act)
-                at += self._random.expovariate(rate)
+            time = self._random.expovariate(rate) if rate else _STORMY
+            while time < _STORMY:
+                self.world.after(time, act)
+                time += self._random.expovariate(rate)
         for i in range(self.settings.updates):
             self.world.after(2 + i * _STORMY / 2, self._update)
 

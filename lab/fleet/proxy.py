@@ -17,7 +17,7 @@ class SimProxy(Node):
     """A proxy.
 
     Attributes:
-        version: of the list that it has; 0 = none yet.
+        version: of the list that it has; 0 if none yet.
         replicas: the replicas of that list.
     """
 
@@ -91,7 +91,9 @@ class SimProxy(Node):
                 answer = 500, {"code": "cut"}
             call.reply(answer)
 
-        inner = self.world.call(self, replica, lambda each: replica.serve(each, request), done)
+        inner = self.world.call(
+            self, replica, lambda attempt: replica.serve(attempt, request), done
+        )
 
         def left() -> None:
             self._loads[tag] -= 1

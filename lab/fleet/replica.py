@@ -34,7 +34,7 @@ class SimReplica(Node):
         engine: the simulated one.
         mover: the real thing.
         is_leaving: it is no longer on the controller's list.
-        version: of the list of replicas that it has; 0 = none yet.
+        version: of the list of replicas that it has; 0 if none yet.
         replicas: the replicas of that list.
         on_holds: called with each session that is opened or comes here.
         on_sent: called with each session that is sent, and the tag of the other replica.
@@ -175,7 +175,7 @@ class SimReplica(Node):
             self.sessions.end(record, turn, _done(new), params, frozenset())
             call.reply((200, {"new": new, "offset": record.offset}))
 
-        work = Work(turn.ids, num_new, done, record.conversation.number, turn.history_len)
+        work = Work(turn.tokens, num_new, done, record.conversation.number, turn.history_len)
         self._submit(call, work, lambda: self.sessions.release(record))
 
     def _submit(self, call: Call, work: Work, release: Callable[[], None]) -> None:

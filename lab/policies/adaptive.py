@@ -151,15 +151,15 @@ def measured_costs(
     by_turns: dict[tuple[bool, int], float] = {}  # rounds that draft: after a plain one or not
     for _ in range(num_passes):
         for size in reversed(sizes):  # or a few rows would have a fresh engine's one run of pages
-            for shape in (*CANDIDATES, None):  # None = plain rounds that may draft again
+            for shape in (*CANDIDATES, None):  # None means plain rounds that may draft again
                 engine = engines.ready if shape is None else engines.static[shape]
                 least = min(seconds for _, seconds in round_seconds(engine, size, NUM_ROUNDS))
                 seconds[shape, size] = min(least, seconds.get((shape, size), least))
             rounds = round_seconds(engines.by_turns, size, 2 * NUM_ROUNDS)
-            for (before, _), (shape, took) in pairwise(rounds):
+            for (previous, _), (shape, took) in pairwise(rounds):
                 if shape != PLAIN:
-                    at = (before == PLAIN, size)
-                    by_turns[at] = min(took, by_turns.get(at, took))
+                    key = (previous == PLAIN, size)
+                    by_turns[key] = min(took, by_turns.get(key, took))
         advance()
     catch_up = {size: max(by_turns[True, size] - by_turns[False, size], 0.0) for size in sizes}
     of_shapes = {
@@ -184,15 +184,18 @@ def simulated(
         lines += _Case(title, costs, plain, mixed, rounds).lines(runs)
     us = statistics.median(us for run in runs for us in run.round_us)
     result = Result(f"{OURS}, a round's calls", us, "us", "target, at most", MOST_US)
-    lines.append(Line(result, most=MOST_US))
+    lines.append(Line(result, max_value=MOST_US))
     if switch_us := [us for run in runs for us in run.switch_us]:
         whole = statistics.median(switch_us)
         result = Result(f"{OURS}, calls of a round that switches", whole, "us", "any round", us)
         lines.append(Line(result))
         result = Result(f"{OURS}, what a switch adds", whole - us, "us", "target, at most", MOST_US)
-        lines.append(Line(result, most=MOST_US))
+        lines.append(Line(result, max_value=MOST_US))
     for size, seconds in plain.items():
-        name, again = f"plain round of {size} rows that may draft again", costs.of(PLAIN, size)
+        name, again = (
+            f"plain round of {size} rows that may draft again",
+            costs.seconds_of(PLAIN, size),
+        )
         result = Result(name, 1e3 * again, "ms", "of rows that never draft", 1e3 * seconds)
         lines.append(Line(result))
         name = f"first round of {size} rows that drafts after a plain one: more by"
@@ -223,7 +226,7 @@ class _Case:
 
     def lines(self, ours: list[model.Run]) -> list[Line]:
         """The figures; `ours` gets the runs of our policy."""
-        found = []
+        all_lines = []
         for name, config in POLICIES.items():
             runs = []
             for seed in range(NUM_SEEDS):
@@ -240,13 +243,15 @@ class _Case:
                 ours += runs
             for line in lines:
                 result = dataclasses.replace(line.result, name=f"{self._title}: {name}")
-                found.append(Line(result, line.least if name == OURS else None))
-        return found
+                all_lines.append(Line(result, line.min_ratio if name == OURS else None))
+        return all_lines
 
     def _beside_static(self, cells: model.Cells) -> Iterator[Line]:
         is_mixed = len({*self._sizes}) > 1
         for static, of_rows in ((self._static, ""), (self._ready, ", rows may draft again")):
-            rates = {name: model.tokens_per_second(each) for name, each in static.items()}
+            rates = {
+                name: model.tokens_per_second(shape_cells) for name, shape_cells in static.items()
+            }
             best = max(rates, key=rates.__getitem__)
             if is_mixed:
                 yield _line(cells, f"best single shape, {best}{of_rows}", rates[best], 1.0)
@@ -310,7 +315,7 @@ def real(
         for line in _real_lines(rates):
             name = line.result.name
             result = dataclasses.replace(line.result, name=f"batch {size}: {name}")
-            lines.append(Line(result, line.least if name == OURS else None))
+            lines.append(Line(result, line.min_ratio if name == OURS else None))
         for name in POLICIES:
             switches = _switch_ct(contenders[name]) - before[name]
             result = Result(f"batch {size}: {name}", switches, "switches", "runs", repeats)
@@ -344,20 +349,20 @@ class _Texts:
 
     def tokens_per_second(self, name: str, engine: Engine) -> float:
         """Run the engines; the first is plain decoding."""
-        found: list[list[int]] = []
+        texts: list[list[int]] = []
         start = time.perf_counter()
-        for at in range(0, len(self.prompts), self._batch_size):
-            group = self.prompts[at : at + self._batch_size]
+        for first in range(0, len(self.prompts), self._batch_size):
+            group = self.prompts[first : first + self._batch_size]
             outputs = engine.generate(group, self._params, progress=False)
-            found += [output.token_ids for output in outputs]
+            texts += [output.token_ids for output in outputs]
         seconds = time.perf_counter() - start
         if self._plain is None:
             assert engine.shape == PLAIN
-            self._plain = found
-        for i, (tokens, plain) in enumerate(zip(found, self._plain, strict=True)):
+            self._plain = texts
+        for i, (tokens, plain) in enumerate(zip(texts, self._plain, strict=True)):
             if tokens != plain:
                 raise CorruptState(f"{name}, prompt {i} says {tokens}, plain decoding {plain}")
-        return sum(map(len, found)) / seconds
+        return sum(map(len, texts)) / seconds
 
 
 def _switch_ct(engine: Engine) -> int:
@@ -425,7 +430,7 @@ def adaptive(
         console = Console()
         Console(width=max(console.width, 164)).print(table_of("lab adaptive", _CAPTION, lines))
     if plot is not None:
-        draw("lab adaptive", [each for each in results if each.unit == "tokens/s"], plot)
+        draw("lab adaptive", [result for result in results if result.unit == "tokens/s"], plot)
 
 
 _CAPTION = (

@@ -50,10 +50,10 @@ class Costs:
     seconds: Mapping[Shape, Mapping[int, float]]
     catch_up: Mapping[int, float] = field(default_factory=lambda: {1: 0.0})
 
-    def of(self, shape: Shape, batch_size: int, before: Shape | None = None) -> float:
-        """Seconds of a round; `before` is the shape of the round before."""
+    def seconds_of(self, shape: Shape, batch_size: int, previous: Shape | None = None) -> float:
+        """Return the seconds of a round; `previous` is the shape of the round before."""
         seconds = _between(self.seconds[shape], batch_size)
-        if before is not None and shape.num_steps > 0 == before.num_steps:
+        if previous is not None and shape.num_steps > 0 == previous.num_steps:
             seconds += _between(self.catch_up, batch_size)
         return seconds
 
@@ -110,7 +110,7 @@ def static(shape: Shape, costs: Costs, batch_sizes: Sequence[int], rounds: int) 
         for i in range(rounds):
             size = batch_sizes[i % len(batch_sizes)]
             cell = cells.setdefault((name, size), Cell())
-            cell.add(expected(shape, rate, i / rounds), costs.of(shape, size))
+            cell.add(expected(shape, rate, i / rounds), costs.seconds_of(shape, size))
     return cells
 
 
@@ -134,7 +134,7 @@ def replay(
     _, _, choices = round_shapes.allowed(Shape.none(), None)
     for row in rows if choices else ():
         round_shapes.put(int(row), choices or 0)
-    run, before = Run(), cast("Shape | None", None)
+    run, previous = Run(), cast("Shape | None", None)
     limits = np.zeros(max(batch_sizes), np.int32)
     for name, rate in PHASES.items():
         for i in range(rounds):
@@ -145,7 +145,7 @@ def replay(
             chosen = time.perf_counter_ns() - start
             choice = round_shapes.run()
             assert choice is not None
-            seconds = costs.of(choice.shape, size, before)
+            seconds = costs.seconds_of(choice.shape, size, previous)
             run.cells.setdefault((name, size), Cell()).add(
                 expected(choice.shape, rate, at), seconds
             )
@@ -157,9 +157,9 @@ def replay(
             round_shapes.observe(choice, lanes, measured)
             us = (chosen + time.perf_counter_ns() - start) / 1e3
             run.round_us.append(us)
-            if before not in (None, choice.shape):
+            if previous not in (None, choice.shape):
                 run.switch_us.append(us)
-            before = choice.shape
+            previous = choice.shape
     run.switch_ct = round_shapes.switch_ct
     return run
 
@@ -178,8 +178,8 @@ def merged(runs: Sequence[Run]) -> Cells:
     """The cells of several seeds as one."""
     cells: Cells = {}
     for run in runs:
-        for at, cell in run.cells.items():
-            into = cells.setdefault(at, Cell())
+        for key, cell in run.cells.items():
+            into = cells.setdefault(key, Cell())
             into.tokens += cell.tokens
             into.seconds += cell.seconds
             into.num_rounds += cell.num_rounds
@@ -189,7 +189,8 @@ def merged(runs: Sequence[Run]) -> Cells:
 def with_hindsight(statics: Sequence[Cells]) -> Cells:
     """For each phase and batch size the best of them."""
     return {
-        at: max((cells[at] for cells in statics), key=lambda cell: cell.rate) for at in statics[0]
+        key: max((cells[key] for cells in statics), key=lambda cell: cell.rate)
+        for key in statics[0]
     }
 
 

@@ -23,8 +23,10 @@ def most_goodput(device: Device, mix: Mix, num_rows: int) -> tuple[float, float]
     tokens = np.array([[_tokens(shape, rate) for shape in CANDIDATES] for _, rate, _ in kinds])
     alike = apart = 0.0
     for picks in itertools.product(range(len(CANDIDATES)), repeat=len(kinds)):
-        each = tokens[range(len(kinds)), picks]
-        goodput = _goodput(device, picks, share, each, [kind[2] for kind in kinds], num_rows)
+        picked_tokens = tokens[range(len(kinds)), picks]
+        goodput = _goodput(
+            device, picks, share, picked_tokens, [kind[2] for kind in kinds], num_rows
+        )
         apart = max(apart, goodput)
         if len({*picks}) == 1:
             alike = max(alike, goodput)

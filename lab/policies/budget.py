@@ -84,9 +84,9 @@ def decisions() -> list[Line]:
         for title, run in _decision_cases(rows).items():
             us = _median_us(run)
             is_core = title.startswith("core")
-            most = MOST_US[rows] if is_core else None
+            limit_us = MOST_US[rows] if is_core else None
             result = Result(f"{rows} rows, {title}", us, "us", "target, at most", MOST_US[rows])
-            lines.append(Line(result, most=most))
+            lines.append(Line(result, max_value=limit_us))
     return lines
 
 
@@ -149,12 +149,12 @@ def _decision_cases(num_rows: int) -> dict[str, Callable[[], object]]:
 
 
 def _median_us(run: Callable[[], object]) -> float:
-    taken = []
+    durations = []
     for _ in range(DECISIONS):
         start = time.perf_counter_ns()
         run()
-        taken.append((time.perf_counter_ns() - start) / 1e3)
-    return statistics.median(taken)
+        durations.append((time.perf_counter_ns() - start) / 1e3)
+    return statistics.median(durations)
 
 
 # --- the simulated device ------------------------------------------------------------------------
@@ -209,8 +209,8 @@ def _throughput(device: model.Device, mix: model.Mix, size: int, rounds: int) ->
         ("plain decoding", "none", PLAIN_SHARE),
     )
     return [
-        Line(Result(name, rate["budget"], "tokens/s", reference, rate[key]), least)
-        for reference, key, least in references
+        Line(Result(name, rate["budget"], "tokens/s", reference, rate[key]), bound)
+        for reference, key, bound in references
     ]
 
 
@@ -228,15 +228,20 @@ def _wrong_start(device: model.Device, mix: model.Mix, size: int, rounds: int) -
 
 def _random_devices(rounds: int) -> list[Line]:
     """The least and the mean on devices and mixes that are drawn."""
-    found = np.array([ratios(seed, _controller("budget"), rounds) for seed in range(NUM_RANDOM)])
-    of_best, of_plain = found.T.tolist()
+    device_ratios = np.array(
+        [ratios(seed, _controller("budget"), rounds) for seed in range(NUM_RANDOM)]
+    )
+    of_best, of_plain = device_ratios.T.tolist()
     name = f"{NUM_RANDOM} random devices and mixes"
-    each = [
+    figures = [
         (f"{name}, mean", statistics.fmean(of_best), "best shape of each", None),
         (f"{name}, least", min(of_best), "best shape of each", None),
         (f"{name}, least", min(of_plain), "plain decoding", PLAIN_SHARE),
     ]
-    return [Line(Result(what, value, "share", of, 1.0), least) for what, value, of, least in each]
+    return [
+        Line(Result(label, value, "share", reference, 1.0), bound)
+        for label, value, reference, bound in figures
+    ]
 
 
 def _some_targets(device: model.Device, size: int) -> model.Mix:
@@ -290,13 +295,13 @@ def real(batch_sizes: Sequence[int], num_tokens: int, repeats: int, device: str)
     from specpool.engine.draft import EagleDrafter
     from specpool.engine.engine import Engine
 
-    most = max(batch_sizes)
+    max_rows = max(batch_sizes)
     with Engine.from_pretrained(
         draft="specpool/tiny-eagle",
         device=device,
         dtype="float32",
         shape=PLAIN,
-        max_batch=most,
+        max_batch=max_rows,
         prefix_cache=False,
     ) as plain:
         assert isinstance(plain.drafter, EagleDrafter)
@@ -330,15 +335,15 @@ def _real_lines(
     prompts = corpus.prompts(num, 96)
     params = [
         SamplingParams(
-            max_new_tokens=each,
+            max_new_tokens=max_tokens,
             ignore_eos=True,
             seed=number,
             # All clients have as many of each kind.
             temperature=1.5 if (number + number // size) % 2 else 0.0,
         )
-        for number, each in enumerate(lengths(num, num_tokens))
+        for number, max_tokens in enumerate(lengths(num, num_tokens))
     ]
-    clients = {name: Clients(each, prompts, params, size) for name, each in engines.items()}
+    clients = {name: Clients(engine, prompts, params, size) for name, engine in engines.items()}
 
     def turn(name: str) -> float:
         start = time.process_time()
@@ -352,8 +357,8 @@ def _real_lines(
     rates = dict(
         zip(engines, interleaved([partial(turn, name) for name in engines], repeats), strict=True)
     )
-    for name, each in clients.items():
-        if each.texts != clients["none"].texts:
+    for name, pair_clients in clients.items():
+        if pair_clients.texts != clients["none"].texts:
             raise CorruptState(f"batch {size}: the texts of {name} are not plain decoding's")
     static = [name for name, engine in engines.items() if engine.config.adaptive is None]
     best = max(static, key=rates.__getitem__)
@@ -365,8 +370,8 @@ def _real_lines(
     unit = "tokens/s of processor time"
     pair = f"the shipped pair, {size} rows"
     return [
-        Line(Result(pair, rates["budget"], unit, text, rates[key]), at)
-        for text, key, at in references
+        Line(Result(pair, rates["budget"], unit, text, rates[key]), bound)
+        for text, key, bound in references
     ]
 
 
@@ -411,7 +416,7 @@ def budget(
         console = Console()
         Console(width=max(console.width, 150)).print(table_of("lab budget", _CAPTION, lines))
     if plot is not None:
-        draw("lab budget", [each for each in results if each.unit == "tokens/s"], plot)
+        draw("lab budget", [result for result in results if result.unit == "tokens/s"], plot)
 
 
 _CAPTION = (

@@ -154,7 +154,7 @@ class Mix:
     contexts: tuple[int, ...] = (CONTEXT_LEN,)  # tokens that they hold, which take turns likewise
     target_share: float = 0.0  # of the requests
     tpot_ms: float = 0.0
-    relaxed_ms: float = 0.0  # the target of the other requests; 0 = none
+    relaxed_ms: float = 0.0  # the target of the other requests; 0 means none
 
     @property
     def kinds(self) -> list[tuple[float, float, float]]:
@@ -231,7 +231,7 @@ def run(
 
     What the start tells of each shape is wrong by a factor whose logarithm deviates by `error`.
     """
-    rows, found, now = Rows(mix, num_rows, seed), Run(), 0.0
+    rows, outcome, now = Rows(mix, num_rows, seed), Run(), 0.0
     shapes = [*CANDIDATES]
     round_shapes = RoundShapes(shapes, num_rows, controller)
     _, index, choices = round_shapes.allowed(shape, None)
@@ -254,7 +254,7 @@ def run(
         factors = dict(zip(CANDIDATES, np.exp(draws).tolist(), strict=True))
         _calibrate(device, controller, num_rows, factors, mix.contexts[0])
     limits = np.ones(num_rows, np.int32)
-    every = np.arange(num_rows)
+    all_rows = np.arange(num_rows)
     for _ in range(rounds):
         if isinstance(controller, BudgetController):
             controller._clock = lambda now=now: now  # type: ignore[misc]
@@ -265,17 +265,19 @@ def run(
         seconds = device.round(shapes, counts, held)
         accept_len = np.ones(num_rows, np.int32)
         expected = np.ones(num_rows)
-        for number, each in enumerate(shapes):
-            mine = every[lanes == number]
-            if not len(mine) or not each.num_steps:
+        for number, lane_shape in enumerate(shapes):
+            lane_rows = all_rows[lanes == number]
+            if not len(lane_rows) or not lane_shape.num_steps:
                 continue
-            right = rows.right(each)[mine, None]
-            drawn = rows.rng.random((len(mine), each.num_steps)) < right
-            accept_len[mine] += np.cumprod(drawn, axis=1).sum(axis=1).astype(np.int32)
-            expected[mine] += np.cumprod(np.repeat(right, each.num_steps, 1), axis=1).sum(axis=1)
+            right = rows.right(lane_shape)[lane_rows, None]
+            drawn = rows.rng.random((len(lane_rows), lane_shape.num_steps)) < right
+            accept_len[lane_rows] += np.cumprod(drawn, axis=1).sum(axis=1).astype(np.int32)
+            expected[lane_rows] += np.cumprod(
+                np.repeat(right, lane_shape.num_steps, 1), axis=1
+            ).sum(axis=1)
         now += seconds
-        found.seconds += seconds
-        found.tokens += float(expected.sum())
+        outcome.seconds += seconds
+        outcome.tokens += float(expected.sum())
         if choice is not None:
             round_shapes.learn(choice, lanes, accept_len, requests)
             noisy = seconds * float(1 + 0.03 * rows.rng.normal())
@@ -283,14 +285,14 @@ def run(
         rows.made += accept_len  # as a request sees it: one that was unlucky is late
         for row in np.flatnonzero(rows.made >= rows.left).tolist():
             took, target = 1e3 * (now - rows.began[row]) / rows.made[row], rows.target[row]
-            found.num_targets += target > 0
+            outcome.num_targets += target > 0
             if not target or took <= target:
-                found.num_met += target > 0
-                found.good += rows.made[row]
+                outcome.num_met += target > 0
+                outcome.good += rows.made[row]
             rows.left[row] = REQUEST_LEN
             rows.begin(row, now)
             admit(row)
-    return found
+    return outcome
 
 
 def _calibrate(

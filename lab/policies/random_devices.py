@@ -37,9 +37,9 @@ class RandomDevice(model.Simulated):
     ) -> float:
         """See `Simulated.forward`; a head holds an eighth of the context's keys and values."""
         reading = self.weights + self.token * context / (8 if head else 1) + self.again * again
-        most = max(reading, self.node * nodes)
-        parts = (reading / most) ** self.power + (self.node * nodes / most) ** self.power
-        seconds = float(self.overhead + most * parts ** (1 / self.power))
+        longest = max(reading, self.node * nodes)
+        parts = (reading / longest) ** self.power + (self.node * nodes / longest) ** self.power
+        seconds = float(self.overhead + longest * parts ** (1 / self.power))
         return self.head * seconds if head else seconds
 
 

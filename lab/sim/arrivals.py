@@ -32,7 +32,7 @@ class Arrival:
     turn: int  # of the loop, after which it comes
     prompt_len: int
     max_len: int  # tokens at most, the prompt included
-    stop_at: int | None = None  # position of its stop token; None = its length ends it
+    stop_at: int | None = None  # position of its stop token; None means its length ends it
     abort_after: int | None = None  # turns from its arrival to its abort
     shape: int = 0
     priority: int = 0
@@ -42,19 +42,19 @@ class Arrival:
     reads_tokens: bool = True  # if any drafter reads tokens: this one's does
     doubts: float = 0.0  # share of its rounds that its drafter finds not worth drafting
     adapts: bool = False  # names no shape: the controller chooses
-    most_steps: int | None = None  # the most steps that it drafts; None = no limit
+    most_steps: int | None = None  # the most steps that it drafts; None means no limit
     # Positions of the token that completes a stop string, and of the token that settles this.
     stop_text: tuple[int, int] | None = None
     sample_of: int | None = None  # the request with the same prompt, which it may be forked from
     # The requests that its first words are from, as (request id, end position), from position 0 on.
     origins: tuple[tuple[int, int], ...] = ()
     is_pin: bool = False  # its prompt is to be pinned
-    unpin_after: int | None = None  # turns from its arrival on; None = at the end
+    unpin_after: int | None = None  # turns from its arrival on; None means at the end
     # For a turn of a session: it comes `pause` turns after the end of the turn before. Its lengths
     # and positions count from the end of the session's text.
-    session: int = 0  # the session's number; 0 = it is no turn
+    session: int = 0  # the session's number; 0 if it is no turn
     pause: int = 0
-    rewind: float | None = None  # the share of the session's tokens to keep; None = all
+    rewind: float | None = None  # the share of the session's tokens to keep; None means all
     fork_of: int | None = None  # the session that its own is a fork of
     stops: tuple[int, ...] = ()  # positions of earlier turns' stop tokens
     closes: bool = False  # the session is closed when this turn ends

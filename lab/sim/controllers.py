@@ -43,7 +43,7 @@ class Dice:
 
 
 def simulated_controller(settings: Settings, seed: int) -> Controller | None:
-    """Build the controller that the settings name; None = every request has a fixed shape."""
+    """Build the controller that the settings name; None if every request has a fixed shape."""
     if settings.adapts is None:
         return None
     shapes = [Shape.none(), *(Shape(*shape) for shape in settings.shapes)]

@@ -84,14 +84,14 @@ class SimDevice:
         ledger: the ledger of the steps.
         settings: the settings that the ledger was built with.
         rng: chooses the lanes of a step that run at its launch; the others run when they must.
-        has_memory: whether slots are kept and checked; False = only lengths are.
+        has_memory: whether slots are kept and checked; False means only lengths are.
     """
 
     def __init__(
         self, ledger: Ledger, settings: Settings, rng: random.Random, *, has_memory: bool = True
     ) -> None:
         self._shapes = ledger.shapes
-        self._most = np.array([shape.max_accept_len for shape in self._shapes])
+        self._max_accept_lens = np.array([shape.max_accept_len for shape in self._shapes])
         self._rng, self._has_memory = rng, has_memory
         self._may_wait = settings.is_late and settings.page_fencing
         self._keeps_draft_kv = settings.keeps_draft_kv
@@ -272,7 +272,7 @@ class SimDevice:
         texts = forward.texts
         lanes = zip(chosen.tolist(), roots.tolist(), strict=True)
         correct = [texts[lane].correct_drafts[root] for lane, root in lanes]
-        accept_len = np.minimum(np.array(correct) + 1, self._most[shapes])
+        accept_len = np.minimum(np.array(correct) + 1, self._max_accept_lens[shapes])
         forward.roots[chosen], forward.accept_len[chosen] = roots, accept_len
         ends = [self._reach(g, shapes, roots) for g in range(len(self._groups))]
         self._touch(forward, chosen, roots, roots + accept_len, ends)
@@ -332,23 +332,25 @@ class SimDevice:
         self,
         forward: _Forward,
         g: int,
-        at: int,
+        index: int,
         lane: Ints,
         position: Ints,
         slot: Ints,
         rows: npt.NDArray[np.int32],
     ) -> None:
-        word = int(self._memory[g][slot[at]])
-        if slot[at] < self._groups[g].page_size:
-            what = "has no page"
+        word = int(self._memory[g][slot[index]])
+        if slot[index] < self._groups[g].page_size:
+            content = "has no page"
         elif word <= 0:
-            what = f"slot {slot[at]} holds drafts of step {-word}" if word else "is not written"
+            content = (
+                f"slot {slot[index]} holds drafts of step {-word}" if word else "is not written"
+            )
         else:
             request_id, token_position = divmod(word, 1 << 20)
-            what = f"slot {slot[at]} holds position {token_position} of request {request_id}"
+            content = f"slot {slot[index]} holds position {token_position} of request {request_id}"
         raise BrokenLaw(
-            f"step {forward.plan.step} ({forward.plan.kind}), row {rows[lane[at]]} of "
-            f"{self._groups[g].name}: position {position[at]} {what}"
+            f"step {forward.plan.step} ({forward.plan.kind}), row {rows[lane[index]]} of "
+            f"{self._groups[g].name}: position {position[index]} {content}"
         )
 
     def _reach(self, g: int, shapes: npt.NDArray[np.int32], roots: Ints) -> Ints:

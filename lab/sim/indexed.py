@@ -78,8 +78,8 @@ class Indexed:
         return np.sort(all_pages[all_pages > 0])
 
 
-def _common_len(a: list[int], b: list[int], most: int) -> int:
+def _common_len(a: list[int], b: list[int], max_len: int) -> int:
     """Return how many of the first `most` tokens both begin with."""
-    if a[:most] == b[:most]:
-        return most
-    return next(i for i in range(most) if a[i] != b[i])
+    if a[:max_len] == b[:max_len]:
+        return max_len
+    return next(i for i in range(max_len) if a[i] != b[i])

@@ -30,7 +30,7 @@ class Laws:
 
     Attributes:
         check: see `Simulation`.
-        candidates: the controller's candidates; () = there is no controller.
+        candidates: the controller's candidates; () if there is no controller.
         watches: request id -> watch, for requests that have not ended.
         note: records what happens.
     """
@@ -107,7 +107,7 @@ class Laws:
         row_lens = self.talks.start(watch, known_len)
         if row_lens is not None:
             return row_lens
-        starts = {shared_len(request.tokens, pins) for pins in (pinned, self.pins.kept)}
+        starts = {shared_len(request.tokens, pins) for pins in (pinned, self.pins.pinned)}
         if known_len:
             starts = {max(start, known_len) for start in starts}
             has_window = self.scenario.settings.window is not None
@@ -117,10 +117,10 @@ class Laws:
 
     def check_drop(self, pinned: list[Pinned], *, is_flying: bool) -> None:
         """Check that dropped pins were the oldest, and that nothing was in flight."""
-        num_gone = len(pinned) - len(self.pins.kept)
+        num_gone = len(pinned) - len(self.pins.pinned)
         self.tally.dropped_pins += num_gone
         self.note(f"{num_gone} pins are dropped")
-        if pinned[num_gone:] != self.pins.kept:
+        if pinned[num_gone:] != self.pins.pinned:
             raise BrokenLaw(f"{num_gone} pins were dropped, but they are not the oldest")
         if is_flying:
             raise BrokenLaw("a pin is dropped while results are still to come")
@@ -156,7 +156,7 @@ class Laws:
                     )
         if not staying and before:
             raise BrokenLaw("every running request was retracted")
-        if self.pins.kept:
+        if self.pins.pinned:
             raise BrokenLaw("a request is retracted, and a pinned text kept")
 
     def check_need(self, victim: Request, *, is_flying: bool) -> None:
@@ -354,8 +354,10 @@ class Laws:
         end, planned = watch.arrival.end
         num_tokens = len(request.tokens)
         if request.tokens != watch.text.tokens[:num_tokens]:
-            at = next(i for i in range(num_tokens) if request.tokens[i] != watch.text.tokens[i])
-            raise BrokenLaw(f"{name} speaks otherwise than alone, from position {at} on")
+            position = next(
+                i for i in range(num_tokens) if request.tokens[i] != watch.text.tokens[i]
+            )
+            raise BrokenLaw(f"{name} speaks otherwise than alone, from position {position} on")
         if watch.arrival.is_pin and planned == reason and not self._fills_pages(watch.arrival):
             raise BrokenLaw(f"{name} is pinned with {watch.arrival.prompt_len} tokens")
         if reason == planned and num_tokens == end and request.error is None:
@@ -382,7 +384,7 @@ class Laws:
         groups = range(len(self._P))
         free = tuple(ledger.free_pages(g) + ledger.cached_pages(g) for g in groups)
         idle = self.talks.idle_rows
-        if self.pins.kept or idle:
+        if self.pins.pinned or idle:
             free = tuple(n + self._num_held(g, idle) for g, n in enumerate(free))
         num_free_rows = ledger.num_free_rows + len(idle)
         if free != self.scenario.settings.num_pages or num_free_rows != ledger.num_rows:

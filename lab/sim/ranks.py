@@ -64,7 +64,7 @@ class SimRank:
     Attributes:
         key: seals the records; see `Peers`.
         states: what the rank was like after each record.
-        stopped: the error that it stopped with; None = it goes on.
+        stopped: the error that it stopped with; None if it goes on.
         seconds: its own clock, which nothing may depend on.
         now: rank 0's clock at the latest record; see `Peers`.
     """
@@ -240,8 +240,8 @@ class RanksSimulation:
                     self._put(rank, way, turn + late, frame)
         self._frames.clear()
 
-    def _put(self, rank: int, way: deque[tuple[int, bytes]], at: int, frame: bytes) -> None:
-        at = max(at, way[-1][0] if way else 0)  # a way keeps its order
+    def _put(self, rank: int, way: deque[tuple[int, bytes]], arrival: int, frame: bytes) -> None:
+        arrival = max(arrival, way[-1][0] if way else 0)  # a way keeps its order
         fault = self._fault_at(rank)
         if fault == "lost":
             return
@@ -255,12 +255,12 @@ class RanksSimulation:
         if fault == "overtaken":
             self._overtaken = frame
             return
-        way.append((at, frame))
+        way.append((arrival, frame))
         if self._overtaken is not None and self.fault is not None and self.fault[1] == rank:
-            way.append((at, self._overtaken))
+            way.append((arrival, self._overtaken))
             self._overtaken = None
         if fault == "repeated":
-            way.append((at, frame))
+            way.append((arrival, frame))
 
     def _fault_at(self, rank: int) -> RankFault | None:
         """Return the fault of the record that is put on its way to a rank now."""

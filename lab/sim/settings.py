@@ -17,7 +17,7 @@ class Settings:
     num_pages: tuple[int, ...]
     window: int | None = None
     sink: int = 0  # of the window group
-    drafts_slide: bool = False  # the draft group has the window; False = a further group has it
+    drafts_slide: bool = False  # the draft group has the window; False means a further group has it
     placement: Placement = "split"
     layout: Literal["dense", "holey"] = "dense"
     policy: Policy = "exact"
@@ -33,12 +33,12 @@ class Settings:
     forgets: float = 0.0  # the share of turns in which the index gives up a salt's texts, or all
     max_sessions: int = 0
     session_pages: int | None = None
-    host_pages: tuple[int, ...] = ()  # of each group; () = there is no host tier
+    host_pages: tuple[int, ...] = ()  # of each group; () if there is no host tier
     copy_faults: float = 0.0  # share of copies to the host and back that fail
     prefill_tokens: int = 64
     headroom: int = 0
     max_context_len: int = 128
-    # The controller of requests without a shape; None = there are none.
+    # The controller of requests without a shape; None if there are none.
     adapts: Literal["ema", "dice", "budget"] | None = None
     threshold_rounds: int = 0
     keeps_digest: bool = False  # the ledger keeps its digest, for ranks to compare
@@ -54,12 +54,12 @@ class Settings:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each group; None = a full group."""
+        """The window of each group; None means a full group."""
         return (*[None] * (len(self.page_sizes) - 1), self.window)
 
     @property
     def sinks(self) -> tuple[int, ...]:
-        """The sink of each group; 0 = none."""
+        """The sink of each group; 0 means none."""
         return (*[0] * (len(self.page_sizes) - 1), self.sink)
 
     def ledger(self) -> Ledger:

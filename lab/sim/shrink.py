@@ -18,19 +18,19 @@ class Failure:
     """A broken law.
 
     Attributes:
-        found: the scenario that broke it.
+        scenario: the scenario that broke it.
         message: the error's type and message.
         shrunk: a smaller scenario that breaks a law too.
         trace: the last events of the shrunk one.
     """
 
-    found: Scenario
+    scenario: Scenario
     message: str
     shrunk: Scenario
     trace: list[str]
 
     def __str__(self) -> str:
-        lines = [f"BROKEN with seed {self.found.seed}: {self.message}", "shrunk to"]
+        lines = [f"BROKEN with seed {self.scenario.seed}: {self.message}", "shrunk to"]
         lines += [f"  {self.shrunk.settings}"]
         lines += [f"  {event}" for event in (*self.shrunk.arrivals, *self.shrunk.faults)]
         return "\n".join([*lines, "which goes", *(f"  {line}" for line in self.trace)])

@@ -40,8 +40,8 @@ class Simulation:
 
     Args:
         scenario: the requests and the faults.
-        check: 0 = requests' ends and texts alone; 1 = also the pools' sums and the laws of each
-            turn; 2 = also a full audit of the ledger each turn, and every slot that a forward
+        check: 0 checks the ends and texts of requests; 1 also the pools' sums and the laws of each
+            turn; 2 also a full audit of the ledger each turn, and every slot that a forward
             touches.
         keeps_trace: record what happens in `trace`.
     """
@@ -156,7 +156,7 @@ class Simulation:
             request.conversation, talk.watch = talk.conversation, self._watches[arrival.request_id]
             talk.start = 0
             self._scheduler.submit(request)
-        for pinned in list(self._pins.kept):
+        for pinned in list(self._pins.pinned):
             arrival = pinned.watch.arrival
             if arrival.unpin_after is not None and self._turn > arrival.turn + arrival.unpin_after:
                 self._unpin(pinned)
@@ -195,7 +195,7 @@ class Simulation:
 
     def _unpin(self, pinned: Pinned) -> None:
         self._note(f"the text of request {pinned.watch.arrival.request_id} is pinned no longer")
-        self._pins.kept.remove(pinned)
+        self._pins.pinned.remove(pinned)
         self._scheduler.pins.drop(pinned.pin)
         self._scheduler.pins.drop(pinned.pin)  # a second call does nothing
 
@@ -215,7 +215,7 @@ class Simulation:
             self._indexed.look_again()  # a request may be admitted again, and find its own tokens
         self.tally.switches = self._scheduler.round_shapes.switch_ct
         pinned = self._pins.look()
-        if len(self._pins.kept) < len(pinned):
+        if len(self._pins.pinned) < len(pinned):
             self._laws.check_drop(pinned, is_flying=bool(self._flying))
         if not steps and not self._flying and self._scheduler.requests():
             raise BrokenLaw("livelock: nothing can run, and nothing is in flight")
@@ -367,7 +367,7 @@ class Simulation:
         if self._scheduler.conversations.open:
             raise BrokenLaw(f"sessions are open: {[*self._scheduler.conversations.open]}")
         self._laws.check_empty("at the end")
-        for pinned in list(self._pins.kept):
+        for pinned in list(self._pins.pinned):
             self._unpin(pinned)
         self._laws.check_empty("with nothing pinned")
         for watch in self._ended:

@@ -25,11 +25,11 @@ class Talk:
     Attributes:
         to_come: the turns that have not started.
         due: the turn of the loop after which the session's next turn comes.
-        conversation: the scheduler's conversation; None = not open.
+        conversation: the scheduler's conversation; None if not open.
         tokens: the tokens of the turns that have ended.
         origins: the requests that these tokens are from, as in `Arrival`.
-        watch: the watch of the turn that waits or runs; None = no turn does.
-        start: tokens with KV that the latest turn found; 0 = not known, as after a fault.
+        watch: the watch of the turn that waits or runs; None if no turn does.
+        start: tokens with KV that the latest turn found; 0 if not known, as after a fault.
         drop_ct: the conversation's `drop_ct` when the turn found them.
     """
 
@@ -132,7 +132,7 @@ class Talks:
     def start(self, watch: Watch, known_len: int) -> Sequence[int] | None:
         """Return the numbers of tokens with KV that a turn may find on its row.
 
-        None = unknown, or the prefix index has more: `known_len` tokens.
+        None if unknown, or the prefix index has more: `known_len` tokens.
         """
         for number, talk in self._talks.items():
             if talk.watch is watch and number in self._before:

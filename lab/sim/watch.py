@@ -57,9 +57,9 @@ class Watch:
     request: Request
     text: Text
     came_at: int  # turn
-    admission: int = 0  # its number in the order of admission; 0 = it has no row
+    admission: int = 0  # its number in the order of admission; 0 if it has no row
     taken: tuple[int, int] | None = None  # the row and its epoch at the admission
-    starts: Sequence[int] = ()  # possible starts of its first prefill; () = it has begun
+    starts: Sequence[int] = ()  # possible starts of its first prefill; () if it has begun
     admitted_len: int = 0  # its tokens at the admission
     # Its row, epoch and tokens when its drafter last said whether a round is worth drafting.
     judged: tuple[int, int, int] = (0, 0, 0)
@@ -94,7 +94,7 @@ class Pins:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._page_sizes = [group.page_size for group in ledger.groups]
-        self.kept: list[Pinned] = []
+        self.pinned: list[Pinned] = []
 
     def lines(self, request: Request) -> list[Ints]:
         """Return the pages of the request's row in each group."""
@@ -107,14 +107,14 @@ class Pins:
         pages = [
             line[: -(-num_tokens // P)] for line, P in zip(lines, self._page_sizes, strict=True)
         ]
-        self.kept.append(Pinned(watch, pin, pages))
+        self.pinned.append(Pinned(watch, pin, pages))
 
     def look(self) -> list[Pinned]:
         """Forget the pins that the scheduler has dropped; return all that were known before."""
-        before = self.kept
+        before = self.pinned
         if before:
             prefixes = set(self._ledger.prefixes)
-            self.kept = [pinned for pinned in before if pinned.pin.prefix in prefixes]
+            self.pinned = [pinned for pinned in before if pinned.pin.prefix in prefixes]
         return before
 
     def num_held(self, g: int, rows: Sequence[int], indexed: Ints) -> int:
@@ -123,7 +123,7 @@ class Pins:
         `indexed` are the pages that the prefix index holds besides.
         """
         table: npt.NDArray[np.int32] = self._ledger.page_table(g)
-        pages = np.concatenate([table[rows].ravel(), *(pinned.pages[g] for pinned in self.kept)])
+        pages = np.concatenate([table[rows].ravel(), *(pinned.pages[g] for pinned in self.pinned)])
         counts = np.bincount(pages, minlength=self._ledger.groups[g].num_pages + 1)
         _, _, holders = self._ledger.ownership_map(g)
         all_counts = counts.copy()

@@ -24,7 +24,7 @@ def shown(value: object) -> str:
 
 
 def split_url(name: str, text: str) -> SplitResult:
-    """Return the parts of a URL; raise `ConfigError` if it is none, or if its port is none."""
+    """Return the parts of a URL; raise `ConfigError` if it or its port is not valid."""
     from urllib.parse import urlsplit
 
     try:
@@ -35,17 +35,21 @@ def split_url(name: str, text: str) -> SplitResult:
     return url
 
 
-def check_int(name: str, value: object, least: int, most: int) -> None:
-    """Raise `ConfigError` unless `value` is an int in `[least, most]`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ConfigError(f"{name} must be an integer in [{least}, {most}], got {shown(value)}")
+def check_int(name: str, value: object, minimum: int, maximum: int) -> None:
+    """Raise `ConfigError` unless `value` is an int in `[minimum, maximum]`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+        raise ConfigError(
+            f"{name} must be an integer in [{minimum}, {maximum}], got {shown(value)}"
+        )
 
 
-def check_number(name: str, value: object, least: float, most: float) -> None:
-    """Raise `ConfigError` unless `value` is an int or float in `[least, most]`."""
+def check_number(name: str, value: object, minimum: float, maximum: float) -> None:
+    """Raise `ConfigError` unless `value` is an int or float in `[minimum, maximum]`."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not least <= value <= most:  # type: ignore[operator]  # NaN fails
-        raise ConfigError(f"{name} must be a number in [{least:g}, {most:g}], got {shown(value)}")
+    if not number or not minimum <= value <= maximum:  # type: ignore[operator]  # NaN fails
+        raise ConfigError(
+            f"{name} must be a number in [{minimum:g}, {maximum:g}], got {shown(value)}"
+        )
 
 
 def check_bool(name: str, value: object) -> None:
@@ -71,14 +75,14 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         )
 
 
-def check_fields(kind: type[DataclassInstance], given: Iterable[str]) -> None:
+def check_fields(kind: type[DataclassInstance], names: Iterable[str]) -> None:
     """Raise `ConfigError` unless these are names of the dataclass's fields."""
-    for name in given:
-        if name not in kind.__dataclass_fields__:
-            names = [field.name for field in fields(kind)]
-            meant = did_you_mean(name, names) or ";"
+    known = [field.name for field in fields(kind)]
+    for name in names:
+        if name not in known:
+            meant = did_you_mean(name, known) or ";"
             raise ConfigError(
-                f"{kind.__name__} has no field {name!r}{meant} the fields are {', '.join(names)}"
+                f"{kind.__name__} has no field {name!r}{meant} the fields are {', '.join(known)}"
             )
 
 

@@ -144,33 +144,33 @@ class TransferError(SpecpoolError):
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return whether code has failed: an `Exception`, or a panic of a Rust library, which is none.
+    """Return whether code has failed: an `Exception`, or a Rust library's panic, which is not one.
 
-    Ctrl-C and the end of the process are no faults.
+    Ctrl-C and the end of the process are not faults.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def one_line(error: BaseException, most: int = 400) -> str:
-    """Return an error's message as one line of at most `most` characters.
+def one_line(error: BaseException, max_length: int = 400) -> str:
+    """Return an error's message as one line of at most `max_length` characters.
 
     The error's type comes first, except for ValueError, OSError and ImportError with a message.
     """
     text = " ".join(str(error).split())
     if not text or not isinstance(error, ValueError | OSError | ImportError):
         text = f"{type(error).__name__}: {text}".removesuffix(": ")
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= max_length else text[: max_length - 3] + "..."
 
 
 @contextlib.contextmanager
-def reading(what: str, kind: type[ConfigError] = CheckpointError) -> Iterator[None]:
+def reading(beginning: str, kind: type[ConfigError] = CheckpointError) -> Iterator[None]:
     """Turn any error of a library that reads a file into one error of `kind`.
 
     A broken or hostile file can raise errors of any type in transformers, and a Rust panic in
     tokenizers, which is not an `Exception`. Errors of specpool pass unchanged.
 
     Args:
-        what: the beginning of the message: what could not be done.
+        beginning: begins the message: what could not be done.
         kind: the error to raise.
     """
     try:
@@ -180,7 +180,7 @@ def reading(what: str, kind: type[ConfigError] = CheckpointError) -> Iterator[No
     except BaseException as error:
         if not is_fault(error):
             raise
-        raise kind(f"{what}: {one_line(error)}") from error
+        raise kind(f"{beginning}: {one_line(error)}") from error
 
 
 def wants_trust(error: CheckpointError) -> bool:

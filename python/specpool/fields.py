@@ -44,8 +44,8 @@ Section = Literal[
 class Within:
     """The limits of a number, both included."""
 
-    least: float
-    most: float
+    minimum: float
+    maximum: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,4 +146,4 @@ def _check(field: Field) -> _Check | None:
     if field.within is None:
         return None
     check: Callable[..., None] = check_int if field.kind is int else check_number
-    return functools.partial(check, least=field.within.least, most=field.within.most)
+    return functools.partial(check, minimum=field.within.minimum, maximum=field.within.maximum)

@@ -110,7 +110,7 @@ def register(
 
     Args:
         engine: read at each scrape, and kept alive while the collector is registered.
-        registry: None = the client's default registry.
+        registry: None means the client's default registry.
         labels: fixed labels of every sample of this engine, such as `{"engine": "2"}`.
         prefix: the prefix of every metric name.
 
@@ -132,9 +132,9 @@ def register(
     if not callable(getattr(engine, "stats", None)):
         raise ConfigError(f"engine must be an Engine, got {shown(engine)}")
     fixed = dict(labels or {})
-    taken = sorted({"group", "phase", "accept_len", "shape", "le"} & fixed.keys())
-    if taken:
-        raise ConfigError(f"labels must not be called {', '.join(taken)}: specpool has its own")
+    reserved = sorted({"group", "phase", "accept_len", "shape", "le"} & fixed.keys())
+    if reserved:
+        raise ConfigError(f"labels must not be called {', '.join(reserved)}: specpool has its own")
 
     class EngineCollector(Collector):
         def __init__(self) -> None:
@@ -142,8 +142,8 @@ def register(
 
         def collect(self) -> Iterator[Metric]:
             families: dict[str, Metric] = {}
-            for each, own in self.engines:
-                for family in metrics(each.stats(), prefix, own):
+            for member, member_labels in self.engines:
+                for family in metrics(member.stats(), prefix, member_labels):
                     families.setdefault(family.name, family)
                     if families[family.name] is not family:
                         families[family.name].samples += family.samples
@@ -153,12 +153,12 @@ def register(
             return self.collect()
 
     registry, collector = registry or REGISTRY, EngineCollector()
-    known = _COLLECTORS.setdefault(registry, {})
+    collectors = _COLLECTORS.setdefault(registry, {})
     try:
         registry.register(collector)
     except ValueError as error:
-        return _join(registry, known.get(prefix), engine, fixed, prefix, error)
-    known[prefix] = collector
+        return _join(registry, collectors.get(prefix), engine, fixed, prefix, error)
+    collectors[prefix] = collector
     return collector
 
 
@@ -171,7 +171,9 @@ def _join(
     error: ValueError,
 ) -> Collector:
     """Add an engine to the existing collector of this prefix."""
-    if collector is not None and any(labels == own for _, own in collector.engines):
+    if collector is not None and any(
+        labels == known_labels for _, known_labels in collector.engines
+    ):
         raise ConfigError(
             f"an engine is registered as {prefix!r} with labels {labels} already: give this one "
             "labels of its own, such as labels={'engine': '2'}, or another prefix"
@@ -184,8 +186,8 @@ def _join(
         raise ConfigError(f"{error}; choose another prefix than {prefix!r}") from None
     collector.engines.append((engine, labels))
     registry.register(collector)
-    found: Collector = collector
-    return found
+    joined: Collector = collector
+    return joined
 
 
 def metrics(stats: EngineStats, prefix: str, labels: dict[str, str]) -> Iterator[Metric]:
@@ -193,21 +195,21 @@ def metrics(stats: EngineStats, prefix: str, labels: dict[str, str]) -> Iterator
     families = _Families(prefix, labels)
     for field, (name, text) in GROUP_GAUGES.items():
         of_groups = [(group.name, getattr(group, field)) for group in stats.groups]
-        yield families.gauge(f"group_{name}", text, of_groups, by="group")
+        yield families.gauge(f"group_{name}", text, of_groups, label="group")
     yield from families.gauges(GAUGES, stats)
     yield from families.counters(COUNTERS, stats)
     accepts = [(str(length), ct) for length, ct in enumerate(stats.accept_cts[1:], 1)]
     text = "Rounds of single rows by accept length."
-    yield families.counter("accepts", text, accepts, by="accept_len")
-    seconds = [(each.name, getattr(stats.seconds, each.name)) for each in fields(PhaseSeconds)]
-    yield families.counter("phase_seconds", "Seconds by phase.", seconds, by="phase")
+    yield families.counter("accepts", text, accepts, label="accept_len")
+    seconds = [(phase.name, getattr(stats.seconds, phase.name)) for phase in fields(PhaseSeconds)]
+    yield families.counter("phase_seconds", "Seconds by phase.", seconds, label="phase")
     for field, (name, text) in HISTOGRAMS.items():
         yield families.histogram(name, text, getattr(stats.latency, field))
     if stats.adaptive is not None:
         text = "Rounds for which another shape was chosen than for the round before."
         yield families.counter("switches", text, [("", stats.adaptive.switch_ct)])
         chosen = [(name_of(shape), ct) for shape, ct in stats.adaptive.round_cts.items()]
-        yield families.counter("chosen_rounds", "Rounds by chosen shape.", chosen, by="shape")
+        yield families.counter("chosen_rounds", "Rounds by chosen shape.", chosen, label="shape")
         text = "Rounds of single rows that were expected to miss their tpot_ms."
         yield families.counter("missed_row_rounds", text, [("", stats.adaptive.missed_ct)])
     if stats.prefix is not None:
@@ -226,50 +228,55 @@ class _Families:
         self._labels = labels
 
     def gauge(
-        self, name: str, text: str, samples: Iterable[tuple[str, float]], by: str | None = None
+        self, name: str, text: str, samples: Iterable[tuple[str, float]], label: str | None = None
     ) -> Metric:
-        """Return a gauge with these values of the label `by`; without `by`, of one sample."""
+        """Return a gauge with these values of the label; without one, of one sample."""
         from prometheus_client.metrics_core import GaugeMetricFamily
 
-        return self._filled(GaugeMetricFamily, name, text, samples, by)
+        return self._filled(GaugeMetricFamily, name, text, samples, label)
 
     def counter(
-        self, name: str, text: str, samples: Iterable[tuple[str, float]], by: str | None = None
+        self, name: str, text: str, samples: Iterable[tuple[str, float]], label: str | None = None
     ) -> Metric:
         """Return a counter, see `gauge`."""
         from prometheus_client.metrics_core import CounterMetricFamily
 
-        return self._filled(CounterMetricFamily, name, text, samples, by)
+        return self._filled(CounterMetricFamily, name, text, samples, label)
 
-    def gauges(self, table: Mapping[str, tuple[str, str]], of: object) -> Iterator[Metric]:
+    def gauges(self, table: Mapping[str, tuple[str, str]], stats: object) -> Iterator[Metric]:
         """Yield a gauge for each field of the table."""
         for field, (name, text) in table.items():
-            yield self.gauge(name, text, [("", getattr(of, field))])
+            yield self.gauge(name, text, [("", getattr(stats, field))])
 
-    def counters(self, table: Mapping[str, tuple[str, str]], of: object) -> Iterator[Metric]:
+    def counters(self, table: Mapping[str, tuple[str, str]], stats: object) -> Iterator[Metric]:
         """Yield a counter for each field of the table."""
         for field, (name, text) in table.items():
-            yield self.counter(name, text, [("", getattr(of, field))])
+            yield self.counter(name, text, [("", getattr(stats, field))])
 
-    def histogram(self, name: str, text: str, found: Histogram) -> Metric:
-        """Return a histogram of what was observed."""
+    def histogram(self, name: str, text: str, observed: Histogram) -> Metric:
+        """Return a histogram of the observed values."""
         from prometheus_client.metrics_core import HistogramMetricFamily
 
-        totals = itertools.accumulate(found.cts)
+        totals = itertools.accumulate(observed.cts)
         buckets = [
             ("+Inf" if math.isinf(bound) else str(bound), total)
-            for bound, total in zip(found.bounds, totals, strict=True)
+            for bound, total in zip(observed.bounds, totals, strict=True)
         ]
         family = HistogramMetricFamily(f"{self._prefix}_{name}", text, labels=[*self._labels])
-        family.add_metric([*self._labels.values()], buckets, found.sum_seconds)
+        family.add_metric([*self._labels.values()], buckets, observed.sum_seconds)
         return family
 
     def _filled(
-        self, kind: Any, name: str, text: str, samples: Iterable[tuple[str, float]], by: str | None
+        self,
+        kind: Any,
+        name: str,
+        text: str,
+        samples: Iterable[tuple[str, float]],
+        label: str | None,
     ) -> Metric:
-        more = [] if by is None else [by]
+        more = [] if label is None else [label]
         family: Metric = kind(f"{self._prefix}_{name}", text, labels=[*self._labels, *more])
         for value, number in samples:
-            own = [] if by is None else [value]
-            family.add_metric([*self._labels.values(), *own], number)  # type: ignore[attr-defined]
+            label_values = [] if label is None else [value]
+            family.add_metric([*self._labels.values(), *label_values], number)  # type: ignore[attr-defined]
         return family

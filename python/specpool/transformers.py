@@ -100,8 +100,8 @@ def generate(
             temperature, top-k, top-p and min-p.
         stopping_criteria: as in `model.generate`: a length and end-of-sequence tokens.
         generation_config: as in `model.generate`.
-        draft: who drafts, as in `Engine.from_pretrained`: an EAGLE head, `ngram`, a drafter; None =
-            nobody.
+        draft: the drafter, as in `Engine.from_pretrained`: an EAGLE head, `ngram` or a `Drafter`;
+            None to decode without drafts.
         engine: an engine of this model, to be used again by the next call with its prefix cache.
             Without it each call builds one. It excludes `draft` and `options`.
         options: fields of `EngineConfig`.
@@ -117,7 +117,7 @@ def generate(
     if not hasattr(generation_config, "_eos_token_tensor"):  # transformers has not prepared it yet
         if model_kwargs.pop("streamer", None) is not None:
             raise ConfigError("streamer is not supported: Engine.stream yields text as it comes")
-        own = {"draft": draft, "engine": engine, "options": options}
+        arguments = {"draft": draft, "engine": engine, "options": options}
         call: Any = model.generate  # its stub does not know it as a method
         outcome: torch.Tensor | GenerateDecoderOnlyOutput = call(
             input_ids,
@@ -125,7 +125,7 @@ def generate(
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
             custom_generate=generate,
-            **{name: value for name, value in own.items() if value is not None},
+            **{name: value for name, value in arguments.items() if value is not None},
             **model_kwargs,
         )
         return outcome
@@ -134,8 +134,8 @@ def generate(
     input_ids = _checked(input_ids, model_kwargs)
     prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    given = generation_config, logits_processor, stopping_criteria
-    params = _params(*given, input_ids, prompts, vocab_size)
+    settings = generation_config, logits_processor, stopping_criteria
+    params = _params(*settings, input_ids, prompts, vocab_size)
     with _engine(model, draft, engine, options, input_ids, generation_config) as runner:
         outputs = runner.generate(prompts, params, progress=False)
     for output in outputs:
@@ -227,15 +227,15 @@ def _sampling(
         fields["temperature"] = 1.0
     last = 0
     for processor in processors:
-        place = _ORDER.index(type(processor)) if type(processor) in _ORDER else -1
-        is_warper = place >= _ORDER.index(TemperatureLogitsWarper)
-        if place < last or (is_warper and not draws) or _is_beyond(processor, paddings, width):
+        rank = _ORDER.index(type(processor)) if type(processor) in _ORDER else -1
+        is_warper = rank >= _ORDER.index(TemperatureLogitsWarper)
+        if rank < last or (is_warper and not draws) or _is_beyond(processor, paddings, width):
             raise ConfigError(
                 f"{type(processor).__name__} is not supported here: the engine has a bias of "
                 "single tokens, repetition_penalty, no_repeat_ngram_size, bad words, least "
                 "lengths, suppressed tokens, temperature, top_k, top_p, min_p, in this order"
             )
-        last = place
+        last = rank
         if isinstance(processor, NoBadWordsLogitsProcessor):
             fields["bad_words_ids"] = [[*map(int, word)] for word in processor.sequence_bias]
         elif isinstance(processor, SequenceBiasLogitsProcessor):
@@ -245,11 +245,11 @@ def _sampling(
         elif isinstance(processor, NoRepeatNGramLogitsProcessor):
             fields["no_repeat_ngram_size"] = processor.ngram_size
         elif isinstance(processor, MinLengthLogitsProcessor):
-            least = processor.min_length - width
-            fields["min_new_tokens"] = max(least, fields["min_new_tokens"])
+            num_tokens = processor.min_length - width
+            fields["min_new_tokens"] = max(num_tokens, fields["min_new_tokens"])
         elif isinstance(processor, MinNewTokensLengthLogitsProcessor):
-            least = processor.min_new_tokens + processor.prompt_length_to_skip - width
-            fields["min_new_tokens"] = max(least, fields["min_new_tokens"])
+            num_tokens = processor.min_new_tokens + processor.prompt_length_to_skip - width
+            fields["min_new_tokens"] = max(num_tokens, fields["min_new_tokens"])
         elif isinstance(processor, SuppressTokensLogitsProcessor):
             fields["suppress_tokens"] = _within(processor.suppress_tokens, vocab_size)
         elif isinstance(processor, SuppressTokensAtBeginLogitsProcessor):

@@ -265,7 +265,7 @@ def use_both(monkeypatch, rig: Rig = EMULATED) -> list[str]:
     return seen
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES)
 def test_every_forward_of_an_engine(case: str, monkeypatch) -> None:
     """All views of prefill, draft, verify and draft-extend; the text is the torch back end's."""

@@ -104,7 +104,7 @@ def test_the_moves_move_what_is_counted(host):
 
 def test_upstreams_operations_copy_the_same_tails(host):
     for p in (4, 16):
-        one, other = (kernel_cases.Tails.of(TINY, p, 5, CPU) for _ in range(2))
+        one, other = (kernel_cases.Tails.drawn(TINY, p, 5, CPU) for _ in range(2))
         one.kv.normal_(generator=torch.Generator().manual_seed(0))
         other.kv.copy_(one.kv)
         before = one.kv.clone()

@@ -30,17 +30,17 @@ FIGURES = re.compile(
 @pytest.fixture
 def outputs(monkeypatch) -> list:
     """The outputs of all turns that ended, as the engine gave them."""
-    found = []
+    ended = []
     original = Turn.__next__
 
     def spying(self):
         item = original(self)
         if not hasattr(item, "pieces"):
-            found.append(item)
+            ended.append(item)
         return item
 
     monkeypatch.setattr(Turn, "__next__", spying)
-    return found
+    return ended
 
 
 def chat(capsys, *lines: str, options: tuple[str, ...] = ("-n", "12")) -> str:
@@ -99,10 +99,10 @@ def test_rewind_forgets_turns(capsys, outputs):
     out = chat(capsys, "seq: 2, 4, ", " and", "/rewind", " and", "/rewind 2", "[min]")
     first, second, again, anew = outputs
     end = len(first.prompt_ids + first.token_ids)
-    kept = int(re.search(rf"turns left: 1; {end} tokens, (\d+) of them with KV\n", out)[1])
-    assert end - 1 <= kept <= end
+    num_kept = int(re.search(rf"turns left: 1; {end} tokens, (\d+) of them with KV\n", out)[1])
+    assert end - 1 <= num_kept <= end
     assert again.prompt_ids == second.prompt_ids and again.token_ids == second.token_ids
-    assert again.num_reused == kept
+    assert again.num_reused == num_kept
     assert "turns left: 0; 0 tokens, 0 of them with KV\n" in out
     assert bytes(anew.prompt_ids).decode() == "[min]"
 
@@ -110,18 +110,20 @@ def test_rewind_forgets_turns(capsys, outputs):
 def test_a_fork_goes_its_own_way(capsys, outputs):
     lines = ["seq: 2, 4, ", "/fork", "/switch 2", " one", "/switch 1", " two", "/stats"]
     out = chat(capsys, *lines)
-    first, one, two = outputs
+    first, first_branch, second_branch = outputs
     assert "session 2 begins here" in out and "\n2> one\n" in out.replace("2>  one", "2> one")
     history = first.prompt_ids + first.token_ids
-    assert one.prompt_ids == history + list(b" one") and two.prompt_ids == history + list(b" two")
-    assert one.num_reused > 0 and two.num_reused > 0
+    assert first_branch.prompt_ids == history + list(
+        b" one"
+    ) and second_branch.prompt_ids == history + list(b" two")
+    assert first_branch.num_reused > 0 and second_branch.num_reused > 0
     rows = [re.findall(r"[\w]+", line) for line in out.splitlines() if "idle" in line]
     assert [row[:5:2] for row in rows] == [
-        ["1", str(len(two.prompt_ids + two.token_ids)), "2"],
-        ["2", str(len(one.prompt_ids + one.token_ids)), "1"],
+        ["1", str(len(second_branch.prompt_ids + second_branch.token_ids)), "2"],
+        ["2", str(len(first_branch.prompt_ids + first_branch.token_ids)), "1"],
     ]
-    assert rows[1][6] == str(one.num_reused)
-    assert rows[0][6] == str(first.num_reused + two.num_reused)
+    assert rows[1][6] == str(first_branch.num_reused)
+    assert rows[0][6] == str(first.num_reused + second_branch.num_reused)
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ def test_forms_penalties_and_biases_reach_the_engine(capsys, tmp_path):
         (["--logit-bias", "120:100", "-n", "5"], ["xxxxx"]),
         (["--logit-bias", "120:9", "--logit-bias", "121:9", "--frequency-penalty", "2"], None),
     ):
-        (found,) = outputs(capsys, *options)
-        assert texts is None or found["text"] in texts, options
+        (output,) = outputs(capsys, *options)
+        assert texts is None or output["text"] in texts, options
     plain = outputs(capsys)
     for options in (
         ["--repetition-penalty", "1.7"],
@@ -211,9 +211,12 @@ def test_texts_that_rounding_parts_are_the_same(capsys, monkeypatch):
     assert code == 0 and not err
     report = json.loads(out)
     assert report["same_as_plain"] and not report["identical_to_plain"]
-    apart = [each for each in report["comparisons"] if each["verdict"] == "rounding"]
+    apart = [
+        comparison for comparison in report["comparisons"] if comparison["verdict"] == "rounding"
+    ]
     assert apart and all(
-        each["line"].startswith("same up to bfloat16 rounding: token ") for each in apart
+        comparison["line"].startswith("same up to bfloat16 rounding: token ")
+        for comparison in apart
     )
     monkeypatch.setattr(generate, "MAX_RUNS", 2)
     code, out, err = call(capsys, "generate", "--compare", *options)

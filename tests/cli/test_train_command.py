@@ -40,10 +40,10 @@ def test_the_figures_and_a_command_that_works(capsys, tmp_path: Path) -> None:
     code, _, err = call(capsys, *words)
     assert code == 2 and err.startswith("error: --out: ") and "give --resume to go on" in err
     code, again, err = call(capsys, *words, "--resume", "--json")
-    found = json.loads(again)
-    assert code == 0 and found["finished"] and found["steps"] == 7, err
-    assert set(found["accept_lens"]) == {"head", "prompt lookup"}
-    assert found["held_out"]["target_loss"] > 0 and found["cpu_seconds"] > 0
+    report = json.loads(again)
+    assert code == 0 and report["finished"] and report["steps"] == 7, err
+    assert set(report["accept_lens"]) == {"head", "prompt lookup"}
+    assert report["held_out"]["target_loss"] > 0 and report["cpu_seconds"] > 0
 
 
 def test_ctrl_c_writes_a_checkpoint_to_go_on_from(
@@ -51,14 +51,14 @@ def test_ctrl_c_writes_a_checkpoint_to_go_on_from(
 ) -> None:
     from specpool.cli import train as command
 
-    at = command._Shown.at
+    advance = command._ProgressDisplay.advance
 
-    def at_then_interrupt(self: command._Shown, done: float, note: str) -> None:
-        at(self, done, note)
+    def advance_then_interrupt(self: command._ProgressDisplay, num_done: float, note: str) -> None:
+        advance(self, num_done, note)
         if note.startswith("step 3,"):
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(command._Shown, "at", at_then_interrupt)
+    monkeypatch.setattr(command._ProgressDisplay, "advance", advance_then_interrupt)
     words = words_of(tmp_path, "--epochs", "0.3")
     code, out, err = call(capsys, *words)
     assert code == 130, err

@@ -27,11 +27,11 @@ def test_the_file_holds_what_the_figures_imply(capsys, tmp_path):
         capsys, *SMALL, *words, "--batch", "2", "--batch", "1", "--out", str(path), "--json"
     )
     assert (code, err) == (0, f"written: {path}\n")
-    found = json.loads(out)
-    values = {result["name"]: result for result in found["results"]}
+    report = json.loads(out)
+    values = {result["name"]: result for result in report["results"]}
     assert len(values) == 2 * 2 * 3
     config = AdaptiveConfig.from_file(path)
-    assert config == AdaptiveConfig.from_dict(found["configuration"])
+    assert config == AdaptiveConfig.from_dict(report["configuration"])
     assert config.policy == "cost" and [*config.ranges] == [1, 2]
     for size, batch_range in config.ranges.items():
         for shape in (Shape.none(), chain(3), TREE):
@@ -132,7 +132,7 @@ def test_an_error_leaves_no_file(capsys, tmp_path, monkeypatch):
     content = configuration(CELLS, "cost")
     read = AdaptiveConfig.from_file
     monkeypatch.setattr(
-        AdaptiveConfig, "from_file", lambda found: AdaptiveConfig.default() if read(found) else None
+        AdaptiveConfig, "from_file", lambda path: AdaptiveConfig.default() if read(path) else None
     )
     with pytest.raises(CorruptState, match="would read as"):
         tune.write(content, path, force=False)

@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from typing import ClassVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -19,7 +20,6 @@ from specpool.testing import LedgerConfig, decode_op, ledger_configs, operation_
 
 SOAK = int(os.environ.get("SPECPOOL_SOAK", "0"))
 SETTINGS = settings(
-    max_examples=SOAK or 400,
     stateful_step_count=200 if SOAK else 60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -82,9 +82,13 @@ class LedgerAgainstOracle(RuleBasedStateMachine):
             self.counts.update(self.both.counts)
 
 
-def test_the_ledger_agrees_with_the_oracle():
+@pytest.mark.parametrize(
+    "num_examples", [SOAK] if SOAK else [200, pytest.param(400, marks=pytest.mark.full)]
+)
+def test_the_ledger_agrees_with_the_oracle(num_examples):
     LedgerAgainstOracle.counts.clear()
-    run_state_machine_as_test(LedgerAgainstOracle, settings=SETTINGS)
+    examples = settings(SETTINGS, max_examples=num_examples)
+    run_state_machine_as_test(LedgerAgainstOracle, settings=examples)
     counts = LedgerAgainstOracle.counts
     done = sum(count for (_, outcome), count in counts.items() if outcome == "ok")
     print(f"{done} of {counts.total()} operations succeeded: {sorted(counts.items())}")

@@ -30,7 +30,11 @@ CASES = {
     "holey": (TREE, {"page_size": 4, "layout": "holey"}),
     "none": (NONE, {}),
 }
-LONG = SamplingParams(max_new_tokens=150, ignore_eos=True)
+
+
+def long(card: Any) -> SamplingParams:
+    """Tokens for many rounds; kernels on a CPU take their time."""
+    return SamplingParams(max_new_tokens=40 if isinstance(card, HostCard) else 150, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +96,19 @@ def test_a_hundred_rounds_allocate_nothing(case, card, monkeypatch):
         raise AssertionError("while requests run")
 
     shape, options = CASES[case]
-    long = SamplingParams(max_new_tokens=900, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=900, ignore_eos=True)
     allocated = count_replays(card, monkeypatch, card.num_allocations)
     how = {**options, **card.options, "max_context_len": 1000, "busy_check": 0}
     with card.running(), make(shape, **how) as engine:
         if isinstance(card, HostCard):
-            long = dataclasses.replace(long, max_new_tokens=100)
+            params = dataclasses.replace(params, max_new_tokens=100)
         else:
-            engine.generate(PROMPTS[:4], long)  # what is loaded once is loaded
+            engine.generate(PROMPTS[:4], params)  # what is loaded once is loaded
         for name in ("CUDAGraph", "graph"):
             monkeypatch.setattr(torch.cuda, name, never)
         monkeypatch.setattr(launch, "_build", never)
         for prompt in PROMPTS[:4]:
-            engine.submit(prompt, long)
+            engine.submit(prompt, params)
         for _ in range(5):
             engine.turn()  # prompts
         allocated.clear()
@@ -127,7 +131,7 @@ def test_a_replay_never_waits(case, card, monkeypatch):
     """A wait is an error of CUDA's own, the one for the results' event aside."""
     shape, options = CASES[case]
     with card.running(), make(shape, overlap_depth=1, **options, **card.options) as engine:
-        expected = [o.token_ids for o in engine.generate(PROMPTS[:4], LONG)]
+        expected = [o.token_ids for o in engine.generate(PROMPTS[:4], long(card))]
         run, steps = engine.core.worker.run, [0]
 
         def checked(launched: Any) -> Any:
@@ -136,7 +140,7 @@ def test_a_replay_never_waits(case, card, monkeypatch):
                 return run(launched)
 
         monkeypatch.setattr(engine.core.worker, "run", checked)
-        assert [o.token_ids for o in engine.generate(PROMPTS[:4], LONG)] == expected
+        assert [o.token_ids for o in engine.generate(PROMPTS[:4], long(card))] == expected
         assert steps[0] > 4
 
 
@@ -163,7 +167,7 @@ def test_memory_that_runs_out_within_a_capture(half, card, monkeypatch, caplog):
     # The largest first, of each size the chain's before the plain ones'.
     with card.running(), make(CHAIN, graph_sizes=(1, 2, 4), **card.options) as engine:
         graphs = engine.stats().graphs
-        outputs = engine.generate(PROMPTS[:4], LONG)
+        outputs = engine.generate(PROMPTS[:4], long(card))
     assert graphs.num_graphs == 2 + 0 + 2
     assert graphs.sizes == {CHAIN: (1, 4), NONE: (1, 4)}
     assert f"there are 4 of 6, with {graphs.num_bytes} bytes" in caplog.text

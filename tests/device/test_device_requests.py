@@ -119,7 +119,7 @@ def plain(build: Build, params: Any) -> list[list[int]]:
         return texts(engine, params)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @on_devices
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("model")])

@@ -41,7 +41,7 @@ def test_uniform_is_the_twins(kit):
     assert torch.equal(again, u)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_draws_equal_the_twins(kit, dtype):
     """Any temperature, top-k, top-p and min-p; the 16-bit types have many ties."""
@@ -102,7 +102,7 @@ def rows_of_many_kinds(rng, vocab, dtype):
     return torch.from_numpy(rows).to(dtype)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("part", [40, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_what_top_k_and_top_p_keep(kit, dtype, part, monkeypatch):

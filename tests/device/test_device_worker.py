@@ -67,7 +67,7 @@ def make(case: str, **more: object) -> Engine:
     )
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_text_is_the_twins(case, kind, reference):

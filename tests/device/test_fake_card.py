@@ -74,11 +74,8 @@ EAGER = {
     "several": (CHAIN, {"draft": SEVERAL}, PARAMS),
 }
 SLICE = {  # the rest is for `make test-full`
-    ("plain", "float32", "eager"),
     ("chain", "bfloat16", "overlapped"),
-    ("dense", "bfloat16", "captured"),
     ("holey", "float32", "captured and overlapped"),
-    ("third head", "bfloat16", "captured"),
     ("small model, tree", "bfloat16", "captured and overlapped"),
     ("block tree", "bfloat16", "captured"),
     ("host tier", "bfloat16", "captured"),
@@ -172,6 +169,7 @@ def test_a_tensor_made_on_the_host_is_found(how, card, monkeypatch):
     assert "cuda:0, cpu" in error_of(lambda: build(CHAIN, dtype="bfloat16", **HOW[how]))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("read", ["int", "a copy", "a mask"])
 @pytest.mark.parametrize("how", ["eager", "captured"])
 def test_a_hidden_read_is_found(how, read, card, monkeypatch):

@@ -116,8 +116,11 @@ def test_json_blocks_are_what_the_text_says(document):
         AdaptiveConfig.from_dict(json.loads(text))
 
 
-# Commands that take most of a minute; their own tests run them at smaller sizes.
+# Commands that load models again and again; tests of their own run them, some at smaller sizes.
 SLOW = (
+    "specpool bench serve --requests 32",
+    "python examples/checkpoint.py conversation.row",
+    "python train_target.py out/target --minutes 3",
     "specpool generate\nspecpool inspect engine.log",
     "specpool tune --candidates none",
     "benches reserve --trace",

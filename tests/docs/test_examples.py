@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -70,25 +72,28 @@ def test_the_scheduler_needs_numpy_alone():
     assert out.splitlines()[-1] == "[]"
 
 
-def _turns(path: Path, lines: list[str], *, kill: bool) -> list[str]:
-    """What the checkpoint's example answers; it is killed after the last line, or sees the end."""
-    command = [sys.executable, str(ROOT / "examples" / "checkpoint.py"), str(path)]
+CHECKPOINT = str(ROOT / "examples" / "checkpoint.py")
+
+
+def _killed(path: Path, line: str) -> str:
+    """What the checkpoint's example answers to a line; it is killed right after."""
+    command = [sys.executable, CHECKPOINT, str(path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    found = []
     with subprocess.Popen(command, **pipes) as process:
-        for line in lines:
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-            found.append(process.stdout.readline().rstrip("\n"))
-        if kill:
-            process.kill()
-    return found
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline().rstrip("\n")
+        process.kill()
+    return answer
 
 
-def test_a_conversation_goes_on_after_its_process_was_killed(tmp_path):
+def test_a_conversation_goes_on_after_its_process_was_killed(tmp_path, monkeypatch, capsys):
     lines = ["The moon ", " and the sun ", " and all the stars "]
-    whole = _turns(tmp_path / "whole", lines, kill=False)
-    parts = [_turns(tmp_path / "parts", [line], kill=True)[0] for line in lines]
+    monkeypatch.setattr(sys, "argv", [CHECKPOINT, str(tmp_path / "whole")])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    runpy.run_path(CHECKPOINT, run_name="__main__")
+    whole = capsys.readouterr().out.splitlines()
+    parts = [_killed(tmp_path / "parts", line) for line in lines]
     assert parts == whole
     reused = [int(re.search(r"(\d+) tokens were there", line)[1]) for line in parts]
     assert reused[0] == 0 and 0 < reused[1] < reused[2]

@@ -58,7 +58,7 @@ def logits_of(draft: torch.nn.Module) -> Logits:
     return lambda text, path: logits_after(draft, [*text, *path])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("shape", "options"), list(itertools.product((CHAIN, TREE), LAYOUTS)))
 def test_proposals_equal_the_plain_models(draft, shape, options):
     """Pages, masks and kept cells change nothing, in the first rounds and in late ones."""

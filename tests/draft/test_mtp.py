@@ -124,7 +124,7 @@ def test_proposals_are_those_of_transformers_mtp_layer(folder, family, shape, op
     check(plain.logits, texts, [*whole[:2], whole[-1]])
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("pair", "options", "temperature"), list(itertools.product(PAIRS, LAYOUTS, (0.0, 1.0)))
 )

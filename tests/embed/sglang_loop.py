@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import multiprocessing
 import os
@@ -454,6 +455,10 @@ def run(
         return here.recv()
     finally:
         child.join()
+
+
+#: The same for the same arguments: files of tests share runs that change nothing.
+run_once = functools.cache(run)
 
 
 @contextlib.contextmanager

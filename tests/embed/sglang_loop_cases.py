@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from sglang_grid import NUM_TOKENS, grid, own_end, parts
-from sglang_loop import Loop, Outcome, Setup, run
+from sglang_loop import Loop, Outcome, Setup, run, run_once
 
 from specpool import BlockPool
 
@@ -23,9 +22,6 @@ LEVELS = ["pages", "reserve"]
 SETUPS = parts(grid(list(NUM_TOKENS), (False, True)), quick=4, full=8)
 #: Those of the quick run: what is summed over set-ups has the same ones in every run.
 QUICK = [param.values[0] for param in SETUPS if not param.marks]
-
-
-run_once = functools.cache(run)
 
 
 def has_known_fault(setup: Setup) -> bool:
@@ -184,14 +180,14 @@ def _shared_pages(loop: Loop) -> None:
 def _no_round_in_flight(loop: Loop) -> None:
     from specpool.plugins.sglang import reserve
 
-    own = reserve.ahead.__wrapped__
-    reserve.ahead = lambda *shape: (own(*shape)[0],) * 2
+    own = reserve.slots_ahead.__wrapped__
+    reserve.slots_ahead = lambda *shape: (own(*shape)[0],) * 2
 
 
 def _short_drafts(loop: Loop) -> None:
     from specpool.plugins.sglang import reserve
 
-    reserve.ahead = lambda *shape: ([0] * shape[-1],) * 2
+    reserve.slots_ahead = lambda *shape: ([0] * shape[-1],) * 2
 
 
 @pytest.mark.parametrize(

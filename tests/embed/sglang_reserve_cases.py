@@ -162,10 +162,10 @@ def test_what_is_not_plain_eagle_keeps_sglangs_reserve(settings: SimpleNamespace
 
 def test_the_table_follows_what_changes_in_place(settings: SimpleNamespace) -> None:
     use(settings, (3, 4, 8), 16)
-    assert reserve._table(16) == reserve.ahead(3, 4, 8, 16)
-    assert reserve._table(64) == reserve.ahead(3, 4, 8, 64)
+    assert reserve._table(16) == reserve.slots_ahead(3, 4, 8, 16)
+    assert reserve._table(64) == reserve.slots_ahead(3, 4, 8, 64)
     use(settings, (5, 8, 64), 64)
-    assert reserve._table(64) == reserve.ahead(5, 8, 64, 64)
+    assert reserve._table(64) == reserve.slots_ahead(5, 8, 64, 64)
 
 
 def test_published_settings_are_another_object_and_their_leaves_are_its_own() -> None:

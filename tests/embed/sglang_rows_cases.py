@@ -23,7 +23,7 @@ from sglang.srt.mem_cache import memory_pool
 from sglang.srt.session import streaming_session
 from sglang_accelerator import on_host
 from sglang_grid import grid, own_end, parts
-from sglang_loop import Loop, Outcome, Setup, run
+from sglang_loop import Loop, Outcome, Setup, run, run_once
 
 from specpool import Ledger
 from specpool.plugins.sglang import drift, limits
@@ -32,8 +32,6 @@ from specpool.plugins.sglang.allocator import AllocatorError
 SETUPS = parts(grid([(3, 1, 4), (3, 4, 8)], (False,)), quick=4, full=12)
 #: Those of the quick run: what is summed over set-ups has the same ones in every run.
 QUICK = [param.values[0] for param in SETUPS if not param.marks]
-
-run_once = functools.cache(run)
 
 
 @pytest.fixture(autouse=True, scope="module")

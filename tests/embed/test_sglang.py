@@ -13,18 +13,26 @@ import specpool.plugins.sglang
 from engine_kit import SECONDS, run, run_cases
 from specpool.plugins.sglang import slots
 
+#: Files whose runs are forked children: one process imports SGLang for them, and they share runs.
+FORKED = [f"sglang_{cases}_cases.py" for cases in ("loop", "rows", "accelerator")]
+
 
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("cases", ["", "reserve_", "loop_", "rows_", "accelerator_"])
-def test_on_sglang(cases: str) -> None:
-    run_cases("sglang", f"sglang_{cases}cases.py")
+def test_on_sglang() -> None:
+    # The last file puts the plug-in into the process itself.
+    run_cases("sglang", *FORKED, "sglang_cases.py")
+
+
+@pytest.mark.timeout(SECONDS)
+def test_level_reserve_on_sglang() -> None:
+    run_cases("sglang", "sglang_reserve_cases.py")
 
 
 @pytest.mark.full
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("cases", ["loop_", "rows_", "accelerator_"])
+@pytest.mark.parametrize("cases", FORKED)
 def test_the_rest_on_sglang(cases: str) -> None:
-    run_cases("sglang", f"sglang_{cases}cases.py", chosen="full")
+    run_cases("sglang", cases, chosen="full")
 
 
 def test_sglang_finds_the_entry_point() -> None:

@@ -132,7 +132,7 @@ def shift_draws(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 Plant = Callable[[Engine, pytest.MonkeyPatch], Iterator[None]]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ VERBS = (
 )
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("countdown", [1, 2])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("verb", [*VERBS, "resolve", "complete", "finish"])

@@ -114,7 +114,7 @@ def _grid() -> list[object]:
     return [pytest.param(*c, marks=() if c in part else pytest.mark.full) for c in grid]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("page_size", "topk", "placement", "layout", "batch", "head"), _grid())
 def test_shipped_pair_speaks_as_transformers_does(
     target, heads, reference, page_size, topk, placement, layout, batch, head
@@ -228,7 +228,7 @@ def test_bfloat16_stays_within_one_rounding_of_the_logits(draft, shape):
     assert len(missed) == 720 and sum(missed) <= 0.05 * len(missed)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("family", "page_size", "topk", "layout", "batch", "num_tokens"), _family_cases()
 )

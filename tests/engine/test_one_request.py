@@ -164,7 +164,7 @@ PLANTS = {
 }
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_piece_that_fails_for_one_request_ends_it_alone(
     target, monkeypatch, name, options, fault
@@ -206,7 +206,7 @@ VERBS = (
 )  # fmt: skip
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_form_that_fails_ends_its_request_alone(target, monkeypatch, verb, options, fault):
     victim = replace(VICTIM, ignore_eos=False, structured=Grammar.regex("~{9}[a-z~]{5}~{9}"))
@@ -252,7 +252,7 @@ def with_cell(name: str, value: int, *place: int) -> Callable[[DraftTree, int], 
     return spoil
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [

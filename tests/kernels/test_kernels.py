@@ -478,7 +478,7 @@ def test_masks_equal_slow_twin(window):
             {"q_positions": q_positions, "own_positions": own_positions},
         ):
             mask = kernels.attention_mask(starts, q_lens, columns, own_mask=own, **kept, **extra)
-            expected = ref.attention_mask(starts, q_lens, columns, own=own, **kept, **extra)
+            expected = ref.attention_mask(starts, q_lens, columns, own_mask=own, **kept, **extra)
             assert (mask == expected).all()
 
 

@@ -48,7 +48,7 @@ def compiled(compiler, file, arch, **options):
     return compiler.compile(source.read(source.with_headers(file)), arch, **options)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @archs
 @pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)
 def test_every_kernel_fits_in_its_registers(compiler, file, arch):
@@ -66,7 +66,7 @@ def test_the_module_that_is_shipped_has_every_kernel(compiler, arch):
     assert sorted(compiler.compile(launch.source(), arch).usage) == sorted(launch.entries())
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @archs
 @pytest.mark.parametrize(("file", "kernel"), MOVES, ids=lambda value: getattr(value, "stem", value))
 def test_moves_go_by_16_bytes(compiler, disassembler, file, kernel, arch):
@@ -75,7 +75,7 @@ def test_moves_go_by_16_bytes(compiler, disassembler, file, kernel, arch):
     assert not any(name in ("LD", "ST") for name, _ in accesses), "the address space is not known"
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @archs
 @pytest.mark.parametrize("kernel", [name for file, name in MOVES if file.name == "moves.cu"])
 def test_a_thread_has_several_loads_under_way(compiler, disassembler, kernel, arch):
@@ -84,7 +84,7 @@ def test_a_thread_has_several_loads_under_way(compiler, disassembler, kernel, ar
     assert program.in_flight(kernel) >= 4
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @archs
 @pytest.mark.parametrize(
     ("kernel", "loads"),

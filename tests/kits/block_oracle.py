@@ -51,10 +51,10 @@ class PlainBlock:
             normed = self._norm(x, name + "input_layernorm")
             both = torch.cat((context, normed))
             q, k, v = (
-                self._linear(part, f"{name}self_attn.{each}_proj").unflatten(
+                self._linear(part, f"{name}self_attn.{projection}_proj").unflatten(
                     -1, (-1, self.config.head_dim)
                 )
-                for each, part in (("q", normed), ("k", both), ("v", both))
+                for projection, part in (("q", normed), ("k", both), ("v", both))
             )
             q = self._norm(q, name + "self_attn.q_norm").transpose(0, 1)[None]
             k = self._norm(k, name + "self_attn.k_norm").transpose(0, 1)[None]

@@ -44,8 +44,8 @@ class Browser:
         os.close(out)
         self._held, self._number, self._session = b"", 0, None
         self.errors: list[str] = []  # what the page's console has of errors
-        found = self._wait_for_page()
-        self._session = self.call("Target.attachToTarget", targetId=found, flatten=True)[
+        target_id = self._wait_for_page()
+        self._session = self.call("Target.attachToTarget", targetId=target_id, flatten=True)[
             "sessionId"
         ]
         for domain in ("Page", "Runtime", "Log"):
@@ -54,9 +54,9 @@ class Browser:
     def _wait_for_page(self) -> str:
         for _ in range(200):
             pages = self.call("Target.getTargets")["targetInfos"]
-            found = [page["targetId"] for page in pages if page["type"] == "page"]
-            if found:
-                return found[0]
+            target_ids = [page["targetId"] for page in pages if page["type"] == "page"]
+            if target_ids:
+                return target_ids[0]
             time.sleep(0.05)
         raise AssertionError("Chromium has no page")
 
@@ -68,11 +68,11 @@ class Browser:
             message["sessionId"] = self._session
         os.write(self._into, json.dumps(message).encode() + b"\0")
         while True:
-            found = self._next()
-            if found.get("id") == self._number:
-                assert "error" not in found, found
-                return found["result"]
-            self._note(found)
+            answer = self._next()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return answer["result"]
+            self._note(answer)
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._held:
@@ -83,20 +83,20 @@ class Browser:
         line, _, self._held = self._held.partition(b"\0")
         return json.loads(line)
 
-    def _note(self, found: dict[str, Any]) -> None:
-        params = found.get("params", {})
-        if found.get("method") == "Runtime.exceptionThrown":
+    def _note(self, message: dict[str, Any]) -> None:
+        params = message.get("params", {})
+        if message.get("method") == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(params["exceptionDetails"])[:500])
-        if found.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+        if message.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.errors.append(params["entry"]["text"])
 
     def run(self, script: str) -> Any:
         """Evaluate an expression in the page; a promise is awaited."""
-        found = self.call(
+        answer = self.call(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def until(self, condition: str, seconds: float = 30) -> Any:
         """Wait until an expression of the page is true; returns its value."""

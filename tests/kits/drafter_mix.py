@@ -124,18 +124,18 @@ class Mix:
     def _talk(self, prompt: list[int], common: list[int], shapes: list[Shape], seed: int) -> Talk:
         rng = self.rng
         num_turns = rng.choice([1, 1, 1, 2, 3])
-        most = CONTEXT // num_turns
+        max_turn_len = CONTEXT // num_turns
         turns, params, chosen = [], [], []
         for number in range(num_turns):
-            text = prompt[: rng.randint(1, most // 3)]
+            text = prompt[: rng.randint(1, max_turn_len // 3)]
             if number == 0 and rng.random() < 0.4:
-                text = common[: most // 3]
+                text = common[: max_turn_len // 3]
             turns.append(text)
             shape = rng.choice([None, Shape.none(), *shapes])
             chosen.append(shape)
             params.append(
                 SamplingParams(
-                    max_new_tokens=rng.randint(1, most - len(text) - 1),
+                    max_new_tokens=rng.randint(1, max_turn_len - len(text) - 1),
                     temperature=rng.choice([0.0, 0.0, 1.0]),
                     seed=seed,
                     ignore_eos=True,

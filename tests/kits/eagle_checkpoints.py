@@ -139,9 +139,9 @@ def eagle3_state(
     state = _random(state, 3)
     if draft_vocab is not None:
         generator = torch.Generator().manual_seed(9)
-        kept = torch.randperm(VOCAB, generator=generator)[:draft_vocab].sort().values
-        state["d2t"] = kept - torch.arange(draft_vocab)
-        state["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, kept, True)
+        draft_ids = torch.randperm(VOCAB, generator=generator)[:draft_vocab].sort().values
+        state["d2t"] = draft_ids - torch.arange(draft_vocab)
+        state["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, draft_ids, True)
     return state
 
 

@@ -96,8 +96,12 @@ class Reference:
         return self.linear(prefix + "o_proj", torch.cat(heads))
 
     def step(self, token: int, hidden: torch.Tensor, position: int) -> torch.Tensor:
-        own = len(self.state.get("norm.weight", hidden)) != self.target.hidden_size
-        e = (self.state["embed_tokens.weight"] if own else self.target.embedding.double())[token]
+        has_own_embedding = len(self.state.get("norm.weight", hidden)) != self.target.hidden_size
+        e = (
+            self.state["embed_tokens.weight"]
+            if has_own_embedding
+            else self.target.embedding.double()
+        )[token]
         if self.kind == "eagle":
             hidden = self.linear("fc", torch.cat([e, hidden]))
         for i in range(self.option["num_layers"]):

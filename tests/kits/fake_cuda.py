@@ -81,7 +81,10 @@ class NoWaits(TorchDispatchMode):
         made = func(*args, **kwargs)
         if isinstance(made, Tensor) and made.device.type == "cpu":
             given = [*args, *kwargs.values()]
-            reads = any(isinstance(each, Tensor) and each.device.type == "cuda" for each in given)
+            reads = any(
+                isinstance(argument, Tensor) and argument.device.type == "cuda"
+                for argument in given
+            )
             name = func.overloadpacket.__name__
             is_started = name == "copy_" and (kwargs.get("non_blocking") or True in args[2:])
             assert is_started or not reads, f"{name} waits for the device"
@@ -93,12 +96,12 @@ def numbers(tensor: Tensor) -> NDArray[Any]:
 
     Of a round, int64 [B, A + 2]: tokens, that one counts, and that all logits were finite.
     """
-    found = np.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    content = np.zeros(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     if tensor.dtype == torch.int64:
-        found[...] = 1 + np.arange(found.size).reshape(found.shape) % 200
-        if found.ndim == 2 and found.shape[1] > 2:
-            found[:, -2:] = 1, 0
-    return found
+        content[...] = 1 + np.arange(content.size).reshape(content.shape) % 200
+        if content.ndim == 2 and content.shape[1] > 2:
+            content[:, -2:] = 1, 0
+    return content
 
 
 class _Event:

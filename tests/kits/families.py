@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,18 +159,23 @@ if int(transformers.__version__.split(".")[0]) >= 5:
     }
 
 
-def make_config(family: str) -> Any:
+def make_config(family: str, families: Mapping[str, tuple[str, dict[str, Any]]] = FAMILIES) -> Any:
     """A fresh config, or None where this transformers has no such family."""
-    name, arguments = FAMILIES[family]
+    name, arguments = families[family]
     config_class = getattr(transformers, name, None)
     return None if config_class is None else config_class(**copy.deepcopy(arguments))
 
 
-def make_model(config: Any, seed: int = 0) -> Any:
-    """A float32 causal language model whose weights are large enough for logits to differ."""
+def random_model(config: Any, seed: int = 0) -> Any:
+    """A float32 causal language model with the weights that transformers draws."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    model = model.float().eval()
+    return model.float().eval()
+
+
+def make_model(config: Any, seed: int = 0) -> Any:
+    """A float32 causal language model whose weights are large enough for logits to differ."""
+    model = random_model(config, seed)
     for name, parameter in model.named_parameters():
         if parameter.ndim >= 2 or "sinks" in name:
             parameter.data.normal_(0, 0.08)
@@ -202,10 +207,12 @@ class PagedLanes:
         self.buffers = [
             tuple(
                 # The contents of unused cells must not matter.
-                torch.randn(num_slots, one.num_kv_heads, dim, dtype=self.dtype, device=self.device)
-                for dim in (one.k_head_dim, one.v_head_dim)
+                torch.randn(
+                    num_slots, layer.num_kv_heads, dim, dtype=self.dtype, device=self.device
+                )
+                for dim in (layer.k_head_dim, layer.v_head_dim)
             )
-            for one in self.layer_kv
+            for layer in self.layer_kv
         ]  # type: ignore[assignment]
 
     def slot(self, lane: int, position: int) -> int:
@@ -233,9 +240,11 @@ class PagedLanes:
             visible = torch.zeros(size, dtype=torch.bool)
             for b, (start, q_len) in enumerate(zip(starts, q_lens, strict=True)):
                 visible[b, q_len:, 0] = True
-                own = torch.ones(q_len, q_len).tril().bool() if own_masks is None else own_masks[b]
+                own_mask = (
+                    torch.ones(q_len, q_len).tril().bool() if own_masks is None else own_masks[b]
+                )
                 positions = torch.tensor([*range(start), *own_positions[b]])
-                seen = torch.cat([torch.ones(q_len, start, dtype=torch.bool), own], 1)
+                seen = torch.cat([torch.ones(q_len, start, dtype=torch.bool), own_mask], 1)
                 if window is not None:
                     seen &= positions[start:, None] - positions[None] < window
                 if chunk is not None:
@@ -259,10 +268,12 @@ class PagedLanes:
                 decode_len=decode_len if chunk is None else None,
             )
 
-        chunks = [one.window if one.is_chunked else None for one in self.layer_kv]
+        chunks = [layer.window if layer.is_chunked else None for layer in self.layer_kv]
         views = {chunk: view_of(chunk) for chunk in chunks}
         kv = [(k, v, views[c]) for (k, v), c in zip(self.buffers, chunks, strict=True)]
-        positions = torch.tensor([p for own in own_positions for p in own], device=self.device)
+        positions = torch.tensor(
+            [p for lane_positions in own_positions for p in lane_positions], device=self.device
+        )
         return AttentionBatch(views=tuple(views.values()), kv=kv), positions
 
     def compact(self, lane: int, start: int, path: Sequence[int]) -> None:

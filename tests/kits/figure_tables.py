@@ -32,9 +32,9 @@ class Record:
 
     def __init__(self, bench: str, results: Path = RESULTS) -> None:
         self.path = sorted(results.glob(f"*-cpu-{bench}.json"))[-1]
-        found = json.loads(self.path.read_text(encoding="utf-8"))
-        self.machine: dict[str, Any] = found["machine"]
-        self._results = {result["name"]: result for result in found["results"]}
+        content = json.loads(self.path.read_text(encoding="utf-8"))
+        self.machine: dict[str, Any] = content["machine"]
+        self._results = {result["name"]: result for result in content["results"]}
 
     def __contains__(self, name: str) -> bool:
         return name in self._results
@@ -44,7 +44,7 @@ class Record:
         value: float = self._results[name]["value"]
         return value
 
-    def own(self, name: str) -> float:
+    def reference(self, name: str) -> float:
         """The same of the other side."""
         value: float = self._results[name]["reference_value"]
         return value
@@ -87,15 +87,15 @@ def times(ratio: float) -> str:
 
 def pages(record: Record) -> Iterator[str]:
     at = "P=64, {rows} rows: "
-    one = ("P=1, {rows} rows: decode", "P=1, {rows} rows: free")
+    single_slot = ("P=1, {rows} rows: decode", "P=1, {rows} rows: free")
     names = {
         "decode, no row crosses a page's edge, P=64": (at + "decode within pages",),
         "decode, every row crosses one, P=64": (at + "decode across an edge",),
         "growth by 64 tokens, P=64": (at + "reserve of 64",),
         "free of that growth, P=64": (at + "free of a segment",),
-        "decode, P=1": one[:1],
-        "free, P=1": one[1:],
-        "decode and free, P=1": one,
+        "decode, P=1": single_slot[:1],
+        "free, P=1": single_slot[1:],
+        "decode and free, P=1": single_slot,
     }
     yield from table("call", COLUMNS, by_rows(record, names, share))
     yield f"\n{record.said()}"
@@ -105,7 +105,7 @@ def slots(record: Record) -> Iterator[str]:
     rows = {}
     for shape in SHAPES:
         name = f"P=64, {shape}: slots ahead of a committed token"
-        counts = record.own(name), record.value(name), record.value(name + ", rows")
+        counts = record.reference(name), record.value(name), record.value(name + ", rows")
         rows[shape.replace("/", " / ")] = [f"{count:,.0f}" for count in counts]
     yield from table("steps / branches / nodes", ("SGLang's own", "`reserve`", "`rows`"), rows)
 
@@ -171,7 +171,7 @@ def verbs(record: Record) -> Iterator[str]:
     rows = {
         title: [
             f"{us:,.0f} us" if us >= 10 else f"{us:.2g} us"
-            for us in (record.value(name), record.own(name))
+            for us in (record.value(name), record.reference(name))
         ]
         for title, name in names.items()
     }

@@ -158,8 +158,8 @@ def compare(
     torch.testing.assert_close(
         outputs[1][keep], outputs[0][keep], atol=rig.tolerance, rtol=rig.tolerance
     )
-    for one, other in zip(*written, strict=True):
-        assert torch.equal(one[view.page_size :], other[view.page_size :])  # but for the sink
+    for pages_a, pages_b in zip(*written, strict=True):
+        assert torch.equal(pages_a[view.page_size :], pages_b[view.page_size :])  # but for the sink
 
 
 def random_tree(rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -176,11 +176,11 @@ def verify_view(pages: Pages, starts, widths, *, slack=0, seed=0):
     """Random trees behind each prefix; `widths` are their nodes, one number or ragged."""
     rng = np.random.default_rng(seed)
     lanes = pages.lanes(starts, widths, slack=slack)
-    each = [widths] * len(starts) if isinstance(widths, int) else widths
-    most = max(each)
-    mask = np.zeros((len(starts), most, most), bool)
-    positions = np.zeros((len(starts), most), np.int32)
-    for lane, (start, size) in enumerate(zip(starts, each, strict=True)):
+    lane_widths = [widths] * len(starts) if isinstance(widths, int) else widths
+    max_width = max(lane_widths)
+    mask = np.zeros((len(starts), max_width, max_width), bool)
+    positions = np.zeros((len(starts), max_width), np.int32)
+    for lane, (start, size) in enumerate(zip(starts, lane_widths, strict=True)):
         mask[lane, :size, :size], depths = random_tree(rng, size)
         positions[lane, :size] = start + depths
     slots = lanes.slots(pages, 0)

@@ -55,7 +55,7 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.entries: list[tuple] = []
-        self._own: dict[int, int] = {}  # address of a storage made within -> its number
+        self._own_storages: dict[int, int] = {}  # address of a storage made within -> its number
         self._alive: list[Tensor] = []  # so that no address is given twice
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -70,7 +70,9 @@ class Tape(TorchDispatchMode):
         result = func(*args, **kwargs)
         for made in result if isinstance(result, tuple | list) else [result]:
             if isinstance(made, Tensor) and self._is_new(made, [*args, *kwargs.values()]):
-                self._own.setdefault(made.untyped_storage().data_ptr(), len(self._own))
+                self._own_storages.setdefault(
+                    made.untyped_storage().data_ptr(), len(self._own_storages)
+                )
                 self._alive.append(made)
         self.entries.append((name, read))
         return result
@@ -87,13 +89,17 @@ class Tape(TorchDispatchMode):
     def _sign(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             storage = value.untyped_storage().data_ptr()
-            whose = ("own", self._own[storage]) if storage in self._own else ("outside", storage)
-            place = value.storage_offset(), *value.shape, *value.stride()
-            return (*whose, str(value.dtype), *place)
+            whose = (
+                ("own", self._own_storages[storage])
+                if storage in self._own_storages
+                else ("outside", storage)
+            )
+            view = value.storage_offset(), *value.shape, *value.stride()
+            return (*whose, str(value.dtype), *view)
         if isinstance(value, dict):
-            return {key: self._sign(one) for key, one in value.items()}
+            return {key: self._sign(item) for key, item in value.items()}
         if isinstance(value, tuple | list):
-            return [self._sign(one) for one in value]
+            return [self._sign(item) for item in value]
         return repr(value)
 
 
@@ -171,7 +177,7 @@ class HostCapture:
         with _recorded(first):
             outcome, launch_rest = work()
         self._take(self._tried)
-        rest._own, rest._alive = dict(first._own), first._alive
+        rest._own_storages, rest._alive = dict(first._own_storages), first._alive
         with _recorded(rest):
             launch_rest()
         assert bool(rest.entries) == follows
@@ -191,7 +197,7 @@ class HostCapture:
         def follow() -> None:
             ((before, again),) = running
             tape = Tape()
-            tape._own, tape._alive = before._own, before._alive
+            tape._own_storages, tape._alive = before._own_storages, before._alive
             with _recorded(tape):
                 again()
             _same(tape, rest)
@@ -211,8 +217,10 @@ class HostCapture:
 
 
 def _same(tape: Tape, other: Tape) -> None:
-    for number, (one, two) in enumerate(zip(tape.entries, other.entries, strict=False)):
-        assert one == two, f"launch {number} of a replay is not the capture's: {one}, was {two}"
+    for number, (entry, recorded) in enumerate(zip(tape.entries, other.entries, strict=False)):
+        assert entry == recorded, (
+            f"launch {number} of a replay is not the capture's: {entry}, was {recorded}"
+        )
     assert len(tape.entries) == len(other.entries), "a replay has another number of launches"
 
 

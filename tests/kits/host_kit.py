@@ -49,7 +49,7 @@ class World:
 
     def __init__(
         self,
-        of: list[Group],
+        specs: list[Group],
         *,
         host_rows: float = 3,
         num_rows: int = 6,
@@ -59,10 +59,10 @@ class World:
         **options,
     ) -> None:
         self.ledger = Ledger(
-            of, [TREE], num_rows=num_rows, max_context_len=context, **options
+            specs, [TREE], num_rows=num_rows, max_context_len=context, **options
         )  # fmt: skip
         self.context, self.device = context, torch.device(device)
-        layer_groups = [0, *range(len(of))]
+        layer_groups = [0, *range(len(specs))]
         layers = [
             LayerKV(*widths)
             for widths in itertools.islice(itertools.cycle(WIDTHS), len(layer_groups))
@@ -200,7 +200,7 @@ class World:
 
     def wrong(self, row: int) -> list[tuple[int, int]]:
         """(buffer, position) of the row that do not have what they were given."""
-        found = []
+        mismatches = []
         length = int(self.ledger.resolved_len[row])
         for at, (buffer, group) in enumerate(zip(self.buffers, self.buffer_groups, strict=True)):
             held = self.held(row, group, 0, length)
@@ -209,8 +209,8 @@ class World:
             now = buffer[self.slots(row, group, held)].view(torch.uint8)
             given = self.kv[row][at][torch.from_numpy(held)].view(torch.uint8)
             different = (now != given).flatten(1).any(1).cpu().numpy()
-            found += [(at, int(position)) for position in held[different]]
-        return found
+            mismatches += [(at, int(position)) for position in held[different]]
+        return mismatches
 
     def check(self) -> None:
         """Both audits; every row that is at rest has what it was given."""

@@ -186,14 +186,20 @@ def json_node(case: Hostile) -> None:
     file = case.rng.choice([name for name in case._files if name.endswith(".json")])
     path = case.folder / file
     content: Any = json.loads(path.read_text())
-    place = content
+    container = content
     for _ in range(6):
-        key = case.rng.choice([*place] if isinstance(place, dict) else range(len(place)))
-        if not isinstance(place[key], dict | list) or not place[key] or case.rng.random() < 0.3:
+        key = case.rng.choice(
+            [*container] if isinstance(container, dict) else range(len(container))
+        )
+        if (
+            not isinstance(container[key], dict | list)
+            or not container[key]
+            or case.rng.random() < 0.3
+        ):
             break
-        place = place[key]
-    place[key] = case.odd()
-    case.done.append(f"{file}: {key!r} = {place[key]!r:.60}")
+        container = container[key]
+    container[key] = case.odd()
+    case.done.append(f"{file}: {key!r} = {container[key]!r:.60}")
     path.write_text(json.dumps(content))
 
 
@@ -342,12 +348,12 @@ class Opened:
             events = os.read(self._file, 1 << 16)
         except BlockingIOError:
             return []
-        found = []
+        names = []
         while events:
             _, _, _, length = struct.unpack("iIII", events[:16])
-            found.append(events[16 : 16 + length].rstrip(b"\0"))
+            names.append(events[16 : 16 + length].rstrip(b"\0"))
             events = events[16 + length :]
-        return found
+        return names
 
     def __exit__(self, *error: object) -> None:
         os.close(self._file)

@@ -147,8 +147,8 @@ class Batch:
         """accept_index [n, width]: ascending nodes, the root first, padded with -1."""
         index = np.full((self.size, width), -1, np.int32)
         for lane in range(self.size):
-            most = min(width, self.n)
-            later = np.sort(self.rng.permutation(self.n - 1)[: self.rng.integers(0, most)]) + 1
+            max_len = min(width, self.n)
+            later = np.sort(self.rng.permutation(self.n - 1)[: self.rng.integers(0, max_len)]) + 1
             index[lane, : len(later) + 1] = lane * self.n + np.append(0, later)
         return index
 

@@ -41,25 +41,25 @@ def draft_tree(outputs: list[tuple[Any, Any]], topk: int, num_draft_tokens: int)
         if step == 0:
             for child in range(topk):
                 level.append(((first + child,), np.float32(p[child]), int(index[child])))
-            kept, parents = list(range(topk)), list(range(topk))
+            survivors, parents = list(range(topk)), list(range(topk))
         else:
             for branch, (path, score) in enumerate(live):
                 for child in range(topk):
                     number = first + branch * topk + child
                     cumulative = np.float32(score * np.float32(p[branch][child]))
                     level.append(((*path, number), cumulative, int(index[branch][child])))
-            kept = best([float(score) for _, score, _ in level], topk)
-            parents = [i // topk for i in kept]
+            survivors = best([float(score) for _, score, _ in level], topk)
+            parents = [i // topk for i in survivors]
         candidates += level
-        live = [(level[i][0], level[i][1]) for i in kept]
-        input_ids.append([level[i][2] for i in kept])
+        live = [(level[i][0], level[i][1]) for i in survivors]
+        input_ids.append([level[i][2] for i in survivors])
         branch_parents.append(parents)
     chosen = sorted(best([float(score) for _, score, _ in candidates], num_draft_tokens - 1))
-    place = {number: node + 1 for node, number in enumerate(chosen)}
+    node_of = {number: node + 1 for node, number in enumerate(chosen)}
     parents = [-1]
     for number in chosen:
         path = candidates[number][0]
-        parents.append(place[path[-2]] if len(path) > 1 else 0)
+        parents.append(node_of[path[-2]] if len(path) > 1 else 0)
     return {
         "input_ids": input_ids,
         "branch_parents": branch_parents,
@@ -142,11 +142,11 @@ def distribution(
         p[order[top_k:]] = 0
     p /= p.sum()
     if top_p < 1:
-        mass, kept = 0.0, 0
+        mass, num_kept = 0.0, 0
         while mass < np.float64(np.float32(top_p)):
-            mass += p[order[kept]]
-            kept += 1
-        p[order[kept:]] = 0
+            mass += p[order[num_kept]]
+            num_kept += 1
+        p[order[num_kept:]] = 0
     p[p < min_p * p.max()] = 0
     return p / p.sum()
 
@@ -167,12 +167,12 @@ def sample(
 
 def row_pages(roots: list[int], s: int, k: int, n: int, p: int) -> int:
     """Columns that hold the drafts of either layout and N nodes."""
-    most = max(
+    width = max(
         max(draft_position(r, p, s, layout, k - 1, s - 1), r + n) + 1
         for r in roots
         for layout in ("dense", "holey")
     )
-    return -(-most // p) + 1
+    return -(-width // p) + 1
 
 
 def cell_paths(parents_by_step: list[list[int]]) -> list[list[int]]:
@@ -187,7 +187,7 @@ def attention_mask(
     starts: Any,
     q_lens: Any,
     columns: int,
-    own: Any = None,
+    own_mask: Any = None,
     q_positions: Any = None,
     own_positions: Any = None,
     num_queries: int | None = None,
@@ -195,8 +195,8 @@ def attention_mask(
     sink: int = 0,
 ) -> np.ndarray:
     queries = num_queries if num_queries is not None else max(q_lens)
-    if own is not None:
-        queries = own.shape[1]
+    if own_mask is not None:
+        queries = own_mask.shape[1]
     mask = np.zeros((len(starts), queries, columns), bool)
     for b, start in enumerate(starts):
         for i in range(queries):
@@ -209,10 +209,10 @@ def attention_mask(
                 if j < 0:
                     seen, where = True, c
                 else:
-                    if own is None:
+                    if own_mask is None:
                         seen = j <= i
                     else:
-                        seen = j < own.shape[2] and bool(own[b, i, j])
+                        seen = j < own_mask.shape[2] and bool(own_mask[b, i, j])
                     where = c
                     if own_positions is not None and j < len(own_positions[b]):
                         where = own_positions[b][j]

@@ -349,7 +349,7 @@ def written(text: str, parts: dict[str, str]) -> str:
     """The page with its parts replaced."""
     for name, part in parts.items():
         mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text, num = mark.subn(lambda found, part=part: found[1] + part + "\n" + found[2], text)
+        text, num = mark.subn(lambda match, part=part: match[1] + part + "\n" + match[2], text)
         assert num == 1, f"{num} marks of {name}"
     return text
 

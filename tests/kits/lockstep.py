@@ -84,8 +84,8 @@ class Lockstep:
             return
         memory = [self.device._target, self.device._draft, self.device._sequences]
         tokens = copy.deepcopy(self.prefix_tokens), copy.deepcopy(self.loans)
-        kept = [self.oracle.snapshot(), copy.deepcopy(memory), tokens]
-        self.saved = self.ledger.snapshot(), *kept
+        copies = [self.oracle.snapshot(), copy.deepcopy(memory), tokens]
+        self.saved = self.ledger.snapshot(), *copies
 
     def restore(self) -> None:
         """Goes back to the newest snapshot, if nothing is in flight; table cells come as deltas."""
@@ -111,8 +111,8 @@ class Lockstep:
         if self.oracle.launched:
             self.apply(("complete", {"step": max(self.oracle.launched)}))
         for number, row in self.oracle.rows.items():
-            waiting = [each for each in self.oracle.pending if each.row is row]
-            whole = min((each.start for each in waiting), default=row.written)
+            waiting = [page_copy for page_copy in self.oracle.pending if page_copy.row is row]
+            whole = min((page_copy.start for page_copy in waiting), default=row.written)
             self.device.check_row(number, min(whole, row.written))
         self._read_prefixes()
         self._read_loans()
@@ -163,10 +163,12 @@ class Lockstep:
         if all(step.number != plan.step for step in self.oracle.steps):
             return operation  # Over: to be refused.
         wish = arguments["accept_lens"]
-        most = [self.ledger.shapes[shape].max_accept_len for shape in plan.shapes]
+        limits = [self.ledger.shapes[shape].max_accept_len for shape in plan.shapes]
         if len(wish) != len(plan):
             return operation
-        if not all(1 <= one <= limit for one, limit in zip(wish, most, strict=True)):
+        if not all(
+            1 <= accept_len <= limit for accept_len, limit in zip(wish, limits, strict=True)
+        ):
             return operation
         return verb, {**arguments, "accept_lens": self.device.accept_lens(plan.step, wish)}
 
@@ -183,12 +185,15 @@ class Lockstep:
         fitting = [loan for loan in self.loans if len(loan[0]) >= end]
         if not fitting or not self.oracle._is_edge(end):
             return ("admit", {}) if verb == "admit_lent" else (verb, {**arguments, "pages": [-1]})
-        found = self._loaned(fitting[sum(pages) % len(fitting)], start, end)
+        named_pages = self._loaned(fitting[sum(pages) % len(fitting)], start, end)
         if verb == "rebind":
             row = self.oracle.rows[arguments["row"]]
             cells = self.oracle._range(row, start, end)
-            found = [page if own else 0 for page, (_, _, own) in zip(found, cells, strict=True)]
-        return verb, {**arguments, "pages": found}
+            named_pages = [
+                page if is_own else 0
+                for page, (_, _, is_own) in zip(named_pages, cells, strict=True)
+            ]
+        return verb, {**arguments, "pages": named_pages}
 
     def _loaned(self, loan: tuple[list[int], list[list[int]]], start: int, end: int) -> list[int]:
         sizes = [group.page_size for group in self.ledger.groups]
@@ -230,8 +235,8 @@ class Lockstep:
             for loan in self.loans
             if len(loan[0]) >= end
             and all(
-                page in (0, one)
-                for page, one in zip(pages, self._loaned(loan, start, end), strict=True)
+                page in (0, loaned)
+                for page, loaned in zip(pages, self._loaned(loan, start, end), strict=True)
             )
         ]
         new = dict(zip(self.device.tokens(row)[start:end], loan[0][start:end], strict=True))
@@ -384,7 +389,8 @@ class Lockstep:
             [part.allocated for part in lane.row.parts] for lane in lanes
         ]
         assert plan.page_copies.tolist() == [
-            [each.group, number(each.src), number(each.dst), each.tokens] for each in step.copies
+            [page_copy.group, number(page_copy.src), number(page_copy.dst), page_copy.tokens]
+            for page_copy in step.copies
         ]
 
 

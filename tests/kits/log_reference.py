@@ -105,8 +105,8 @@ class Reader:
         value = self.number()
         return value - 1 if value else None
 
-    def many(self, one) -> list[Any]:
-        return [one() for _ in range(self.number())]
+    def many(self, read_item) -> list[Any]:
+        return [read_item() for _ in range(self.number())]
 
     def array(self) -> list[int]:
         count = self.number()

@@ -74,9 +74,9 @@ class MiniScheduler:
             handle = self.manager.match_req(req).cuda_handle
             owed = sum(-(-r.most_tokens // size) * size - r.cache_handle.held * size
                        for r in self.running)  # fmt: skip
-            own = -(-(req.input_len + req.output_len) // size) * size - handle.cached_len
+            new_tokens = -(-(req.input_len + req.output_len) // size) * size - handle.cached_len
             self.manager.lock(handle)
-            if own + owed > self.manager.available_size:
+            if new_tokens + owed > self.manager.available_size:
                 self.manager.unlock(handle)
                 return
             line = self.lines.pop()
@@ -85,9 +85,9 @@ class MiniScheduler:
             self.reused += handle.cached_len
             del self.waiting[0]
             known = req.input_ids[: handle.cached_len]
-            most = req.input_len + req.output_len
+            max_tokens = req.input_len + req.output_len
             self.running.append(
-                Req(req.number, req.input_ids, known, line, handle.cached_len, most, handle)
+                Req(req.number, req.input_ids, known, line, handle.cached_len, max_tokens, handle)
             )
 
     def step(self) -> bool:

@@ -64,7 +64,7 @@ class Engine:
             try:
                 if verb in ("open", "export") and self._rng.random() < self._fault_share:
                     raise EngineFault("no memory")
-                found = getattr(self, f"_{verb}")(*args)
+                outcome = getattr(self, f"_{verb}")(*args)
             except (SpecpoolError, KeyError) as error:
                 if isinstance(error, KeyError):
                     error = ConfigError(f"there is no session {error}")
@@ -72,9 +72,9 @@ class Engine:
                     answer.set_exception(error)
             else:
                 if not answer.done():
-                    answer.set_result(found)
+                    answer.set_result(outcome)
 
-    def _open(self, most, tokens=(), image=None) -> int:
+    def _open(self, max_tokens, tokens=(), image=None) -> int:
         number, self._next = self._next, self._next + 1
         self.texts[number] = list(tokens if image is None else image)
         return number
@@ -164,9 +164,9 @@ class Replica:
                 other.mover.expect(parcels)
 
         if rng.random() >= fleet.loss:
-            told = fleet.spawn(deliver())
+            delivery = fleet.spawn(deliver())
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.shield(told), PATIENCE)
+                await asyncio.wait_for(asyncio.shield(delivery), PATIENCE)
                 return rng.random() >= fleet.loss
         return False
 
@@ -242,9 +242,9 @@ class Fleet:
             act(sorted(self.listed))
 
         self.spawn(tell(self.routing.update))
-        for each in self.replicas.values():
-            if each.is_up:
-                self.spawn(tell(each.mover.update))
+        for replica in self.replicas.values():
+            if replica.is_up:
+                self.spawn(tell(replica.mover.update))
 
     def start(self) -> None:
         tag = f"r{len(self.replicas)}"
@@ -262,8 +262,8 @@ class Fleet:
         if await replica.mover.close():
             self.killed.add(tag)  # it could not give them away
         self.is_up = False
-        for each in replica.sessions:
-            self.holders[each.ident].add(tag)
+        for record in replica.sessions:
+            self.holders[record.ident].add(tag)
         replica.die()
 
     async def storm(self, num: int) -> None:
@@ -295,16 +295,16 @@ class Fleet:
 
     def answering(self, ident: str) -> list[str]:
         return [
-            each.tag
-            for each in self.replicas.values()
-            if each.is_up
-            for record in each.sessions
+            replica.tag
+            for replica in self.replicas.values()
+            if replica.is_up
+            for record in replica.sessions
             if record.ident == ident and not record.is_leaving
         ]
 
     def check_alone(self, ident: str) -> None:
-        found = self.answering(ident)
-        assert len(found) == 1, f"{ident} is at {found}"
+        holders = self.answering(ident)
+        assert len(holders) == 1, f"{ident} is at {holders}"
 
     def check_loss(self, ident: str) -> None:
         """Check that a session is lost with a replica, or that somebody still has it."""
@@ -314,25 +314,27 @@ class Fleet:
         unsure = (self.loss or self.late_share) and ended & self.sent_to[ident]
         somewhere = any(
             record.ident == ident
-            for each in self.replicas.values()
-            if each.is_up
-            for record in each.sessions
+            for replica in self.replicas.values()
+            if replica.is_up
+            for record in replica.sessions
         )
         assert somewhere or unsure or ended & self.killed, f"{ident} is lost"
 
     def check_end(self) -> None:
         if self.failures:
             raise self.failures[0]
-        for each in self.replicas.values():
-            if not each.is_up:
+        for replica in self.replicas.values():
+            if not replica.is_up:
                 continue
-            numbers = sorted(record.conversation.number for record in each.sessions)
-            assert sorted(each.engine.texts) == numbers, f"{each.tag} has sessions without a name"
-            sessions, mover = each.sessions, each.mover
+            numbers = sorted(record.conversation.number for record in replica.sessions)
+            assert sorted(replica.engine.texts) == numbers, (
+                f"{replica.tag} has sessions without a name"
+            )
+            sessions, mover = replica.sessions, replica.mover
             for record in sessions:
-                is_misplaced = each.mover.is_elsewhere(record.ident)
+                is_misplaced = replica.mover.is_elsewhere(record.ident)
                 assert is_misplaced or not (record.is_busy or record.is_leaving), record.ident
-                text = each.engine.texts[record.conversation.number]
+                text = replica.engine.texts[record.conversation.number]
                 assert text == record.conversation.tokens, f"{record.ident} has two texts"
                 assert record.ident not in self.closed, f"{record.ident} was closed"
                 assert record.ident in self.told, f"nobody has heard of {record.ident}"
@@ -346,14 +348,14 @@ class Fleet:
                     "moving": mover._num_moving,
                     "later": len(mover._later),
                     "announced": len(mover._announced),
-                    "tasks": len(each.tasks),
+                    "tasks": len(replica.tasks),
                 }
-            assert not any(left.values()), f"{each.tag} has {left}"
+            assert not any(left.values()), f"{replica.tag} has {left}"
         for ident, client in self.open.items():
             if client.is_closing:  # it has left before it heard the answer
                 continue
-            if len(found := self.answering(ident)) != 1:
-                assert not found, f"{ident} is at {found}"
+            if len(holders := self.answering(ident)) != 1:
+                assert not holders, f"{ident} is at {holders}"
                 self.check_loss(ident)
 
 
@@ -504,8 +506,8 @@ def run_fleet(seed: int, *, num_clients: int = 8, num_calls: int = 60, **options
         await asyncio.wait({*clients, storm})
         await asyncio.sleep(300)
         fleet.check_end()
-        for each in fleet.replicas.values():
-            each.die()
+        for replica in fleet.replicas.values():
+            replica.die()
         for task in list(fleet.tasks):
             task.cancel()
         return fleet

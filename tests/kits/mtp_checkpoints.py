@@ -123,9 +123,11 @@ def shard(folder: Path) -> None:
     names = sorted(state)
     parts = {"model-00001-of-00002.safetensors": names[: len(names) // 2]}
     parts["model-00002-of-00002.safetensors"] = names[len(names) // 2 :]
-    for file, mine in parts.items():
-        save_file({name: state[name] for name in mine}, folder / file, metadata={"format": "pt"})
-    weight_map = {name: file for file, mine in parts.items() for name in mine}
+    for file, shard_names in parts.items():
+        save_file(
+            {name: state[name] for name in shard_names}, folder / file, metadata={"format": "pt"}
+        )
+    weight_map = {name: file for file, shard_names in parts.items() for name in shard_names}
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     path.unlink()

@@ -37,8 +37,8 @@ def make_config(model_type: str) -> Any:
     for name in config_class.sub_configs:
         part = getattr(default, name, None)
         if part is not None:
-            own = TEXTS.get(model_type, {}) if part is text else {}
-            small = survey._shrunk(type(part), own).to_dict()
+            text_fields = TEXTS.get(model_type, {}) if part is text else {}
+            small = survey._shrunk(type(part), text_fields).to_dict()
             parts[name] = {**small, "model_type": part.model_type}
     return survey._taken(config_class, parts)
 

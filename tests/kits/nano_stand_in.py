@@ -65,10 +65,10 @@ class NanoScheduler:
         while self.waiting and budget and len(self.running) < self.max_seqs:
             seq = self.waiting[0]
             if not seq.block_table:
-                found = self.manager.can_allocate(seq)
-                if found < 0:
+                num_cached = self.manager.can_allocate(seq)
+                if num_cached < 0:
                     break
-                self.manager.allocate(seq, found)
+                self.manager.allocate(seq, num_cached)
                 self.reused += seq.num_cached_tokens
             seq.num_scheduled_tokens = min(seq.num_tokens - seq.num_cached_tokens, budget)
             budget -= seq.num_scheduled_tokens

@@ -152,14 +152,14 @@ class Nvrtc:
 @functools.cache
 def installed() -> dict[int, Nvrtc]:
     """The libraries among the installed wheels, by CUDA's major version."""
-    found = [Nvrtc(p) for root in _nvidia() for p in root.glob("*/lib/libnvrtc.so.[0-9]*")]
-    return {nvrtc.version[0]: nvrtc for nvrtc in found}
+    libraries = [Nvrtc(p) for root in _nvidia() for p in root.glob("*/lib/libnvrtc.so.[0-9]*")]
+    return {nvrtc.version[0]: nvrtc for nvrtc in libraries}
 
 
 def nvdisasm() -> str | None:
     """The disassembler among the installed wheels or on the path."""
-    found = [str(p) for root in _nvidia() for p in root.glob("*/bin/nvdisasm")]
-    return found[0] if found else shutil.which("nvdisasm")
+    paths = [str(p) for root in _nvidia() for p in root.glob("*/bin/nvdisasm")]
+    return paths[0] if paths else shutil.which("nvdisasm")
 
 
 def usage_of(log: str) -> dict[str, Usage]:
@@ -194,7 +194,7 @@ def global_accesses(assembly: str) -> Counter[tuple[str, int]]:
 
 def loads_in_flight(assembly: str) -> int:
     """The most loads of 16 bytes before an instruction that names a register of one of them."""
-    most, waiting = 0, set[int]()
+    max_loads, waiting = 0, set[int]()
     for line in assembly.splitlines():
         registers = {int(number) for number in _REGISTER.findall(line)}
         load = _WIDE_LOAD.search(line)
@@ -203,8 +203,8 @@ def loads_in_flight(assembly: str) -> int:
         if registers - {first} & waiting or loaded & waiting:
             waiting = set()
         waiting |= loaded
-        most = max(most, len(waiting) // 4)
-    return most
+        max_loads = max(max_loads, len(waiting) // 4)
+    return max_loads
 
 
 def _bits(suffixes: str) -> int:

@@ -134,7 +134,9 @@ class Oracle(Lending, Moving):
             raise Refused("OrderError")
         for row, shape in zip(taking, shapes, strict=True):
             S, _, N = self.shapes[shape]
-            behind = row.drafted < row.resolved or not all(one.writes_draft for one in row.rounds)
+            behind = row.drafted < row.resolved or not all(
+                claimed.writes_draft for claimed in row.rounds
+            )
             if self.draft_kv and behind and (S > 0 or N > 1):
                 raise Refused("DraftLag", row=row.number)
         wanted = [self._wanted(row, shape) for row, shape in zip(taking, shapes, strict=True)]
@@ -144,7 +146,7 @@ class Oracle(Lending, Moving):
         return step
 
     def launch(self, step: int) -> None:
-        waiting = [one for one in self.steps if not one.launched]
+        waiting = [record for record in self.steps if not record.launched]
         if not waiting or waiting[0].number != step:
             raise Refused("OrderError")
         if self._is_stale(waiting[0]):
@@ -157,19 +159,19 @@ class Oracle(Lending, Moving):
             lane.row.last_launched = step
             if waiting[0].kind == "extend":
                 lane.row.extend_from, lane.row.has_root = None, True
-            for one in lane.row.rounds:
-                one.launched = one.launched or one.step == step
+            for claimed in lane.row.rounds:
+                claimed.launched = claimed.launched or claimed.step == step
         self._sweep()
 
     def resolve(self, step: int, accept_lens: Sequence[int]) -> None:
-        found = self._step(step)
-        if found.kind == "extend" or not found.launched or found.resolved:
+        record = self._step(step)
+        if record.kind == "extend" or not record.launched or record.resolved:
             raise Refused("OrderError")
-        if len(accept_lens) != len(found.lanes):
+        if len(accept_lens) != len(record.lanes):
             raise Refused("ShapeError")
         standing = [
             (lane.row, accept_len)
-            for lane, accept_len in zip(found.lanes, accept_lens, strict=True)
+            for lane, accept_len in zip(record.lanes, accept_lens, strict=True)
             if self._stands(lane)
         ]
         for row, accept_len in standing:
@@ -181,7 +183,7 @@ class Oracle(Lending, Moving):
             if row.rounds.pop(0).writes_draft and row.drafted == row.resolved:
                 row.drafted += accept_len
             row.resolved += accept_len
-        found.resolved = True
+        record.resolved = True
         self._sweep()
 
     def complete(self, step: int) -> None:
@@ -212,14 +214,14 @@ class Oracle(Lending, Moving):
         self._sweep()
 
     def abandon(self, step: int) -> None:
-        found = self._step(step)
-        if not found.launched or found.abandoned or step <= self.completed:
+        record = self._step(step)
+        if not record.launched or record.abandoned or step <= self.completed:
             raise Refused("OrderError")
-        struck = [lane.row for lane in found.lanes] + [tail.row for tail in found.copies]
+        struck = [lane.row for lane in record.lanes] + [tail.row for tail in record.copies]
         for row in struck:
             if self.rows.get(row.number) is row:
                 self.give_back(row.number)
-        found.abandoned = found.resolved = True
+        record.abandoned = record.resolved = True
         self._sweep()
 
     def take_delta(self, step: int) -> None:
@@ -251,20 +253,20 @@ class Oracle(Lending, Moving):
     # --- Rows get shorter, or go ---
 
     def trim(self, row: int, length: int, *, ends_turn: bool = False) -> int:
-        one = self._row(row)
+        state = self._row(row)
         if length < 0:
             raise Refused("ShapeError")
-        cut = min(length, one.written)
-        while not self._can_end_at(one, cut):
+        cut = min(length, state.written)
+        while not self._can_end_at(state, cut):
             cut -= 1
-        roots = max(0, cut - one.resolved)
-        counted = [each for each in one.rounds if each.launched][:roots]
-        if one.drafted == one.resolved and all(each.writes_draft for each in counted):
-            one.drafted = cut
-        one.drafted = min(one.drafted, cut)
-        fence = self._fence(one)
-        for at, part in enumerate(one.parts):
-            self._drop_from(one, at, ceil_align(cut, self.groups[at].page_size), fence)
+        roots = max(0, cut - state.resolved)
+        counted = [claimed for claimed in state.rounds if claimed.launched][:roots]
+        if state.drafted == state.resolved and all(claimed.writes_draft for claimed in counted):
+            state.drafted = cut
+        state.drafted = min(state.drafted, cut)
+        fence = self._fence(state)
+        for at, part in enumerate(state.parts):
+            self._drop_from(state, at, ceil_align(cut, self.groups[at].page_size), fence)
             part.protected = min(part.protected, cut)
             window = self._evict_to(at, cut)
             if part.evicted > window:
@@ -275,10 +277,10 @@ class Oracle(Lending, Moving):
                 back = {column: page for column, page in part.kept.items() if column >= first}
                 part.table |= back
                 part.evicted = first * size
-        if one.checkpoint is not None and cut < one.checkpoint:
-            self._forget_checkpoint(one)
-        one.has_root &= cut == one.resolved and not one.rounds and not ends_turn
-        one.resolved, one.rounds, one.extend_from = cut, [], None
+        if state.checkpoint is not None and cut < state.checkpoint:
+            self._forget_checkpoint(state)
+        state.has_root &= cut == state.resolved and not state.rounds and not ends_turn
+        state.resolved, state.rounds, state.extend_from = cut, [], None
         self.epochs[row] += 1
         self._sweep()
         return cut
@@ -287,27 +289,27 @@ class Oracle(Lending, Moving):
         if not self.sessions and any(group.window is not None for group in self.groups):
             raise Refused("ConfigError")
         cut = self.trim(row, length, ends_turn=True)
-        one = self.rows[row]
-        self._forget_checkpoint(one)
-        one.idle, one.checkpoint = True, cut
-        for at, part in enumerate(one.parts):
+        state = self.rows[row]
+        self._forget_checkpoint(state)
+        state.idle, state.checkpoint = True, cut
+        for at, part in enumerate(state.parts):
             if self.groups[at].window is not None:
-                kept = self._window(at, cut) - self._sinks(at)
-                part.kept = {column: part.table[column] for column in kept}
+                columns = self._window(at, cut) - self._sinks(at)
+                part.kept = {column: part.table[column] for column in columns}
         self._sweep()
         return cut
 
     def give_back(self, row: int) -> None:
         """`retract`, `finish` and `abort`."""
-        one = self._row(row)
-        fence = self._fence(one)
-        for page in one.pages():
+        state = self._row(row)
+        fence = self._fence(state)
+        for page in state.pages():
             page.fence = max(page.fence, fence)
         del self.rows[row]
-        one.parts = [Part() for _ in self.groups]
+        state.parts = [Part() for _ in self.groups]
         self.epochs[row] += 1
-        if one.last_launched > self.completed:
-            self.fenced_rows[row] = one.last_launched
+        if state.last_launched > self.completed:
+            self.fenced_rows[row] = state.last_launched
         self._sweep()
 
     retract = finish = abort = give_back
@@ -315,31 +317,31 @@ class Oracle(Lending, Moving):
     # --- Prefixes ---
 
     def pin_prefix(self, row: int, length: int) -> int:
-        one = self._row(row)
-        if not 1 <= length <= one.resolved:
+        state = self._row(row)
+        if not 1 <= length <= state.resolved:
             raise Refused("ShapeError")
         length = min(self._floor(at, length) for at in range(len(self.groups)))
         if length == 0:
             raise Refused("ShapeError")
         ends = [ceil_align(length, group.page_size) for group in self.groups]
-        if self._first_written(one) < max(ends):
+        if self._first_written(state) < max(ends):
             raise Refused("NotReady")
-        if not all(self._needed(at, length) <= one.parts[at].table.keys() for at in self._all):
+        if not all(self._needed(at, length) <= state.parts[at].table.keys() for at in self._all):
             raise Refused("NotReady")
-        if self._is_being_copied(one):
+        if self._is_being_copied(state):
             raise Refused("NotReady")
         tables = []
-        for at, part in enumerate(one.parts):
+        for at, part in enumerate(state.parts):
             columns = ends[at] // self.groups[at].page_size
             tables.append({at: page for at, page in part.table.items() if at < columns})
             for page in tables[-1].values():
                 page.shared = True
             part.protected = max(part.protected, ends[at])
         evicted = [
-            min(part.evicted, self._evict_to(at, length)) for at, part in enumerate(one.parts)
+            min(part.evicted, self._evict_to(at, length)) for at, part in enumerate(state.parts)
         ]
         prefix = self.next_prefix
-        self.prefixes[prefix] = Prefix(length, min(one.drafted, length), tables, evicted)
+        self.prefixes[prefix] = Prefix(length, min(state.drafted, length), tables, evicted)
         self.next_prefix += 1
         return prefix
 

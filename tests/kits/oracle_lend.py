@@ -18,54 +18,54 @@ class Lending(State):
     _is_being_copied: Any
 
     def lend(self, row: int, start: int, end: int) -> None:
-        one = self._row(row)
-        self._check_range(one, start, end)
-        self._check_final(one, end)
-        pages = [page for _, _, page in self._range(one, start, end) if page]
+        state = self._row(row)
+        self._check_range(state, start, end)
+        self._check_final(state, end)
+        pages = [page for _, _, page in self._range(state, start, end) if page]
         if any(page in self.lent for page in pages):
             raise Refused("PageStateError")
-        for at, column, page in self._range(one, start, end):
+        for at, column, page in self._range(state, start, end):
             if page:
                 page.shared = True
-                self.lent[page] = (column + 1) * self.groups[at].page_size <= one.drafted
-        self._protect(one, end)
+                self.lent[page] = (column + 1) * self.groups[at].page_size <= state.drafted
+        self._protect(state, end)
 
     def rebind(self, row: int, start: int, end: int, pages: Sequence[int]) -> None:
-        one = self._row(row)
-        self._check_range(one, start, end)
-        cells = list(self._range(one, start, end))
+        state = self._row(row)
+        self._check_range(state, start, end)
+        cells = list(self._range(state, start, end))
         if len(cells) != len(pages):
             raise Refused("ShapeError")
         bound = []
         for at in self._all:
-            mine = [
-                (column, own, name)
-                for (group, column, own), name in zip(cells, pages, strict=True)
+            group_cells = [
+                (column, page, name)
+                for (group, column, page), name in zip(cells, pages, strict=True)
                 if group == at
             ]
-            if any(name and not own for _, own, name in mine):
+            if any(name and not page for _, page, name in group_cells):
                 raise Refused("ShapeError")
-            mine = [cell for cell in mine if cell[1]]
-            found = self._named(at, [name for _, _, name in mine])
-            tables = one.parts[at].table.items(), one.parts[at].kept.items()
-            for (column, _, _), page in zip(mine, found, strict=True):
+            group_cells = [cell for cell in group_cells if cell[1]]
+            lent_pages = self._named(at, [name for _, _, name in group_cells])
+            tables = state.parts[at].table.items(), state.parts[at].kept.items()
+            for (column, _, _), page in zip(group_cells, lent_pages, strict=True):
                 size = self.groups[at].page_size
                 elsewhere = any(
-                    other is page and not start <= place * size < end
+                    other is page and not start <= other_column * size < end
                     for table in tables
-                    for place, other in table
+                    for other_column, other in table
                 )
-                if elsewhere or (column * size < one.drafted and not self.lent[page]):
+                if elsewhere or (column * size < state.drafted and not self.lent[page]):
                     raise Refused("ShapeError")
                 bound.append((at, column, page))
-        self._check_final(one, end)
+        self._check_final(state, end)
         for at, column, page in bound:
-            own = one.parts[at].table[column]
-            own.fence = max(own.fence, self._fence(one))
-            one.parts[at].table[column] = page
-            if column in one.parts[at].kept:
-                one.parts[at].kept[column] = page
-        self._protect(one, end)
+            old_page = state.parts[at].table[column]
+            old_page.fence = max(old_page.fence, self._fence(state))
+            state.parts[at].table[column] = page
+            if column in state.parts[at].kept:
+                state.parts[at].kept[column] = page
+        self._protect(state, end)
         self._sweep()
 
     def admit_lent(self, pages: Sequence[int], length: int) -> Row:
@@ -78,16 +78,16 @@ class Lending(State):
         for at, count in enumerate(counts):
             names = pages[sum(counts[:at]) : sum(counts[:at]) + count]
             size, sinks = self.groups[at].page_size, len(self._sinks(at))
-            first = next((place for place in range(sinks, count) if names[place]), count)
+            first = next((column for column in range(sinks, count) if names[column]), count)
             first = first if first > sinks else 0
             if first * size > self._evict_to(at, length):
                 raise Refused("ShapeError")
-            columns = [place for place in range(count) if place < sinks or place >= first]
-            found = self._named(at, [names[place] for place in columns])
-            for column, page in zip(columns, found, strict=True):
+            columns = [column for column in range(count) if column < sinks or column >= first]
+            lent_pages = self._named(at, [names[column] for column in columns])
+            for column, page in zip(columns, lent_pages, strict=True):
                 if not self.lent[page]:
                     drafted = min(drafted, column * size)
-            tables.append(dict(zip(columns, found, strict=True)))
+            tables.append(dict(zip(columns, lent_pages, strict=True)))
             evicted.append(first * size)
         self._check_free_row()
         return self._share(tables, evicted, length, drafted)
@@ -115,17 +115,17 @@ class Lending(State):
                 yield at, column, row.parts[at].table.get(column)
 
     def _named(self, group: int, names: Sequence[int]) -> list[Page]:
-        found: list[Page] = []
+        lent_pages: list[Page] = []
         for name in names:
             if not 1 <= name <= self.groups[group].num_pages:
                 raise Refused("ShapeError")
             lent = [page for page in self.lent if (page.group, page.number) == (group, name)]
             if not lent:
                 raise Refused("PageStateError")
-            if lent[0] in found:
+            if lent[0] in lent_pages:
                 raise Refused("ShapeError")
-            found += lent
-        return found
+            lent_pages += lent
+        return lent_pages
 
     def _check_final(self, row: Row, end: int) -> None:
         if self._first_written(row) < end or self._is_being_copied(row):

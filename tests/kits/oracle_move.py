@@ -19,23 +19,27 @@ class Moving(State):
     give_back: Any
 
     def export(self, row: int) -> int:
-        one = self._row(row)
-        if one.resolved == 0:
+        state = self._row(row)
+        if state.resolved == 0:
             raise Refused("ShapeError")
-        if one.rounds or one.extend_from is not None or one.last_launched > self.completed:
+        if state.rounds or state.extend_from is not None or state.last_launched > self.completed:
             raise Refused("NotReady")
-        if self._is_being_copied(one):
+        if self._is_being_copied(state):
             raise Refused("NotReady")
         tables = [
-            {at: page for at, page in part.table.items() if at in self._needed(group, one.resolved)}
-            for group, part in enumerate(one.parts)
+            {
+                at: page
+                for at, page in part.table.items()
+                if at in self._needed(group, state.resolved)
+            }
+            for group, part in enumerate(state.parts)
         ]
         for table in tables:
             for page in table.values():
                 page.shared = True
-        evicted = [self._evict_to(at, one.resolved) for at in self._all]
-        prefix, drafted = self.next_prefix, min(one.drafted, one.resolved)
-        self.prefixes[prefix] = Prefix(one.resolved, drafted, tables, evicted)
+        evicted = [self._evict_to(at, state.resolved) for at in self._all]
+        prefix, drafted = self.next_prefix, min(state.drafted, state.resolved)
+        self.prefixes[prefix] = Prefix(state.resolved, drafted, tables, evicted)
         self.next_prefix += 1
         self.give_back(row)
         return prefix

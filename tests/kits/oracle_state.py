@@ -175,7 +175,9 @@ class State:
         page_fencing: bool = True,
     ) -> None:
         facts = fields(Group)
-        self.groups = [Group(**{one.name: getattr(it, one.name) for one in facts}) for it in groups]
+        self.groups = [
+            Group(**{fact.name: getattr(it, fact.name) for fact in facts}) for it in groups
+        ]
         trees = [(shape.num_steps, shape.topk, shape.num_draft_tokens) for shape in shapes]
         self.shapes = [(0, 1, 1)] + [tree for tree in trees if tree != (0, 1, 1)]
         self.num_rows, self.context = num_rows, max_context_len
@@ -202,13 +204,13 @@ class State:
 
     def holders(self) -> dict[Page, list[Row | Prefix | None]]:
         """Who holds each page; None is a cache outside."""
-        found: dict[Page, list[Row | Prefix | None]] = {page: [] for page in self.pages}
+        holders_by_page: dict[Page, list[Row | Prefix | None]] = {page: [] for page in self.pages}
         for page in self.lent:
-            found[page].append(None)
+            holders_by_page[page].append(None)
         for holder in (*self.rows.values(), *self.prefixes.values()):
             for page in holder.pages():
-                found[page].append(holder)
-        return found
+                holders_by_page[page].append(holder)
+        return holders_by_page
 
     def copies(self) -> list[Copy]:
         """The copies that are not finished on the device."""
@@ -238,7 +240,7 @@ class State:
 
     def reclaimable_pages(self, group: int) -> int:
         return sum(
-            bool(who) and all(isinstance(one, Row) and one.idle for one in who)
+            bool(who) and all(isinstance(holder, Row) and holder.idle for holder in who)
             for page, who in self.holders().items()
             if page.group == group
         )

@@ -67,8 +67,8 @@ class Case:
         row_bytes = sum(group.pages_per_row * group.page_bytes for group in least.groups)
         sinks = sum(group.page_bytes for group in least.groups)
         if rng.random() < 0.2:
-            most = max(group.pages_per_row for group in least.groups)
-            config = replace(config, num_pages=int(most * rng.choice([1, 1.3, 2.5, 6])))
+            max_pages = max(group.pages_per_row for group in least.groups)
+            config = replace(config, num_pages=int(max_pages * rng.choice([1, 1.3, 2.5, 6])))
         rows = rng.choice([1, 1.01, 1.5, 2.2, 3, 6.7, 15, 60])
         kv_bytes = sinks + int(rows * row_bytes) + 1
         if windows:  # a prefill step and a checkpoint are beside what one row holds

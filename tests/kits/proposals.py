@@ -42,11 +42,11 @@ def expand(logits: Logits, text: list[int], shape: Shape) -> set[Path]:
 
 
 def paths(tree, lane: int) -> set[Path]:
-    found = set()
+    tree_paths = set()
     for node in range(1, tree.tokens.shape[1]):
         line = [i for i in range(1, node + 1) if tree.mask[lane, node, i]]
-        found.add(tuple(tree.tokens[lane, line].tolist()))
-    return found
+        tree_paths.add(tuple(tree.tokens[lane, line].tolist()))
+    return tree_paths
 
 
 def check(logits: Logits, texts: list[list[int]], trees: list) -> None:

@@ -38,7 +38,7 @@ class Group:
         self._started = time.monotonic()
         self.processes = []
         for rank in range(world):
-            place = {
+            variables = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world),
@@ -55,7 +55,7 @@ class Group:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
-                    env=os.environ | place | more,
+                    env=os.environ | variables | more,
                 )
             )
 

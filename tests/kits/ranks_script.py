@@ -2,7 +2,7 @@
 
 python ranks_script.py scenes NAME..          the scenes of these `SETUPS`
 python ranks_script.py long TURNS             one engine, requests until so many turns ran
-python ranks_script.py timed                  shapes are chosen by clocks that run at random
+python ranks_script.py timed NAME..           the same, and shapes chosen by clocks at random
 python ranks_script.py plant KIND RECORD      rank 1 does something of its own at a record
 """
 
@@ -83,10 +83,10 @@ def _tiny_with_mtp() -> Path:
 
 def play(engine: Engine) -> dict[str, Any]:
     """Play all scenes; return what they gave."""
-    found = {name: scene(engine) for name, scene in SCENES.items()}
+    results = {name: scene(engine) for name, scene in SCENES.items()}
     stats = engine.stats()
-    found["counts"] = [stats.retracted_ct, len(engine.findings)]
-    return found
+    results["counts"] = [stats.retracted_ct, len(engine.findings)]
+    return results
 
 
 def _greedy(engine: Engine) -> Any:
@@ -105,37 +105,37 @@ def _drawn(engine: Engine) -> Any:
 
 
 def _sessions(engine: Engine) -> Any:
-    params, found = SamplingParams(max_new_tokens=10), []
+    params, outcomes = SamplingParams(max_new_tokens=10), []
     with engine.open_session() as session:
         for text in ("seq: 1, 2, ", "and ", "then "):
-            found.append(session.append(text, params).output().token_ids)
+            outcomes.append(session.append(text, params).output().token_ids)
         with session.fork() as copy:
-            found.append(copy.append("other ", params).output().token_ids)
+            outcomes.append(copy.append("other ", params).output().token_ids)
         session.rewind(12)
         turn = session.append("again ", SamplingParams(max_new_tokens=60))
         next(turn)
         turn.close()
         output = session.append("last ", params).output()
-        found += [output.token_ids, output.num_reused, session.num_tokens]
+        outcomes += [output.token_ids, output.num_reused, session.num_tokens]
         tokens = session.tokens
     with engine.open_session(tokens=tokens) as session:  # as one that comes from another engine
         with session.fork() as copy:
             return [
-                *found,
-                *(each.append("on", params).output().token_ids for each in (session, copy)),
+                *outcomes,
+                *(branch.append("on", params).output().token_ids for branch in (session, copy)),
             ]
 
 
 def _prefixes(engine: Engine) -> Any:
     text, params = "the same long beginning of every prompt: ", SamplingParams(max_new_tokens=8)
-    one = engine.generate([text + "one"], params)
+    first = engine.generate([text + "one"], params)
     two = engine.generate([text + "two", text + "three"], params)
     pin = engine.pin(text)
     three = engine.generate([text + "four"], params)
     engine.unpin(pin)
     engine.forget_prefixes()
     four = engine.generate([text + "one"], params)
-    return [[o.token_ids, o.num_reused] for o in (*one, *two, *three, *four)]
+    return [[o.token_ids, o.num_reused] for o in (*first, *two, *three, *four)]
 
 
 def _forms(engine: Engine) -> Any:
@@ -148,11 +148,11 @@ def _forms(engine: Engine) -> Any:
 
 def _aborts(engine: Engine) -> Any:
     """Submit, run some turns, abort from within a callback and from outside."""
-    found: dict[int, Any] = {}
+    outcomes: dict[int, Any] = {}
 
     def tell(number: int, item: Any) -> None:
         if hasattr(item, "finish_reason"):
-            found[number] = [item.finish_reason, item.token_ids]
+            outcomes[number] = [item.finish_reason, item.token_ids]
         elif number == first and len(item.token_ids) > 0:
             engine.abort(first)
 
@@ -165,15 +165,15 @@ def _aborts(engine: Engine) -> Any:
     engine.abort(second)
     while engine.turn():
         pass
-    return [found[number] for number in (first, second, third)]
+    return [outcomes[number] for number in (first, second, third)]
 
 
 def _drafters(engine: Engine) -> Any:
-    found = []
+    texts = []
     for drafter in engine.drafters:
         params = SamplingParams(max_new_tokens=24, drafter=drafter)
-        found += [output.token_ids for output in engine.generate(PROMPTS[:2], params)]
-    return found
+        texts += [output.token_ids for output in engine.generate(PROMPTS[:2], params)]
+    return texts
 
 
 def _many(engine: Engine) -> Any:
@@ -208,15 +208,15 @@ SCENES = {
 
 
 def _scenes(ranks: Ranks, names: list[str]) -> Any:
-    found = {}
+    results = {}
     for name in names:
         with engine_of(name, ranks) as engine:
             if ranks.leads:
-                found[name] = play(engine)
-                found["move"] = _refusal_of_a_move(engine)
+                results[name] = play(engine)
+                results["move"] = _refusal_of_a_move(engine)
             else:
                 engine.follow()
-    return found
+    return results
 
 
 def _refusal_of_a_move(engine: Engine) -> str:
@@ -282,13 +282,19 @@ def run_long(engine: Engine, turns: int) -> Any:
 
 def _timed(ranks: Ranks) -> Any:
     """Generate by each controller that has a clock; return the texts, and the times it was told."""
-    rng, told = random.Random(ranks.rank), list[float]()
+    rng, observed = random.Random(ranks.rank), list[float]()
     ticks = itertools.accumulate(rng.choice([1e-5, 1e-2]) for _ in itertools.count())
     time.perf_counter = lambda: next(ticks)  # each rank's own, so that nothing else can agree
-    _spy(CostController, "on_round_seconds", lambda _, shape, size, seconds: told.append(seconds))
-    _spy(BudgetController, "on_round_seconds", lambda _, shape, size, seconds: told.append(seconds))
-    _spy(BudgetController, "observe", lambda _, shapes, seconds, *__: told.append(seconds))
-    _spy(BudgetController, "choose", lambda self, *_: told.append(self._clock()))
+    _spy(
+        CostController, "on_round_seconds", lambda _, shape, size, seconds: observed.append(seconds)
+    )
+    _spy(
+        BudgetController,
+        "on_round_seconds",
+        lambda _, shape, size, seconds: observed.append(seconds),
+    )
+    _spy(BudgetController, "observe", lambda _, shapes, seconds, *__: observed.append(seconds))
+    _spy(BudgetController, "choose", lambda self, *_: observed.append(self._clock()))
     texts = {}
     for policy in ("cost", "budget"):
         options = {**SMALL, "num_pages": 256, "adaptive": policy, "overlap_depth": 1}
@@ -304,7 +310,7 @@ def _timed(ranks: Ranks) -> Any:
                 for tpot_ms in targets
             ]
             texts[policy] = [output.token_ids for output in engine.generate(PROMPTS, params)]
-    return texts, told
+    return texts, observed
 
 
 def _spy(kind: type, name: str, note: Callable[..., None]) -> None:
@@ -399,16 +405,17 @@ def _main(arguments: list[str]) -> None:
     with Ranks() as ranks:
         match arguments:
             case ["scenes", *names]:
-                found = _scenes(ranks, names)
+                results = _scenes(ranks, names)
             case ["long", turns]:
-                found = _long(ranks, int(turns))
-            case ["timed"]:
-                found = _timed(ranks)
+                results = _long(ranks, int(turns))
+            case ["timed", *names]:
+                results = _scenes(ranks, names)
+                results["timed"] = _timed(ranks)  # the last: it changes the clock of the process
             case ["plant", kind, record]:
-                found = _plant(ranks, kind, int(record))
+                results = _plant(ranks, kind, int(record))
             case _:
                 raise SystemExit(f"unknown: {arguments}")
-        print(json.dumps(found), file=out, flush=True)
+        print(json.dumps(results), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ ray.shutdown()
 
 def free_port() -> int:
     """A port that nobody has now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Cluster:
@@ -76,7 +76,7 @@ class Cluster:
 
     def deploy(self, *words: str, seconds: float = 300) -> str:
         """`specpool deploy --apply`; returns what it prints."""
-        found = subprocess.run(
+        run = subprocess.run(
             [
                 *(sys.executable, "-m", "specpool", "deploy", "--apply"),
                 *("--address", self.address, "--port", str(self.port), *words),
@@ -86,8 +86,8 @@ class Cluster:
             timeout=seconds,
             env=self.environment,
         )
-        assert found.returncode == 0, found.stderr
-        return found.stderr
+        assert run.returncode == 0, run.stderr
+        return run.stderr
 
     def ask(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
@@ -111,32 +111,32 @@ class Cluster:
         try:
             token = {"authorization": f"Bearer {self._token}"}
             connection.request("GET", "/api/serve/applications/", headers=token)
-            found = json.loads(connection.getresponse().read())
+            answer = json.loads(connection.getresponse().read())
         finally:
             connection.close()
-        parts = found["applications"].get("specpool", {}).get("deployments", {}).values()
+        parts = answer["applications"].get("specpool", {}).get("deployments", {}).values()
         return {
-            each["replica_id"]: each["pid"]
+            replica["replica_id"]: replica["pid"]
             for part in parts
-            for each in part["replicas"]
-            if each["state"] == "RUNNING"
+            for replica in part["replicas"]
+            if replica["state"] == "RUNNING"
         }
 
     def wait_for(self, number: int, seconds: float = 120, but: set[str] | None = None) -> None:
         """Wait until so many replicas run, none of them of `but`."""
         end = time.monotonic() + seconds
-        while len(found := self.replicas()) != number or set(found) & (but or set()):
-            assert time.monotonic() < end, found
+        while len(running := self.replicas()) != number or set(running) & (but or set()):
+            assert time.monotonic() < end, running
             time.sleep(0.2)
 
     def open_sessions(self, number: int) -> list[str]:
         """Open sessions; their ids."""
-        found = []
+        idents = []
         for _ in range(number):
             status, body = self.ask("POST", "/v1/sessions", {})
             assert status == 200, body
-            found.append(body["id"])
-        return found
+            idents.append(body["id"])
+        return idents
 
     def turn(self, ident: str, offset: int, prompt: str, **more: Any) -> tuple[int, Any]:
         """One greedy turn of a session."""
@@ -165,9 +165,9 @@ class Cluster:
 
 def engine_of(pid: int) -> int:
     """The process id of the engine that a replica has started."""
-    found = _children(pid, b"spawn_main")
-    assert found, f"the replica {pid} has no engine"
-    return found[0]
+    children = _children(pid, b"spawn_main")
+    assert children, f"the replica {pid} has no engine"
+    return children[0]
 
 
 def followers_of(pid: int) -> list[int]:
@@ -184,8 +184,8 @@ def _children(pid: int, words: bytes) -> list[int]:
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        found = re.search(r"\) \w (\d+) ", stat)
-        if found and int(found[1]) == pid and words in command:
+        match = re.search(r"\) \w (\d+) ", stat)
+        if match and int(match[1]) == pid and words in command:
             children.append(int(folder.name))
     return sorted(children)
 

@@ -27,7 +27,7 @@ class ConsistentHashRouter:
         self.replicas = replicas
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
-        self.replicas = [each for each in self.replicas if each.replica_id != replica_id]
+        self.replicas = [replica for replica in self.replicas if replica.replica_id != replica_id]
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def request(path: str = "/v1/completions", session: str = "", **headers: str) ->
 def install(monkeypatch: Any) -> None:
     """Put the stand-ins where the router imports from."""
     request_router = ModuleType("ray.serve.request_router")
-    for each in (PendingRequest, ReplicaID, RunningReplica):
-        setattr(request_router, each.__name__, each)
+    for stand_in in (PendingRequest, ReplicaID, RunningReplica):
+        setattr(request_router, stand_in.__name__, stand_in)
     router = ModuleType("ray.serve.experimental.consistent_hash_router")
     router.ConsistentHashRouter = ConsistentHashRouter  # type: ignore[attr-defined]
     names = ("ray", "ray.serve", "ray.serve.experimental")

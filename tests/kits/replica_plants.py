@@ -43,7 +43,7 @@ def give_a_dead_replicas_tag_to_the_next(patch):
     """Tags by place, and sessions by number: ids come again."""
 
     def new_replica(self):
-        used = {each.tag for each in self._listed.values()}
+        used = {replica.tag for replica in self._listed.values()}
         tag = next(f"r{i}" for i in range(999) if f"r{i}" not in used)
         return SimReplica(self.world, tag, self.settings)
 
@@ -158,7 +158,7 @@ def pass_on_own_sessions_alone(patch):
     misplaced = Mover._misplaced
 
     def own(self):
-        return [each for each in misplaced(self) if each.ident.startswith(self._tag)]
+        return [record for record in misplaced(self) if record.ident.startswith(self._tag)]
 
     patch.setattr(Mover, "_misplaced", own)
 
@@ -219,9 +219,9 @@ def send_a_session_anywhere(patch):
     place_of = Mover._place_of
 
     def anywhere(self, ident):
-        place = place_of(self, ident)
+        home = place_of(self, ident)
         others = sorted(self._tags - {self._tag})
-        return place if place in (None, self._tag) or not others else others[0]
+        return home if home in (None, self._tag) or not others else others[0]
 
     patch.setattr(Mover, "_place_of", anywhere)
 

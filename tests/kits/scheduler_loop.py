@@ -106,8 +106,8 @@ class Loop:
                 break
         self.is_clean()
         for request in self.requests:
-            own = self.texts[request.request_id].tokens
-            assert request.tokens == own[: len(request.tokens)]
+            text_tokens = self.texts[request.request_id].tokens
+            assert request.tokens == text_tokens[: len(request.tokens)]
 
     def is_clean(self) -> None:
         self.ledger.check()

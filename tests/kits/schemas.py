@@ -192,19 +192,19 @@ MAKERS = {
 def generated(seed: int) -> Schema:
     """The schema number `seed`, with the definitions of its references at the top."""
     schema = random_schema(random.Random(seed))
-    found: dict[str, Schema] = {}
+    definitions: dict[str, Schema] = {}
 
     def collect(value: Any) -> None:
         if isinstance(value, dict):
-            found.update(value.pop("_defs", {}))
+            definitions.update(value.pop("_defs", {}))
         for item in [*value.values()] if isinstance(value, dict) else value:
             if isinstance(item, dict | list):
                 collect(item)
 
     collect(schema)
-    waiting = [*found.values()]
+    waiting = [*definitions.values()]
     while waiting:
-        before = {*found}
+        before = {*definitions}
         collect(waiting.pop())
-        waiting += [found[name] for name in found.keys() - before]
-    return {**schema, "$defs": found} if found else schema
+        waiting += [definitions[name] for name in definitions.keys() - before]
+    return {**schema, "$defs": definitions} if definitions else schema

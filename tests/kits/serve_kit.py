@@ -51,9 +51,9 @@ class Server:
     def _wait_for_port(self) -> int:
         end = time.monotonic() + 500
         while time.monotonic() < end:
-            found = re.search(r"http://[\w.\[\]:]+?:(\d+)/v1", "".join(self.out))
-            if found:
-                return int(found[1])
+            match = re.search(r"http://[\w.\[\]:]+?:(\d+)/v1", "".join(self.out))
+            if match:
+                return int(match[1])
             if self.process.poll() is not None:
                 break
             time.sleep(0.05)
@@ -102,10 +102,10 @@ class Server:
         """Send bytes and return what comes until the server closes the connection."""
         with socket.create_connection(("127.0.0.1", self.port), timeout) as sock:
             sock.sendall(content)
-            found = b""
+            answer = b""
             while part := sock.recv(65536):
-                found += part
-            return found
+                answer += part
+            return answer
 
     def metrics(self) -> dict[str, float]:
         """The samples of `/metrics`, by name and labels as they stand there."""
@@ -118,21 +118,21 @@ class Server:
         """The metrics once nothing runs or waits; no page is held then."""
         end = time.monotonic() + seconds
         while True:
-            found = self.metrics()
-            if not (found["specpool_running_requests"] or found["specpool_waiting_requests"]):
-                return found
+            metrics = self.metrics()
+            if not (metrics["specpool_running_requests"] or metrics["specpool_waiting_requests"]):
+                return metrics
             assert time.monotonic() < end, "requests are left"
             time.sleep(0.05)
 
     def check_no_leak(self) -> None:
         """Every page is free or cached, and every row is back."""
-        found = self.idle()
+        metrics = self.idle()
         for group in ("target", "draft"):
             label = f'{{group="{group}"}}'
-            free = found[f"specpool_group_free_pages{label}"]
-            cached = found[f"specpool_group_cached_pages{label}"]
-            assert free + cached == found[f"specpool_group_pages{label}"], group
-        assert found["specpool_free_rows"] == found["specpool_rows"]
+            free = metrics[f"specpool_group_free_pages{label}"]
+            cached = metrics[f"specpool_group_cached_pages{label}"]
+            assert free + cached == metrics[f"specpool_group_pages{label}"], group
+        assert metrics["specpool_free_rows"] == metrics["specpool_rows"]
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
         """Send a signal, and return the exit code."""

@@ -65,11 +65,11 @@ def keep_a_row_that_runs(patch):
     take = Conversations.take
 
     def taken_twice(self, request):
-        place = take(self, request)
-        if place is not None:
-            request.conversation.row = place[0]
-            self._idle[place[0]] = request.conversation
-        return place
+        idle_row = take(self, request)
+        if idle_row is not None:
+            request.conversation.row = idle_row[0]
+            self._idle[idle_row[0]] = request.conversation
+        return idle_row
 
     patch.setattr(Conversations, "take", taken_twice)
 

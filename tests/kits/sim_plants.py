@@ -210,9 +210,9 @@ def leave_a_row_out(patch):
     def unfair(self, *chosen):
         running = self.state.running
         row = list(running)[-1].row if running else 0
-        kept, running.limits[row] = running.limits[row], 0
+        limit, running.limits[row] = running.limits[row], 0
         step = decode(self, *chosen)
-        running.limits[row] = kept
+        running.limits[row] = limit
         return step
 
     patch.setattr(Scheduler, "_decode", unfair)
@@ -446,9 +446,9 @@ def overlook_a_cap(patch):
 
 def lose_the_last_page_of_a_hit(patch):
     def admit_cached(self, tokens, salt, tag, *, needs_draft=False):
-        found, *_ = self._ledger.match_prefix(tokens, salt, needs_draft=needs_draft)
+        hit_len, *_ = self._ledger.match_prefix(tokens, salt, needs_draft=needs_draft)
         P = self._ledger.groups[0].page_size
-        limit = max(found - 1, 0) // P * P
+        limit = max(hit_len - 1, 0) // P * P
         return self._ledger.admit_cached(tokens, salt, tag, limit=limit, needs_draft=needs_draft)
 
     lie(patch, admit_cached=admit_cached)

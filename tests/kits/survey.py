@@ -142,19 +142,19 @@ def small_config(model_type: str) -> Any:
     return _shrunk(config_class, OWN.get(model_type, {}))
 
 
-def _shrunk(config_class: Any, own: dict[str, Any]) -> Any:
+def _shrunk(config_class: Any, own_fields: dict[str, Any]) -> Any:
     names = {f.name for f in dataclasses.fields(config_class)}
     arguments = {name: value for name, value in SMALL.items() if name in names}
     for name, part in (getattr(config_class, "sub_configs", None) or {}).items():
         if dataclasses.is_dataclass(part) and name in names:
-            arguments[name] = _shrunk(part, own.get(name, {})).to_dict()
+            arguments[name] = _shrunk(part, own_fields.get(name, {})).to_dict()
         elif name in names and name in ("text_config", "decoder", "llm_config"):
-            arguments[name] = own.get(name, {})
+            arguments[name] = own_fields.get(name, {})
     if "kv_lora_rank" in names and "num_key_value_heads" in names:
         arguments["num_key_value_heads"] = arguments["num_attention_heads"]
-    arguments |= own
+    arguments |= own_fields
     config = _taken(config_class, arguments)
-    if "layer_types" in names and "layer_types" not in own:
+    if "layer_types" in names and "layer_types" not in own_fields:
         kinds = set(config.layer_types or ())
         slides = {"use_sliding_window": True} if "use_sliding_window" in names else {}
         is_mixed = kinds and kinds <= set(MIXED) and getattr(config, "sliding_window", None)
@@ -211,7 +211,7 @@ def survey(model_type: str) -> Row:
         return Row(model_type, class_name, "not tried", _first_line(error))
     try:
         with TargetModel.from_pretrained(model) as target:
-            kept = _kept(target)
+            kv_kinds = _kinds_of_kv(target)
             is_recurrent = target.keeps_state
         for shape in (None, Shape.eagle(3, 1, 4) if is_recurrent else Shape.eagle(4, 4, 16)):
             _compare(model, reference, prompts, texts, shape)
@@ -219,7 +219,7 @@ def survey(model_type: str) -> Row:
         return Row(model_type, class_name, "refused", _reason(error))
     except Exception as error:
         return Row(model_type, class_name, "differs", _first_line(error))
-    return Row(model_type, class_name, "runs", kept)
+    return Row(model_type, class_name, "runs", kv_kinds)
 
 
 def _prompts(model: Any) -> list[list[int]]:
@@ -256,7 +256,7 @@ def _compare(
         comparison.add(reference, prompt, output.token_ids)
 
 
-def _kept(target: TargetModel) -> str:
+def _kinds_of_kv(target: TargetModel) -> str:
     """What the model's layers keep, in words."""
     kinds: Counter[str] = Counter()
     for layer in target.layer_kv:
@@ -266,8 +266,8 @@ def _kept(target: TargetModel) -> str:
         if layer.has_sinks:
             kind += ", sinks"
         kinds[kind] += 1
-    found = sorted(kinds)
-    return "; ".join(["state", *found] if target.keeps_state else found)
+    names = sorted(kinds)
+    return "; ".join(["state", *names] if target.keeps_state else names)
 
 
 def _reason(error: Exception) -> str:

@@ -43,7 +43,7 @@ _GEMMA = """
 {%- endmacro -%}"""
 
 
-def _each(call: str, between: str = "") -> str:
+def _per_call(call: str, between: str = "") -> str:
     return _EACH % (call, between)
 
 
@@ -86,26 +86,26 @@ class Family:
 
 
 FAMILIES = {
-    "qwen": Family(_each(f"<tool_call>\n{_OBJECT}\n</tool_call>", "\n")),
+    "qwen": Family(_per_call(f"<tool_call>\n{_OBJECT}\n</tool_call>", "\n")),
     "qwen_special": Family(
-        _each(f"<tool_call>\n{_OBJECT}\n</tool_call>", "\n"), ("<tool_call>", "</tool_call>")
+        _per_call(f"<tool_call>\n{_OBJECT}\n</tool_call>", "\n"), ("<tool_call>", "</tool_call>")
     ),
-    "mistral_v3": Family("[TOOL_CALLS][" + _each(_OBJECT, ", ") + "]", ("[TOOL_CALLS]",)),
+    "mistral_v3": Family("[TOOL_CALLS][" + _per_call(_OBJECT, ", ") + "]", ("[TOOL_CALLS]",)),
     "llama3_tag": Family(
-        "<|python_tag|>" + _each(_OBJECT.replace('arguments"', 'parameters"'), "; "),
+        "<|python_tag|>" + _per_call(_OBJECT.replace('arguments"', 'parameters"'), "; "),
         ("<|python_tag|>",),
     ),
-    "granite3": Family("<|tool_call|>[" + _each(_OBJECT, ",") + "]", ("<|tool_call|>",)),
+    "granite3": Family("<|tool_call|>[" + _per_call(_OBJECT, ",") + "]", ("<|tool_call|>",)),
     "phi4_mini": Family(
-        "<|tool_call|>[" + _each(_OBJECT, ", ") + "]<|/tool_call|>",
+        "<|tool_call|>[" + _per_call(_OBJECT, ", ") + "]<|/tool_call|>",
         ("<|tool_call|>", "<|/tool_call|>"),
     ),
-    "functools": Family("functools[" + _each(_OBJECT, ", ") + "]"),
-    "nemotron": Family("<TOOLCALL>[" + _each(_OBJECT, ", ") + "]</TOOLCALL>"),
-    "jamba": Family("<tool_calls>[\n" + _each(_OBJECT, ",\n") + "\n]</tool_calls>"),
+    "functools": Family("functools[" + _per_call(_OBJECT, ", ") + "]"),
+    "nemotron": Family("<TOOLCALL>[" + _per_call(_OBJECT, ", ") + "]</TOOLCALL>"),
+    "jamba": Family("<tool_calls>[\n" + _per_call(_OBJECT, ",\n") + "\n]</tool_calls>"),
     "command": Family(
         "<|START_ACTION|>[\n"
-        + _each(
+        + _per_call(
             '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": {{ c.name | tojson }}, '
             '"parameters": {{ c.arguments | tojson }}}',
             ",\n",
@@ -113,18 +113,18 @@ FAMILIES = {
         + "\n]<|END_ACTION|>",
         ("<|START_ACTION|>", "<|END_ACTION|>"),
     ),
-    "longcat": Family(_each(f"<longcat_tool_call>{_OBJECT}</longcat_tool_call>", "\n")),
+    "longcat": Family(_per_call(f"<longcat_tool_call>{_OBJECT}</longcat_tool_call>", "\n")),
     "mistral_v13": Family(
-        _each("[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}"),
+        _per_call("[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}"),
         ("[TOOL_CALLS]", "[ARGS]"),
         "json",
     ),
     "llama31_function": Family(
-        _each("<function={{ c.name }}>{{ c.arguments | tojson }}</function>", "\n"), kind="json"
+        _per_call("<function={{ c.name }}>{{ c.arguments | tojson }}</function>", "\n"), kind="json"
     ),
     "deepseek_v3": Family(
         "<｜tool▁calls▁begin｜>"
-        + _each(
+        + _per_call(
             "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ c.name }}\n```json\n"
             "{{ c.arguments | tojson }}\n```<｜tool▁call▁end｜>",
             "\n",
@@ -141,7 +141,7 @@ FAMILIES = {
     ),
     "deepseek_v31": Family(
         "<｜tool▁calls▁begin｜>"
-        + _each(
+        + _per_call(
             "<｜tool▁call▁begin｜>{{ c.name }}<｜tool▁sep｜>{{ c.arguments | tojson }}"
             "<｜tool▁call▁end｜>"
         )
@@ -150,7 +150,7 @@ FAMILIES = {
     ),
     "kimi": Family(
         "<|tool_calls_section_begin|>"
-        + _each(
+        + _per_call(
             "<|tool_call_begin|>functions.{{ c.name }}:{{ loop.index0 }}"
             "<|tool_call_argument_begin|>{{ c.arguments | tojson }}<|tool_call_end|>"
         )
@@ -165,7 +165,7 @@ FAMILIES = {
         "json",
     ),
     "gpt_oss": Family(
-        _each(
+        _per_call(
             "<|start|>assistant<|channel|>commentary to=functions.{{ c.name }} "
             "<|constrain|>json<|message|>{{ c.arguments | tojson }}<|call|>"
         ),
@@ -173,7 +173,7 @@ FAMILIES = {
         "json",
     ),
     "gpt_oss_role": Family(
-        _each(
+        _per_call(
             "<|start|>assistant to=functions.{{ c.name }}<|channel|>commentary json<|message|>"
             "{{ c.arguments | tojson }}<|call|>"
         ),
@@ -182,13 +182,13 @@ FAMILIES = {
     ),
     "apertus": Family(
         "<|tools_prefix|>["
-        + _each("{{ '{' }}{{ c.name | tojson }}: {{ c.arguments | tojson }}{{ '}' }}", ", ")
+        + _per_call("{{ '{' }}{{ c.name | tojson }}: {{ c.arguments | tojson }}{{ '}' }}", ", ")
         + "]<|tools_suffix|>",
         ("<|tools_prefix|>", "<|tools_suffix|>"),
         "json",
     ),
     "qwen3_coder": Family(
-        _each(
+        _per_call(
             "<tool_call>\n"
             + _tags(
                 "<function={{ c.name }}>\n",
@@ -200,7 +200,7 @@ FAMILIES = {
         kind="tags",
     ),
     "seed_oss": Family(
-        _each(
+        _per_call(
             "<seed:tool_call>\n"
             + _tags(
                 "<function={{ c.name }}>\n",
@@ -212,7 +212,7 @@ FAMILIES = {
         kind="tags",
     ),
     "glm": Family(
-        _each(
+        _per_call(
             _tags(
                 "<tool_call>{{ c.name }}\n",
                 f"<arg_key>{{{{ k }}}}</arg_key>\n<arg_value>{_RAW}</arg_value>\n",
@@ -225,7 +225,7 @@ FAMILIES = {
     ),
     "hunyuan_v3": Family(
         "<tool_calls>"
-        + _each(
+        + _per_call(
             _tags(
                 "<tool_call>{{ c.name }}<tool_sep>",
                 f"<arg_key>{{{{ k }}}}</arg_key><arg_value>{_RAW}</arg_value>",
@@ -237,7 +237,7 @@ FAMILIES = {
     ),
     "minimax": Family(
         "\n<minimax:tool_call>\n"
-        + _each(
+        + _per_call(
             _tags(
                 '<invoke name="{{ c.name }}">\n',
                 f'<parameter name="{{{{ k }}}}">{_RAW}</parameter>\n',
@@ -248,21 +248,21 @@ FAMILIES = {
         kind="tags",
     ),
     "lfm2": Family(
-        "<|tool_call_start|>[" + _each(_PYTHON, ", ") + "]<|tool_call_end|>",
+        "<|tool_call_start|>[" + _per_call(_PYTHON, ", ") + "]<|tool_call_end|>",
         ("<|tool_call_start|>", "<|tool_call_end|>"),
         "python",
     ),
     "olmo3": Family(
-        "<function_calls>\n" + _each(_PYTHON, "\n") + "\n</function_calls>", kind="python"
+        "<function_calls>\n" + _per_call(_PYTHON, "\n") + "\n</function_calls>", kind="python"
     ),
-    "gemma3": Family("```tool_code\n" + _each(_PYTHON, "\n") + "\n```", kind="python"),
+    "gemma3": Family("```tool_code\n" + _per_call(_PYTHON, "\n") + "\n```", kind="python"),
     "gemma4": Family(
-        _each("<|tool_call>call:{{ c.name }}{{ value(c.arguments, '<|\"|>') }}<tool_call|>"),
+        _per_call("<|tool_call>call:{{ c.name }}{{ value(c.arguments, '<|\"|>') }}<tool_call|>"),
         ("<|tool_call>", "<tool_call|>", '<|"|>'),
         "gemma",
     ),
     "function_gemma": Family(
-        _each(
+        _per_call(
             "<start_function_call>call:{{ c.name }}{{ value(c.arguments, '<escape>') }}"
             "<end_function_call>"
         ),
@@ -272,8 +272,8 @@ FAMILIES = {
 
 #: Families without a mark: a call begins the text, or follows the thoughts.
 BARE = {
-    "llama3": Family(_each(_OBJECT.replace('arguments"', 'parameters"'), "; ")),
-    "xlam": Family("[" + _each(_OBJECT, ", ") + "]"),
-    "llama4": Family("[" + _each(_PYTHON, ", ") + "]", kind="python"),
+    "llama3": Family(_per_call(_OBJECT.replace('arguments"', 'parameters"'), "; ")),
+    "xlam": Family("[" + _per_call(_OBJECT, ", ") + "]"),
+    "llama4": Family("[" + _per_call(_PYTHON, ", ") + "]", kind="python"),
 }
 ALL = FAMILIES | BARE

@@ -26,10 +26,10 @@ class Watching:
     def stop(self) -> bool:
         return self._left == 0
 
-    def begin(self, what: str, total: float) -> None:
-        self.begun.append(what)
+    def begin(self, task: str, total: float) -> None:
+        self.begun.append(task)
 
-    def at(self, done: float, note: str) -> None:
+    def advance(self, num_done: float, note: str) -> None:
         self.notes.append(note)
         if note.startswith("step") and self._left:
             self._left -= 1

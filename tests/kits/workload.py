@@ -28,8 +28,10 @@ class Workload:
         page_size = rng.choice([1, 3, 4, 16])
         # Half of them grow from little to much, so that all but the first are retracted.
         self.grows = rng.random() < 0.5
-        most, (less, more) = (12, (40, 70)) if self.grows else (60, (1, 40))
-        self.prompts = [p[: rng.randint(1, most)] for p in corpus.prompts(rng.randint(2, 7), 80)]
+        max_prompt, (less, more) = (12, (40, 70)) if self.grows else (60, (1, 40))
+        self.prompts = [
+            p[: rng.randint(1, max_prompt)] for p in corpus.prompts(rng.randint(2, 7), 80)
+        ]
         self.news = [rng.randint(less, more) for _ in self.prompts]
         longest = max(len(p) + n for p, n in zip(self.prompts, self.news, strict=True))
         self.options = {

@@ -118,7 +118,7 @@ def test_the_model_counts_what_a_shape_is_worth():
     assert model.expected(PLAIN, lambda depth, at: 0.5, 0.0) == 1.0
     tree = Shape.eagle(2, 4, 8)
     assert model.expected(tree, lambda depth, at: 0.5, 0.0) > 1.75
-    assert COSTS.of(PLAIN, 2) == pytest.approx(4 / 3)
+    assert COSTS.seconds_of(PLAIN, 2) == pytest.approx(4 / 3)
     cells = model.static(PLAIN, COSTS, [1, 4, 4], 6)
     for phase in model.PHASES:
         assert cells[phase, 1].num_rounds == 2 and cells[phase, 4].num_rounds == 4

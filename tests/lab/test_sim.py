@@ -355,7 +355,7 @@ def test_a_fault_between_turns_takes_no_more_than_its_own(faulty):
 PLANTS = sim_plants.PLANTS | session_plants.PLANTS
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found(monkeypatch, plant):
     plant(monkeypatch)

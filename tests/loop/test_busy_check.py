@@ -154,7 +154,7 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 CASES = [(f.name, level) for f in FAULTS for level in (1, 2) if level >= f.level]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("name", "level"), CASES)
 def test_a_stray_write_costs_its_request_and_no_other(target, heads, texts, name, level, depth):
@@ -202,7 +202,7 @@ def test_a_stray_write_costs_its_request_and_no_other(target, heads, texts, name
     assert [output.token_ids for output in again] == texts[:3]
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_stray_write_is_found_where_pages_are_shared_with_the_prefix_cache(
@@ -221,7 +221,7 @@ def test_a_stray_write_is_found_where_pages_are_shared_with_the_prefix_cache(
     assert [output.token_ids for output in again] == texts[:3]
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_stray_write_raises_where_that_is_asked_for(target, heads, texts, name, depth):

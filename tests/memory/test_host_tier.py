@@ -29,7 +29,6 @@ from specpool.engine.memory.host.reload import reload
 from specpool.engine.memory.host.tier import HostTier
 
 SETTINGS = settings(
-    max_examples=200,
     stateful_step_count=80,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -233,8 +232,11 @@ class HostAgainstOracle(RuleBasedStateMachine):
         self.world.is_clean()
 
 
-def test_what_comes_back_is_what_went_byte_by_byte():
-    run_state_machine_as_test(HostAgainstOracle, settings=SETTINGS)
+@pytest.mark.parametrize("num_examples", [100, pytest.param(200, marks=pytest.mark.full)])
+def test_what_comes_back_is_what_went_byte_by_byte(num_examples):
+    HostAgainstOracle.counts.clear()
+    examples = settings(SETTINGS, max_examples=num_examples)
+    run_state_machine_as_test(HostAgainstOracle, settings=examples)
     counts = HostAgainstOracle.counts
     wanted = ["offload", "reload", "drop", "trim", "trimmed away", "full", "unfit", "fork", "cut"]
     for name in [*wanted, "launch", "offload NotReady", "reload OutOfPages", "reload OutOfRows"]:

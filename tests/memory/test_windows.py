@@ -158,7 +158,7 @@ def test_an_eagle_head_beside_windows(targets, monkeypatch, tmp_path, family, de
     assert_speaks(reference_of(family), texts, outputs)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_read_the_same(targets, family, page_size):
@@ -229,7 +229,7 @@ def test_samples_share_a_window(targets):
         assert len({str(each) for each in texts[1]}) == 4
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -286,7 +286,7 @@ def test_abort_gives_windows_back(targets):
 # --- Pinned texts -------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -333,7 +333,7 @@ def test_a_pinned_text_keeps_its_windows_and_no_more(targets, family, page_size,
 # --- What is no number ---------------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("prefill_tokens", [16, 128])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])

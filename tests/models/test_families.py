@@ -71,7 +71,7 @@ def compare(reference: Reference, outputs) -> None:
     comparison.finish()
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("page_size", "layout"), [(1, "dense"), (16, "holey"), (4, "dense")])
 @pytest.mark.parametrize(
     ("draft", "shape"),
@@ -89,7 +89,7 @@ def test_every_family_speaks_as_transformers_does(reference, draft, shape, page_
     compare(reference, outputs)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_retracted_row_says_the_same(reference):
     """A pool of little more than one row."""

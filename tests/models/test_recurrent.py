@@ -93,7 +93,7 @@ def compare(reference: Reference, outputs, num_tokens: list[int] | None = None) 
     comparison.finish()
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("draft", [None, "ngram", "scripted"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_speaks_as_transformers_does(reference, draft):

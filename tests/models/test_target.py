@@ -54,7 +54,7 @@ def final_norm(decoder: Any) -> Any:
     )
 
 
-@pytest.mark.sample(15)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_over_pages_equals_plain(family: str, page_size: int) -> None:

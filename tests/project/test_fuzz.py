@@ -30,9 +30,16 @@ def regressions() -> list[str]:
     )
 
 
+#: Runs of each target; `make test-full` makes twice as many.
+RUNS = {"border": 2000, "ledger": 400, "block_pool": 400, "event_log": 1000, "image": 750}
+
+
 @pytest.mark.parametrize(
     ("target", "runs"),
-    [("border", 4000), ("ledger", 800), ("block_pool", 800), ("event_log", 2000), ("image", 1500)],
+    [
+        *RUNS.items(),
+        *(pytest.param(name, 2 * runs, marks=pytest.mark.full) for name, runs in RUNS.items()),
+    ],
 )
 def test_no_input_breaks_a_law(target, runs):
     numbers = [

@@ -32,11 +32,12 @@ OTHERS = tuple(name for name in SETUPS if name not in QUICK)
 
 @functools.cache
 def _shared(names: tuple[str, ...]) -> Any:
-    """All scenes of these setups, played by two ranks."""
-    first, second = Group([SCRIPT, "scenes", *names]).wait(400)
+    """What each of two ranks gave: all scenes of these setups, and shapes by clocks if quick."""
+    mode = "timed" if names == QUICK else "scenes"
+    first, second = Group([SCRIPT, mode, *names]).wait(560)
     assert first.code == 0, first.err
     assert second.code == 0, second.err
-    return json.loads(first.out)
+    return json.loads(first.out), json.loads(second.out)
 
 
 @pytest.fixture(
@@ -45,7 +46,7 @@ def _shared(names: tuple[str, ...]) -> Any:
 )
 def both(request: pytest.FixtureRequest) -> Any:
     """What two ranks and one process gave, of one setup."""
-    shared = _shared(QUICK if request.param in QUICK else OTHERS)
+    shared, _ = _shared(QUICK if request.param in QUICK else OTHERS)
     with engine_of(request.param) as engine:
         alone = json.loads(json.dumps(play(engine)))
     return request.param, alone, shared[request.param]
@@ -66,7 +67,9 @@ def test_few_pages_retract_on_two_ranks_as_on_one(both: Any) -> None:
 
 
 def test_rows_of_ranks_do_not_move() -> None:
-    assert _shared(QUICK)["move"] == "rows of ranks cannot move: each rank holds a part of their KV"
+    assert (
+        _shared(QUICK)[0]["move"] == "rows of ranks cannot move: each rank holds a part of their KV"
+    )
 
 
 def _long(turns: int) -> Any:
@@ -92,9 +95,7 @@ def test_ten_thousand_turns_with_a_digest_each() -> None:
 
 def test_ranks_choose_shapes_by_the_clock_of_rank_0_alone() -> None:
     """Law: both clocks run at random, and controllers on both ranks are told the same times."""
-    first, second = Group([SCRIPT, "timed"]).wait(500)
-    assert (first.code, second.code) == (0, 0), first.err + second.err
-    (texts, told), (_, other) = json.loads(first.out), json.loads(second.out)
+    (texts, told), (_, other) = (rank["timed"] for rank in _shared(QUICK))
     assert told == other
     assert len(told) > 60 and len({*told}) > 20
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)

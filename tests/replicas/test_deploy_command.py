@@ -29,9 +29,9 @@ def printed(capsys, *words: str):
 def test_the_config_that_is_printed(capsys):
     """Law: the replica gets the very words, and room for all that the server takes by itself."""
     words = ["--draft", "specpool/tiny-eagle", "--batch", "16", "--max-queue", "100", "--port", "0"]
-    found = printed(capsys, "--replicas", "3", "--gpus", "0.5", *words)
-    assert found["http_options"] == {"host": "127.0.0.1", "port": 0}
-    (app,) = found["applications"]
+    config = printed(capsys, "--replicas", "3", "--gpus", "0.5", *words)
+    assert config["http_options"] == {"host": "127.0.0.1", "port": 0}
+    (app,) = config["applications"]
     assert app["args"] == {"serve": words, "stuck_timeout": 60.0, "ranks": 1}
     (deployment,) = app["deployments"]
     assert deployment["num_replicas"] == 3 and "autoscaling_config" not in deployment
@@ -50,8 +50,8 @@ def test_the_config_that_is_printed(capsys):
 def test_the_ranks_of_a_replica_are_on_one_node(capsys):
     """Law: one actor has all GPUs of its ranks, so Ray finds them on one node."""
     words = ["--device", "cuda", "--target", "/models/target"]
-    found = printed(capsys, "--ranks", "4", "--gpus", "4", "--cpus", "8", *words)
-    (app,) = found["applications"]
+    config = printed(capsys, "--ranks", "4", "--gpus", "4", "--cpus", "8", *words)
+    (app,) = config["applications"]
     assert app["args"] == {"serve": words, "stuck_timeout": 60.0, "ranks": 4}
     assert app["deployments"][0]["ray_actor_options"] == {"num_cpus": 8.0, "num_gpus": 4.0}
 
@@ -119,8 +119,8 @@ def test_errors_come_before_heavy_imports():
         "    heavy = [m for m in ('torch', 'transformers', 'ray', 'fastapi') if m in sys.modules]\n"
         "    sys.exit(f'{end.code} {heavy}')"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.stderr.splitlines()[-1] == "2 []"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stderr.splitlines()[-1] == "2 []"
 
 
 @pytest.mark.parametrize(
@@ -144,13 +144,13 @@ class Dashboard:
     """A dashboard that remembers what it was told, and serves the answers that it is given."""
 
     def __init__(self, *answers: tuple[int, str]) -> None:
-        told, left = [], list(answers)
+        requests, left = [], list(answers)
 
         class Handler(BaseHTTPRequestHandler):
             def _answer(self) -> None:
                 size = int(self.headers.get("content-length") or 0)
                 body, token = self.rfile.read(size), self.headers.get("authorization")
-                told.append((self.command, self.path, body, token))
+                requests.append((self.command, self.path, body, token))
                 status, text = left.pop(0) if len(left) > 1 else left[0]
                 self.send_response(status)
                 self.send_header("content-length", str(len(text.encode())))
@@ -162,7 +162,7 @@ class Dashboard:
             def log_message(self, *args: object) -> None:
                 pass
 
-        self.told = told
+        self.told = requests
         self._server = HTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever)
@@ -242,8 +242,8 @@ def test_the_manifest_for_kubernetes_is_what_deploy_prints(capsys):
     words = command.partition("specpool deploy ")[2].split()
     manifest, policy = yaml.safe_load_all(text)
     assert (manifest["kind"], policy["kind"]) == ("RayService", "NetworkPolicy")
-    found = yaml.safe_load(manifest["spec"]["serveConfigV2"])
-    assert found == printed(capsys, *words)
+    config = yaml.safe_load(manifest["spec"]["serveConfigV2"])
+    assert config == printed(capsys, *words)
 
 
 def test_samples_of_a_page_of_metrics():

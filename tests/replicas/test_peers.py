@@ -67,8 +67,8 @@ def test_each_end_of_a_call_is_a_fate(peers, monkeypatch):
     parcel = SimpleNamespace(ident="a.1")
 
     async def main():
-        found = module.RayPeers(lambda tags: None)
-        return [await found.send("other", parcel) for _ in range(6)]
+        peers = module.RayPeers(lambda tags: None)
+        return [await peers.send("other", parcel) for _ in range(6)]
 
     assert asyncio.run(main()) == ["taken", "refused", "gone", "gone", "unknown", "unknown"]
     assert handle.sent == [("take_in", "other.parcel", ("other", parcel))] * 6
@@ -80,8 +80,8 @@ def test_what_is_announced_was_heard_or_not(peers):
     handle.answers = [True, False, OSError("cut")]
 
     async def main():
-        found = sys.modules["specpool.serve.replicas.peers"].RayPeers(lambda tags: None)
-        return [await found.announce("other", {"a.1": 3}) for _ in range(3)]
+        peers = sys.modules["specpool.serve.replicas.peers"].RayPeers(lambda tags: None)
+        return [await peers.announce("other", {"a.1": 3}) for _ in range(3)]
 
     assert asyncio.run(main()) == [True, False, False]
     assert handle.sent == [("expect", "other.parcel", ("other", {"a.1": 3}))] * 3

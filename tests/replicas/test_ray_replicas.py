@@ -80,10 +80,10 @@ class Stream(threading.Thread):
 
 
 def by_owner(idents: list[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    by_tag: dict[str, list[str]] = {}
     for ident in idents:
-        found.setdefault(ident.partition(".")[0], []).append(ident)
-    return found
+        by_tag.setdefault(ident.partition(".")[0], []).append(ident)
+    return by_tag
 
 
 def sessions_on_both(cluster: Cluster, number: int) -> dict[str, list[str]]:
@@ -92,11 +92,11 @@ def sessions_on_both(cluster: Cluster, number: int) -> dict[str, list[str]]:
     while True:
         # One that an earlier config had may have answered the first calls, and left.
         here = cluster.replicas()
-        found = {tag: own for tag, own in by_owner(idents).items() if tag in here}
-        if len(found) == 2 and min(map(len, found.values())) >= number:
-            return found
+        sessions_of = {tag: owned for tag, owned in by_owner(idents).items() if tag in here}
+        if len(sessions_of) == 2 and min(map(len, sessions_of.values())) >= number:
+            return sessions_of
         idents += cluster.open_sessions(2)
-        counts = {tag: len(own) for tag, own in by_owner(idents).items()}
+        counts = {tag: len(owned) for tag, owned in by_owner(idents).items()}
         assert len(idents) < 20 * number, (counts, [*here])
 
 
@@ -130,8 +130,8 @@ def test_a_thousand_turns_are_right(two, expected):
         return texts
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(turns, random.Random(0).sample(idents, len(idents))))
-    assert sum(texts == expected for texts in found) * len(prompts) == 1000
+        texts_of_turns = list(pool.map(turns, random.Random(0).sample(idents, len(idents))))
+    assert sum(texts == expected for texts in texts_of_turns) * len(prompts) == 1000
     for ident in idents[::10]:  # the path names the session: no header is needed
         assert two.ask("GET", f"/v1/sessions/{ident}")[1]["offset"] > 0
         assert two.ask("POST", f"/v1/sessions/{ident}/rewind", {"offset": 3})[1]["offset"] == 3
@@ -170,26 +170,26 @@ def test_a_killed_replica_takes_only_its_own_with_it(two):
     owned, pids = sessions_on_both(two, 10), two.replicas()
     victim, other = owned
     streams = {tag: [Stream(two, ident) for ident in owned[tag][:3]] for tag in owned}
-    assert all(each.begun.wait(60) for own in streams.values() for each in own)
+    assert all(stream.begun.wait(60) for tag_streams in streams.values() for stream in tag_streams)
     engine = engine_of(pids[victim])
     kill(pids[victim])
     killed, waits = time.monotonic(), []
-    for each in streams[victim]:
-        each.join(20)
-        assert isinstance(each.error, openai.APIError | openai.APIConnectionError), each.text
-        waits.append(each.ended - killed)
+    for stream in streams[victim]:
+        stream.join(20)
+        assert isinstance(stream.error, openai.APIError | openai.APIConnectionError), stream.text
+        waits.append(stream.ended - killed)
     assert max(waits) < 5, waits
-    for each in streams[other]:
-        each.join(60)
-        assert each.error is None and len(each.text) > 100
+    for stream in streams[other]:
+        stream.join(60)
+        assert stream.error is None and len(stream.text) > 100
     for lost in owned[victim][3:8]:  # it might be on its way: a turn waits for it
         for ident in owned[other][3:]:
             status, body = two.ask("GET", f"/v1/sessions/{ident}")
             assert status == 200, body
-        while (found := two.turn(lost, 0, "seq: 2, "))[0] == 503:  # until Serve's list says so
-            assert time.monotonic() - killed < 30, found
+        while (answer := two.turn(lost, 0, "seq: 2, "))[0] == 503:  # until Serve's list says so
+            assert time.monotonic() - killed < 30, answer
             time.sleep(0.5)
-        assert (found[0], found[1]["error"]["code"]) == (410, "session_lost")
+        assert (answer[0], answer[1]["error"]["code"]) == (410, "session_lost")
     for ident in owned[other][3:]:
         status, body = two.turn(ident, 0, "seq: 2, 4, ")
         assert status == 200, body
@@ -233,18 +233,18 @@ class Load:
                 stream = Stream(self._cluster, None, 64)
                 stream.join(120)
                 fine = stream.error is None and len(stream.text) >= 64
-                found = stream.error or stream.text
+                outcome = stream.error or stream.text
             else:
                 status, body = self._cluster.ask(
                     "POST",
                     "/v1/completions",
                     {"prompt": "seq: 2, 4, ", "max_tokens": 32, "ignore_eos": True},
                 )
-                fine, found = status == 200 and body["usage"]["completion_tokens"] == 32, body
+                fine, outcome = status == 200 and body["usage"]["completion_tokens"] == 32, body
             with self._lock:
                 self.count += 1
                 if not fine:
-                    self.failures.append(found)
+                    self.failures.append(outcome)
 
     def end(self) -> None:
         self._is_over.set()
@@ -308,7 +308,7 @@ def test_nothing_that_was_accepted_is_lost(two, words, expected):
     Every session goes on under its id with its text: those that talk, and those that are idle.
     """
     before, owned = set(two.replicas()), sessions_on_both(two, 8)
-    idents = [ident for own in owned.values() for ident in own]
+    idents = [ident for tag_idents in owned.values() for ident in tag_idents]
     idle, talking = idents[::2], idents[1::2]
     ends = {}
     for ident in idle:

@@ -32,11 +32,15 @@ def slow_hinted(tags: set[str], hint: str, loads: dict[str, int]) -> str:
     def place(text: str) -> int:
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
 
-    ring = sorted((place(f"{each} {i}"), each) for each in tags for i in range(64))
-    most = 1.25 * sum(loads[each] for each in tags) / len(tags) + 4
+    ring = sorted(
+        (place(f"{replica_tag} {i}"), replica_tag) for replica_tag in tags for i in range(64)
+    )
+    max_load = 1.25 * sum(loads[replica_tag] for replica_tag in tags) / len(tags) + 4
     start = place(hint)
-    behind = [each for at, each in ring if at >= start] + [each for at, each in ring if at < start]
-    return next(each for each in behind if loads[each] <= most)
+    behind = [replica_tag for at, replica_tag in ring if at >= start] + [
+        replica_tag for at, replica_tag in ring if at < start
+    ]
+    return next(replica_tag for replica_tag in behind if loads[replica_tag] <= max_load)
 
 
 def test_random_changes_against_a_slow_oracle():
@@ -55,14 +59,14 @@ def test_random_changes_against_a_slow_oracle():
             ever |= live
             routing.update(live)
             assert len(routing) == len(live)
-            for each in ever:
-                assert routing.knows(each) == ("here" if each in live else "gone")
+            for replica_tag in ever:
+                assert routing.knows(replica_tag) == ("here" if replica_tag in live else "gone")
             assert routing.knows(tag(rng)) == "unknown"
             assert len(set(routing.spread())) == min(2, len(live)) and set(routing.spread()) <= live
-            loads = {each: rng.choice([0, 1, 2, 9, 40]) for each in live}
+            loads = {replica_tag: rng.choice([0, 1, 2, 9, 40]) for replica_tag in live}
             for hint in map(str, range(5)):
-                found = routing.hinted(hint, loads.__getitem__)
-                assert found == (slow_hinted(live, hint, loads) if live else None)
+                chosen = routing.hinted(hint, loads.__getitem__)
+                assert chosen == (slow_hinted(live, hint, loads) if live else None)
 
 
 def test_a_change_moves_few_hints():
@@ -93,13 +97,13 @@ def test_a_sessions_place_is_its_owner_and_then_one_on_the_ring():
     other.update(tags[10:])
     places = Counter()
     for ident in idents:
-        owner, place = owner_of(ident), routing.place_of(ident)
-        assert place == other.place_of(ident)
+        owner, home = owner_of(ident), routing.place_of(ident)
+        assert home == other.place_of(ident)
         if owner in tags[10:]:
-            assert place == owner
+            assert home == owner
         else:
-            assert place == slow_hinted(set(tags[10:]), ident, Counter())
-            places[place] += 1
+            assert home == slow_hinted(set(tags[10:]), ident, Counter())
+            places[home] += 1
     assert len(places) == 10 and max(places.values()) < 3 * places.total() / 10
     assert Routing(0).place_of(idents[0]) is None
 
@@ -109,8 +113,8 @@ def test_one_hint_does_not_flood_a_replica():
     routing, loads = Routing(0), Counter()
     routing.update(f"replica{i}" for i in range(10))
     for _ in range(1000):
-        found = routing.hinted("the same for all", loads.__getitem__)
-        loads[found] += 1
+        chosen = routing.hinted("the same for all", loads.__getitem__)
+        loads[chosen] += 1
         assert max(loads.values()) <= 1.25 * loads.total() / 10 + 5
     assert len(loads) == 8  # 1.25 times the mean of 10 replicas is what 8 of them have
 
@@ -144,7 +148,7 @@ def router(monkeypatch):
 
 def choose(router, pending):
     ranks = asyncio.run(router.choose_replicas(list(router.replicas), pending))
-    return [[each.replica_id.unique_id for each in rank] for rank in ranks]
+    return [[replica.replica_id.unique_id for replica in rank] for rank in ranks]
 
 
 def test_a_turn_goes_to_its_owner_or_waits(router):
@@ -171,8 +175,8 @@ def test_who_has_left_is_not_waited_for(router):
     router.on_replica_actor_died(ReplicaID("replica2"))
     router._patience = 1e9
     ranks = choose(router, request(session=f"replica2.{SESSION}"))
-    place = slow_hinted({f"replica{i}" for i in (0, 1, 3)}, f"replica2.{SESSION}", Counter())
-    assert ranks == [[place]]
+    home = slow_hinted({f"replica{i}" for i in (0, 1, 3)}, f"replica2.{SESSION}", Counter())
+    assert ranks == [[home]]
     for i in range(50):
         for pending in (request(), request(x_prefix_hint=str(i))):
             assert not any("replica2" in rank for rank in choose(router, pending))
@@ -192,7 +196,7 @@ def test_a_late_list_is_waited_for(router):
         router.update_replicas([*router.replicas, RunningReplica(ReplicaID("new"))])
         return await turn
 
-    assert [[each.replica_id.unique_id for each in rank] for rank in asyncio.run(both())] == [
+    assert [[replica.replica_id.unique_id for replica in rank] for rank in asyncio.run(both())] == [
         ["new"]
     ]
 
@@ -234,8 +238,8 @@ def test_hints_and_what_is_none(router):
         ray_stand_in.PendingRequest(),
         request(session="no owner"),
     ):
-        found = {rank[0] for rank in (choose(router, pending)[0] for _ in range(40))}
-        assert len(found) > 1, pending
+        first_choices = {rank[0] for rank in (choose(router, pending)[0] for _ in range(40))}
+        assert len(first_choices) > 1, pending
     assert choose(router, None) == [[f"replica{i}" for i in range(4)]]
 
 
@@ -246,8 +250,10 @@ def test_a_replica_hears_of_the_others_by_its_router(router, monkeypatch):
     original = sys.modules[type(router).__module__]
     copy = ModuleType(original.__name__)
     exec(compile(Path(original.__file__).read_text(), original.__file__, "exec"), vars(copy))
-    for each in (router, copy.SessionOwnerRouter()):
-        each.update_replicas([RunningReplica(ReplicaID("one")), RunningReplica(ReplicaID("two"))])
+    for instance in (router, copy.SessionOwnerRouter()):
+        instance.update_replicas(
+            [RunningReplica(ReplicaID("one")), RunningReplica(ReplicaID("two"))]
+        )
     assert heard == [["one", "two"]] * 2
 
 

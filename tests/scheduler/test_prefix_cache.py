@@ -54,7 +54,7 @@ def trace(rng: random.Random, num: int) -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
 @pytest.mark.parametrize("draft", [*HEADS, "ngram", None])
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_nothing_is_computed_twice(
     assert sum(output.num_reused for output in outputs) > 100
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("seed", range(200))
 def test_texts_do_not_change(build: Build, reference: Reference, seed: int) -> None:
     """Law: with common beginnings, retractions, sessions and tiny pools, greedy texts are those of

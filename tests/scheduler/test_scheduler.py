@@ -20,7 +20,7 @@ from specpool.engine.text.tokenizer import load_tokenizer
 from workload import HEADS, SEEDS, Workload, run_mixed
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_workloads_speak_as_alone(seed, target, heads, reference):
     work = Workload(seed)

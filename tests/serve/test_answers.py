@@ -28,17 +28,19 @@ def read(text, size=1, formats=FORMATS, **more):
     """Push a text in parts; returns content and calls. The deltas of calls make up the calls."""
     tools = ToolCalls(ChatRequest.model_validate(ASK | more), formats)
     parts = [text[i : i + size] for i in range(0, len(text), size)] or [""]
-    content, told = "", []
+    content, all_deltas = "", []
     for number, part in enumerate(parts):
         new, deltas = tools.push(part, number == len(parts) - 1)
         content += new
         for delta in deltas:
-            if delta["index"] == len(told):
-                told.append({**delta, "function": dict(delta["function"])})
+            if delta["index"] == len(all_deltas):
+                all_deltas.append({**delta, "function": dict(delta["function"])})
             else:
                 assert set(delta) == {"index", "function"}
-                told[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
-    assert told == [{"index": i, **call} for i, call in enumerate(tools.calls)]
+                all_deltas[delta["index"]]["function"]["arguments"] += delta["function"][
+                    "arguments"
+                ]
+    assert all_deltas == [{"index": i, **call} for i, call in enumerate(tools.calls)]
     return content, [
         (call["function"]["name"], json.loads(call["function"]["arguments"]))
         for call in tools.calls
@@ -115,7 +117,7 @@ def test_arguments_are_told_as_they_come():
 
 def test_the_template_says_how_calls_are_marked():
     def marks(template):
-        return {mark for each in formats_of(template) for mark in each.marks}
+        return {mark for form in formats_of(template) for mark in form.marks}
 
     assert marks("{% if tools %}<tool_call>{% endif %}") == {"<tool_call>"}
     assert marks("[TOOL_CALLS]") == {"[TOOL_CALLS]"}
@@ -129,7 +131,7 @@ def test_the_template_says_how_calls_are_marked():
 def test_no_cut_of_a_text_changes_what_is_found(seed):
     """Texts of random pieces, in random parts: the same content and calls as in one part."""
     rng = random.Random(seed)
-    marks = [mark for each in FORMATS for mark in each.marks]
+    marks = [mark for form in FORMATS for mark in form.marks]
     pieces = [CALL, "{", "}", "[", "]", '"', "\\", ", ", "; ", "text", *marks, "</tool_call>"]
     pieces += ['{"name": "g"}', "f[ARGS]", "{}", "\n", '{"name": "f", "arguments": {']
     text = "".join(rng.choices(pieces, k=rng.randrange(1, 9)))
@@ -166,22 +168,22 @@ def test_vllms_names_have_the_engines_numbers():
         stats = engine.stats()
     text, kind = exposition(Counters("toy"), stats)
     assert kind.startswith("text/plain")
-    found = {}
+    values = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
             position = sample.labels.get("position", "")
-            found[sample.name + position] = sample.value
+            values[sample.name + position] = sample.value
             if sample.name.startswith("vllm:"):
                 assert sample.labels["model_name"] == "toy"
-    assert found["vllm:spec_decode_num_drafts_total"] == stats.drafted_round_ct
-    assert found["vllm:spec_decode_num_draft_tokens_total"] == stats.draft_ct
-    accepted = found["vllm:spec_decode_num_accepted_tokens_total"]
+    assert values["vllm:spec_decode_num_drafts_total"] == stats.drafted_round_ct
+    assert values["vllm:spec_decode_num_draft_tokens_total"] == stats.draft_ct
+    accepted = values["vllm:spec_decode_num_accepted_tokens_total"]
     by_position = [
-        found[f"vllm:spec_decode_num_accepted_tokens_per_pos_total{i}"] for i in (0, 1, 2)
+        values[f"vllm:spec_decode_num_accepted_tokens_per_pos_total{i}"] for i in (0, 1, 2)
     ]
     assert accepted == stats.correct_draft_ct == sum(by_position) > 0
     assert by_position == sorted(by_position, reverse=True)
-    assert found["specpool_group_pages"] and found["vllm:prefix_cache_queries_total"]
+    assert values["specpool_group_pages"] and values["vllm:prefix_cache_queries_total"]
 
 
 def test_accepted_by_position():
@@ -200,5 +202,5 @@ def test_the_dashboard_asks_for_metrics_that_are_there():
     for panel in board["panels"]:
         for target in panel["targets"]:
             for name in re.findall(r"(?:vllm:|specpool_)\w+", target["expr"]):
-                found = {name, name.removesuffix("_bucket"), name.removesuffix("_total")} & names
-                assert found, f"{panel['title']}: {name}"
+                exported = {name, name.removesuffix("_bucket"), name.removesuffix("_total")} & names
+                assert exported, f"{panel['title']}: {name}"

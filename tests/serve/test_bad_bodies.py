@@ -131,14 +131,14 @@ CASES = [("/v1/completions", *case) for case in COMPLETIONS]
 CASES += [("/v1/chat/completions", *case) for case in CHATS]
 
 
-def check_error(found, status=400):
+def check_error(answer, status=400):
     """OpenAI's shape, one line, and nothing of the machine in it."""
-    assert set(found) == {"error"}
-    error = found["error"]
+    assert set(answer) == {"error"}
+    error = answer["error"]
     assert {"message", "type", "param", "code"} <= set(error)
     assert error["message"] and "\n" not in error["message"] and len(error["message"]) < 1000
     assert error["type"] == ("invalid_request_error" if status in (400, 413) else error["type"])
-    text = json.dumps(found)
+    text = json.dumps(answer)
     assert not re.search(
         rf"Traceback|File |{re.escape(str(ROOT))}|/home|site-packages|\.py\b", text
     )
@@ -148,12 +148,12 @@ def check_error(found, status=400):
     ("path", "body", "message", "param"), CASES, ids=lambda value: repr(value)[:48]
 )
 def test_a_wrong_body_is_a_400_that_says_why(server, path, body, message, param):
-    status, found, _ = server.ask("POST", path, body)
-    assert status == 400, found
-    check_error(found)
-    assert message in found["error"]["message"]
+    status, answer, _ = server.ask("POST", path, body)
+    assert status == 400, answer
+    check_error(answer)
+    assert message in answer["error"]["message"]
     if param is not None:
-        assert found["error"]["param"] == param
+        assert answer["error"]["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -175,16 +175,16 @@ def test_a_wrong_body_is_a_400_that_says_why(server, path, body, message, param)
     ids=lambda value: repr(value)[:32],
 )
 def test_what_is_no_json_for_us_is_refused(server, raw, headers, status):
-    found = server.ask("POST", "/v1/completions", raw=raw, headers=headers)
-    assert found[0] == status
-    check_error(found[1], status)
+    answer = server.ask("POST", "/v1/completions", raw=raw, headers=headers)
+    assert answer[0] == status
+    check_error(answer[1], status)
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"null", b"3", b'"a"'])
 def test_a_body_that_is_no_object_is_told_so(server, raw):
-    status, found, _ = server.ask("POST", "/v1/completions", raw=raw)
+    status, answer, _ = server.ask("POST", "/v1/completions", raw=raw)
     assert status == 400
-    assert found["error"]["message"] == "the body must be a JSON object"
+    assert answer["error"]["message"] == "the body must be a JSON object"
 
 
 def test_paths_and_methods_that_are_not_there(server):
@@ -196,9 +196,9 @@ def test_paths_and_methods_that_are_not_there(server):
         ("GET", "/docs", 404),
         ("POST", "/v1/sessions/xyz/fork", 410),
     ):
-        found = server.ask(method, path)
-        assert found[0] == status, path
-        check_error(found[1], status)
+        answer = server.ask(method, path)
+        assert answer[0] == status, path
+        check_error(answer[1], status)
 
 
 def test_unknown_fields_are_ignored_and_named(server):

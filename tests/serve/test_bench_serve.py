@@ -22,10 +22,10 @@ SIZES = {"num_requests": 500, "max_tokens": 64}
 def test_a_seed_is_a_trace():
     prompts = synthetic(40, 100, 3)
     assert prompts == synthetic(40, 100, 3) != synthetic(40, 100, 4)
-    one, same = (trace_of(prompts, rate=5.0, seed=1, **SIZES) for _ in range(2))
-    assert one == same != trace_of(prompts, rate=5.0, seed=2, **SIZES)
-    assert {item.prompt for item in one[:40]} == set(prompts)  # each before any comes twice
-    assert all(32 <= item.max_tokens <= 96 for item in one)
+    trace, same = (trace_of(prompts, rate=5.0, seed=1, **SIZES) for _ in range(2))
+    assert trace == same != trace_of(prompts, rate=5.0, seed=2, **SIZES)
+    assert {item.prompt for item in trace[:40]} == set(prompts)  # each before any comes twice
+    assert all(32 <= item.max_tokens <= 96 for item in trace)
     assert all(50 <= len(prompt) <= 150 for prompt in prompts)
 
 
@@ -78,15 +78,15 @@ def test_figures_are_those_of_the_records():
     slow = RequestRecord(due=0.0, first=3.0, last=4.0, parts=[1.0], num_tokens=3)
     bad = RequestRecord(due=0.0, error="cut")
     alone = [RequestRecord(due=0.0, first=0.05, last=0.55, parts=[0.1], num_tokens=6)]
-    found = figures_of([good, slow, bad], 10.0, alone, 1.0, Slo(200.0, 150.0), 2.5)
-    value = {result.name: result.value for result in found}
+    figures = figures_of([good, slow, bad], 10.0, alone, 1.0, Slo(200.0, 150.0), 2.5)
+    value = {result.name: result.value for result in figures}
     assert value["TTFT p50"] == pytest.approx(100) and value["TTFT p99"] == pytest.approx(3000)
     assert value["TPOT p50"] == pytest.approx(100) and value["TPOT p99"] == pytest.approx(500)
     assert value["ITL p95"] == pytest.approx(1000) and value["E2E p50"] == pytest.approx(1100)
     assert value["output"] == pytest.approx(1.4) and value["requests"] == pytest.approx(0.2)
     assert value["goodput"] == pytest.approx(0.1) and value["failed"] == 1
     assert value["accept length"] == 2.5
-    (first,) = [result for result in found if result.name == "TTFT p50"]
+    (first,) = [result for result in figures if result.name == "TTFT p50"]
     assert first.reference_value == pytest.approx(50) and first.ratio == pytest.approx(2)
 
 
@@ -165,9 +165,9 @@ def test_the_command_prints_one_object(server, capsys, monkeypatch):
         *("--max-tokens", "8", "--prompt-characters", "40", "--slo-ttft", "60000", "--json"),
     )
     assert code == 0, err
-    found = json.loads(out)
-    value = {result["name"]: result["value"] for result in found["results"]}
-    assert set(found) == {"machine", "results"} and value["failed"] == 0
+    report = json.loads(out)
+    value = {result["name"]: result["value"] for result in report["results"]}
+    assert set(report) == {"machine", "results"} and value["failed"] == 0
     assert value["goodput"] == value["requests"] > 0 and value["accept length"] > 1
     assert {"TTFT p50", "TPOT p95", "ITL p99", "E2E p50", "output"} <= set(value)
 

@@ -271,12 +271,14 @@ def test_samples_are_told_by_key_and_sample(engine):
     said = run(engine, [Submit(7, [97, 98, 99], params, None, 0)])
     assert said[0] == Accepted(7) and {m.key for m in said} == {7}
     for sample, output in enumerate(expected):
-        mine = [m for m in said[1:] if m.sample == sample]
-        assert [t for m in mine[:-1] for t in m.ids] == output.token_ids == mine[-1].token_ids
-        assert [f for m in mine[:-1] for f in m.from_draft] == output.from_draft
-        assert [e for m in mine[:-1] for e in m.logprobs] == output.logprobs
-        assert mine[-1].num_drafts == output.num_drafts
-        assert mine[-1].num_accepted == sum(output.from_draft)
+        messages = [m for m in said[1:] if m.sample == sample]
+        assert (
+            [t for m in messages[:-1] for t in m.ids] == output.token_ids == messages[-1].token_ids
+        )
+        assert [f for m in messages[:-1] for f in m.from_draft] == output.from_draft
+        assert [e for m in messages[:-1] for e in m.logprobs] == output.logprobs
+        assert messages[-1].num_drafts == output.num_drafts
+        assert messages[-1].num_accepted == sum(output.from_draft)
 
 
 def test_errors_are_answers_and_disturb_nobody(engine):

@@ -62,12 +62,19 @@ def test_a_call_that_is_cancelled_is_done_or_undone(method, path, body, seconds)
         task = asyncio.ensure_future(call(app, method, path.format(record.ident), body))
         await asyncio.sleep(seconds)
         task.cancel()
-        (found,) = await asyncio.gather(task, return_exceptions=True)
-        assert found == 200 if seconds > 1 else isinstance(found, asyncio.CancelledError)
+        (result,) = await asyncio.gather(task, return_exceptions=True)
+        assert result == 200 if seconds > 1 else isinstance(result, asyncio.CancelledError)
         await asyncio.sleep(5)
-        texts = {each.conversation.number: each.conversation.tokens for each in sessions}
-        assert texts == engine.texts and not any(each.is_busy for each in sessions)
-        unheard = [each for each in sessions if each.ident != record.ident]
+        texts = {
+            session_record.conversation.number: session_record.conversation.tokens
+            for session_record in sessions
+        }
+        assert texts == engine.texts and not any(
+            session_record.is_busy for session_record in sessions
+        )
+        unheard = [
+            session_record for session_record in sessions if session_record.ident != record.ident
+        ]
         assert len(unheard) == (seconds > 1 and path.endswith(("sessions", "fork")))
         engine.task.cancel()
 
@@ -85,8 +92,8 @@ def test_work_that_fails_or_ends_early_is_not_undone():
             raise error
         return seconds
 
-    async def undo(found):
-        undone.append(found)
+    async def undo(result):
+        undone.append(result)
 
     async def main():
         assert await whole(work(1), undo) == 1

@@ -232,8 +232,8 @@ def test_a_sessions_history_has_the_final_channel():
             expected = tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, tokenize=False
             )
-            assert tokenizer.decode(asked.prompt.ids) == expected
+            assert tokenizer.decode(asked.prompt.tokens) == expected
             chat.append({"role": "assistant", "content": "It is 18."})
-            offset = len(asked.prompt.ids) + len(ids)
+            offset = len(asked.prompt.tokens) + len(ids)
 
     run(tokenizer, test)

@@ -83,10 +83,10 @@ def asks(sock):
 
 def answered(sock):
     """Read a short answer."""
-    found = sock.recv(65536)
-    while not found.endswith(b"xx"):
-        found += sock.recv(65536)
-    assert found.startswith(b"HTTP/1.1 200")
+    answer = sock.recv(65536)
+    while not answer.endswith(b"xx"):
+        answer += sock.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 200")
 
 
 def rest_of(sock):
@@ -231,9 +231,9 @@ def test_what_is_no_request_becomes_no_part_of_an_answer_that_has_begun():
     def test(connect):
         sock = connect()
         sock.sendall(get("/begun"))
-        found = b""
-        while not found.endswith(b"xx\r\n"):
-            found += sock.recv(1 << 10)
+        answer = b""
+        while not answer.endswith(b"xx\r\n"):
+            answer += sock.recv(1 << 10)
         sock.sendall(b"\0\r\n\r\n")
         assert rest_of(sock) == 0
 
@@ -258,10 +258,10 @@ def test_a_head_counts_once_however_it_comes():
         sock.sendall(content[:-9])
         time.sleep(0.1)
         sock.sendall(content[-9:])
-        found = b""
-        while found.count(b"HTTP/1.1 200") < many or not found.endswith(b"xx"):
+        answer = b""
+        while answer.count(b"HTTP/1.1 200") < many or not answer.endswith(b"xx"):
             part = sock.recv(1 << 16)
-            assert part, found[-200:]
-            found += part
+            assert part, answer[-200:]
+            answer += part
 
     with_front(test, max_header=4096)

@@ -98,10 +98,13 @@ def test_a_few_of_a_crowd_go_on_in_each_round_in_order():
 
 @pytest.fixture
 def collector():
-    thresholds = gc.get_threshold()
+    thresholds, num_frozen = gc.get_threshold(), gc.get_freeze_count()
+    gc.unfreeze()
     yield
     gc.set_threshold(*thresholds)
     gc.unfreeze()
+    if num_frozen:
+        gc.freeze()
 
 
 @pytest.mark.parametrize(("num_open", "is_found"), [(0, True), (64, True), (65, False)])
@@ -116,11 +119,11 @@ def test_garbage_is_searched_when_few_requests_are_open(monkeypatch, collector, 
         task = asyncio.create_task(garbage.tidy(lambda: num_open))
         await asyncio.sleep(0)
         assert gc.get_freeze_count() > 1000
-        one = Cycle()
-        one.me = one
-        seen = weakref.ref(one)
+        cycle = Cycle()
+        cycle.me = cycle
+        seen = weakref.ref(cycle)
         gc.disable()
-        del one
+        del cycle
         for _ in range(30 if not is_found else 12_000):
             if seen() is None:
                 break

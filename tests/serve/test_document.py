@@ -37,8 +37,8 @@ def operations():
     """The operations of the document, each with a strategy for its calls."""
     service = Service(ServeConfig(), cast("EngineClient", None), cast("Any", None))
     schema = schemathesis.openapi.from_dict(paths(routers(service)).openapi())
-    found = [result.ok() for result in schema.get_all_operations()]
-    return [pytest.param(each, id=each.label) for each in found]
+    all_operations = [result.ok() for result in schema.get_all_operations()]
+    return [pytest.param(operation, id=operation.label) for operation in all_operations]
 
 
 @pytest.mark.parametrize("operation", operations())

@@ -77,22 +77,22 @@ def test_a_heavy_body_is_refused_and_holds_up_nobody(server, name):
     poller.start()
     try:
         begin = time.perf_counter()
-        status, found, _ = server.ask("POST", path_of(body), raw=body.encode())
+        status, answer, _ = server.ask("POST", path_of(body), raw=body.encode())
         took = time.perf_counter() - begin
     finally:
         stop.set()
         poller.join()
     print(f"{name}: {status} in {took:.3f} s, /health at most {max(waits):.3f} s")
-    assert status in (400, 413), found
-    assert found["error"]["message"]
+    assert status in (400, 413), answer
+    assert answer["error"]["message"]
     assert max(waits) < max(1, 5 * quiet, took / 2)  # alone 0.2
 
 
 def test_a_path_without_texts_takes_small_bodies_only(server):
     raw = b'{"x": "' + b"a" * 66_000 + b'"}'
     for path in ("/v1/sessions", "/v1/sessions/x/rewind"):
-        status, found, _ = server.ask("POST", path, raw=raw)
-        assert status == 413 and "more than 65536 bytes" in found["error"]["message"], path
+        status, answer, _ = server.ask("POST", path, raw=raw)
+        assert status == 413 and "more than 65536 bytes" in answer["error"]["message"], path
 
 
 def test_nodes_are_counted_outside_of_strings():

@@ -93,11 +93,11 @@ def test_samples_and_prompts_have_places_of_their_own(client, engine):
     params = {"model": "specpool/tiny", "max_tokens": 12, "temperature": 1.0, "seed": 3, "n": 2}
     answer = client.completions.create(prompt=[PROMPT, "def get_"], **params)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
-    for prompt, own in ((PROMPT, answer.choices[:2]), ("def get_", answer.choices[2:])):
+    for prompt, choices in ((PROMPT, answer.choices[:2]), ("def get_", answer.choices[2:])):
         expected = engine.generate(
             prompt, SamplingParams(max_new_tokens=12, temperature=1.0, seed=3, n=2)
         )
-        assert [choice.text for choice in own] == [output.text for output in expected]
+        assert [choice.text for choice in choices] == [output.text for output in expected]
     texts = {0: "", 1: ""}
     for part in client.completions.create(prompt=PROMPT, stream=True, **params):
         texts[part.choices[0].index] += part.choices[0].text
@@ -135,14 +135,16 @@ def test_log_probabilities_are_those_of_the_engine(client, engine):
     )
     params = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 3}
     text = client.completions.create(model="specpool/tiny", **params)
-    found = text.choices[0].logprobs
-    assert found.token_logprobs == pytest.approx([e.logprob for e in expected.logprobs], abs=1e-4)
-    assert [len(top) for top in found.top_logprobs] == [3] * 8
-    assert found.text_offset == list(range(8))
+    logprobs = text.choices[0].logprobs
+    assert logprobs.token_logprobs == pytest.approx(
+        [e.logprob for e in expected.logprobs], abs=1e-4
+    )
+    assert [len(top) for top in logprobs.top_logprobs] == [3] * 8
+    assert logprobs.text_offset == list(range(8))
     parts = client.completions.create(model="specpool/tiny", stream=True, **params)
     streamed = [p.choices[0].logprobs for p in parts if p.choices[0].logprobs]
-    assert [x for each in streamed for x in each.token_logprobs] == found.token_logprobs
-    assert [x for each in streamed for x in each.text_offset] == found.text_offset
+    assert [x for part in streamed for x in part.token_logprobs] == logprobs.token_logprobs
+    assert [x for part in streamed for x in part.text_offset] == logprobs.text_offset
 
 
 def test_tokens_may_be_the_prompt_and_an_echo_repeats_it(client, engine):
@@ -183,17 +185,17 @@ def test_a_text_tells_how_its_drafts_went(client, engine):
         "temperature": 0,
         "extra_body": alone("metrics"),
     }
-    found = client.completions.create(**params).metrics["speculative_decoding"]
+    metrics = client.completions.create(**params).metrics["speculative_decoding"]
     expected = said(engine, PROMPT, max_new_tokens=24)
     correct = [length - 1 for length in expected.accept_lens]
-    assert found["acceptance_histogram"] == [correct.count(i) for i in range(4)]
-    assert found["num_spec_steps"] == len(correct) and found["num_spec_tokens"] == 3
-    assert found["num_accepted_draft_tokens"] == sum(correct)
-    assert found["num_draft_tokens"] == expected.num_drafts
-    assert found["mean_acceptance_length"] == pytest.approx(expected.accept_len)
+    assert metrics["acceptance_histogram"] == [correct.count(i) for i in range(4)]
+    assert metrics["num_spec_steps"] == len(correct) and metrics["num_spec_tokens"] == 3
+    assert metrics["num_accepted_draft_tokens"] == sum(correct)
+    assert metrics["num_draft_tokens"] == expected.num_drafts
+    assert metrics["mean_acceptance_length"] == pytest.approx(expected.accept_len)
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *_, last = client.completions.create(**params, **options)
-    assert last.metrics["speculative_decoding"] == found and last.choices == []
+    assert last.metrics["speculative_decoding"] == metrics and last.choices == []
     assert not hasattr(client.completions.create(n=2, **params), "metrics")
 
 

@@ -116,13 +116,13 @@ def test_no_field_of_openai_vllm_or_sglang_is_dropped_in_silence(model, body, na
         if name == "logprobs" and model is CompletionRequest:
             value = 2
         try:
-            found, named = outcome(model, body | {name: value}, template)
+            result, named = outcome(model, body | {name: value}, template)
         except ApiError as error:
             assert error.status == 400 and error.body["error"]["param"] == name
             assert name in error.body["error"]["message"]
             seen.add("refused")
             continue
-        has_effect = found != plain or (name in ELSEWHERE and name in model.model_fields)
+        has_effect = result != plain or (name in ELSEWHERE and name in model.model_fields)
         seen.add("taken" if has_effect else "named")
         if not has_effect and name not in named:
             dropped.append(name)
@@ -257,7 +257,9 @@ def test_one_call_is_told_if_they_must_not_be_parallel():
             assert choice["finish_reason"] == "tool_calls"
             form = ChatForm(tokenizer, ChatRequest.model_validate(asked), 1)
             part = form.part(SimpleNamespace(index=0), Delta(f"[{call}, {call}]", num_tokens=9))
-            assert {each["index"] for each in part["delta"]["tool_calls"]} == {*range(num_calls)}
+            assert {delta_call["index"] for delta_call in part["delta"]["tool_calls"]} == {
+                *range(num_calls)
+            }
 
     fronted(test)
 
@@ -315,11 +317,11 @@ def test_a_field_that_the_template_does_not_read_is_named(template):
 def test_a_field_that_would_stand_between_the_turns_of_a_session_is_refused():
     async def test(front, tokenizer):
         for name in ("add_special_tokens", "add_generation_prompt", "continue_final_message"):
-            status, found = await front.ask(
+            status, answer = await front.ask(
                 CHAT | {name: False, "session_offset": 0},
                 "/v1/chat/completions",
                 **{"x-session-id": "a"},
             )
-            assert (status, found["error"]["param"]) == (400, name)
+            assert (status, answer["error"]["param"]) == (400, name)
 
     fronted(test)

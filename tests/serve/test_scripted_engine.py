@@ -57,7 +57,7 @@ class Scripted:
 
         The client leaves with the event `leaves`; a connection that is cut comes into `ends`.
         """
-        told, parts = [], [{"type": "http.request", "body": json.dumps(body).encode()}]
+        sent, parts = [], [{"type": "http.request", "body": json.dumps(body).encode()}]
 
         async def receive():
             if parts:
@@ -66,7 +66,7 @@ class Scripted:
             return {"type": "http.disconnect"}
 
         async def send(message):
-            told.append(message)
+            sent.append(message)
 
         given = {"host": "localhost", "content-type": "application/json"}
         given |= {name.replace("_", "-"): value for name, value in headers.items()}
@@ -84,9 +84,9 @@ class Scripted:
             receive,
             send,
         )
-        content = b"".join(message.get("body", b"") for message in told[1:])
+        content = b"".join(message.get("body", b"") for message in sent[1:])
         is_json = content[:1] == b"{"
-        return told[0]["status"], json.loads(content) if is_json else content.decode()
+        return sent[0]["status"], json.loads(content) if is_json else content.decode()
 
     def begin(self, body, **more):
         return asyncio.create_task(self.ask(body, **more))
@@ -94,11 +94,11 @@ class Scripted:
     async def said(self, kind, count):
         """The first `count` messages of a kind, once they are said."""
         for _ in range(2000):
-            found = [message for message in self.wire.said if isinstance(message, kind)]
-            if len(found) >= count:
-                return found
+            messages = [message for message in self.wire.said if isinstance(message, kind)]
+            if len(messages) >= count:
+                return messages
             await asyncio.sleep(0.005)
-        raise AssertionError(f"{len(found)} of {count} {kind.__name__} were said")
+        raise AssertionError(f"{len(messages)} of {count} {kind.__name__} were said")
 
     async def opened(self):
         """Open a session; returns its name."""
@@ -143,8 +143,8 @@ def test_all_prompts_of_a_call_are_sent_before_the_first_is_accepted():
         keys = [message.key for message in await front.said(Submit, 20)]
         assert front.service.num_open == 20
         await front.wire.come(*map(Accepted, keys), *map(done, keys))
-        status, found = await task
-        assert status == 200 and len(found["choices"]) == 20 and front.service.num_open == 0
+        status, answer = await task
+        assert status == 200 and len(answer["choices"]) == 20 and front.service.num_open == 0
 
     scripted(test)
 
@@ -159,7 +159,9 @@ def test_concurrent_opens_never_pass_the_most_sessions():
             await asyncio.sleep(0.005)
         assert len(await front.said(VerbCall, 5)) == 5
         refused = Refused(asked[0].key, "max_tokens is wrong", is_users=True)
-        await front.wire.come(refused, *(Reply(each.key, i) for i, each in enumerate(asked[1:])))
+        await front.wire.come(
+            refused, *(Reply(verb_call.key, i) for i, verb_call in enumerate(asked[1:]))
+        )
         statuses = [status for status, _ in await asyncio.gather(*tasks)]
         assert sorted(statuses) == [200] * 4 + [400] + [429] * 195
         again = [front.begin({}, path="/v1/sessions") for _ in range(3)]  # one place is free again
@@ -226,8 +228,8 @@ def test_a_client_that_leaves_while_its_form_is_compiled_is_forgotten(stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_time_of_a_request_counts_while_its_form_is_compiled(stream):
     async def test(front):
-        status, found = await front.ask(FORM | {"stream": stream})
-        assert status == 504 and found["error"]["code"] == "request_timeout"
+        status, answer = await front.ask(FORM | {"stream": stream})
+        assert status == 504 and answer["error"]["code"] == "request_timeout"
         assert isinstance(front.wire.said[-1], Abort) and front.service.num_open == 0
 
     scripted(test, request_timeout=0.5)
@@ -244,8 +246,8 @@ def test_a_session_whose_turn_was_too_late_is_as_long_as_the_engine_says(reason,
         (asked,) = await front.said(Submit, 1)
         await front.wire.come(Accepted(asked.key))
         assert (await task)[0] == 504
-        status, found = await front.ask(body, x_session_id=ident)
-        assert status == 409 and found["error"]["code"] == "session_busy"
+        status, answer = await front.ask(body, x_session_id=ident)
+        assert status == 409 and answer["error"]["code"] == "session_busy"
         await front.wire.come(done(asked.key, reason=reason))
         assert front.service.sessions.find(ident).body()["busy"] is False
         assert front.service.sessions.find(ident).offset == offset
@@ -278,13 +280,13 @@ def test_a_prompt_is_counted_whole_once_for_each_sample():
 
 
 def test_what_a_request_does_not_say_is_left_to_the_targets_files():
-    own = {"repetition_penalty": 1, "top_p": 1, "min_p": 0.1, "min_tokens": 9}
+    fields = {"repetition_penalty": 1, "top_p": 1, "min_p": 0.1, "min_tokens": 9}
     hot = TEXT | {"temperature": 1.5, "top_k": -1}
     asked = [
         ("/v1/completions", {"prompt": "ab", "max_tokens": 4}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
         ("/v1/completions", hot),
-        ("/v1/completions", hot | own),
+        ("/v1/completions", hot | fields),
     ]
 
     async def test(front):
@@ -340,12 +342,15 @@ def test_an_answer_with_many_log_probabilities_holds_up_nobody(monkeypatch, path
             await asyncio.sleep(0.005)
         assert (await front.ask(None, path="/health", method="GET"))[0] == 200
         goes_on.set()
-        status, found = await task
-        assert status == 200 and list(found)[:4] == ["id", "object", "created", "model"]
-        assert found["usage"]["completion_tokens"] == 400
-        for index, choice in enumerate(found["choices"]):
-            told = choice["logprobs"]
-            assert choice["index"] == index and len(told.get("tokens") or told["content"]) == 200
+        status, answer = await task
+        assert status == 200 and list(answer)[:4] == ["id", "object", "created", "model"]
+        assert answer["usage"]["completion_tokens"] == 400
+        for index, choice in enumerate(answer["choices"]):
+            logprobs = choice["logprobs"]
+            assert (
+                choice["index"] == index
+                and len(logprobs.get("tokens") or logprobs["content"]) == 200
+            )
 
     scripted(test)
 
@@ -361,8 +366,8 @@ def test_a_call_that_does_not_end_with_the_server_is_told_so():
             await calls[0]
         front.service.is_draining = True
         calls[1].cancel()
-        status, found = await calls[1]
-        assert status == 503 and found["error"]["code"] == "server_shutting_down"
+        status, answer = await calls[1]
+        assert status == 503 and answer["error"]["code"] == "server_shutting_down"
 
     scripted(test)
 
@@ -415,8 +420,8 @@ def test_a_fault_of_our_own_gives_the_session_back(monkeypatch, path):
         chat = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 4}
         body = (TEXT if path == "/v1/completions" else chat) | {"session_offset": 0}
         for _ in range(2):
-            status, found = await front.ask(body, path=path, ends=ends, x_session_id=ident)
-            assert status == 500 and found["error"]["code"] == "internal_error"
+            status, answer = await front.ask(body, path=path, ends=ends, x_session_id=ident)
+            assert status == 500 and answer["error"]["code"] == "internal_error"
         assert not front.service.sessions.find(ident).is_busy
         assert not any(isinstance(message, Submit) for message in front.wire.said)
         assert not ends  # the answer was whole

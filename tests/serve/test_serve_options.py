@@ -130,7 +130,7 @@ def test_a_models_name_has_no_path(tmp_path):
 
 
 def test_what_is_loopback():
-    for host, found in (
+    for host, is_loopback in (
         ("127.0.0.1", True),
         ("127.9.9.9", True),
         ("::1", True),
@@ -140,7 +140,7 @@ def test_what_is_loopback():
         ("10.0.0.1", False),
         ("localhost.example", False),
     ):
-        assert ServeConfig(host=host).is_loopback is found, host
+        assert ServeConfig(host=host).is_loopback is is_loopback, host
 
 
 def test_an_engine_that_cannot_be_loaded_ends_the_server():

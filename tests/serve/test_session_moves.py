@@ -15,7 +15,7 @@ from specpool.errors import ConfigError
 from specpool.serve.api.errors import ApiError
 from specpool.serve.bridge.client import EngineFault, EngineGone
 from specpool.serve.bridge.parcel import ParcelNumbers
-from specpool.serve.bridge.runner import Runner, done, ready
+from specpool.serve.bridge.runner import Runner, done_of, ready_of
 from specpool.serve.config import ServeConfig
 from specpool.serve.sessions import Sessions, ident_of
 
@@ -30,7 +30,7 @@ class Side:
         self.config = ServeConfig(max_open_sessions=options.pop("max_open_sessions", 4))
         given = {"draft": "specpool/tiny-eagle", "page_size": 4, "max_context_len": 256}
         self.engine = Engine.from_pretrained(**given | options)
-        self.runner, self.ready = Runner(self.engine, deque()), ready(self.engine)
+        self.runner, self.ready = Runner(self.engine, deque()), ready_of(self.engine)
         self.now = 100.0
         self.sessions = Sessions(self, self.config, tag, lambda: self.now)
         self.texts = Texts(self.engine.tokenizer)
@@ -46,7 +46,7 @@ class Side:
         turn = self.sessions.turn(record, self.texts, prompt, {})
         session = self.runner._session(record.conversation.number)
         output = session.append(pickle.loads(pickle.dumps(turn)), params).output()
-        self.sessions.end(record, turn, done(0, output), params, frozenset())
+        self.sessions.end(record, turn, done_of(0, output), params, frozenset())
         return output
 
     def content(self):
@@ -96,13 +96,15 @@ def test_a_session_goes_on_under_its_name_with_its_text_and_kv(sides, temperatur
     idents = [run(side.sessions.open(None)).ident for side in (here, still)]
     offset = 0
     for index, prompt in enumerate(PROMPTS):
-        found = [
+        outputs = [
             side.turn(ident, offset, prompt, params)
             for side, ident in zip((here if index < 2 else there, still), idents, strict=True)
         ]
-        assert found[0].token_ids == found[1].token_ids
-        assert found[0].num_reused == found[1].num_reused and (found[0].num_reused or not index)
-        offset = len(found[0].prompt_ids) + 8
+        assert outputs[0].token_ids == outputs[1].token_ids
+        assert outputs[0].num_reused == outputs[1].num_reused and (
+            outputs[0].num_reused or not index
+        )
+        offset = len(outputs[0].prompt_ids) + 8
         if index == 1:
             parcel = run(moved(here, there, idents[0]))
             assert parcel.image is not None and parcel.ident == idents[0]
@@ -182,12 +184,12 @@ def test_a_session_that_is_full_moves(sides, monkeypatch, most_image):
     """Law: one with no room for a turn goes along, with KV or without, and can be rewound there."""
     monkeypatch.setattr("specpool.serve.bridge.runner.MOST_IMAGE", most_image)
     here, there = sides("here"), sides("there")
-    most = len(PROMPTS[0]) + 8
-    ident = run(here.sessions.open(most)).ident
+    max_tokens = len(PROMPTS[0]) + 8
+    ident = run(here.sessions.open(max_tokens)).ident
     here.turn(ident, 0, PROMPTS[0])
     parcel = run(moved(here, there, ident))
     assert (parcel.image is None) == (not most_image)
-    assert there.sessions.find(ident).offset == there.sessions.find(ident).max_tokens == most
+    assert there.sessions.find(ident).offset == there.sessions.find(ident).max_tokens == max_tokens
     run(there.sessions.rewind(ident, 9))
     assert len(there.turn(ident, 9, [5], dataclasses.replace(GREEDY, max_new_tokens=2)).token_ids)
 

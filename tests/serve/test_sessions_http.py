@@ -38,20 +38,20 @@ def test_turns_are_those_of_an_engines_session(client, server, session):
         draft="specpool/tiny-eagle", page_size=4, max_context_len=256
     ) as engine:
         engine.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-        own = engine.open_session()
+        engine_session = engine.open_session()
         offset = 0
         for text in ("seq: 2, 4, ", "seq: 3, 6, ", "and on"):
-            expected = own.append(
+            expected = engine_session.append(
                 [{"role": "user", "content": text}], SamplingParams(max_new_tokens=12)
             ).output()
             answer = turn(client, session, offset, text)
             assert answer.choices[0].message.content == expected.text
-            assert answer.session == {"id": session, "offset": own.num_tokens}
+            assert answer.session == {"id": session, "offset": engine_session.num_tokens}
             cached = answer.usage.prompt_tokens_details.cached_tokens
             assert cached >= expected.num_reused - 4 and (offset == 0 or cached > 0)
-            offset = own.num_tokens
+            offset = engine_session.num_tokens
         found = server.ask("GET", f"/v1/sessions/{session}")[1]
-        assert found["turn_ends"] == own.turn_ends and found["offset"] == offset
+        assert found["turn_ends"] == engine_session.turn_ends and found["offset"] == offset
 
 
 def test_a_turn_that_is_sent_again_is_not_appended_twice(client, session):
@@ -100,8 +100,8 @@ def test_rewind_and_fork(client, server, session):
     assert copy["offset"] == middle and copy["id"] != session
     here, there = (turn(client, i, middle, "seq: 7, 14, ") for i in (session, copy["id"]))
     assert here.choices[0].message.content == there.choices[0].message.content
-    status, found, _ = server.ask("POST", f"/v1/sessions/{session}/rewind", {"offset": 9999})
-    assert status == 400 and "offset must be an integer in [0, " in found["error"]["message"]
+    status, answer, _ = server.ask("POST", f"/v1/sessions/{session}/rewind", {"offset": 9999})
+    assert status == 400 and "offset must be an integer in [0, " in answer["error"]["message"]
 
 
 def test_a_client_that_leaves_leaves_the_session_as_it_was(client, server, session):

@@ -31,9 +31,9 @@ def streams(server, count, max_tokens):
         thread.start()
     end = time.monotonic() + 2000
     while True:  # all have come, and one at least runs
-        found = server.metrics()
-        running = found["specpool_running_requests"]
-        if running and running + found["specpool_waiting_requests"] + len(answers) >= count:
+        metrics = server.metrics()
+        running = metrics["specpool_running_requests"]
+        if running and running + metrics["specpool_waiting_requests"] + len(answers) >= count:
             return threads, answers
         assert time.monotonic() < end
 
@@ -45,21 +45,23 @@ def lasts(threads, answers):
     return [list(events(text))[-1] for status, text, _ in answers if status == 200]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)]
+)
 def test_running_streams_end_whole_and_new_ones_are_refused(number):
     with Server("--batch", "4") as server:
         threads, answers = streams(server, 4, 400)
         server.process.send_signal(number)
-        found = set()
+        refusals = set()
         while server.process.poll() is None:
             try:
                 status, body, _ = server.ask("POST", "/v1/completions", BODY | {"max_tokens": 1})
-                found |= {(status, body["error"]["code"])} if status != 200 else set()
+                refusals |= {(status, body["error"]["code"])} if status != 200 else set()
                 assert server.ask("GET", "/health")[0] in (200, 503)
             except OSError:  # it has closed its port
                 break
         assert server.process.wait(200) == 0
-        assert found == {(503, "server_shutting_down")}
+        assert refusals == {(503, "server_shutting_down")}
         assert lasts(threads, answers) == ["[DONE]"] * 4
 
 
@@ -107,7 +109,7 @@ def test_a_dead_front_ends_the_engine():
 
 def children(pid):
     """The engine's process: the child whose command is a spawned one."""
-    found = []
+    engine_pids = []
     for name in os.listdir("/proc"):
         try:
             with open(f"/proc/{name}/stat") as file:
@@ -117,8 +119,8 @@ def children(pid):
         except (OSError, ValueError):
             continue
         if parent == pid and "spawn_main" in command:
-            found.append(int(name))
-    return found
+            engine_pids.append(int(name))
+    return engine_pids
 
 
 def is_zombie(pid):

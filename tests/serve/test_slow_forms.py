@@ -41,13 +41,13 @@ def submit(key, grammar):
 
 def results(forms, count):
     """What came of so many forms: by key, the error or None, in their order."""
-    found, end = {}, time.monotonic() + 120
-    while len(found) < count:
-        assert time.monotonic() < end, found
+    errors, end = {}, time.monotonic() + 120
+    while len(errors) < count:
+        assert time.monotonic() < end, errors
         for done, message in forms.take():
-            found[message.key] = done.exception()
+            errors[message.key] = done.exception()
         time.sleep(0.01)
-    return found
+    return errors
 
 
 def test_a_trial_is_ended_at_its_limit_and_the_next_one_works(core):
@@ -70,9 +70,9 @@ def test_quick_forms_pass_slow_ones(forms, monkeypatch):
         forms.add(submit(key, ENDLESS[key]))
     for key in range(2, 6):
         forms.add(submit(key, Grammar.regex(f"[a-c]{{{key}}}")))
-    found = results(forms, 6)
-    assert set(list(found)[:4]) == {2, 3, 4, 5}
-    for key, error in found.items():
+    errors = results(forms, 6)
+    assert set(list(errors)[:4]) == {2, 3, 4, 5}
+    for key, error in errors.items():
         if key >= 2:
             assert error is None
         else:
@@ -91,9 +91,9 @@ def test_slow_forms_beyond_the_most_are_refused(forms, monkeypatch):
     monkeypatch.setattr(module, "MOST_SLOW", 2)
     for key in range(6):
         forms.add(submit(key, ENDLESS[key]))
-    told = [str(error) for error in results(forms, 6).values()]
-    assert sum("2 slow forms wait: try again later" in text for text in told) >= 2
-    assert sum("make it smaller" in text for text in told) >= 2
+    texts = [str(error) for error in results(forms, 6).values()]
+    assert sum("2 slow forms wait: try again later" in text for text in texts) >= 2
+    assert sum("make it smaller" in text for text in texts) >= 2
 
 
 def test_a_form_that_nobody_waits_for_is_forgotten(forms):

@@ -34,8 +34,8 @@ def client(server):
 
 
 def check(text):
-    found = json.loads(text)
-    assert set(found) == {"city", "count"} and found["city"] in ("oslo", "rome")
+    value = json.loads(text)
+    assert set(value) == {"city", "count"} and value["city"] in ("oslo", "rome")
 
 
 def test_a_schema_holds_in_a_stream_and_drawn(client):
@@ -69,9 +69,9 @@ def test_a_named_tool_is_called_with_its_arguments(client):
     assert call.function.name == "weather" and call.id.startswith("call_")
     check(call.function.arguments)
     deltas = [
-        each
+        call_delta
         for part in client.chat.completions.create(stream=True, **ask)
-        for each in part.choices[0].delta.tool_calls or []
+        for call_delta in part.choices[0].delta.tool_calls or []
     ]
     assert deltas[0].function.name == "weather" and deltas[0].id
     assert "".join(d.function.arguments for d in deltas) == call.function.arguments

@@ -44,9 +44,9 @@ async def answer(front, body, parts, reason="stop"):
     for ids in parts:
         await front.wire.come(Tokens(asked.key, 0, ids, [False] * len(ids), None))
     await front.wire.come(done(asked.key, reason=reason))
-    status, found = await task
-    assert status == 200, found
-    return found, asked
+    status, answer = await task
+    assert status == 200, answer
+    return answer, asked
 
 
 def joined(text):
@@ -66,8 +66,8 @@ def joined(text):
     return content or None, calls, reason
 
 
-def said(found):
-    choice = ChatCompletion.model_validate(found | {"model": "m"}).choices[0]
+def said(answer):
+    choice = ChatCompletion.model_validate(answer | {"model": "m"}).choices[0]
     calls = [[c.function.name, c.function.arguments] for c in choice.message.tool_calls or []]
     return choice.message.content, calls, choice.finish_reason
 
@@ -308,19 +308,19 @@ def test_a_sessions_history_has_its_calls_as_a_chats_has_them(stream):
             end = dataclasses.replace(done(asked.key), token_ids=ids)
             tokens = Tokens(asked.key, 0, ids, [False] * len(ids), None)
             await front.wire.come(Accepted(asked.key), tokens, end)
-            status, found = await task
-            assert status == 200, found
+            status, answer = await task
+            assert status == 200, answer
             chat.append(new)
             expected = tokenizer.apply_chat_template(
                 chat, add_generation_prompt=True, tokenize=False
             )
-            assert tokenizer.decode(asked.prompt.ids) == expected
-            offset = len(asked.prompt.ids) + len(ids)
-            return found
+            assert tokenizer.decode(asked.prompt.tokens) == expected
+            offset = len(asked.prompt.tokens) + len(ids)
+            return answer
 
         for number in range(2):
-            found = await turn({"role": "user", "content": "q"}, said_call)
-            call_id = re.search("call_[0-9a-f]+", found if stream else json.dumps(found))[0]
+            answer = await turn({"role": "user", "content": "q"}, said_call)
+            call_id = re.search("call_[0-9a-f]+", answer if stream else json.dumps(answer))[0]
             call = CALL["function"] | {"arguments": {"city": "x"}}
             calls = [{"id": call_id, "type": "function", "function": call}]
             chat.append({"role": "assistant", "content": "So.", "tool_calls": calls})

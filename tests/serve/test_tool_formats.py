@@ -55,7 +55,7 @@ def read(pieces, cuts, formats, thinks=False, **more):
     tools = ToolCalls(ChatRequest.model_validate(ASK | more), formats, thinks=thinks)
     every = units(pieces)
     bounds = [0, *cuts, len(every)]
-    content, told = "", []
+    content, all_deltas = "", []
     for number, (start, end) in enumerate(itertools.pairwise(bounds)):
         text, specials = "", []
         for unit, is_special in every[start:end]:
@@ -66,13 +66,13 @@ def read(pieces, cuts, formats, thinks=False, **more):
         new, deltas = tools.push(text, number == len(bounds) - 2, specials)
         content += new
         for delta in deltas:
-            if delta["index"] == len(told):
+            if delta["index"] == len(all_deltas):
                 assert set(delta) == {"index", "id", "type", "function"}
-                told.append([delta["function"]["name"], ""])
-            assert delta["index"] == len(told) - 1, "only the latest call goes on"
-            told[-1][1] += delta["function"]["arguments"]
+                all_deltas.append([delta["function"]["name"], ""])
+            assert delta["index"] == len(all_deltas) - 1, "only the latest call goes on"
+            all_deltas[-1][1] += delta["function"]["arguments"]
     made = [[c["function"]["name"], c["function"]["arguments"]] for c in tools.calls]
-    assert told == made, "the deltas make up the calls"
+    assert all_deltas == made, "the deltas make up the calls"
     if all(is_json(arguments) for _, arguments in made):
         assert tools.finish_reason == ("tool_calls" if made else "stop")
     return content, made
@@ -200,7 +200,7 @@ def test_a_call_that_is_cut_off_is_a_beginning_of_the_whole_one(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_mark_within_an_argument_is_text(name):
     family = ALL[name]
-    marks = [mark for each in formats_of(family.template) for mark in each.marks]
+    marks = [mark for form in formats_of(family.template) for mark in form.marks]
     text = "".join({*marks, "</tool_call>"} - {*family.specials}) + "}])"
     calls = [["get_weather", {"city": text, "days": 1}], ["stop-it", {}]]
     check(family, family.answer("", [call(*pair) for pair in calls]), "", calls, every=False)
@@ -294,9 +294,9 @@ def fitting(kind, value):
     if isinstance(value, str) and kind == "gemma":
         return value.replace("<", "")
     if isinstance(value, list):
-        return [fitting(kind, each) for each in value]
+        return [fitting(kind, item) for item in value]
     if isinstance(value, dict):
-        return {fitting(kind, key): fitting(kind, each) for key, each in value.items()}
+        return {fitting(kind, key): fitting(kind, item) for key, item in value.items()}
     return value
 
 
@@ -325,9 +325,9 @@ def test_random_calls_are_read_in_random_splits(name, calls, content, rng):
     pieces = family.answer(content, [call(*pair) for pair in calls])
     formats, num = formats_of(family.template), len(units(pieces))
     cuts = sorted(rng.choices(range(num + 1), k=rng.randrange(num + 1)))
-    found = read(pieces, cuts, formats)
-    assert (found[0], [[n, json.loads(a)] for n, a in found[1]]) == (content.rstrip(), calls)
-    assert read(pieces, [], formats) == found
+    outcome = read(pieces, cuts, formats)
+    assert (outcome[0], [[n, json.loads(a)] for n, a in outcome[1]]) == (content.rstrip(), calls)
+    assert read(pieces, [], formats) == outcome
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -341,7 +341,7 @@ def test_no_split_of_any_text_changes_what_is_read(data):
         lambda start: st.integers(start, len(text)).map(lambda end: text[start:end])
     )
     marks = st.sampled_from(
-        [mark for each in FORMATS for mark in each.marks] + ["</think>", "<think>", "\n"]
+        [mark for form in FORMATS for mark in form.marks] + ["</think>", "<think>", "\n"]
     )
     pieces = family.pieces("".join(data.draw(st.lists(some | marks | TEXT, max_size=5))))
     formats = data.draw(st.sampled_from([FORMATS, formats_of(family.template)]))
@@ -363,8 +363,8 @@ def test_a_forced_call_is_read_whatever_the_models_own_form(name):
     formats = formats_of(family.template)
     forced = json.dumps({"name": "get_weather", "arguments": PARIS})
     for cuts in ([], range(1, len(forced))):
-        found = read([(forced, False)], cuts, formats, tool_choice="required")
-        assert found == ("", [["get_weather", json.dumps(PARIS)]])
+        outcome = read([(forced, False)], cuts, formats, tool_choice="required")
+        assert outcome == ("", [["get_weather", json.dumps(PARIS)]])
     choice = {"type": "function", "function": {"name": "get_weather"}}
     tools = ToolCalls(ChatRequest.model_validate(ASK | {"tool_choice": choice}), formats)
     marks = [(0, mark) for mark in family.specials]
@@ -517,8 +517,8 @@ def test_a_python_calls_arguments_have_any_name_and_any_string(name, written, ar
 
 def test_each_format_is_in_the_documentation():
     rows = [line for line in (ROOT / "docs/serve.md").read_text().splitlines() if line[:1] == "|"]
-    for each in FORMATS:
-        families = [row for row in rows if all(name in row for name in each.families.split(", "))]
-        assert families, each.families
-        for mark in each.marks[:1]:
+    for form in FORMATS:
+        families = [row for row in rows if all(name in row for name in form.families.split(", "))]
+        assert families, form.families
+        for mark in form.marks[:1]:
             assert any(mark.replace("|", "\\|") in row for row in families), mark

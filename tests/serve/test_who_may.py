@@ -106,9 +106,9 @@ def run(stats):
 
 async def opened(front, headers):
     """Open a session; returns its id."""
-    status, found = await front.ask({}, path="/v1/sessions", **headers)
-    assert status == 200, found
-    return found["id"]
+    status, answer = await front.ask({}, path="/v1/sessions", **headers)
+    assert status == 200, answer
+    return answer["id"]
 
 
 def test_each_route_says_who_may(run):
@@ -116,8 +116,8 @@ def test_each_route_says_who_may(run):
 
     async def test(front):
         made = [route for router in routers(front.service) for route in router.routes]
-        found = {(method, route.path) for route in made for method in route.methods}
-        assert found | {("GET", "/openapi.json")} == set(WHO)
+        registered = {(method, route.path) for route in made for method in route.methods}
+        assert registered | {("GET", "/openapi.json")} == set(WHO)
 
     run(test)
 
@@ -127,15 +127,15 @@ def test_each_route_asks_for_a_key_but_those_for_anyone(run, method):
     """Law: without a key nothing is learned, not even whether a path exists; the engine is idle."""
 
     async def test(front):
-        for own, path in [*ROUTES, ("GET", "/none")]:
-            who = WHO.get((own, path), "key")
-            used = own if method == "as it is" else method
+        for route_method, path in [*ROUTES, ("GET", "/none")]:
+            who = WHO.get((route_method, path), "key")
+            used = route_method if method == "as it is" else method
             for headers in ({}, {"authorization": "Bearer key-of-c"}):
-                status, found = await call(front, used, path, headers)
+                status, answer = await call(front, used, path, headers)
                 if who == "anyone":
-                    assert status == (200 if used == own else 405), (used, path)
+                    assert status == (200 if used == route_method else 405), (used, path)
                 else:
-                    assert status == 401 and found["error"]["code"] == "invalid_api_key", path
+                    assert status == 401 and answer["error"]["code"] == "invalid_api_key", path
         assert front.wire.said == []
 
     run(test)
@@ -157,11 +157,13 @@ def test_a_session_of_another_key_is_one_that_never_existed(run):
         for path in ("/v1/completions", "/v1/chat/completions"):
             for more in ({"session_offset": 0}, {"session_offset": 9}, {}, {"n": 2}):
                 body = BODIES[path] | more
-                told = [
+                answers = [
                     await front.ask(body, path=path, x_session_id=name, **B)
                     for name in (ident, never)
                 ]
-                assert told[0] == told[1] and told[0][0] == (400 if "n" in more else 404), told
+                assert answers[0] == answers[1] and answers[0][0] == (
+                    400 if "n" in more else 404
+                ), answers
         assert len(front.wire.said) == said
         assert before == await front.ask(None, path=f"/v1/sessions/{ident}", method="GET", **A)
 
@@ -172,9 +174,9 @@ def test_the_list_has_the_sessions_of_the_own_key(run):
     async def test(front):
         idents = [await opened(front, headers) for headers in (A, B, A)]
         fork = (await front.ask({}, path=f"/v1/sessions/{idents[2]}/fork", **A))[1]["id"]
-        for headers, own in ((A, [idents[0], idents[2], fork]), (B, [idents[1]])):
-            found = await front.ask(None, path="/v1/sessions", method="GET", **headers)
-            assert [session["id"] for session in found[1]["data"]] == own
+        for headers, own_idents in ((A, [idents[0], idents[2], fork]), (B, [idents[1]])):
+            answer = await front.ask(None, path="/v1/sessions", method="GET", **headers)
+            assert [session["id"] for session in answer[1]["data"]] == own_idents
         assert (await front.ask({}, path=f"/v1/sessions/{fork}", method="DELETE", **A))[0] == 200
 
     run(test)
@@ -186,12 +188,12 @@ def test_an_answer_names_a_session_as_its_client_does(run):
     async def test(front):
         ident = await opened(front, A)
         body = TEXT | {"session_offset": 0}
-        _, found = await front.ask(body, x_session_id=ident, **A)
-        assert found["session"] == {"id": ident, "offset": 4} and "/" not in ident
-        _, found = await front.ask(body, x_session_id=ident, **A)
-        assert found["error"]["session"] == {"id": ident, "offset": 4}
-        _, found = await front.ask({"offset": 1}, path=f"/v1/sessions/{ident}/rewind", **A)
-        assert found["id"] == ident
+        _, answer = await front.ask(body, x_session_id=ident, **A)
+        assert answer["session"] == {"id": ident, "offset": 4} and "/" not in ident
+        _, answer = await front.ask(body, x_session_id=ident, **A)
+        assert answer["error"]["session"] == {"id": ident, "offset": 4}
+        _, answer = await front.ask({"offset": 1}, path=f"/v1/sessions/{ident}/rewind", **A)
+        assert answer["id"] == ident
 
     run(test)
 
@@ -233,8 +235,8 @@ def test_keys_have_salts_of_their_own(run):
         assert len({*first, *other}) == 4 and first[0] == first[2]
         assert (await front.ask(TEXT | {"cache_salt": other[0]}, **A))[0] == 200
         assert front.wire.said[-1].params.cache_salt not in {*first, *other}
-        status, found = await front.ask(TEXT | {"cache_salt": "a" * 5000}, **A)
-        assert status == 400 and found["error"]["param"] == "cache_salt", found
+        status, answer = await front.ask(TEXT | {"cache_salt": "a" * 5000}, **A)
+        assert status == 400 and answer["error"]["param"] == "cache_salt", answer
 
     run(test)
 
@@ -267,10 +269,10 @@ def test_with_several_keys_the_pages_have_no_rows(run, keys):
     """Law: the pages of one row are the length of one text; a key sees sums of all texts alone."""
 
     async def test(front):
-        _, found = await front.ask(None, path="/pool", method="GET", **A)
+        _, answer = await front.ask(None, path="/pool", method="GET", **A)
         several = [[5, 1, 0], [1, 0, 0], [1, 1, 0]]
-        one = [[2, 1, 5], [3, 1, 6], [1, 0, 0], [1, 1, 7]]
-        assert found["groups"][0]["runs"] == (several if len(set(keys)) > 1 else one)
+        single = [[2, 1, 5], [3, 1, 6], [1, 0, 0], [1, 1, 7]]
+        assert answer["groups"][0]["runs"] == (several if len(set(keys)) > 1 else single)
 
     run(test, api_keys=keys)
 
@@ -282,11 +284,11 @@ def test_a_page_of_another_site_changes_nothing_and_costs_nothing(run, keys, sai
 
     async def test(front):
         for method, path in ROUTES:
-            status, found = await call(front, method, path, A | said)
+            status, answer = await call(front, method, path, A | said)
             if WHO[method, path] == "anyone":
                 assert status == 200, path
             else:
-                assert status == 403 and found["error"]["code"] == "origin_not_allowed", path
+                assert status == 403 and answer["error"]["code"] == "origin_not_allowed", path
         assert front.wire.said == []
 
     run(test, api_keys=keys)
@@ -332,8 +334,8 @@ def test_the_own_page_a_named_site_and_what_is_no_browser_may_call(run, said):
 def test_an_origin_that_is_almost_the_own_one_is_foreign(run, origin, host):
     async def test(front):
         said = {"origin": origin, "host": host}
-        status, found = await front.ask({}, path="/v1/sessions", **A | said)
-        assert status == 403 and found["error"]["code"] == "origin_not_allowed"
+        status, answer = await front.ask({}, path="/v1/sessions", **A | said)
+        assert status == 403 and answer["error"]["code"] == "origin_not_allowed"
 
     run(test, origins=("https://site.example",))
 
@@ -344,10 +346,10 @@ def test_no_route_answers_to_a_name_that_another_site_points_here(run, method):
 
     async def test(front):
         said = {"host": "evil.example", "origin": "http://evil.example"}
-        for own, path in [*ROUTES, ("GET", "/none")]:
-            used = own if method == "as it is" else method
-            status, found = await call(front, used, path, A | said | {"sec-fetch-site": "none"})
-            assert status == 403 and found["error"]["code"] == "host_not_allowed", path
+        for route_method, path in [*ROUTES, ("GET", "/none")]:
+            used = route_method if method == "as it is" else method
+            status, answer = await call(front, used, path, A | said | {"sec-fetch-site": "none"})
+            assert status == 403 and answer["error"]["code"] == "host_not_allowed", path
         assert front.wire.said == []
 
     run(test)
@@ -410,7 +412,7 @@ def test_the_log_has_patterns_and_no_ids(run, lines, headers):
         for method, path in ROUTES:
             if path not in ("/health", "/metrics", "/pool"):
                 assert f" {method} {path} " in text, path
-        samples = [s for each in front.service.counters.answers.collect() for s in each.samples]
+        samples = [s for family in front.service.counters.answers.collect() for s in family.samples]
         labels = {sample.labels["path"] for sample in samples}
         assert labels <= {path for _, path in WHO} | {"unknown"}
 
@@ -478,9 +480,9 @@ def guarded(tmp_path_factory):
 
 def cached(server, headers, text, **more):
     body = {"prompt": text, "max_tokens": 1} | more
-    status, found, _ = server.ask("POST", "/v1/completions", body, headers)
-    assert status == 200, found
-    return found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    status, answer, _ = server.ask("POST", "/v1/completions", body, headers)
+    assert status == 200, answer
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 def test_cached_tokens_tell_a_key_nothing_of_another(guarded):

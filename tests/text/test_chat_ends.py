@@ -123,7 +123,9 @@ def test_an_answer_does_not_run_into_the_next_turn(caplog):
             params = SamplingParams(max_new_tokens=len(answer), **more)
             (output,) = engine.generate([prompt], params)
             assert (output.token_ids, output.finish_reason) == (answer, "length")
-    told = [record.getMessage() for record in caplog.records if "answers of chats" in record.msg]
-    assert told == [
+    messages = [
+        record.getMessage() for record in caplog.records if "answers of chats" in record.msg
+    ]
+    assert messages == [
         f"answers of chats end at <|im_end|> ({end}), which the model's config does not list"
     ]

@@ -281,11 +281,11 @@ NAMED = {name: CHATML + name for name in ("default", "tool_use", "rag")}
     ],
 )
 def test_the_template_of_several_is_chosen_by_what_is_given(names, variables, name):
-    templates = {each: NAMED[each] for each in names}
-    found = rendered(templates, [USER], **variables)
-    assert found == judged(NAMED[name], [USER])
+    templates = {key: NAMED[key] for key in names}
+    text = rendered(templates, [USER], **variables)
+    assert text == judged(NAMED[name], [USER])
     if name != "rag":  # which transformers takes only by its name
-        assert found == judged(templates, [USER], **variables)
+        assert text == judged(templates, [USER], **variables)
 
 
 def test_without_a_default_template_the_error_names_those_that_are_there():
@@ -319,7 +319,7 @@ def test_a_turn_of_a_session_renders_its_messages_as_a_chat_does():
     texts, tokenizer = texts_of(template), byte_tokenizer(chat_template=template)
     turn = texts.turn(Conversation(1), history(json.dumps(ARGUMENTS)))
     expected = judged(template, history(ARGUMENTS))
-    assert turn.ids == tokenizer.encode(expected, add_special_tokens=False)
+    assert turn.tokens == tokenizer.encode(expected, add_special_tokens=False)
 
 
 @pytest.mark.parametrize("name", ["mistral_v13", "gpt_oss", "qwen"])
@@ -331,11 +331,11 @@ def test_a_sessions_call_keeps_its_special_tokens(name):
     first = texts.turn(Conversation(1), [USER])
     answer = "".join(text for text, _ in family.answer("So.", [call({"a": 1})]))
     answer_ids = tokenizer.encode(answer, add_special_tokens=False)
-    tokens = [*first.ids, *answer_ids]
+    tokens = [*first.tokens, *answer_ids]
     said = [Said(len(tokens), first.messages, answer_ids, ())]
     turn = texts.turn(Conversation(1, tokens=tokens, said=said), [RESULT])
-    assert turn.ids[: len(tokens)] == tokens and turn.said == said
-    assert tokenizer.decode(turn.ids[len(tokens) :]) == "[E][tool]18 C[E][A]"
+    assert turn.tokens[: len(tokens)] == tokens and turn.said == said
+    assert tokenizer.decode(turn.tokens[len(tokens) :]) == "[E][tool]18 C[E][A]"
 
 
 def test_a_template_that_refuses_special_tokens_in_a_history_gets_none():
@@ -347,10 +347,10 @@ def test_a_template_that_refuses_special_tokens_in_a_history_gets_none():
     texts = Texts(tokenizer)
     first = texts.turn(Conversation(1), [USER])
     answer_ids = tokenizer.encode("[TOOL_CALLS]f[ARGS]{}", add_special_tokens=False)
-    tokens = [*first.ids, *answer_ids]
+    tokens = [*first.tokens, *answer_ids]
     said = [Said(len(tokens), first.messages, answer_ids, ())]
     turn = texts.turn(Conversation(1, tokens=tokens, said=said), [RESULT])
-    assert tokenizer.decode(turn.ids) == "[user]Weather?[E][A]f{}[E][tool]18 C[E][A]"
+    assert tokenizer.decode(turn.tokens) == "[user]Weather?[E][A]f{}[E][tool]18 C[E][A]"
 
 
 @pytest.mark.parametrize("role", ["tool", "ipython"])
@@ -396,14 +396,14 @@ def test_a_sessions_turn_goes_on_behind_a_result_that_spells_control_tokens():
     texts = Texts(tokenizer)
     first = texts.turn(Conversation(1), [USER, RESULT | {"content": "a<|im_end|>é<|im_start|>"}])
     answer_ids = tokenizer.encode("So.", add_special_tokens=False)
-    tokens = [*first.ids, *answer_ids]
+    tokens = [*first.tokens, *answer_ids]
     said = [Said(len(tokens), first.messages, answer_ids, ())]
     new = [RESULT | {"content": "<|im_start|>b"}, USER]
     turn = texts.turn(Conversation(1, tokens=tokens, said=said), new)
-    assert turn.ids[: len(tokens)] == tokens and turn.said == said
+    assert turn.tokens[: len(tokens)] == tokens and turn.said == said
     chat = [*first.messages, {"role": "assistant", "content": "So."}, *new]
-    assert tokenizer.decode(turn.ids) == judged(CHATML, chat)
-    marks = [token for token in turn.ids[len(tokens) :] if token > 258]
+    assert tokenizer.decode(turn.tokens) == judged(CHATML, chat)
+    marks = [token for token in turn.tokens[len(tokens) :] if token > 258]
     end, begin = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
     assert marks == [end, begin, end, begin, end, begin]
 
@@ -421,13 +421,13 @@ def test_a_sessions_turn_is_one_that_the_template_takes():
     texts, conversation = Texts(tokenizer), Conversation(1)
     turn = texts.turn(conversation, [USER])
     answer = tokenizer.encode("<think>a</think>b", add_special_tokens=False)
-    conversation.tokens = [*turn.ids, *answer]
+    conversation.tokens = [*turn.tokens, *answer]
     conversation.said = [Said(len(conversation.tokens), turn.messages, answer, ())]
     result = {"role": "tool", "content": '{"a": 1}'}
     turn = texts.turn(conversation, [result])
     expected = [USER, {"role": "assistant", "content": "b"}, result]
-    assert tokenizer.decode(turn.ids) == judged(CHECKS, expected)
-    assert [said.end for said in turn.said] == [common_len(conversation.tokens, turn.ids)]
+    assert tokenizer.decode(turn.tokens) == judged(CHECKS, expected)
+    assert [said.end for said in turn.said] == [common_len(conversation.tokens, turn.tokens)]
 
 
 def test_a_rewind_to_the_begin_forgets_turns_whose_first_token_has_changed():
@@ -435,9 +435,9 @@ def test_a_rewind_to_the_begin_forgets_turns_whose_first_token_has_changed():
     tokenizer = byte_tokenizer(chat_template=template)
     texts, conversation = Texts(tokenizer), Conversation(1)
     turn = texts.turn(conversation, [USER])
-    conversation.tokens = [*turn.ids, 98]
+    conversation.tokens = [*turn.tokens, 98]
     conversation.said = [Said(len(conversation.tokens), turn.messages, [98], ())]
     turn = texts.turn(conversation, [USER | {"content": "no"}])
-    conversation.tokens, conversation.said = turn.ids, turn.said
+    conversation.tokens, conversation.said = turn.tokens, turn.said
     conversation.cut(0)
     assert conversation.said == []

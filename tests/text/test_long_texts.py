@@ -57,7 +57,10 @@ def test_a_chats_characters_are_those_of_its_texts():
 
 def test_no_variable_of_a_template_has_a_name_that_its_call_takes():
     """Law: `render` and a tokenizer class's own `apply_chat_template` never get a name twice."""
-    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    template_parameters = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     common = inspect.signature(render_jinja_template).parameters
-    names = {*own, *common} - {"kwargs", "documents"}  # documents are for the template
+    names = {*template_parameters, *common} - {
+        "kwargs",
+        "documents",
+    }  # documents are for the template
     assert names <= RESERVED

@@ -31,23 +31,23 @@ def process(tmp_path, monkeypatch):
 
 def test_it_can_be_closed_while_it_is_asked(process):
     """Law: who closes it does not wait for an answer, and who asked is told."""
-    found = []
+    errors = []
 
     def ask() -> None:
         try:
             process.ask(2, 600)
         except ProcessError as error:
-            found.append(error)
+            errors.append(error)
 
-    threads = [threading.Thread(target=each, daemon=True) for each in (ask, process.close)]
+    threads = [threading.Thread(target=act, daemon=True) for act in (ask, process.close)]
     for thread in threads:
         thread.start()
-        while not process._lock.locked() and not found:  # until it is asked
+        while not process._lock.locked() and not errors:  # until it is asked
             time.sleep(0.001)
     for thread in threads:
         thread.join(120)
     assert [thread.is_alive() for thread in threads] == [False, False]
-    (error,) = found
+    (error,) = errors
     assert str(error) == "the process for it ended" and not error.is_late
 
 

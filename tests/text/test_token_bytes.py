@@ -76,13 +76,13 @@ def test_random_byte_level_tokens_are_the_bytes_that_the_decoder_reads(tokens):
     tokenizer = TOKENIZERS["byte_level"]
     tokens = [token for token in tokens if token < len(tokenizer)]
     reader = TokenBytes(tokenizer)
-    text = b"".join(reader.of(token) for token in tokens).decode(errors="replace")
+    text = b"".join(reader.bytes_of(token) for token in tokens).decode(errors="replace")
     assert text == tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
 
 def bytes_of(tokenizer, names):
     reader, ids = TokenBytes(tokenizer), tokenizer.convert_tokens_to_ids(list(names))
-    return [reader.of(token, before) for token, before in zip(ids, [None, *ids], strict=False)]
+    return [reader.bytes_of(*pair) for pair in zip(ids, [None, *ids], strict=False)]
 
 
 def test_a_part_of_a_character_has_its_own_bytes():
@@ -113,13 +113,13 @@ def test_a_part_of_a_character_is_written_as_openai_writes_it():
     assert (first["token"], first["bytes"]) == (r"\xe2", [0xE2])
     assert [top["bytes"] for top in first["top_logprobs"]] == [[0xE2], [0xE3]]
     assert (last["token"], last["bytes"]) == ("<eos>", [*b"<eos>"])
-    found = log_of(tokenizer).completion(entries, 3, 4)
-    assert found["tokens"] == [r"bytes:\xe2", r"bytes:\x98", r"bytes:\x83", "A", "<eos>"]
-    assert found["top_logprobs"][0] == {r"bytes:\xe2": -0.5, r"bytes:\xe3": -1.0, "A": -2.0}
-    assert found["text_offset"] == [4, 4, 4, 5, 6]
+    logprobs = log_of(tokenizer).completion(entries, 3, 4)
+    assert logprobs["tokens"] == [r"bytes:\xe2", r"bytes:\x98", r"bytes:\x83", "A", "<eos>"]
+    assert logprobs["top_logprobs"][0] == {r"bytes:\xe2": -0.5, r"bytes:\xe3": -1.0, "A": -2.0}
+    assert logprobs["text_offset"] == [4, 4, 4, 5, 6]
 
 
 def test_tokens_that_are_bytes_already_are_taken_as_they_are():
     """Tokenizers on tiktoken, with code of their own."""
-    own = SimpleNamespace(convert_ids_to_tokens=lambda ids: [b"\xe2" for _ in ids])
-    assert TokenBytes(own).of(5) == b"\xe2"
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=lambda ids: [b"\xe2" for _ in ids])
+    assert TokenBytes(tokenizer).bytes_of(5) == b"\xe2"

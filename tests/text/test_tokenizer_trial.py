@@ -88,10 +88,10 @@ BOMBS: dict[str, tuple[Settings, str]] = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_tokenizer_that_blows_up_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.setattr(tokenizer_trial, "MOST_BYTES", 1 << 28)
-    content, told = BOMBS[name]
+    content, reason = BOMBS[name]
     folder = folder_of(tmp_path, settings() | content)
     with pytest.raises(
-        CheckpointError, match=rf"cannot load the tokenizer of .*{told}, so it was "
+        CheckpointError, match=rf"cannot load the tokenizer of .*{reason}, so it was "
     ):
         load_tokenizer(folder)
 

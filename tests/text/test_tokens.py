@@ -88,10 +88,10 @@ def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
 
 def cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     """The text before the earliest stop string, and the shortest that begins there."""
-    found = [(text.find(stop), len(stop), stop) for stop in stops if stop in text]
-    if not found:
+    hits = [(text.find(stop), len(stop), stop) for stop in stops if stop in text]
+    if not hits:
         return text, None
-    start, _, stop = min(found)
+    start, _, stop = min(hits)
     return text[:start], stop
 
 
@@ -575,7 +575,7 @@ def test_stop_strings_that_work_are_taken():
 def test_special_tokens_are_noted_in_their_places(name, data):
     """Law: a special token stands behind the text of the tokens before it, in every split."""
     tokenizer = TOKENIZERS[name]
-    specials = [i for i, each in tokenizer.added_tokens_decoder.items() if each.special]
+    specials = [i for i, added in tokenizer.added_tokens_decoder.items() if added.special]
     pieces = st.text(st.sampled_from("ab. é☃🎈中"), max_size=8).map(
         lambda text: tokenizer.encode(text, add_special_tokens=False)
     )

@@ -90,12 +90,12 @@ def test_the_features_are_those_that_a_drafter_reads(family: str) -> None:
 def test_training_drafts_what_serving_drafts(family: str, tmp_path: Path) -> None:
     """Law: the unroll over a text that ends with a head's drafts proposes these drafts."""
     steps, prompt = 4, PROMPTS[1]
-    kept = torch.arange(5, 200)
+    draft_ids = torch.arange(5, 200)
     with TargetModel(model_of(family)) as target:
         layers = layers_of_features(target.num_layers)
         reader = TargetReader(target, layers, batch_size=2, length=64)
         features, hidden = reader.forward([text_of(prompt)])
-        head = NewHead.random(target, kept, features, hidden, seed=1)
+        head = NewHead.random(target, draft_ids, features, hidden, seed=1)
         with torch.no_grad():  # so large that drafts differ from step to step
             for name, weight in head.weights.items():
                 if weight.dim() == 2:
@@ -118,7 +118,7 @@ def test_training_drafts_what_serving_drafts(family: str, tmp_path: Path) -> Non
         engine.generate([prompt], SamplingParams(max_new_tokens=2, ignore_eos=True))
         root, *drafts = proposed[0]
         # One more text beside it: lanes do not mix.
-        reading = reader.read([text_of([*prompt, root, *drafts]), text_of(PROMPTS[0])], kept)
+        reading = reader.read([text_of([*prompt, root, *drafts]), text_of(PROMPTS[0])], draft_ids)
         width = reading.tokens.shape[1]
         with torch.no_grad():
             trained = head.assemble(width)
@@ -126,7 +126,7 @@ def test_training_drafts_what_serving_drafts(family: str, tmp_path: Path) -> Non
             for step, draft in enumerate(drafts):
                 entry = len(prompt) - 1 + step
                 out = outs[step][entry][None]
-                assert int(kept[trained.logits(out).argmax()]) == draft
+                assert int(draft_ids[trained.logits(out).argmax()]) == draft
                 if step:  # step 0 is a part of the prefill
                     torch.testing.assert_close(out, put_out[step - 1], rtol=1e-3, atol=1e-3)
         assert len(set(drafts)) > 1, "drafts that are all the same show nothing"
@@ -143,12 +143,12 @@ def test_every_decoder_gets_a_head_that_learns(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     """Law: steps lower the loss of a batch, and an engine drafts with what is written."""
-    kept, texts = torch.arange(20, 220), [text_of([*range(3, 30)]), text_of([*range(40, 80)])]
+    draft_ids, texts = torch.arange(20, 220), [text_of([*range(3, 30)]), text_of([*range(40, 80)])]
     with TargetModel(model_of(family).to(dtype)) as target:
         layers = layers_of_features(target.num_layers)
         reader = TargetReader(target, layers, batch_size=2, length=40)
-        head = NewHead.random(target, kept, *reader.forward(texts), seed=0)
-        reading, losses = reader.read(texts, kept), []
+        head = NewHead.random(target, draft_ids, *reader.forward(texts), seed=0)
+        reading, losses = reader.read(texts, draft_ids), []
         with torch.no_grad():  # however large the features of the target's layers are
             features = reading.features.flatten(0, 1)
             trained = head.assemble(64)
@@ -156,7 +156,7 @@ def test_every_decoder_gets_a_head_that_learns(
             assert 0.3 < float(combined.float().square().mean().sqrt()) < 1.2
         optimizer = torch.optim.AdamW(head.weights.values(), lr=1e-3)
         for _ in range(4):
-            result = unroll(head.assemble(64), reading, kept, 3)
+            result = unroll(head.assemble(64), reading, draft_ids, 3)
             optimizer.zero_grad()
             result.loss.backward()
             assert all(weight.grad is not None for weight in head.weights.values())
@@ -177,15 +177,15 @@ def _chain(steps: int):
 
 def test_the_loss_is_that_of_a_slow_twin() -> None:
     """Law: per step, the mean cross entropy over entries whose token the draft vocabulary has."""
-    kept = torch.arange(100, 180)
+    draft_ids = torch.arange(100, 180)
     with TargetModel(make_model(make_config("llama"))) as target:
         reader = TargetReader(target, layers_of_features(2), batch_size=2, length=40)
         texts = [text_of(prompt) for prompt in PROMPTS]
         texts[1].learned[:20] = False
-        reading = reader.read(texts, kept)
-        head = NewHead.random(target, kept, *reader.forward(texts), seed=2).assemble(64)
+        reading = reader.read(texts, draft_ids)
+        head = NewHead.random(target, draft_ids, *reader.forward(texts), seed=2).assemble(64)
         with torch.no_grad():
-            result = unroll(head, reading, kept, 3)
+            result = unroll(head, reading, draft_ids, 3)
             outs = list(draft_steps(head, reading, 3))
             width, losses, agree = reading.tokens.shape[1], [], []
             for step in range(3):
@@ -197,10 +197,10 @@ def test_the_loss_is_that_of_a_slow_twin() -> None:
                             continue
                         best = int(logits[entry + 1].argmax())
                         drafted = head.logits(outs[step][lane * width + entry][None])[0]
-                        hits += int(kept[drafted.argmax()]) == best
+                        hits += int(draft_ids[drafted.argmax()]) == best
                         count += 1
                         if 100 <= best < 180:
-                            wanted = logits[entry + 1][kept].softmax(-1)
+                            wanted = logits[entry + 1][draft_ids].softmax(-1)
                             of_step.append(float(-(wanted * drafted.log_softmax(-1)).sum()))
                 losses.append(sum(of_step) / len(of_step))
                 agree.append((hits, count))
@@ -283,8 +283,10 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path
         EagleDrafter.from_pretrained(tmp_path / "parts", model)
     rest = run(TrainConfig(**options, out=tmp_path / "parts", resume=True))
     assert (rest.finished, rest.steps) == (True, whole.steps) and whole.steps > 14
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    whole_weights, part_weights = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts")
+    )
+    assert all(torch.equal(whole_weights[name], part_weights[name]) for name in whole_weights)
     assert (rest.held_out, rest.accept_lens) == (whole.held_out, whole.accept_lens)
     # A training that has come to its end is measured again.
     again = run(TrainConfig(**options, out=tmp_path / "parts", resume=True))

@@ -56,7 +56,7 @@ def outputs(told: list) -> list:
     return [item for item in told if not hasattr(item, "pieces")]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("depth", [0, 1])
@@ -84,7 +84,7 @@ def test_a_session_goes_on_in_another_engine_with_the_same_text(kind, params, de
         back.close()
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_decodes_on_in_another_engine(kind, params):
@@ -372,7 +372,7 @@ def in_mid_turn(engine: Engine, num_before: int, num_turns: int, params: Samplin
     return session, told
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("kind", ["plain", "eagle chain", "eagle tree", "ngram"])
 @pytest.mark.parametrize("depth", [0, 1])

@@ -108,7 +108,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_the_text_and_the_kv_are_the_same(case, depth):
@@ -321,7 +321,7 @@ EAGER = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("why", EAGER)
 def test_what_has_no_graph_runs_eagerly_and_is_counted(why):
     shape, options, how = EAGER[why]

@@ -90,8 +90,8 @@ def generate(job: GenerateBenchJob) -> None:
                 if job.num_requests:
                     results += _traffic(engine, name, job.num_requests, shortest, job.repeats)
                 progress.advance(task)
-    where = machine(job.device, job.threads, ("torch", "transformers"))
-    report("bench generate", where, results, json_only=job.json, plot=job.plot)
+    setup = machine(job.device, job.threads, ("torch", "transformers"))
+    report("bench generate", setup, results, json_only=job.json, plot=job.plot)
 
 
 def _checked(job: GenerateBenchJob) -> list[str]:
@@ -152,7 +152,7 @@ def _case(
     total = tokens * batch * len(groups)
     accept_lens = []
 
-    def ours(shape: Shape | None) -> float:
+    def our_rate(shape: Shape | None) -> float:
         start = time.perf_counter()
         outputs = [
             output for group in groups for output in engine.generate(group, params, shape=shape)
@@ -162,22 +162,22 @@ def _case(
             accept_lens.append(mean_accept_len(outputs))
         return total / seconds
 
-    def theirs() -> float:
+    def transformers_rate() -> float:
         return total / sum(reference.seconds(group, tokens) for group in groups)
 
-    runs = [lambda: ours(None), lambda: ours(Shape.none()), theirs]
+    runs = [lambda: our_rate(None), lambda: our_rate(Shape.none()), transformers_rate]
     for run in runs:
         run()  # warm up
     drafting, plain, transformers = interleaved(runs, repeats)
-    shape, where = engine.shape, f"batch {batch}, {tokens} tokens"
+    shape, load = engine.shape, f"batch {batch}, {tokens} tokens"
     form = f"{shape.num_steps}x{shape.topk}x{shape.num_draft_tokens}"
     if engine.stats().adaptive is not None:
         form = "adaptive"
-    name = f"{draft} {form}, {where} (accept length {accept_lens[-1]:.2f})"
+    name = f"{draft} {form}, {load} (accept length {accept_lens[-1]:.2f})"
     unit = "tokens/s"
     return [
         Result(name, drafting, unit, "plain decoding on our pages", plain),
-        Result(f"plain decoding, {where}", plain, unit, "transformers generate", transformers),
+        Result(f"plain decoding, {load}", plain, unit, "transformers generate", transformers),
     ]
 
 
@@ -192,9 +192,9 @@ def _traffic(
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lens]
     total = sum(lens)
 
-    def together(of: Engine) -> float:
+    def together(runner: Engine) -> float:
         start = time.perf_counter()
-        of.generate(prompts, params)
+        runner.generate(prompts, params)
         return total / (time.perf_counter() - start)
 
     def one_by_one() -> float:
@@ -207,14 +207,14 @@ def _traffic(
 
     # Two engines on one target: they run in turn.
     config = dataclasses.replace(engine.config, overlap_depth=1)
-    other = Engine(engine.target, _second(engine, draft), config=config)
-    runs = [lambda: together(engine), lambda: together(other), one_by_one]
+    overlapped = Engine(engine.target, _second(engine, draft), config=config)
+    runs = [lambda: together(engine), lambda: together(overlapped), one_by_one]
     for run in runs[:2]:
         run()  # warm up
-    synchronous, overlap, alone = interleaved(runs, repeats)
+    synchronous, overlap, one_at_a_time = interleaved(runs, repeats)
     name, unit = f"{draft}, {num_requests} requests of about {tokens} tokens", "tokens/s"
     return [
-        Result(f"{name}, {batch} rows", synchronous, unit, "one after another", alone),
+        Result(f"{name}, {batch} rows", synchronous, unit, "one after another", one_at_a_time),
         Result(f"{name}, {batch} rows, overlap", overlap, unit, "without overlap", synchronous),
     ]
 

@@ -171,7 +171,7 @@ class Talk:
                     first_seconds = first_seconds or time.perf_counter() - start
                     self._print(item.text)
                     # Leaving between two rounds aborts the turn; the session keeps its KV.
-                    if interrupt.asked and session.is_busy:
+                    if interrupt.is_requested and session.is_busy:
                         break
         except KeyboardInterrupt:
             session.abort()
@@ -229,8 +229,8 @@ class Talk:
                 session.turn_ct,
                 session.computed_token_ct,
             )
-            rest = (session.reused_token_ct, session.retraction_ct, session.drop_ct)
-            table.add_row(str(session.number), session.state, *map(str, (*counts, *rest)))
+            event_counts = (session.reused_token_ct, session.retraction_ct, session.drop_ct)
+            table.add_row(str(session.number), session.state, *map(str, (*counts, *event_counts)))
         # Wide enough for all columns, also if the output is not a terminal.
         Console(width=max(self._console.width, 112), force_terminal=False).print(table)
 

@@ -49,8 +49,8 @@ def run(job: DeployJob) -> None:
     min_replicas, max_replicas = _range_of(job.replicas)
     config = ReplicaConfig(
         app=job.app,
-        least=min_replicas,
-        most=max_replicas,
+        min_replicas=min_replicas,
+        max_replicas=max_replicas,
         gpus=job.gpus,
         cpus=job.cpus,
         stuck_timeout=job.stuck_timeout,
@@ -84,13 +84,13 @@ def application(args: dict[str, Any]) -> Any:
     from specpool.serve.replicas.replica import application as of_words
 
     words, seconds, ranks = args_of(args)
-    launch_of(words, has_files=False)  # a wrong word is told now, and not by each replica
+    launch_of(words, has_files=False)  # refuse a wrong word here, before any replica starts
     return of_words(_Preparing(seconds, ranks), words)
 
 
 @dataclass(frozen=True, slots=True)
 class _Preparing:
-    """What a replica prepares itself with; it is pickled."""
+    """Prepares the launch of a replica on its node; it is pickled."""
 
     stuck_timeout: float
     ranks: int
@@ -146,11 +146,11 @@ def _check_paths(job: ServeJob) -> None:
     """Refuse relative paths: the replicas have another working directory."""
     adaptive = job.options.get("adaptive")
     models = [("target", job.target), *(("draft", name) for name in job.draft or ())]
-    # What does not exist here is the name of a hub.
-    given: list[tuple[str, Any]] = [model for model in models if os.path.exists(model[1])]
-    given += [("chat_template", job.chat_template), ("api_key_file", job.api_key_file)]
-    given += [("adaptive", adaptive)] if adaptive not in POLICIES else []
-    for name, path in given:
+    # A model that does not exist here is a name on the hub.
+    paths: list[tuple[str, Any]] = [model for model in models if os.path.exists(model[1])]
+    paths += [("chat_template", job.chat_template), ("api_key_file", job.api_key_file)]
+    paths += [("adaptive", adaptive)] if adaptive not in POLICIES else []
+    for name, path in paths:
         if path is not None and not Path(path).is_absolute():
             raise ConfigError(
                 f"--{name.replace('_', '-')} must be an absolute path, the same on every node, got "

@@ -70,15 +70,15 @@ def interleaved(runs: Sequence[Callable[[], float]], repeats: int) -> list[float
     values: list[list[float]] = [[] for _ in runs]
     turns, order = list(zip(values, runs, strict=True)), random.Random(0)
     for _ in range(repeats):
-        for taken, run in turns:
-            taken.append(run())
+        for figures, run in turns:
+            figures.append(run())
         order.shuffle(turns)
-    return [statistics.median(taken) for taken in values]
+    return [statistics.median(figures) for figures in values]
 
 
 def report(
     title: str,
-    where: dict[str, Any],
+    setup: dict[str, Any],
     results: Sequence[Result],
     *,
     json_only: bool,
@@ -86,7 +86,7 @@ def report(
 ) -> None:
     """Print the results as JSON or as a table; draw them if asked."""
     if json_only:
-        print_json(where, results)
+        print_json(setup, results)
     else:
         table = Table(title=title)
         for column in ("", "value", "unit", "reference", "its value", "ratio"):
@@ -109,32 +109,32 @@ def report(
         draw(title, results, plot)
 
 
-def print_json(where: dict[str, Any], results: Sequence[Result]) -> None:
+def print_json(setup: dict[str, Any], results: Sequence[Result]) -> None:
     """Print the machine and the results as one JSON object."""
-    print(as_json(where, results))
+    print(as_json(setup, results))
 
 
-def as_json(where: dict[str, Any], results: Sequence[Result]) -> str:
+def as_json(setup: dict[str, Any], results: Sequence[Result]) -> str:
     """Return the machine and the results as one JSON object."""
     rows = [asdict(result) | {"ratio": result.ratio} for result in results]
-    return json.dumps({"machine": where, "results": rows}, indent=1)
+    return json.dumps({"machine": setup, "results": rows}, indent=1)
 
 
-def check_file(path: Path, what: str) -> None:
-    """Check that a file can be written, as far as its name shows; `what` is it in the message.
+def check_file(path: Path, subject: str) -> None:
+    """Check that a file can be written, as far as its name shows; `subject` names it in errors.
 
     Raises:
         ConfigError: there is no such folder, the path is a folder, or a name is too long.
     """
     if not os.path.isdir(path.parent):  # unlike path.is_dir(), no error for a name too long
-        raise ConfigError(f"cannot write {what}: there is no folder {path.parent}")
+        raise ConfigError(f"cannot write {subject}: there is no folder {path.parent}")
     if os.path.isdir(path):
-        raise ConfigError(f"cannot write {what}: it is a folder")
+        raise ConfigError(f"cannot write {subject}: it is a folder")
     try:
         # A file of a run is often written beside its place first, under a longer name.
         NamedTemporaryFile(prefix=f".{path.name}.", dir=path.parent).close()
     except OSError as error:
-        raise ConfigError(f"cannot write {what}: {error.strerror or error}") from None
+        raise ConfigError(f"cannot write {subject}: {error.strerror or error}") from None
 
 
 def check_out(path: Path, *, force: bool) -> None:

@@ -44,7 +44,7 @@ def run(config: TrainConfig, *, threads: int, as_json: bool) -> None:
 
     console = Console(stderr=True, highlight=False)
     interrupt = Interrupt()
-    with interrupt.handled(), _Shown.on(console, interrupt) as watcher:
+    with interrupt.handled(), _ProgressDisplay.opened(console, interrupt) as watcher:
         report = train(config, rows, watcher)
     if as_json:
         print(json.dumps(asdict(report)))
@@ -65,17 +65,17 @@ def _check_raw(target: str) -> None:
         )
 
 
-class _Shown:
+class _ProgressDisplay:
     """A watcher that draws a bar, or writes a line now and then where there is no terminal."""
 
     def __init__(self, console: Console, interrupt: Interrupt, progress: Progress) -> None:
         self._console, self._interrupt, self._progress = console, interrupt, progress
-        self._task: TaskID | None = None
-        self._what, self._total, self._next_line = "", 1.0, 0.0
+        self._task_id: TaskID | None = None
+        self._task_name, self._total, self._next_line = "", 1.0, 0.0
 
     @classmethod
     @contextmanager
-    def on(cls, console: Console, interrupt: Interrupt) -> Iterator[_Shown]:
+    def opened(cls, console: Console, interrupt: Interrupt) -> Iterator[_ProgressDisplay]:
         """Show what happens within the block."""
         columns = (
             TextColumn("{task.description}"),
@@ -91,24 +91,24 @@ class _Shown:
     @property
     def stop(self) -> bool:
         """Whether Ctrl-C was pressed."""
-        return self._interrupt.asked
+        return self._interrupt.is_requested
 
-    def begin(self, what: str, total: float) -> None:
+    def begin(self, task: str, total: float) -> None:
         """Show a part of the work that begins."""
-        if self._task is not None:
-            self._progress.remove_task(self._task)
-        self._what, self._total = what, total
-        self._task = self._progress.add_task(what, total=total, note="")
+        if self._task_id is not None:
+            self._progress.remove_task(self._task_id)
+        self._task_name, self._total = task, total
+        self._task_id = self._progress.add_task(task, total=total, note="")
         if not self._console.is_terminal:
-            self._console.print(what)
+            self._console.print(task)
             self._next_line = time.monotonic() + _LINE_SECONDS
 
-    def at(self, done: float, note: str) -> None:
+    def advance(self, num_done: float, note: str) -> None:
         """Show how far it is."""
-        assert self._task is not None
-        self._progress.update(self._task, completed=done, note=note)
+        assert self._task_id is not None
+        self._progress.update(self._task_id, completed=num_done, note=note)
         if not self._console.is_terminal and time.monotonic() >= self._next_line:
-            self._console.print(f"{self._what}: {done / self._total:.0%} {note}".rstrip())
+            self._console.print(f"{self._task_name}: {num_done / self._total:.0%} {note}".rstrip())
             self._next_line = time.monotonic() + _LINE_SECONDS
 
 

@@ -173,7 +173,9 @@ class _ShapeRuns:
         self, engine: Engine, texts: list[PromptValue], batch_size: int, num_tokens: int
     ) -> None:
         self._engine = engine
-        self._groups = [texts[at : at + batch_size] for at in range(0, len(texts), batch_size)]
+        self._groups = [
+            texts[start : start + batch_size] for start in range(0, len(texts), batch_size)
+        ]
         self._params = SamplingParams(max_new_tokens=num_tokens, ignore_eos=True)
         self._rates: dict[Shape, list[float]] = {}
         self._accept_len: dict[Shape, float] = {}
@@ -220,9 +222,10 @@ def configuration(cells: Cells, policy: str) -> dict[str, Any]:
     for size, upper in pairwise([*cells, max(cells)]):
         candidates = {
             shape
-            for at in (size, upper)
-            for shape, cell in cells[at].items()
-            if cell.tokens_per_second >= REACH * cells[at][best_of(cells[at])].tokens_per_second
+            for batch_size in (size, upper)
+            for shape, cell in cells[batch_size].items()
+            if cell.tokens_per_second
+            >= REACH * cells[batch_size][best_of(cells[batch_size])].tokens_per_second
             or not shape.num_steps
         }
         if policy == "ema":
@@ -244,22 +247,22 @@ def write(content: Mapping[str, Any], path: Path, *, force: bool) -> None:
         CorruptState: it reads back as another configuration.
     """
     wanted = AdaptiveConfig.from_dict(content)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
-        beside.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-        if (written := AdaptiveConfig.from_file(beside)) != wanted:
+        temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        if (written := AdaptiveConfig.from_file(temporary)) != wanted:
             raise CorruptState(f"{path} would read as {written}, not as {wanted}")
         check_out(path, force=force)
-        beside.replace(path)
+        temporary.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror or error}") from None
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def results(cells: Cells) -> list[Result]:
-    """Return every figure, beside that of the best shape of its batch size."""
+    """Return every figure, temporary that of the best shape of its batch size."""
     figures = []
     for size, of_shapes in cells.items():
         best = best_of(of_shapes)

@@ -128,21 +128,43 @@ class EngineCore:
         """
         reports = [Report(request, self.tokenizer) for request in requests] if tell else []
         self.prompts.check_open()  # a stream may be read late
-        run = self.loop.run(list(requests))
+        seen_lens = [0] * len(requests)  # output tokens that the caller knows of
+        pending = {request.request_id: index for index, request in enumerate(requests)}
+        mailbox: dict[int, Request] = {}
         try:
-            while True:
-                with self.lock:
-                    index = next(run, None)
-                    news: list[Chunk | RequestOutput] = []
-                    if tell and index is not None:
-                        news += reports[index].news()
-                        self.end_undecoded(requests[index], reports[index])
-                if index is None:
-                    return
-                yield index, news
-        finally:
             with self.lock:
-                run.close()
+                for request in requests:
+                    request.mailbox = mailbox
+                    if request.sample == 0:  # `submit` also queues its siblings
+                        self.scheduler.submit(request)
+            while pending:
+                # Other calls' turns may have moved our requests on, so look before each turn. Look
+                # at running requests only: waiting ones have no news, and may be thousands.
+                with self.lock:
+                    moved = {*mailbox, *(request.request_id for request in self.scheduler.running)}
+                    mailbox.clear()
+                for index in sorted(pending[number] for number in moved & pending.keys()):
+                    request, news = requests[index], list[Chunk | RequestOutput]()
+                    with self.lock:
+                        seen_len, seen_lens[index] = seen_lens[index], request.num_output_tokens
+                        is_over = request.finish_reason is not None
+                        if is_over:
+                            del pending[request.request_id]
+                        if seen_lens[index] == seen_len and not is_over:
+                            continue
+                        if tell:
+                            news += reports[index].news()
+                            self.end_undecoded(request, reports[index])
+                    yield index, news
+                with self.lock:
+                    # Since the look, another call's turn may have finished all of ours.
+                    if any(requests[index].finish_reason is None for index in pending.values()):
+                        self.loop.turn()
+        finally:
+            with self.lock, self.loop.recovering():
+                for request in requests:
+                    self.scheduler.abort(request)
+                self.loop.drain_if_idle()
 
     def end_undecoded(self, request: Request, report: Report) -> None:
         """End a request whose tokens the tokenizer cannot decode; its output is reported next."""

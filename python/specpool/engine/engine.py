@@ -7,7 +7,6 @@ import contextlib
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from os import PathLike
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -412,11 +411,6 @@ class Engine(Movable, KeepsPrefixes):
         """Return the engine itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the engine."""
         self.close()

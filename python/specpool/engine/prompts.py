@@ -78,26 +78,32 @@ class Prompts:
             ConfigError: a prompt or a parameter cannot work.
         """
         self.check_open()
-        several = _several(prompts)
+        several_prompts = _several(prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(several)
+            params = [params or SamplingParams()] * len(several_prompts)
         if not isinstance(params, Sequence) or any(
             not isinstance(p, SamplingParams) for p in params
         ):
             raise ConfigError(f"params must be SamplingParams or a list of it, got {shown(params)}")
-        if len(params) != len(several):
-            raise ConfigError(f"{len(several)} prompts, but {len(params)} sampling parameters")
-        shapes = self._shapes_of(shape, len(several))
+        if len(params) != len(several_prompts):
+            raise ConfigError(
+                f"{len(several_prompts)} prompts, but {len(params)} sampling parameters"
+            )
+        shapes = self._shapes_of(shape, len(several_prompts))
         check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
         requests = []
-        for index, (prompt, p, shape_asked) in enumerate(zip(several, params, shapes, strict=True)):
-            ids = self._texts.encode(index, prompt)
-            if not ids:
+        for index, prompt in enumerate(several_prompts):
+            prompt_params = params[index]
+            tokens = self._texts.encode(index, prompt)
+            if not tokens:
                 raise ConfigError(f"prompt {index} is empty")
             if is_chat(prompt):
-                p = self._chat_params(p)
-            first = self._request(f"prompt {index}", index, ids, p, shape_asked, priority)
-            first.siblings = [self._sibling(first, sample) for sample in range(1, p.n)]
+                prompt_params = self._chat_params(prompt_params)
+            first = self._request(
+                f"prompt {index}", index, tokens, prompt_params, shapes[index], priority
+            )
+            num_samples = prompt_params.n
+            first.siblings = [self._sibling(first, sample) for sample in range(1, num_samples)]
             requests += [first, *first.siblings]
         return requests
 
@@ -121,7 +127,7 @@ class Prompts:
             raise ConfigError(f"params must be SamplingParams or None, got {shown(params)}")
         if params.n > 1:
             raise ConfigError(f"a turn has one sample, got n={params.n}: fork the session")
-        (shape_asked,) = self._shapes_of(shape, 1)
+        (turn_shape,) = self._shapes_of(shape, 1)
         check_int("priority", priority, -(1 << 31), (1 << 31) - 1)
         history = conversation.tokens
         next_turn = (
@@ -134,16 +140,16 @@ class Prompts:
             )
         if is_chat(prompt):  # a `NextTurn` already has the ends of its chat
             params = self._chat_params(params)
-        ids = next_turn.ids
-        if not ids:
+        tokens = next_turn.tokens
+        if not tokens:
             raise ConfigError("the session's first turn is empty")
-        if len(ids) >= max_tokens:
+        if len(tokens) >= max_tokens:
             raise ConfigError(
-                f"the session has {len(history)} tokens and gets {len(ids) - len(history)}; with "
-                f"one new token at least, its limit of {max_tokens} leaves room for "
+                f"the session has {len(history)} tokens and gets {len(tokens) - len(history)}; "
+                f"with one new token at least, its limit of {max_tokens} leaves room for "
                 f"{max(max_tokens - len(history) - 1, 0)}"
             )
-        request = self._request("the turn", 0, ids, params, shape_asked, priority, max_tokens)
+        request = self._request("the turn", 0, tokens, params, turn_shape, priority, max_tokens)
         request.conversation, request.said = conversation, next_turn.said
         request.messages = next_turn.messages
         return request
@@ -175,8 +181,7 @@ class Prompts:
                 f"{name} has {len(tokens) - prompt_len} tokens of output, at most "
                 f"{params.max_new_tokens}: it should have ended"
             )
-        prompt = tokens[:prompt_len]
-        request = self._request(name, 0, prompt, params, shape, priority, max_tokens)
+        request = self._request(name, 0, tokens[:prompt_len], params, shape, priority, max_tokens)
         if len(tokens) >= request.max_len:
             raise ConfigError(
                 f"{name} has {len(tokens)} tokens, this engine ends it at {request.max_len}"
@@ -260,50 +265,47 @@ class Prompts:
         self,
         name: str,
         index: int,
-        ids: list[int],
+        tokens: list[int],
         params: SamplingParams,
         shape: Shape | None,
         priority: int,
         max_tokens: int | None = None,
     ) -> Request:
         longest = self._max_context_len
-        self.check_tokens(name, ids)
-        self._check_text(name, ids)
-        if len(ids) >= longest:
+        self.check_tokens(name, tokens)
+        self._check_text(name, tokens)
+        if len(tokens) >= longest:
             raise ConfigError(
-                f"{name} has {len(ids)} tokens; with one new token at least, "
+                f"{name} has {len(tokens)} tokens; with one new token at least, "
                 f"max_context_len {longest} leaves room for {longest - 1}"
             )
-        if (filled := self._defaults.fill(params, len(ids))) is not params:
+        if (filled := self._defaults.fill(params, len(tokens))) is not params:
             self.log_defaults(draws=False)
             params = filled
         self._check_params(name, params)
         drafter = self._drafter_of(name, params)
-        most_steps, choices, rounds = params.max_draft_steps, None, self._scheduler.round_shapes
+        max_steps, choices, rounds = params.max_draft_steps, None, self._scheduler.round_shapes
         if shape is None:
-            shape, shape_index, choices = rounds.allowed(self._shape, most_steps)
+            shape, shape_index, choices = rounds.allowed(self._shape, max_steps)
         else:
             shape_index = self._shapes.index(shape)
-            if most_steps is not None and shape.num_steps > most_steps:
-                raise ConfigError(f"{name} asks for {shape}, and for {most_steps} steps at most")
-        eos = frozenset[int]() if params.ignore_eos else self._target.eos_token_ids
-        stop_ids = eos | frozenset(params.stop_token_ids)
+            if max_steps is not None and shape.num_steps > max_steps:
+                raise ConfigError(f"{name} asks for {shape}, and for {max_steps} steps at most")
+        stop_ids = params.stop_ids(self._target.eos_token_ids)
         matcher, forced = None, 0
         if params.structured is not None:
             matcher = self._compiler.matcher(params.structured, stop_ids)
-            shape_index, choices, forced = rounds.with_forced(
-                shape_index, choices, max_steps=most_steps
-            )
+            shape_index, choices, forced = rounds.with_forced(shape_index, choices, max_steps)
         request = Request(
             request_id=next(self._ids),
             index=index,
-            prompt_len=len(ids),
-            tokens=ids,
+            prompt_len=len(tokens),
+            tokens=tokens,
             params=params,
             shape=shape,
             shape_index=shape_index,
             choices=choices,
-            max_len=min(len(ids) + params.max_new_tokens, max_tokens or longest),
+            max_len=min(len(tokens) + params.max_new_tokens, max_tokens or longest),
             stop_ids=stop_ids,
             seed=fresh_seed() if params.seed is None else params.seed,
             priority=priority if params.priority is None else params.priority,
@@ -314,9 +316,9 @@ class Prompts:
             reads_tokens=self._reads_tokens[drafter],
         )
         if not self._scheduler.fits(request):
-            num_pages = self._scheduler.max_pages(request).tolist()
+            max_pages = self._scheduler.max_pages(request).tolist()
             raise ConfigError(
-                f"{name} needs {num_pages} pages when it is {request.max_len} tokens long, the "
+                f"{name} needs {max_pages} pages when it is {request.max_len} tokens long, the "
                 f"groups have {self._num_pages}: lower max_new_tokens"
             )
         return request

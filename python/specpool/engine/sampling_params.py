@@ -232,6 +232,11 @@ class SamplingParams:
                     "1"
                 )
 
+    def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Return the tokens that end the output, if `eos_token_ids` are the target's own."""
+        eos = frozenset[int]() if self.ignore_eos else eos_token_ids
+        return eos | frozenset(self.stop_token_ids)
+
     def text_stream(
         self,
         tokenizer: "PreTrainedTokenizerBase | None",

@@ -15,8 +15,6 @@ from specpool.engine.scheduler.request import Conversation, Request
 from specpool.errors import ConfigError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from specpool._core import Shape
     from specpool.engine.texts import NextTurn, Prompt
 
@@ -74,12 +72,7 @@ class Turn(Iterator["Chunk | RequestOutput"]):
         """Return the turn itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the turn."""
         self.close()
 
@@ -283,11 +276,6 @@ class Session:
         """Return the session itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the session."""
         self.close()

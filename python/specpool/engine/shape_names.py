@@ -14,7 +14,7 @@ _FORMS = re.compile(
 
 
 def chain(num_steps: int) -> Shape:
-    """Return a chain of `num_steps` drafts; 0 = no drafting."""
+    """Return a chain of `num_steps` drafts; 0 means no drafting."""
     return Shape.eagle(num_steps, 1, num_steps + 1) if num_steps else Shape.none()
 
 

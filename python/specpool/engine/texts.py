@@ -43,13 +43,13 @@ class NextTurn:
     """A conversation's next turn in tokens.
 
     Attributes:
-        ids: all tokens of the conversation up to where the answer begins.
+        tokens: all tokens of the conversation up to where the answer begins.
         said: where each earlier turn ends in them.
         messages: the chat messages that begin the turn; None if it begins with text or token ids.
         history_len: the tokens that the conversation had.
     """
 
-    ids: list[int]
+    tokens: list[int]
     said: list[Said]
     messages: tuple[Message, ...] | None
     history_len: int
@@ -123,10 +123,10 @@ class Texts:
         history = conversation.tokens
         if is_chat(prompt):
             messages = tuple(self.messages(0, cast("Sequence[Message]", prompt)))
-            ids, said = self._continue_chat(conversation, messages, variables)
-            return NextTurn(ids, said, messages, len(history))
-        ids = [*history, *self.encode(0, prompt, adds_special=not history)]
-        return NextTurn(ids, list(conversation.said), None, len(history))
+            tokens, said = self._continue_chat(conversation, messages, variables)
+            return NextTurn(tokens, said, messages, len(history))
+        tokens = [*history, *self.encode(0, prompt, adds_special=not history)]
+        return NextTurn(tokens, list(conversation.said), None, len(history))
 
     def encode(
         self,
@@ -151,7 +151,7 @@ class Texts:
         if is_chat(prompt):
             messages = self.messages(index, cast("Sequence[Message]", prompt))
             text = self.render(index, messages, variables)
-            return self._ids_of(text, f"prompt {index}", adds_special=bool(adds_special))
+            return self._tokens_of(text, f"prompt {index}", adds_special=bool(adds_special))
         if not isinstance(prompt, str):
             return token_ids(prompt, f"prompt {index} must be a string or integer token ids")
         if self._tokenizer is None:
@@ -159,7 +159,7 @@ class Texts:
                 f"prompt {index} is a string, but the target has no tokenizer: give token ids"
             )
         _check_text(f"prompt {index}", prompt)
-        return self._ids_of(prompt, f"prompt {index}", adds_special=adds_special is not False)
+        return self._tokens_of(prompt, f"prompt {index}", adds_special=adds_special is not False)
 
     def messages(self, index: int, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return a copy of a chat's messages, checked, with each content as one string.
@@ -347,13 +347,13 @@ class Texts:
             begin = len(kept_text)
             while begin - text.count(SEAM, 0, begin) < len(kept_text):
                 begin = len(kept_text) + text.count(SEAM, 0, begin)
-            ids = [*kept_ids, *self._ids_of(text[begin:], "the turn")]
-            if self._text_of(ids) == plain:
-                return ids, turns
-        ids = self._ids_of(text, "the turn")
-        num_same = common_len(kept_ids, ids)
+            tokens = [*kept_ids, *self._tokens_of(text[begin:], "the turn")]
+            if self._text_of(tokens) == plain:
+                return tokens, turns
+        tokens = self._tokens_of(text, "the turn")
+        num_same = common_len(kept_ids, tokens)
         if num_same == start:
-            return ids, turns
+            return tokens, turns
         # The old turns end where the tokens begin to depend on the new message: render the chat
         # with another message in its place, and see where the texts part. A template may refuse
         # that message; the old turns then end where the tokens begin to differ from theirs.
@@ -361,8 +361,10 @@ class Texts:
         end = num_same
         with contextlib.suppress(ConfigError):
             other_text = self.render(0, [*history, {**new[0], "content": other}], variables)
-            end = common_len(self._ids_of(text[: common_len(text, other_text)], "the turn"), ids)
-        return ids, [
+            end = common_len(
+                self._tokens_of(text[: common_len(text, other_text)], "the turn"), tokens
+            )
+        return tokens, [
             # A rewind to 0 forgets them, even if their first token has changed.
             dataclasses.replace(turn, end=max(num_same, end, 1)) if turn.end > num_same else turn
             for turn in turns
@@ -375,16 +377,16 @@ class Texts:
             text = stream.push(turn.answer_ids, last=True)
         return {"role": "assistant", "content": text}
 
-    def _text_of(self, ids: list[int]) -> str:
+    def _text_of(self, tokens: list[int]) -> str:
         """Decode tokens to text, special tokens included."""
         assert self._tokenizer is not None
         with reading("the tokenizer cannot decode the session's tokens", ConfigError):
             text = self._tokenizer.decode(
-                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         return str(text)
 
-    def _ids_of(self, text: str, name: str, *, adds_special: bool = False) -> list[int]:
+    def _tokens_of(self, text: str, name: str, *, adds_special: bool = False) -> list[int]:
         """Tokenize a text, cut at each `SEAM`; by default without special tokens that begin it.
 
         Raises:
@@ -392,26 +394,26 @@ class Texts:
                 message says `name`.
         """
         assert self._tokenizer is not None
-        max_tokens = self._max_context_len
+        max_len = self._max_context_len
         with reading(f"the tokenizer refuses {name}", ConfigError):
-            if max_tokens is not None and len(text) > _LONG * max_tokens:
-                self._check_len(text.replace(SEAM, ""), max_tokens)
+            if max_len is not None and len(text) > _LONG * max_len:
+                self._check_len(text.replace(SEAM, ""), max_len)
             first, *parts = text.split(SEAM)
-            if max_tokens is not None and len(parts) > max_tokens:
+            if max_len is not None and len(parts) > max_len:
                 raise ConfigError(
                     f"the tools' results of {name} spell {len(parts)} control tokens; "
-                    f"max_context_len is {max_tokens}"
+                    f"max_context_len is {max_len}"
                 )
             # max_context_len is checked by name, so transformers' own warning says nothing new.
-            ids = list(
+            tokens = list(
                 self._tokenizer.encode(first, add_special_tokens=adds_special, verbose=False)
             )
             if parts:
                 lists = self._tokenizer(parts, add_special_tokens=False, verbose=False)
-                ids += itertools.chain.from_iterable(lists["input_ids"])
-            return ids
+                tokens += itertools.chain.from_iterable(lists["input_ids"])
+            return tokens
 
-    def _check_len(self, text: str, max_tokens: int) -> None:
+    def _check_len(self, text: str, max_len: int) -> None:
         """Refuse a long text by its beginning: its pieces are tokenized until they are too many.
 
         A cut gives some tokens more than the whole text has, hence twice as many as may be.
@@ -421,10 +423,10 @@ class Texts:
         for start in range(0, len(text), _PIECE):
             piece = text[start : start + _PIECE]
             count += len(self._tokenizer.encode(piece, add_special_tokens=False, verbose=False))
-            if count > 2 * max_tokens:
+            if count > 2 * max_len:
                 raise ConfigError(
                     f"the first {start + len(piece)} of the prompt's {len(text)} characters have "
-                    f"{count} tokens; max_context_len is {max_tokens}"
+                    f"{count} tokens; max_context_len is {max_len}"
                 )
 
 
@@ -435,11 +437,11 @@ def token_ids(value: object, law: str) -> list[int]:
         ConfigError: they are not token ids; the message is `law` and the value.
     """
     is_list = isinstance(value, Sequence) or hasattr(value, "ndim")  # or an array, or a tensor
-    ids = cast("Sequence[int]", value)
+    tokens = cast("Sequence[int]", value)
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         if is_list and not isinstance(value, bytes | bytearray | memoryview):
-            if not any(isinstance(token, bool) for token in ids):
-                return [operator.index(token) for token in ids]
+            if not any(isinstance(token, bool) for token in tokens):
+                return [operator.index(token) for token in tokens]
     raise ConfigError(f"{law}, got {shown(value)}")
 
 
@@ -464,7 +466,7 @@ def _text_of_parts(name: str, parts: Sequence[object]) -> str:
 
 
 def _text_of_part(part: object) -> object:
-    """Return the text of a message's part, which may have any other type; None = it has none."""
+    """Return the text of a message's part, or None if it has none."""
     if not isinstance(part, Mapping):
         return None
     return part.get("refusal" if part.get("type") == "refusal" else "text")

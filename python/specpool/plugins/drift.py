@@ -15,8 +15,8 @@ import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-#: What to do if the engine is not as known: its own code serves, the process ends, or changed texts
-#: are accepted.
+#: What to do if the engine differs from the known releases: let its own code serve, end the
+#: process, or accept changed texts.
 ON_DRIFT = ("own", "exit", "trust")
 
 
@@ -25,32 +25,32 @@ def differences(
     texts: Mapping[str, Mapping[str, str]],
     unimported: Mapping[str, Mapping[str, str]] | None = None,
 ) -> list[str]:
-    """Return in what the engine differs from what is known, a line each; an empty list if nothing.
+    """Return how the engine differs from the known releases, a line each; empty if it does not.
 
     Args:
         signatures: for each `module:name` its parameters, separated by commas.
         texts: for each `module:name` the digest of its text in each known release.
-        unimported: the same, of modules that are not to be imported for this.
+        unimported: the same for modules that must not be imported to compare them.
     """
-    found = []
-    for target, known in signatures.items():
+    lines = []
+    for target, expected in signatures.items():
         try:
             now = ", ".join(inspect.signature(pkgutil.resolve_name(target)).parameters)
         except (ImportError, AttributeError, ValueError) as error:
-            found.append(f"{target}: {error}")
+            lines.append(f"{target}: {error}")
             continue
-        if now != known:
-            found.append(f"{target} has the parameters ({now}), known are ({known})")
-    if found:
-        return found
+        if now != expected:
+            lines.append(f"{target} has the parameters ({now}), known are ({expected})")
+    if lines:
+        return lines
     parts: list[tuple[Mapping[str, Mapping[str, str]], Callable[[str], str]]]
     parts = [(texts, text_digest), (unimported or {}, file_digest)]
     for part, digest_of in parts:
         for target, releases in part.items():
             digest = digest_of(target)
             if digest not in releases.values():
-                found.append(f"{target} has the text {digest}, known are {', '.join(releases)}")
-    return found
+                lines.append(f"{target} has the text {digest}, known are {', '.join(releases)}")
+    return lines
 
 
 def text_digest(target: str) -> str:
@@ -71,17 +71,19 @@ def file_digest(target: str) -> str:
     except (ImportError, OSError, SyntaxError, ValueError) as error:
         return f"unreadable: {error}"
     for name in names.split("."):
-        inner = (each for each in ast.iter_child_nodes(node) if getattr(each, "name", "") == name)
-        found = next(inner, None)
-        if not isinstance(found, ast.ClassDef | ast.FunctionDef):
+        inner = (
+            child for child in ast.iter_child_nodes(node) if getattr(child, "name", "") == name
+        )
+        inner_node = next(inner, None)
+        if not isinstance(inner_node, ast.ClassDef | ast.FunctionDef):
             return f"unreadable: {module} has no {names}"
-        node = found
+        node = inner_node
     assert isinstance(node, ast.ClassDef | ast.FunctionDef)
-    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     return _digest("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
 
 
 def _digest(text: str) -> str:
     lines = (line.rstrip() for line in textwrap.dedent(text).splitlines())
-    kept = [line for line in lines if line and not line.lstrip().startswith("#")]
-    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
+    code_lines = [line for line in lines if line and not line.lstrip().startswith("#")]
+    return hashlib.sha256("\n".join(code_lines).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Where the pools of an engine are recorded, and that their logs are whole when a process ends."""
+"""The logs of an engine's pools: their paths, and closing them when the process ends."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def log_path(variable: str) -> str | None:
 
 
 def close_at_exit(pool: BlockPool | Ledger) -> None:
-    """Write the log out when the process ends, be it a child of `multiprocessing` or not."""
+    """Write the log out when the process ends, also in a child of `multiprocessing`."""
     Finalize(None, pool.close, exitpriority=0)

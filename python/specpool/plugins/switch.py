@@ -11,38 +11,38 @@ from specpool.errors import one_line
 
 def switch_on(
     engine: str,
-    own: str,
+    fallback: str,
     names: Sequence[str],
     differences: Callable[[], list[str]],
     on_drift: str,
     log: logging.Logger,
 ) -> bool:
-    """Install the parts of a plug-in if the engine is as known; return whether they are installed.
+    """Install a plug-in's parts if the engine is a known release; return whether that was done.
 
     An engine's import may raise anything, for example because a driver is missing. All parts are
     imported before the first one changes the engine.
 
     Args:
         engine: the engine's name.
-        own: what of the engine serves otherwise.
+        fallback: the part of the engine that serves otherwise.
         names: modules with a function `install`, in their order.
-        differences: returns in what the engine differs from what is known, a line each.
+        differences: returns how the engine differs from the known releases, a line each.
         on_drift: one of `ON_DRIFT`.
         log: gets the reason.
 
     Raises:
-        SystemExit: the engine differs and `on_drift` is "exit"; or a part failed to install, so
-            that a half of the engine is changed.
+        SystemExit: the engine differs and `on_drift` is "exit"; or a part failed to install after
+            others had changed the engine.
     """
     try:
-        found = differences()
-        parts = [] if found else [importlib.import_module(name) for name in names]
+        reasons = differences()
+        parts = [] if reasons else [importlib.import_module(name) for name in names]
     except Exception as error:
-        found = [one_line(error)]
-    if found:
+        reasons = [one_line(error)]
+    if reasons:
         if on_drift == "exit":
-            raise SystemExit(f"specpool: {engine} is not as known: {'; '.join(found)}")
-        log.error("specpool: %s serves: %s", own, "; ".join(found))
+            raise SystemExit(f"specpool: {engine} is not as known: {'; '.join(reasons)}")
+        log.error("specpool: %s serves: %s", fallback, "; ".join(reasons))
         return False
     for part in parts:
         try:

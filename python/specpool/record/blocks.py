@@ -69,13 +69,13 @@ def _summary(log: Path, pool: BlockPool, calls: int, end: str | None) -> None:
 
 
 def _in_use(pool: BlockPool) -> list[str]:
-    taken = pool.taken().tolist()
-    lines = [f"{len(taken)} of {pool.num_blocks} blocks are held or fenced"]
-    for block in taken[:MOST_LINES]:
+    blocks = pool.taken().tolist()
+    lines = [f"{len(blocks)} of {pool.num_blocks} blocks are held or fenced"]
+    for block in blocks[:MOST_LINES]:
         state, refs, tag, fence, last_verb = pool.record_of(block)
-        who = f"fenced behind step {fence}" if state == "fenced" else f"held {refs} times"
+        holder = f"fenced behind step {fence}" if state == "fenced" else f"held {refs} times"
         name = f"  # {printable(tag)}" if tag else ""
-        lines.append(f"{block:>8}  {who}, last verb {last_verb}{name}")
-    if len(taken) > MOST_LINES:
-        lines.append(f"          and {len(taken) - MOST_LINES} more")
+        lines.append(f"{block:>8}  {holder}, last verb {last_verb}{name}")
+    if len(blocks) > MOST_LINES:
+        lines.append(f"          and {len(blocks) - MOST_LINES} more")
     return lines

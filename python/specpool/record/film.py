@@ -95,9 +95,9 @@ def row_name(row: int, num_rows: int) -> str:
     width, num_names = 1, 26
     while num_rows > num_names:
         width, num_names = width + 1, num_names * 26
-    name, rest = "", row - 1
+    name, number = "", row - 1
     for _ in range(width):
-        name, rest = chr(ord("A") + rest % 26) + name, rest // 26
+        name, number = chr(ord("A") + number % 26) + name, number // 26
     return name
 
 
@@ -176,7 +176,7 @@ class Film:
         ledger = self.ledger
         return Picture(
             event=self._event,
-            groups=tuple(_group(ledger, at) for at in range(len(ledger.groups))),
+            groups=tuple(_group(ledger, index) for index in range(len(ledger.groups))),
             rows=tuple(self._rows()),
         )
 
@@ -185,30 +185,30 @@ class Film:
         groups, rounds = range(len(ledger.groups)), self._rounds()
         live = ledger.live_rows()  # a ledger may have millions of rows and admit two
         allocated, protected, evicted = (
-            list(zip(*(of_group(at)[live].tolist() for at in groups), strict=True))
+            list(zip(*(of_group(index)[live].tolist() for index in groups), strict=True))
             for of_group in (ledger.allocated_len, ledger.protected_len, ledger.evicted_len)
         )
-        tables = [ledger.page_table(at) for at in groups]
+        tables = [ledger.page_table(index) for index in groups]
         sizes = [group.page_size for group in ledger.groups]
         resolved, in_flight = ledger.resolved_len[live].tolist(), ledger.in_flight[live].tolist()
         drafted, epoch = ledger.drafted_len[live].tolist(), ledger.epoch[live].tolist()
         idle = ledger.idle[live].tolist()
-        for place, row in enumerate(live.tolist()):
+        for lane, row in enumerate(live.tolist()):
             yield RowPicture(
                 row=row,
                 tag=ledger.tag(row),
-                resolved=resolved[place],
-                in_flight=in_flight[place],
-                drafted=drafted[place],
-                epoch=epoch[place],
-                idle=idle[place],
+                resolved=resolved[lane],
+                in_flight=in_flight[lane],
+                drafted=drafted[lane],
+                epoch=epoch[lane],
+                idle=idle[lane],
                 rounds=tuple(rounds.get(row, ())),
-                allocated=allocated[place],
-                protected=protected[place],
-                evicted=evicted[place],
+                allocated=allocated[lane],
+                protected=protected[lane],
+                evicted=evicted[lane],
                 pages=tuple(
                     tuple(table[row, : length // size].tolist())
-                    for table, length, size in zip(tables, allocated[place], sizes, strict=True)
+                    for table, length, size in zip(tables, allocated[lane], sizes, strict=True)
                 ),
             )
 
@@ -233,27 +233,27 @@ class Film:
         return rounds
 
 
-def _group(ledger: Ledger, at: int) -> GroupPicture:
-    states, owners, holders = ledger.ownership_map(at, taken=True)
+def _group(ledger: Ledger, index: int) -> GroupPicture:
+    states, owners, holders = ledger.ownership_map(index, taken=True)
     return GroupPicture(
         states,
         owners,
         holders,
-        free=ledger.free_pages(at),
-        fenced=ledger.fenced_pages(at),
-        cached=ledger.cached_pages(at),
-        reclaimable=ledger.reclaimable_pages(at),
+        free=ledger.free_pages(index),
+        fenced=ledger.fenced_pages(index),
+        cached=ledger.cached_pages(index),
+        reclaimable=ledger.reclaimable_pages(index),
     )
 
 
-def slots(row: RowPicture, at: int, group: Group, shapes: list[Shape]) -> list[Slot]:
+def slots(row: RowPicture, index: int, group: Group, shapes: list[Shape]) -> list[Slot]:
     """Return every position of the row in the group `at`, `[0, allocated)`.
 
     The drafts are those of the newest round in flight, with its root at its least position.
     """
     kinds = [
-        Slot(position, _kind(row, at, group.page_size, position))
-        for position in range(row.allocated[at])
+        Slot(position, _kind(row, index, group.page_size, position))
+        for position in range(row.allocated[index])
     ]
     if not row.rounds:
         return kinds
@@ -268,10 +268,10 @@ def slots(row: RowPicture, at: int, group: Group, shapes: list[Shape]) -> list[S
     return kinds
 
 
-def _kind(row: RowPicture, at: int, page_size: int, position: int) -> SlotKind:
-    if row.pages[at][position // page_size] == 0:
+def _kind(row: RowPicture, index: int, page_size: int, position: int) -> SlotKind:
+    if row.pages[index][position // page_size] == 0:
         return "evicted"
-    if position < row.protected[at]:
+    if position < row.protected[index]:
         return "shared"
     if position < row.resolved:
         return "committed"

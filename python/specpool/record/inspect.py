@@ -58,7 +58,7 @@ def write_page(
     """
     if _is_same_file(page, log):
         raise ConfigError(f"--html {page} is the log itself: it would be written over")
-    middle, num_events, damage = _place(log, step)
+    middle, num_events, damage = _find_step(log, step)
     first = (
         0 if step is None else max(0, min(middle - max_frames // 2, num_events + 1 - max_frames))
     )
@@ -78,9 +78,9 @@ def write_page(
     return Written(first, last, num_events, damage)
 
 
-def _is_same_file(one: Path, other: Path) -> bool:
+def _is_same_file(path: Path, other_path: Path) -> bool:
     try:
-        return one.samefile(other)
+        return path.samefile(other_path)
     except OSError:
         return False  # a file does not exist, or its name is not possible
 
@@ -104,7 +104,7 @@ def _check_row(picture: Picture, row: int | None) -> None:
         raise RecordError(f"row {row} is not admitted there; these are: {live}")
 
 
-def _place(log: Path, step: int | None) -> tuple[int, int, RecordError | None]:
+def _find_step(log: Path, step: int | None) -> tuple[int, int, RecordError | None]:
     """Return the event that prepares `step` (None: the first decode), their number, the damage."""
     film = Film(log)
     middle, num_events = 0, 0

@@ -36,7 +36,7 @@ def write(
         start: the index of the frame that is shown first.
         picked: the row that is shown first; None lets the page choose.
         num_events: the number of events of the whole log.
-        damage: why the log ends early; None = it does not.
+        damage: why the log ends early; None if it does not.
 
     Raises:
         RecordError: the file cannot be written, or `pictures` raises it.
@@ -55,9 +55,9 @@ def write(
                 "layout": group.layout,
                 "window": group.window,
                 "sink": group.sink,
-                "shown": shown[at],  # the last page that was ever held
+                "shown": shown[index],  # the last page that was ever held
             }
-            for at, group in enumerate(ledger.groups)
+            for index, group in enumerate(ledger.groups)
         ],
         "shapes": [[s.num_steps, s.topk, s.num_draft_tokens] for s in ledger.shapes],
         "max_accept_lens": [shape.max_accept_len for shape in ledger.shapes],
@@ -93,10 +93,13 @@ def _frames(
     `shown` is raised to the last page of each group that any frame changes; return it too.
     """
     frames: list[dict[str, Any]] = []
-    before: Picture | None = None
+    previous: Picture | None = None
     for picture in pictures:
         event, groups = picture.event, enumerate(picture.groups)
-        pools = [_pool_changes(before.groups[at] if before else None, now) for at, now in groups]
+        pools = [
+            _pool_changes(previous.groups[index] if previous else None, now)
+            for index, now in groups
+        ]
         frame: dict[str, Any] = {
             "index": event.index if event else 0,
             "offset": event.offset if event else 0,
@@ -111,19 +114,19 @@ def _frames(
                 }
                 for group, pages in zip(picture.groups, pools, strict=True)
             ],
-            "rows": _row_changes(before.rows if before else (), picture.rows),
+            "rows": _row_changes(previous.rows if previous else (), picture.rows),
         }
         frames.append(frame)
-        for at, pages in enumerate(pools):
-            shown[at] = max(shown[at], pages[-1][0] + pages[-1][1] - 1 if pages else 1)
-        before = picture
+        for index, pages in enumerate(pools):
+            shown[index] = max(shown[index], pages[-1][0] + pages[-1][1] - 1 if pages else 1)
+        previous = picture
     return frames, shown
 
 
-def _pool_changes(before: GroupPicture | None, now: GroupPicture) -> list[list[int]]:
+def _pool_changes(previous: GroupPicture | None, now: GroupPicture) -> list[list[int]]:
     """Return `[first, count, state, owner, holders]` of each run of changed pages, ascending."""
-    num_pages = max(len(now.states), len(before.states) if before else 0)
-    columns, old = _columns(now, num_pages), _columns(before, num_pages)
+    num_pages = max(len(now.states), len(previous.states) if previous else 0)
+    columns, old = _columns(now, num_pages), _columns(previous, num_pages)
     differ = [new != was for new, was in zip(columns, old, strict=True)]
     pages = np.flatnonzero(differ[0] | differ[1] | differ[2])
     records = zip(*(column[pages].tolist() for column in columns), strict=True)
@@ -153,16 +156,16 @@ _NEW_ROW: dict[str, Any] = {
 }
 
 
-def _row_changes(before: Sequence[RowPicture], now: Sequence[RowPicture]) -> dict[str, Any]:
+def _row_changes(previous: Sequence[RowPicture], now: Sequence[RowPicture]) -> dict[str, Any]:
     """Return the changes of rows: for each name, `[first row, count, value]` of each run of rows.
 
     "gone" has the released rows. "pages" has, per group, `[row, first column, count, first page]`
     of each run of consecutive pages; a first page of 0 means that all cells of the run are 0.
     """
-    old = {row.row: row for row in before}
+    old = {row.row: row for row in previous}
     changes: dict[str, Any] = {}
-    if gone := sorted(old.keys() - {row.row for row in now}):
-        changes["gone"] = gone
+    if released := sorted(old.keys() - {row.row for row in now}):
+        changes["gone"] = released
     pairs = [(old.get(row.row), row) for row in now]
     pairs = [(was, row) for was, row in pairs if was != row]
     values = [(row.row, _values(was), _values(row)) for was, row in pairs]
@@ -171,10 +174,10 @@ def _row_changes(before: Sequence[RowPicture], now: Sequence[RowPicture]) -> dic
         if changed:
             changes[name] = _runs(changed)
     for was, row in pairs:
-        for at, pages in enumerate(row.pages):
-            if runs := _page_runs(row.row, was.pages[at] if was else (), pages):
+        for index, pages in enumerate(row.pages):
+            if runs := _page_runs(row.row, was.pages[index] if was else (), pages):
                 tables = changes.setdefault("pages", [[] for _ in row.pages])
-                tables[at] += runs
+                tables[index] += runs
     return changes
 
 

@@ -82,15 +82,15 @@ def against(log: Path, other: Path, console: Console) -> bool:
         return False
     events, step = 0, 0
     while True:
-        ahead = {path: _next(film) for path, film in films.items()}
-        present = [event for event in ahead.values() if event is not None]
+        next_events = {path: _next(film) for path, film in films.items()}
+        present = [event for event in next_events.values() if event is not None]
         if not present:
             break
         if len({event.digest for event in present}) > 1 or len(present) < len(films):
             step = next((event.step for event in present if event.step), step)
             title = f"they differ from event {present[0].index} on, step {step}"
             console.print(Text(title, "bold red"))
-            for path, event in ahead.items():
+            for path, event in next_events.items():
                 _side(console, path, films[path], event)
             return False
         events, step = events + 1, max(step, present[0].step or 0)

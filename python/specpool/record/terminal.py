@@ -74,8 +74,8 @@ def draw(console: Console, ledger: Ledger, picture: Picture, *, row: int | None)
         step = f", step {event.step}" if event.step else ""
         console.print(Text(f"event {event.index}{step}: {event.text}", "bold"), soft_wrap=True)
         console.print(Text(f"digest {event.digest:016x}, byte {event.offset} of the log", "dim"))
-    for at in range(len(ledger.groups)):
-        _pool(console, ledger, picture, at)
+    for index in range(len(ledger.groups)):
+        _pool(console, ledger, picture, index)
     _rows(console, ledger, picture)
     _entries(console, ledger)
     chosen = (
@@ -110,8 +110,8 @@ def colour(row: int) -> str:
     return PALETTE[(row - 1) % len(PALETTE)]
 
 
-def _pool(console: Console, ledger: Ledger, picture: Picture, at: int) -> None:
-    group, pool = ledger.groups[at], picture.groups[at]
+def _pool(console: Console, ledger: Ledger, picture: Picture, index: int) -> None:
+    group, pool = ledger.groups[index], picture.groups[index]
     count = np.bincount(pool.states[1:], minlength=5)
     window = f", window of {group.window}" if group.window is not None else ""
     window += f", sink of {group.sink}" if group.sink else ""
@@ -180,14 +180,14 @@ def _rows(console: Console, ledger: Ledger, picture: Picture) -> None:
             about += f", {row.in_flight} in flight, root {root}"
         about += f", drafted_len {row.drafted}, epoch {row.epoch}"
         console.print(head.append(about, "not bold default"), soft_wrap=True)
-        for at, group in enumerate(ledger.groups):
-            line = Text(f"    {names[at]:<{width}}  ", "dim")
-            if row.allocated[at] <= MAX_DRAWN:
-                cells = slots(row, at, group, ledger.shapes)
+        for index, group in enumerate(ledger.groups):
+            line = Text(f"    {names[index]:<{width}}  ", "dim")
+            if row.allocated[index] <= MAX_DRAWN:
+                cells = slots(row, index, group, ledger.shapes)
                 line.append_text(_strip(cells, group.page_size, row.row))
             else:
-                line.append(f"{row.allocated[at]} slots, too many to draw;", "dim")
-            pages = sum(1 for page in row.pages[at] if page)
+                line.append(f"{row.allocated[index]} slots, too many to draw;", "dim")
+            pages = sum(1 for page in row.pages[index] if page)
             line.append(f"  {pages} page{'' if pages == 1 else 's'}", "dim")
             console.print(line)
     if len(picture.rows) > MAX_ROWS:
@@ -204,7 +204,7 @@ def _entries(console: Console, ledger: Ledger) -> None:
             f": {num_entries} entries of {num_tokens} tokens", "not bold"
         )
     )
-    maps = [ledger.ownership_map(at)[2] for at in range(len(ledger.groups))]
+    maps = [ledger.ownership_map(index)[2] for index in range(len(ledger.groups))]
     for salt, start, tokens, drafted, pages in ledger.index_entries()[:MAX_ENTRIES]:
         shown = ", ".join(map(str, tokens[:MAX_TOKENS].tolist()))
         shown += f", .. {len(tokens)} tokens" if len(tokens) > MAX_TOKENS else ""
@@ -250,12 +250,12 @@ def _slots(console: Console, ledger: Ledger, row: RowPicture) -> None:
             "not bold",
         )
     console.print(head)
-    for at, group in enumerate(ledger.groups):
+    for index, group in enumerate(ledger.groups):
         console.print(Text(printable(group.name), "bold"))
-        if row.allocated[at] > MAX_DRAWN:
-            console.print(f"  {row.allocated[at]} slots: at most {MAX_DRAWN} are drawn")
+        if row.allocated[index] > MAX_DRAWN:
+            console.print(f"  {row.allocated[index]} slots: at most {MAX_DRAWN} are drawn")
             continue
-        cells = slots(row, at, group, ledger.shapes)
+        cells = slots(row, index, group, ledger.shapes)
         for line in _slot_lines(cells, group, console.width):
             console.print(line, no_wrap=True, crop=True)
 
@@ -279,8 +279,8 @@ def _slot_lines(cells: Sequence[Slot], group: Group, width: int) -> Iterator[Tex
         if all(
             slot.kind in ("committed", "shared", "evicted") for slot in part
         ) and first + per_line < len(cells):
-            ahead = cells[first + per_line : first + 2 * per_line]
-            if all(slot.kind in ("committed", "shared", "evicted") for slot in ahead):
+            next_cells = cells[first + per_line : first + 2 * per_line]
+            if all(slot.kind in ("committed", "shared", "evicted") for slot in next_cells):
                 skipped += len(part)
                 continue
         if skipped:
@@ -290,17 +290,17 @@ def _slot_lines(cells: Sequence[Slot], group: Group, width: int) -> Iterator[Tex
 
 
 def _slot_line(part: Sequence[Slot], page_size: int, cell: int, labelled: bool) -> Iterator[Text]:
-    line, below = Text(f"{part[0].position:>8}  ", "dim"), Text(" " * 10)
+    line, marks = Text(f"{part[0].position:>8}  ", "dim"), Text(" " * 10)
     for slot in part:
         if slot.position % page_size == 0:
             line.append("| ", "dim")
-            below.append("  ")
+            marks.append("  ")
         label = _label(slot) if labelled else MARKS[slot.kind]
         line.append(f"{label:<{cell}}", STYLES[slot.kind])
-        below.append(("~" if slot.in_verify else " ") * cell, "magenta")
+        marks.append(("~" if slot.in_verify else " ") * cell, "magenta")
     yield line
     if any(slot.in_verify for slot in part):
-        yield below
+        yield marks
 
 
 def _label(slot: Slot) -> str:

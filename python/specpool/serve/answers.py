@@ -21,8 +21,8 @@ log = logging.getLogger("specpool.serve")
 
 T = TypeVar("T")
 
-#: What goes on without its client: a task that nobody holds may be collected.
-_alone: set[asyncio.Task[Any]] = set()
+#: Tasks that go on without their client. asyncio holds tasks weakly, so they are held here.
+_detached: set[asyncio.Task[Any]] = set()
 
 
 class EventStream(Response):
@@ -47,23 +47,23 @@ class EventStream(Response):
             close: called at the end, however it comes.
             headers: further headers.
         """
-        own = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(headers=own | headers)
+        stream_headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=stream_headers | headers)
         del self.headers["content-length"]
         self._events, self._close = events, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        pump = left = None
+        pump = leaving = None
         try:
             await send(start)
             pump = asyncio.ensure_future(self._pump(scope, send))
-            left = asyncio.ensure_future(_left(receive))
-            await asyncio.wait({pump, left}, return_when=asyncio.FIRST_COMPLETED)
+            leaving = asyncio.ensure_future(_wait_until_left(receive))
+            await asyncio.wait({pump, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._close()
-            for task in (pump, left):
+            for task in (pump, leaving):
                 if task is not None:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
@@ -88,15 +88,15 @@ class EventStream(Response):
 async def watched(request: Request, work: Awaitable[T]) -> T | None:
     """Return the result of `work`; if the client leaves before, cancel it and return None."""
     task = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(_left(request.receive))
+    leaving = asyncio.ensure_future(_wait_until_left(request.receive))
     try:
-        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        for each in (task, left):
-            each.cancel()
+        for pending in (task, leaving):
+            pending.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await left
+            await leaving
         if not task.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -105,17 +105,17 @@ async def watched(request: Request, work: Awaitable[T]) -> T | None:
 async def whole(
     work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, Any]] | None = None
 ) -> T:
-    """Do something to its end, also if its caller is cancelled meanwhile.
+    """Run `work` to its end, even if the caller is cancelled meanwhile.
 
     Args:
         work: changes the server and its engine, which must not differ.
-        undo: called with the result if the caller has left, and nobody knows of it.
+        undo: called with the result if the caller has left, so that no client knows of it.
     """
     task = _start(work)
 
-    def unheard(done: asyncio.Task[T]) -> None:
-        if undo is not None and not done.cancelled() and done.exception() is None:
-            _start(undo(done.result()))
+    def unheard(task: asyncio.Task[T]) -> None:
+        if undo is not None and not task.cancelled() and task.exception() is None:
+            _start(undo(task.result()))
 
     try:
         return await asyncio.shield(task)
@@ -126,12 +126,12 @@ async def whole(
 
 def _start(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     task = asyncio.ensure_future(work)
-    _alone.add(task)
-    task.add_done_callback(_alone.discard)
+    _detached.add(task)
+    task.add_done_callback(_detached.discard)
     return task
 
 
-async def _left(receive: Receive) -> None:
+async def _wait_until_left(receive: Receive) -> None:
     """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -17,7 +17,7 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from specpool._core import __version__
 from specpool.errors import ConfigError
-from specpool.serve.api.errors import ApiError, bad, gone, internal
+from specpool.serve.api.errors import ApiError, bad, engine_gone, internal
 from specpool.serve.api.reading import misfit
 from specpool.serve.api.sampling import refused
 from specpool.serve.bridge.client import EngineFault, EngineGone
@@ -83,8 +83,8 @@ def paths(routers: Sequence[APIRouter]) -> FastAPI:
 
 def build_app(service: Service) -> ASGIApp:
     """Return the application of a server."""
-    made = routers(service)
-    app = paths(made)
+    all_routers = routers(service)
+    app = paths(all_routers)
     guarded: ASGIApp = AccessGuard(BodyGuard(app, service), service)
     if service.config.origins:
         guarded = CORSMiddleware(
@@ -94,7 +94,7 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id", "x-specpool-ignored", "x-should-retry"],
         )
-    routes = [*app.routes, *(route for router in made for route in router.routes)]
+    routes = [*app.routes, *(route for router in all_routers for route in router.routes)]
     patterns = [route for route in routes if isinstance(route, Route)]
     logged: Any = AccessLog(guarded, service, patterns)  # uvicorn's types differ from Starlette's
     if service.config.proxies:
@@ -104,17 +104,17 @@ def build_app(service: Service) -> ASGIApp:
 
 
 async def _own_error(request: Request, error: Exception) -> Response:
-    """Answer an error of ours; a fault's reason goes to the log alone."""
+    """Answer one of the server's own errors; the reason of a fault goes only to the log."""
     if isinstance(error, ApiError):
         return error.response()
     if isinstance(error, ConfigError):
         return refused(error).response()
     log.error("request %s: %s", request.scope.get("specpool.id"), error)
-    return (gone() if isinstance(error, EngineGone) else internal()).response()
+    return (engine_gone() if isinstance(error, EngineGone) else internal()).response()
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    """Answer what no handler knows."""
+    """Answer an error that has no handler of its own."""
     return internal().response()
 
 
@@ -128,7 +128,7 @@ async def _wrong_body(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer what no path takes."""
+    """Answer a request that no route takes."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         return ApiError(404, "there is no such path", code="not_found").response()

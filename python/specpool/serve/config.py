@@ -13,7 +13,7 @@ from specpool.errors import ConfigError
 from specpool.fields import Option, Within, check_values
 from specpool.num_bytes import parse_bytes
 
-#: Where the server listens unless it is told otherwise: this machine alone.
+#: The default address to listen on: this machine alone.
 LOOPBACK = "127.0.0.1"
 # A name or an address as it stands in a Host header, without the port.
 _HOST = re.compile(r"[^\s/:\[\]]+|\[[0-9A-Fa-f:.]+\]")

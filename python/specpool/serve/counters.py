@@ -64,7 +64,7 @@ class Counters:
         self._new_total.inc(num_tokens)
 
     def part(self, seconds: float, num_tokens: int) -> None:
-        """Note a further part of a stream, of so many tokens."""
+        """Note a further part of a stream, which has `num_tokens` tokens."""
         if num_tokens:
             self._between.observe(seconds / num_tokens)
 

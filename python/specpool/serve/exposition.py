@@ -57,9 +57,9 @@ def engine_families(stats: EngineStats, labels: Mapping[str, str]) -> Iterator[M
         "spec_decode_num_accepted_tokens": ("Accepted drafts.", stats.correct_draft_ct),
     }
     if prefix is not None:
-        found = prefix.hit_ct + prefix.host_ct
-        counts["prefix_cache_queries"] = ("Prompt tokens looked up.", found + prefix.miss_ct)
-        counts["prefix_cache_hits"] = ("Prompt tokens whose KV was found.", found)
+        num_hits = prefix.hit_ct + prefix.host_ct
+        counts["prefix_cache_queries"] = ("Prompt tokens looked up.", num_hits + prefix.miss_ct)
+        counts["prefix_cache_hits"] = ("Prompt tokens whose KV was found.", num_hits)
     for name, (text, value) in counts.items():
         counter = CounterMetricFamily(f"vllm:{name}", text, labels=[*labels])
         counter.add_metric([*labels.values()], value)

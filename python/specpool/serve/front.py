@@ -57,7 +57,7 @@ class Front(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for _ in range(_ACCEPTS):
             try:
-                taken, _ = listener.accept()
+                connection, _ = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -65,18 +65,18 @@ class Front(uvicorn.Server):
                 loop.remove_reader(listener)
                 loop.call_later(_PAUSE, self._go_on, listener)
                 return
-            taken.setblocking(False)
-            self._keep(loop.connect_accepted_socket(self._protocol, taken))
+            connection.setblocking(False)
+            self._keep(loop.connect_accepted_socket(self._protocol, connection))
 
     def _go_on(self, listener: socket.socket) -> None:
         if not self.should_exit:
             asyncio.get_running_loop().add_reader(listener, self._take, listener)
 
     def _protocol(self) -> asyncio.Protocol:
-        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+        protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        return made
+        return protocol
 
     def _keep(self, work: Coroutine[Any, Any, Any]) -> None:
         """Run the work; an event loop alone would not keep it alive."""

@@ -13,7 +13,7 @@ from specpool.engine.sampling_params import SamplingParams
 from specpool.engine.texts import NextTurn
 from specpool.errors import ConfigError
 from specpool.serve.api.choice import AnswerChoice, Delta
-from specpool.serve.api.errors import ApiError, bad, gone, internal
+from specpool.serve.api.errors import ApiError, bad, engine_gone, internal
 from specpool.serve.api.sampling import refused
 from specpool.serve.bridge.client import EngineFault, EngineGone, Stream
 from specpool.serve.bridge.messages import Done, Tokens
@@ -36,7 +36,7 @@ class Order:
     @property
     def num_prompt(self) -> int:
         """The tokens of all prompts."""
-        return sum(map(num_tokens_of, self.prompts))
+        return sum(len(tokens_of(prompt)) for prompt in self.prompts)
 
 
 class Generation:
@@ -82,7 +82,7 @@ class Generation:
                 )
                 self._streams.append(stream)
         except EngineGone as error:
-            raise _gone(error) from None
+            raise _note_engine_gone(error) from None
 
     def _check_number(self, num: int) -> None:
         """Refuse more texts than can ever be taken.
@@ -91,14 +91,14 @@ class Generation:
             ApiError: waiting would not help.
         """
         config, ready = self._service.config, self._service.client.ready
-        most, why = config.max_choices, "the most of a call"
-        if self._service.most_open < most:
-            most = self._service.most_open
+        max_texts, why = config.max_choices, "the most of a call"
+        if self._service.most_open < max_texts:
+            max_texts = self._service.most_open
             why = f"of which {ready.max_batch} run and {config.max_queue} wait"
-        if num > most:
+        if num > max_texts:
             raise bad(
                 f"the call asks for {num} texts: {self.order.params.n} for each of "
-                f"{len(self.order.prompts)} prompts; at most {most}, {why}",
+                f"{len(self.order.prompts)} prompts; at most {max_texts}, {why}",
                 "n" if self.order.params.n > 1 else "prompt",
             )
 
@@ -114,13 +114,13 @@ class Generation:
                 await stream.accepted()
                 num_accepted += 1
         except ConfigError as error:  # the engine gets the prompts one by one
-            told = str(error).replace("prompt 0 ", f"prompt {num_accepted} ", 1)
-            raise refused(ConfigError(told)) from None
+            message = str(error).replace("prompt 0 ", f"prompt {num_accepted} ", 1)
+            raise refused(ConfigError(message)) from None
         except EngineFault as error:
             log.error("a request was refused: %s", error)
             raise internal() from None
         except EngineGone as error:
-            raise _gone(error) from None
+            raise _note_engine_gone(error) from None
 
     async def deltas(self) -> AsyncIterator[tuple[AnswerChoice, Delta]]:
         """Yield the texts' new parts, until all have ended.
@@ -132,15 +132,15 @@ class Generation:
         try:
             async for prompt, news in _together(self._streams):
                 by_sample: dict[int, list[Tokens | Done]] = {}
-                for each in news:
-                    by_sample.setdefault(each.sample, []).append(each)
-                for sample, own in by_sample.items():
+                for item in news:
+                    by_sample.setdefault(item.sample, []).append(item)
+                for sample, sample_news in by_sample.items():
                     choice = self.choices[prompt * per_prompt + sample]
-                    delta = choice.take(own)
+                    delta = choice.take(sample_news)
                     self._note(choice, delta)
                     yield choice, delta
         except EngineGone as error:
-            raise _gone(error) from None
+            raise _note_engine_gone(error) from None
 
     def close(self) -> None:
         """Abort what is left. A second call does nothing."""
@@ -174,7 +174,7 @@ class Generation:
             if latest is None:
                 self._firsts[i] = now - self._arrived
                 prompt = self.order.prompts[i // self.order.params.n]
-                counters.first(now - self._arrived, num_tokens_of(prompt))
+                counters.first(now - self._arrived, len(tokens_of(prompt)))
             else:
                 counters.part(now - latest, delta.num_tokens)
             self._latest[i] = now
@@ -201,14 +201,14 @@ class Generation:
             stream.fail(error)
 
 
-def num_tokens_of(prompt: list[int] | NextTurn) -> int:
+def tokens_of(prompt: list[int] | NextTurn) -> list[int]:
     """Return the tokens of a prompt; in a session, with those of the earlier turns."""
-    return len(prompt.ids if isinstance(prompt, NextTurn) else prompt)
+    return prompt.tokens if isinstance(prompt, NextTurn) else prompt
 
 
-def _gone(error: EngineGone) -> ApiError:
+def _note_engine_gone(error: EngineGone) -> ApiError:
     log.error("%s", error)
-    return gone()
+    return engine_gone()
 
 
 async def _together(streams: Sequence[Stream]) -> AsyncIterator[tuple[int, list[Tokens | Done]]]:

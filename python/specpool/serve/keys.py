@@ -38,9 +38,9 @@ class Keys:
         if not self._hashes:
             return ""
         scheme, _, key = authorization.partition(" ")
-        given = _hash(key.strip().encode("latin-1", "replace"))
+        key_hash = _hash(key.strip().encode("latin-1", "replace"))
         # No `any`: each key is compared, whichever fits.
-        fits = [hmac.compare_digest(given, known) for known in self._hashes]
+        fits = [hmac.compare_digest(key_hash, known_hash) for known_hash in self._hashes]
         if scheme.lower() != "bearer" or not sum(fits):
             raise ApiError(
                 401,
@@ -48,7 +48,7 @@ class Keys:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        return given.hex()
+        return key_hash.hex()
 
     def salted(self, key_id: str, params: SamplingParams) -> SamplingParams:
         """Return the parameters with the salt of the key and of the client together.

@@ -59,7 +59,7 @@ def serve(
         loading: the arguments of `Engine.from_pretrained`.
         threads: CPU threads of torch.
         chat_template: replaces the tokenizer's own (Jinja).
-        tell: prints a line for the one who starts the server.
+        tell: prints a line for the person who starts the server.
         start: starts the engine from `loading` and `threads`; a benchmark puts it elsewhere.
 
     Raises:
@@ -81,10 +81,10 @@ def serve(
 
 
 def fit_connections(config: ServeConfig) -> ServeConfig:
-    """Let this process have as many files open as there may be connections.
+    """Raise the limit of open files to what `max_connections` needs.
 
-    If the system does not allow it, return the options with fewer connections: where the system
-    refuses new ones, none that is idle makes room for them.
+    If the system does not allow it, return the options with fewer connections. Otherwise the system
+    would refuse new connections before the server closes idle ones to make room.
     """
     try:
         import resource
@@ -156,7 +156,7 @@ async def _main(
         started = time.monotonic()
         # The process that renders chats starts beside the engine: not with the first chat.
         warm = asyncio.create_task(asyncio.to_thread(render, "", [], {}))
-        if not await _first(client.start(), stop):
+        if not await _ends_before(client.start(), stop):
             return
         tokenizer = await asyncio.to_thread(
             tokenizer_of, client.ready.tokenizer, chat_template, bool(loading["trust_remote_code"])
@@ -182,12 +182,12 @@ async def _main(
         front = asyncio.create_task(server.serve(sockets=[listener]))
         expiry = asyncio.create_task(service.sessions.expire())
         tidying = asyncio.create_task(garbage.tidy(lambda: _crowd(service, server)))
-        while not (server.started or front.done()):  # whoever reads the greeting may call at once
+        while not (server.started or front.done()):  # a reader of the greeting may call at once
             await asyncio.sleep(0.005)
         for line in _greeting(config, listener, loading, time.monotonic() - started):
             tell(line)
         try:
-            await _first(client.ended.wait(), stop)
+            await _ends_before(client.ended.wait(), stop)
             await drain(service, stop)
         finally:
             expiry.cancel()
@@ -239,11 +239,11 @@ def _stopping(stop: asyncio.Event) -> Iterator[asyncio.Event]:
             loop.remove_signal_handler(number)
 
 
-async def _first(work: Any, stop: asyncio.Event) -> bool:
+async def _ends_before(work: Any, stop: asyncio.Event) -> bool:
     """Wait for the work or for a stop; return whether the work has ended."""
-    task, other = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    await asyncio.wait({task, other}, return_when=asyncio.FIRST_COMPLETED)
-    other.cancel()
+    task, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
     if task.done():
         task.result()
         return True

@@ -152,7 +152,7 @@ class Service:
         """Refuse work that the server cannot take.
 
         Args:
-            num_new: the texts that it asks for; 0 = it has only arrived.
+            num_new: the texts that it asks for; 0 if it has only arrived.
 
         Raises:
             ApiError: the server stops (503), or too many samples wait (429).

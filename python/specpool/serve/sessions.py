@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from specpool.engine.sampling_params import SamplingParams
-from specpool.engine.scheduler.request import Conversation, Message, Said
+from specpool.engine.scheduler.request import Conversation, Message
 from specpool.engine.texts import NextTurn, Prompt, Texts
 from specpool.errors import SpecpoolError
 from specpool.serve.api.errors import ApiError, session_moving
 from specpool.serve.bridge.client import EngineClient, EngineFault, Stream
 from specpool.serve.bridge.messages import Done
-from specpool.serve.bridge.parcel import Others, ParcelNumbers, SessionParcel
+from specpool.serve.bridge.parcel import OtherServers, ParcelNumbers, SessionParcel
 from specpool.serve.config import ServeConfig
 
 
@@ -53,8 +53,9 @@ class SessionRecord:
         max_tokens: the most tokens of all turns.
         is_busy: a turn, a rewind, a fork or a move is under way.
         used: seconds by the clock of `Sessions` at the end of the latest call.
-        parcel: the number of its latest parcel, which has come or was sent; 0 = there was none.
-        is_leaving: it is on its way to another one, and answers nothing until that one says no.
+        parcel: the number of its latest parcel, which has come or was sent; 0 if there was none.
+        is_leaving: it is on its way to another server. Requests for it are refused until that
+            server has refused it.
     """
 
     ident: str
@@ -96,7 +97,7 @@ class Sessions:
     """The open sessions of the server.
 
     Attributes:
-        others: the servers to which sessions move; None = there are none.
+        other_servers: the servers to which sessions move; None if there are none.
     """
 
     def __init__(
@@ -112,10 +113,10 @@ class Sessions:
         Args:
             client: the way to the engine.
             config: the options.
-            tag: begins the id of each session, so that a router knows whose it is. No two servers
-                may ever have the same, not even one after the other. None = a random one.
-            clock: seconds that never jump.
-            secret: returns so many random bytes in hex, for the rest of an id.
+            tag: begins the id of each session, so that a router knows its server. No two servers
+                may ever have the same tag, not even one after the other. None means a random tag.
+            clock: returns seconds that never jump.
+            secret: returns the given number of random bytes in hex, for the rest of an id.
         """
         self._clock, self._secret = clock, secret
         self._client, self._config = client, config
@@ -124,7 +125,7 @@ class Sessions:
         self._records: dict[str, SessionRecord] = {}
         self._opening: Counter[str] = Counter()  # by key; the engine has not answered yet
         self._settling: set[asyncio.Task[None]] = set()
-        self.others: Others | None = None
+        self.other_servers: OtherServers | None = None
         self._past = ParcelNumbers()  # of sessions that moved on, or were closed after a move
         self._refused = ParcelNumbers()
         self._taking_in = asyncio.Lock()
@@ -148,8 +149,8 @@ class Sessions:
         """
         with self._room(key_id):
             number = await self._client.call("open", max_tokens)
-            most = max_tokens or self._client.ready.max_context_len
-            return self._keep(Conversation(number), most, key_id)
+            limit = max_tokens or self._client.ready.max_context_len
+            return self._keep(Conversation(number), limit, key_id)
 
     def may_come(self, ident: str) -> bool:
         """Return whether a session is not here, but may be on its way to this server."""
@@ -163,8 +164,8 @@ class Sessions:
         Raises:
             ApiError: too many requests wait already.
         """
-        if self.others is not None and self.may_come(ident):
-            await self.others.wait_for(ident)
+        if self.other_servers is not None and self.may_come(ident):
+            await self.other_servers.wait_for(ident)
 
     def find(self, ident: str) -> SessionRecord:
         """Return a session.
@@ -175,7 +176,7 @@ class Sessions:
         record = self._records.get(ident)
         if record is not None and not record.is_leaving:
             return record
-        is_moving = self.others is not None and self.others.is_moving(ident)
+        is_moving = self.other_servers is not None and self.other_servers.is_moving(ident)
         if record is not None or (is_moving and self.may_come(ident)):
             raise session_moving()
         if not self._is_own(ident) or ident in self._past:
@@ -234,7 +235,7 @@ class Sessions:
         self,
         record: SessionRecord,
         turn: NextTurn,
-        done: Done,
+        ending: Done,
         params: SamplingParams,
         eos: frozenset[int],
         message: Message | None = None,
@@ -244,20 +245,22 @@ class Sessions:
         Args:
             record: the session.
             turn: what was sent.
-            done: the turn's end.
+            ending: the turn's end.
             params: the turn's.
             eos: the tokens that end every text.
-            message: the answer with its calls of tools; None = it has none.
+            message: the answer with its calls of tools; None if it has none.
         """
-        if done.finish_reason in ("stop", "length"):
-            stop_ids = frozenset(params.stop_token_ids) | (eos if not params.ignore_eos else set())
-            answer = done.token_ids
-            if done.stop_hit is None:
-                answer = [token for token in answer if token not in stop_ids]
-            tokens = [*turn.ids, *done.token_ids]
-            said = Said(len(tokens), turn.messages, answer, params.stop, message)
-            record.conversation.tokens = tokens
-            record.conversation.said = [*turn.said, said]
+        if ending.finish_reason in ("stop", "length"):
+            record.conversation.add_turn(
+                [*turn.tokens, *ending.token_ids],
+                turn.said,
+                messages=turn.messages,
+                output_ids=ending.token_ids,
+                params=params,
+                stop_ids=params.stop_ids(eos),
+                hit_stop_string=ending.stop_hit is not None,
+                message=message,
+            )
         self.release(record)
 
     def settle(
@@ -270,8 +273,8 @@ class Sessions:
     ) -> None:
         """Abort a turn that failed or was refused, or whose client has left.
 
-        The session is busy until the engine says so. The turn may have ended just before: the
-        session has grown then.
+        The session is busy until the engine reports the end. If the turn ended just before the
+        abort, its tokens are added to the session.
         """
 
         async def wait() -> None:
@@ -303,11 +306,11 @@ class Sessions:
         """
         record = self._take(self.find(ident))
         try:
-            kept = await self._client.call("rewind", record.conversation.number, offset)
+            num_kept = await self._client.call("rewind", record.conversation.number, offset)
             record.conversation.cut(offset)
         finally:
             self.release(record)
-        return record, int(kept)
+        return record, int(num_kept)
 
     async def fork(self, ident: str) -> SessionRecord:
         """Open a copy of a session.
@@ -337,9 +340,9 @@ class Sessions:
         await self._client.call("close", record.conversation.number)
 
     async def pack(self, ident: str) -> tuple[SessionRecord, SessionParcel]:
-        """Return an idle session for another server; it answers nothing until `unpack`.
+        """Return an idle session for another server; requests for it are refused until `unpack`.
 
-        Cost: a copy of its KV, between two turns of the engine. If that fails, the text goes alone.
+        Cost: a copy of its KV, between two turns of the engine. If that fails, only the text goes.
 
         Raises:
             ApiError: it is busy, or not here.
@@ -377,7 +380,7 @@ class Sessions:
             await self._client.call("close", record.conversation.number)
 
     def latest_parcel(self, ident: str) -> int:
-        """Return the number of a session's latest parcel here; 0 = there was none."""
+        """Return the number of a session's latest parcel here; 0 if there was none."""
         record = self._records.get(ident)
         return self._past.latest(ident) if record is None else record.parcel
 
@@ -385,11 +388,11 @@ class Sessions:
         """Take in a session of another server. If it came before, nothing happens.
 
         Its KV comes along if there is room and the engines are alike. On an error nothing changes,
-        and the same parcel is refused for ever: its session may have gone on where it was.
+        and the same parcel is refused for ever, because its session may have gone on at its sender.
 
         Args:
             parcel: the session.
-            takes_new: False = refuse what has not come before.
+            takes_new: whether a session that has not come before is taken.
 
         Raises:
             ApiError: another model, no room, or a session of this name is here.
@@ -425,10 +428,10 @@ class Sessions:
         if old is not None and not old.is_leaving:
             raise ApiError(409, "the session is here already", code="session_exists")
         with self._room():
-            most = min(parcel.max_tokens, self._client.ready.max_context_len)
-            number = await self._client.call("open", most, parcel.tokens, parcel.image)
+            max_tokens = min(parcel.max_tokens, self._client.ready.max_context_len)
+            number = await self._client.call("open", max_tokens, parcel.tokens, parcel.image)
         conversation = Conversation(number, parcel.tokens, parcel.said)
-        record = SessionRecord(parcel.ident, conversation, most, parcel=parcel.number)
+        record = SessionRecord(parcel.ident, conversation, max_tokens, parcel=parcel.number)
         record.used = self._clock() - parcel.idle_seconds
         self._records[parcel.ident] = record
 
@@ -470,10 +473,10 @@ class Sessions:
 
     @contextlib.contextmanager
     def _room(self, key_id: str = "") -> Iterator[None]:
-        """Keep the place of a session while the engine opens it.
+        """Reserve the place of a session while the engine opens it.
 
-        One of several keys may have at most as many sessions as places are free: it can take half
-        of the places if no other key has any, and never all.
+        If there are several keys, one of them may have at most as many sessions as places are free:
+        half of the places if no other key has any, and never all.
 
         Raises:
             ApiError: with those that are being opened, too many are open.
@@ -483,10 +486,10 @@ class Sessions:
         has_others = self._config.has_several_keys
         num_own = len(self.of_key(key_id)) + self._opening[key_id] if has_others else num
         if num_free <= 0 or (has_others and num_own > num_free):
-            whose = " of this key" if has_others else ""
+            suffix = " of this key" if has_others else ""
             raise ApiError(
                 429,
-                f"{num_own} sessions{whose} are open, which is the most: close one",
+                f"{num_own} sessions{suffix} are open, which is the most: close one",
                 code="too_many_sessions",
                 retry=False,
             )

@@ -30,11 +30,11 @@ class Turns:
         await turn
 
     def _next(self) -> None:
-        left = self._per_round
-        while self._waiting and left:
+        num_left = self._per_round
+        while self._waiting and num_left:
             turn = self._waiting.popleft()
             if not turn.done():  # else its request was cancelled meanwhile
                 turn.set_result(None)
-                left -= 1
+                num_left -= 1
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._next)

@@ -14,28 +14,28 @@ VOCABULARY = 7  # few tokens, so that texts begin alike and part again
 
 
 def answer(tokens: Sequence[int], num_tokens: int) -> list[int]:
-    """Return the next tokens of a text, as forwards on a `BlockDevice` give them."""
-    text, known = list(tokens), _hash_of(tokens)
+    """Return the next tokens of a text, as forwards on a `BlockDevice` compute them."""
+    text, text_hash = list(tokens), _hash_of(tokens)
     for _ in range(num_tokens):
-        text.append(_next(known))
-        known = _after(known, text[-1])
+        text.append(_next_token(text_hash))
+        text_hash = _extended_hash(text_hash, text[-1])
     return text[len(tokens) :]
 
 
-def _after(known: int, token: int) -> int:
+def _extended_hash(text_hash: int, token: int) -> int:
     """Return the hash of a text, by that of the text before its last token; never 0."""
-    return hash((known, token)) | 1
+    return hash((text_hash, token)) | 1
 
 
 def _hash_of(tokens: Sequence[int]) -> int:
-    known = 1
+    text_hash = 1
     for token in tokens:
-        known = _after(known, token)
-    return known
+        text_hash = _extended_hash(text_hash, token)
+    return text_hash
 
 
-def _next(known: int) -> int:
-    return known // 2 % VOCABULARY
+def _next_token(text_hash: int) -> int:
+    return text_hash // 2 % VOCABULARY
 
 
 class BlockDevice:
@@ -45,7 +45,7 @@ class BlockDevice:
     forward that reads a block of another text, or one that was written over, is found at once.
 
     Attributes:
-        pool: the blocks' pool; None = not known. With it the device refuses to write a block that
+        pool: the blocks' pool; None if not known. With it the device refuses to write a block that
             other requests may read. `BlockMachine` sets it.
     """
 
@@ -59,7 +59,7 @@ class BlockDevice:
         """
         self._block_size, self._first_id = block_size, first_id
         self.pool: BlockPool | None = None
-        self._cells: Int64 = np.zeros((num_blocks, block_size), np.int64)  # 0 = never written
+        self._cells: Int64 = np.zeros((num_blocks, block_size), np.int64)  # 0 means never written
 
     def forward(self, tokens: Sequence[int], blocks: Sequence[int], start: int) -> int:
         """Compute the KV of `tokens[start:]`, reading all before them; return the next token.
@@ -83,22 +83,22 @@ class BlockDevice:
                 "next token, so match with limit=len(tokens) - 1"
             )
         self._check_writes(tokens, blocks, start)
-        known = 1
+        text_hash = 1
         for position, token in enumerate(tokens):
-            known = _after(known, token)
+            text_hash = _extended_hash(text_hash, token)
             column, offset = divmod(position, self._block_size)
             if column >= len(blocks):
                 raise DeviceFault(f"position {position} has no block: the text has {len(blocks)}")
             cell = self._cells[blocks[column] - self._first_id]
             if position >= start:
-                cell[offset] = known
-            elif cell[offset] != known:
-                what = "another text" if cell[offset] else "nothing"
+                cell[offset] = text_hash
+            elif cell[offset] != text_hash:
+                content = "another text" if cell[offset] else "nothing"
                 raise DeviceFault(
                     f"a forward of {len(tokens)} tokens reads position {position} in block "
-                    f"{blocks[column]}, which holds {what} there"
+                    f"{blocks[column]}, which holds {content} there"
                 )
-        return _next(known)
+        return _next_token(text_hash)
 
     def _check_writes(self, tokens: Sequence[int], blocks: Sequence[int], start: int) -> None:
         if self.pool is None:

@@ -77,12 +77,16 @@ class BlockMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def submit(self, data: st.DataObject) -> None:
         """Submit a text that begins as an earlier one with its answer, or is new."""
-        most, request = self.most_tokens - 1, len(self.texts) + 1
+        max_prompt, request = self.most_tokens - 1, len(self.texts) + 1
         label = f"request {request} begins as"
-        known = data.draw(st.sampled_from([[], *self.texts]), label=label)
-        kept = data.draw(st.integers(0, min(len(known), most)), label="kept")
-        new = st.lists(st.integers(0, VOCABULARY - 1), min_size=not kept, max_size=most - kept)
-        tokens = [*known[:kept], *data.draw(new, label="new tokens")]
+        earlier = data.draw(st.sampled_from([[], *self.texts]), label=label)
+        shared_len = data.draw(st.integers(0, min(len(earlier), max_prompt)), label="kept")
+        new = st.lists(
+            st.integers(0, VOCABULARY - 1),
+            min_size=not shared_len,
+            max_size=max_prompt - shared_len,
+        )
+        tokens = [*earlier[:shared_len], *data.draw(new, label="new tokens")]
         max_new_tokens = data.draw(st.integers(1, self.most_tokens - len(tokens)), label="max_new")
         self.texts.append([*tokens, *answer(tokens, max_new_tokens)])
         self.scheduler.submit(request, list(tokens), max_new_tokens)
@@ -113,9 +117,9 @@ class BlockMachine(RuleBasedStateMachine):
                 break
         else:
             lines = blocks_in_use(self.scheduler.pool) or ["no block is held: a request waits"]
-            told = (
+            message = (
                 f"not at rest after {self.max_turns} turns, with {self.scheduler.pool!r}. Each "
                 "request fits into it alone, with its new tokens and no drafts behind them."
             )
-            raise AssertionError("\n  ".join([told, *lines]))
+            raise AssertionError("\n  ".join([message, *lines]))
         assert_no_page_leaked(self.scheduler.pool)

@@ -21,8 +21,8 @@ _Ints: TypeAlias = NDArray[np.int32]
 _Delta: TypeAlias = tuple[_Ints, _Ints, _Ints]  # rows, columns, pages of one group
 
 
-# What a slot holds that was never written. Tokens are 0 or greater, drafts of a step are its number
-# negated.
+# The content of a slot that was never written. Tokens are 0 or greater, and drafts of a step are
+# its number negated.
 _NOTHING = -(2**63)
 # The device's first token. Prompts have smaller ones, and int32 holds those that follow.
 _FIRST_TOKEN = 2**20
@@ -39,7 +39,7 @@ class _LaunchedLane:
     plan: Plan
     lane: int
     lines: list[_Ints]  # the row's pages, per group, at the launch
-    accept_len: int | None = None  # None = the lane has not run
+    accept_len: int | None = None  # None if the lane has not run
     failed: bool = False
 
     @property
@@ -81,9 +81,9 @@ class FakeDevice:
         ledger: `launch` takes and acknowledges its table deltas.
         choose: `choose(n)` returns a number in `range(n)`; it decides accept lengths and the order
             in which rows run. The default is random with seed 0.
-        in_order: True = one stream, which runs steps in order; the default if the ledger has no
-            page fencing. False = only a row's own forwards keep their order, and page copies run
-            before the forwards of their step and of later steps.
+        in_order: True means one stream, which runs steps in order; the default if the ledger has no
+            page fencing. False means that only a row's own forwards keep their order, and page
+            copies run before the forwards of their step and of later steps.
         acknowledge: whether `launch` acknowledges the delta; False leaves that to the caller.
 
     Raises:
@@ -124,9 +124,9 @@ class FakeDevice:
         Args:
             row: the row.
             tokens: those that it starts with, such as `tokens(other)`, or after `admit_cached` the
-                beginning that it found.
-            prompt: what its extends write, from position 0 on: tokens from 0 to 2**20 - 1, or from
-                this device. Without it, and behind its end, the device invents tokens.
+                cached beginning.
+            prompt: the tokens that its extends write, from position 0 on: from 0 to 2**20 - 1, or
+                from this device. Without it, and behind its end, the device invents tokens.
         """
         self._sequences[row] = _Sequence(list(tokens), list(prompt))
 
@@ -178,8 +178,8 @@ class FakeDevice:
         if step not in self._steps:
             raise DeviceFault(f"step {step} is not one of those in flight: {list(self._steps)}")
         lanes = self._steps[step]
-        for at, lane in enumerate(lanes):
-            self._run_until(lane, 0 if wish is None else int(wish[at]))
+        for index, lane in enumerate(lanes):
+            self._run_until(lane, 0 if wish is None else int(wish[index]))
         return [lane.accept_len or 0 for lane in lanes]
 
     def finish(self, step: int) -> None:
@@ -188,8 +188,8 @@ class FakeDevice:
         self._run_up_to(step)
 
     def _run_up_to(self, step: int) -> None:
-        while left := [unit for unit in self._queue if _step(unit) <= step]:
-            self._run_one(left)
+        while waiting := [unit for unit in self._queue if _step(unit) <= step]:
+            self._run_one(waiting)
 
     def run_some(self) -> None:
         """Run one waiting forward or batch of copies, if there is any."""
@@ -279,7 +279,7 @@ class FakeDevice:
 
     def _run_until(self, lane: _LaunchedLane, wish: int) -> None:
         while lane in self._queue:
-            before = (
+            units = (
                 self._queue
                 if self._in_order
                 else [
@@ -289,7 +289,7 @@ class FakeDevice:
                     and (unit is lane or isinstance(unit, _Copies) or unit.row == lane.row)
                 ]
             )
-            ready = self._ready(before)
+            ready = self._ready(units)
             self._run_one(ready, wish if ready == [lane] else 0)
 
     # --- Forwards ---
@@ -310,8 +310,8 @@ class FakeDevice:
                 self._extend(unit, sequence)
             unit.accept_len = 0
             return
-        most = self._shapes[int(unit.plan.shapes[unit.lane])].max_accept_len
-        unit.accept_len = wish if 1 <= wish <= most else 1 + self._choose(most)
+        max_accept_len = self._shapes[int(unit.plan.shapes[unit.lane])].max_accept_len
+        unit.accept_len = wish if 1 <= wish <= max_accept_len else 1 + self._choose(max_accept_len)
         if not unit.failed:
             self._decode(unit, sequence, unit.accept_len)
 
@@ -374,7 +374,7 @@ class FakeDevice:
 
     def _read(
         self,
-        who: str,
+        reader: str,
         group: int,
         line: _Ints,
         row: int,
@@ -383,21 +383,21 @@ class FakeDevice:
     ) -> None:
         tokens = self._sequences[row].tokens
         for position in positions:
-            slot = self._slot(who, group, line, position)
-            found, wanted = memory[group].get(slot, _NOTHING), tokens[position]
-            if found != wanted:
+            slot = self._slot(reader, group, line, position)
+            token, expected = memory[group].get(slot, _NOTHING), tokens[position]
+            if token != expected:
                 kind = "draft" if memory is self._draft else "target"
                 raise DeviceFault(
-                    f"{who}: {kind} KV at position {position}, slot {slot} of group "
-                    f"{self._groups[group].name}, is of {_token(found)}, not of token {wanted}"
+                    f"{reader}: {kind} KV at position {position}, slot {slot} of group "
+                    f"{self._groups[group].name}, is of {_token(token)}, not of token {expected}"
                 )
 
-    def _slot(self, who: str, group: int, line: _Ints, position: int) -> int:
+    def _slot(self, reader: str, group: int, line: _Ints, position: int) -> int:
         size = self._groups[group].page_size
         page = int(line[position // size]) if position // size < len(line) else 0
         if page == 0:
             raise DeviceFault(
-                f"{who}: position {position} has no page in group {self._groups[group].name}"
+                f"{reader}: position {position} has no page in group {self._groups[group].name}"
             )
         return page * size + position % size
 
@@ -417,10 +417,10 @@ def _name(unit: _LaunchedLane) -> str:
     return f"step {unit.step} ({unit.plan.kind}), row {unit.row}"
 
 
-def _token(found: int) -> str:
-    if found == _NOTHING:
+def _token(content: int) -> str:
+    if content == _NOTHING:
         return "nothing"
-    return f"token {found}" if found >= 0 else f"drafts of step {-found}"
+    return f"token {content}" if content >= 0 else f"drafts of step {-content}"
 
 
 def _draft_cells(root: int, page_size: int, steps: int, topk: int, holey: bool) -> set[int]:
@@ -431,6 +431,10 @@ def _draft_cells(root: int, page_size: int, steps: int, topk: int, holey: bool) 
         return set()
     last = root % page_size
     stride = -(-(last + steps) // page_size) * page_size
-    own = {root + branch * stride + step for branch in range(topk) for step in range(steps)}
-    holes = {root - last + branch * stride + at for branch in range(1, topk) for at in range(last)}
-    return own | holes
+    drafts = {root + branch * stride + step for branch in range(topk) for step in range(steps)}
+    holes = {
+        root - last + branch * stride + offset
+        for branch in range(1, topk)
+        for offset in range(last)
+    }
+    return drafts | holes

@@ -43,30 +43,32 @@ def assert_no_page_leaked(ledger: Ledger | BlockPool, *, kept_prefixes: Iterable
 
 
 def still_out(ledger: Ledger, kept_prefixes: Iterable[int] = ()) -> list[str]:
-    """Return a line for everything that a ledger at rest must not have.
+    """Return a line for each page, row, prefix and step that a ledger at rest must not have.
 
-    That is pages, rows, prefixes and steps. Prefixes in `kept_prefixes` may stay, with their pages.
+    Prefixes in `kept_prefixes` may stay, with their pages.
     """
     report = []
-    kept, pinned = set(kept_prefixes), set(ledger.prefixes)
-    for at, group in enumerate(ledger.groups):
-        missing = group.num_pages - ledger.free_pages(at) - ledger.cached_pages(at)
-        if missing > (ledger.pinned_pages(at) if kept else 0):
+    kept_ids, pinned = set(kept_prefixes), set(ledger.prefixes)
+    for index, group in enumerate(ledger.groups):
+        missing = group.num_pages - ledger.free_pages(index) - ledger.cached_pages(index)
+        if missing > (ledger.pinned_pages(index) if kept_ids else 0):
             report.append(
                 f"group {group.name}: {missing} of {group.num_pages} pages are not free, "
-                f"{ledger.fenced_pages(at)} of them fenced"
+                f"{ledger.fenced_pages(index)} of them fenced"
             )
-            report += _pages_in_use(ledger, at)
+            report += _pages_in_use(ledger, index)
     if ledger.num_free_rows != ledger.num_rows:
         report.append(f"{ledger.num_rows - ledger.num_free_rows} of {ledger.num_rows} rows are out")
     report += [
         f"prefix {prefix} is not released: call release_prefix, or name it in kept_prefixes"
-        for prefix in sorted(pinned - kept)
+        for prefix in sorted(pinned - kept_ids)
     ]
-    for at, group in enumerate(ledger.groups):
-        if lent := ledger.lent_pages(at).tolist():
+    for index, group in enumerate(ledger.groups):
+        if lent := ledger.lent_pages(index).tolist():
             report.append(f"group {group.name}: {len(lent)} pages are lent: call release_lent")
-    report += [f"prefix {prefix} was to be kept, and is gone" for prefix in sorted(kept - pinned)]
+    report += [
+        f"prefix {prefix} was to be kept, and is gone" for prefix in sorted(kept_ids - pinned)
+    ]
     report += [f"step {step} ({kind}) is {stage}" for step, kind, stage in ledger.steps()]
     return report
 
@@ -78,8 +80,10 @@ def _pages_in_use(ledger: Ledger, group: int) -> list[str]:
     for page in pages[:_MAX_PAGES]:
         state, owner, birth_step, last_verb = ledger.page_record(group, page)
         tag = ledger.tag(owner) if owner else None
-        who = f"row {owner}" + (f" ({tag})" if tag else "")
-        lines.append(f"  page {page}: {state}, {who}, taken by step {birth_step}, last {last_verb}")
+        holder = f"row {owner}" + (f" ({tag})" if tag else "")
+        lines.append(
+            f"  page {page}: {state}, {holder}, taken by step {birth_step}, last {last_verb}"
+        )
     if len(pages) > _MAX_PAGES:
         lines.append(f"  and {len(pages) - _MAX_PAGES} more")
     return lines
@@ -91,8 +95,8 @@ def blocks_in_use(pool: BlockPool) -> list[str]:
     lines = [f"{len(blocks)} of {pool.num_blocks} blocks are not free"] if blocks else []
     for block in blocks[:_MAX_PAGES]:
         state, refs, tag, fence, last_verb = pool.record_of(block)
-        who = f"fenced behind step {fence}" if state == "fenced" else f"held {refs} times"
-        lines.append(f"  block {block}: {who}, last tag {tag!r}, last verb {last_verb}")
+        holder = f"fenced behind step {fence}" if state == "fenced" else f"held {refs} times"
+        lines.append(f"  block {block}: {holder}, last tag {tag!r}, last verb {last_verb}")
     if len(blocks) > _MAX_PAGES:
         lines.append(f"  and {len(blocks) - _MAX_PAGES} more")
     return lines
@@ -109,15 +113,15 @@ class MadeLedgers(list[Ledger]):
         """Start with none."""
         super().__init__()
         self.pools: list[BlockPool] = []
-        self._kept: list[tuple[Ledger, int]] = []
+        self._kept_prefixes: list[tuple[Ledger, int]] = []
 
     def keep(self, ledger: Ledger, prefix: int) -> None:
         """Allow this pinned prefix to stay after the test."""
-        self._kept.append((ledger, prefix))
+        self._kept_prefixes.append((ledger, prefix))
 
     def kept_prefixes(self, ledger: Ledger) -> list[int]:
         """Return the prefixes of this ledger that stay."""
-        return [prefix for owner, prefix in self._kept if owner is ledger]
+        return [prefix for owner, prefix in self._kept_prefixes if owner is ledger]
 
 
 @pytest.fixture
@@ -128,21 +132,21 @@ def no_page_leaks() -> Iterator[MadeLedgers]:
         The ledgers made so far, and in `pools` the block pools. `keep(ledger, prefix)` says which
         pinned prefixes stay.
     """
-    made = MadeLedgers()
-    with _noting(Ledger, made), _noting(BlockPool, made.pools):
-        yield made
-    for ledger in made:
-        assert_no_page_leaked(ledger, kept_prefixes=made.kept_prefixes(ledger))
-    for pool in made.pools:
+    ledgers = MadeLedgers()
+    with _noting(Ledger, ledgers), _noting(BlockPool, ledgers.pools):
+        yield ledgers
+    for ledger in ledgers:
+        assert_no_page_leaked(ledger, kept_prefixes=ledgers.kept_prefixes(ledger))
+    for pool in ledgers.pools:
         assert_no_page_leaked(pool)
 
 
 @contextlib.contextmanager
-def _noting(cls: type[_Made], made: list[_Made]) -> Iterator[None]:
-    """Append every new instance of `cls` to `made`."""
+def _noting(cls: type[_Made], instances: list[_Made]) -> Iterator[None]:
+    """Append every new instance of `cls` to `instances`."""
 
     def record(self: _Made, *args: Any, **kwargs: Any) -> None:
-        made.append(self)
+        instances.append(self)
 
     # The classes define only `__new__`, so `record` can take the place of `__init__`.
     outer = vars(cls).get("__init__")

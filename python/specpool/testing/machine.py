@@ -55,8 +55,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # The ledgers to run on; override it to fix the options that the scheduler needs.
     configs: ClassVar[st.SearchStrategy[LedgerConfig]] = ledger_configs()
-    # The tokens of prompts; None = `submit` gets the length of each. With few tokens, such as
-    # `st.integers(0, 6)`, prompts that begin alike part again soon.
+    # The tokens of prompts; if None, `submit` gets the length of each prompt. With few tokens, such
+    # as `st.integers(0, 6)`, prompts that begin alike part again soon.
     tokens: ClassVar[st.SearchStrategy[int] | None] = None
     # The most turns of the loop between the last request and rest.
     max_turns: ClassVar[int] = 500
@@ -102,11 +102,13 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.tokens is None:
             self.scheduler.submit(self.requests, prompt_len, max_new_tokens)
             return
-        known = data.draw(st.sampled_from([[], *self.prompts]), label="it begins as")[:prompt_len]
-        size = prompt_len - len(known)
+        beginning = data.draw(st.sampled_from([[], *self.prompts]), label="it begins as")[
+            :prompt_len
+        ]
+        size = prompt_len - len(beginning)
         new = data.draw(st.lists(self.tokens, min_size=size, max_size=size), label="new tokens")
-        self.prompts.append([*known, *new])
-        self.scheduler.submit(self.requests, [*known, *new], max_new_tokens)
+        self.prompts.append([*beginning, *new])
+        self.scheduler.submit(self.requests, [*beginning, *new], max_new_tokens)
 
     @precondition(lambda self: self.requests > 0)
     @rule(data=st.data())

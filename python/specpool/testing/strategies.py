@@ -55,8 +55,8 @@ def shapes(
 
     def tree(fields: tuple[int, int, int]) -> Shape:
         steps, topk, tokens = fields
-        most = 1 + topk + (steps - 1) * topk * topk
-        return Shape.eagle(steps, topk, steps + 1 if topk == 1 else min(tokens, most))
+        max_nodes = 1 + topk + (steps - 1) * topk * topk
+        return Shape.eagle(steps, topk, steps + 1 if topk == 1 else min(tokens, max_nodes))
 
     fields = (st.integers(1, max_steps), st.integers(1, max_topk), st.integers(2, max_draft_tokens))
     trees = st.tuples(*fields).map(tree)
@@ -90,7 +90,7 @@ def ledger_configs(
         max_rows: the most rows, at least 1.
         max_context_len: the greatest L, at least 4.
         max_overlap_depth: the greatest D, at least 0.
-        max_shapes: the most shapes besides shape 0; 0 = plain decoding alone.
+        max_shapes: the most shapes besides shape 0; 0 means plain decoding alone.
         windows: whether some groups have a window.
         chunks: whether some ledgers limit the length of an extend.
         spare_pages: the most pages of a pool beyond what a single row needs, at least 0.
@@ -98,7 +98,7 @@ def ledger_configs(
     Raises:
         ConfigError: a limit is below the least value given here.
     """
-    least = {
+    bounds = {
         "max_groups": (max_groups, 1),
         "max_rows": (max_rows, 1),
         "max_context_len": (max_context_len, 4),
@@ -107,7 +107,7 @@ def ledger_configs(
         "spare_pages": (spare_pages, 0),
         "page_sizes": (min(page_sizes, default=0), 1),
     }
-    for name, (value, bound) in least.items():
+    for name, (value, bound) in bounds.items():
         if value < bound:
             raise ConfigError(f"{name} must be at least {bound}, got {value}")
     return _ledger_configs(
@@ -157,7 +157,7 @@ def _ledger_configs(
         page_fencing=draw(st.sampled_from([True, True, True, False])),
     )
     groups = []
-    for at in range(draw(st.integers(1, max_groups))):
+    for index in range(draw(st.integers(1, max_groups))):
         size = draw(st.sampled_from(list(page_sizes)))
         hosts_drafts, layout = draw(st.booleans()), draw(st.sampled_from(_LAYOUTS))
         window = draw(st.none() | st.integers(1, context)) if windows else None
@@ -171,7 +171,7 @@ def _ledger_configs(
             "sink": sink,
         }
         pages = _least_pages(config, facts) + draw(st.integers(0, spare_pages))
-        groups.append(Group(f"kv{at}", num_pages=pages, **facts))
+        groups.append(Group(f"kv{index}", num_pages=pages, **facts))
     return replace(config, groups=tuple(groups))
 
 
@@ -189,11 +189,11 @@ def _least_pages(config: LedgerConfig, facts: dict[str, Any]) -> int:
     if window is None:
         return width // size
     chunk = min(config.max_chunk or config.max_context_len, config.max_context_len)
-    ahead = max(chunk, _reserve(config, facts))
+    ahead_len = max(chunk, _reserve(config, facts))
     checkpoint = -(-(window - 1) // size) + 1 if config.sessions else 0
     sink: int = facts["sink"]
-    kept = -(-sink // size) + checkpoint
-    return min(width // size, -(-(window - 1 + ahead) // size) + 1 + kept)
+    kept_pages = -(-sink // size) + checkpoint
+    return min(width // size, -(-(window - 1 + ahead_len) // size) + 1 + kept_pages)
 
 
 def _reserve(config: LedgerConfig, facts: dict[str, Any]) -> int:

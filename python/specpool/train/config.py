@@ -73,11 +73,11 @@ class TrainConfig:
         if not self.data:
             raise ConfigError("data: no file is named")
         check_values(self)
-        _check_number("lr", self.lr, most=1.0)
+        _check_number("lr", self.lr, maximum=1.0)
         _check_number("epochs", self.epochs)
         _check_number("minutes", self.minutes)
         _check_number("checkpoint_minutes", self.checkpoint_minutes)
-        _check_number("held_out", self.held_out, most=0.5)
+        _check_number("held_out", self.held_out, maximum=0.5)
         if not 0 <= self.temperature <= 100:
             raise ConfigError(f"temperature must be in [0, 100], got {shown(self.temperature)}")
 
@@ -94,7 +94,7 @@ class TrainConfig:
         return {name: getattr(self, name) for name in [*names.split(), "seed", "dtype"]}
 
 
-def _check_number(name: str, value: float | None, *, most: float = math.inf) -> None:
-    if (value is not None and not 0 < value <= most) or value == math.inf:
-        allowed = "above 0" if most == math.inf else f"in (0, {most:g}]"
+def _check_number(name: str, value: float | None, *, maximum: float = math.inf) -> None:
+    if (value is not None and not 0 < value <= maximum) or value == math.inf:
+        allowed = "above 0" if maximum == math.inf else f"in (0, {maximum:g}]"
         raise ConfigError(f"{name} must be a number {allowed}, got {shown(value)}")

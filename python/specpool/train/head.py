@@ -92,7 +92,7 @@ class NewHead:
     Attributes:
         config: its config.json.
         feature_layers: the target's layers whose inputs are the features.
-        kept: int64 [Vd], ascending: the target's ids of the draft vocabulary.
+        draft_ids: int64 [Vd], ascending: the target's ids of the draft vocabulary.
         scale: float32 [f], the size of each channel of the features.
         weights: what training changes: float32 leaves, under the normal names of the checkpoint.
     """
@@ -101,31 +101,31 @@ class NewHead:
         self,
         target: TargetModel,
         config: Mapping[str, Any],
-        kept: Tensor,
+        draft_ids: Tensor,
         scale: Tensor,
         weights: Mapping[str, Tensor],
     ) -> None:
         """Take the weights of a head for `target`; see `random` and the attributes."""
-        self.config, self.kept, self.scale = dict(config), kept, scale
+        self.config, self.draft_ids, self.scale = dict(config), draft_ids, scale
         self.feature_layers: tuple[int, ...] = tuple(config["eagle_aux_hidden_state_layer_ids"])
-        self.weights = {name: one.detach().requires_grad_() for name, one in weights.items()}
+        self.weights = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
         self._target = target
         self._embedding = target.embedding_weight.detach()
 
     @classmethod
     def random(
-        cls, target: TargetModel, kept: Tensor, features: Tensor, hidden: Tensor, seed: int
+        cls, target: TargetModel, draft_ids: Tensor, features: Tensor, hidden: Tensor, seed: int
     ) -> NewHead:
         """Return a head that knows nothing, except for the target's output matrix.
 
         Args:
             target: the target.
-            kept: int64 [Vd], the target's ids of the draft vocabulary.
+            draft_ids: int64 [Vd], the target's ids of the draft vocabulary.
             features: [n, f], features of some tokens; they give `scale`.
             hidden: [n, h], the same tokens' hidden states after the final norm.
             seed: of the random weights.
         """
-        config = config_of(target, len(kept))
+        config = config_of(target, len(draft_ids))
         h, inner = config["hidden_size"], config["intermediate_size"]
         heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         q_size, kv_size = heads * config["head_dim"], kv_heads * config["head_dim"]
@@ -154,19 +154,21 @@ class NewHead:
         # The output begins as the target's: its rows, for states as large as the target's are.
         # Factors of the target's logits become a part of the matrix.
         with torch.no_grad():
-            table = target.lm_head_weight.detach()[kept].float()
+            table = target.lm_head_weight.detach()[draft_ids].float()
             plain = hidden.float() @ table.T
-            factor = _rms(target.compute_logits(hidden)[:, kept]) / _rms(plain)
+            factor = _rms(target.compute_logits(hidden)[:, draft_ids]) / _rms(plain)
         weights["norm.weight"] = torch.full((h,), _rms(hidden))
         weights["lm_head.weight"] = table * factor
-        weights = {name: one.to(target.device) for name, one in weights.items()}
-        return cls(target, config, kept, scale, weights)
+        weights = {name: weight.to(target.device) for name, weight in weights.items()}
+        return cls(target, config, draft_ids, scale, weights)
 
     def published(self) -> dict[str, Tensor]:
         """Return the tensors of the checkpoint under their normal names, float32."""
         tensors = {**self.weights, "fc.weight": self.weights["fc.weight"] / self.scale}
-        if len(self.kept) != self.config["vocab_size"]:
-            tensors["d2t"] = self.kept - torch.arange(len(self.kept), device=self.kept.device)
+        if len(self.draft_ids) != self.config["vocab_size"]:
+            tensors["d2t"] = self.draft_ids - torch.arange(
+                len(self.draft_ids), device=self.draft_ids.device
+            )
         return tensors
 
     def assemble(self, num_positions: int) -> EagleHead:
@@ -200,15 +202,15 @@ class NewHead:
             name = name.replace("layers.0.", "midlayer.")
             tensors[name] = tensor.detach().to("cpu", kind).contiguous()
         if "d2t" in tensors:
-            known = torch.zeros(self.config["vocab_size"], dtype=torch.bool)
-            known[self.kept.cpu()] = True
-            tensors["t2d"] = known
-        beside = folder / f".{WEIGHTS}.{os.getpid()}"
+            is_draft_token = torch.zeros(self.config["vocab_size"], dtype=torch.bool)
+            is_draft_token[self.draft_ids.cpu()] = True
+            tensors["t2d"] = is_draft_token
+        temporary = folder / f".{WEIGHTS}.{os.getpid()}"
         # Not `save_file`, which makes files that only their owner may read.
-        beside.write_bytes(save(tensors, metadata={"format": "pt"}))
-        beside.replace(folder / WEIGHTS)
-        beside.write_text(json.dumps(self.config, indent=1) + "\n", encoding="utf-8")
-        beside.replace(folder / "config.json")
+        temporary.write_bytes(save(tensors, metadata={"format": "pt"}))
+        temporary.replace(folder / WEIGHTS)
+        temporary.write_text(json.dumps(self.config, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(folder / "config.json")
 
 
 def check_target(target: TargetModel) -> None:

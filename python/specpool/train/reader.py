@@ -118,29 +118,33 @@ class TargetReader:
         )
         tokens = torch.from_numpy(np.concatenate([text.tokens for text in texts])).to(device)
         self.target.capture(self._feature_layers)
-        none = torch.empty(0, dtype=torch.int64, device=device)
-        output = self.target.forward(tokens.long(), lanes.positions, batch, none)
+        no_logits = torch.empty(0, dtype=torch.int64, device=device)
+        output = self.target.forward(tokens.long(), lanes.positions, batch, no_logits)
         assert output.features is not None
         # Copies, because a tensor of inference mode cannot take part in a backward pass.
         return output.features.clone(), output.hidden.clone()
 
     @torch.no_grad()
-    def read(self, texts: Sequence[Text], kept: Tensor) -> TargetReading:
-        """Return what a head learns from texts; `kept` int64 [Vd] are the draft vocabulary's ids.
+    def read(self, texts: Sequence[Text], draft_ids: Tensor) -> TargetReading:
+        """Return what a head learns from texts.
+
+        Args:
+            texts: at most `batch_size` of at most `length` tokens.
+            draft_ids: int64 [Vd], the target's ids of the draft vocabulary.
 
         Cost: one forward of the target, and logits of all tokens.
         """
         features, hidden = self.forward(texts)
         device, lens = hidden.device, [len(text.tokens) for text in texts]
         starts = np.cumsum([0, *lens[:-1]])
-        most = max(lens) - 1
+        num_entries = max(lens) - 1
         entries, positions, follow = [], [], []
         for lane, (text, start) in enumerate(zip(texts, starts, strict=True)):
-            at = np.flatnonzero(text.learned[1:])
-            entries.append(lane * most + at)
-            positions.append(start + 1 + at)
-            follow.append(np.append(text.tokens, -1)[at + 2])  # -1: the text ends
-        where, predicting, targets = (
+            learned = np.flatnonzero(text.learned[1:])
+            entries.append(lane * num_entries + learned)
+            positions.append(start + 1 + learned)
+            follow.append(np.append(text.tokens, -1)[learned + 2])  # -1: the text ends
+        entry_index, predicting, targets = (
             torch.from_numpy(np.concatenate(parts)).long().to(device)
             for parts in (entries, positions, follow)
         )
@@ -149,16 +153,16 @@ class TargetReader:
         for block, next_token in blocks:
             logits = self.target.compute_logits(hidden[block]).float()
             best.append(logits.argmax(-1))
-            wanted.append(logits[:, kept].softmax(-1))
-            known = next_token >= 0
-            losses = F.cross_entropy(logits[known], next_token[known], reduction="sum")
-            loss, count = loss + float(losses), count + int(known.sum())
+            wanted.append(logits[:, draft_ids].softmax(-1))
+            has_next = next_token >= 0
+            losses = F.cross_entropy(logits[has_next], next_token[has_next], reduction="sum")
+            loss, count = loss + float(losses), count + int(has_next.sum())
         tokens = [torch.from_numpy(text.tokens[1:]).long() for text in texts]
         parts = [part[:-1] for part in torch.split(features, lens)]
         return TargetReading(
             tokens=pad_sequence(tokens, batch_first=True).to(device),
             features=pad_sequence(parts, batch_first=True),
-            entries=where,
+            entries=entry_index,
             wanted=torch.cat(wanted),
             best=torch.cat(best),
             loss=loss,

@@ -1,4 +1,4 @@
-"""`Checkpoint`: the state of a training on disk, beside the head that it makes.
+"""`Checkpoint`: the state of a training on disk, temporary the head that it makes.
 
     HEAD/config.json, HEAD/model.safetensors    the head, as engines load it
     HEAD/training/texts.safetensors             the texts in tokens, written once
@@ -50,12 +50,14 @@ class Checkpoint:
         from safetensors.torch import save_file
 
         path = out / _FOLDER / _STATE
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         counts = {"step": self.step, "seconds": self.seconds, "cpu_seconds": self.cpu_seconds}
-        about = json.dumps({**counts, "settings": dict(self.settings)})
-        tensors = {name: one.detach().cpu().contiguous() for name, one in self.tensors.items()}
-        save_file(tensors, beside, metadata={"training": about})
-        beside.replace(path)
+        metadata = json.dumps({**counts, "settings": dict(self.settings)})
+        tensors = {
+            name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()
+        }
+        save_file(tensors, temporary, metadata={"training": metadata})
+        temporary.replace(path)
 
     @classmethod
     def load(cls, out: Path) -> Checkpoint:
@@ -69,10 +71,10 @@ class Checkpoint:
         path = out / _FOLDER / _STATE
         with reading(f"{path} is not a training's state"):
             with safe_open(path, "pt") as file:
-                about = json.loads(file.metadata()["training"])
+                metadata = json.loads(file.metadata()["training"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
-            counts = about["step"], about["seconds"], about["cpu_seconds"]
-            return cls(tensors, about["settings"], *counts)
+            counts = metadata["step"], metadata["seconds"], metadata["cpu_seconds"]
+            return cls(tensors, metadata["settings"], *counts)
 
 
 def check_folder(out: Path, *, resume: bool) -> None:
@@ -92,25 +94,25 @@ def check_folder(out: Path, *, resume: bool) -> None:
     if holds_state:
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        what = "is a file" if not out.is_dir() else "is not empty, and holds no training"
-        raise ConfigError(f"out: {out} {what}: give a new folder")
+        state = "is a file" if not out.is_dir() else "is not empty, and holds no training"
+        raise ConfigError(f"out: {out} {state}: give a new folder")
     if not out.exists() and not out.absolute().parent.is_dir():
         raise ConfigError(f"out: there is no folder {out.absolute().parent}")
 
 
-def check_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume a training with other settings.
+def check_settings(old: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to resume a training if its settings differ from the `old` ones.
 
     Raises:
         ConfigError: a setting differs; the message has both values.
     """
     for name, value in now.items():
-        if before.get(name) != value:
-            what = {"data_digest": "the data's content", "target_digest": "the target"}.get(name)
-            told = f"{name} was {before.get(name)}, and is {value} now"
+        if old.get(name) != value:
+            subject = {"data_digest": "the data's content", "target_digest": "the target"}.get(name)
+            values = f"{name} was {old.get(name)}, and is {value} now"
+            change = f"{subject} has changed" if subject else values
             raise ConfigError(
-                f"cannot resume: {f'{what} has changed' if what else told}; give what the training "
-                "began with, or another --out"
+                f"cannot resume: {change}; give what the training began with, or another --out"
             )
 
 
@@ -120,9 +122,9 @@ def save_texts(out: Path, texts: list[Text], num_held_out: int) -> None:
 
     folder = out / _FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    beside = folder / f".{_TEXTS}.{os.getpid()}"
-    save_file({"num_held_out": np.array(num_held_out), **pack(texts)}, beside)
-    beside.replace(folder / _TEXTS)
+    temporary = folder / f".{_TEXTS}.{os.getpid()}"
+    save_file({"num_held_out": np.array(num_held_out), **pack(texts)}, temporary)
+    temporary.replace(folder / _TEXTS)
 
 
 def load_texts(out: Path) -> tuple[list[Text], int]:

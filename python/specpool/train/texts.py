@@ -60,13 +60,13 @@ class Row:
     """A text of the user's files, before it is tokenized.
 
     Attributes:
-        place: the file and the line, for errors.
+        source: the file and the line, for errors.
         prompt: a text, token ids, or the messages of a chat.
-        answer: what follows the prompt; None = the target is asked.
+        answer: what follows the prompt; None if the target is asked.
         is_plain: the prompt is text to learn, and nothing is asked.
     """
 
-    place: str
+    source: str
     prompt: Prompt
     answer: str | None = None
     is_plain: bool = False
@@ -119,54 +119,56 @@ def _json_rows(path: Path, text: str) -> Iterator[Row]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        place = f"{path}, line {number}"
+        source = f"{path}, line {number}"
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{place} is not JSON: {error}") from None
-        yield from _rows_of(place, value)
+            raise ConfigError(f"{source} is not JSON: {error}") from None
+        yield from _rows_of(source, value)
 
 
-def _rows_of(place: str, value: Any) -> Iterator[Row]:
+def _rows_of(source: str, value: Any) -> Iterator[Row]:
     keys = tuple(sorted(value, reverse=True)) if isinstance(value, dict) else ()
     if keys not in _KEYS:
         forms = " or ".join(" and ".join(map(repr, names)) for names in _KEYS)
-        got = f"the keys {', '.join(map(shown, keys)):.200}" if keys else shown(value)
-        raise ConfigError(f"{place} must be an object with {forms}, and no other keys, got {got}")
+        description = f"the keys {', '.join(map(shown, keys)):.200}" if keys else shown(value)
+        raise ConfigError(
+            f"{source} must be an object with {forms}, and no other keys, got {description}"
+        )
     for key in ("text", "completion"):
         if key in value and not isinstance(value[key], str):
-            raise ConfigError(f"{place}: {key!r} must be a string, got {shown(value[key])}")
+            raise ConfigError(f"{source}: {key!r} must be a string, got {shown(value[key])}")
     if "text" in value:
-        yield Row(place, value["text"], is_plain=True)
+        yield Row(source, value["text"], is_plain=True)
     elif "prompt" in value:
         prompt = value["prompt"]
-        is_ids = isinstance(prompt, list) and all(type(one) is int for one in prompt)
+        is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
         if not prompt or not (isinstance(prompt, str) or is_ids):
             raise ConfigError(
-                f"{place}: 'prompt' must be a text or a list of token ids, got {shown(prompt)}"
+                f"{source}: 'prompt' must be a text or a list of token ids, got {shown(prompt)}"
             )
-        yield Row(place, prompt, value.get("completion"))
+        yield Row(source, prompt, value.get("completion"))
     else:
-        yield from _turns(place, value["messages"])
+        yield from _turns(source, value["messages"])
 
 
-def _turns(place: str, messages: Any) -> Iterator[Row]:
+def _turns(source: str, messages: Any) -> Iterator[Row]:
     """Yield a row for each answer of a chat; if a user speaks last, the chat is a prompt."""
     if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{place}: 'messages' must be a list of messages, got {shown(messages)}")
+        raise ConfigError(f"{source}: 'messages' must be a list of messages, got {shown(messages)}")
     for message in messages:
         if not isinstance(message, dict) or not all(
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
             raise ConfigError(
-                f"{place}: a message needs strings as 'role' and 'content', got {shown(message)}"
+                f"{source}: a message needs strings as 'role' and 'content', got {shown(message)}"
             )
     if messages[-1]["role"] != "assistant":
-        yield Row(place, messages)
+        yield Row(source, messages)
         return
-    for at, message in enumerate(messages):
-        if message["role"] == "assistant" and at:
-            yield Row(place, messages[:at], message["content"])
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant" and index:
+            yield Row(source, messages[:index], message["content"])
 
 
 class TextTokenizer:
@@ -191,11 +193,11 @@ class TextTokenizer:
         try:
             ids = self._texts.encode(0, row.prompt)
         except ConfigError as error:
-            raise ConfigError(f"{row.place}: {error}") from None
+            raise ConfigError(f"{row.source}: {error}") from None
         for token in ids:
             if not 0 <= token < self._vocab_size:
                 raise ConfigError(
-                    f"{row.place}: token id {token} is outside the vocabulary [0, "
+                    f"{row.source}: token id {token} is outside the vocabulary [0, "
                     f"{self._vocab_size})"
                 )
         return ids
@@ -204,18 +206,18 @@ class TextTokenizer:
         """Yield the texts of a plain row: pieces of it, each begun as the tokenizer begins one."""
         assert isinstance(row.prompt, str)
         begin = self._texts.encode(0, "") if self._tokenizer is not None else []
-        size, left = self._length - len(begin), np.empty(0, np.int32)
+        size, rest_ids = self._length - len(begin), np.empty(0, np.int32)
         for piece in _pieces(row.prompt):
             try:
                 ids = self._texts.encode(0, piece, adds_special=False)
             except ConfigError as error:
-                raise ConfigError(f"{row.place}: {error}") from None
-            left = np.append(left, np.array(ids, np.int32))
-            while len(left) >= size:
-                yield _plain_text(begin, left[:size])
-                left = left[size:]
-        if len(left) + len(begin) >= LEAST_TOKENS:
-            yield _plain_text(begin, left)
+                raise ConfigError(f"{row.source}: {error}") from None
+            rest_ids = np.append(rest_ids, np.array(ids, np.int32))
+            while len(rest_ids) >= size:
+                yield _plain_text(begin, rest_ids[:size])
+                rest_ids = rest_ids[size:]
+        if len(rest_ids) + len(begin) >= LEAST_TOKENS:
+            yield _plain_text(begin, rest_ids)
 
     def answered(self, row: Row) -> Text | None:
         """Return the text of a row with an answer; see `joined`."""

@@ -53,17 +53,17 @@ _ANSWERING, _PROMPTS_AT_ONCE = 8, 64
 
 
 class Watcher(Protocol):
-    """Whoever watches a training: it shows how far it is, and may ask it to stop."""
+    """Watches a training: shows its progress, and may ask it to stop."""
 
     @property
     def stop(self) -> bool:
         """Whether the training should write a checkpoint and end."""
 
-    def begin(self, what: str, total: float) -> None:
+    def begin(self, task: str, total: float) -> None:
         """Note that a part of the work begins, of `total` units."""
 
-    def at(self, done: float, note: str) -> None:
-        """Note that `done` units of it are done."""
+    def advance(self, num_done: float, note: str) -> None:
+        """Note that `num_done` units of it are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def train(config: TrainConfig, rows: TextRows, watcher: Watcher) -> TrainReport:
     Args:
         config: the options.
         rows: what `read_rows` returned for `config.data`.
-        watcher: is told how far the work is, and may stop it.
+        watcher: shows the progress, and may stop the work.
 
     Raises:
         ConfigError: the target has no head of this kind, the data is too little, the folder must
@@ -208,7 +208,7 @@ class _Training:
                 questions.append(tokens.prompt(row))
             else:
                 self._keep(texts, tokens.answered(row))
-            self._watcher.at(number + 1, f"{len(texts)} texts")
+            self._watcher.advance(number + 1, f"{len(texts)} texts")
         for prompt, answer in self._answers(questions):
             self._keep(texts, tokens.joined(prompt, answer))
         num_held_out = max(LEAST_HELD_OUT, round(config.held_out * len(texts)))
@@ -233,54 +233,56 @@ class _Training:
         """Yield each prompt that leaves room for an answer, with the target's answer."""
         config = self._config
         room = config.length - LEAST_ANSWER
-        asked = [prompt for prompt in prompts if 0 < len(prompt) <= room]
-        self._num_left_out += len(prompts) - len(asked)
-        if not asked:
+        fitting = [prompt for prompt in prompts if 0 < len(prompt) <= room]
+        self._num_left_out += len(prompts) - len(fitting)
+        if not fitting:
             return
         engine = Engine(
             self._target,
             config=EngineConfig(max_batch=_ANSWERING, max_context_len=config.length + 1),
         )
-        self._watcher.begin("asking the target", len(asked))
-        for start in range(0, len(asked), _PROMPTS_AT_ONCE):
+        self._watcher.begin("asking the target", len(fitting))
+        for start in range(0, len(fitting), _PROMPTS_AT_ONCE):
             if self._watcher.stop:
                 raise KeyboardInterrupt
-            some = asked[start : start + _PROMPTS_AT_ONCE]
+            batch = fitting[start : start + _PROMPTS_AT_ONCE]
             params = [
                 SamplingParams(
                     max_new_tokens=min(config.new_tokens, config.length - len(prompt)),
                     temperature=config.temperature,
                     seed=config.seed + start + i,
                 )
-                for i, prompt in enumerate(some)
+                for i, prompt in enumerate(batch)
             ]
             for prompt, output in zip(
-                some, engine.generate(some, params, progress=False), strict=True
+                batch, engine.generate(batch, params, progress=False), strict=True
             ):
                 yield prompt, output.token_ids
-            self._watcher.at(start + len(some), "")
+            self._watcher.advance(start + len(batch), "")
 
     def _begin(self, begun: Checkpoint | None) -> None:
         """Make the head and the optimizer, new or as they were."""
         config, target = self._config, self._target
         if begun is None:
-            kept = self._frequent_tokens()
-            some = self._train_on[: config.batch_size]
-            features, hidden = self._reader.forward(some)
-            # The first token of a text often has features of a size of its own.
-            firsts = np.cumsum([0, *(len(text.tokens) for text in some)])[:-1]
-            rest = torch.ones(len(features), dtype=torch.bool)
-            rest[torch.from_numpy(firsts)] = False
-            rest = rest.to(target.device)
-            self._head = NewHead.random(target, kept, features[rest], hidden[rest], config.seed)
+            draft_ids = self._frequent_tokens()
+            texts = self._train_on[: config.batch_size]
+            features, hidden = self._reader.forward(texts)
+            # The features of a text's first token often differ in size from all others.
+            firsts = np.cumsum([0, *(len(text.tokens) for text in texts)])[:-1]
+            not_first = torch.ones(len(features), dtype=torch.bool)
+            not_first[torch.from_numpy(firsts)] = False
+            not_first = not_first.to(target.device)
+            self._head = NewHead.random(
+                target, draft_ids, features[not_first], hidden[not_first], config.seed
+            )
             self._step, self._seconds, self._cpu_seconds = 0, 0.0, 0.0
         else:
-            held = {name: one.to(target.device) for name, one in begun.tensors.items()}
+            held = {name: tensor.to(target.device) for name, tensor in begun.tensors.items()}
             names = [name for name in held if name.startswith("weight.")]
             weights = {name.removeprefix("weight."): held[name] for name in names}
-            kept = held["kept"]
-            raw = config_of(target, len(kept))
-            self._head = NewHead(target, raw, kept, held["scale"], weights)
+            draft_ids = held["kept"]
+            raw = config_of(target, len(draft_ids))
+            self._head = NewHead(target, raw, draft_ids, held["scale"], weights)
             self._step = begun.step
             self._seconds, self._cpu_seconds = begun.seconds, begun.cpu_seconds
         self._lr = config.lr or min(4e-3, 0.512 / target.hidden_size)
@@ -305,8 +307,8 @@ class _Training:
         for text in self._train_on:
             counts += np.bincount(text.tokens[text.learned], minlength=vocab_size)
         size = min(self._config.draft_vocab_size, vocab_size)
-        kept = np.sort(np.argsort(-counts, kind="stable")[:size])
-        return torch.from_numpy(kept).to(self._target.device)
+        draft_ids = np.sort(np.argsort(-counts, kind="stable")[:size])
+        return torch.from_numpy(draft_ids).to(self._target.device)
 
     def _steps(self) -> bool:
         """Take steps until the training's end; return False if the watcher stopped it first."""
@@ -323,15 +325,15 @@ class _Training:
         batches: list[list[Text]] = []
         epoch = -1
         while True:
-            done = max(self._step / total, self._seconds / limit)
-            if done >= 1 or watcher.stop:
-                return done >= 1
+            share = max(self._step / total, self._seconds / limit)
+            if share >= 1 or watcher.stop:
+                return share >= 1
             began, cpu_began = time.perf_counter(), time.process_time()
             if self._step // steps_per_epoch != epoch:
                 epoch = self._step // steps_per_epoch
                 batches = self._batches(epoch)
             texts = batches[self._step % steps_per_epoch]
-            loss = self._take_step(self._reader.read(texts, self._head.kept), done)
+            loss = self._take_step(self._reader.read(texts, self._head.draft_ids), share)
             if not math.isfinite(loss):
                 raise ConfigError(
                     f"training has diverged at step {self._step}: the loss is {loss}; give a lr "
@@ -341,8 +343,8 @@ class _Training:
             self._seconds += time.perf_counter() - began
             self._cpu_seconds += time.process_time() - cpu_began
             average = loss if math.isnan(average) else 0.95 * average + 0.05 * loss
-            done = min(1.0, max(self._step / total, self._seconds / limit))
-            watcher.at(done, f"step {self._step}, loss {average:.3f}")
+            share = min(1.0, max(self._step / total, self._seconds / limit))
+            watcher.advance(share, f"step {self._step}, loss {average:.3f}")
             if self._seconds - saved_at >= 60 * config.checkpoint_minutes:
                 self._save()
                 saved_at = self._seconds
@@ -355,20 +357,22 @@ class _Training:
         wide = size * _SORTED_BATCHES
         order = [
             i
-            for at in range(0, len(order), wide)
-            for i in sorted(order[at : at + wide], key=lambda i: len(texts[i].tokens))
+            for start in range(0, len(order), wide)
+            for i in sorted(order[start : start + wide], key=lambda i: len(texts[i].tokens))
         ]
-        batches = [[texts[i] for i in order[at : at + size]] for at in range(0, len(order), size)]
+        batches = [
+            [texts[i] for i in order[start : start + size]] for start in range(0, len(order), size)
+        ]
         return [batches[i] for i in rng.permutation(len(batches))]
 
-    def _take_step(self, reading: TargetReading, done: float) -> float:
-        """Take one step of the optimizer at the share `done` of the training; return the loss."""
+    def _take_step(self, reading: TargetReading, share: float) -> float:
+        """Take one step of the optimizer when `share` of the training is over; return the loss."""
         rate = min(1.0, (self._step + 1) / _WARM_UP_STEPS)
-        if done > _HELD:
-            rate *= max(_LAST, (1 - done) / (1 - _HELD))
+        if share > _HELD:
+            rate *= max(_LAST, (1 - share) / (1 - _HELD))
         self._optimizer.param_groups[0]["lr"] = self._lr * rate
         head = self._head.assemble(reading.tokens.shape[1])
-        result = unroll(head, reading, self._head.kept, self._config.unroll)
+        result = unroll(head, reading, self._head.draft_ids, self._config.unroll)
         self._optimizer.zero_grad()
         torch.autograd.backward(result.loss)
         torch.nn.utils.clip_grad_norm_(self._head.weights.values(), _MOST_NORM)
@@ -378,31 +382,33 @@ class _Training:
     @torch.no_grad()
     def _evaluate(self) -> HeldOut:
         """Return the figures over the held-out texts."""
-        size, kept = self._config.batch_size, self._head.kept
+        size, draft_ids = self._config.batch_size, self._head.draft_ids
         texts = sorted(self._held_out, key=lambda text: len(text.tokens))
         results: list[Unrolled] = []
         loss, count = 0.0, 0
         self._watcher.begin("measuring the held-out loss", len(texts))
-        for at in range(0, len(texts), size):
-            reading = self._reader.read(texts[at : at + size], kept)
+        for start in range(0, len(texts), size):
+            reading = self._reader.read(texts[start : start + size], draft_ids)
             head = self._head.assemble(reading.tokens.shape[1])
-            results.append(unroll(head, reading, kept, self._config.unroll))
+            results.append(unroll(head, reading, draft_ids, self._config.unroll))
             loss, count = loss + reading.loss, count + reading.num_losses
-            self._watcher.at(at + size, "")
+            self._watcher.advance(start + size, "")
         agreeing, drafted = (
             torch.stack(counts).sum(0)
-            for counts in zip(*((one.agreeing, one.drafted) for one in results), strict=True)
+            for counts in zip(
+                *((result.agreeing, result.drafted) for result in results), strict=True
+            )
         )
         return HeldOut(
             target_loss=loss / max(1, count),
-            head_loss=sum(float(one.loss) for one in results) / len(results),
+            head_loss=sum(float(result.loss) for result in results) / len(results),
             agreement=(agreeing / drafted).tolist(),
         )
 
     def _save(self) -> None:
         """Write the head and the state."""
         head, optimizer = self._head, self._optimizer
-        tensors = {"kept": head.kept, "scale": head.scale}
+        tensors = {"kept": head.draft_ids, "scale": head.scale}
         for name, weight in head.weights.items():
             state = optimizer.state.get(weight) or {
                 "exp_avg": torch.zeros_like(weight),
@@ -428,7 +434,7 @@ class _Training:
             num_texts=len(self._train_on),
             num_held_out=len(self._held_out),
             num_left_out=self._num_left_out,
-            num_parameters=sum(one.numel() for one in self._head.weights.values()),
+            num_parameters=sum(weight.numel() for weight in self._head.weights.values()),
             steps=self._step,
             epochs=self._step / steps_per_epoch,
             seconds=self._seconds,
@@ -452,9 +458,11 @@ def _check_config(config: Any) -> None:
 
 def _check_length(config: TrainConfig, target: TargetModel) -> None:
     # The reader's rows have room for one token more than a text has.
-    most = target.max_context_len - 1
-    if config.length > most:
-        raise ConfigError(f"length must be at most {most} for this target, got {config.length}")
+    max_length = target.max_context_len - 1
+    if config.length > max_length:
+        raise ConfigError(
+            f"length must be at most {max_length} for this target, got {config.length}"
+        )
 
 
 def _digest(folder: TargetFolder) -> str:

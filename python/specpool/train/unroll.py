@@ -39,7 +39,7 @@ class Unrolled:
     drafted: Tensor
 
 
-def unroll(head: EagleHead, reading: TargetReading, kept: Tensor, num_steps: int) -> Unrolled:
+def unroll(head: EagleHead, reading: TargetReading, draft_ids: Tensor, num_steps: int) -> Unrolled:
     """Return the loss of `num_steps` draft steps at all entries of a batch.
 
     The target's likeliest token may be outside the draft vocabulary. Such an entry has no loss, and
@@ -48,18 +48,20 @@ def unroll(head: EagleHead, reading: TargetReading, kept: Tensor, num_steps: int
     Args:
         head: the head, differentiable.
         reading: the batch, [B, n] entries.
-        kept: int64 [Vd], the target's ids of the draft vocabulary.
+        draft_ids: int64 [Vd], the target's ids of the draft vocabulary.
         num_steps: S, at least 1.
     """
     places = reading.entries % reading.tokens.shape[1]
-    can_draft = torch.isin(reading.best, kept)
+    can_draft = torch.isin(reading.best, draft_ids)
     losses, weights = [], []
     agreeing, drafted = [], []
     for step, out in enumerate(draft_steps(head, reading, num_steps)):
         counts = places >= step  # earlier entries have no chain of this length behind them
-        entries, best, learns = (of[counts] for of in (reading.entries, reading.best, can_draft))
+        entries, best, learns = (
+            array[counts] for array in (reading.entries, reading.best, can_draft)
+        )
         logits = head.logits(out.index_select(0, entries)).float()
-        agreeing.append((kept[logits.detach().argmax(-1)] == best).sum())
+        agreeing.append((draft_ids[logits.detach().argmax(-1)] == best).sum())
         drafted.append(counts.sum())
         cross_entropy = -(reading.wanted[counts] * logits.log_softmax(-1)).sum(-1)
         losses.append((cross_entropy * learns).sum() / learns.sum().clamp(min=1))
@@ -125,6 +127,6 @@ class _ChainAttention:
         return out
 
 
-def _shift(x: Tensor, by: int) -> Tensor:
-    """Return x [B, H, n, D] with entry i - `by` at entry i, and zeros before."""
-    return F.pad(x, (0, 0, by, 0))[:, :, : x.shape[2]] if by else x
+def _shift(x: Tensor, distance: int) -> Tensor:
+    """Return x [B, H, n, D] with entry i - `distance` at entry i, and zeros before."""
+    return F.pad(x, (0, 0, distance, 0))[:, :, : x.shape[2]] if distance else x

@@ -30,13 +30,13 @@ impl<T> Table<T> {
     /// Keeps a thing and returns its handle, which is never 0.
     pub(crate) fn insert(&self, value: T) -> u64 {
         let mut slots = self.slots();
-        let place = Some(Arc::new(Mutex::new(value)));
+        let cell = Some(Arc::new(Mutex::new(value)));
         // A slot whose count is used up stays empty.
-        let slot = if let Some(slot) = slots.iter().position(|(uses, place)| place.is_none() && *uses < u32::MAX) {
-            slots[slot] = (slots[slot].0 + 1, place);
+        let slot = if let Some(slot) = slots.iter().position(|(uses, cell)| cell.is_none() && *uses < u32::MAX) {
+            slots[slot] = (slots[slot].0 + 1, cell);
             slot
         } else {
-            slots.push((1, place));
+            slots.push((1, cell));
             slots.len() - 1
         };
         u64::from(slots[slot].0) << 32 | slot as u64
@@ -45,22 +45,22 @@ impl<T> Table<T> {
     fn find(&self, handle: u64) -> Outcome<Place<T>> {
         let (uses, slot) = ((handle >> 32) as u32, handle as u32 as usize);
         match self.slots().get(slot) {
-            Some((now, Some(place))) if *now == uses => Ok(Arc::clone(place)),
+            Some((now, Some(cell))) if *now == uses => Ok(Arc::clone(cell)),
             _ => Err(bad_handle::<T>(handle)),
         }
     }
 
     /// Destroys the thing behind a handle, also a poisoned one. It must not be in a call.
     pub(crate) fn remove(&self, handle: u64) -> Outcome {
-        let place = self.find(handle)?;
-        let lock = match lock(&place) {
+        let cell = self.find(handle)?;
+        let lock = match lock(&cell) {
             Err(Refusal::Here(Status::SpecpoolCorrupt, _)) => None,
             other => Some(other?),
         };
         let (slot, mut slots) = (handle as u32 as usize, self.slots());
         match slots.get_mut(slot) {
             // Another thread may have been faster.
-            Some((now, place)) if u64::from(*now) == handle >> 32 && place.is_some() => *place = None,
+            Some((now, cell)) if u64::from(*now) == handle >> 32 && cell.is_some() => *cell = None,
             _ => return Err(bad_handle::<T>(handle)),
         }
         drop(slots);
@@ -70,8 +70,8 @@ impl<T> Table<T> {
 
     /// Runs a call on the thing behind a handle.
     pub(crate) fn with<R>(&self, handle: u64, call: impl FnOnce(&mut T) -> Outcome<R>) -> Outcome<R> {
-        let place = self.find(handle)?;
-        let mut lock = lock(&place)?;
+        let cell = self.find(handle)?;
+        let mut lock = lock(&cell)?;
         call(&mut lock)
     }
 }
@@ -81,8 +81,8 @@ fn bad_handle<T>(handle: u64) -> Refusal {
     Refusal::Here(Status::SpecpoolBadHandle, format!("{handle:#x} is no handle of a {kind}, or it was destroyed"))
 }
 
-fn lock<T>(place: &Place<T>) -> Outcome<MutexGuard<'_, T>> {
-    match place.try_lock() {
+fn lock<T>(cell: &Place<T>) -> Outcome<MutexGuard<'_, T>> {
+    match cell.try_lock() {
         Ok(lock) => Ok(lock),
         Err(TryLockError::WouldBlock) => {
             let why = "another thread is inside a call of this handle: one call at a time";
@@ -133,15 +133,15 @@ mod tests {
         let new = table.insert(2);
         assert!(new != old && new as u32 == old as u32);
         assert_eq!(guard(|| table.with(old, |_| Ok(()))), Status::SpecpoolBadHandle);
-        let mut found = 0;
+        let mut value_seen = 0;
         assert_eq!(
             guard(|| table.with(new, |value| {
-                found = *value;
+                value_seen = *value;
                 Ok(())
             })),
             Status::SpecpoolOk
         );
-        assert_eq!(found, 2);
+        assert_eq!(value_seen, 2);
     }
 
     #[test]

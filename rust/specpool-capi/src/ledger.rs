@@ -198,11 +198,11 @@ unsafe fn settings(config: &LedgerSettings) -> Outcome<LedgerConfig> {
     let shapes = shapes.iter().map(|shape| Shape::new(shape.num_steps, shape.topk, shape.num_draft_tokens));
     let plain = LedgerConfig::new(groups, shapes.collect::<Result<_, _>>()?, config.num_rows, config.max_context_len);
     Ok(LedgerConfig {
-        max_batch: Some(config.max_batch).filter(|&most| most != 0),
+        max_batch: Some(config.max_batch).filter(|&limit| limit != 0),
         overlap_depth: config.overlap_depth,
         policy: if config.double_buffer { Policy::DoubleBuffer } else { Policy::Exact },
         draft_kv: config.draft_kv,
-        max_chunk: Some(config.max_chunk).filter(|&most| most != 0),
+        max_chunk: Some(config.max_chunk).filter(|&limit| limit != 0),
         sessions: config.sessions,
         page_fencing: config.page_fencing,
         digest: config.digest,

@@ -179,12 +179,12 @@ pub unsafe extern "C" fn specpool_pool_match(
         has_room("num_found", num_found, 1, 1)?;
         has_room("blocks", blocks, capacity, capacity)?;
         let (tokens, salt) = (read("tokens", tokens, num_tokens)?, read("salt", salt, salt_len)?);
-        let found = POOLS.with(pool.id, |pool| {
-            let most = capacity.saturating_mul(pool.config().block_size as usize);
-            Ok(pool.match_prefix(tokens, salt, Some(num_tokens.min(most)))?)
+        let matched = POOLS.with(pool.id, |pool| {
+            let max_tokens = capacity.saturating_mul(pool.config().block_size as usize);
+            Ok(pool.match_prefix(tokens, salt, Some(num_tokens.min(max_tokens)))?)
         })?;
-        write("blocks", &found, blocks, capacity)?;
-        put("num_found", found.len(), num_found)
+        write("blocks", &matched, blocks, capacity)?;
+        put("num_found", matched.len(), num_found)
     })
 }
 

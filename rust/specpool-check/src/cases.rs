@@ -239,16 +239,16 @@ fn moving() -> Vec<Case> {
 
 /// Failed forwards, rounds without draft KV, pending deltas as part of the state, and the upstream policy.
 fn others() -> Vec<Case> {
-    let one = |page_size| vec![group("kv", page_size, true, Layout::Holey, None)];
+    let kv_group = |page_size| vec![group("kv", page_size, true, Layout::Holey, None)];
     let chain = vec![shape(1, 1, 2)];
-    let mut alone = LedgerConfig::new(one(2), chain.clone(), 1, 3);
+    let mut alone = LedgerConfig::new(kv_group(2), chain.clone(), 1, 3);
     alone.overlap_depth = 1;
-    let mut failures = LedgerConfig::new(one(2), chain.clone(), 2, 3);
+    let mut failures = LedgerConfig::new(kv_group(2), chain.clone(), 2, 3);
     failures.overlap_depth = 1;
-    let behind = LedgerConfig::new(one(2), vec![], 1, 4);
+    let behind = LedgerConfig::new(kv_group(2), vec![], 1, 4);
     let no_draft_kv = LedgerConfig { draft_kv: false, ..alone.clone() };
-    let deltas = LedgerConfig::new(one(2), chain, 1, 3);
-    let mut upstream = LedgerConfig::new(one(2), vec![shape(2, 2, 3), shape(1, 1, 2)], 1, 3);
+    let deltas = LedgerConfig::new(kv_group(2), chain, 1, 3);
+    let mut upstream = LedgerConfig::new(kv_group(2), vec![shape(2, 2, 3), shape(1, 1, 2)], 1, 3);
     (upstream.overlap_depth, upstream.policy) = (1, Policy::DoubleBuffer);
     let plain = Alphabet::plain(&[1, 2], 2);
     let failing = Alphabet { failures: true, ..plain.clone() };

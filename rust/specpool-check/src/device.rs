@@ -213,10 +213,10 @@ impl Device {
                     column if column < run.first_column => continue,
                     column => run.pages[column - run.first_column + run.num_sinks],
                 };
-                let found = layer[page.at() * page_size + position % page_size];
-                if found != tag {
+                let written = layer[page.at() * page_size + position % page_size];
+                if written != tag {
                     return Err(format!(
-                        "position {position} of a prefix in group {group}, page {page:?}: token {found}, not {tag}"
+                        "position {position} of a prefix in group {group}, page {page:?}: token {written}, not {tag}"
                     ));
                 }
             }

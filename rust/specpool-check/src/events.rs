@@ -76,9 +76,9 @@ impl Alphabet {
             }
         }
         for prefix in ledger.prefixes() {
-            let most = ledger.prefix_len(prefix).unwrap_or(0);
+            let prefix_len = ledger.prefix_len(prefix).unwrap_or(0);
             if has_row {
-                ops.extend((1..=most).map(|len| Call::AdmitOn { prefix, length: Some(len) }));
+                ops.extend((1..=prefix_len).map(|len| Call::AdmitOn { prefix, length: Some(len) }));
             }
             ops.push(Call::ReleasePrefix { prefix });
         }
@@ -100,12 +100,12 @@ impl Alphabet {
     fn row_ops(&self, world: &World, row: i32, ops: &mut Vec<Call<'static>>) {
         let ledger = &world.ledger;
         let resolved = ledger.resolved_len()[row as usize];
-        let most = resolved + ledger.in_flight()[row as usize];
+        let end = resolved + ledger.in_flight()[row as usize];
         if self.trims {
-            ops.extend((0..=most).map(|length| Call::Trim { row, length }));
+            ops.extend((0..=end).map(|length| Call::Trim { row, length }));
         }
         if self.turns {
-            ops.extend((0..=most).map(|length| Call::EndTurn { row, length }));
+            ops.extend((0..=end).map(|length| Call::EndTurn { row, length }));
         }
         if self.forks && ledger.num_free_rows() > 0 {
             ops.push(Call::Fork { row });
@@ -203,8 +203,9 @@ impl Alphabet {
             if !flight.has_failed || device.plant == Some(Plant::SkipAbandon) {
                 let more = i32::from(device.plant == Some(Plant::ResolveMore));
                 let shapes = world.ledger.shapes();
-                let most = |lane: usize| shapes[flight.plan.shapes[lane] as usize].max_accept_len() as i32;
-                let accept_lens = ran.iter().enumerate().map(|(lane, &len)| (len + more).min(most(lane))).collect();
+                let max_accept_len = |lane: usize| shapes[flight.plan.shapes[lane] as usize].max_accept_len() as i32;
+                let accept_lens =
+                    ran.iter().enumerate().map(|(lane, &len)| (len + more).min(max_accept_len(lane))).collect();
                 ops.push(Call::Resolve { step: flight.plan.step, accept_lens });
             }
         }
@@ -225,7 +226,7 @@ impl Alphabet {
             return;
         }
         let plan = &flight.plan;
-        let most = |lane: usize| match plan.kind {
+        let max_accept_len = |lane: usize| match plan.kind {
             StepKind::Extend => 1,
             StepKind::Decode => world.ledger.shapes()[plan.shapes[lane] as usize].max_accept_len() as i32,
         };
@@ -233,7 +234,7 @@ impl Alphabet {
         for lane in 0..plan.num_lanes() {
             let longer = |lens: &Vec<i32>| {
                 let lens = lens.clone();
-                (1..=most(lane)).map(move |len| lens.iter().copied().chain([len]).collect())
+                (1..=max_accept_len(lane)).map(move |len| lens.iter().copied().chain([len]).collect())
             };
             all = all.iter().flat_map(longer).collect();
         }

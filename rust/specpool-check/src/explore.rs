@@ -121,8 +121,8 @@ struct Explorer<'a> {
 /// order of their distance from the empty ledger, so the trace to a broken law is a shortest one.
 ///
 /// # Errors
-/// The first broken law; more than `most` states of a case that has no limit of its own.
-pub fn explore(case: &Case, plant: Option<Plant>, most: u64) -> Result<Report, Box<Broken>> {
+/// The first broken law; more than `max_states` states of a case that has no limit of its own.
+pub fn explore(case: &Case, plant: Option<Plant>, max_states: u64) -> Result<Report, Box<Broken>> {
     let started = Instant::now();
     let mut explorer = Explorer {
         case,
@@ -146,8 +146,8 @@ pub fn explore(case: &Case, plant: Option<Plant>, most: u64) -> Result<Report, B
         if explorer.report.is_cut {
             break;
         }
-        if states > most {
-            return Err(broken(format!("more than {most} states"), Vec::new(), states));
+        if states > max_states {
+            return Err(broken(format!("more than {max_states} states"), Vec::new(), states));
         }
     }
     explorer.check_minimal().map_err(|fault| broken(fault, Vec::new(), explorer.report.states))?;
@@ -171,8 +171,8 @@ impl Explorer<'_> {
         let events = self.case.alphabet.events(world);
         let mut next = world.clone();
         let (mut settles, mut is_refused) = (world.flights.is_empty(), false);
-        for (place, event) in events.iter().enumerate() {
-            let fault = |fault| (fault, place);
+        for (index, event) in events.iter().enumerate() {
+            let fault = |fault| (fault, index);
             if !next.apply(event).map_err(fault)? {
                 self.report.refusals += 1;
                 is_refused = true;
@@ -186,11 +186,11 @@ impl Explorer<'_> {
             self.report.transitions += 1;
             if matches!(event, Event::Run { .. }) {
                 for &(group, shape, lo, hi, end) in &next.device.reached {
-                    let most = self.reached.entry((group, shape, lo, hi)).or_default();
-                    *most = end.max(*most);
+                    let farthest = self.reached.entry((group, shape, lo, hi)).or_default();
+                    *farthest = end.max(*farthest);
                 }
             }
-            if let Some(number) = self.is_new(&next, (number, place as u16)) {
+            if let Some(number) = self.is_new(&next, (number, index as u16)) {
                 next.check().map_err(fault)?;
                 work.push_back((std::mem::replace(&mut next, world.clone()), number));
             } else {
@@ -207,18 +207,18 @@ impl Explorer<'_> {
     }
 
     /// The events from the empty ledger to the event at `place` of a state.
-    fn trace(&self, number: u32, place: usize) -> Vec<Event> {
-        let mut places = vec![place];
+    fn trace(&self, number: u32, index: usize) -> Vec<Event> {
+        let mut places = vec![index];
         let mut at = number;
         while at != 0 {
-            let (parent, place) = self.origins[at as usize];
-            places.push(usize::from(place));
+            let (parent, index) = self.origins[at as usize];
+            places.push(usize::from(index));
             at = parent;
         }
         let Ok(mut world) = World::new(&self.case.config, self.plant) else { return Vec::new() };
         let mut trace = Vec::new();
-        for place in places.into_iter().rev() {
-            let Some(event) = self.case.alphabet.events(&world).into_iter().nth(place) else { break };
+        for index in places.into_iter().rev() {
+            let Some(event) = self.case.alphabet.events(&world).into_iter().nth(index) else { break };
             // The last one is the event that fails.
             world.apply(&event).ok();
             trace.push(event);

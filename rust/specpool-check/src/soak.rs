@@ -83,8 +83,8 @@ pub fn random_config(rng: &mut Rng) -> LedgerConfig {
     config.max_batch = rng.flip().then(|| 1 + rng.below(num_rows));
     for group in &mut config.groups {
         group.window = group.window.map(|window| window.min(config.max_context_len));
-        let most = group.window.map_or(0, |window| config.max_context_len - window);
-        group.sink = if rng.flip() { rng.below(most.min(12) + 1) } else { 0 };
+        let max_sink = group.window.map_or(0, |window| config.max_context_len - window);
+        group.sink = if rng.flip() { rng.below(max_sink.min(12) + 1) } else { 0 };
     }
     for at in 0..config.groups.len() {
         let least = least_pages(&config, at);
@@ -327,9 +327,9 @@ fn all_lent(world: &World, pages: &[i32]) -> bool {
 /// Some loan, and as much of `len` tokens as it has.
 fn pick_loan(world: &World, rng: &mut Rng, len: i32) -> Option<(usize, i32)> {
     let loan = rng.below(world.loans.len() as i64) as usize;
-    let most = world.loans.get(loan)?.len();
+    let loan_len = world.loans.get(loan)?.len();
     let span = span(&world.ledger);
-    Some((loan, len.min(most).max(0) / span * span)).filter(|&(_, len)| len > 0)
+    Some((loan, len.min(loan_len).max(0) / span * span)).filter(|&(_, len)| len > 0)
 }
 
 fn run_up_to(world: &mut World, step: u64, rng: &mut Rng, tally: &mut Tally) -> Result<(), Fault> {

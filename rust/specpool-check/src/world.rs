@@ -185,12 +185,12 @@ impl World {
         if let Call::ReleasePrefix { prefix } = op {
             self.check_kept(*prefix)?;
         }
-        let found = op.run(&mut self.ledger, None, &mut Snapshots::default());
-        let said = outcome(&found);
+        let answer = op.run(&mut self.ledger, None, &mut Snapshots::default());
+        let said = outcome(&answer);
         if said != expected {
             return Err(format!("{op:?}: the ledger says {said:?}, the contract {expected:?}"));
         }
-        let Ok(given) = found else { return Ok(false) };
+        let Ok(given) = answer else { return Ok(false) };
         if let (Given::Plan(plan), Some(estimate)) = (&given, estimate) {
             check_estimate(plan, &estimate)?;
         }
@@ -224,9 +224,9 @@ impl World {
             (Call::Lend { row, end, .. }, _) => self.note_loan(*row, *end)?,
             (Call::Rebind { row, start, end, pages }, _) => self.equate(*row, *start, *end, pages)?,
             (Call::AdmitLent { length, pages }, Given::Row(row)) => {
-                let found =
+                let loan =
                     self.loans.iter().find(|loan| loan.len() >= *length && self.loaned(loan, 0, *length) == **pages);
-                let loan = found.ok_or_else(|| format!("{op:?}: the cache outside has no such pages"))?;
+                let loan = loan.ok_or_else(|| format!("{op:?}: the cache outside has no such pages"))?;
                 let sequence = loan.sequence[..*length as usize].to_vec();
                 self.seat(row.0, sequence);
             }
@@ -296,7 +296,7 @@ impl World {
         self.resets.remove(&row);
         // A copy of a step that was not launched may be for the row's last request.
         let copy_rows = self.flights.iter_mut().flat_map(|flight| &mut flight.copy_rows);
-        copy_rows.filter(|of| **of == row).for_each(|of| *of = 0);
+        copy_rows.filter(|target| **target == row).for_each(|target| *target = 0);
         self.device.admit(row, sequence);
         self.admitted.retain(|&other| other != row);
         self.admitted.push(row);
@@ -322,12 +322,12 @@ impl World {
 
     /// Checks that the pages of a prefix still hold its tokens: who reads them, as a sender does, may take its time.
     fn check_kept(&self, prefix: u64) -> Result<(), Fault> {
-        let Some(kept) = self.prefixes.get(&prefix).filter(|kept| !kept.is_lost) else { return Ok(()) };
+        let Some(pinned) = self.prefixes.get(&prefix).filter(|pinned| !pinned.is_lost) else { return Ok(()) };
         let text = |error: specpool_core::Error| error.to_string();
         let drafted = self.ledger.prefix_drafted_len(prefix).map_err(text)?;
         for group in 0..self.ledger.num_groups() {
             let run = self.ledger.prefix_pages(prefix, group).map_err(text)?;
-            self.device.check_kept(group, run, &kept.sequence, drafted)?;
+            self.device.check_kept(group, run, &pinned.sequence, drafted)?;
         }
         Ok(())
     }
@@ -393,7 +393,7 @@ impl World {
         }
         let is_it = |loan: &&Loan| {
             let theirs = if loan.len() < end { Vec::new() } else { self.loaned(loan, start, end) };
-            theirs.len() == pages.len() && theirs.iter().zip(pages).all(|(one, page)| *page == 0 || one == page)
+            theirs.len() == pages.len() && theirs.iter().zip(pages).all(|(loaned, page)| *page == 0 || loaned == page)
         };
         let loan = self.loans.iter().find(is_it);
         let loan = loan.ok_or_else(|| format!("a rebind to {pages:?}, which no loan has"))?;
@@ -401,9 +401,9 @@ impl World {
             let old = self.device.rows[row as usize].sequence[at];
             self.device.equate(old, new);
             self.connector.iter_mut().for_each(|connector| connector.equate(old, new));
-            let kept = self.prefixes.values_mut().map(|prefix| &mut prefix.sequence);
-            let kept = kept.chain(self.loans.iter_mut().map(|loan| &mut loan.sequence));
-            kept.flatten().filter(|tag| **tag == old).for_each(|tag| *tag = new);
+            let sequences = self.prefixes.values_mut().map(|prefix| &mut prefix.sequence);
+            let sequences = sequences.chain(self.loans.iter_mut().map(|loan| &mut loan.sequence));
+            sequences.flatten().filter(|tag| **tag == old).for_each(|tag| *tag = new);
         }
         Ok(())
     }
@@ -574,11 +574,11 @@ impl World {
         let mut sequence = |tokens: &[Tag], word: &mut dyn FnMut(u64)| {
             word(tokens.len() as u64);
             for &token in tokens {
-                let place = tags.iter().position(|&tag| tag == token).unwrap_or_else(|| {
+                let index = tags.iter().position(|&tag| tag == token).unwrap_or_else(|| {
                     tags.push(token);
                     tags.len() - 1
                 });
-                word(place as u64);
+                word(index as u64);
             }
         };
         for (at, row) in self.device.rows.iter().enumerate().skip(1) {
@@ -603,7 +603,7 @@ impl World {
             for (_, page) in pages {
                 let slots = page as usize * page_size..(page as usize + 1) * page_size;
                 for &tag in target[slots.clone()].iter().chain(&draft[slots]) {
-                    word(tags.iter().position(|&other| other == tag && tag != 0).map_or(0, |place| place as u64 + 1));
+                    word(tags.iter().position(|&other| other == tag && tag != 0).map_or(0, |index| index as u64 + 1));
                 }
             }
         }

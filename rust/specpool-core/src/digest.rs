@@ -195,12 +195,12 @@ mod tests {
     /// Also of zeros, whose words add nothing.
     #[test]
     fn a_checksum_sees_the_order_of_blocks() {
-        for (one, other) in [([1_u8; 64], [2; 64]), ([0; 64], [3; 64])] {
-            let blocks = [one, one, other, one].concat();
+        for (first, second) in [([1_u8; 64], [2; 64]), ([0; 64], [3; 64])] {
+            let blocks = [first, first, second, first].concat();
             for at in [0, 1, 3] {
                 let mut moved = blocks.clone();
-                moved[128..192].copy_from_slice(&one);
-                moved[at * 64..at * 64 + 64].copy_from_slice(&other);
+                moved[128..192].copy_from_slice(&first);
+                moved[at * 64..at * 64 + 64].copy_from_slice(&second);
                 assert_ne!(checksum(&moved), checksum(&blocks), "{at}");
             }
         }

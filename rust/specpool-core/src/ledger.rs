@@ -115,12 +115,12 @@ impl Ledger {
     /// # Errors
     /// [`Error::Config`] that names the setting, its value and what is allowed.
     pub fn new(config: LedgerConfig) -> Result<Self> {
-        let most = i64::from(i32::MAX);
+        let max_len = i64::from(i32::MAX);
         let num_rows = in_range("num_rows", config.num_rows, 1, MAX_ROWS)?;
-        let max_context_len = in_range("max_context_len", config.max_context_len, 2, most)?;
+        let max_context_len = in_range("max_context_len", config.max_context_len, 2, max_len)?;
         let max_batch = in_range("max_batch", config.max_batch.unwrap_or(num_rows), 1, num_rows)?;
-        let overlap_depth = in_range("overlap_depth", config.overlap_depth, 0, most - 1)?;
-        let max_chunk = config.max_chunk.map(|chunk| in_range("max_chunk", chunk, 1, most)).transpose()?;
+        let overlap_depth = in_range("overlap_depth", config.overlap_depth, 0, max_len - 1)?;
+        let max_chunk = config.max_chunk.map(|chunk| in_range("max_chunk", chunk, 1, max_len)).transpose()?;
         if config.groups.is_empty() {
             return Err(Error::Config("a ledger needs at least one group, got 0".into()));
         }
@@ -156,7 +156,7 @@ impl Ledger {
             max_batch,
             overlap_depth,
             policy,
-            max_chunk: max_chunk.unwrap_or(most).min(max_context_len),
+            max_chunk: max_chunk.unwrap_or(max_len).min(max_context_len),
             sessions: config.sessions,
         };
         let mut groups = with_room(config.groups.len(), "groups")?;
@@ -172,7 +172,7 @@ impl Ledger {
             overlap_depth: overlap_depth as i32,
             policy,
             draft_kv: config.draft_kv,
-            max_chunk: max_chunk.unwrap_or(most) as i32,
+            max_chunk: max_chunk.unwrap_or(max_len) as i32,
             sessions: config.sessions,
             page_fencing: config.page_fencing,
             rows: Rows::new(num_rows as usize, overlap_depth as usize + 1)?,
@@ -200,8 +200,8 @@ impl Ledger {
         self.gate()?;
         let row = self.next_free_row()?;
         self.recorder.make_room(0, tag)?;
-        let kept = self.rows.make_room(tag)?;
-        self.rows.admit(kept, self.steps.next());
+        let kept_tag = self.rows.make_room(tag)?;
+        self.rows.admit(kept_tag, self.steps.next());
         self.note(&Call::Admit {}, &Given::Row(row), tag);
         Ok(row)
     }

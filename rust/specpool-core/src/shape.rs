@@ -53,10 +53,10 @@ impl Shape {
         if s < 1 {
             return Err(Error::Config(format!("an EAGLE shape needs num_steps >= 1, got {s}")));
         }
-        let most = 1 + k + (s - 1) * k * k;
-        if n < 2 || n > most {
+        let max_nodes = 1 + k + (s - 1) * k * k;
+        if n < 2 || n > max_nodes {
             return Err(Error::Config(format!(
-                "num_draft_tokens must be in [2, {most}] for num_steps {s}, topk {k} (1 + K + (S-1)*K*K), got {n}"
+                "num_draft_tokens must be in [2, {max_nodes}] for num_steps {s}, topk {k} (1 + K + (S-1)*K*K), got {n}"
             )));
         }
         if k == 1 && n != s + 1 {

@@ -169,9 +169,9 @@ impl Automaton {
         }
     }
 
-    /// The longest end of `place`, of at most `most` tokens, that something followed.
-    fn followed(&self, place: Place, most: u32) -> Place {
-        let mut place = self.cut(place, most);
+    /// The longest end of `place`, of at most `max_len` tokens, that something followed.
+    fn followed(&self, place: Place, max_len: u32) -> Place {
+        let mut place = self.cut(place, max_len);
         while place.len > 0 && self.state(place.state).first_edge == NONE {
             let link = self.state(place.state).link;
             place = Place { state: link, len: self.state(link).len };
@@ -192,18 +192,18 @@ impl Automaton {
     }
 
     /// The likeliest continuations of `place`, best first: token, probability, place.
-    fn children(&self, place: Place, most: usize) -> Vec<(u32, f32, Place)> {
-        let mut found: Vec<_> = self.edges_of(place.state).take(MAX_LOOKS).collect();
-        let total: f32 = found.iter().map(|edge| f32_of(self.state(edge.to).count)).sum();
-        found.sort_unstable_by_key(|edge| {
+    fn children(&self, place: Place, limit: usize) -> Vec<(u32, f32, Place)> {
+        let mut edges: Vec<_> = self.edges_of(place.state).take(MAX_LOOKS).collect();
+        let total: f32 = edges.iter().map(|edge| f32_of(self.state(edge.to).count)).sum();
+        edges.sort_unstable_by_key(|edge| {
             let to = self.state(edge.to);
             std::cmp::Reverse((to.count, to.latest, std::cmp::Reverse(edge.token)))
         });
-        let of = |edge: Edge| {
+        let child = |edge: Edge| {
             let p = f32_of(self.state(edge.to).count) / total.max(1.0);
             (edge.token, p, self.settled(Place { state: edge.to, len: place.len + 1 }))
         };
-        found.into_iter().take(most).map(of).collect()
+        edges.into_iter().take(limit).map(child).collect()
     }
 }
 
@@ -268,13 +268,13 @@ impl SuffixIndex {
                 self.renew();
             }
             let at = *self.texts.get(&text).ok_or_else(|| unknown(text))?;
-            let (young, most) = (&mut self.young, self.max_context);
+            let (young, max_len) = (&mut self.young, self.max_context);
             young.num_tokens += 1;
             let last = young.extend(at.last, token);
             let longer = young.step(at.young, token);
-            let place = young.cut(longer, most);
+            let place = young.cut(longer, max_len);
             young.count(place);
-            let old = self.old.cut(self.old.step(at.old, token), most);
+            let old = self.old.cut(self.old.step(at.old, token), max_len);
             self.texts.insert(text, Text { last, young: place, old });
         }
         if self.texts.contains_key(&text) { Ok(()) } else { Err(unknown(text)) }
@@ -291,8 +291,8 @@ impl SuffixIndex {
     /// The longest end of a text that was followed by something before: whether it is young, and where.
     fn known(&self, text: u64) -> Result<(&Automaton, Place)> {
         let at = self.texts.get(&text).ok_or_else(|| unknown(text))?;
-        let most = self.max_context - 1; // the next token still counts
-        let (young, old) = (self.young.followed(at.young, most), self.old.followed(at.old, most));
+        let max_len = self.max_context - 1; // the next token still counts
+        let (young, old) = (self.young.followed(at.young, max_len), self.old.followed(at.old, max_len));
         Ok(if old.len > young.len { (&self.old, old) } else { (&self.young, young) })
     }
 
@@ -321,9 +321,9 @@ impl SuffixIndex {
     pub fn propose(&self, text: u64, num_steps: usize, topk: usize, num_nodes: usize) -> Result<Proposal> {
         let (automaton, start) = self.known(text)?;
         let match_len = start.len as usize;
-        let mut found = Proposal { tokens: vec![], parents: vec![], probabilities: vec![], match_len };
+        let mut proposal = Proposal { tokens: vec![], parents: vec![], probabilities: vec![], match_len };
         if match_len == 0 {
-            return Ok(found);
+            return Ok(proposal);
         }
         let mut heap = BinaryHeap::new();
         let mut order = 0;
@@ -349,15 +349,15 @@ impl SuffixIndex {
         };
         open(&mut heap, 0, 0, 1.0, start);
         while let Some(best) = heap.pop() {
-            if found.tokens.len() + 1 >= num_nodes {
+            if proposal.tokens.len() + 1 >= num_nodes {
                 break;
             }
-            found.tokens.push(best.token);
-            found.parents.push(index(best.parent));
-            found.probabilities.push(best.p);
-            open(&mut heap, found.tokens.len(), best.depth + 1, best.p, best.place);
+            proposal.tokens.push(best.token);
+            proposal.parents.push(index(best.parent));
+            proposal.probabilities.push(best.p);
+            open(&mut heap, proposal.tokens.len(), best.depth + 1, best.p, best.place);
         }
-        Ok(found)
+        Ok(proposal)
     }
 
     /// Tokens that both generations hold.

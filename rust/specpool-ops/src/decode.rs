@@ -199,13 +199,17 @@ impl<'a> Able<'a> {
         let row = |bytes: &mut Bytes| bytes.pick(&self.live).unwrap_or(0);
         // Lengths near the row's end, where cuts usually are, and now and then any length.
         let len_of = |row: i32, bytes: &mut Bytes| {
-            let most = scene.resolved(row) + 1;
-            if bytes.is_rare(4) { bytes.below(most as usize + 1) as i32 } else { (most - bytes.below(6) as i32).max(0) }
+            let longest = scene.resolved(row) + 1;
+            if bytes.is_rare(4) {
+                bytes.below(longest as usize + 1) as i32
+            } else {
+                (longest - bytes.below(6) as i32).max(0)
+            }
         };
         match verb {
             Verb::AdmitOn => {
-                let (prefix, most) = bytes.pick(&scene.prefixes).unwrap_or_default();
-                let length = (!bytes.is_rare(8)).then(|| most - bytes.below(most as usize + 1) as i32);
+                let (prefix, prefix_len) = bytes.pick(&scene.prefixes).unwrap_or_default();
+                let length = (!bytes.is_rare(8)).then(|| prefix_len - bytes.below(prefix_len as usize + 1) as i32);
                 Call::AdmitOn { prefix, length }
             }
             Verb::Fork => Call::Fork { row: bytes.pick(&self.can_extend).unwrap_or(0) },
@@ -237,8 +241,8 @@ impl<'a> Able<'a> {
                 let at = if bytes.is_rare(2) { bytes.below(self.unresolved.len()) } else { 0 };
                 let Some(step) = self.unresolved.get(at) else { return Call::Admit {} };
                 let accept = |&shape: &i32| {
-                    let most = scene.max_accept_lens.get(shape as usize).copied().unwrap_or(1);
-                    1 + bytes.below(most as usize) as i32
+                    let max_accept_len = scene.max_accept_lens.get(shape as usize).copied().unwrap_or(1);
+                    1 + bytes.below(max_accept_len as usize) as i32
                 };
                 Call::Resolve { step: step.step, accept_lens: step.shapes.iter().map(accept).collect() }
             }
@@ -264,8 +268,8 @@ impl<'a> Able<'a> {
                 Call::Rebind { row, start, end, pages: some_lent(end - start, bytes, scene).into() }
             }
             Verb::AdmitLent => {
-                let most = scene.max_context_len / scene.span;
-                let length = (1 + bytes.below(most.clamp(1, 3) as usize) as i32) * scene.span;
+                let max_spans = scene.max_context_len / scene.span;
+                let length = (1 + bytes.below(max_spans.clamp(1, 3) as usize) as i32) * scene.span;
                 Call::AdmitLent { length, pages: some_lent(length, bytes, scene).into() }
             }
             Verb::ReleaseLent => release_lent(bytes, scene),
@@ -279,8 +283,8 @@ impl<'a> Able<'a> {
                 let row = row(bytes);
                 let len = scene.resolved(row) - if bytes.is_rare(5) { bytes.below(9) as i32 } else { 0 };
                 // Usually one text for a row, so that what it indexes goes on.
-                let of = if bytes.is_rare(4) { bytes.next() } else { row as u8 };
-                Call::Index { row, tokens: text(of, len).into(), salt: salt(bytes).into() }
+                let number = if bytes.is_rare(4) { bytes.next() } else { row as u8 };
+                Call::Index { row, tokens: text(number, len).into(), salt: salt(bytes).into() }
             }
             Verb::AdmitCached => {
                 let len = 1 + bytes.below(scene.max_context_len as usize) as i32;
@@ -297,9 +301,9 @@ impl<'a> Able<'a> {
 }
 
 /// `len` tokens of one of eight texts, which part after 0 to 14 tokens.
-fn text(of: u8, len: i32) -> Vec<i32> {
-    let of = i32::from(of % 8);
-    (0..len).map(|at| if at < 2 * of { at % 3 } else { of }).collect()
+fn text(number: u8, len: i32) -> Vec<i32> {
+    let number = i32::from(number % 8);
+    (0..len).map(|at| if at < 2 * number { at % 3 } else { number }).collect()
 }
 
 fn salt(bytes: &mut Bytes) -> Vec<u8> {

@@ -150,9 +150,9 @@ impl Arrays<'_> {
 
     /// Checks the lanes and takes the memory, then writes and attends.
     fn attend(&mut self, py: Python<'_>, options: &Options) -> PyResult<()> {
-        let most = self.most_queries();
+        let max_queries = self.most_queries();
         let ([_, kv_heads, k_dim], [_, heads, v_dim]) = (self.keys.dims, self.out.dims);
-        let bias = self.bias.as_ref().map(|bias| (bias.slice(), most, bias.dims[2]));
+        let bias = self.bias.as_ref().map(|bias| (bias.slice(), max_queries, bias.dims[2]));
         let lanes =
             lanes_of(self.q.slice(), heads * k_dim, &self.pages, self.kv_lens.slice(), self.q_lens.slice(), bias)?;
         let (keys, values, out) = (self.keys.slice(), self.values.slice(), self.out.slice());
@@ -195,7 +195,7 @@ fn lanes_of<'a>(
         let (Ok(kv_len), Ok(q_len)) = (usize::try_from(kv_len), usize::try_from(q_len)) else {
             return Err(shape_error(format!("kv_lens and q_lens must be 0 or more, got {kv_len} and {q_len}")));
         };
-        let Some((mine, after)) = rest.split_at_checked(q_len.saturating_mul(token)) else {
+        let Some((queries, after)) = rest.split_at_checked(q_len.saturating_mul(token)) else {
             return Err(shape_error(format!("q_lens add up to more than the {} tokens of q", q.len() / token.max(1))));
         };
         rest = after;
@@ -203,8 +203,8 @@ fn lanes_of<'a>(
             pages: &pages.slice()[number * columns..][..columns],
             kv_len,
             q_len,
-            q: mine,
-            bias: bias.map(|(bias, most, width)| &bias[number * most * width..][..q_len * width]),
+            q: queries,
+            bias: bias.map(|(bias, max_queries, width)| &bias[number * max_queries * width..][..q_len * width]),
             num_columns: bias.map_or(0, |(_, _, width)| width),
         });
     }
@@ -239,7 +239,7 @@ struct Work {
 
 impl Work {
     fn new(layer: &Layer, lanes: &[Lane], num_threads: usize, out_len: usize) -> Result<Self> {
-        let most = lanes.iter().map(|lane| lane.q_len).max().unwrap_or(0);
+        let longest = lanes.iter().map(|lane| lane.q_len).max().unwrap_or(0);
         let num_threads = if has_room_for(num_threads) { num_threads } else { 1 };
         let parts = num_threads.div_ceil(lanes.len().max(1)).min(layer.kv_heads);
         let heads = layer.kv_heads.div_ceil(parts);
@@ -247,7 +247,7 @@ impl Work {
         let mut scratches = memory::with_room(num_threads, "attention")?;
         for _ in 0..num_threads {
             let mut scratch = Scratch::default();
-            scratch.reserve(layer, most, heads)?;
+            scratch.reserve(layer, longest, heads)?;
             scratches.push(scratch);
         }
         let results = memory::zeroed(if num_threads > 1 { out_len } else { 0 }, "attention")?;
@@ -262,12 +262,12 @@ impl Work {
         let mut done = &self.results[..];
         let mut rest = out;
         for lane in lanes {
-            let (mine, after) = rest.split_at_mut(lane.q_len * layer.heads * layer.v_dim);
+            let (lane_out, after) = rest.split_at_mut(lane.q_len * layer.heads * layer.v_dim);
             rest = after;
             for kv_heads in parts(layer, self.heads) {
                 let (result, others) = done.split_at(result_len(layer, lane, &kv_heads));
                 done = others;
-                store(result, layer, &kv_heads, mine);
+                store(result, layer, &kv_heads, lane_out);
             }
         }
         Ok(())
@@ -278,10 +278,12 @@ impl Work {
     fn spread(&mut self, layer: &Layer, lanes: &[Lane]) -> Result<()> {
         let heads = self.heads;
         let mut rest = &mut self.results[..];
-        let tasks =
-            lanes.iter().enumerate().flat_map(|(lane, of)| parts(layer, heads).map(move |part| (lane, of, part)));
-        let tasks = Mutex::new(tasks.map(|(lane, of, kv_heads)| {
-            let (result, others) = std::mem::take(&mut rest).split_at_mut(result_len(layer, of, &kv_heads));
+        let tasks = lanes
+            .iter()
+            .enumerate()
+            .flat_map(|(lane, lane_view)| parts(layer, heads).map(move |part| (lane, lane_view, part)));
+        let tasks = Mutex::new(tasks.map(|(lane, lane_view, kv_heads)| {
+            let (result, others) = std::mem::take(&mut rest).split_at_mut(result_len(layer, lane_view, &kv_heads));
             rest = others;
             Task { lane, kv_heads, result }
         }));
@@ -324,10 +326,10 @@ fn result_len(layer: &Layer, lane: &Lane, kv_heads: &Range<usize>) -> usize {
 fn run_alone(layer: &Layer, lanes: &[Lane], out: &mut [f32], scratch: &mut Scratch) -> Result<()> {
     let mut rest = out;
     for lane in lanes {
-        let (mine, after) = rest.split_at_mut(lane.q_len * layer.heads * layer.v_dim);
+        let (lane_out, after) = rest.split_at_mut(lane.q_len * layer.heads * layer.v_dim);
         rest = after;
         attend(layer, lane, 0..layer.kv_heads, scratch)?;
-        scratch.store(layer, &(0..layer.kv_heads), mine);
+        scratch.store(layer, &(0..layer.kv_heads), lane_out);
     }
     Ok(())
 }

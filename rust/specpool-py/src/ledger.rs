@@ -495,8 +495,8 @@ impl Ledger {
     ) -> PyResult<(i32, Vec<usize>, Vec<usize>)> {
         let limit = limit.map(|limit| int32("limit", limit)).transpose()?;
         let tokens = int_array("tokens", tokens)?;
-        let found = self.0.match_prefix(&tokens, &salt.0, limit, needs_draft).map_err(to_py)?;
-        Ok((found.len, found.shared, found.taken))
+        let matched = self.0.match_prefix(&tokens, &salt.0, limit, needs_draft).map_err(to_py)?;
+        Ok((matched.len, matched.shared, matched.taken))
     }
 
     #[doc = doc!("Ledger.admit_cached")]
@@ -701,8 +701,9 @@ impl Ledger {
     fn take_delta<'py>(&mut self, py: Python<'py>, step: &Bound<'py, PyAny>) -> PyResult<Vec<DeltaArrays<'py>>> {
         let step = self::step(step)?;
         let entries = self.change(|ledger| ledger.take_delta(step))?;
-        let arrays =
-            |one: &DeltaEntries| Ok((copied(py, &one.rows)?, copied(py, &one.columns)?, copied(py, &one.pages)?));
+        let arrays = |delta: &DeltaEntries| {
+            Ok((copied(py, &delta.rows)?, copied(py, &delta.columns)?, copied(py, &delta.pages)?))
+        };
         entries.iter().map(arrays).collect()
     }
 

@@ -185,6 +185,6 @@ pub fn sizing_most_window_pages(
     let geometry = geometry(page_size.get("page_size")?, hosts_drafts, layout)?;
     let policy = self::policy(policy)?;
     let (max_chunk, overlap_depth) = (max_chunk.get("max_chunk")?, overlap_depth.get("overlap_depth")?);
-    let kept = (window.get("window")?, sink.get("sink")?);
-    sizing::most_window_pages(geometry, &shapes, kept, max_chunk, overlap_depth, policy).map_err(to_py)
+    let window_and_sink = (window.get("window")?, sink.get("sink")?);
+    sizing::most_window_pages(geometry, &shapes, window_and_sink, max_chunk, overlap_depth, policy).map_err(to_py)
 }

@@ -78,10 +78,10 @@ impl SuffixIndex {
         let text = number(text)?;
         let (steps, topk) = (count("num_steps", num_steps, 0)?, count("topk", topk, 1)?);
         let nodes = count("num_draft_tokens", num_draft_tokens, 1)?;
-        let found = self.run(|index| index.propose(text, steps, topk, nodes))?;
-        let tokens = found.tokens.into_iter().map(i64::from).collect();
-        let parents = found.parents.into_iter().map(u32::cast_signed).collect();
-        Ok((vector(py, tokens), vector(py, parents), vector(py, found.probabilities), found.match_len))
+        let proposal = self.run(|index| index.propose(text, steps, topk, nodes))?;
+        let tokens = proposal.tokens.into_iter().map(i64::from).collect();
+        let parents = proposal.parents.into_iter().map(u32::cast_signed).collect();
+        Ok((vector(py, tokens), vector(py, parents), vector(py, proposal.probabilities), proposal.match_len))
     }
 
     #[doc = doc!("SuffixIndex.num_tokens")]

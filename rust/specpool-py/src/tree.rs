@@ -85,8 +85,12 @@ pub fn select_topk<'py>(
         buffers.expect_apart([("scores", scores.span())])?;
     }
     let before = if step == 0 { &[] } else { scores.as_ref().map_or(&[][..], Input::slice) };
-    let kept = buffers.candidates(k)?.select(step, topk_p.slice(), topk_index.slice(), before).map_err(to_py)?;
-    Ok((vector(py, kept.input_ids), array(py, kept.branch_parents, [batch, k])?, array(py, kept.scores, [batch, k])?))
+    let selection = buffers.candidates(k)?.select(step, topk_p.slice(), topk_index.slice(), before).map_err(to_py)?;
+    Ok((
+        vector(py, selection.input_ids),
+        array(py, selection.branch_parents, [batch, k])?,
+        array(py, selection.scores, [batch, k])?,
+    ))
 }
 
 #[doc = doc!("organize")]
@@ -105,9 +109,9 @@ pub fn organize<'py>(
     buffers.expect_apart([])?;
     let [batch, width] = buffers.parents.dims;
     let organized = buffers.candidates(k)?.organize(n).map_err(to_py)?;
-    let kept = build::parent_list_width((width - 1) / k, k);
+    let list_width = build::parent_list_width((width - 1) / k, k);
     Ok((
-        array(py, organized.parent_list, [batch, kept])?,
+        array(py, organized.parent_list, [batch, list_width])?,
         array(py, organized.top_scores_index, [batch, n - 1])?,
         array(py, organized.draft_tokens, [batch, n - 1])?,
     ))

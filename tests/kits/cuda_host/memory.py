@@ -142,11 +142,11 @@ class Registration:
 
     def spans(self) -> list[Span]:
         """The spans that they cover now: a virtual buffer may have got more windows."""
-        found = []
+        spans = []
         for i, buffer in enumerate(self.buffers):
             name = self.name if len(self.buffers) == 1 else f"{self.name}[{i}]"
-            found += spans_of(buffer, name, read_only=self.read_only)
-        return found
+            spans += spans_of(buffer, name, read_only=self.read_only)
+        return spans
 
 
 _registered: list[Registration] = []

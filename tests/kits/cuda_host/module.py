@@ -186,8 +186,8 @@ class HostKernel:
         threads, allowed = block[0] * block[1] * block[2], self.max_threads_per_block
         if threads > allowed:
             raise LaunchError(f"{self.name}: {threads} threads a block, {allowed} allowed")
-        most = MAX_SHARED_BYTES - self.shared_bytes
-        limit = min(self.max_dynamic_shared_size_bytes, most)
+        bytes_left = MAX_SHARED_BYTES - self.shared_bytes
+        limit = min(self.max_dynamic_shared_size_bytes, bytes_left)
         if not 0 <= shared_mem <= limit:
             raise LaunchError(f"{self.name}: {shared_mem} bytes of shared memory, {limit} allowed")
 

@@ -47,11 +47,11 @@ def with_headers(file: Path) -> list[Path]:
 
 def entries(text: str) -> list[Entry]:
     """Every `extern "C" __global__` function, in order."""
-    found: dict[str, Entry] = {}
+    entries_by_name: dict[str, Entry] = {}
     for *bounds, name in _ENTRY.findall(_COMMENT.sub(" ", text)):
         numbers = [int(b) for b in bounds if b.isdigit()]
-        found[name] = Entry(name, min([1024, *numbers]))
-    return list(found.values())
+        entries_by_name[name] = Entry(name, min([1024, *numbers]))
+    return list(entries_by_name.values())
 
 
 def for_host(text: str) -> str:

@@ -143,20 +143,22 @@ def _object(file: Path) -> Path:
 
 
 def _variables(kernels: Path, library: Path) -> list[Variable]:
-    own = {line.split()[-1] for line in _run(["nm", "--defined-only", str(kernels)]).splitlines()}
-    found = []
+    symbols = {
+        line.split()[-1] for line in _run(["nm", "--defined-only", str(kernels)]).splitlines()
+    }
+    variables = []
     for line in _run(["nm", "-S", "--defined-only", str(library)]).splitlines():
         fields = line.split()
-        if len(fields) != 4 or fields[2] not in "bBdDuvV" or fields[3] not in own:
+        if len(fields) != 4 or fields[2] not in "bBdDuvV" or fields[3] not in symbols:
             continue
         if not fields[3].startswith("host_kernel_"):
-            found.append((int(fields[0], 16), int(fields[1], 16), fields[3]))
-    mangled = [name for *_, name in found]
+            variables.append((int(fields[0], 16), int(fields[1], 16), fields[3]))
+    mangled = [name for *_, name in variables]
     plain = _run(["c++filt", *mangled]).splitlines() if mangled else []
     # _ZZ: a variable in a function that outlives it; kernels have none but __shared__ ones.
     return [
         Variable(name, offset, size, symbol.startswith("_ZZ"))
-        for (offset, size, symbol), name in zip(found, plain, strict=True)
+        for (offset, size, symbol), name in zip(variables, plain, strict=True)
     ]
 
 

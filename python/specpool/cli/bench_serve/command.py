@@ -24,7 +24,7 @@ from specpool.cli.results import Result, check_plot, draw, machine, report
 from specpool.cli.serve import KEY_VARIABLE
 from specpool.errors import ConfigError
 
-#: Seconds that a server of our own may take to load.
+#: Seconds that a server that is started here may take to load.
 _PATIENCE = 600.0
 
 
@@ -46,9 +46,9 @@ def run(job: ServeBenchJob) -> None:
         if url is None:
             url = urlsplit(stack.enter_context(_server(job)))
         results = asyncio.run(_measured(job, url, prompts))
-    where = machine(packages=("numpy", "httptools"))
+    setup = machine(packages=("numpy", "httptools"))
     title = "bench serve"
-    report(title, where, results, json_only=job.json, plot=None)
+    report(title, setup, results, json_only=job.json, plot=None)
     if job.plot is not None:
         draw(title, [result for result in results if result.unit == "ms"], job.plot)
 
@@ -64,26 +64,30 @@ async def _measured(job: ServeBenchJob, url: SplitResult, prompts: list[str]) ->
         model = job.model or await model_of(caller)
         how = How(model, job.chat, job.temperature, job.seed, job.ignore_eos)
         sizes = {"max_tokens": job.max_tokens, "seed": job.seed}
-        alone = trace_of(prompts, num_requests=6, rate=None, **sizes)
-        await drive(caller, alone[:1], how, concurrency=1, seconds=job.seconds)  # warms up
+        single_items = trace_of(prompts, num_requests=6, rate=None, **sizes)
+        await drive(caller, single_items[:1], how, concurrency=1, seconds=job.seconds)  # warms up
         singles, alone_seconds = await drive(
-            caller, alone[1:], how, concurrency=1, seconds=job.seconds
+            caller, single_items[1:], how, concurrency=1, seconds=job.seconds
         )
         if errors := [r.error for r in singles if r.error]:
             raise ConfigError(f"the server does not answer as OpenAI's: {errors[0]:.300}")
         items = trace_of(prompts, num_requests=job.requests, rate=job.rate, **sizes)
-        before = await drafting(caller)
+        counts_before = await drafting(caller)
         records, seconds = await drive(
             caller, items, how, concurrency=_concurrency(job), seconds=job.seconds
         )
-        after = await drafting(caller)
+        counts_after = await drafting(caller)
     except CallFailed as error:
         raise ConfigError(f"{url.geturl()}: {error}") from None
     finally:
         caller.close()
     accept_len = None
-    if before is not None and after is not None and after[0] > before[0]:
-        accept_len = 1 + (after[1] - before[1]) / (after[0] - before[0])
+    if (
+        counts_before is not None
+        and counts_after is not None
+        and counts_after[0] > counts_before[0]
+    ):
+        accept_len = 1 + (counts_after[1] - counts_before[1]) / (counts_after[0] - counts_before[0])
     slo = Slo(job.slo_ttft, job.slo_tpot)
     for why in sorted({r.error for r in records if r.error})[:3]:
         Console(stderr=True).print(f"failed: {why}", markup=False, highlight=False)
@@ -91,7 +95,7 @@ async def _measured(job: ServeBenchJob, url: SplitResult, prompts: list[str]) ->
 
 
 def _checked(job: ServeBenchJob) -> SplitResult | None:
-    """Check a job; return its URL, None = a server of our own."""
+    """Check a job; return its URL, or None to start a server here."""
     if importlib.util.find_spec("httptools") is None:
         raise ConfigError("bench serve needs httptools: pip install 'specpool[serve]'")
     check_int("requests", job.requests, 1, 1 << 20)
@@ -129,7 +133,7 @@ def _checked(job: ServeBenchJob) -> SplitResult | None:
 
 
 def _concurrency(job: ServeBenchJob) -> int | None:
-    """Return how many requests run at once; None = they come by a process of their own."""
+    """Return how many requests run at once; None if they come at a rate."""
     return None if job.rate is not None else job.concurrency or 16
 
 
@@ -144,7 +148,7 @@ def _is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def _server(job: ServeBenchJob) -> Iterator[str]:
-    """Run `specpool serve` for the time of a benchmark; gives its URL."""
+    """Run `specpool serve` within the block; yield its URL."""
     command = [sys.executable, "-m", "specpool", "serve", "--port", "0", "--no-access-log"]
     command += ["--target", job.target, "--batch", str(job.batch)]
     command += [] if job.draft is None else ["--draft", job.draft]

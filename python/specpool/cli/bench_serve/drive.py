@@ -1,4 +1,4 @@
-"""`drive`: sends the requests of a trace, and notes when what came."""
+"""`drive`: sends the requests of a trace, and notes when each part of an answer came."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from specpool.cli.bench_serve.trace import Item
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What one request got. Times are seconds from the run's start.
+    """The times of one request, in seconds from the run's start, and its tokens.
 
     Attributes:
         due: when it should have been sent.
-        first: when its first token came; None = none did.
+        first: when its first token came; None if none did.
         last: when its last part came.
         parts: seconds between parts that have text.
         num_tokens: new tokens, by the server's count.
-        error: why it failed; None = it did not.
+        error: why it failed; None if it did not.
     """
 
     due: float
@@ -36,7 +36,7 @@ class RequestRecord:
 
     @property
     def per_token(self) -> float | None:
-        """Seconds for a token after the first; None = there is no such."""
+        """Seconds for a token after the first; None if there is no such token."""
         if self.first is None or self.num_tokens < 2:
             return None
         return (self.last - self.first) / (self.num_tokens - 1)
@@ -85,12 +85,12 @@ async def drive(
         caller: the server.
         items: the requests.
         how: their form.
-        concurrency: so many run at once, and the next begins when one ends; None = each begins when
-            it is due.
-        seconds: the most seconds; what runs then is given up.
+        concurrency: how many run at once, the next one beginning when one ends; None if each
+            begins when it is due.
+        seconds: the most seconds; requests that run then are given up.
 
     Returns:
-        What the requests that were sent got, and the seconds of the run.
+        The records of the requests that were sent, and the seconds of the run.
     """
     records: list[RequestRecord] = []
     start = time.perf_counter()
@@ -154,21 +154,21 @@ def _has_text(choice: dict[str, Any]) -> bool:
 
 
 async def drafting(caller: Caller) -> tuple[float, float] | None:
-    """Return how many rounds had drafts, and the accepted drafts; None = it does not say."""
+    """Return the rounds with drafts and the accepted drafts; None if the server reports none."""
     with contextlib.suppress(CallFailed):
         status, content = await caller.whole("GET", "/metrics")
-        found: dict[str, float] = {}
+        counts: dict[str, float] = {}
         for line in content.decode(errors="replace").splitlines() if status == 200 else ():
             for name in ("num_drafts_total", "num_accepted_tokens_total"):
                 if line.startswith(f"vllm:spec_decode_{name}"):
-                    found[name] = found.get(name, 0.0) + float(line.rpartition(" ")[2])
-        if len(found) == 2:
-            return found["num_drafts_total"], found["num_accepted_tokens_total"]
+                    counts[name] = counts.get(name, 0.0) + float(line.rpartition(" ")[2])
+        if len(counts) == 2:
+            return counts["num_drafts_total"], counts["num_accepted_tokens_total"]
     return None
 
 
 async def model_of(caller: Caller) -> str | None:
-    """Return the first model that the server lists; None = it lists none.
+    """Return the first model that the server lists; None if it lists none.
 
     Raises:
         CallFailed: no server answers.

@@ -1,4 +1,4 @@
-"""`figures_of`: what the records of a run say, beside those of requests that ran alone."""
+"""`figures_of`: the figures of a run's records, beside those of requests that ran alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PERCENTILES = (50, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The service level: a request is good if both times are within it; None = no limit."""
+    """The service level: a request is good if both times are within it; None means no limit."""
 
     first_ms: float | None
     token_ms: float | None
@@ -51,14 +51,14 @@ def times_of(records: Sequence[RequestRecord]) -> dict[str, list[float]]:
 def figures_of(
     records: Sequence[RequestRecord],
     seconds: float,
-    alone: Sequence[RequestRecord],
+    singles: Sequence[RequestRecord],
     alone_seconds: float,
     slo: Slo,
     accept_len: float | None,
 ) -> list[Result]:
-    """Return the figures of a run; the reference of each is the same of requests one by one."""
+    """Return the figures of a run, each beside the same figure of requests that ran one by one."""
     reference = "one at a time"
-    times, single = times_of(records), times_of(alone)
+    times, single = times_of(records), times_of(singles)
     results = []
     for name, values in times.items():
         base = percentile(single[name], 50)
@@ -67,11 +67,11 @@ def figures_of(
             if not math.isnan(value) and base > 0:
                 results.append(Result(f"{name} p{percent}", value, "ms", f"p50, {reference}", base))
     good = [record for record in records if record.error is None]
-    tokens, base_tokens = sum(r.num_tokens for r in good), sum(r.num_tokens for r in alone)
+    tokens, base_tokens = sum(r.num_tokens for r in good), sum(r.num_tokens for r in singles)
     rates = [
         ("output", tokens / seconds, "tokens/s", base_tokens / alone_seconds),
-        ("requests", len(good) / seconds, "1/s", len(alone) / alone_seconds),
-        ("goodput", sum(map(slo.is_met, records)) / seconds, "1/s", len(alone) / alone_seconds),
+        ("requests", len(good) / seconds, "1/s", len(singles) / alone_seconds),
+        ("goodput", sum(map(slo.is_met, records)) / seconds, "1/s", len(singles) / alone_seconds),
     ]
     results += [Result(name, value, unit, reference, base) for name, value, unit, base in rates]
     failed = len(records) - len(good)

@@ -165,12 +165,12 @@ class Caller:
                 return exchange
         context = ssl.create_default_context() if self._is_tls else None
         try:
-            _, made = await asyncio.get_running_loop().create_connection(
+            _, connection = await asyncio.get_running_loop().create_connection(
                 _Exchange, self._host, self._port, ssl=context
             )
         except OSError as error:
             raise CallFailed(f"no connection: {error.strerror or error}") from None
-        return made
+        return connection
 
     def _give_back(self, exchange: _Exchange) -> None:
         if exchange.keeps_alive and not exchange.is_lost:

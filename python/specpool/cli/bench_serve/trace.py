@@ -39,7 +39,7 @@ def trace_of(
         prompts: each comes once before any comes twice.
         num_requests: how many requests.
         max_tokens: mean of the most new tokens; each request has 0.5 to 1.5 times as many.
-        rate: requests a second that come by a Poisson process; None = all come at once.
+        rate: requests a second that come by a Poisson process; None if all come at once.
         seed: decides the order, the lengths and the arrivals.
     """
     rng = random.Random(seed)
@@ -54,7 +54,7 @@ def trace_of(
 
 
 def synthetic(count: int, num_characters: int, seed: int) -> list[str]:
-    """Return texts of 0.5 to 1.5 times so many characters, each with a beginning of its own."""
+    """Return texts of 0.5 to 1.5 times `num_characters`, each with its own beginning."""
     rng = random.Random(seed)
     text = corpus.corpus(corpus.HELD_OUT_SEED + 1 + seed, 1 << 20).decode("ascii")
     texts = []

@@ -74,11 +74,11 @@ class GenerateJob:
     options: dict[str, Any]  # of the engine
 
 
-def prompts_of(job: GenerateJob, given: Sequence[PromptValue]) -> list[Prompt]:
+def prompts_of(job: GenerateJob, texts: Sequence[PromptValue]) -> list[Prompt]:
     """Return the engine's prompts; with `--chat` a text becomes a chat of one message."""
     return [
         [{"role": "user", "content": prompt}] if job.chat and isinstance(prompt, str) else prompt
-        for prompt in given
+        for prompt in texts
     ]
 
 
@@ -101,7 +101,7 @@ def timed(
     seconds = 0.0
     stream = engine.stream(prompts, params, shape=shape)
     try:
-        while not interrupt.asked:
+        while not interrupt.is_requested:
             start = time.perf_counter()
             item = next(stream, None)
             seconds += time.perf_counter() - start
@@ -114,7 +114,7 @@ def timed(
                 on_output(item)
     finally:
         stream.close()  # type: ignore[attr-defined]
-    return Timed([outputs[place] for place in sorted(outputs)], seconds)
+    return Timed([outputs[key] for key in sorted(outputs)], seconds)
 
 
 def run(job: GenerateJob) -> None:
@@ -176,7 +176,7 @@ def run(job: GenerateJob) -> None:
     with ranks or nullcontext(), interrupt.handled():
         with load() as engine:
             _generate(job, engine, texts, params, interrupt, status)
-    if interrupt.asked:
+    if interrupt.is_requested:
         status.print("interrupted: requests aborted, pages returned")
         raise SystemExit(130)
 
@@ -217,7 +217,7 @@ def _generate(
         def on_output(output: RequestOutput) -> None:
             file.write(output)
             if printer is not None:
-                printer.done(output)
+                printer.finish(output)
 
         generated = timed(
             engine,
@@ -236,7 +236,7 @@ def _generate(
                 timed(engine, prompts, params, interrupt, shape=Shape.none(), on_chunk=advance)
             )
         _repeat(engine, prompts, params, interrupt, runs)
-    if interrupt.asked:
+    if interrupt.is_requested:
         return
     report = report_of(engine, runs, peak_pages)
     if round_cts:
@@ -277,7 +277,7 @@ def _repeat(
 ) -> None:
     """Add further runs of both kinds in turn, until there are enough for a range."""
     seconds, pair_seconds = 0.0, runs.drafted[0].seconds + runs.plain[0].seconds
-    while not interrupt.asked and (
+    while not interrupt.is_requested and (
         len(runs.drafted) < MIN_RUNS
         or (len(runs.drafted) < MAX_RUNS and seconds + pair_seconds <= REPEAT_SECONDS)
     ):

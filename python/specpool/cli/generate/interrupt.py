@@ -12,18 +12,18 @@ class Interrupt:
     """A handler of Ctrl-C: the first asks to stop after the round, the second stops at once."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_requested = False
 
     @contextmanager
     def handled(self) -> Iterator[None]:
         """Catch SIGINT inside the block."""
-        before = signal.signal(signal.SIGINT, self._ask)
+        old_handler = signal.signal(signal.SIGINT, self._ask)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, old_handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        if self.is_requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.is_requested = True

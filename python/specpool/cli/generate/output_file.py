@@ -21,12 +21,12 @@ class OutputFile:
     """The file of `--out`; a context manager.
 
     A line is an object: `prompt` as it was given, and the fields of `RequestOutput`. Lines come in
-    the order in which the outputs end; `index` and `sample` say whose they are. What was written
-    stays if the run is interrupted.
+    the order in which the outputs end; `index` and `sample` name their prompts. Written lines stay
+    if the run is interrupted.
     """
 
     def __init__(self, path: Path | None, prompts: Sequence[Prompt], *, force: bool) -> None:
-        """Open the file; None = nothing is written.
+        """Open the file; if `path` is None, write nothing.
 
         Raises:
             ConfigError: the file cannot be written, or exists and `force` is not set.

@@ -36,8 +36,8 @@ class Printer:
             prompts: the prompts, as texts.
             num_samples: answers of each prompt.
             marks: without colour, put `MARKS` around accepted drafts.
-            token_text: returns a token's text; log probabilities are listed below each answer that
-                has some. None = they are not listed.
+            token_text: returns a token's text, to list log probabilities below each answer that
+                has some; None to list none.
         """
         self._console, self._prompts, self._num_samples = console, prompts, num_samples
         self._marks = MARKS if marks and console.color_system is None else ("", "")
@@ -55,7 +55,7 @@ class Printer:
         if index == self._current:
             self._flush()
 
-    def done(self, output: RequestOutput) -> None:
+    def finish(self, output: RequestOutput) -> None:
         """Mark an output as complete, and go on to the next that is not."""
         self._outputs[output.index * self._num_samples + output.sample] = output
         while self._current < len(self._outputs):
@@ -90,7 +90,8 @@ class Printer:
         self._print("log probability of each token; the likeliest tokens and theirs\n", "dim")
         for token, entry in zip(output.token_ids, output.logprobs, strict=True):
             likeliest = "  ".join(
-                f"{self._token_text(other)!r} {value:.3f}" for other, value in entry.top.items()
+                f"{self._token_text(alternative)!r} {value:.3f}"
+                for alternative, value in entry.top.items()
             )
             line = f"{entry.logprob:9.3f}  {self._token_text(token)!r:16}  {likeliest}"
             self._print(f"{line.rstrip()}\n", "dim")

@@ -100,8 +100,8 @@ def report_of(engine: Engine, runs: Runs, peak_pages: Sequence[int]) -> dict[str
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return median(numbers) if numbers else None
 
 
 def _speeds(runs: Runs) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _add_comparisons(table: Table, report: dict[str, Any]) -> None:
         faults = sum(comparison["verdict"] == "fault" for comparison in apart)
         table.add_row(label, f"NO: a fault in {faults} of {len(several)} texts")
     has_samples = any(comparison["sample"] for comparison in several)
-    apart.sort(key=lambda each: each["verdict"] != "fault")
+    apart.sort(key=lambda comparison: comparison["verdict"] != "fault")
     for comparison in apart[:_MOST_SHOWN]:
         sample = f", sample {comparison['sample'] + 1}" if has_samples else ""
         table.add_row(f"  prompt {comparison['index'] + 1}{sample}", _line(comparison))

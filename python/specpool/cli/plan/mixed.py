@@ -60,22 +60,25 @@ def check_acceptance(rate: float | None) -> None:
 
 
 def mixed(
-    asked: Capacity, questions: Sequence[tuple[str, int]], candidates: Sequence[Shape], rate: float
+    capacity: Capacity,
+    questions: Sequence[tuple[str, int]],
+    candidates: Sequence[Shape],
+    rate: float,
 ) -> list[Mixed]:
-    """Answer questions about requests of so many tokens.
+    """Answer questions about requests of given lengths.
 
     Args:
-        asked: the room.
+        capacity: the room.
         questions: a text, and the tokens of a request.
         candidates: the narrowest first.
-        rate: how likely a draft is right where those before it are.
+        rate: the probability that a draft is right if those before it are.
     """
     answers = []
-    indices = [asked.sizes.shapes.index(shape) for shape in candidates]
+    indices = [capacity.sizes.shapes.index(shape) for shape in candidates]
     for text, num_tokens in questions:
-        widest = asked.at_once(num_tokens, indices[-1])
-        tokens = widest.num_requests * asked.round_tokens(indices[-1], rate)
-        answers.append(Mixed(text, asked.mixed(num_tokens, indices, rate), widest, tokens))
+        widest = capacity.at_once(num_tokens, indices[-1])
+        tokens = widest.num_requests * capacity.round_tokens(indices[-1], rate)
+        answers.append(Mixed(text, capacity.mixed(num_tokens, indices, rate), widest, tokens))
     return answers
 
 

@@ -31,8 +31,8 @@ class Model:
     reads_tokens: bool  # whether the drafter reads tokens (`Drafter.reads_tokens`)
     dtype: str
     weight_bytes: int
-    max_context_len: int | None  # None = not known
-    vocab_size: int | None  # None = not known
+    max_context_len: int | None  # None if not known
+    vocab_size: int | None  # None if not known
     notes: tuple[str, ...] = ()  # assumptions, for the user
     context_reason: str = ""  # why the context is not the target's own; empty if it is
 
@@ -72,12 +72,12 @@ def model_of_numbers(question: Question) -> Model:
     heads, head_dim = question.draft_kv_heads, question.draft_head_dim
     heads = question.kv_heads if heads is None else heads
     head_dim = question.head_dim if head_dim is None else head_dim
-    given = {
+    values = {
         **sizes,
         "draft_kv_heads": heads,
         "draft_head_dim": head_dim,
     }
-    for name, value in given.items():
+    for name, value in values.items():
         check_int(name, value, 1, 1 << 16)
     check_int("draft_layers", draft_layers, 0, 1 << 16)
     for name in ("draft_kv_heads", "draft_head_dim"):
@@ -175,8 +175,8 @@ def model_of_files(question: Question) -> Model:
     if question.weights is not None:
         weight_bytes = _share(parse_bytes("weights", question.weights), question.tp)
     else:
-        known = target.loaded_bytes(dtype)
-        if known is None:
+        loaded_bytes = target.loaded_bytes(dtype)
+        if loaded_bytes is None:
             raise ConfigError(
                 f"the size of {question.target}'s weights is not known here: give --weights, such "
                 "as 16GB"
@@ -186,7 +186,7 @@ def model_of_files(question: Question) -> Model:
                 f"the weights are estimated from the config: {target.num_parameters:,} parameters "
                 f"in {dtype}; --weights says it better"
             )
-        weight_bytes = _share(known, question.tp)
+        weight_bytes = _share(loaded_bytes, question.tp)
         weight_bytes += (head.loaded_bytes(dtype) or 0) if head is not None else 0
         if draft == MTP:
             weight_bytes += mtp_bytes_beside(question.target, target, dtype)
@@ -219,7 +219,7 @@ def model_of_files(question: Question) -> Model:
 
 
 def _planned_layers(question: Question, target: Outline) -> tuple[LayerKV, ...]:
-    """Return the layers of a draft model that is not there; what is not given is the target's."""
+    """Return the layers of a planned draft model; sizes that are not set are the target's."""
     last = target.layers[-1]
     heads = last.num_kv_heads if question.draft_kv_heads is None else question.draft_kv_heads
     dim = last.k_head_dim if question.draft_head_dim is None else question.draft_head_dim

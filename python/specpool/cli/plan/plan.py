@@ -68,8 +68,8 @@ class Answer:
     @property
     def unused(self) -> int:
         """Bytes of KV that no group gets, because all rows have all the pages that they can use."""
-        left = self.kv_bytes - self.sizes.num_bytes
-        return left if left > sum(group.page_bytes for group in self.sizes.groups) else 0
+        unused = self.kv_bytes - self.sizes.num_bytes
+        return unused if unused > sum(group.page_bytes for group in self.sizes.groups) else 0
 
 
 def plan(question: Question, *, as_json: bool) -> None:
@@ -137,17 +137,17 @@ def answered(question: Question) -> Answer:
         sizes = _sizes(question, model, shapes, max_context_len, kv_bytes, max_rows)
     except ConfigError as error:  # an engine would be given more kv_bytes
         raise ConfigError(str(error).replace("kv_bytes", "--memory")) from None
-    asked = Capacity(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
+    capacity = Capacity(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
     lines = []
     for index, shape in enumerate(sizes.shapes):
         if shape in shapes:
-            fits = _fits(question, asked, max_context_len, index)
+            fits = _fits(question, capacity, max_context_len, index)
             lines += [PlanLine(text, shape, _named(question, fit, max_rows)) for text, fit in fits]
     acceptance = ACCEPTANCE if question.acceptance is None else question.acceptance
     mixes = []
     if question.adaptive is not None:
         candidates = sorted(shapes, key=width_order)
-        mixes = mixed(asked, _lengths(question), candidates, acceptance)
+        mixes = mixed(capacity, _lengths(question), candidates, acceptance)
     return Answer(
         model,
         memory,
@@ -232,21 +232,21 @@ def _most_rows(
     shortest = min(tokens, default=max_context_len - 1)
 
     def has_room(num_rows: int) -> bool:
-        left = kv_bytes - num_rows * row_logits
+        bytes_left = kv_bytes - num_rows * row_logits
         try:
-            sizes = _sizes(question, model, shapes, max_context_len, left, num_rows)
-            asked = Capacity(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
+            sizes = _sizes(question, model, shapes, max_context_len, bytes_left, num_rows)
+            capacity = Capacity(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
         except ConfigError:
             return False
-        return asked.at_once(shortest).num_requests >= num_rows
+        return capacity.at_once(shortest).num_requests >= num_rows
 
     max_rows = min(MOST_ROWS, kv_bytes // row_logits)
     return max(1, bisect.bisect_left(range(1, max_rows + 1), True, key=lambda n: not has_room(n)))
 
 
-def _named(question: Question, fit: Fit, most: int | None) -> Fit:
+def _named(question: Question, fit: Fit, max_rows: int | None) -> Fit:
     """Rename the limit of a fit, if `max_batch` was computed here and not given by the user."""
-    if question.max_batch is None and fit.limit == f"max_batch {most}":
+    if question.max_batch is None and fit.limit == f"max_batch {max_rows}":
         return replace(fit, limit="logits and pages together")
     return fit
 
@@ -261,30 +261,30 @@ def _lengths(question: Question) -> list[tuple[str, int]]:
 
 
 def _fits(
-    question: Question, asked: Capacity, max_context_len: int, shape: int
+    question: Question, capacity: Capacity, max_context_len: int, shape: int
 ) -> list[tuple[str, Fit]]:
     """Answer the questions about requests of one shape."""
     prompt, output, common = question.prompt, question.output, question.common
     fits = []
     if prompt is not None:
-        fits.append((f"at once, prompts of {prompt}", asked.at_once(prompt, shape)))
+        fits.append((f"at once, prompts of {prompt}", capacity.at_once(prompt, shape)))
         if common:
             text = f"at once, {common} of {prompt} in common"
-            fits.append((text, asked.at_once(prompt, shape, common=common)))
+            fits.append((text, capacity.at_once(prompt, shape, common=common)))
     if output is not None:
         assert prompt is not None
         if output > 1:
             half = prompt + output // 2
-            fits.append((f"at once, half-way: live {half}", asked.at_once(half, shape)))
+            fits.append((f"at once, half-way: live {half}", capacity.at_once(half, shape)))
             if common:
                 text = f"at once, half-way: {common} of {half} in common"
-                fits.append((text, asked.at_once(half, shape, common=common)))
+                fits.append((text, capacity.at_once(half, shape, common=common)))
         end = prompt + output
-        fits.append((f"to the end, {prompt} + {output}", asked.to_the_end(prompt, end, shape)))
+        fits.append((f"to the end, {prompt} + {output}", capacity.to_the_end(prompt, end, shape)))
     for live in question.live or ():
-        fits.append((f"at once, live {live}", asked.at_once(live, shape)))
+        fits.append((f"at once, live {live}", capacity.at_once(live, shape)))
     start = prompt or 1
-    full = asked.to_the_end(start, max_context_len, shape)
+    full = capacity.to_the_end(start, max_context_len, shape)
     fits.append((f"to the end, full context of {max_context_len}", full))
     return fits
 

@@ -69,11 +69,11 @@ def _record(rng: random.Random) -> str:
         a, b = rng.randrange(100), rng.randrange(100)
         return f"{a} + {b} = {a + b}; {a} - {b} = {a - b}\n"
     if kind == 2:
-        field, other = rng.choice(FIELDS), rng.choice(FIELDS)
+        field, other_field = rng.choice(FIELDS), rng.choice(FIELDS)
         return (
             f"def get_{field}(item):\n"
             f'    {field} = item["{field}"]\n'
-            f'    return {field} + item["{other}"]\n'
+            f'    return {field} + item["{other_field}"]\n'
         )
     if kind == 3:
         name, city = rng.choice(NAMES).capitalize(), rng.choice(CITIES).capitalize()
@@ -83,6 +83,6 @@ def _record(rng: random.Random) -> str:
         step, first = rng.randrange(1, 9), rng.randrange(1, 20)
         return "seq: " + ", ".join(str(first + step * i) for i in range(8)) + "\n"
     field = rng.choice(FIELDS)
-    least, most = rng.randrange(10), rng.randrange(10, 99)
-    owner, place = rng.choice(NAMES), rng.choice(CITIES)
-    return f"[{field}]\nmin = {least}\nmax = {most}\nowner = {owner}\nplace = {place}\n\n"
+    minimum, maximum = rng.randrange(10), rng.randrange(10, 99)
+    owner, home = rng.choice(NAMES), rng.choice(CITIES)
+    return f"[{field}]\nmin = {minimum}\nmax = {maximum}\nowner = {owner}\nplace = {home}\n\n"

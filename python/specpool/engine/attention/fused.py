@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specpool.engine.attention.view import AttentionView
+from specpool.engine.attention.view import AttentionView, first_columns
 from specpool.kernels.transfer import upload
 
 _flash = torch.ops.aten._flash_attention_forward
@@ -187,12 +187,10 @@ def _split(view: AttentionView) -> FusedLanes:
     lens = view.kv_lens.astype(np.int64)
     counts = -(-lens // view.page_size)
     ends = np.cumsum(counts)
-    # Entry i, of lane b, is column i - (pages of the lanes before b) of row b.
-    shifts = np.arange(len(lens)) * view.read_pages.shape[1] - (ends - counts)
     q_lens = np.broadcast_to(np.asarray(view.q_lens, np.int64), len(lens))
     at, q_starts, k_starts, kv_lens = upload(
         view.read_pages.device,
-        np.repeat(shifts, counts) + np.arange(ends[-1]),
+        first_columns(counts, view.read_pages.shape[1]),
         np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32),
         np.concatenate([[0], ends * view.page_size]).astype(np.int32),
         lens.astype(np.int32),

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specpool.arrays import Int64
 from specpool.engine.memory.scratch import Scratch
 from specpool.errors import ShapeError
 from specpool.kernels.transfer import upload
@@ -302,6 +303,17 @@ class JoinedView:
 
 
 View = AttentionView | JoinedView
+
+
+def first_columns(counts: NDArray[np.integer], num_columns: int) -> Int64:
+    """Return the entries of the first `counts` columns of each row of a table, row after row.
+
+    Entry c of row b of the flattened table is `b * num_columns + c`; the result is int64
+    [sum(counts)].
+    """
+    ends = np.cumsum(counts, dtype=np.int64)
+    shifts = np.arange(len(counts)) * num_columns - (ends - counts)
+    return np.repeat(shifts, counts) + np.arange(ends[-1])
 
 
 def _consecutive(pages: Tensor) -> int | None:

@@ -155,6 +155,22 @@ def chain_links(batch: int, num_nodes: int, device: torch.device) -> Links:
     return _links(np.tile(parents, (batch, 1)), device)
 
 
+class TextDrafter:
+    """The part of a `Drafter` that reads the rows' tokens alone: it keeps no KV."""
+
+    layers: tuple[LayerKV, ...] = ()
+    feature_layers: tuple[int, ...] = ()
+    reads_tokens = True
+
+    def attach(
+        self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
+    ) -> None:
+        """Do nothing, because the drafter keeps no KV."""
+
+    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
+        """Do nothing, because the drafter reads the text alone."""
+
+
 class Drafter(Protocol):
     """The protocol of a drafter. It proposes trees, and keeps its own state per row."""
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from specpool._core import Shape
 from specpool.checks import check_int
 from specpool.engine.attention.lanes import Lanes
-from specpool.engine.draft.base import DraftTree
+from specpool.engine.draft.base import DraftTree, TextDrafter
 from specpool.engine.draft.texts import TextIndexes
-from specpool.engine.memory.kv_cache import KVCache, LayerKV
 from specpool.engine.models.files.names import DEFAULT_NGRAM, MAX_NGRAM
 from specpool.errors import ConfigError
 
@@ -37,7 +36,7 @@ _FACTORS = [secrets.randbits(64) | 1 for _ in range(MAX_NGRAM)]
 _WORD = (1 << 64) - 1
 
 
-class NgramDrafter:
+class NgramDrafter(TextDrafter):
     """A drafter by prompt lookup, for text that repeats itself or its prompt.
 
     It finds the longest end of the text, at most `max_ngram` tokens, that occurred before, and
@@ -52,10 +51,6 @@ class NgramDrafter:
     bytes per token and n-gram length for what a text has at first, and about 200 for what it grows
     by. An unused index is dropped after `KEPT_CALLS` turns.
     """
-
-    layers: tuple[LayerKV, ...] = ()
-    feature_layers: tuple[int, ...] = ()
-    reads_tokens = True
 
     def __init__(
         self,
@@ -82,14 +77,6 @@ class NgramDrafter:
         self._min_match = min_match
         self._lens = range(max_ngram, min_ngram - 1, -1)
         self._indexes = TextIndexes(lambda: _NgramIndex(self._lens))
-
-    def attach(
-        self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
-    ) -> None:
-        """Do nothing, because the drafter keeps no KV."""
-
-    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
-        """Do nothing, because the drafter reads the text alone."""
 
     def propose(
         self,

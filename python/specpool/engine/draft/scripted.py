@@ -9,21 +9,16 @@ from torch import Tensor
 
 from specpool._core import Shape
 from specpool.engine.attention.lanes import Lanes
-from specpool.engine.draft.base import DraftTree
-from specpool.engine.memory.kv_cache import KVCache, LayerKV
+from specpool.engine.draft.base import DraftTree, TextDrafter
 from specpool.errors import ConfigError
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(TextDrafter):
     """A drafter for tests: it proposes known continuations, with errors, in trees of random form.
 
     The true continuation runs along a spine of random node ids, so that accepted nodes are
     scattered and compaction has work to do. All other nodes are wrong on purpose.
     """
-
-    layers: tuple[LayerKV, ...] = ()
-    feature_layers: tuple[int, ...] = ()
-    reads_tokens = True
 
     def __init__(
         self,
@@ -53,14 +48,6 @@ class ScriptedDrafter:
         self._vocab_size = vocab_size
         self._error_rate = error_rate
         self._rng = np.random.default_rng(seed)
-
-    def attach(
-        self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
-    ) -> None:
-        """Do nothing, because the drafter keeps no KV."""
-
-    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
-        """Do nothing, because the text is known."""
 
     def propose(
         self,

@@ -10,9 +10,8 @@ from torch import Tensor
 from specpool._core import Shape, SuffixIndex
 from specpool.checks import check_int, shown
 from specpool.engine.attention.lanes import Lanes
-from specpool.engine.draft.base import DraftTree
+from specpool.engine.draft.base import DraftTree, TextDrafter
 from specpool.engine.draft.texts import TextIndexes
-from specpool.engine.memory.kv_cache import KVCache, LayerKV
 from specpool.errors import ConfigError
 
 #: Tokens of an index of one text, and of an index of all.
@@ -36,7 +35,7 @@ class _Text:
         self.index.end(self.number)
 
 
-class SuffixDrafter:
+class SuffixDrafter(TextDrafter):
     """A drafter with a suffix automaton (`SuffixIndex`), for text that repeats itself or others.
 
     It finds the longest end of the text, at most `max_context - 1` tokens, that occurred before,
@@ -49,10 +48,6 @@ class SuffixDrafter:
 
     As `NgramDrafter`, it knows a text by the list that holds it.
     """
-
-    layers: tuple[LayerKV, ...] = ()
-    feature_layers: tuple[int, ...] = ()
-    reads_tokens = True
 
     def __init__(
         self,
@@ -85,14 +80,6 @@ class SuffixDrafter:
         self._max_context, self._min_match = max_context, min_match
         self._shared = self._new_index() if shares else None
         self._texts = TextIndexes(lambda: _Text(self._shared or self._new_index()))
-
-    def attach(
-        self, cache: KVCache, first_layer: int, group: int, layout: str, shapes: Sequence[Shape]
-    ) -> None:
-        """Do nothing, because the drafter keeps no KV."""
-
-    def extend(self, lanes: Lanes, tokens: Tensor, features: Tensor) -> None:
-        """Do nothing, because the drafter reads the text alone."""
 
     def propose(
         self,

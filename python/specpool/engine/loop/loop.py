@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
 
@@ -22,7 +22,6 @@ from specpool.engine.loop.scrub import scrub_free
 from specpool.engine.memory.host.tier import HostTier
 from specpool.engine.memory.kv_cache import KVCache
 from specpool.engine.ranks.journal import RankJournal
-from specpool.engine.scheduler.request import Request
 from specpool.engine.scheduler.scheduler import Scheduler
 from specpool.engine.scheduler.step import Step, StepResult
 from specpool.engine.worker.graphs.capture import is_out_of_memory
@@ -86,45 +85,6 @@ class Loop:
     def num_flying(self) -> int:
         """The number of steps whose results are still to come."""
         return len(self._flying)
-
-    def run(self, requests: list[Request]) -> Generator[int]:
-        """Run turns until these requests are done.
-
-        The caller must hold the engine's lock while the generator runs. Closing the generator
-        aborts the requests that are left.
-
-        Yields:
-            The index of a request that has new tokens or has ended.
-        """
-        seen = [0] * len(requests)
-        pending = {request.request_id: index for index, request in enumerate(requests)}
-        mailbox: dict[int, Request] = {}
-        try:
-            for request in requests:
-                request.mailbox = mailbox
-                if request.sample == 0:  # `submit` also queues its siblings
-                    self.scheduler.submit(request)
-            while pending:
-                # Another iterator's turns may have moved our requests on, so look before each turn.
-                # Look at running requests only: waiting ones have no news, and may be thousands.
-                moved = {*mailbox, *(request.request_id for request in self.scheduler.running)}
-                mailbox.clear()
-                for index in sorted(pending[number] for number in moved & pending.keys()):
-                    request, before = requests[index], seen[index]
-                    seen[index] = request.num_output_tokens
-                    is_over = request.finish_reason is not None
-                    if is_over:
-                        del pending[request.request_id]
-                    if seen[index] > before or is_over:
-                        yield index
-                # While we waited at a yield, another iterator may have finished all of ours.
-                if any(requests[index].finish_reason is None for index in pending.values()):
-                    self._run_turn()
-        finally:
-            with self.recovering():
-                for request in requests:
-                    self.scheduler.abort(request)
-                self.drain_if_idle()
 
     def drain_if_idle(self) -> None:
         """Drain if no request is left."""

@@ -15,7 +15,6 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -266,7 +265,7 @@ class TargetModel:
     @torch.inference_mode()
     def forward(
         self,
-        token_ids: Tensor,
+        tokens: Tensor,
         positions: Tensor,
         batch: AttentionBatch,
         logits_index: Tensor | None = None,
@@ -274,7 +273,7 @@ class TargetModel:
         """Run one forward of a flattened, ragged batch.
 
         Args:
-            token_ids: int64 [T], lane after lane; or embeddings [T, h] in their place.
+            tokens: int64 [T], lane after lane; or embeddings [T, h] in their place.
             positions: int64 [T], the position of each token (in a tree, of its node).
             batch: the pages that each layer reads and writes.
             logits_index: int64 [n], tokens whose logits are wanted (may be empty); None: all.
@@ -283,16 +282,16 @@ class TargetModel:
             Logits [n, V], hidden states [T, h], and the captured features or None.
 
         Raises:
-            ShapeError: T of token_ids, positions and the batch's views differ.
+            ShapeError: T of tokens, positions and the batch's views differ.
         """
-        num_tokens = token_ids.shape[0]
+        num_tokens = tokens.shape[0]
         for view in batch.views:
             if not num_tokens == positions.shape[0] == view.num_tokens:
                 raise ShapeError(
                     f"{num_tokens} token_ids, {positions.shape[0]} positions,"
                     f" {view.num_tokens} write_slots"
                 )
-        hidden = self._run(token_ids.unsqueeze(0), positions.unsqueeze(0), batch, use_cache=False)
+        hidden = self._run(tokens.unsqueeze(0), positions.unsqueeze(0), batch, use_cache=False)
         wanted = hidden if logits_index is None else hidden.index_select(0, logits_index)
         features = None
         if self._capture_order:
@@ -302,13 +301,13 @@ class TargetModel:
 
     @torch.inference_mode()
     def forward_from(
-        self, cache: Any, token_ids: Tensor, positions: Tensor, batch: AttentionBatch
+        self, cache: Any, tokens: Tensor, positions: Tensor, batch: AttentionBatch
     ) -> Tensor:
         """Run one forward of lanes from their recurrent states.
 
         Args:
             cache: from `RecurrentState.lanes`; holds the states after these tokens on return.
-            token_ids: int64 [B, n].
+            tokens: int64 [B, n].
             positions: int64 [B, n].
             batch: the pages that each attention layer reads and writes, lane after lane.
 
@@ -316,14 +315,14 @@ class TargetModel:
             Hidden states [B * n, h] after the final norm.
         """
         cache_arguments = {self._cache_argument: cache, "use_cache": True}
-        return self._run(token_ids, positions, batch, **cache_arguments)
+        return self._run(tokens, positions, batch, **cache_arguments)
 
     @cached_property
     def _cache_argument(self) -> str:
         return cache_argument(self._decoder, self.config)
 
     def _run(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, **arguments: Any
+        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, **arguments: Any
     ) -> Tensor:
         """Run the decoder on [B, n] tokens; return hidden states [B * n, h]."""
         if self._takes_positions:
@@ -332,14 +331,14 @@ class TargetModel:
             arguments[self._cache_argument] = _Standing(positions)
         if self._torch_modules:  # given a mask, transformers does not build one
             arguments["attention_mask"] = positions.new_zeros((1, 1, 1, 1))
-        batch_token, layer_token = _BATCH.set(batch), ATTENDING.set(None)
+        batch_before, attending_before = _BATCH.set(batch), ATTENDING.set(None)
         try:
             with self._torch_attention, without_cudnn(self.device):
-                name = "inputs_embeds" if token_ids.is_floating_point() else "input_ids"
-                output = self._decoder(**{name: token_ids}, **arguments)
+                name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+                output = self._decoder(**{name: tokens}, **arguments)
         finally:
-            _BATCH.reset(batch_token)
-            ATTENDING.reset(layer_token)
+            _BATCH.reset(batch_before)
+            ATTENDING.reset(attending_before)
         hidden: Tensor = output[0]
         return hidden.flatten(0, 1).to(self.dtype)  # mamba adds up its layers in float32
 
@@ -385,12 +384,7 @@ class TargetModel:
     def __enter__(self) -> TargetModel:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _set_attention(self, attention: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from specpool._core import Ledger
 from specpool.engine.scheduler.config import SchedulerConfig
-from specpool.engine.scheduler.request import Conversation, Request, Said
+from specpool.engine.scheduler.request import Conversation, Request
 from specpool.engine.scheduler.rows import HostHandles, Rows
 from specpool.errors import NotReady, OutOfMemory, OutOfPages, OutOfRows, SpecpoolError
 
@@ -62,12 +62,15 @@ class Conversations:
         conversation = request.conversation
         if conversation is None:
             return
-        answer_ids, watch = request.output_ids, request.watch
-        if watch is None or watch.hit is None:
-            answer_ids = [token for token in answer_ids if token not in request.stop_ids]
-        said = Said(len(request.tokens), request.messages, answer_ids, request.params.stop)
-        # One statement, so that Ctrl-C leaves both or neither.
-        conversation.tokens, conversation.said = list(request.tokens), [*request.said, said]
+        conversation.add_turn(
+            list(request.tokens),
+            request.said,
+            messages=request.messages,
+            output_ids=request.output_ids,
+            params=request.params,
+            stop_ids=request.stop_ids,
+            hit_stop_string=request.watch is not None and request.watch.hit is not None,
+        )
         conversation.turn_ct += 1
 
     def turn_of(self, conversation: Conversation) -> Request | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,37 @@ class Conversation:
     retraction_ct: int = 0
     drop_ct: int = 0
     leaves: bool = False
+
+    def add_turn(
+        self,
+        tokens: list[int],
+        said: Sequence[Said],
+        *,
+        messages: tuple[Message, ...] | None,
+        output_ids: list[int],
+        params: SamplingParams,
+        stop_ids: Collection[int],
+        hit_stop_string: bool,
+        message: Message | None = None,
+    ) -> None:
+        """Add a turn that has ended by a stop or its length.
+
+        Args:
+            tokens: the conversation's from now on, to the turn's end.
+            said: the earlier turns in them.
+            messages: the chat messages that began the turn, as in `Said`.
+            output_ids: the tokens that the turn generated.
+            params: the turn's.
+            stop_ids: the tokens that end its text.
+            hit_stop_string: whether a stop string ended it; a stop token may be part of that.
+            message: the answer as a chat message, as in `Said`.
+        """
+        answer_ids = output_ids
+        if not hit_stop_string:
+            answer_ids = [token for token in output_ids if token not in stop_ids]
+        turn = Said(len(tokens), messages, answer_ids, params.stop, message)
+        # One statement, so that Ctrl-C leaves both or neither.
+        self.tokens, self.said = tokens, [*said, turn]
 
     def cut(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, and the turns that end within them.

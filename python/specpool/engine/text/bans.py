@@ -1,8 +1,8 @@
 """`Bans`: the tokens that may not follow a request's text, at the root and along its drafts.
 
 The rules are those of transformers: no n-gram twice, no bad words, suppressed tokens, and no end
-before a least length. Each depends on the text alone, so drafts do not change the output. Where
-they would leave a form no token, they say nothing.
+before a least length. Each depends on the text alone, so drafts do not change the output. If they
+would leave a form no token, they are not applied.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from specpool.arrays import Int32, Int64
 class Bans:
     """A request's text so far, and what may not follow it.
 
-    It follows the text on the host. For the drafts of a tree it goes ahead and comes back. It keeps
-    a copy of the text, and with `ngram_size` an entry for each of its n-grams.
+    It follows the text on the host. For the drafts of a tree it goes down each path and comes back.
+    It keeps a copy of the text, and with `ngram_size` an entry for each of its n-grams.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class Bans:
             end_ids: tokens that end the text.
             always: tokens that never follow.
             first: tokens that are not the first of the output.
-            words: sequences that the output does not have; one that is a token of `end_ids` alone
-                counts for nothing.
-            ngram_size: n of the n-grams that the text has once; 0 = they may repeat.
+            words: sequences that the output must not have. A sequence that is one token of
+                `end_ids` is ignored.
+            ngram_size: n of the n-grams that must not repeat; 0 if they may.
             min_new_tokens: tokens of the output before one of `end_ids`.
         """
         single = [word[0] for word in words if len(word) == 1 and word[0] not in end_ids]
@@ -68,14 +68,14 @@ class Bans:
         Args:
             text: the prompt and the output, which begins with the text of the last call.
             tokens: [N]; the root is the last token of `text`.
-            first_child: [N], -1 = none.
-            next_sibling: [N], -1 = none.
-            allowed: nodes at which a form allows some tokens alone, each with them as bits
-                [ceil(V / 32)], as in `Matcher.masks`. If all of these are banned, none is.
+            first_child: [N]; -1 for none.
+            next_sibling: [N]; -1 for none.
+            allowed: nodes at which a form allows only some tokens, each with these tokens as bits
+                [ceil(V / 32)], as in `Matcher.masks`. Bans that would leave none are not applied.
 
         Returns:
-            Pairs of a node and a token that may not follow it, as two arrays [n]. Nodes behind a
-            token that may not be there are left out.
+            Pairs of a node and a token that may not follow it, as two arrays [n]. Nodes below a
+            banned token are left out.
         """
         for token in text[len(self._text) :]:
             self._push(token)
@@ -129,7 +129,7 @@ class Bans:
 
 def _leaves_any(allowed: Int32, banned: Collection[int]) -> bool:
     """Return whether a token whose bit is set in `allowed` is not banned."""
-    left = allowed.view(np.uint32).copy()
-    tokens = np.array([t for t in banned if t < 32 * len(left)], np.int64)
-    np.bitwise_and.at(left, tokens // 32, ~(np.uint32(1) << (tokens % 32).astype(np.uint32)))
-    return bool(left.any())
+    remaining = allowed.view(np.uint32).copy()
+    tokens = np.array([t for t in banned if t < 32 * len(remaining)], np.int64)
+    np.bitwise_and.at(remaining, tokens // 32, ~(np.uint32(1) << (tokens % 32).astype(np.uint32)))
+    return bool(remaining.any())

@@ -36,44 +36,46 @@ _CALLED = {
 def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, str]:
     """Return the tokens that end an answer of a chat, with their names.
 
-    They are the tokenizer's end-of-sequence token, and the added token that stands behind an
-    answer, or behind a call of a function, at the end of a rendered chat. If the template writes
-    nothing behind an answer, it is the special token that begins the next turn. A template that
-    refuses such a chat adds nothing.
+    They are the tokenizer's end-of-sequence token, and the added token behind an answer, or behind
+    a call of a function, at the end of a rendered chat. If the template writes nothing behind an
+    answer, the special token that begins the next turn ends it. A template that refuses such a
+    chat adds no token.
 
     Args:
         tokenizer: the target's.
         render: renders a chat with the tokenizer's template.
     """
-    added = {str(each.content): (i, each.special) for i, each in _added(tokenizer).items()}
+    added = {str(token.content): (i, token.special) for i, token in _added(tokenizer).items()}
     ends: dict[int, str] = {}
     if isinstance(eos := getattr(tokenizer, "eos_token_id", None), int):
         ends[eos] = str(tokenizer.eos_token)
 
     def tail(messages: Sequence[Mapping[str, Any]], mark: str, **variables: Any) -> str | None:
-        """Return what the template writes behind a mark of the last answer; None = no mark."""
+        """Return the text that the template writes behind a mark; None without the mark."""
         try:
             text = render(messages, {"add_generation_prompt": False, **variables})
         except ConfigError:
             return None
-        _, found, rest = text.rpartition(mark)
-        return rest.strip() if found else None
+        _, mark_found, text_after = text.rpartition(mark)
+        return text_after.strip() if mark_found else None
 
     def note(names: Sequence[str]) -> None:
         if names:
             name = max(names, key=len)
             ends[added[name][0]] = name
 
-    behind = tail([_USER, _SAID], _ANSWER)
-    if behind:
-        note([name for name in added if name.strip() and behind.endswith(name.strip())])
-    elif behind is not None and (rest := tail([_USER, _SAID, _USER], _ANSWER)):
-        note([name for name, (_, special) in added.items() if special and rest.startswith(name)])
-    # Llama 3.1 ends a call with another token if it is told of built-in tools, even of none.
-    told_of: tuple[dict[str, Any], ...] = ({}, {"builtin_tools": []})
-    for variables in told_of:
-        if behind := tail([_USER, _CALLED], _FUNCTION, **variables):
-            note([name for name in added if behind.endswith(name) and not _ends_call(name)])
+    answer_tail = tail([_USER, _SAID], _ANSWER)
+    if answer_tail:
+        note([name for name in added if name.strip() and answer_tail.endswith(name.strip())])
+    elif answer_tail is not None and (next_head := tail([_USER, _SAID, _USER], _ANSWER)):
+        note(
+            [name for name, (_, special) in added.items() if special and next_head.startswith(name)]
+        )
+    # Llama 3.1 ends a call with another token if a list of built-in tools is given, even empty.
+    variable_sets: tuple[dict[str, Any], ...] = ({}, {"builtin_tools": []})
+    for variables in variable_sets:
+        if call_tail := tail([_USER, _CALLED], _FUNCTION, **variables):
+            note([name for name in added if call_tail.endswith(name) and not _ends_call(name)])
     return ends
 
 

@@ -45,9 +45,9 @@ def template_of(templates: str | Mapping[str, str], variables: Mapping[str, Any]
     for name in (*names, "default"):
         if name in templates:
             return templates[name]
-    known = ", ".join(map(repr, sorted(templates)))
+    listed = ", ".join(map(repr, sorted(templates)))
     raise ConfigError(
-        f"the tokenizer has the chat templates {known}, but no 'default' for this chat: set one "
+        f"the tokenizer has the chat templates {listed}, but no 'default' for this chat: set one "
         "template as the tokenizer's chat_template, on the command line with --chat-template"
     )
 

@@ -25,7 +25,7 @@ START_SECONDS = 120.0
 MOST_BYTES = 1 << 29
 #: The most characters of a rendered chat.
 MOST_CHARACTERS = 1 << 25
-#: Names that `variables` cannot have: `render`, transformers and Jinja use them for their own.
+#: Names that `variables` cannot have, because `render`, transformers and Jinja use them.
 RESERVED = frozenset(
     "add_generation_prompt chat_template continue_final_message conversation conversations "
     "max_length messages padding return_assistant_tokens_mask return_dict return_tensors "
@@ -59,7 +59,7 @@ def render(
     """
     request = {
         "template": template,
-        "messages": [{k: v for k, v in one.items() if v is not None} for one in messages],
+        "messages": [{k: v for k, v in message.items() if v is not None} for message in messages],
         "variables": dict(variables),
         "most": [MOST_BYTES, MOST_CHARACTERS],
     }

@@ -1,4 +1,4 @@
-"""`SecondProcess`: a process for work that may take too long or too much: it can be killed.
+"""`SecondProcess`: a process for work that may take too much time or memory; it can be killed.
 
 It imports a module and calls its `serve`, which answers each JSON line of its standard input with
 one on its standard output.
@@ -59,7 +59,7 @@ class SecondProcess:
         Args:
             request: anything that JSON can say.
             seconds: the process is killed if it takes longer.
-            first: a request that comes first in each new process, and counts as its start; None =
+            first: a request that comes first in each new process, and counts as its start; None if
                 there is none.
 
         Raises:
@@ -88,10 +88,10 @@ class SecondProcess:
             return json.loads(process.stdout.readline())
         except (OSError, ValueError) as error:  # the process is gone, perhaps within a line
             self._end()
-            told = "the process for it ended"
+            reason = "the process for it ended"
             if late.is_set():
-                told = f"it has not ended after {seconds:g} s, and was stopped"
-            raise ProcessError(told, is_late=late.is_set()) from error
+                reason = f"it has not ended after {seconds:g} s, and was stopped"
+            raise ProcessError(reason, is_late=late.is_set()) from error
         except BaseException:  # Ctrl-C: the next request must not get this answer
             self._end()
             raise
@@ -99,10 +99,10 @@ class SecondProcess:
             timer.cancel()
 
     def close(self) -> None:
-        """End the process; who waits for its answer gets a `ProcessError`."""
+        """End the process; a caller that waits for its answer gets a `ProcessError`."""
         process = self._process
         if process is not None and self._owner == os.getpid():
-            process.kill()  # so that whoever has the lock lets it go
+            process.kill()  # so that the thread that has the lock releases it
         with self._lock:
             self._end()
 

@@ -54,7 +54,7 @@ class StopSearch:
     It holds back only the end of the text that may be the beginning of a string.
 
     Attributes:
-        hit: the string that ended the text; None = none has yet.
+        hit: the string that ended the text; None if none has yet.
         num_given: characters returned so far; after a hit, those before its string.
     """
 
@@ -68,7 +68,7 @@ class StopSearch:
         self._held = ""  # not returned yet, because a string may begin in it
         self._ends: list[int] = []  # for each character held, the tokens pushed when it is complete
         # The start of the earliest string in `_held`, and the length of the shortest one there.
-        self._found: tuple[int, int] | None = None
+        self._match_span: tuple[int, int] | None = None
 
     @property
     def num_held(self) -> int:
@@ -78,7 +78,7 @@ class StopSearch:
     @property
     def is_undecided(self) -> bool:
         """Whether a string has come, but a longer one that began before it may yet."""
-        return self.hit is None and self._found is not None
+        return self.hit is None and self._match_span is not None
 
     def feed(self, text: str, ends: Sequence[int]) -> str:
         """Search the next piece, and return the text that cannot be part of a stop string.
@@ -92,19 +92,19 @@ class StopSearch:
         self._held += text
         self._ends += ends
         self._look(text)
-        end = len(self._held) if self._found is None else self._found[0]
-        begun = self._begun(end)
-        if self._found is not None and begun == end:
+        end = len(self._held) if self._match_span is None else self._match_span[0]
+        begun = self._begun_string_start(end)
+        if self._match_span is not None and begun == end:
             return self.close()
-        return self._give(begun)  # a longer string may have begun before `_found`
+        return self._release(begun)  # a longer string may have begun before `_match_span`
 
     def close(self) -> str:
         """End the text; return the text held back, up to the stop string if there is one."""
-        if self._found is None:
-            return self._give(len(self._held))
-        start, length = self._found
+        if self._match_span is None:
+            return self._release(len(self._held))
+        start, length = self._match_span
         self.hit = StopHit(self._held[start : start + length], self._ends[start + length - 1])
-        return self._give(start)
+        return self._release(start)
 
     def _look(self, new: str) -> None:
         """Find the earliest string that ends in `new`, the newest part of the held text."""
@@ -114,10 +114,10 @@ class StopSearch:
             if string[-1] not in new:  # as a rule; `find` would read all of a long string first
                 continue
             start = self._held.find(string, max(0, len(self._held) - len(new) - len(string) + 1))
-            if start >= 0 and (self._found is None or start < self._found[0]):
-                self._found = start, len(string)
+            if start >= 0 and (self._match_span is None or start < self._match_span[0]):
+                self._match_span = start, len(string)
 
-    def _begun(self, end: int) -> int:
+    def _begun_string_start(self, end: int) -> int:
         """Return the first place before `end` where an unfinished string may begin; else `end`."""
         for start, character in enumerate(self._held[:end]):
             if character in self._by_first:
@@ -126,13 +126,13 @@ class StopSearch:
                     return start
         return end
 
-    def _give(self, end: int) -> str:
-        given, self._held = self._held[:end], self._held[end:]
+    def _release(self, end: int) -> str:
+        output, self._held = self._held[:end], self._held[end:]
         del self._ends[:end]
         self.num_given += end
-        if self._found is not None:
-            self._found = self._found[0] - end, self._found[1]
-        return given
+        if self._match_span is not None:
+            self._match_span = self._match_span[0] - end, self._match_span[1]
+        return output
 
 
 class VeiledSearch:
@@ -142,13 +142,13 @@ class VeiledSearch:
     the text; the hidden parts are never returned.
 
     Attributes:
-        hit: the string that ended the text; None = none has yet.
+        hit: the string that ended the text; None if none has yet.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
         self.hit: StopHit | None = None
         self._shown = StopSearch(strings)  # the text without hidden parts
-        self._whole: StopSearch | None = None  # with them; None = nothing held is hidden
+        self._whole: StopSearch | None = None  # with them; None if nothing held is hidden
         self._spans: deque[tuple[int, int]] = deque()  # hidden in `_whole`: first place and length
         self._num_hidden = 0  # characters of older spans
         self._held = ""  # shown text that one of the searches holds back
@@ -198,7 +198,10 @@ class VeiledSearch:
         whole, shown_len = self._whole, self._shown.num_given
         whole_len = shown_len if whole is None else self._shown_part(whole.num_given)
         end = min(shown_len, whole_len)
-        given, self._held = self._held[: end - self._num_given], self._held[end - self._num_given :]
+        output, self._held = (
+            self._held[: end - self._num_given],
+            self._held[end - self._num_given :],
+        )
         self._num_given = end
         hits = [(shown_len, self._shown.hit), (whole_len, None if whole is None else whole.hit)]
         final = [hit for start, hit in hits if hit is not None and start == end]
@@ -206,7 +209,7 @@ class VeiledSearch:
             self.hit = min(final, key=lambda hit: (hit.num_tokens, len(hit.stop)))
         elif whole is not None and not self._held and not whole.num_held:
             self._whole = None  # from here on both texts are the same
-        return given
+        return output
 
     def _shown_part(self, num_whole: int) -> int:
         """Return how many of the first characters of the whole text are shown."""

@@ -43,7 +43,7 @@ class TextStream:
     may begin a stop string. The output does not depend on how the tokens are split into calls.
 
     Attributes:
-        hit: the stop string that ended the text; None = none has yet.
+        hit: the stop string that ended the text; None if none has yet.
         specials: if they are noted, the special tokens that are not output: each as the number of
             the text's characters before it, and its name. The text may not be output that far yet.
     """
@@ -176,13 +176,13 @@ class TextStream:
             return self._show(new, ends)
         num_more = len(new) - len(ends)
         ends = [*[ends[0]] * num_more, *ends[max(0, -num_more) :]]
-        parts, done = [], 0
+        parts, start = [], 0
         for token, number in self._veiled:  # each stands behind the characters complete before it
             end = bisect_left(ends, number)
-            parts += [self._show(new[done:end], ends[done:end]), self._veil(token, number)]
-            done = end
+            parts += [self._show(new[start:end], ends[start:end]), self._veil(token, number)]
+            start = end
         self._veiled.clear()
-        return "".join([*parts, self._show(new[done:], ends[done:])])
+        return "".join([*parts, self._show(new[start:], ends[start:])])
 
     def _show(self, text: str, ends: Sequence[int]) -> str:
         """Return what can be output now that this text has been decoded."""
@@ -197,7 +197,7 @@ class TextStream:
         return self._veil(token, number)
 
     def _veil(self, token: int, number: int) -> str:
-        """Let the stop strings see a hidden token in its place, and note it."""
+        """Show a hidden token to the search for stop strings, and note it."""
         is_noted = self._notes_special and token not in self._hidden
         if self._stops is None and not is_noted:
             return ""

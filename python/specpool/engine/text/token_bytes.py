@@ -25,13 +25,13 @@ class TokenBytes:
         self._tokenizer = tokenizer
         self._is_byte_level = "ByteLevel" in _decoder_types(tokenizer)
 
-    def of(self, token: int, before: int | None = None) -> bytes:
+    def bytes_of(self, token: int, previous: int | None = None) -> bytes:
         """Return the bytes of a token; special tokens have those of their name.
 
         Args:
             token: the token.
-            before: the token before it that has a text; None = the token begins the text. Only
-                whether there are spaces between them depends on it.
+            previous: the token before it that has a text; None if the token begins the text. It
+                decides only whether a space comes between them.
         """
         name: str | bytes | None = self._tokenizer.convert_ids_to_tokens([token])[0]
         if name is None:
@@ -45,10 +45,10 @@ class TokenBytes:
         text = self._decode([token])
         if (match := BYTE_TOKEN.fullmatch(name)) and text != name:
             return bytes.fromhex(match[1])
-        if before is not None:
-            start, both = self._decode([before]), self._decode([before, token])
-            if both.startswith(start):
-                text = both[len(start) :]
+        if previous is not None:
+            start, joined = self._decode([previous]), self._decode([previous, token])
+            if joined.startswith(start):
+                text = joined[len(start) :]
         return text.encode()
 
     def _decode(self, tokens: list[int]) -> str:
@@ -77,5 +77,5 @@ def _byte_table() -> dict[str, int]:
 
     characters = sorted(ByteLevel.alphabet())
     table = {character: ord(character) for character in characters if ord(character) < 256}
-    others = sorted(set(range(256)) - set(table.values()))
-    return table | dict(zip(characters[len(table) :], others, strict=True))
+    unnamed_bytes = sorted(set(range(256)) - set(table.values()))
+    return table | dict(zip(characters[len(table) :], unnamed_bytes, strict=True))

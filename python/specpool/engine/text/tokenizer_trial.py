@@ -54,23 +54,25 @@ def check_growth(folder: Path) -> None:
         ValueError: the trial failed; the message says why it was made, and within which limits.
     """
     names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-    others = sum((folder / name).stat().st_size for name in names if (folder / name).is_file())
-    files = [each for each in folder.glob("tokenizer*.json") if each.name not in names]
-    risks = (_risk(json.loads(each.read_text(encoding="utf-8")), others) for each in files)
+    num_other_bytes = sum(
+        (folder / name).stat().st_size for name in names if (folder / name).is_file()
+    )
+    files = [file for file in folder.glob("tokenizer*.json") if file.name not in names]
+    risks = (_risk(json.loads(file.read_text(encoding="utf-8")), num_other_bytes) for file in files)
     risk = next(filter(None, risks), None)
     if risk is None:
         return
     process = SecondProcess(__name__, START_SECONDS)
     try:
-        told = process.ask(os.fspath(folder), MOST_SECONDS)
+        failure = process.ask(os.fspath(folder), MOST_SECONDS)
     except ProcessError as error:
-        told = str(error)
+        failure = str(error)
     finally:
         process.close()
-    if told is not None:
+    if failure is not None:
         raise ValueError(
             f"{risk}, so it was tried in a second process, with at most {MOST_BYTES >> 20} MiB "
-            f"and {MOST_SECONDS:g} s: {told}"
+            f"and {MOST_SECONDS:g} s: {failure}"
         )
 
 
@@ -86,13 +88,13 @@ def serve() -> None:
 
     print("true", flush=True)
     for line in sys.stdin:
-        told = None
+        failure = None
         limit_memory(MOST_BYTES)
         try:
             try_tokenizer(read_tokenizer(json.loads(line), trust_remote_code=False))
         except BaseException as error:
-            told = f"{type(error).__name__}: {error}"[:1000]
-        print(json.dumps(told), flush=True)
+            failure = f"{type(error).__name__}: {error}"[:1000]
+        print(json.dumps(failure), flush=True)
 
 
 def read_tokenizer(folder: str, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -113,16 +115,16 @@ def try_tokenizer(tokenizer: PreTrainedTokenizerBase) -> None:
     ids = list(tokenizer.encode("a 1, b"))
     if not ids:
         raise ValueError(f"it knows {count} tokens, and encodes 'a 1, b' to none")
-    if any(type(one) is not int or one < 0 for one in ids):
+    if any(type(token) is not int or token < 0 for token in ids):
         raise ValueError(f"it encodes to {shown(ids)}, not to token ids")
-    for some in (ids, list(range(min(64, count))), list(range(max(0, count - 64), count))):
-        tokenizer.convert_ids_to_tokens(some)
-        if not isinstance(tokenizer.decode(some), str):
-            raise ValueError(f"it decodes {shown(some)} to no text")
+    for token_ids in (ids, list(range(min(64, count))), list(range(max(0, count - 64), count))):
+        tokenizer.convert_ids_to_tokens(token_ids)
+        if not isinstance(tokenizer.decode(token_ids), str):
+            raise ValueError(f"it decodes {shown(token_ids)} to no text")
 
 
 def _risk(settings: Any, num_others: int) -> str | None:
-    """Return why the settings of a tokenizer.json could blow up; None = they cannot.
+    """Return why the settings of a tokenizer.json could blow up; None if they cannot.
 
     `num_others` are the characters of the files that may hold further added tokens.
     """
@@ -194,5 +196,5 @@ def _num_added(processor: Any) -> int:
         if isinstance(token, dict) and isinstance(token.get("ids"), list)
     ]
     pieces = [processor.get(name) for name in ("single", "pair")]
-    num_pieces = max(len(each) if isinstance(each, list) else 0 for each in pieces)
+    num_pieces = max(len(piece) if isinstance(piece, list) else 0 for piece in pieces)
     return num_pieces * max(ids, default=0) + _num_added(processor.get("processors"))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specpool import kernels
 from specpool._core import Shape
+from specpool.engine.attention import AttentionView
 from specpool.engine.attention.lanes import Lanes, own_view
 from specpool.engine.draft.base import DraftTree
 from specpool.engine.draft.side_by_side import DraftPart
@@ -64,18 +65,19 @@ class DraftRound:
             widths = [np.full(len(p.positions), p.positions.shape[1], np.int32) for p in parts]
             lanes = Lanes(self._lanes.rows, self._lanes.seq_lens, np.concatenate(widths))
             tokens = torch.cat([part.tree.tokens.view(-1) for part in parts])
-        wants_features = context.followers.wants_features and not context.keeps_state
         # A node of a chain sees all tokens before it, so no mask is needed. A target that keeps a
         # state verifies chains alone.
-        if context.keeps_state or all(part.is_chain for part in parts):
-            return context.causal_pass(
-                lanes=lanes,
-                tokens=tokens,
-                logits_at=None,
-                wants_features=wants_features,
-                is_verify=True,
-            )
-        return self._tree_pass(lanes, tokens, wants_features=wants_features)
+        are_chains = context.keeps_state or all(part.is_chain for part in parts)
+        positions, views = context.causal_reads(lanes) if are_chains else self._tree_reads(lanes)
+        return Pass(
+            lanes=lanes,
+            tokens=tokens,
+            positions=positions,
+            views=views,
+            logits_at=None,
+            wants_features=context.followers.wants_features and not context.keeps_state,
+            is_verify=True,
+        )
 
     def outcome(self, output: TargetOutput) -> Outcome:
         """Walk each tree along the target's own tokens. This makes the accept lengths."""
@@ -145,8 +147,8 @@ class DraftRound:
             on_host=self._context.processors.look(tree, requests),  # before the target's forward
         )
 
-    def _tree_pass(self, lanes: Lanes, tokens: Tensor, *, wants_features: bool) -> Pass:
-        """Return the pass of trees: node i lies in cell start + i, at position start + depth."""
+    def _tree_reads(self, lanes: Lanes) -> tuple[Tensor, dict[int, AttentionView]]:
+        """Return positions and views of trees: node i is in cell start + i, at start + depth."""
         context = self._context
         of_parts = [part.positions.clamp(max=context.last_position) for part in self._parts]
         masks, by_lane = _own_cells(self._parts, of_parts)
@@ -154,15 +156,7 @@ class DraftRound:
         for group in context.target_fields:
             slots = lanes.slots(context.cache, group)
             views[group] = own_view(context.cache, group, lanes, slots, masks, by_lane, by_lane)
-        return Pass(
-            lanes=lanes,
-            tokens=tokens,
-            positions=torch.cat([positions.view(-1) for positions in of_parts]).long(),
-            views=views,
-            logits_at=None,
-            wants_features=wants_features,
-            is_verify=True,
-        )
+        return torch.cat([positions.view(-1) for positions in of_parts]).long(), views
 
     def _drawn(self, part: Part, logits: Tensor) -> Tensor:
         """Choose the target's tokens at all nodes of a part, int64 [B, N]."""

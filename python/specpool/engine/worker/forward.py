@@ -35,7 +35,7 @@ class Pass:
     views: Mapping[int, AttentionView]
     logits_at: Tensor | None
     wants_features: bool
-    is_verify: bool
+    is_verify: bool = False
 
 
 class Forward:
@@ -71,19 +71,20 @@ class Forward:
         self._target.capture(self._feature_layers if wants_features else ())
         if len(passes) == 1:
             (part,) = passes
-            return [self._output(part.tokens, part.positions, part.views, part.logits_at)]
+            batch = self._batch(part.views)
+            return [self._target.forward(part.tokens, part.positions, batch, part.logits_at)]
         logits_at, first = [], 0
         for part in passes:
             tokens = torch.arange(len(part.tokens), device=part.tokens.device)
             logits_at.append(first + (tokens if part.logits_at is None else part.logits_at))
             first += len(part.tokens)
-        joined = self._output(
+        views = {
+            group: JoinedView([part.views[group] for part in passes]) for group in passes[0].views
+        }
+        joined = self._target.forward(
             torch.cat([part.tokens for part in passes]),
             torch.cat([part.positions for part in passes]),
-            {
-                group: JoinedView([part.views[group] for part in passes])
-                for group in passes[0].views
-            },
+            self._batch(views),
             torch.cat(logits_at),
         )
         outputs = []
@@ -104,20 +105,7 @@ class Forward:
         This class does nothing, because compaction moves the KV. `StateForward` cuts its states.
         """
 
-    def _output(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        views: Mapping[int, View],
-        logits_at: Tensor | None,
-    ) -> TargetOutput:
-        return self._target.forward(
-            tokens,
-            positions,
-            AttentionBatch(list(views.values()), self._kv(views)),
-            logits_at,
-        )
-
-    def _kv(self, views: Mapping[int, View]) -> dict[int, tuple[Tensor, Tensor, View]]:
-        """Return (keys, values, view) of each layer with attention."""
-        return {layer: (keys, values, views[g]) for layer, keys, values, g in self._layers}
+    def _batch(self, views: Mapping[int, View]) -> AttentionBatch:
+        """Return the pages that each layer with attention reads and writes, by its group's view."""
+        layers = {layer: (keys, values, views[g]) for layer, keys, values, g in self._layers}
+        return AttentionBatch(list(views.values()), layers)

@@ -40,9 +40,12 @@ class PlainRound:
     def launch(self) -> Pass:
         """Return the roots."""
         self._roots = self._context.rows.root_tokens.index_select(0, self._lanes.rows)
-        return self._context.causal_pass(
+        positions, views = self._context.causal_reads(self._lanes)
+        return Pass(
             lanes=self._lanes,
             tokens=self._roots,
+            positions=positions,
+            views=views,
             logits_at=None,
             wants_features=self._followers is not None and self._followers.wants_features,
         )

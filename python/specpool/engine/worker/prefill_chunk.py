@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -58,16 +59,19 @@ class PrefillChunk:
             plan.rows,
             plan.start,
             plan.new_len,
-            np.concatenate(chunks).astype(np.int64),
+            np.fromiter(chain.from_iterable(chunks), np.int64),
             np.array(following, np.int64),
         )
         self._lanes = Lanes(
             rows, SeqLens(starts, plan.start, plan.start), plan.new_len - plan.start
         )
         context.rows.put_params(self._lanes, self.requests)
-        return context.causal_pass(
+        positions, views = context.causal_reads(self._lanes)
+        return Pass(
             lanes=self._lanes,
             tokens=self._tokens,
+            positions=positions,
+            views=views,
             logits_at=self._lanes.last_indices,
             wants_features=self._followers is not None and self._followers.wants_features,
         )

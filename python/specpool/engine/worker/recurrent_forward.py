@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from specpool.arrays import Int32, Int64
-from specpool.engine.attention import AttentionBatch
 from specpool.engine.attention.lanes import Lanes, causal_view
 from specpool.engine.attention.seq_lens import SeqLens
 from specpool.engine.memory.kv_cache import KVCache
@@ -164,8 +163,7 @@ class StateForward(Forward):
         lens = SeqLens(starts, known, known)
         lanes = Lanes(bundle.rows.int(), lens, bundle.tokens.shape[1])
         views = {group: causal_view(self._cache, group, lanes) for group in set(self.groups)}
-        batch = AttentionBatch(list(views.values()), self._kv(views))
-        return self._target.forward_from(cache, bundle.tokens, bundle.positions, batch)
+        return self._target.forward_from(cache, bundle.tokens, bundle.positions, self._batch(views))
 
 
 def _bundles(part: Pass) -> Iterator[_Bundle]:

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from specpool._core import Shape
+from specpool.engine.attention import AttentionView
 from specpool.engine.attention.lanes import Lanes, causal_view
 from specpool.engine.memory.kv_cache import KVCache
 from specpool.engine.models.target_output import TargetOutput
@@ -74,29 +75,17 @@ class RoundContext:
     has_windows: bool
     last_position: int
 
-    def causal_pass(
-        self,
-        *,
-        lanes: Lanes,
-        tokens: Tensor,
-        logits_at: Tensor | None,
-        wants_features: bool,
-        is_verify: bool = False,
-    ) -> Pass:
-        """Return a pass in which each token sees all positions up to its own; see `Pass`."""
+    def causal_reads(self, lanes: Lanes) -> tuple[Tensor, dict[int, AttentionView]]:
+        """Return positions and views of lanes whose tokens see all positions up to their own.
+
+        Returns:
+            The tokens' positions, int64 [T], and a view for each group, as in `Pass`.
+        """
         groups = () if self.keeps_state else self.target_fields
         positions = lanes.positions
         if lanes.max_len > self.last_position + 1:
             positions = positions.clamp(max=self.last_position)
-        return Pass(
-            lanes=lanes,
-            tokens=tokens,
-            positions=positions,
-            views={group: causal_view(self.cache, group, lanes) for group in groups},
-            logits_at=logits_at,
-            wants_features=wants_features,
-            is_verify=is_verify,
-        )
+        return positions, {group: causal_view(self.cache, group, lanes) for group in groups}
 
 
 def are_greedy(requests: Sequence[Request]) -> bool:

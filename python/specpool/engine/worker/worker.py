@@ -123,7 +123,21 @@ class Worker:
         """
         with without_cudnn(self._context.cache.device):
             replayed = None if self.graphs is None else self.graphs.replay(steps, self._catch_up)
-            pending = self._run_eagerly(steps) if replayed is None else [replayed]
+            pending: list[PendingStep] = []
+            if replayed is not None:
+                pending.append(replayed)
+            else:
+                works: list[StepWork] = [
+                    self._round(step)
+                    if step.is_decode
+                    else PrefillChunk(self._context, step.plan, step.requests)
+                    for step in steps
+                ]
+                outputs = self._context.forward.run([work.launch() for work in works])
+                for work, output in zip(works, outputs, strict=True):
+                    # The copy to the host starts before the work that only later steps need.
+                    pending.append(PendingStep(work.requests, work.outcome(output)))
+                    work.follow()
         for step in steps:
             if step.is_decode:
                 self._context.followers.note(step.plan)
@@ -145,21 +159,9 @@ class Worker:
         (output,) = self._context.forward.run([work.launch()])
         return work.outcome(output), work.follow
 
-    def _run_eagerly(self, steps: Sequence[Step]) -> list[PendingStep]:
-        works = [self._work_of(step) for step in steps]
-        outputs = self._context.forward.run([work.launch() for work in works])
-        pending = []
-        for work, output in zip(works, outputs, strict=True):
-            # The copy to the host starts before the work that only later steps need.
-            pending.append(PendingStep(work.requests, work.outcome(output)))
-            work.follow()
-        return pending
-
-    def _work_of(self, step: Step) -> StepWork:
-        """Return the work of a step. A round takes rows, length bounds and shapes from its plan."""
+    def _round(self, step: Step) -> StepWork:
+        """Return the work of a round, which takes rows, length bounds and shapes from its plan."""
         plan, requests = step.plan, step.requests
-        if not step.is_decode:
-            return PrefillChunk(self._context, plan, requests)
         lanes = self._context.rows.lanes(plan.rows, plan.lo, plan.hi)
         if not plan.shapes.any():
             return PlainRound(self._context, lanes, requests, writes_draft=plan.writes_draft)

@@ -31,7 +31,7 @@ class AllocatorError(SpecpoolError, AssertionError):
 
 
 class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] # no stubs
-    """Takes the place of `PagedTokenToKVPoolAllocator`; slot 0 to page_size - 1 is for padding.
+    """Takes the place of `PagedTokenToKVPoolAllocator`; slots 0 to page_size - 1 are for padding.
 
     Pages live on the host. On an accelerator no call waits for the device, except `free`, which
     SGLang's own waits in too: ids of new pages go down by a copy that is not waited for, and freed
@@ -299,11 +299,11 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
             self.page_group, self.freers = [], []
 
     def _defer(self, group: list[torch.Tensor], index: torch.Tensor, tokens: int) -> None:
-        """Keep a free for the group's end, and whose it is; reading a device here would wait."""
-        kept = self._copy_for_free_group(index)
-        group.append(kept)
+        """Keep a free for the group's end, with its request; reading a device here would wait."""
+        index_copy = self._copy_for_free_group(index)
+        group.append(index_copy)
         if self.history.freer is not None and self.is_on_host:
-            self.freers.append((kept, tokens, self.history.freer))
+            self.freers.append((index_copy, tokens, self.history.freer))
 
     def _give(self, pages: torch.Tensor) -> None:
         if pages.device.type == "cpu":
@@ -322,14 +322,14 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         try:
             self.pool.drop(pages)
         except SpecpoolError as error:
-            raise AllocatorError(self._told(str(error))) from error
+            raise AllocatorError(self._with_history(str(error))) from error
         self.history.freed(pages, self.history.freer)
 
-    def _told(self, said: str) -> str:
-        """A refusal, with what is known of the page that it names and of who asked."""
-        named = re.search(r"block (-?\d+)", said)
+    def _with_history(self, message: str) -> str:
+        """Return a refusal with the history of its page, and the requests that free it now."""
+        named = re.search(r"block (-?\d+)", message)
         if named is None:
-            return said
+            return message
         page = int(named[1])
         askers = [
             request
@@ -338,8 +338,8 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         ]
         if self.history.freer is not None:
             askers.append(self.history.freer)
-        whose = f"; freed now by request {' and '.join(askers)}" if askers else ""
-        return f"{said}; {self.history.tell(page)}{whose}"
+        requests = f"; freed now by request {' and '.join(askers)}" if askers else ""
+        return f"{message}; {self.history.tell(page)}{requests}"
 
     # The KV itself.
 

@@ -1,4 +1,4 @@
-"""The book of level `rows`: one `specpool.Ledger` for SGLang's rows and its KV slots."""
+"""`Book`, for level `rows`: one `specpool.Ledger` for SGLang's rows and its KV slots."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from specpool.plugins.sglang.allocator import AllocatorError, upload
 _I32 = npt.NDArray[np.int32]
 #: The ledger's index of the one shape.
 ROUND = 1
-#: Up to so many numbers are read from a tensor as a list.
-FEW = 16
+#: Up to this many numbers are read from a tensor as a list.
+MAX_LIST = 16
 
 
 class Book:
@@ -86,7 +86,7 @@ class Book:
     def _max_context_len(self, shape: Shape) -> int:
         """The longest text whose round fits into SGLang's row, and into the pool."""
         page_size = self.allocator.page_size
-        most = min(self.pool.req_to_token.shape[1], self.allocator.num_pages * page_size)
+        max_width = min(self.pool.req_to_token.shape[1], self.allocator.num_pages * page_size)
 
         def width(length: int) -> int:
             return sizing_row_width(
@@ -98,12 +98,12 @@ class Book:
                 layout="holey",
             )
 
-        low, high = 1, most
+        low, high = 1, max_width
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if width(middle) <= most else (low, middle - 1)
+            low, high = (middle, high) if width(middle) <= max_width else (low, middle - 1)
         if low < 2:
-            raise AllocatorError(f"no round of {shape} fits into rows of {most} slots")
+            raise AllocatorError(f"no round of {shape} fits into rows of {max_width} slots")
         return low
 
     def clear(self) -> None:
@@ -148,8 +148,8 @@ class Book:
     def rows_of(self, rows: torch.Tensor) -> _I32:
         """Return a batch's rows, int32 [requests], from SGLang's tensor of int64 on the host.
 
-        SGLang has the same tensor for many steps, and making its array takes longer than a small
-        call of the ledger. So the last one is kept.
+        SGLang uses one tensor for many steps, and converting it takes longer than a small call of
+        the ledger. So the array of the last tensor is kept.
         """
         last, array = self._batch_rows
         if rows is not last:
@@ -168,13 +168,13 @@ class Book:
         """
         ledger = self.ledger
         try:
-            at = ledger.resolved_len[rows]
-            if (at < starts).any():
+            lens = ledger.resolved_len[rows]
+            if (lens < starts).any():
                 raise AllocatorError(
-                    f"rows {rows.tolist()} have {at.tolist()} tokens, the batch begins at "
+                    f"rows {rows.tolist()} have {lens.tolist()} tokens, the batch begins at "
                     f"{starts.tolist()}"
                 )
-            for lane in np.flatnonzero(at > starts).tolist():
+            for lane in np.flatnonzero(lens > starts).tolist():
                 ledger.trim(int(rows[lane]), int(starts[lane]))
             plan = ledger.prepare_extend(rows, ends)
             launch_into(ledger, plan.step, self.cells)
@@ -203,7 +203,7 @@ class Book:
             AllocatorError: the ledger refuses; nothing has changed.
         """
         ledger = self.ledger
-        before = None if self.mirror is None else ledger.allocated_len(0)[rows]
+        old_lens = None if self.mirror is None else ledger.allocated_len(0)[rows]
         try:
             step, held = decode_into(ledger, rows, ROUND, self.cells)
         except OutOfPages:
@@ -211,8 +211,8 @@ class Book:
         except SpecpoolError as error:
             raise AllocatorError(str(error)) from error
         self.rounds.append((step, len(held)))
-        if before is not None:
-            self.publish(rows, before, np.array(held, np.int32))
+        if old_lens is not None:
+            self.publish(rows, old_lens, np.array(held, np.int32))
         return held
 
     def resolve(self, accept_lens: torch.Tensor) -> None:
@@ -225,7 +225,7 @@ class Book:
             raise AllocatorError("the result of a round that was not launched")
         step, num_rows = self.rounds.popleft()
         # A list of a few numbers is made in less time than an array on the tensor.
-        lens = accept_lens.tolist() if num_rows <= FEW else accept_lens.numpy()
+        lens = accept_lens.tolist() if num_rows <= MAX_LIST else accept_lens.numpy()
         try:
             self.ledger.resolve(step, lens)
         except SpecpoolError as error:

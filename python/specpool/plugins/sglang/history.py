@@ -50,93 +50,93 @@ class History:
         self.call += 1
         self._frees.append((self.call, pages.copy(), request))
 
-    def belongs(self, before: int, rows: Any, counts: Any = None) -> None:
-        """Say for which rows the pages since call `before` were taken: one count for each row."""
-        if self._takes and self._takes[-1][0] >= (before + 1) * len(VERBS):
-            call, pages, known, _ = self._takes[-1]
-            self._takes[-1] = (call, pages, counts if known is None else known, rows)
+    def note_rows(self, since: int, rows: Any, counts: Any = None) -> None:
+        """Note the rows that the pages since call `since` were taken for, and a count for each."""
+        if self._takes and self._takes[-1][0] >= (since + 1) * len(VERBS):
+            call, pages, known_counts, _ = self._takes[-1]
+            self._takes[-1] = (call, pages, counts if known_counts is None else known_counts, rows)
 
     def admit(self, row: int, request: str) -> None:
         """Note that a row of SGLang's table is now a request's."""
-        known = self._requests.setdefault(row, deque(maxlen=MOST_REQUESTS))
-        if not known or known[-1][1] != request:
-            known.append((self.call, request))
+        requests = self._requests.setdefault(row, deque(maxlen=MOST_REQUESTS))
+        if not requests or requests[-1][1] != request:
+            requests.append((self.call, request))
 
     def tell(self, page: int) -> str:
-        """Return who took a page, and who freed it since, as far as it is known."""
+        """Return which call took a page, and which freed it since, as far as that is known."""
         self._write()
         if not 0 <= page < len(self._take_of) or not self._take_of[page]:
             return "no call took it"
         call, verb = divmod(int(self._take_of[page]), len(VERBS))
-        said = f"taken by {VERBS[verb]}, call {call}"
+        line = f"taken by {VERBS[verb]}, call {call}"
         request = self._request(int(self._row_of[page]), call)
         if request is not None:
-            said += f", for request {request}"
+            line += f", for request {request}"
         for freed, pages, freer in reversed(self._frees):
             if freed > call and (pages == page).any():
-                said += f"; freed by call {freed}" + (f" of request {freer}" if freer else "")
+                line += f"; freed by call {freed}" + (f" of request {freer}" if freer else "")
                 break
-        return said
+        return line
 
     def _request(self, row: int, call: int) -> str | None:
         # A row is filled before its request is noted, in the call that admits it.
-        known = [name for at, name in self._requests.get(row, ()) if at <= call]
-        return known[-1] if known else None
+        requests = [name for since, name in self._requests.get(row, ()) if since <= call]
+        return requests[-1] if requests else None
 
     def _write(self) -> None:
         for call, pages, counts, rows in self._takes:
-            at = np.asarray(pages, np.int64)
-            self._take_of[at] = call
-            self._row_of[at] = 0
+            page_ids = np.asarray(pages, np.int64)
+            self._take_of[page_ids] = call
+            self._row_of[page_ids] = 0
             if rows is not None and counts is not None:
                 lanes = np.repeat(np.asarray(rows, np.int64), np.asarray(counts, np.int64))
-                if len(lanes) == len(at):
-                    self._row_of[at] = lanes
+                if len(lanes) == len(page_ids):
+                    self._row_of[page_ids] = lanes
         self._takes.clear()
 
 
-def alloc_for_extend(own: Any, batch: Any) -> Any:
+def alloc_for_extend(original: Any, batch: Any) -> Any:
     """Around SGLang's: name the requests that a prefill takes pages for."""
-    history = _of(batch.token_to_kv_pool_allocator)
+    history = _history_of(batch.token_to_kv_pool_allocator)
     if history is None:
-        return own(batch)
-    before = history.call
-    out = own(batch)
+        return original(batch)
+    call = history.call
+    out = original(batch)
     for req in batch.reqs:
         history.admit(req.kv.req_pool_idx, req.rid)
-    history.belongs(before, out[2], batch.extend_lens)
+    history.note_rows(call, out[2], batch.extend_lens)
     return out
 
 
-def alloc_for_decode(own: Any, batch: Any, token_per_req: int) -> Any:
+def alloc_for_decode(original: Any, batch: Any, token_per_req: int) -> Any:
     """Around SGLang's: name the requests of a plain decode step."""
-    history = _of(batch.token_to_kv_pool_allocator)
-    before = 0 if history is None else history.call
-    out = own(batch, token_per_req)
+    history = _history_of(batch.token_to_kv_pool_allocator)
+    call = 0 if history is None else history.call
+    out = original(batch, token_per_req)
     if history is not None:
-        history.belongs(before, _rows(batch), np.full(len(batch.reqs), token_per_req, np.int64))
+        history.note_rows(call, _rows(batch), np.full(len(batch.reqs), token_per_req, np.int64))
     return out
 
 
-def alloc_for_spec_decode(own: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:
+def alloc_for_spec_decode(original: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's: name the requests of a round."""
-    history, batch = _of(tree_cache.token_to_kv_pool_allocator), kwargs.get("batch")
-    before = 0 if history is None else history.call
-    out = own(tree_cache, *args, **kwargs)
+    history, batch = _history_of(tree_cache.token_to_kv_pool_allocator), kwargs.get("batch")
+    call = 0 if history is None else history.call
+    out = original(tree_cache, *args, **kwargs)
     if history is not None and batch is not None:
         counts = kwargs["nxt_kv_lens_cpu"] - kwargs["cur_kv_lens_cpu"]
-        history.belongs(before, _rows(batch), counts)
+        history.note_rows(call, _rows(batch), counts)
     return out
 
 
-def release_kv_cache(own: Any, req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:
+def release_kv_cache(original: Any, req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's: name the request that gives its pages back."""
-    history = _of(tree_cache.token_to_kv_pool_allocator)
+    history = _history_of(tree_cache.token_to_kv_pool_allocator)
     if history is None:
-        return own(req, tree_cache, *args, **kwargs)
+        return original(req, tree_cache, *args, **kwargs)
     history.freer = req.rid
     try:
-        return own(req, tree_cache, *args, **kwargs)
+        return original(req, tree_cache, *args, **kwargs)
     finally:
         history.freer = None
 
@@ -155,12 +155,12 @@ def install() -> None:
         HookRegistry.register(cache + target, hook, HookType.AROUND)
 
 
-def _of(allocator: Any) -> History | None:
-    """The history of an allocator of ours; None for another."""
-    found = getattr(allocator, "history", None)
-    return found if isinstance(found, History) else None
+def _history_of(allocator: Any) -> History | None:
+    """Return the history of one of this plug-in's allocators; None for another allocator."""
+    history = getattr(allocator, "history", None)
+    return history if isinstance(history, History) else None
 
 
 def _rows(batch: Any) -> Any:
-    """The rows of a batch on the host; None if SGLang has them on the device only."""
+    """Return the rows of a batch on the host; None if SGLang has them on the device only."""
     return getattr(batch, "req_pool_indices_cpu", None)

@@ -1,4 +1,4 @@
-"""What level `rows` cannot serve: each with its reason, found when the ledger is built."""
+"""The settings that level `rows` cannot serve, each with its reason; checked with the ledger."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def check() -> None:
     Raises:
         SystemExit: one line for each reason.
     """
-    if found := reasons(get_server_args(), get_spec()):
-        lines = "\n".join(f"specpool: SPECPOOL_SGLANG=rows: {reason}" for reason in found)
+    if refusals := reasons(get_server_args(), get_spec()):
+        lines = "\n".join(f"specpool: SPECPOOL_SGLANG=rows: {reason}" for reason in refusals)
         raise SystemExit(f"{lines}\nspecpool: use SPECPOOL_SGLANG=reserve or pages")
 
 
 def shape() -> Shape:
-    """The shape of SGLang's rounds now."""
+    """Return the shape of SGLang's rounds now."""
     spec = get_spec()
     steps = spec.speculative_num_steps or 1
     return Shape(
@@ -36,8 +36,8 @@ def reasons(arguments: Any, spec: Any) -> list[str]:
     """Return why these settings cannot be served, a line each."""
     algorithm = spec.speculative_algorithm
 
-    def has(name: str, idle: Any = False) -> bool:
-        return getattr(arguments, name, idle) not in (idle, None, False)
+    def is_set(name: str, default: Any = False) -> bool:
+        return getattr(arguments, name, default) not in (default, None, False)
 
     refused = {
         "decoding without drafts claims slots in another way": algorithm is None,
@@ -46,13 +46,13 @@ def reasons(arguments: Any, spec: Any) -> list[str]:
         ),
         "an adaptive shape may change between a claim and its round": spec.speculative_adaptive,
         "several EAGLE layers each write a window of their own": spec.enable_multi_layer_eagle,
-        "drafts from another process claim slots there": has("decoupled_spec_role", "null"),
-        "PD disaggregation moves rows between engines": has("disaggregation_mode", "null"),
-        "HiCache holds pages that the ledger does not see": has("enable_hierarchical_cache"),
-        "LMCache holds pages that the ledger does not see": has("enable_lmcache"),
-        "HiSparse gives rows slots of its own": has("enable_hisparse"),
-        "a dLLM writes its blocks again": has("dllm_algorithm"),
-        "context parallel decoding widens pages": has("dcp_size", 1),
-        "unified memory shares pages with other pools": has("enable_unified_memory"),
+        "drafts from another process claim slots there": is_set("decoupled_spec_role", "null"),
+        "PD disaggregation moves rows between engines": is_set("disaggregation_mode", "null"),
+        "HiCache holds pages that the ledger does not see": is_set("enable_hierarchical_cache"),
+        "LMCache holds pages that the ledger does not see": is_set("enable_lmcache"),
+        "HiSparse gives rows slots of its own": is_set("enable_hisparse"),
+        "a dLLM writes its blocks again": is_set("dllm_algorithm"),
+        "context parallel decoding widens pages": is_set("dcp_size", 1),
+        "unified memory shares pages with other pools": is_set("enable_unified_memory"),
     }
-    return [reason for reason, holds in refused.items() if holds]
+    return [reason for reason, applies in refused.items() if applies]

@@ -37,13 +37,13 @@ def install() -> None:
 
 
 def decode_alloc_lens(
-    own: Callable[..., Any], reqs: Sequence[Any], *, reserve: int, page_size: int
+    original: Callable[..., Any], reqs: Sequence[Any], *, reserve: int, page_size: int
 ) -> Any:
-    """Each row's length now and before its next round, and the slots between them in all."""
+    """Return each row's length now and before its next round, and all slots between them."""
     table = _table(page_size)
     if table is None:
-        return own(reqs, reserve=reserve, page_size=page_size)
-    now, after, total = [], [], 0
+        return original(reqs, reserve=reserve, page_size=page_size)
+    now, needed, total = [], [], 0
     for req in reqs:
         kv = req.kv
         committed, allocated = kv.kv_committed_len, kv.kv_allocated_len
@@ -51,20 +51,20 @@ def decode_alloc_lens(
         need = committed + table[req.decode_batch_idx > 0][committed % page_size]
         now.append(allocated)
         if need > allocated:
-            after.append(need)
+            needed.append(need)
             total += need - allocated
         else:
-            after.append(allocated)
-    return now, after, total
+            needed.append(allocated)
+    return now, needed, total
 
 
 def tokens_required(
-    own: Callable[..., int], batch: Any, requests: Sequence[Any], page_size: int
+    original: Callable[..., int], batch: Any, requests: Sequence[Any], page_size: int
 ) -> int:
-    """The slots of whole pages that `decode_alloc_lens` of the requests will take."""
+    """Return the slots, in whole pages, that `decode_alloc_lens` of the requests will take."""
     table = _table(page_size)
     if table is None:
-        return own(batch, requests, page_size)
+        return original(batch, requests, page_size)
     total = 0
     for req in requests:
         kv = req.kv
@@ -76,9 +76,9 @@ def tokens_required(
 
 
 def _table(page_size: int) -> Table | None:
-    """The table of SGLang's settings now; None if its own reserve has to stay. O(1).
+    """Return the table of SGLang's settings now; None if its own reserve has to stay. O(1).
 
-    SGLang may change a leaf of its settings at any time, and tells nobody. Reading all in one call
+    SGLang may change a leaf of its settings at any time without notice. Reading all in one call
     and comparing them with the last ones takes less time than looking a table up by them. The role
     of the process is written only when settings are published, and then `spec` is another object.
     """
@@ -107,17 +107,19 @@ _last: tuple[Any, tuple[Any, ...], int, Table | None] = None, (), 0, None
 
 def _table_of(leaves: tuple[Any, ...], role: str, page_size: int) -> Table | None:
     algorithm, is_adaptive, is_multi_layer, num_steps, topk, num_draft_tokens = leaves
-    # Of an adaptive shape the reserve and the round may see two; several draft layers each write
-    # a window of their own; with a role the rounds come from another process.
+    # The reserve and the round may see two values of an adaptive shape; several draft layers each
+    # write a window of their own; with a role the rounds come from another process.
     if algorithm not in ALGORITHMS or is_adaptive or is_multi_layer or role != "null":
         return None
     num_steps = num_steps or 1
-    return ahead(num_steps, topk or 1, num_draft_tokens or num_steps + 1, page_size)
+    return slots_ahead(num_steps, topk or 1, num_draft_tokens or num_steps + 1, page_size)
 
 
 @lru_cache(maxsize=64)
-def ahead(num_steps: int, topk: int, num_draft_tokens: int, page_size: int) -> Table:
-    """Slots beyond `committed` that a round needs, to the end of a page: `[in flight][offset]`.
+def slots_ahead(num_steps: int, topk: int, num_draft_tokens: int, page_size: int) -> Table:
+    """Return the slots beyond `committed` that a round needs, as `[in flight][offset]`.
+
+    They reach to the end of a page.
 
     Args:
         num_steps: S.
@@ -125,9 +127,9 @@ def ahead(num_steps: int, topk: int, num_draft_tokens: int, page_size: int) -> T
         num_draft_tokens: N.
         page_size: P; the offset is `committed % P`.
     """
-    most = Shape(num_steps, topk, num_draft_tokens).max_accept_len
+    max_accept_len = Shape(num_steps, topk, num_draft_tokens).max_accept_len
     tables = []
-    for lag in (0, most):
+    for lag in (0, max_accept_len):
         table = []
         # Any page but the first, so that a smaller root may lie on the page before.
         for committed in range(page_size, 2 * page_size):

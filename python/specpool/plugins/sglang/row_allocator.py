@@ -17,11 +17,11 @@ from specpool.plugins.sglang.row_pool import rows_of
 class SpecpoolRowAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] # no stubs
     """Takes the place of `PagedTokenToKVPoolAllocator`: its pages are the ledger's.
 
-    Rows give back by their finish. What is freed here is the tree's: an eviction, or the
-    duplicates of a checkpoint, which the rebind that follows gives back.
+    Rows give their pages back when they finish. Only the tree's pages are freed here: by an
+    eviction, or as duplicates of a checkpoint, which the rebind that follows gives back.
 
-    The tree takes its device from this allocator's, and is given slots on the host (`row_tree`):
-    so on an accelerator, too, the ids of its pages are read without a wait.
+    The tree takes its device from this allocator, and gets slots on the host (`row_tree`). So the
+    ids of its pages are read without a wait, on an accelerator too.
     """
 
     # Of the base, which has no types.
@@ -132,7 +132,7 @@ class SpecpoolRowAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] # 
         """
         raise AllocatorError("SPECPOOL_SGLANG=rows: decoding without drafts")
 
-    # A group of frees is for the cost of many: these cost little, and are checked at once.
+    # SGLang groups frees because many are costly. These cost little, so they are checked at once.
 
     def free(self, free_index: torch.Tensor) -> None:
         """Give up the tree's pages of these slots, each page once."""
@@ -181,10 +181,10 @@ class SpecpoolRowTokenAllocator(SpecpoolRowAllocator):
 
 
 def _host(ids: torch.Tensor) -> Any:
-    """The numbers of a tensor on the host.
+    """Return the numbers of a tensor on the host.
 
     Raises:
-        AllocatorError: it is not there: the tree did not give it, and reading it would wait.
+        AllocatorError: it is on the device, so it is not the tree's, and reading it would wait.
     """
     if not ids.is_cpu:
         raise AllocatorError(f"a free of {ids.numel()} slots or pages on {ids.device}: no tree's")

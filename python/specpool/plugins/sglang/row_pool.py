@@ -22,7 +22,7 @@ class SpecpoolRows(ReqToTokenPool):  # type: ignore[misc] # no stubs
 
     @property
     def free_slots(self) -> list[int]:
-        """As many entries as rows are free; SGLang's checks read its length."""
+        """A list as long as the number of free rows; SGLang's checks read its length."""
         return list(range(self.available_size()))
 
     @free_slots.setter
@@ -62,13 +62,10 @@ class SpecpoolRows(ReqToTokenPool):  # type: ignore[misc] # no stubs
                 row = book.ledger.admit_lent(pages, req.prefix_len, req.rid)
         except SpecpoolError as error:
             raise AllocatorError(str(error)) from error
-        self._taken(row)
-        return row
-
-    def _taken(self, row: int) -> None:
         self.req_generation[row] += 1
         if self._on_alloc_rows is not None:
             self._on_alloc_rows([row])
+        return row
 
     def alloc_rows(self, need_size: int) -> list[int] | None:
         """Take rows for no request: beam search does.
@@ -79,7 +76,7 @@ class SpecpoolRows(ReqToTokenPool):  # type: ignore[misc] # no stubs
         raise AllocatorError("SPECPOOL_SGLANG=rows: beam search takes rows without a request")
 
     def free_rows(self, indices: Sequence[int]) -> None:
-        """Give the rows and all that they hold back.
+        """Give back the rows and all that they hold.
 
         Raises:
             AllocatorError: a row is free.

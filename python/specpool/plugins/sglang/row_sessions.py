@@ -10,7 +10,9 @@ from specpool.plugins.sglang.allocator import AllocatorError
 from specpool.plugins.sglang.book import Book
 
 
-def free_kv_aligned(own: Callable[..., None], session: Any, kv: Any, target: int, end: int) -> None:
+def free_kv_aligned(
+    original: Callable[..., None], session: Any, kv: Any, target: int, end: int
+) -> None:
     """Cut a session's row to `target` tokens."""
     book: Book = session.cache.req_to_token_pool.book
     ledger, row = book.ledger, kv.req_pool_idx
@@ -21,15 +23,15 @@ def free_kv_aligned(own: Callable[..., None], session: Any, kv: Any, target: int
             raise AllocatorError(str(error)) from error
 
 
-def end_turn(own: Callable[..., bool], session: Any, req: Any) -> bool:
+def end_turn(original: Callable[..., bool], session: Any, req: Any) -> bool:
     """Note a session's turn as long as its KV is written.
 
-    SGLang takes the whole turn for committed, also a last token whose KV no forward wrote. The row
-    knows: its cut ended at what is written.
+    SGLang counts the whole turn as committed, also a last token whose KV no forward wrote. The row
+    was cut to the tokens whose KV is written, so its length is the right one.
     """
     name = None if req.session is None else req.session.session_id
-    kept = own(session, req)
-    slot = session.slots.get(name) if kept else None
+    is_kept = original(session, req)
+    slot = session.slots.get(name) if is_kept else None
     if slot is not None and slot.kv.holds_kv:
         book: Book = session.cache.req_to_token_pool.book
         row = slot.kv.req_pool_idx
@@ -37,4 +39,4 @@ def end_turn(own: Callable[..., bool], session: Any, req: Any) -> bool:
         slot.kv.kv_allocated_len = min(
             slot.kv.kv_allocated_len, int(book.ledger.allocated_len(0)[row])
         )
-    return kept
+    return is_kept

@@ -54,20 +54,20 @@ def install() -> None:
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
-def alloc_for_extend(own: Callable[..., Any], batch: Any) -> Any:
+def alloc_for_extend(original: Callable[..., Any], batch: Any) -> Any:
     """Allocate for a prefill: SGLang's function, which asks for the slots of this batch."""
     book = batch.req_to_token_pool.book
     book.batch = batch
     try:
-        return own(batch)
+        return original(batch)
     finally:
         book.batch = None
 
 
 def tokens_required(
-    own: Callable[..., int], batch: Any, selected_indices: Sequence[int] | None = None
+    original: Callable[..., int], batch: Any, selected_indices: Sequence[int] | None = None
 ) -> int:
-    """The slots that the next round of these requests will take."""
+    """Return the slots that the next round of these requests will take."""
     rows = rows_of(batch)
     if selected_indices is not None:
         rows = rows[selected_indices]
@@ -80,7 +80,7 @@ def rows_of(batch: Any) -> Any:
     return batch.req_to_token_pool.book.rows_of(batch.req_pool_indices_cpu)
 
 
-def prepare_round(own: Callable[..., None], batch: Any) -> None:
+def prepare_round(original: Callable[..., None], batch: Any) -> None:
     """Claim a round of EAGLE; the new slots are in the rows when it returns.
 
     Raises:
@@ -110,7 +110,7 @@ def prepare_round(own: Callable[..., None], batch: Any) -> None:
         req.kv.kv_allocated_len = held
 
 
-def resolve_round(own: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
+def resolve_round(original: Callable[..., Any], processor: Any, result: Any, batch: Any) -> Any:
     """Count the result in the ledger before SGLang looks at any lane."""
     batch.req_to_token_pool.book.resolve(result.accept_lens)
-    return own(processor, result, batch)
+    return original(processor, result, batch)

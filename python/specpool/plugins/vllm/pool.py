@@ -23,8 +23,8 @@ from specpool.plugins import record
 _log = logging.getLogger("specpool.plugins.vllm")
 
 OwnBlockPool: Any = block_pool.BlockPool
-_own_insert = OwnBlockPool._insert_block_hash
-_own_cache = OwnBlockPool.cache_full_blocks
+_original_insert = OwnBlockPool._insert_block_hash
+_original_cache = OwnBlockPool.cache_full_blocks
 own_allocate_slots: Any = KVCacheManager.allocate_slots
 
 
@@ -60,7 +60,7 @@ class SpecpoolBlock(KVCacheBlock):  # type: ignore[misc] # no stubs
 
 
 class FreeOrder:
-    """What vLLM reads of its queue of free blocks: those that are given next come first."""
+    """The free blocks as vLLM reads its queue of them: the block that is taken next comes first."""
 
     def __init__(self, core: BlockPool, blocks: Sequence[SpecpoolBlock]) -> None:
         self._core, self._blocks = core, blocks
@@ -125,11 +125,11 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
             ValueError: there are not enough.
         """
         try:
-            taken = self.core.take(num_blocks, None, self.tag).tolist()
+            ids = self.core.take(num_blocks, None, self.tag).tolist()
         except OutOfPages:
             raise ValueError(f"Cannot get {num_blocks} free blocks from the pool") from None
         blocks = self.blocks
-        new = [blocks[block] for block in taken]
+        new = [blocks[block] for block in ids]
         if self._reuse_watchers:
             self._notify_reuse(new)
         collector = self.metrics_collector
@@ -163,23 +163,23 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
             PageStateError: a block is held less often than it is named, unless
                 `SPECPOOL_VLLM_FAULTS` is log: then it is left out.
         """
-        known, unknown = [], []
-        others: dict[Any, list[Any]] = {}
+        hashed, unhashed = [], []
+        foreign: dict[Any, list[Any]] = {}
         for block in ordered_blocks:
             if block.is_null:
                 continue
             if block.pool is not self:
-                others.setdefault(block.pool, []).append(block)
+                foreign.setdefault(block.pool, []).append(block)
             elif block._block_hash is not None and self.enable_caching:
-                known.append(block.block_id)
+                hashed.append(block.block_id)
             else:
-                unknown.append(block.block_id)
-        if None in others:
-            named = ", ".join(str(block.block_id) for block in others[None])
+                unhashed.append(block.block_id)
+        if None in foreign:
+            named = ", ".join(str(block.block_id) for block in foreign[None])
             raise ForeignBlockError(f"free of blocks {named}: they are of no pool")
         # The core lets go of the last one first, and gives first what became free last.
-        self._drop(unknown + known[::-1])
-        for pool, blocks in others.items():
+        self._drop(unhashed + hashed[::-1])
+        for pool, blocks in foreign.items():
             pool.free_blocks(blocks)
 
     def _drop(self, blocks: list[int]) -> None:
@@ -223,7 +223,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         new: list[int] = []
         self._new = new
         try:
-            _own_cache(
+            _original_cache(
                 self,
                 request,
                 blocks,
@@ -249,7 +249,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         if block.pool is not self:
             raise ForeignBlockError(f"cache of block {block.block_id}: it is not of this pool")
         new, is_new = self._new, block._block_hash is None
-        _own_insert(self, key, block, num_tokens)
+        _original_insert(self, key, block, num_tokens)
         if new is not None:
             new.append(block.block_id)
         elif is_new:

@@ -34,10 +34,10 @@ def install() -> None:
     wrap(Scheduler, "__init__", _init_scheduler)
     wrap(KVCacheManager, "__init__", _init_manager)
     wrap(KVCacheManager, "get_computed_blocks", _get_computed_blocks)
-    own = FullAttentionManager.find_longest_cache_hit.__func__
+    original = FullAttentionManager.find_longest_cache_hit.__func__
 
     def find(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return _find_longest_cache_hit(own, cls, *args, **kwargs)
+        return _find_longest_cache_hit(original, cls, *args, **kwargs)
 
     FullAttentionManager.find_longest_cache_hit = classmethod(find)
     SpecpoolBlockPool.note_next = _note_next  # type: ignore[assignment, method-assign]
@@ -45,12 +45,12 @@ def install() -> None:
 
 
 def wrap(owner: Any, name: str, outer: Callable[..., Any]) -> None:
-    """Make `owner.name(...)` call `outer(own, ...)`."""
-    own = getattr(owner, name)
+    """Make `owner.name(...)` call `outer(original, ...)`."""
+    original = getattr(owner, name)
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return outer(own, *args, **kwargs)
+        return outer(original, *args, **kwargs)
 
     setattr(owner, name, wrapper)
 
@@ -75,12 +75,14 @@ def _why_none_is_spare(spec: Any) -> str | None:
 
 @functools.cache
 def _say(text: str) -> None:
-    """Log a line once a process: what vLLM does itself, although the level could do it."""
+    """Log once per process that vLLM itself does something which the level could do."""
     _log.warning("specpool: %s", text)
 
 
-def _init_scheduler(own: Any, scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    own(scheduler, vllm_config, *args, **kwargs)
+def _init_scheduler(
+    original: Any, scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
+    original(scheduler, vllm_config, *args, **kwargs)
     scheduler.kv_cache_manager.spare_lookahead = spare_lookahead(vllm_config)
     spec = vllm_config.speculative_config
     if spec is not None and vllm_config.num_lookahead_tokens > 0:
@@ -89,8 +91,8 @@ def _init_scheduler(own: Any, scheduler: Any, vllm_config: Any, *args: Any, **kw
             _say(f"a round reserves as much as vLLM does: {why}")
 
 
-def _init_manager(own: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
-    own(manager, *args, **kwargs)
+def _init_manager(original: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    original(manager, *args, **kwargs)
     coordinator, pool = manager.coordinator, manager.block_pool
     if not manager.enable_caching or not coordinator.drop_eagle_group_ids:
         return  # no hit drops a block
@@ -137,12 +139,12 @@ def _note_next(
     if pool.next_tokens is None or not _is_provable(request):
         return
     tokens, unproved = request.all_token_ids, request.__dict__.get("specpool_unproved", 0)
-    for at in range(first, end):
-        behind, block = (at + 1) * block_size, blocks[at].block_id
-        if unproved < behind < len(tokens):
-            pool.next_tokens[block] = tokens[behind]
-        elif behind == len(tokens):  # not sampled yet: `_note_allocation` does it
-            request.specpool_mark = pool.next_tokens[block] = block, behind
+    for index in range(first, end):
+        end_position, block = (index + 1) * block_size, blocks[index].block_id
+        if unproved < end_position < len(tokens):
+            pool.next_tokens[block] = tokens[end_position]
+        elif end_position == len(tokens):  # not sampled yet: `_note_allocation` does it
+            request.specpool_mark = pool.next_tokens[block] = block, end_position
 
 
 def _is_provable(request: Any) -> bool:
@@ -156,30 +158,32 @@ def _is_provable(request: Any) -> bool:
     return True
 
 
-def _get_computed_blocks(own: Any, manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+def _get_computed_blocks(
+    original: Any, manager: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
     pool = manager.block_pool
     if pool.next_tokens is None or not _is_provable(request):
-        return own(manager, request, *args, **kwargs)
+        return original(manager, request, *args, **kwargs)
     pool.reading = request.all_token_ids
     try:
-        return own(manager, request, *args, **kwargs)
+        return original(manager, request, *args, **kwargs)
     finally:
         pool.reading = None
 
 
 def _find_longest_cache_hit(
-    own: Any, cls: Any, *args: Any, block_pool: Any = None, **kwargs: Any
+    original: Any, cls: Any, *args: Any, block_pool: Any = None, **kwargs: Any
 ) -> Any:
     tokens = getattr(block_pool, "reading", None)
     if tokens is None or not kwargs.get("drop_eagle_block"):
-        return own(cls, *args, block_pool=block_pool, **kwargs)
-    whole: Any = own(cls, *args, block_pool=block_pool, **kwargs | {"drop_eagle_block": False})
+        return original(cls, *args, block_pool=block_pool, **kwargs)
+    whole: Any = original(cls, *args, block_pool=block_pool, **kwargs | {"drop_eagle_block": False})
     (blocks,), length = whole
     if not blocks:
         return whole
     proved = _proved(block_pool, blocks[-1], tokens[length])
     if proved is None:
-        return own(cls, *args, block_pool=block_pool, **kwargs)
+        return original(cls, *args, block_pool=block_pool, **kwargs)
     blocks[-1] = proved
     return whole
 
@@ -187,6 +191,8 @@ def _find_longest_cache_hit(
 def _proved(pool: SpecpoolBlockPool, block: Any, token: int) -> Any:
     """Return a block with the same content whose text went on with `token`; None if none did."""
     following = pool.next_tokens or {}
-    same = pool.cached_block_hash_to_block._cache.get(block.block_hash)
-    every = same.values() if isinstance(same, dict) else [block]
-    return next((each for each in every if following.get(each.block_id) == token), None)
+    twins = pool.cached_block_hash_to_block._cache.get(block.block_hash)
+    candidates = twins.values() if isinstance(twins, dict) else [block]
+    return next(
+        (candidate for candidate in candidates if following.get(candidate.block_id) == token), None
+    )

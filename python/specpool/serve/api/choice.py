@@ -35,8 +35,8 @@ class AnswerChoice:
 
     Attributes:
         index: its place in the answer.
-        done: what the engine said at its end; None = it runs.
-        message: at its end, the text as a chat message with its calls; None = it has none.
+        done: the engine's last message about it; None while it runs.
+        message: at its end, the text as a chat message with its calls; None if it has none.
         num_tokens: new tokens so far.
         text_len: characters so far.
     """
@@ -55,8 +55,7 @@ class AnswerChoice:
         self.done: Done | None = None
         self.message: dict[str, Any] | None = None
         self.num_tokens = self.text_len = 0
-        eos = frozenset[int]() if params.ignore_eos else eos_token_ids
-        stop_ids = eos | frozenset(params.stop_token_ids)
+        stop_ids = params.stop_ids(eos_token_ids)
         self._text = params.text_stream(tokenizer, stop_ids, notes_special=notes_special)
         self._tokenizer = tokenizer
 
@@ -68,24 +67,24 @@ class AnswerChoice:
     def take(self, news: list[Tokens | Done]) -> Delta:
         """Decode what came; several pieces of news become one delta."""
         delta = Delta()
-        for each in news:
-            if isinstance(each, Done):
-                self.done = each
+        for item in news:
+            if isinstance(item, Done):
+                self.done = item
                 delta.pieces.append((self._text.push([], last=True), False))
-                delta.finish_reason = each.finish_reason
-                self.num_tokens = len(each.token_ids)
+                delta.finish_reason = item.finish_reason
+                self.num_tokens = len(item.token_ids)
                 continue
-            delta.num_tokens += len(each.ids)
-            delta.entries += each.logprobs or ()
-            new = zip(each.ids, each.from_draft, strict=True)
+            delta.num_tokens += len(item.ids)
+            delta.entries += item.logprobs or ()
+            new = zip(item.ids, item.from_draft, strict=True)
             for from_draft, run in itertools.groupby(new, key=itemgetter(1)):
                 delta.pieces.append((self._text.push([token for token, _ in run]), from_draft))
-            self.num_tokens += len(each.ids)
+            self.num_tokens += len(item.ids)
         delta.pieces = [piece for piece in delta.pieces if piece[0]]
         delta.text = "".join(text for text, _ in delta.pieces)
         start, self.text_len = self.text_len, self.text_len + len(delta.text)
         specials = self._text.specials
         while specials and specials[0][0] <= self.text_len:
-            place, text = specials.pop(0)
-            delta.specials.append((place - start, text))
+            position, text = specials.pop(0)
+            delta.specials.append((position - start, text))
         return delta

@@ -41,7 +41,7 @@ class ApiError(SpecpoolError):
             message: what was wrong, and what to do.
             code: a word for programs.
             param: the field of the request.
-            retry: whether the `openai` client shall try again; None = as it does by the status.
+            retry: whether the `openai` client shall try again; None leaves it to the status.
             headers: further headers.
             **more: further fields of the error.
         """
@@ -82,7 +82,7 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="server_shutting_down")
 
 
-def gone() -> ApiError:
+def engine_gone() -> ApiError:
     """Return the error for work that was lost with the engine."""
     return ApiError(503, "the engine has ended", code="engine_gone", retry=False)
 

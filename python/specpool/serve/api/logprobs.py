@@ -19,7 +19,7 @@ class TokenLog:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, shows: Callable[[int], bool]) -> None:
         """Begin a text, in which these tokens are shown."""
         self._bytes, self._shows = TokenBytes(tokenizer), shows
-        self._before: int | None = None  # the latest token that is shown
+        self._latest_token: int | None = None  # the latest token that is shown
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._text_len = 0  # characters of the text so far
 
@@ -28,8 +28,10 @@ class TokenLog:
         content = []
         for entry in self._take(entries):
             top = [*entry.top.items()][:num_top]
-            own = self._chat_entry(entry.token_id, entry.logprob)
-            content.append(own | {"top_logprobs": [self._chat_entry(*pair) for pair in top]})
+            content_entry = self._chat_entry(entry.token_id, entry.logprob)
+            content.append(
+                content_entry | {"top_logprobs": [self._chat_entry(*pair) for pair in top]}
+            )
         return {"content": content, "refusal": None}
 
     def completion(
@@ -62,16 +64,16 @@ class TokenLog:
         for entry in entries:
             yield entry
             if self._shows(entry.token_id):
-                new = self._decoder.decode(self._bytes.of(entry.token_id, self._before))
+                new = self._decoder.decode(self._bytes.bytes_of(entry.token_id, self._latest_token))
                 self._text_len += len(new)
-                self._before = entry.token_id
+                self._latest_token = entry.token_id
 
     def _chat_entry(self, token: int, logprob: float) -> dict[str, Any]:
-        data = self._bytes.of(token, self._before)
+        data = self._bytes.bytes_of(token, self._latest_token)
         return {"token": _text_of(data), "logprob": finite(logprob), "bytes": [*data]}
 
     def _text(self, token: int) -> str:
-        return _text_of(self._bytes.of(token, self._before), "bytes:")
+        return _text_of(self._bytes.bytes_of(token, self._latest_token), "bytes:")
 
 
 def _text_of(data: bytes, mark: str = "") -> str:

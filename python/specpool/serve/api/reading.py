@@ -43,8 +43,8 @@ def read(model: type[B], content: bytes) -> B:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False, include_input=False)
-        raise misfit(found, value) from None
+        mistakes = error.errors(include_url=False, include_context=False, include_input=False)
+        raise misfit(mistakes, value) from None
 
 
 def num_nodes(content: bytes) -> int:
@@ -65,23 +65,23 @@ def misfit(mistakes: Sequence[Any], value: Any) -> ApiError:
         mistakes: what pydantic found.
         value: the body.
     """
-    named = [(_place(each, value), each["msg"][:200]) for each in mistakes[:_TOLD]]
-    told = dict.fromkeys(f"{place}: {text}".removeprefix(": ") for place, text in named)
-    param = next((place for place, _ in named if place), None)
-    return bad("; ".join(told), param, "invalid_request")
+    named = [(_field_of(mistake, value), mistake["msg"][:200]) for mistake in mistakes[:_TOLD]]
+    messages = dict.fromkeys(f"{field}: {text}".removeprefix(": ") for field, text in named)
+    param = next((field for field, _ in named if field), None)
+    return bad("; ".join(messages), param, "invalid_request")
 
 
-def _place(mistake: Any, value: Any) -> str:
+def _field_of(mistake: Any, value: Any) -> str:
     """Return a mistake's field as OpenAI writes it, such as `messages[0].content`.
 
-    pydantic's places also have the names of its own alternatives: what is no place in the body is
-    left out.
+    pydantic's locations also name its own alternatives; parts that are not in the body are left
+    out.
     """
-    place, parts = "", list(mistake["loc"])
+    field, parts = "", list(mistake["loc"])
     for number, part in enumerate(parts):
         is_missing = mistake["type"] == "missing" and number == len(parts) - 1
         if isinstance(value, list) and isinstance(part, int) and part < len(value):
-            place, value = f"{place}[{part}]", value[part]
+            field, value = f"{field}[{part}]", value[part]
         elif isinstance(value, dict) and (part in value or is_missing):
-            place, value = f"{place}.{part}", value.get(part)
-    return place.removeprefix(".")[:200]
+            field, value = f"{field}.{part}", value.get(part)
+    return field.removeprefix(".")[:200]

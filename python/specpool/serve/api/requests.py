@@ -59,8 +59,8 @@ Prompt = Annotated[
 def _few(value: Any) -> Any:
     """Refuse more biases than the engine takes, before each is looked at."""
     if isinstance(value, dict) and len(value) > MAX_BIASES:
-        most = f"At most {MAX_BIASES} tokens can have a bias, got {len(value)}"
-        raise PydanticCustomError("too_many", most)
+        message = f"At most {MAX_BIASES} tokens can have a bias, got {len(value)}"
+        raise PydanticCustomError("too_many", message)
     return value
 
 

@@ -60,9 +60,9 @@ _ANYWAY: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
 }
 #: How errors about prompts begin, and the fields that they are about.
-_PLACES = [
-    (re.compile(pattern), place)
-    for pattern, place in (
+_PARAM_PATTERNS = [
+    (re.compile(pattern), field)
+    for pattern, field in (
         (r"^part (\d+) of the content of message (\d+) of prompt", "messages[{1}].content[{0}]"),
         (r"^'(\w+)' of message (\d+) of prompt", "messages[{1}].{0}"),
         (r"^message (\d+) of prompt", "messages[{0}].content"),
@@ -79,13 +79,13 @@ def check_supported(request: GenerationBody, *names: str) -> list[str]:
     Raises:
         ApiError: a field has a value that cannot be honoured.
     """
-    given = (request.model_extra or {}) | {name: getattr(request, name) for name in names}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name in _UNSUPPORTED.keys() & given.keys():
-        if given[name] not in _UNSUPPORTED[name]:
+    values = (request.model_extra or {}) | {name: getattr(request, name) for name in names}
+    values = {name: value for name, value in values.items() if value is not None}
+    for name in _UNSUPPORTED.keys() & values.keys():
+        if values[name] not in _UNSUPPORTED[name]:
             raise bad(f"{name} is not supported", name, "unsupported_parameter")
-    ignored = given.keys() - _UNSUPPORTED.keys()
-    ignored = {name for name in ignored if given[name] not in _ANYWAY.get(name, ())}
+    ignored = values.keys() - _UNSUPPORTED.keys()
+    ignored = {name for name in ignored if values[name] not in _ANYWAY.get(name, ())}
     options = request.stream_options
     more = {} if options is None else options.model_extra or {}
     return sorted(ignored | {f"stream_options.{name}" for name in more})
@@ -109,7 +109,7 @@ def params_of(
     Raises:
         ApiError: a field cannot work.
     """
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "logprobs": logprobs,
         "temperature": temperature if request.temperature is None else float(request.temperature),
@@ -121,25 +121,25 @@ def params_of(
         "cache_salt": request.cache_salt or "",
     }
     if request.top_p == 0:
-        given["temperature"] = 0.0
-    if given["temperature"]:
-        given["top_p"] = None if request.top_p is None else float(request.top_p)
-        given["top_k"] = None if request.top_k is None else max(request.top_k, 0)
-        given["min_p"] = request.min_p
+        values["temperature"] = 0.0
+    if values["temperature"]:
+        values["top_p"] = None if request.top_p is None else float(request.top_p)
+        values["top_k"] = None if request.top_k is None else max(request.top_k, 0)
+        values["min_p"] = request.min_p
     if request.seed is not None:
-        given["seed"] = request.seed % (1 << 64)
-    given["max_draft_steps"] = request.max_draft_steps
-    given["drafter"] = request.drafter
-    given["tpot_ms"] = request.tpot_ms
-    given["presence_penalty"] = request.presence_penalty or 0.0
-    given["frequency_penalty"] = request.frequency_penalty or 0.0
-    given["repetition_penalty"] = request.repetition_penalty
+        values["seed"] = request.seed % (1 << 64)
+    values["max_draft_steps"] = request.max_draft_steps
+    values["drafter"] = request.drafter
+    values["tpot_ms"] = request.tpot_ms
+    values["presence_penalty"] = request.presence_penalty or 0.0
+    values["frequency_penalty"] = request.frequency_penalty or 0.0
+    values["repetition_penalty"] = request.repetition_penalty
     if request.min_tokens is not None:
-        given["min_new_tokens"] = min(request.min_tokens, max_new_tokens)
-    given["logit_bias"] = _bias(request.logit_bias)
-    given["structured"] = grammar_of(request)
+        values["min_new_tokens"] = min(request.min_tokens, max_new_tokens)
+    values["logit_bias"] = _bias_by_token(request.logit_bias)
+    values["structured"] = grammar_of(request)
     try:
-        return SamplingParams(**given)
+        return SamplingParams(**values)
     except ConfigError as error:
         raise bad(str(error), param_of(str(error))) from None
 
@@ -148,10 +148,10 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     return () if not stop else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _bias(given: dict[str, float] | None) -> dict[int, float]:
+def _bias_by_token(bias_by_key: dict[str, float] | None) -> dict[int, float]:
     """Return the bias by token id; JSON has strings for keys."""
     bias = {}
-    for key, value in (given or {}).items():
+    for key, value in (bias_by_key or {}).items():
         if not key.isascii() or not key.isdigit() or len(key) > 10:
             raise bad(f"logit_bias: {key!r:.40} is no token id", "logit_bias")
         if not -100 <= value <= 100:  # NaN fails it too
@@ -162,9 +162,9 @@ def _bias(given: dict[str, float] | None) -> dict[int, float]:
 
 def param_of(message: str) -> str | None:
     """Return the request's field that an error of the engine is about, if its message says so."""
-    for pattern, place in _PLACES:
-        if (found := pattern.search(message)) is not None:
-            return place.format(*found.groups())
+    for pattern, field in _PARAM_PATTERNS:
+        if (match := pattern.search(message)) is not None:
+            return field.format(*match.groups())
     name = message.split(" ", 1)[0].rstrip(":")
     if name == "max_new_tokens":
         return "max_tokens"

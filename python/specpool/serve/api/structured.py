@@ -34,18 +34,18 @@ _OPTIONS = {"disable_any_whitespace", "disable_fallback"}
 
 
 def grammar_of(request: GenerationBody) -> Grammar | None:
-    """Return the form of the text, which several fields or a forced tool can give; None = any.
+    """Return the form of the text, which several fields or a forced tool can give; None means any.
 
     Raises:
         ApiError: they do not have OpenAI's form, or several of them are given.
     """
-    found = _forms(request)
-    if len(found) > 1:
-        names = " and ".join(name for name, *_ in found)
-        raise bad(f"{names} both say what the text must be: give one", found[1][0])
-    if not found:
+    forms = _forms(request)
+    if len(forms) > 1:
+        names = " and ".join(name for name, *_ in forms)
+        raise bad(f"{names} both say what the text must be: give one", forms[1][0])
+    if not forms:
         return None
-    name, kind, content = found[0]
+    name, kind, content = forms[0]
     try:
         make: Callable[..., Grammar] = getattr(Grammar, kind)
         return make() if kind == "json_object" else make(content)
@@ -54,14 +54,14 @@ def grammar_of(request: GenerationBody) -> Grammar | None:
 
 
 def form_field(request: GenerationBody) -> str | None:
-    """Return the field that says what the text must be; None = there is none."""
+    """Return the field that says what the text must be; None if there is none."""
     return next((name for name, *_ in _forms(request)), None)
 
 
 def _forms(request: GenerationBody) -> list[tuple[str, str, Any]]:
-    others = [(name, kind, getattr(request, name)) for name, kind in _FIELDS.items()]
-    given = [part for part in others if _is_given(part[1], part[2])]
-    return given + [
+    fields = [(name, kind, getattr(request, name)) for name, kind in _FIELDS.items()]
+    forms = [field for field in fields if _is_given(field[1], field[2])]
+    return forms + [
         (name, *part)
         for name, part in (
             ("response_format", _of_format(request.response_format)),
@@ -73,18 +73,18 @@ def _forms(request: GenerationBody) -> list[tuple[str, str, Any]]:
 
 
 def _is_given(kind: str, content: Any) -> bool:
-    """Return whether a field asks for something: False is a schema, but else it is no wish."""
+    """Return whether a field asks for a form: False is a JSON schema, and means "off" elsewhere."""
     return content is not None and (content is not False or kind == "json_schema")
 
 
-def _of_format(given: dict[str, Any] | None) -> tuple[str, Any] | None:
-    kind = (given or {}).get("type", "text")
-    if given is None or kind == "text":
+def _of_format(response_format: dict[str, Any] | None) -> tuple[str, Any] | None:
+    kind = (response_format or {}).get("type", "text")
+    if response_format is None or kind == "text":
         return None
     if kind == "json_object":
         return kind, None
     if kind == "json_schema":
-        held = given.get("json_schema")
+        held = response_format.get("json_schema")
         schema = held.get("schema") if isinstance(held, dict) else None
         if not isinstance(schema, dict | bool):
             raise bad("response_format.json_schema.schema must be a JSON schema", "response_format")
@@ -95,10 +95,10 @@ def _of_format(given: dict[str, Any] | None) -> tuple[str, Any] | None:
     )
 
 
-def _of_outputs(given: dict[str, Any] | None) -> tuple[str, Any] | None:
+def _of_outputs(structured_outputs: dict[str, Any] | None) -> tuple[str, Any] | None:
     held = {
         name: value
-        for name, value in (given or {}).items()
+        for name, value in (structured_outputs or {}).items()
         if name not in _OPTIONS and _is_given(_KINDS.get(name, ""), value)
     }
     if not held:
@@ -170,7 +170,7 @@ def tools_of(request: ChatRequest) -> list[Tool]:
 
 
 def forced_tool(request: ChatRequest) -> Tool | None:
-    """Return the one tool that must be called; None = there is no such.
+    """Return the one tool that must be called; None if there is no such tool.
 
     Raises:
         ApiError: see `tools_of`.

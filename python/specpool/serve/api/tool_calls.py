@@ -46,7 +46,7 @@ class JsonEnd:
             self._opens, self._closes = "{[(", "}])"
 
     def find(self, text: str, shown: bytearray) -> int | None:
-        """Look at the next part; return the index behind the last bracket, None = not yet.
+        """Look at the next part; return the index behind the last bracket, or None before it.
 
         Args:
             text: the next part.
@@ -112,13 +112,13 @@ class ToolCalls:
         self._forced = None if forced is None else forced.function.name
         self._formats, self._format = formats, FORMATS[0]  # the latter: of the call that is read
         self._held = ""  # not decided yet
-        self._shown = bytearray()  # for each held character, 0 = of a special token
-        self._seen = 0  # held characters that need not be searched again
-        self._at = 0  # where the object or the arguments of the call begin in the held text
+        self._shown = bytearray()  # a byte for each held character; 0 if of a special token
+        self._num_searched = 0  # held characters that need not be searched again
+        self._body_start = 0  # where the object or the arguments of the call begin in the held text
         self._is_begin = True  # nothing but blanks has come, or nothing else behind thoughts
         self._is_fresh = False  # nothing but blanks has come since a call
         self._thinks = thinks and not self._wants_call  # the text is within thoughts
-        self._end, self._num_seen = JsonEnd(), 0
+        self._end, self._num_fed = JsonEnd(), 0
         self._is_wrapped = False  # the arguments are within the call's object
         self._num_whole: int | None = None  # calls before the first one that lacks brackets
         self._name = ""  # of the function that is called
@@ -149,13 +149,13 @@ class ToolCalls:
             self._argue(text)
             return "", self._deltas
         start = 0
-        for place, special in (*specials, (len(text), "")):
-            self._held += text[start:place] + special
-            self._shown += b"\1" * (place - start) + b"\0" * len(special)
-            start = place
+        for position, special in (*specials, (len(text), "")):
+            self._held += text[start:position] + special
+            self._shown += b"\1" * (position - start) + b"\0" * len(special)
+            start = position
         while self._state(last):
             pass
-        # Where a call is the answer's form, a text that ends before its name is the half of one.
+        # If the answer must be a call, a text that ends before the call's name is a part of a call.
         return "" if self._wants_call else self._content, self._deltas
 
     @property
@@ -172,13 +172,13 @@ class ToolCalls:
         is_cut = self._state in (self._arguments, self._key, self._value)
         return len(self.calls) - is_cut
 
-    # --- the states: each takes what it can from the held text; True = another may go on
+    # --- the states: each reads from the held text, and returns whether the next state may go on
 
     def _text(self, last: bool) -> bool:
         """Read content, up to a call or to the end of thoughts."""
         held = self._held
         starts = [(m, form) for form in self._formats if (m := self._find(form, last)) is not None]
-        thoughts = THOUGHTS_END.search(held, self._seen, partial=not last)
+        thoughts = THOUGHTS_END.search(held, self._num_searched, partial=not last)
         places = [m.start() for m, _ in starts] + ([thoughts.start()] if thoughts else [])
         if self._is_begin and not self._thinks:
             begin = THOUGHTS_BEGIN.match(held, len(held) - len(held.lstrip()), partial=not last)
@@ -192,14 +192,14 @@ class ToolCalls:
             self._content += self._cut(content_len)
             self._is_begin = self._is_fresh = False
             if self._thinks:
-                self._num_seen, self._state = 0, self._thought
+                self._num_fed, self._state = 0, self._thought
                 return True
             self._enter(match, match.end() - content_len)
             return True
         if thoughts and not thoughts.partial and thoughts.start() == certain:
             self._end_thoughts(thoughts.end())
             return True
-        self._seen = certain
+        self._num_searched = certain
         num = len(held) if last else len(held[:certain].rstrip())
         is_blank = not held[:num].strip()
         self._is_begin &= is_blank
@@ -210,14 +210,14 @@ class ToolCalls:
 
     def _thought(self, last: bool) -> bool:
         """Hold back a call within thoughts: it is content if they end, else it is one."""
-        end = THOUGHTS_END.search(self._held, self._num_seen, partial=not last)
+        end = THOUGHTS_END.search(self._held, self._num_fed, partial=not last)
         is_whole = end is not None and not end.partial
         if end is not None and is_whole:
             self._end_thoughts(end.end())
-        self._num_seen = len(self._held) if end is None else end.start()
+        self._num_fed = len(self._held) if end is None else end.start()
         if not is_whole and not last:
             return False
-        self._thinks, self._seen, self._state = False, 0, self._text
+        self._thinks, self._num_searched, self._state = False, 0, self._text
         return True
 
     def _end_thoughts(self, num: int) -> None:
@@ -227,39 +227,41 @@ class ToolCalls:
 
     def _call(self, last: bool) -> bool:
         """Read a call's object, up to its arguments, or all of it."""
-        head = OBJECT_HEAD.match(self._held, self._at)
+        head = OBJECT_HEAD.match(self._held, self._body_start)
         if head is not None and head["name"] in self._schemas:
             self._is_wrapped = True
             self._start(head["name"], head.end())
             return True
-        end = self._end.find(self._held[self._num_seen :], self._shown[self._num_seen :])
+        end = self._end.find(self._held[self._num_fed :], self._shown[self._num_fed :])
         if end is None:
-            self._num_seen = len(self._held)
+            self._num_fed = len(self._held)
             return last and self._give_up(len(self._held))
-        end += self._num_seen
+        end += self._num_fed
         if self._end.is_broken:
             return self._give_up(end)
-        return self._whole(*self._parsed(self._held[self._at : end]), end)
+        return self._whole(*self._parsed(self._held[self._body_start : end]), end)
 
     def _keywords(self, last: bool) -> bool:
         """Read a Python call."""
-        end = self._end.find(self._held[self._num_seen :], self._shown[self._num_seen :])
+        end = self._end.find(self._held[self._num_fed :], self._shown[self._num_fed :])
         if end is None:
-            self._num_seen = len(self._held)
+            self._num_fed = len(self._held)
             return last and self._give_up(len(self._held))
-        end += self._num_seen
+        end += self._num_fed
         if self._end.is_broken:
             return self._give_up(end)
-        return self._whole(self._name, json_of_keywords(self._held[self._at : end - 1]), end)
+        return self._whole(
+            self._name, json_of_keywords(self._held[self._body_start : end - 1]), end
+        )
 
     def _gemma(self, last: bool) -> bool:
         """Read one of Gemma's objects, up to the mark behind it."""
-        end = self._format.last.search(self._held, self._num_seen, partial=not last)
+        end = self._format.last.search(self._held, self._num_fed, partial=not last)
         if not last and (end is None or end.partial):
-            self._num_seen = len(self._held) if end is None else end.start()
+            self._num_fed = len(self._held) if end is None else end.start()
             return False
         start, stop = end.span() if end else (len(self._held),) * 2
-        return self._whole(self._name, json_of_gemma(self._held[self._at : start]), stop)
+        return self._whole(self._name, json_of_gemma(self._held[self._body_start : start]), stop)
 
     def _arguments(self, last: bool) -> bool:
         """Output the arguments as they come."""
@@ -269,10 +271,10 @@ class ToolCalls:
             return False
         if self._end.is_broken:
             self._num_whole = self.num_whole
-        self._state = self._rest if self._is_wrapped else self._after
+        self._state = self._skip_object_end if self._is_wrapped else self._between_calls
         return True
 
-    def _rest(self, last: bool) -> bool:
+    def _skip_object_end(self, last: bool) -> bool:
         """Leave out what the call's object has behind the arguments.
 
         Anything but its further members and its brace ends the call: the brace is missing.
@@ -283,20 +285,20 @@ class ToolCalls:
                 self._cut(len(self._held))
             return False
         if rest is None:
-            self._state = self._after
+            self._state = self._between_calls
             return True
         self._cut(rest.end())
         if rest["nested"] is not None:
-            self._end, self._state = JsonEnd(), self._nested
+            self._end, self._state = JsonEnd(), self._skip_nested
         elif rest["end"]:
-            self._state = self._after
+            self._state = self._between_calls
         return True
 
-    def _nested(self, last: bool) -> bool:
+    def _skip_nested(self, last: bool) -> bool:
         """Leave out an object or a list behind the arguments."""
         end = self._end.find(self._held, self._shown)
         self._cut(len(self._held) if end is None else end)
-        self._state = self._nested if end is None else self._rest
+        self._state = self._skip_nested if end is None else self._skip_object_end
         return end is not None
 
     def _key(self, last: bool) -> bool:
@@ -304,7 +306,7 @@ class ToolCalls:
         key = self._format.key_pattern.match(self._held, partial=True)
         if key is None:
             self._argue("}" if self._num_args else "{}")
-            self._state = self._after
+            self._state = self._between_calls
             return True
         if key.partial:
             if last:  # the text was cut within a tag
@@ -317,25 +319,25 @@ class ToolCalls:
         self._types = types_of(schema, parameters)
         self._argue(f"{', ' if self._num_args else '{'}{json.dumps(key['key'])}: ")
         self._argue('"' if self._types == {"string"} else "")
-        self._num_args, self._seen, self._state = self._num_args + 1, 0, self._value
+        self._num_args, self._num_searched, self._state = self._num_args + 1, 0, self._value
         return True
 
     def _value(self, last: bool) -> bool:
         """Read an argument's value: a string is output as it comes, anything else as a whole."""
-        end = self._format.value_end_pattern.search(self._held, self._seen, partial=True)
+        end = self._format.value_end_pattern.search(self._held, self._num_searched, partial=True)
         is_whole = end is not None and not end.partial
-        self._seen = len(self._held) if end is None else end.start()
+        self._num_searched = len(self._held) if end is None else end.start()
         if self._types == {"string"}:
-            text = json.dumps(self._cut(self._seen))[1:-1]
+            text = json.dumps(self._cut(self._num_searched))[1:-1]
             self._argue(text + '"' if is_whole else text)
         elif is_whole:
-            self._argue(json_of_tag(self._cut(self._seen), self._types))
+            self._argue(json_of_tag(self._cut(self._num_searched), self._types))
         if end is not None and is_whole:
             self._cut(len(end.group()))
             self._state = self._key
         return is_whole
 
-    def _after(self, last: bool) -> bool:
+    def _between_calls(self, last: bool) -> bool:
         """Find the next call of the same kind, or the end of the calls."""
         if self._format.next is not None:
             match = self._format.next.match(self._held, partial=not last)
@@ -344,13 +346,13 @@ class ToolCalls:
             if match is not None and self._is_known(match):
                 self._enter(match, match.end())
                 return True
-        rest = self._format.last.fullmatch(self._held, partial=True)
-        if rest is not None and not last:
+        closing = self._format.last.fullmatch(self._held, partial=True)
+        if closing is not None and not last:
             return False
         # A text that was cut off within the closing mark ends there.
-        end = rest or self._format.last.match(self._held)
+        end = closing or self._format.last.match(self._held)
         self._cut(0 if end is None else end.end())
-        self._is_fresh, self._seen, self._state = True, 0, self._text
+        self._is_fresh, self._num_searched, self._state = True, 0, self._text
         return True
 
     # --- what the states share
@@ -364,11 +366,13 @@ class ToolCalls:
             blanks = len(held) - len(held.lstrip())
             match = form.first.match(held, blanks, partial=partial)
             return match if match and match.start() < len(held) and self._is_known(match) else None
-        at = self._seen
-        while (match := form.first.search(held, at, partial=partial)) and match.start() < len(held):
+        start = self._num_searched
+        while (match := form.first.search(held, start, partial=partial)) and match.start() < len(
+            held
+        ):
             if self._is_known(match):
                 return match
-            at = match.start() + 1
+            start = match.start() + 1
         return None
 
     def _is_known(self, match: regex.Match[str]) -> bool:
@@ -376,9 +380,9 @@ class ToolCalls:
         name = match.groupdict().get("name")
         return match.partial or name is None or name in self._schemas
 
-    def _enter(self, match: regex.Match[str], at: int) -> None:
+    def _enter(self, match: regex.Match[str], start: int) -> None:
         """Begin to read a call of the current format, whose arguments or object begin at `at`."""
-        self._at = self._num_seen = at
+        self._body_start = self._num_fed = start
         self._name = match.groupdict().get("name") or ""
         self._ident = match.groupdict().get("id")
         kind = self._format.kind
@@ -390,7 +394,7 @@ class ToolCalls:
             self._state = self._gemma
         else:
             self._is_wrapped = False
-            self._start(self._name, at)
+            self._start(self._name, start)
             if kind == "tags":
                 self._num_args, self._state = 0, self._key
 
@@ -401,19 +405,19 @@ class ToolCalls:
         self._end, self._state = JsonEnd(), self._arguments
 
     def _whole(self, name: str, arguments: str | None, num: int) -> bool:
-        """Output a call that was read as a whole, in `num` characters; None = give it up."""
+        """Output a call that was read as a whole, in `num` characters, or give it up."""
         if arguments is None:
             return self._give_up(num)
         self._cut(num)
         self._begin(name)
         self._argue(arguments)
-        self._state = self._after
+        self._state = self._between_calls
         return True
 
     def _give_up(self, num: int) -> bool:
         """Take back a call: `num` held characters are content."""
         self._content += self._cut(num)
-        self._seen, self._state = 0, self._text
+        self._num_searched, self._state = 0, self._text
         self._is_fresh = False
         return bool(self._held)
 
@@ -422,7 +426,7 @@ class ToolCalls:
         cut = "".join(itertools.compress(self._held[:num], self._shown))
         self._held = self._held[num:]
         del self._shown[:num]
-        self._seen = max(0, self._seen - num)
+        self._num_searched = max(0, self._num_searched - num)
         return cut
 
     def _begin(self, name: str) -> None:

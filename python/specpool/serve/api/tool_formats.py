@@ -58,7 +58,7 @@ class Format:
         call: a call up to its arguments; its group `name` is the function's, and a group `id` the
             call's id, where the model's next prompt shows it.
         end: what may follow a call's arguments.
-        between: what stands between `end` and the next call; None = each call has its `begin`.
+        between: what stands between `end` and the next call; None means each call has its `begin`.
         close: what may follow the last call.
         key: the begin of an argument in tags; its group `key` is the argument's name.
         value_end: the end of an argument in tags, or what can only stand behind a missing end.

@@ -43,8 +43,8 @@ def _types(schema: object, root: object, refs: set[str]) -> set[str]:
     """Return the types of `types_of`; each reference is followed once, and is noted in `refs`."""
     if not isinstance(schema, Mapping):
         return set()
-    given = schema.get("type")
-    names = given if isinstance(given, list) else [given]
+    type_names = schema.get("type")
+    names = type_names if isinstance(type_names, list) else [type_names]
     types = {name for name in names if isinstance(name, str)}
     for key in ("anyOf", "oneOf", "allOf"):
         choices = schema.get(key)

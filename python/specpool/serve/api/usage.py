@@ -42,14 +42,14 @@ def drafting_of(done: Done, num_steps: int) -> dict[str, Any]:
         num_steps: drafts of a round at most, as far as the engine has a fixed shape.
     """
     correct = [length - 1 for length in done.accept_lens]
-    most = max([num_steps, *correct])
+    max_drafts = max([num_steps, *correct])
     accepted, rounds = sum(correct), len(correct)
     return {
         "mean_acceptance_length": 1 + accepted / rounds if rounds else 1.0,
         "draft_acceptance_rate": accepted / done.num_drafts if done.num_drafts else 0.0,
-        "acceptance_histogram": [correct.count(number) for number in range(most + 1)],
+        "acceptance_histogram": [correct.count(number) for number in range(max_drafts + 1)],
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": done.num_drafts,
         "num_spec_steps": rounds,
-        "num_spec_tokens": most,
+        "num_spec_tokens": max_drafts,
     }

@@ -69,7 +69,7 @@ class Stream:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Make whoever waits raise `error` after what has come so far."""
+        """Make the reader raise `error` after the news that have come so far."""
         self._error = error
         self._wake()
 
@@ -86,7 +86,7 @@ class Stream:
         self._answer.result()
 
     async def news(self) -> list[Tokens | Done]:
-        """Return all that has come since the last call, at least one; [] = all has ended.
+        """Return all news since the last call, at least one; [] if all samples have ended.
 
         Raises:
             EngineGone: the engine is gone.
@@ -95,8 +95,8 @@ class Stream:
             if not self.num_left and self._error is None:
                 return []
             await self._wait()
-        found, self._news = self._news, []
-        return found
+        news, self._news = self._news, []
+        return news
 
     def abort(self) -> None:
         """Abort what is left; each sample's `Done`, or the refusal, still comes."""
@@ -265,13 +265,13 @@ class EngineClient:
             return
         self.failure = why
         self.ended.set()
-        gone = EngineGone(why)
+        error = EngineGone(why)
         if not self._readiness.done():
-            self._readiness.set_exception(gone)
+            self._readiness.set_exception(error)
         for answer in list(self._answers.values()):
             if not answer.done():
-                answer.set_exception(gone)
+                answer.set_exception(error)
         for stream in list(self._streams.values()):
-            stream.fail(gone)
+            stream.fail(error)
         self._streams.clear()
         self.num_open = 0

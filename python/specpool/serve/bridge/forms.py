@@ -14,7 +14,7 @@ from specpool.engine.text.structured.trial import Trial
 from specpool.errors import ConfigError, one_line
 from specpool.serve.bridge.messages import Submit
 
-#: Seconds that each form gets at once. One that needs more goes on behind the other slow ones.
+#: Seconds that each form gets at first. A form that needs more queues behind the other slow ones.
 QUICK_SECONDS = 0.5
 #: Forms that are compiled side by side: quick ones, and slow ones.
 _QUICK, _SLOW = 2, 1
@@ -25,9 +25,9 @@ MOST_SLOW = 8
 class Forms:
     """Compiles forms beside the rounds, each within `MAX_SECONDS`.
 
-    A form is first tried in a second process, which is killed when its time is over. So slow forms
-    keep neither a core nor the forms of others: a quick one waits for `QUICK_SECONDS` of each that
-    came before it at most. What a form has shown is remembered for the latest `MAX_COMPILED`.
+    A form is first tried in a second process, which is killed when its time is over. So a slow form
+    blocks neither a core nor other forms: a quick one waits at most `QUICK_SECONDS` for each form
+    before it. The results of the latest `MAX_COMPILED` forms are remembered.
     """
 
     def __init__(self, compiler: Compiler, compile: Callable[[SamplingParams], None]) -> None:
@@ -36,10 +36,11 @@ class Forms:
         self._quick = ThreadPoolExecutor(_QUICK, thread_name_prefix="compile")
         self._slow = ThreadPoolExecutor(_SLOW, thread_name_prefix="compile-slow")
         self._trials: list[Trial] = []
-        self._own = threading.local()  # each thread's trial
+        self._per_thread = threading.local()  # each thread's trial
         self._lock = threading.Lock()
         self._num_slow = 0
-        self._known: OrderedDict[Grammar, str | None] = OrderedDict()  # None = it can be compiled
+        # Why each form cannot be compiled; None if it can.
+        self._failures: OrderedDict[Grammar, str | None] = OrderedDict()
         self._waiting: list[tuple[Future[None], Submit]] = []
 
     def __bool__(self) -> bool:
@@ -48,25 +49,25 @@ class Forms:
 
     def add(self, message: Submit) -> None:
         """Compile a request's form."""
-        done: Future[None] = Future()
-        self._waiting.append((done, message))
-        self._quick.submit(self._work, done, message.params, QUICK_SECONDS)
+        compiled: Future[None] = Future()
+        self._waiting.append((compiled, message))
+        self._quick.submit(self._work, compiled, message.params, QUICK_SECONDS)
 
     def drop(self, key: int) -> bool:
         """Forget the request of this key; return whether it waited."""
-        for each in self._waiting:
-            if each[1].key == key:
-                self._waiting.remove(each)
-                each[0].cancel()
+        for waiting in self._waiting:
+            if waiting[1].key == key:
+                self._waiting.remove(waiting)
+                waiting[0].cancel()
                 return True
         return False
 
     def take(self) -> list[tuple[Future[None], Submit]]:
-        """Return the requests whose forms are done, each with what is wrong with it."""
-        done = [each for each in self._waiting if each[0].done()]
-        if done:
-            self._waiting = [each for each in self._waiting if not each[0].done()]
-        return done
+        """Return the requests whose forms are done, each with a future that has its error."""
+        compiled = [waiting for waiting in self._waiting if waiting[0].done()]
+        if compiled:
+            self._waiting = [waiting for waiting in self._waiting if not waiting[0].done()]
+        return compiled
 
     def close(self) -> None:
         """End the threads and their processes."""
@@ -75,9 +76,9 @@ class Forms:
         for trial in self._trials:
             trial.close()
 
-    def _work(self, done: Future[None], params: SamplingParams, seconds: float) -> None:
+    def _work(self, compiled: Future[None], params: SamplingParams, seconds: float) -> None:
         """Try a form for some seconds, and then compile it for the engine."""
-        if done.cancelled():
+        if compiled.cancelled():
             return
         grammar = params.structured
         assert grammar is not None
@@ -88,20 +89,20 @@ class Forms:
             self._compile(params)
             error: Exception | None = None
         except TimeoutError:
-            if seconds < MAX_SECONDS and self._go_on(done, params):
+            if seconds < MAX_SECONDS and self._go_on(compiled, params):
                 return
             error = self._too_slow(grammar, seconds)
         except Exception as raised:
             error = raised
         except BaseException as raised:  # a panic of a library: the request must not wait for ever
             error = RuntimeError(one_line(raised))
-        if done.set_running_or_notify_cancel():
+        if compiled.set_running_or_notify_cancel():
             if error is None:
-                done.set_result(None)
+                compiled.set_result(None)
             else:
-                done.set_exception(error)
+                compiled.set_exception(error)
 
-    def _go_on(self, done: Future[None], params: SamplingParams) -> bool:
+    def _go_on(self, compiled: Future[None], params: SamplingParams) -> bool:
         """Let a slow form go on behind the others; return whether there is room."""
         with self._lock:
             if self._num_slow >= MOST_SLOW:
@@ -110,7 +111,7 @@ class Forms:
 
         def work() -> None:
             try:
-                self._work(done, params, MAX_SECONDS)
+                self._work(compiled, params, MAX_SECONDS)
             finally:
                 with self._lock:
                     self._num_slow -= 1
@@ -119,36 +120,36 @@ class Forms:
         return True
 
     def _too_slow(self, grammar: Grammar, seconds: float) -> ConfigError:
-        told = (
+        failure = (
             f"structured: a {grammar.kind} of {len(grammar.text)} characters took more than "
             f"{seconds:g} s to compile"
         )
         if seconds < MAX_SECONDS:
-            return ConfigError(f"{told}, and {MOST_SLOW} slow forms wait: try again later")
-        self._note(grammar, f"{told}: make it smaller")
-        return ConfigError(f"{told}: make it smaller")
+            return ConfigError(f"{failure}, and {MOST_SLOW} slow forms wait: try again later")
+        self._note(grammar, f"{failure}: make it smaller")
+        return ConfigError(f"{failure}: make it smaller")
 
     def _is_passed(self, grammar: Grammar) -> bool:
         """Return whether a form is known to compile; raise if it is known to be too slow."""
         with self._lock:
-            if grammar not in self._known:
+            if grammar not in self._failures:
                 return False
-            self._known.move_to_end(grammar)
-            told = self._known[grammar]
-        if told is not None:
-            raise ConfigError(told)
+            self._failures.move_to_end(grammar)
+            failure = self._failures[grammar]
+        if failure is not None:
+            raise ConfigError(failure)
         return True
 
-    def _note(self, grammar: Grammar, told: str | None) -> None:
+    def _note(self, grammar: Grammar, failure: str | None) -> None:
         with self._lock:
-            self._known[grammar] = told
-            if len(self._known) > MAX_COMPILED:
-                self._known.popitem(last=False)
+            self._failures[grammar] = failure
+            if len(self._failures) > MAX_COMPILED:
+                self._failures.popitem(last=False)
 
     def _trial(self) -> Trial:
         """Return this thread's second process."""
-        if not hasattr(self._own, "trial"):
-            self._own.trial = Trial(self._compiler.vocabulary)
-            self._trials.append(self._own.trial)
-        trial: Trial = self._own.trial
+        if not hasattr(self._per_thread, "trial"):
+            self._per_thread.trial = Trial(self._compiler.vocabulary)
+            self._trials.append(self._per_thread.trial)
+        trial: Trial = self._per_thread.trial
         return trial

@@ -31,7 +31,7 @@ class SocketLine:
         self._poll.register(sock, select.POLLIN)
 
     def poll(self, timeout: float | None) -> bool:
-        """Return whether a frame has begun to come; wait up to `timeout` seconds, None = ever."""
+        """Return whether a frame has begun to come; wait up to `timeout` seconds, or for ever."""
         return bool(self._poll.poll(None if timeout is None else 1e3 * timeout))
 
     def recv(self) -> list[Any]:
@@ -41,8 +41,8 @@ class SocketLine:
             EOFError: the other end is gone.
         """
         size = int.from_bytes(self._exactly(HEAD), "little")
-        found: list[Any] = pickle.loads(self._exactly(size))
-        return found
+        messages: list[Any] = pickle.loads(self._exactly(size))
+        return messages
 
     def send(self, messages: list[Any]) -> None:
         """Send a list of messages.

@@ -58,9 +58,9 @@ class Ready:
         max_batch: the most requests that run at once.
         groups: name, page size and pages of each group.
         config: what a client may know of the engine, for `/server_info`.
-        tokenizer: the folder of the tokenizer; None = there is none.
+        tokenizer: the folder of the tokenizer; None if there is none.
         temperature: of a request that gives none.
-        model_key: a hash of the target's configuration: what has another one reads other tokens.
+        model_key: a hash of the target's configuration; targets of another hash read other tokens.
     """
 
     max_context_len: int
@@ -95,7 +95,7 @@ class Refused:
 
     key: int
     message: str
-    is_users: bool  # False = a fault of the engine, whose message is not for clients
+    is_users: bool  # False means a fault of the engine, whose message is not for clients
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """`SessionParcel`: a session between two servers, as text and with what its engine exports.
 
-`ParcelNumbers` says which parcels are old, `Others` where sessions belong.
+`ParcelNumbers` says which parcels are old, `OtherServers` where sessions belong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SessionParcel:
         tokens: those of all turns that have ended.
         said: these turns.
         idle_seconds: since the end of the latest call.
-        image: the same with KV, as `Export.write` makes it; None = the text goes alone.
+        image: the same with KV, as `Export.write` makes it; None if the text goes alone.
     """
 
     ident: str
@@ -58,11 +58,11 @@ class ParcelNumbers:
             self._numbers.popitem(last=False)
 
     def latest(self, ident: str) -> int:
-        """Return the highest number of a session's parcels; 0 = none is remembered."""
+        """Return the highest number of a session's parcels; 0 if none is remembered."""
         return self._numbers.get(ident, 0)
 
 
-class Others(Protocol):
+class OtherServers(Protocol):
     """What a server knows of the other ones to which sessions move."""
 
     async def wait_for(self, ident: str) -> None:

@@ -29,13 +29,13 @@ log = logging.getLogger("specpool.serve")
 
 
 def run_engine(
-    sock: socket.socket, loading: Mapping[str, Any], threads: int, place: Mapping[str, str]
+    sock: socket.socket, loading: Mapping[str, Any], threads: int, rank_variables: Mapping[str, str]
 ) -> None:
     """Load an engine and serve it on the socket; the target of the process.
 
-    `place` goes into the environment: where the engine is among its ranks.
+    `rank_variables` go into the environment; they say which rank the engine is.
     """
-    os.environ.update(place)
+    os.environ.update(rank_variables)
     # Ctrl-C and a service manager's signal reach all processes of a group: the front decides.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -66,7 +66,7 @@ def run_engine(
 
 
 def join_ranks(loading: Mapping[str, Any], line: SocketLine) -> Ranks | None:
-    """Join the ranks that share the target, as rank 0; None = there are none.
+    """Join the ranks that share the target, as rank 0; None if there are none.
 
     Raises:
         RankError: not all ranks came.
@@ -92,19 +92,22 @@ class EngineProcess:
     """A process with an engine."""
 
     def __init__(
-        self, loading: Mapping[str, Any], threads: int, place: Mapping[str, str] | None = None
+        self,
+        loading: Mapping[str, Any],
+        threads: int,
+        rank_variables: Mapping[str, str] | None = None,
     ) -> None:
         """Start the process; it loads the engine and then sends `Ready` or `Failed`.
 
         Args:
             loading: the arguments of `Engine.from_pretrained`; they must be picklable.
             threads: CPU threads of torch.
-            place: what the environment says of its ranks; None = as it is.
+            rank_variables: environment variables of its ranks; None leaves the environment alone.
         """
         self._near, far = socket.socketpair()
         self._process = multiprocessing.get_context("spawn").Process(
             target=run_engine,
-            args=(far, dict(loading), threads, dict(place or {})),
+            args=(far, dict(loading), threads, dict(rank_variables or {})),
             name="specpool-engine",
         )
         self._process.start()
@@ -134,7 +137,7 @@ class EngineProcess:
             self._writer.write(frame)
 
     def close(self, seconds: float = 10.0) -> None:
-        """Wait for the process, which ends when it is told so or hears nobody; then kill it."""
+        """Wait for the process, which ends after `Stop` or when its socket breaks; then kill it."""
         with contextlib.suppress(OSError):
             self._near.close()
         self._process.join(seconds)

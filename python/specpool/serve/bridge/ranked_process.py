@@ -91,7 +91,9 @@ class RankedProcess(EngineProcess):
         """End the engine if a rank has ended before it, also while it loads."""
         while all(process.poll() is None for process in self.followers):
             await asyncio.sleep(_LOOK)
-        ended = next(i for i, each in enumerate(self.followers) if each.returncode is not None)
+        ended = next(
+            i for i, process in enumerate(self.followers) if process.returncode is not None
+        )
         await asyncio.sleep(_GRACE)  # then `listen` has returned, unless the engine waits in vain
         code = self.followers[ended].returncode
         hear([Failed(f"RankError: rank {ended + 1} has ended with exit code {code}", False)])

@@ -42,7 +42,7 @@ class Line(Protocol):
     """The way to the front: lists of messages, in order."""
 
     def poll(self, timeout: float | None) -> bool:
-        """Return whether a list can be received; wait up to `timeout` seconds, None = for ever."""
+        """Return whether a list can be received; wait up to `timeout` seconds, or for ever."""
 
     def recv(self) -> list[Any]:
         """Return the next list. EOFError: the front is gone."""
@@ -76,7 +76,7 @@ class Runner:
     def run(self) -> None:
         """Serve until the front says `Stop` or is gone."""
         self._engine.core.prompts.log_defaults(draws=True)
-        self._line.send([ready(self._engine)])
+        self._line.send([ready_of(self._engine)])
         busy = False
         while True:
             try:
@@ -93,7 +93,7 @@ class Runner:
         self._forms.close()
 
     def _hear(self, timeout: float | None) -> None:
-        """Take messages that are there; wait for the first up to `timeout` seconds, None = ever."""
+        """Take messages that are there; wait for the first up to `timeout` seconds, or for ever."""
         for _ in range(_MOST_HEARD):  # so that a flood does not keep the rounds waiting
             if not self._line.poll(timeout):
                 return
@@ -162,13 +162,13 @@ class Runner:
         return Reply(message.key, self.verbs[message.verb](*message.args))
 
     def _tell(self, number: int, item: Chunk | RequestOutput) -> None:
-        """Queue what a request gives."""
+        """Queue new tokens or the end of a request for the front."""
         key = self._keys[number]
         if isinstance(item, Chunk):
-            told = Tokens(key, item.sample, item.token_ids, item.from_draft, item.logprobs)
-            self._out.append(told)
+            tokens = Tokens(key, item.sample, item.token_ids, item.from_draft, item.logprobs)
+            self._out.append(tokens)
             return
-        self._out.append(done(key, item))
+        self._out.append(done_of(key, item))
         del self._keys[number]
         self._numbers[key].discard(number)
         if not self._numbers[key]:
@@ -184,7 +184,7 @@ class Runner:
     def _open(
         self, max_tokens: int | None, tokens: Sequence[int] = (), image: bytes | None = None
     ) -> int:
-        """Open a session; with these tokens, and with the KV of an image if it is of use here."""
+        """Open a session with these tokens, and with the KV of an image if it can be used here."""
         session = None if image is None else self._import(image)
         if session is None:
             session = self._engine.open_session(max_tokens=max_tokens, tokens=tokens)
@@ -192,7 +192,7 @@ class Runner:
         return session.number
 
     def _export(self, number: int) -> bytes | None:
-        """Return a copy of an idle session with its KV; None = its text has to go alone."""
+        """Return a copy of an idle session with its KV; None if its text has to go alone."""
         session, engine = self._session(number), self._engine
         if session.is_busy:
             raise ConfigError(f"session {number} has a turn that has not ended")
@@ -204,17 +204,17 @@ class Runner:
             return export.image().tobytes()
 
     def _import(self, image: bytes) -> Session | None:
-        """Take a session in; None = its KV is of no use here, as that of another layout."""
+        """Take a session in; None if its KV cannot be used here, such as KV of another layout."""
         engine = self._engine
         if engine.core.journal is not None:
             return None
         try:
-            found = engine.import_row(np.frombuffer(image, np.uint8))
+            session = engine.import_row(np.frombuffer(image, np.uint8))
         except TransferError as error:
             log.info("a session comes without its KV: %s", error)
             return None
-        assert isinstance(found, Session)
-        return found
+        assert isinstance(session, Session)
+        return session
 
     def _fork(self, number: int) -> int:
         copy = self._session(number).fork()
@@ -253,7 +253,7 @@ def _runs(states: np.ndarray[Any, Any], owners: np.ndarray[Any, Any]) -> list[li
     return runs
 
 
-def ready(engine: Engine) -> Ready:
+def ready_of(engine: Engine) -> Ready:
     """Return what the front has to know of an engine."""
     shape, config = engine.shape, engine.config
     return Ready(
@@ -280,7 +280,7 @@ def ready(engine: Engine) -> Ready:
     )
 
 
-def done(key: int, output: RequestOutput) -> Done:
+def done_of(key: int, output: RequestOutput) -> Done:
     """Return what the front has to know of a sample that has ended."""
     return Done(
         key=key,

@@ -97,8 +97,8 @@ def _address(scope: Scope) -> str:
     return str(address).partition("%")[0]  # a zone could be any text
 
 
-def _ident(given: str) -> str:
+def _ident(client_ident: str) -> str:
     """Return the client's own id if it is harmless, else a new one."""
-    if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII):
-        return given
+    if re.fullmatch(r"[\w.:-]{1,128}", client_ident, re.ASCII):
+        return client_ident
     return secrets.token_hex(12)  # a number would tell clients how many requests there are

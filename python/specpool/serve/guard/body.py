@@ -66,23 +66,23 @@ class BodyGuard:
         await self._app(scope, replay, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Return the body; None = the client has left.
+        """Return the body; None if the client has left.
 
         Raises:
             ApiError: it is too large or too slow.
         """
-        most = self._config.max_body
+        max_bytes = self._config.max_body
         if scope["path"] not in _LARGE:
-            most = min(most, _SMALL_BODY)
+            max_bytes = min(max_bytes, _SMALL_BODY)
         for name, value in scope["headers"]:
-            if name == b"content-length" and (len(value) > 18 or int(value) > most):
-                raise _too_large(most)
+            if name == b"content-length" and (len(value) > 18 or int(value) > max_bytes):
+                raise _too_large(max_bytes)
         parts, size = [], 0
         end = asyncio.get_running_loop().time() + self._config.read_timeout
         while True:
-            left = end - asyncio.get_running_loop().time()
+            seconds_left = end - asyncio.get_running_loop().time()
             try:
-                message = await asyncio.wait_for(receive(), max(left, 0.001))
+                message = await asyncio.wait_for(receive(), max(seconds_left, 0.001))
             except asyncio.TimeoutError:
                 raise ApiError(
                     408,
@@ -93,8 +93,8 @@ class BodyGuard:
                 return None
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            if size > most:
-                raise _too_large(most)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
             if not message.get("more_body", False):
                 return b"".join(parts)
 
@@ -106,12 +106,12 @@ class BodyGuard:
         size, end = 0, asyncio.get_running_loop().time() + _SKIP_SECONDS
         with contextlib.suppress(asyncio.TimeoutError):
             while size < _SKIP_BODIES * self._config.max_body:
-                left = end - asyncio.get_running_loop().time()
-                message = await asyncio.wait_for(receive(), max(left, 0.001))
+                seconds_left = end - asyncio.get_running_loop().time()
+                message = await asyncio.wait_for(receive(), max(seconds_left, 0.001))
                 size += len(message.get("body", b""))
                 if not message.get("more_body", False):
                     return
 
 
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body has more than {most} bytes", code="request_too_large")
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body has more than {max_bytes} bytes", code="request_too_large")

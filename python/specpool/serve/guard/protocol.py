@@ -41,8 +41,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unread: TimerHandle | None = None  # looks whether the client reads
         self._num_unread = 0  # bytes that it had not read at the latest look
         self._in_head = True
-        self._head_bytes = 0  # of the head's parts that the parser has told
-        self._come_bytes = 0  # of a head that has not ended, as they come
+        self._head_bytes = 0  # of the head's parts that the parser has reported
+        self._received_bytes = 0  # of a head that has not ended, as they come
         self._unanswered: list[RequestResponseCycle] = []  # requests, in their order
         self._refusal: ApiError | None = None
 
@@ -79,8 +79,8 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._in_head:
             end = data.rfind(b"\r\n\r\n")  # of an earlier head, if there is one
-            self._come_bytes += len(data) - (0 if end < 0 else end + 4)
-            if self._come_bytes > self.limits.max_header:
+            self._received_bytes += len(data) - (0 if end < 0 else end + 4)
+            if self._received_bytes > self.limits.max_header:
                 self._refuse()
         elif self.cycle.response_complete and self._timer is None:
             # Behind an answer: the rest of a body that nobody reads, or empty lines. They have
@@ -91,7 +91,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Begin a request."""
         super().on_message_begin()
         self.idle.pop(self, None)
-        self._in_head, self._head_bytes, self._come_bytes = True, 0, 0
+        self._in_head, self._head_bytes, self._received_bytes = True, 0, 0
         # For answers whose client does not read: a plain close would wait for it.
         self.scope["specpool.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
         self._wait_for_head()
@@ -120,7 +120,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.get_write_buffer_size():
             self._look()
         else:
-            self._rest()
+            self._note_idle()
 
     def pause_writing(self) -> None:
         """Stop writing: the client reads too slowly."""
@@ -128,7 +128,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._look()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, in OpenAI's shape."""
+        """Refuse bytes that are not HTTP, with an error in OpenAI's shape."""
         error = self._refusal or ApiError(400, "this is no HTTP request", code="bad_request")
         self._refusal = error  # what else comes is not read
         response = error.response()
@@ -149,10 +149,10 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _make_room(self) -> bool:
         """End the connection that is idle for the longest time; return whether there was one."""
-        for other in self.idle:
-            del self.idle[other]
-            other.connections.discard(other)  # it is lost a moment later
-            other.transport.abort()
+        for connection in self.idle:
+            del self.idle[connection]
+            connection.connections.discard(connection)  # it is lost a moment later
+            connection.transport.abort()
             return True
         return False
 
@@ -166,15 +166,15 @@ class GuardedProtocol(HttpToolsProtocol):
         """Cut off a client that has read nothing since the latest look."""
         self._unread = None
         if not self.transport.get_write_buffer_size():  # what is left is the system's
-            self._rest()
+            self._note_idle()
         elif _num_unread(self.transport) >= self._num_unread:
             self.transport.abort()
         else:
             self._look()
 
-    def _rest(self) -> None:
+    def _note_idle(self) -> None:
         """Count as idle, unless there is a request."""
-        if self.cycle.response_complete and not (self._in_head and self._come_bytes):
+        if self.cycle.response_complete and not (self._in_head and self._received_bytes):
             self.idle[self] = None
 
     def _stop_looking(self) -> None:
@@ -210,7 +210,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         """End a connection whose request did not come in time."""
-        if self._come_bytes:
+        if self._received_bytes:
             self._refusal = ApiError(
                 408, f"no request came within {self.limits.read_timeout:g} s", code="read_timeout"
             )
@@ -220,7 +220,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def _num_unread(transport: Transport) -> int:
-    """Return the bytes that a client has not taken yet, as far as the system tells."""
+    """Return the bytes that a client has not taken yet, as far as the system reports them."""
     queued = bytearray(4)
     with contextlib.suppress(OSError, ImportError):
         import fcntl

@@ -45,8 +45,8 @@ class Cluster:
             ConfigError: there is no cluster, it refuses, or it serves something else, which this
                 config would end.
         """
-        (own,) = (app["name"] for app in config["applications"])
-        others = sorted(set(self._ask("GET").get("applications", {})) - {own})
+        (app,) = (app["name"] for app in config["applications"])
+        others = sorted(set(self._ask("GET").get("applications", {})) - {app})
         if others:
             raise ConfigError(
                 f"the cluster serves {', '.join(others)} too, which this config would end: print "
@@ -62,8 +62,8 @@ class Cluster:
         """
         end, last = time.monotonic() + seconds, ""
         while True:
-            found = self._ask("GET").get("applications", {}).get(app, {})
-            status, message = found.get("status", "NOT_STARTED"), found.get("message", "")
+            app_status = self._ask("GET").get("applications", {}).get(app, {})
+            status, message = app_status.get("status", "NOT_STARTED"), app_status.get("message", "")
             if status != last:
                 tell(f"{app}: {status}")
                 last = status
@@ -100,12 +100,12 @@ class Cluster:
                 "--head`), or give --address"
             ) from None
         try:
-            found = json.loads(text) if text else {}
+            answer = json.loads(text) if text else {}
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
+            answer = None
+        if not isinstance(answer, dict):
             raise ConfigError(f"{self._address} is no Ray dashboard: its answer is no JSON object")
-        return found
+        return answer
 
 
 def _token() -> dict[str, str]:

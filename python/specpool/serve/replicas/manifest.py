@@ -15,7 +15,7 @@ from specpool.serve.config import Launch
 IMPORT_PATH = "specpool.cli.deploy:application"
 ROUTER = "specpool.serve.replicas.router:SessionOwnerRouter"
 #: Requests beside texts, such as `/health`, that a replica has room for.
-_OTHERS = 64
+_NUM_OTHER_REQUESTS = 64
 #: Seconds between two health checks.
 _PERIOD = 5.0
 #: Seconds that Serve waits for a replica's last request, if requests may take for ever.
@@ -30,8 +30,8 @@ class ReplicaConfig:
 
     Attributes:
         app: the application's name in the cluster.
-        least: the fewest replicas.
-        most: the most; if it is above `least`, Serve follows the load.
+        min_replicas: the fewest replicas.
+        max_replicas: the most; if it is above `min_replicas`, Serve follows the load.
         gpus: GPUs of a replica.
         cpus: CPU cores of a replica.
         stuck_timeout: seconds after which an engine that does not answer is killed.
@@ -39,25 +39,25 @@ class ReplicaConfig:
     """
 
     app: str = "specpool"
-    least: int = 1
-    most: int = 1
+    min_replicas: int = 1
+    max_replicas: int = 1
     gpus: float = 0.0
     cpus: float = 1.0
     stuck_timeout: float = 60.0
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        check_int("least", self.least, 1, 1 << 16)
-        check_int("most", self.most, self.least, 1 << 16)
+        check_int("min_replicas", self.min_replicas, 1, 1 << 16)
+        check_int("max_replicas", self.max_replicas, self.min_replicas, 1 << 16)
         check_int("ranks", self.ranks, 1, 64)
         if not self.app or not self.app.replace("-", "").replace("_", "").isalnum():
             raise ConfigError(f"app must be letters, digits, - and _, got {shown(self.app)}")
-        for name, most in (("gpus", 64), ("cpus", 1024), ("stuck_timeout", 86400)):
+        for name, limit in (("gpus", 64), ("cpus", 1024), ("stuck_timeout", 86400)):
             value = getattr(self, name)
             low = name == "stuck_timeout"
-            if not math.isfinite(value) or not (0 < value if low else 0 <= value) or value > most:
+            if not math.isfinite(value) or not (0 < value if low else 0 <= value) or value > limit:
                 kind = "above 0" if low else "0 or more"
-                raise ConfigError(f"{name} must be {kind} and at most {most}, got {value!r}")
+                raise ConfigError(f"{name} must be {kind} and at most {limit}, got {value!r}")
 
 
 def manifest(config: ReplicaConfig, launch: Launch, words: Sequence[str]) -> dict[str, Any]:
@@ -83,7 +83,9 @@ def manifest(config: ReplicaConfig, launch: Launch, words: Sequence[str]) -> dic
     deployment: dict[str, Any] = {
         "name": "Replica",
         # More than the server takes, so that its own 429 answers, and no turn waits in a router.
-        "max_ongoing_requests": launch.loading["max_batch"] + server.max_queue + _OTHERS,
+        "max_ongoing_requests": launch.loading["max_batch"]
+        + server.max_queue
+        + _NUM_OTHER_REQUESTS,
         "max_queued_requests": -1,
         # A replica that leaves first lets its requests end, and then moves its sessions.
         "graceful_shutdown_timeout_s": drain + LONGEST_MOVES + 10.0,
@@ -93,14 +95,14 @@ def manifest(config: ReplicaConfig, launch: Launch, words: Sequence[str]) -> dic
         "ray_actor_options": {"num_cpus": config.cpus, "num_gpus": config.gpus},
         "request_router_config": {"request_router_class": ROUTER},
     }
-    if config.most > config.least:
+    if config.max_replicas > config.min_replicas:
         deployment["autoscaling_config"] = {
-            "min_replicas": config.least,
-            "max_replicas": config.most,
+            "min_replicas": config.min_replicas,
+            "max_replicas": config.max_replicas,
             "target_ongoing_requests": launch.loading["max_batch"],
         }
     else:
-        deployment["num_replicas"] = config.least
+        deployment["num_replicas"] = config.min_replicas
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": server.host, "port": server.port},

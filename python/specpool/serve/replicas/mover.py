@@ -3,9 +3,9 @@
 A session belongs to its owner, the replica that opened it. If the owner is not on the list of
 replicas, it belongs to a place on the routers' ring. So the sessions of a replica that leaves
 spread over the others, those of one that has left follow the ring when replicas come and go, and
-no router needs a table. A session is at one replica at a time: it answers nothing from when it is
-sent until the other replica has said no. Which sessions will come is announced, so that its place
-tells clients to ask again, for however long the moves take.
+no router needs a table. A session is at one replica at a time: while it is in transit, its old
+replica refuses requests. Sessions that will come are announced to their new replica, which tells
+clients to ask again for as long as the moves take.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Mover:
     """Moves the sessions of one replica.
 
     Attributes:
-        is_closing: the replica ends, and takes no more sessions in.
+        is_closing: the replica ends, and takes in no more sessions.
     """
 
     def __init__(self, sessions: Sessions, tag: str, peers: PeerReplicas, time: Time) -> None:
         """Know no replica yet.
 
         Args:
-            sessions: those of this replica; their `others` is this mover from now on.
+            sessions: those of this replica; their `other_servers` is this mover from now on.
             tag: this replica's.
             peers: the way to the others.
             time: the event loop.
@@ -96,13 +96,13 @@ class Mover:
         self._num_moving = self._num_coming = self._num_waiting = 0
         self._is_looking = False
         self.is_closing = False
-        sessions.others = self
+        sessions.other_servers = self
 
     def update(self, tags: Iterable[str]) -> None:
         """Take over the list of the replicas that take requests. Cost: O(sessions here)."""
         self._tags = set(tags)
         self._was_listed |= self._tag in self._tags
-        if not self._was_listed:  # it is new: its own list may be the last to say so
+        if not self._was_listed:  # it is new, and the other replicas may hear of it first
             self._tags.add(self._tag)
         if self.is_closing:
             self._tags.discard(self._tag)
@@ -123,7 +123,7 @@ class Mover:
         finally:
             self._num_coming -= 1
         self._expected.pop(parcel.ident, None)
-        # Two replicas whose lists differ shall not play ball.
+        # Two replicas with different lists must not send a session back and forth.
         self._later[parcel.ident] = self._time.now() + _AGAIN
         self._look()
 
@@ -133,7 +133,7 @@ class Mover:
         For `LONGEST_MOVES` seconds, clients who ask for one are told that it moves.
         """
         now, sessions = self._time.now(), self._sessions
-        late = {ident: until for ident, until in self._expected.items() if until > now}
+        late = {ident: deadline for ident, deadline in self._expected.items() if deadline > now}
         new = [ident for ident, number in parcels.items() if number > sessions.latest_parcel(ident)]
         self._expected = late | dict.fromkeys(new, now + LONGEST_MOVES)
 
@@ -143,7 +143,7 @@ class Mover:
         Sessions that are busy move when their turn has ended, and those that just come move on.
 
         Args:
-            seconds: after so many, what is left is given up.
+            seconds: sessions that have not moved by then are given up.
         """
         self.is_closing = True
         self._tags.discard(self._tag)
@@ -210,12 +210,12 @@ class Mover:
 
     async def _move_all(self) -> None:
         try:
-            while (found := self._misplaced()) or self._num_moving:
+            while (misplaced := self._misplaced()) or self._num_moving:
                 now = self._time.now()
-                self._later = {ident: at for ident, at in self._later.items() if at > now}
-                self._announce(found)
+                self._later = {ident: time for ident, time in self._later.items() if time > now}
+                self._announce(misplaced)
                 if now - self._changed >= SETTLE:
-                    due = [each for each in found if each.ident not in self._later]
+                    due = [record for record in misplaced if record.ident not in self._later]
                     for record in due[: MOST_AT_ONCE - self._num_moving]:
                         self._num_moving += 1
                         self._time.spawn(self._move(record.ident))
@@ -225,12 +225,12 @@ class Mover:
         finally:
             self._is_looking = False
 
-    def _announce(self, found: Sequence[SessionRecord]) -> None:
-        """Tell the places of these sessions that they will come, unless they know it."""
+    def _announce(self, misplaced: Sequence[SessionRecord]) -> None:
+        """Announce these sessions to the replicas that they belong to, unless that was done."""
         news: defaultdict[str, dict[str, int]] = defaultdict(dict)
-        idents = {record.ident for record in found}
+        idents = {record.ident for record in misplaced}
         self._announced = {ident: t for ident, t in self._announced.items() if ident in idents}
-        for record in found:
+        for record in misplaced:
             tag = self._place_of(record.ident)
             if tag is not None and self._announced.get(record.ident) != tag:
                 self._announced[record.ident] = tag
@@ -246,9 +246,9 @@ class Mover:
                     del self._announced[ident]
 
     def _misplaced(self) -> list[SessionRecord]:
-        """Return the sessions that belong elsewhere, those first whose next turn is near."""
-        found = [each for each in self._sessions if self.is_elsewhere(each.ident)]
-        return sorted(found, key=lambda each: (each.is_busy, -each.used))
+        """Return the sessions that belong elsewhere: idle ones first, the latest used before."""
+        misplaced = [record for record in self._sessions if self.is_elsewhere(record.ident)]
+        return sorted(misplaced, key=lambda record: (record.is_busy, -record.used))
 
     async def _move(self, ident: str) -> None:
         try:

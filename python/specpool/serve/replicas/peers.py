@@ -32,8 +32,8 @@ class RayPeers:
         loop = asyncio.get_running_loop()
         listeners.append(lambda tags: loop.call_soon_threadsafe(hear, tags))
         context = serve.get_replica_context()
-        own: Any = serve.get_deployment_handle(context.deployment, context.app_name)
-        self._handle = own.options(method_name="take_in")  # its router runs from now on
+        handle: Any = serve.get_deployment_handle(context.deployment, context.app_name)
+        self._handle = handle.options(method_name="take_in")  # its router runs from now on
 
     async def send(self, tag: str, parcel: SessionParcel) -> Fate:
         """Give a session to the replica of this tag; never raises."""

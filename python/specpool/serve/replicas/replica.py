@@ -107,7 +107,7 @@ class Replica:
         """Take in a session; another replica calls it.
 
         Args:
-            tag: whom the session is for.
+            tag: the replica that the session is for.
             parcel: the session.
         """
         if tag != self._tag:  # that one has left, and the router has chosen another
@@ -124,7 +124,7 @@ class Replica:
         """Hear which sessions another replica will send; it calls this.
 
         Args:
-            tag: whom the sessions are for.
+            tag: the replica that the sessions are for.
             parcels: the number of each session's parcel.
         """
         if tag != self._tag:
@@ -168,8 +168,8 @@ class Replica:
         self._service.is_draining = True
         moving, ended = self._spawn(self._mover.close()), self._spawn(self._client.ended.wait())
         await asyncio.wait({moving, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if left := len(self._service.sessions):
-            log.warning("%d sessions could not move to another replica, and are lost", left)
+        if num_left := len(self._service.sessions):
+            log.warning("%d sessions could not move to another replica, and are lost", num_left)
         for task in list(self._moves):
             task.cancel()
         for task in self._tasks:

@@ -79,13 +79,13 @@ class SessionOwnerRouter(ConsistentHashRouter):  # type: ignore[misc] # it is An
         session = pending_request.metadata.session_id or head.session
         if session:
             owner = owner_of(session)
-            if owner is None:  # the id has another form: any one says so
+            if owner is None:  # the id has another form: any replica answers so
                 return self._ranks(self._routing.spread())
             await self._hear_of(owner)
             if owner in self._by_tag:
                 return [[self._by_tag[owner]]]
-            place = self._routing.place_of(session)
-            return self._ranks([] if place is None else [place])
+            new_owner = self._routing.place_of(session)
+            return self._ranks([] if new_owner is None else [new_owner])
         first = self._routing.hinted(head.hint, self._load_of) if head.hint else None
         spread = self._ranks(self._routing.spread())
         return spread if first is None else [*self._ranks([first]), *spread]
@@ -104,9 +104,12 @@ class SessionOwnerRouter(ConsistentHashRouter):  # type: ignore[misc] # it is An
         self._num_patient += 1
         end = time.monotonic() + self._patience
         try:
-            while self._routing.knows(owner) == "unknown" and (left := end - time.monotonic()) > 0:
+            while (
+                self._routing.knows(owner) == "unknown"
+                and (seconds_left := end - time.monotonic()) > 0
+            ):
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), left)
+                    await asyncio.wait_for(self._news.wait(), seconds_left)
         finally:
             self._num_patient -= 1
 
@@ -115,8 +118,8 @@ class RequestHead:
     """What a router reads in the head of a request that came by HTTP.
 
     Attributes:
-        session: the session that the path names, such as `/v1/sessions/ID/fork`; "" = none.
-        hint: the hint of its prefix; "" = none, or none of use.
+        session: the session that the path names, such as `/v1/sessions/ID/fork`; "" means none.
+        hint: the hint of its prefix; "" means none, or none of use.
     """
 
     def __init__(self, args: Sequence[Any]) -> None:

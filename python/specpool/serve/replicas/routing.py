@@ -13,20 +13,20 @@ from hashlib import blake2b
 from typing import Literal
 
 #: Places of each replica on the ring: the largest share is then about a third above the mean.
-_PLACES = 64
-#: If one replica in so many changes, or fewer, the ring is changed in place.
-_FEW = 8
-#: Tags of replicas that have left, as far as they are remembered.
-_MOST_GONE = 4096
+_RING_POINTS = 64
+#: If fewer than one replica in this many changes, the ring is changed in place.
+_REPLICAS_PER_CHANGE = 8
+#: The most tags of replicas that have left which are remembered.
+_MAX_LEFT_TAGS = 4096
 #: Replicas whose loads are looked at to estimate the mean.
 _SAMPLE = 16
-#: How far a replica's load may be above the mean before a hint is passed over.
+#: How many times the mean load a replica may have before a hint is passed over.
 _BOUND = 1.25
-#: Requests above that which do not matter: loads are known a little late.
+#: Further requests that it may have, because loads are known a little late.
 _SLACK = 4
 #: Seconds that a turn waits for an owner that a router has never heard of: a list may be late.
 PATIENCE = 0.5
-#: Turns that wait so at once; further ones do not.
+#: The most turns that wait for an unknown owner; further turns do not wait.
 MOST_PATIENT = 256
 #: The longest hint and session id, in characters.
 MOST_CHARS = 128
@@ -46,9 +46,9 @@ def tell(tags: list[str]) -> None:
 
 
 def owner_of(session_id: str) -> str | None:
-    """Return the tag of the replica that opened a session; None = the id has another form."""
-    tag, dot, rest = session_id.partition(".")
-    return tag if dot and tag and rest and len(session_id) <= MOST_CHARS else None
+    """Return the tag of the replica that opened a session; None if the id has another form."""
+    tag, dot, secret = session_id.partition(".")
+    return tag if dot and tag and secret and len(session_id) <= MOST_CHARS else None
 
 
 class Routing:
@@ -57,8 +57,8 @@ class Routing:
     def __init__(self, seed: int | None = None) -> None:
         """Know no replica yet; `seed` decides the random choices."""
         self._tags: list[str] = []
-        self._here: set[str] = set()
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._tag_set: set[str] = set()
+        self._left_tags: OrderedDict[str, None] = OrderedDict()
         self._ring: list[tuple[int, str]] = []
         self._random = random.Random(seed)
 
@@ -71,47 +71,49 @@ class Routing:
         Cost: O(replicas) to compare the lists; a few changes cost a search in the ring each.
         """
         wanted = set(tags)
-        if wanted == self._here:
+        if wanted == self._tag_set:
             return
-        left, came = self._here - wanted, wanted - self._here
-        for tag in sorted(left):
-            self._gone[tag] = None
+        lost, came = self._tag_set - wanted, wanted - self._tag_set
+        for tag in sorted(lost):
+            self._left_tags[tag] = None
         for tag in came:
-            self._gone.pop(tag, None)
-        while len(self._gone) > _MOST_GONE:
-            self._gone.popitem(last=False)
-        if _FEW * (len(left) + len(came)) < len(wanted):
-            for tag in left:
-                for place in _places(tag):
-                    del self._ring[bisect.bisect_left(self._ring, (place, tag))]
+            self._left_tags.pop(tag, None)
+        while len(self._left_tags) > _MAX_LEFT_TAGS:
+            self._left_tags.popitem(last=False)
+        if _REPLICAS_PER_CHANGE * (len(lost) + len(came)) < len(wanted):
+            for tag in lost:
+                for point in _ring_points(tag):
+                    del self._ring[bisect.bisect_left(self._ring, (point, tag))]
             for tag in came:
-                for place in _places(tag):
-                    bisect.insort(self._ring, (place, tag))
+                for point in _ring_points(tag):
+                    bisect.insort(self._ring, (point, tag))
         else:
-            ring = [each for each in self._ring if each[1] not in left]
-            self._ring = sorted(ring + [(at, tag) for tag in came for at in _places(tag)])
-        self._here = wanted
+            ring = [entry for entry in self._ring if entry[1] not in lost]
+            self._ring = sorted(
+                ring + [(point, tag) for tag in came for point in _ring_points(tag)]
+            )
+        self._tag_set = wanted
         self._tags = sorted(wanted)
 
     def lose(self, tag: str) -> None:
         """Forget a replica that was found dead before the list says so."""
-        if tag in self._here:
-            self.update(self._here - {tag})
+        if tag in self._tag_set:
+            self.update(self._tag_set - {tag})
 
     def knows(self, tag: str) -> Known:
         """Return what is known of a replica."""
-        if tag in self._here:
+        if tag in self._tag_set:
             return "here"
-        return "gone" if tag in self._gone else "unknown"
+        return "gone" if tag in self._left_tags else "unknown"
 
     def place_of(self, session_id: str) -> str | None:
-        """Return the replica that a session belongs to; None = there is no replica.
+        """Return the replica that a session belongs to; None if there is no replica.
 
         It is the owner. If the owner is not here, it is the first replica on the ring behind the
         id, for all who have the same list. Cost: a search in the ring.
         """
         owner = owner_of(session_id)
-        if owner is not None and owner in self._here:
+        if owner is not None and owner in self._tag_set:
             return owner
         if not self._ring:
             return None
@@ -119,7 +121,7 @@ class Routing:
         return self._ring[start % len(self._ring)][1]
 
     def hinted(self, hint: str, load_of: Callable[[str], float]) -> str | None:
-        """Return the replica for a hint; None = there is no replica.
+        """Return the replica for a hint; None if there is no replica.
 
         It is the first one on the ring behind the hint whose load is at most 4 above 1.25 times the
         mean: requests with one hint share a prefix cache, and no hint can flood a replica.
@@ -133,18 +135,18 @@ class Routing:
         sample = self._tags
         if len(sample) > _SAMPLE:
             sample = self._random.sample(sample, _SAMPLE)
-        most = _BOUND * sum(map(load_of, sample)) / len(sample) + _SLACK
+        max_load = _BOUND * sum(map(load_of, sample)) / len(sample) + _SLACK
         start = bisect.bisect(self._ring, (_hash(hint), ""))
-        seen: set[str] = set()
+        tried: set[str] = set()
         for i in range(len(self._ring)):
             tag = self._ring[(start + i) % len(self._ring)][1]
-            if tag not in seen:
-                if load_of(tag) <= most:
+            if tag not in tried:
+                if load_of(tag) <= max_load:
                     return tag
-                seen.add(tag)
-                if len(seen) >= _SAMPLE:  # the sample was misleading
+                tried.add(tag)
+                if len(tried) >= _SAMPLE:  # the sample was misleading
                     break
-        return min(seen, key=load_of)
+        return min(tried, key=load_of)
 
     def spread(self) -> list[str]:
         """Return two replicas at random, of which the less loaded shall take a request."""
@@ -155,5 +157,5 @@ def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "big")
 
 
-def _places(tag: str) -> list[int]:
-    return [_hash(f"{tag} {i}") for i in range(_PLACES)]
+def _ring_points(tag: str) -> list[int]:
+    return [_hash(f"{tag} {i}") for i in range(_RING_POINTS)]

@@ -21,7 +21,7 @@ from specpool.serve.api.requests import GenerationBody as Body
 from specpool.serve.api.sampling import ignored_header, refused
 from specpool.serve.api.structured import form_field
 from specpool.serve.api.usage import drafting_of, usage_of
-from specpool.serve.generation import Generation, Order
+from specpool.serve.generation import Generation, Order, tokens_of
 from specpool.serve.service import Service
 from specpool.serve.sessions import SessionRecord, ident_of
 
@@ -36,9 +36,9 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 #: Fields that would put something else between the turns of a session.
 _NOT_IN_SESSIONS = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
-#: Prompts of so many characters together are tokenized at once: a thread would cost more.
+#: Prompts of at most this many characters in all are tokenized without a thread, which costs more.
 _SHORT = 2048
-#: An answer with the log probabilities of so many tokens is written at once, for the same reason.
+#: Answers with at most this many tokens' log probabilities are written without a thread.
 _FEW_LOGPROBS = 128
 
 
@@ -46,10 +46,10 @@ class Form(Protocol):
     """An answer's form: a chat's or a completion's."""
 
     def first(self, choice: AnswerChoice) -> dict[str, Any] | None:
-        """Return the part of a stream that comes before a choice's text; None = there is none."""
+        """Return the part of a stream that comes before a choice's text; None if there is none."""
 
     def part(self, choice: AnswerChoice, delta: Delta) -> dict[str, Any] | None:
-        """Return a choice's part of a stream; None = nothing is certain yet."""
+        """Return a choice's part of a stream; None if nothing is certain yet."""
 
     def whole(self, choice: AnswerChoice, deltas: list[Delta]) -> dict[str, Any]:
         """Return a choice of an answer in one piece."""
@@ -141,12 +141,12 @@ class Call:
         )
         is_short = is_short and sum(map(len, prompts)) <= _SHORT
         try:
-            found = work() if is_short else await service.aside(work)
+            tokens = work() if is_short else await service.aside(work)
         except ConfigError as error:
             raise refused(error) from None
-        if any(isinstance(ids, list) and not ids for ids in found):
+        if record is None and not all(tokens):
             raise bad("a prompt is empty", "prompt")
-        return found
+        return tokens
 
     async def generation(
         self,
@@ -168,28 +168,28 @@ class Call:
             ApiError: something cannot work.
         """
         record = await self.take_session()
-        most = self.service.client.ready.max_context_len if record is None else record.max_tokens
+        ready = self.service.client.ready
+        max_tokens = ready.max_context_len if record is None else record.max_tokens
         try:
-            self.check_sizes(prompts, most)
-            ids = await self.tokenized(prompts, record, variables)
-            lens = [len(each.ids if isinstance(each, NextTurn) else each) for each in ids]
-            room = min(self.room(num, most, index) for index, num in enumerate(lens))
+            self.check_sizes(prompts, max_tokens)
+            tokens = await self.tokenized(prompts, record, variables)
+            lens = [len(tokens_of(prompt)) for prompt in tokens]
+            room = min(self.room(num, max_tokens, index) for index, num in enumerate(lens))
             params = self.service.keys.salted(self.key_id, params_of(room))
             if is_chat(prompts[0]):
-                ready = self.service.client.ready
                 params = self.service.texts.chat_params(
                     params, ready.eos_token_ids, ready.vocab_size
                 )
-            order = Order(ids, params, self.body.priority or 0, record, notes_special)
+            order = Order(tokens, params, self.body.priority or 0, record, notes_special)
             return Generation(self.service, order, self.arrived)
         except BaseException as error:
             if record is not None:
                 self.service.sessions.release(record)
             if isinstance(error, ApiError):
-                raise self._named(error) from None
+                raise self._with_param_of_request(error) from None
             raise
 
-    def check_sizes(self, prompts: list[Prompt], most: int) -> None:
+    def check_sizes(self, prompts: list[Prompt], max_tokens: int) -> None:
         """Refuse what cannot fit, whatever its tokens are, before it costs anything.
 
         Raises:
@@ -199,22 +199,22 @@ class Call:
             if is_chat(prompt) or isinstance(prompt, str):
                 self.service.check_characters(num_characters(prompt), f"prompt[{index}]")
             else:
-                self.room(len(prompt), most, index)
+                self.room(len(prompt), max_tokens, index)
 
-    def room(self, num_tokens: int, most: int, index: int) -> int:
+    def room(self, num_tokens: int, max_tokens: int, index: int) -> int:
         """Return how many tokens the prompt of this index leaves room for.
 
         Raises:
             ApiError: it leaves none.
         """
-        if num_tokens >= most:
+        if num_tokens >= max_tokens:
             raise bad(
                 f"the prompt has {num_tokens} tokens; with one new token at least, the limit of "
-                f"{most} leaves room for {most - 1}",
+                f"{max_tokens} leaves room for {max_tokens - 1}",
                 f"prompt[{index}]",
                 "context_length_exceeded",
             )
-        return most - num_tokens
+        return max_tokens - num_tokens
 
     async def answer(
         self, generation: Generation, make_form: Callable[[], Form], kind: str, prefix: str
@@ -244,7 +244,7 @@ class Call:
             answer = await watched(self.request, work(generation, form, head))
         except ApiError as error:
             generation.close()
-            raise self._named(error) from None
+            raise self._with_param_of_request(error) from None
         except BaseException:
             generation.close()
             raise
@@ -253,15 +253,15 @@ class Call:
             return Response(status_code=499)
         return answer
 
-    def _named(self, error: ApiError) -> ApiError:
+    def _with_param_of_request(self, error: ApiError) -> ApiError:
         """Return an error with the field that this request has for the text or its form."""
-        told = error.body["error"]
-        if told["param"] == "response_format":
-            told["param"] = form_field(self.body)
-        if (told["param"] or "").startswith("prompt["):
+        fields = error.body["error"]
+        if fields["param"] == "response_format":
+            fields["param"] = form_field(self.body)
+        if (fields["param"] or "").startswith("prompt["):
             prompt = getattr(self.body, "prompt", None)
             if not isinstance(prompt, list) or not isinstance(prompt[0], str | list):
-                told["param"] = "prompt" if hasattr(self.body, "prompt") else "messages"
+                fields["param"] = "prompt" if hasattr(self.body, "prompt") else "messages"
         return error
 
     async def _stream(self, generation: Generation, form: Form, head: dict[str, Any]) -> Response:
@@ -316,7 +316,7 @@ class Call:
                 if part is not None:
                     yield chunk(part, delta)
         except ApiError as error:
-            raise self._named(error) from None
+            raise self._with_param_of_request(error) from None
         generation.close()
         end = self._end(generation)
         usage = end.pop("usage")
@@ -326,7 +326,7 @@ class Call:
         yield last + b"data: [DONE]\n\n"
 
     def _end(self, generation: Generation) -> dict[str, Any]:
-        """Return what an answer tells beside its choices."""
+        """Return the fields of an answer beside its choices."""
         end: dict[str, Any] = {"usage": usage_of(generation.order.num_prompt, generation.choices)}
         done = generation.choices[0].done
         if len(generation.choices) == 1 and done is not None:  # of several texts it would be mixed

@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from specpool.engine.sampling_params import SamplingParams
 from specpool.engine.text.chat_template import RESERVED
-from specpool.engine.texts import NextTurn
 from specpool.serve.api.channels import Channels, has_channels
 from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import bad
@@ -19,6 +18,7 @@ from specpool.serve.api.sampling import check_supported, params_of
 from specpool.serve.api.structured import tools_of
 from specpool.serve.api.tool_calls import ToolCalls
 from specpool.serve.api.tool_formats import THOUGHTS_BEGIN, formats_of
+from specpool.serve.generation import tokens_of
 from specpool.serve.routes.calls import ANSWERS, Call
 from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
@@ -76,7 +76,9 @@ class ChatForm:
         tools = self._tools[choice.index]
         for delta in deltas:
             self._push(choice, delta)
-        content, thoughts = ("".join(p[choice.index]) for p in (self._contents, self._thoughts))
+        content, thoughts = (
+            "".join(texts[choice.index]) for texts in (self._contents, self._thoughts)
+        )
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if thoughts:
             message["reasoning_content"] = thoughts
@@ -122,9 +124,9 @@ class ChatForm:
     def _reason(self, tools: ToolCalls, delta: Delta) -> str | None:
         if delta.finish_reason != "stop":
             return delta.finish_reason
-        # Of several calls where one is told, a later one may be cut off.
-        most = self._most_calls
-        is_whole = most is not None and len(tools.calls) > most and tools.num_whole >= most
+        # If only the first of several calls is answered, a later one may be cut off.
+        limit = self._most_calls
+        is_whole = limit is not None and len(tools.calls) > limit and tools.num_whole >= limit
         return "tool_calls" if is_whole else tools.finish_reason
 
 
@@ -141,9 +143,9 @@ def _parted(channels: Channels, delta: Delta) -> tuple[str, str, list[tuple[int,
     for piece, is_drafted in [*delta.pieces, ("", False)]:
         end = start + len(piece)
         num = sum(place < end or not piece for place, _ in left)
-        told = [(place - start, special) for place, special in left[:num]]
+        piece_specials = [(place - start, special) for place, special in left[:num]]
         is_last = not piece and delta.finish_reason is not None
-        new = channels.push(piece, is_last, told)
+        new = channels.push(piece, is_last, piece_specials)
         thoughts += new.thoughts
         specials += [(len(text) + place, special) for place, special in new.specials]
         text += new.text
@@ -167,12 +169,12 @@ def _part(
 
 def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
     """Return messages as plain data: fields that are not given are left out."""
-    found = []
+    plain_messages = []
     for message in messages:
         plain = message.model_dump(exclude_none=True)
         plain.setdefault("content", "")  # an answer that was calls alone
-        found.append(plain)
-    return found
+        plain_messages.append(plain)
+    return plain_messages
 
 
 def template_variables(
@@ -183,15 +185,17 @@ def template_variables(
     Raises:
         ApiError: one of them is what the server itself gives the template.
     """
-    given = body.chat_template_kwargs or {}
-    if taken := sorted(given.keys() & RESERVED):
+    variables = body.chat_template_kwargs or {}
+    if names := sorted(variables.keys() & RESERVED):
         raise bad(
-            f"chat_template_kwargs has {', '.join(map(repr, taken))}, which the server gives the "
+            f"chat_template_kwargs has {', '.join(map(repr, names))}, which the server gives the "
             "template itself: leave it out",
             "chat_template_kwargs",
         )
-    told = {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
-    return {**given, **told}
+    tool_variables = (
+        {"tools": [tool.model_dump(exclude_none=True) for tool in tools]} if tools else {}
+    )
+    return {**variables, **tool_variables}
 
 
 #: The variables of a chat template that `reasoning_effort` sets: gpt-oss', and Qwen3's and others'.
@@ -204,12 +208,14 @@ def _variables(body: ChatRequest) -> dict[str, Any]:
     Raises:
         ApiError: see `template_variables`, or two fields contradict.
     """
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if body.reasoning_effort is not None:
-        found |= zip(_EFFORT, (body.reasoning_effort, body.reasoning_effort != "none"), strict=True)
+        variables |= zip(
+            _EFFORT, (body.reasoning_effort, body.reasoning_effort != "none"), strict=True
+        )
     if body.documents is not None:
-        found["documents"] = body.documents
-    found |= template_variables(body, tools_of(body))
+        variables["documents"] = body.documents
+    variables |= template_variables(body, tools_of(body))
     if body.continue_final_message:
         if body.add_generation_prompt:
             raise bad(
@@ -217,10 +223,10 @@ def _variables(body: ChatRequest) -> dict[str, Any]:
                 "the last message: give one",
                 "continue_final_message",
             )
-        found |= {"add_generation_prompt": False, "continue_final_message": True}
+        variables |= {"add_generation_prompt": False, "continue_final_message": True}
     elif body.add_generation_prompt is False:
-        found["add_generation_prompt"] = False
-    return found
+        variables["add_generation_prompt"] = False
+    return variables
 
 
 def _unread(body: ChatRequest, template: str) -> list[str]:
@@ -260,10 +266,9 @@ def routes(service: Service) -> APIRouter:
             [messages_of(body.messages)], params, variables, notes_special=notes_special
         )
         (prompt,) = generation.order.prompts
-        ids = prompt.ids if isinstance(prompt, NextTurn) else prompt
 
         def form() -> ChatForm:
-            return ChatForm(service.tokenizer, body, len(generation.choices), ids)
+            return ChatForm(service.tokenizer, body, len(generation.choices), tokens_of(prompt))
 
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         return await call.answer(generation, form, kind, "chatcmpl")

@@ -77,7 +77,7 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
         raise bad("there is no prompt", "prompt")
     if isinstance(prompt[0], int):
         return [prompt]
-    return [cast("Prompt", each) for each in prompt]
+    return [cast("Prompt", entry) for entry in prompt]
 
 
 def routes(service: Service) -> APIRouter:

@@ -30,7 +30,7 @@ def routes(service: Service) -> APIRouter:
 
     @router.get("/server_info", summary="The engine's options and how drafting goes")
     async def server_info() -> Response:
-        found = await stats.get()
+        engine_stats = await stats.get()
         return json_response(
             {
                 "version": __version__,
@@ -38,11 +38,11 @@ def routes(service: Service) -> APIRouter:
                 **service.client.ready.config,
                 "internal_states": [
                     {
-                        "avg_spec_accept_length": found.accept_len,
-                        "num_running_reqs": found.num_running,
-                        "num_waiting_reqs": found.num_waiting,
+                        "avg_spec_accept_length": engine_stats.accept_len,
+                        "num_running_reqs": engine_stats.num_running,
+                        "num_waiting_reqs": engine_stats.num_waiting,
                     }
-                    | _figures(service, found)
+                    | _figures(service, engine_stats)
                 ],
             }
         )
@@ -66,7 +66,7 @@ class Pool:
         """Ask the engine of this service; its statistics by `stats`."""
         self._service, self._stats = service, stats
         self._lock = asyncio.Lock()
-        self._until = 0.0
+        self._expiry = 0.0
         self._answer: dict[str, Any] = {}
 
     async def answer(self) -> dict[str, Any]:
@@ -76,8 +76,8 @@ class Pool:
             ApiError: the engine does not answer.
         """
         async with self._lock:
-            if asyncio.get_running_loop().time() > self._until:
-                stats, groups = await self._stats.get(), await asked(self._service, "pool")
+            if asyncio.get_running_loop().time() > self._expiry:
+                stats, groups = await self._stats.get(), await ask_engine(self._service, "pool")
                 if self._service.config.has_several_keys:
                     for group in groups:
                         group["runs"] = _without_rows(group["runs"])
@@ -87,14 +87,14 @@ class Pool:
                     "waiting": stats.num_waiting,
                     "accept_len": stats.accept_len,
                 } | _figures(self._service, stats)
-                self._until = asyncio.get_running_loop().time() + _FRESH
+                self._expiry = asyncio.get_running_loop().time() + _FRESH
             return self._answer
 
 
 def _without_rows(runs: list[list[int]]) -> list[list[int]]:
     """Return the runs without their rows: the pages of a row tell the length of a client's text."""
     joined = itertools.groupby(runs, key=lambda run: run[1])
-    return [[sum(run[0] for run in same), state, 0] for state, same in joined]
+    return [[sum(run[0] for run in neighbours), state, 0] for state, neighbours in joined]
 
 
 def _figures(service: Service, stats: EngineStats) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _figures(service: Service, stats: EngineStats) -> dict[str, Any]:
     }
 
 
-async def asked(service: Service, verb: str) -> Any:
+async def ask_engine(service: Service, verb: str) -> Any:
     """Return what the engine answers to a verb of `Runner`.
 
     Raises:
@@ -122,6 +122,6 @@ async def asked(service: Service, verb: str) -> Any:
 
 
 async def stats_of(service: Service) -> EngineStats:
-    """Return the engine's statistics; see `asked`."""
-    stats: EngineStats = await asked(service, "stats")
+    """Return the engine's statistics; see `ask_engine`."""
+    stats: EngineStats = await ask_engine(service, "stats")
     return stats

@@ -16,7 +16,7 @@ from specpool.serve.api.reading import read
 if TYPE_CHECKING:
     from starlette.responses import Response
 
-#: Bodies of so many bytes are read at once: a thread would cost more.
+#: Bodies of at most this many bytes are read without a thread, which costs more.
 _SHORT = 1 << 14
 
 
@@ -64,7 +64,7 @@ def reading(aside: Callable[..., Awaitable[Any]]) -> APIRouter:
 
 
 def _check_kind(content_type: str, raw: bytes) -> None:
-    """Refuse what is no JSON by its own words.
+    """Refuse a body that does not say that it is JSON.
 
     Raises:
         ApiError: it has another type, or is missing.
@@ -74,8 +74,8 @@ def _check_kind(content_type: str, raw: bytes) -> None:
     kind = message.get_content_subtype()
     is_json = content_type and message.get_content_maintype() == "application"
     if not raw or not is_json or not (kind == "json" or kind.endswith("+json")):
-        told = "is missing" if not raw else f"has the type {shown(content_type)}"
+        mistake = "is missing" if not raw else f"has the type {shown(content_type)}"
         raise bad(
-            f"the body {told}: send JSON with content-type application/json",
+            f"the body {mistake}: send JSON with content-type application/json",
             code="invalid_request",
         )

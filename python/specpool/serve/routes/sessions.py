@@ -41,14 +41,14 @@ def routes(service: Service) -> APIRouter:
         service.check_model(None if body is None else body.model)
         if service.is_draining:
             raise shutting_down()
-        most = None if body is None else body.max_tokens
-        record = await whole(sessions.open(most, key_id), close_unheard)
+        max_tokens = None if body is None else body.max_tokens
+        record = await whole(sessions.open(max_tokens, key_id), close_unheard)
         return json_response(record.body())
 
     @router.get("/v1/sessions", summary="List the sessions of the key")
     async def list_sessions(key_id: KeyId) -> Response:
-        found = [record.body() for record in sessions.of_key(key_id)]
-        return json_response({"object": "list", "data": found})
+        records = [record.body() for record in sessions.of_key(key_id)]
+        return json_response({"object": "list", "data": records})
 
     @router.get("/v1/sessions/{ident}", summary="Look at a session")
     async def session(name: FullName) -> Response:
@@ -58,8 +58,8 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/sessions/{ident}/rewind", summary="Forget the tokens from an offset on")
     async def rewind(name: FullName, body: RewindRequest) -> Response:
         await sessions.reach(name)
-        record, kept = await whole(sessions.rewind(name, body.offset))
-        return json_response(record.body() | {"kept_tokens": kept})
+        record, num_kept = await whole(sessions.rewind(name, body.offset))
+        return json_response(record.body() | {"kept_tokens": num_kept})
 
     @router.post("/v1/sessions/{ident}/fork", summary="Open a copy of a session")
     async def fork(name: FullName) -> Response:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Shared(Generic[T]):
-    """Asks one question at a time. Who comes while it is asked waits for the next, with all others.
+    """Asks one question at a time. Callers that come while it is open share the next question.
 
     No answer is older than the call that gets it.
     """
@@ -18,20 +18,20 @@ class Shared(Generic[T]):
     def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
         """Ask by this."""
         self._ask = ask
-        self._asked: asyncio.Future[T] | None = None
+        self._running: asyncio.Future[T] | None = None
         self._next: asyncio.Future[T] | None = None  # not asked yet
 
     async def get(self) -> T:
         """Return an answer; raise what the question raises."""
         if self._next is None:
-            self._next = asyncio.ensure_future(self._after(self._asked))
+            self._next = asyncio.ensure_future(self._ask_after(self._running))
             self._next.add_done_callback(_look)
-        return await asyncio.shield(self._next)  # one who leaves cancels it for nobody else
+        return await asyncio.shield(self._next)  # a caller who leaves cancels it for nobody else
 
-    async def _after(self, earlier: asyncio.Future[T] | None) -> T:
+    async def _ask_after(self, earlier: asyncio.Future[T] | None) -> T:
         if earlier is not None:
             await asyncio.wait({earlier})
-        self._asked, self._next = self._next, None
+        self._running, self._next = self._next, None
         return await self._ask()
 
 

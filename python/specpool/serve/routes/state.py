@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from specpool.serve.api.errors import gone, json_response, shutting_down
+from specpool.serve.api.errors import engine_gone, json_response, shutting_down
 from specpool.serve.service import Service
 
 
@@ -18,7 +18,7 @@ def routes(service: Service) -> APIRouter:
     @router.get("/health", summary="Whether the server takes work")
     async def health() -> Response:
         if client.ended.is_set():
-            raise gone()
+            raise engine_gone()
         if service.is_draining:
             raise shutting_down()
         return json_response({"status": "ok"})

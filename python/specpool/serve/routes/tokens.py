@@ -38,8 +38,8 @@ def routes(service: Service) -> APIRouter:
             )
 
         ids = await service.convert_aside(work)
-        most = service.client.ready.max_context_len
-        content = {"count": len(ids), "max_model_len": most, "tokens": ids}
+        max_context_len = service.client.ready.max_context_len
+        content = {"count": len(ids), "max_model_len": max_context_len, "tokens": ids}
         return json_response(content, headers=ignored_header(sorted(body.model_extra or ())))
 
     @router.post("/detokenize", summary="Turn tokens into text")

@@ -80,11 +80,11 @@ impl Lane<'_> {
         let layer = if of_draft { &self.device.draft[group] } else { &self.device.target[group] };
         for position in positions {
             let (page, slot) = self.slot(group, position)?;
-            let (found, token) = (layer[slot], state.sequence[position as usize]);
-            if page == 0 || found != token {
+            let (written, token) = (layer[slot], state.sequence[position as usize]);
+            if page == 0 || written != token {
                 let model = if of_draft { "draft" } else { "target" };
                 return self.fault(&format!(
-                    "reads position {position} of group {group} in page {page}: {model} KV of token {found}, not {token}"
+                    "reads position {position} of group {group} in page {page}: {model} KV of token {written}, not {token}"
                 ));
             }
         }
@@ -165,10 +165,10 @@ impl Lane<'_> {
     pub(super) fn roots(&self) -> (i64, i64) {
         let (lo, hi) = (i64::from(self.plan.lo[self.at]), i64::from(self.plan.hi[self.at]));
         let rounds = lo - i64::from(self.plan.start[self.at]);
-        let most = i64::from(self.device.facts.shapes[self.plan.shapes[self.at] as usize].max_accept_len());
+        let max_accept_len = i64::from(self.device.facts.shapes[self.plan.shapes[self.at] as usize].max_accept_len());
         match self.device.plant {
             Some(Plant::LowHi) if hi > lo => (lo, hi - 1),
-            Some(Plant::NextA) => (lo, i64::from(self.plan.start[self.at]) + rounds * most),
+            Some(Plant::NextA) => (lo, i64::from(self.plan.start[self.at]) + rounds * max_accept_len),
             _ => (lo, hi),
         }
     }

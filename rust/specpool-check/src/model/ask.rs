@@ -36,8 +36,8 @@ pub(crate) fn ask(model: &mut Model, op: &Call<'_>) -> Outcome {
 }
 
 /// The ledger's answer in the model's words.
-pub(crate) fn outcome(found: &Result<Given, Error>) -> Outcome {
-    Err(match found {
+pub(crate) fn outcome(answer: &Result<Given, Error>) -> Outcome {
+    Err(match answer {
         Ok(given) => {
             return Ok(match given {
                 Given::Nothing(()) | Given::Delta(_) => 0,

@@ -60,8 +60,8 @@ impl Model {
     }
 
     fn release_tail(&mut self, row: usize, len: i32, ends_turn: bool) -> i32 {
-        let most = len.min(self.written(row));
-        let cut = (0..=most).rev().find(|&len| self.can_cut(row, len)).unwrap_or(0);
+        let longest = len.min(self.written(row));
+        let cut = (0..=longest).rev().find(|&len| self.can_cut(row, len)).unwrap_or(0);
         let state = &self.rows[row];
         let roots = (cut - state.resolved).max(0) as usize;
         let drafted_roots = state.rounds[..roots].iter().all(|round| round.writes_draft);

@@ -92,8 +92,8 @@ impl Model {
                 return Err(Refusal::Shape);
             }
             let (columns, names): (Vec<_>, Vec<_>) = here.into_iter().unzip();
-            let found = self.named(group, &names)?;
-            for (&column, &(page, is_drafted)) in columns.iter().zip(&found) {
+            let named = self.named(group, &names)?;
+            for (&column, &(page, is_drafted)) in columns.iter().zip(&named) {
                 let mut cells = held.table.iter().chain(&held.kept);
                 let range = first..i64::from(end) / page_size;
                 let is_elsewhere = cells.any(|(other, &its)| its == page && !range.contains(other));
@@ -105,8 +105,8 @@ impl Model {
         }
         self.check_final(row, end)?;
         for (group, column, page) in bound {
-            let own = self.rows[row].groups[group].table.insert(column, page).unwrap();
-            self.leave_fence(group, own, row);
+            let own_page = self.rows[row].groups[group].table.insert(column, page).unwrap();
+            self.leave_fence(group, own_page, row);
         }
         self.protect(row, end);
         Ok(0)
@@ -128,12 +128,12 @@ impl Model {
             }
             let (columns, names): (Vec<_>, Vec<_>) =
                 (0..).zip(names.iter().copied()).filter(|(column, _)| !gone.contains(&(*column as usize))).unzip();
-            let found = self.named(group, &names)?;
-            let mut cells = columns.iter().zip(&found);
+            let named = self.named(group, &names)?;
+            let mut cells = columns.iter().zip(&named);
             if let Some((&column, _)) = cells.find(|(_, (_, is_drafted))| !is_drafted) {
                 drafted = drafted.min(column * page_size);
             }
-            let pages = found.iter().map(|&(page, _)| page);
+            let pages = named.iter().map(|&(page, _)| page);
             sources.push(Holding { evicted, table: columns.into_iter().zip(pages).collect(), ..Holding::default() });
         }
         self.check_free_row()?;

@@ -11,11 +11,11 @@ use super::{Model, PageId};
 pub(crate) type PageMap = Vec<BTreeMap<PageId, i32>>;
 
 #[allow(clippy::needless_pass_by_value, reason = "mostly numbers")]
-fn equal<T: PartialEq + Debug>(what: &str, at: usize, found: T, expected: T) -> Result<(), String> {
-    if found == expected {
+fn equal<T: PartialEq + Debug>(what: &str, at: usize, actual: T, expected: T) -> Result<(), String> {
+    if actual == expected {
         Ok(())
     } else {
-        Err(format!("{what} of {at}: the ledger says {found:?}, the model {expected:?}"))
+        Err(format!("{what} of {at}: the ledger says {actual:?}, the model {expected:?}"))
     }
 }
 

@@ -16,9 +16,9 @@ impl Model {
             let end = self.window_columns(group, state.resolved).end * page_size;
             let table = columns.iter().map(|column| (*column, held.table[column])).collect();
             let evicted = self.evict_to(group, state.resolved);
-            let kept = Holding { allocated: end, protected: end, evicted, table, ..Holding::default() };
-            self.shared.extend(kept.pages().map(|page| (group, page)));
-            groups.push(kept);
+            let holding = Holding { allocated: end, protected: end, evicted, table, ..Holding::default() };
+            self.shared.extend(holding.pages().map(|page| (group, page)));
+            groups.push(holding);
         }
         let drafted = state.drafted.min(state.resolved);
         self.prefixes.insert(self.next_prefix, ModelPrefix { len: state.resolved, drafted, groups });

@@ -87,24 +87,24 @@ impl BlockCall<'_> {
         let mut input = Bytes::new(bytes);
         let size = |value: u64| usize::try_from(value).map_err(|_| format!("a number of {value} is out of range"));
         // A run of equal numbers is short in the file, whatever its length. No binding takes a longer one.
-        let most = 1 << 24;
+        let max_entries = 1 << 24;
         let kind = input.byte()?;
         let call = match kind {
-            1 => BlockCall::Take { count: size(input.varint()?)?, hold: input.ints(most)? },
-            2 => BlockCall::Drop { blocks: input.ints(most)?, after: None },
-            3 => BlockCall::Drop { blocks: input.ints(most)?, after: Some(input.varint()?) },
+            1 => BlockCall::Take { count: size(input.varint()?)?, hold: input.ints(max_entries)? },
+            2 => BlockCall::Drop { blocks: input.ints(max_entries)?, after: None },
+            3 => BlockCall::Drop { blocks: input.ints(max_entries)?, after: Some(input.varint()?) },
             4 | 5 => BlockCall::Put {
                 anchor: if kind == 5 { Some(input.int()?) } else { None },
-                tokens: input.ints(most)?,
-                blocks: input.ints(most)?,
+                tokens: input.ints(max_entries)?,
+                blocks: input.ints(max_entries)?,
                 start: size(input.varint()?)?,
                 salt: input.bytes(MAX_SALT).map(Cow::Owned)?,
             },
             6 => BlockCall::Forget { salt: Some(input.bytes(MAX_SALT).map(Cow::Owned)?) },
             7 => BlockCall::Forget { salt: None },
             8 => BlockCall::Complete { step: input.varint()? },
-            9 => BlockCall::Keep { blocks: input.ints(most)? },
-            10 => BlockCall::Unkeep { blocks: input.ints(most)? },
+            9 => BlockCall::Keep { blocks: input.ints(max_entries)? },
+            10 => BlockCall::Unkeep { blocks: input.ints(max_entries)? },
             _ => return Err(format!("there is no call of kind {kind}")),
         };
         let has_tag = kind <= 3 && !input.rest().is_empty();
@@ -211,14 +211,14 @@ impl BlockPool {
         Ok((pool, num_calls, end.unwrap_or(LogEnd::Open)))
     }
 
-    /// As [`replay`](Self::replay), but it stops after `most` calls, and calls `visit` after each. There is no end if it
+    /// As [`replay`](Self::replay), but it stops after `max_calls` calls, and calls `visit` after each. There is no end if it
     /// stopped before the log's.
     ///
     /// # Errors
     /// As [`replay`](Self::replay), and what `visit` returns.
     pub fn replay_to(
         path: &Path,
-        most: u64,
+        max_calls: u64,
         mut visit: impl FnMut(&ReplayedCall<'_>) -> Result<()>,
     ) -> Result<(Self, u64, Option<LogEnd>)> {
         let mut frames = Frames::open(path)?;
@@ -226,7 +226,7 @@ impl BlockPool {
         let config = config(&body).map_err(|why| frames.refusal(0, &format!("its head is damaged: {why}")))?;
         let mut pool = Self::new(config)?;
         let mut num_calls = 0;
-        while num_calls < most
+        while num_calls < max_calls
             && let Some((frame, (call, tag))) = frames.next(|frame| BlockCall::decode(&frame.body))?
         {
             let differs = |why: String| {

@@ -30,13 +30,13 @@ impl BlockPool {
         self.recorder.make_room(hold.len(), tag)?;
         let kept_tag = tag.map(|tag| text(tag, "a tag").map(|tag| Arc::new(Tag(tag)))).transpose()?;
         self.pool.make_room(count)?;
-        let most = self.pool.num_mapped() + count;
+        let max_blocks = self.pool.num_mapped() + count;
         let num_marks = self.marks.len();
-        room(&mut self.marks, most.saturating_sub(num_marks), "the marks of blocks")?;
+        room(&mut self.marks, max_blocks.saturating_sub(num_marks), "the marks of blocks")?;
         let keeps_tags = kept_tag.is_some() || !self.tags.is_empty();
         if keeps_tags {
             let num_tags = self.tags.len();
-            room(&mut self.tags, most.saturating_sub(num_tags), "the tags of blocks")?;
+            room(&mut self.tags, max_blocks.saturating_sub(num_tags), "the tags of blocks")?;
         }
 
         // Nothing is refused from here on.
@@ -279,8 +279,8 @@ impl BlockPool {
                 parent = self.index.add_root(kept_salt);
             }
             for (&block, piece) in blocks[at..whole].iter().zip(pieces) {
-                let (place, _) = self.index.nearest_child(parent, piece);
-                let entry = self.index.add(parent, place, piece);
+                let (index, _) = self.index.nearest_child(parent, piece);
+                let entry = self.index.add(parent, index, piece);
                 let page = self.page_of_block(block);
                 self.pool.index(page, entry, Verb::Put);
                 self.index.set_page(entry, 0, 0, page);

@@ -94,10 +94,10 @@ impl Layer<'_> {
     /// [`Error::Shape`] with the numbers.
     pub fn check_lane(&self, number: usize, lane: &Lane) -> Result<()> {
         let Lane { pages, kv_len, q_len, .. } = *lane;
-        let most = pages.len().saturating_mul(self.page_size);
-        let least = if lane.bias.is_some() { 1 } else { q_len };
-        if kv_len > most || (kv_len < least && q_len > 0) {
-            return Err(Error::Shape(format!("kv_lens[{number}] must be in [{least}, {most}], got {kv_len}")));
+        let max_len = pages.len().saturating_mul(self.page_size);
+        let min_len = if lane.bias.is_some() { 1 } else { q_len };
+        if kv_len > max_len || (kv_len < min_len && q_len > 0) {
+            return Err(Error::Shape(format!("kv_lens[{number}] must be in [{min_len}, {max_len}], got {kv_len}")));
         }
         let num_pages = self.num_slots() / self.page_size;
         for (column, &page) in pages[..kv_len.div_ceil(self.page_size)].iter().enumerate() {
@@ -242,8 +242,8 @@ impl Attend<'_> {
             score(simd, layer, lane, &kv_heads, &block, &mut scratch.scores);
             soften(simd, lane, layer, &block, 0..rows, scratch);
             fetch(layer, &kv_heads, &block, &mut scratch.fetched);
-            for (place, head) in kv_heads.clone().enumerate() {
-                let rows = place * groups * lane.q_len..(place + 1) * groups * lane.q_len;
+            for (number, head) in kv_heads.clone().enumerate() {
+                let rows = number * groups * lane.q_len..(number + 1) * groups * lane.q_len;
                 add_values(simd, layer, head, &block, rows, scratch);
             }
             first += count;
@@ -394,20 +394,20 @@ fn add_values<S: Simd>(simd: S, layer: &Layer, head: usize, block: &Block, rows:
         let lanes = S::F32_LANES;
         for (part, sums) in sums.chunks_mut(KEPT).enumerate() {
             let places = part * KEPT * lanes..width.min((part + 1) * KEPT * lanes);
-            let mut kept = [simd.splat_f32s(0.0); KEPT];
-            kept[..sums.len()].copy_from_slice(sums);
+            let mut accumulators = [simd.splat_f32s(0.0); KEPT];
+            accumulators[..sums.len()].copy_from_slice(sums);
             for (slot, weight) in block.slots.iter().zip(weights) {
                 let value = &layer.values[(slot * layer.kv_heads + head) * dim..][places.clone()];
                 let weight = simd.splat_f32s(*weight);
-                for (sum, value) in kept.iter_mut().zip(S::as_simd_f32s(value).0) {
+                for (sum, value) in accumulators.iter_mut().zip(S::as_simd_f32s(value).0) {
                     *sum = simd.mul_add_e_f32s(weight, *value, *sum);
                 }
             }
-            sums.copy_from_slice(&kept[..sums.len()]);
+            sums.copy_from_slice(&accumulators[..sums.len()]);
         }
-        for (place, sum) in (width..dim).zip(tail) {
+        for (column, sum) in (width..dim).zip(tail) {
             for (slot, weight) in block.slots.iter().zip(weights) {
-                *sum += weight * layer.values[(slot * layer.kv_heads + head) * dim + place];
+                *sum += weight * layer.values[(slot * layer.kv_heads + head) * dim + column];
             }
         }
     }
@@ -467,8 +467,8 @@ mod tests {
     fn exp_is_close_below_zero() {
         for step in 0..8_700_u16 {
             let x = -f32::from(step) * 1e-2;
-            let (found, right) = (f64::from(exp_of(x)), f64::from(x).exp());
-            assert!((found / right - 1.0).abs() < 3e-7, "exp({x}) = {found}, {right}");
+            let (approximated, right) = (f64::from(exp_of(x)), f64::from(x).exp());
+            assert!((approximated / right - 1.0).abs() < 3e-7, "exp({x}) = {approximated}, {right}");
         }
         assert_eq!(exp_of(0.0).to_bits(), 1.0_f32.to_bits());
         assert_eq!(exp_of(f32::NEG_INFINITY).to_bits(), 0);

@@ -262,9 +262,9 @@ impl Drafts {
         for (lane, (&row, &root)) in rows.iter().zip(roots).enumerate() {
             let (row, cells) = (table.row(lane, row)?, self.lane(lane, root)?);
             let below = (cells.root / p) as usize; // pages of the prefix without its partial tail
-            let own = ((cells.last + step as i64) / p + 1) as usize;
+            let num_columns = ((cells.last + step as i64) / p + 1) as usize;
             for branch in 0..self.topk {
-                let line = &mut pages[(lane * self.topk + branch) * width..][..below + own];
+                let line = &mut pages[(lane * self.topk + branch) * width..][..below + num_columns];
                 let shift = branch as i64 * cells.stride / p;
                 for (column, page) in line.iter_mut().enumerate() {
                     *page = row.page(column as i64 + if column < below { 0 } else { shift })? as i32;

@@ -51,11 +51,11 @@ fn visibility<T: Copy>(lanes: &MaskLanes, num_columns: usize, unseen: T, seen: T
     for lane in 0..n {
         let start = not_negative("starts", lane, lanes.starts[lane])? as usize;
         let len = not_negative("q_lens", lane, lanes.q_lens[lane])? as usize;
-        let own = if lanes.own_mask.is_some() || lanes.own_positions.is_some() { w } else { len };
+        let own_cells = if lanes.own_mask.is_some() || lanes.own_positions.is_some() { w } else { len };
         let causal_end = if lanes.own_mask.is_none() { len } else { 0 };
-        if len > q || start + causal_end > num_columns || causal_end > own {
+        if len > q || start + causal_end > num_columns || causal_end > own_cells {
             return Err(Error::Shape(format!(
-                "lane {lane} has {len} queries from column {start}: need q_lens <= {q} queries, own cells <= {own} \
+                "lane {lane} has {len} queries from column {start}: need q_lens <= {q} queries, own cells <= {own_cells} \
                  and columns <= {num_columns}"
             )));
         }
@@ -91,8 +91,9 @@ fn visibility<T: Copy>(lanes: &MaskLanes, num_columns: usize, unseen: T, seen: T
                 }
             }
             if lanes.window.is_some() {
-                for (j, cell) in cells.iter_mut().skip(start).take(own).enumerate() {
-                    let position = lanes.own_positions.map_or((start + j) as i64, |own| i64::from(own[lane * w + j]));
+                for (j, cell) in cells.iter_mut().skip(start).take(own_cells).enumerate() {
+                    let position =
+                        lanes.own_positions.map_or((start + j) as i64, |positions| i64::from(positions[lane * w + j]));
                     if position < from && position >= lanes.sink {
                         *cell = unseen;
                     }

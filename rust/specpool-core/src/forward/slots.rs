@@ -310,23 +310,23 @@ pub fn compact_moves(
         let first = (lane * num_draft_tokens) as i64;
         let mut before = -1;
         let mut ended = false;
-        for (place, &id) in accept_index[lane * width..][..width].iter().enumerate() {
+        for (column, &id) in accept_index[lane * width..][..width].iter().enumerate() {
             if id == -1 {
                 ended = true;
                 continue;
             }
             let node = i64::from(id) - first;
-            if ended || node <= before || node >= num_draft_tokens as i64 || (place == 0 && node != 0) {
+            if ended || node <= before || node >= num_draft_tokens as i64 || (column == 0 && node != 0) {
                 return Err(Error::Shape(format!(
-                    "accept_index[{lane}, {place}] must be a node of the lane, in [{first}, {}), that comes after \
+                    "accept_index[{lane}, {column}] must be a node of the lane, in [{first}, {}), that comes after \
                      the one before (the root first, -1 only at the end), got {id}",
                     first + num_draft_tokens as i64
                 )));
             }
             before = node;
-            if node != place as i64 {
+            if node != column as i64 {
                 moves.src.push(row.mapped_slot(root + node)?);
-                moves.dst.push(row.mapped_slot(root + place as i64)?);
+                moves.dst.push(row.mapped_slot(root + column as i64)?);
             }
         }
     }

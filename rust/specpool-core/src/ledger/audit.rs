@@ -207,37 +207,37 @@ impl Ledger {
             }
         };
         for row in (0..=self.rows.num_rows()).map(|row| Row(row as i32)) {
-            let own = (group.protected[row.at()].max(0) as usize).div_ceil(group.page_size as usize);
+            let num_protected = (group.protected[row.at()].max(0) as usize).div_ceil(group.page_size as usize);
             let row_name = || self.rows.describe(row);
             for (column, &cell) in group.table.row(row).iter().enumerate() {
                 let page = Page(cell);
                 let record = pool.record(page);
-                let mut found = |text: String| {
+                let mut note = |text: String| {
                     let of_row = Finding::of_row(row.at(), Some(at), text);
                     report.push(Finding { page: record.map(|record| record.page), ..of_row });
                 };
                 if !group.is_held(row, column) {
                     if cell != 0 {
-                        found(format!("{} column {column} of group {name} is page {cell}, beyond its end", row_name()));
+                        note(format!("{} column {column} of group {name} is page {cell}, beyond its end", row_name()));
                     }
                     continue;
                 }
                 let is_shared = record.is_some_and(|record| record.state == PageState::Shared);
                 if let Err(record) = pool.check_held(page, row) {
-                    found(format!(
+                    note(format!(
                         "{} column {column} of group {name} is page {cell}, which is {}, owner {}",
                         row_name(),
                         record.state,
                         self.rows.describe(record.owner)
                     ));
-                } else if is_shared && column >= own {
-                    found(format!(
+                } else if is_shared && column >= num_protected {
+                    note(format!(
                         "{} column {column} of group {name} is page {cell}, which is shared, beyond protected_len {}",
                         row_name(),
                         group.protected[row.at()]
                     ));
-                } else if !is_shared && column < own && !has_checkpoints {
-                    found(format!(
+                } else if !is_shared && column < num_protected && !has_checkpoints {
+                    note(format!(
                         "{} column {column} of group {name} is page {cell}, which is owned, below protected_len {}",
                         row_name(),
                         group.protected[row.at()]
@@ -259,18 +259,18 @@ impl Ledger {
         for copy in self.copies.iter().chain(riding).filter(|copy| copy.group() == at) {
             copy.pages().iter().for_each(|page| counts[page.at()].copies += 1);
         }
-        for (page, (found, marked)) in counts.iter().zip(pool.counts()).enumerate() {
-            if (found.holders, found.copies) != (marked.holders, marked.copies) {
+        for (page, (counted, marked)) in counts.iter().zip(pool.counts()).enumerate() {
+            if (counted.holders, counted.copies) != (marked.holders, marked.copies) {
                 let text = format!(
                     "page {page} of group {name}: {} holders and {} copies, the pool counts {} and {}",
-                    found.holders, found.copies, marked.holders, marked.copies
+                    counted.holders, counted.copies, marked.holders, marked.copies
                 );
                 report.push(Finding::of_page(page, at, text));
             }
-            if found.idle_holders != marked.idle_holders {
+            if counted.idle_holders != marked.idle_holders {
                 let text = format!(
                     "page {page} of group {name}: {} of its holders are idle rows, the pool counts {}",
-                    found.idle_holders, marked.idle_holders
+                    counted.idle_holders, marked.idle_holders
                 );
                 report.push(Finding::of_page(page, at, text));
             }

@@ -71,8 +71,8 @@ fn every_planted_fault_is_reported() {
     for (expected, plant) in faults {
         let (mut ledger, row) = busy();
         plant(&mut ledger, row);
-        let found = report(&ledger);
-        assert!(found.contains(expected), "{expected:?} is not in {found:?}");
+        let text = report(&ledger);
+        assert!(text.contains(expected), "{expected:?} is not in {text:?}");
     }
 }
 
@@ -99,14 +99,14 @@ fn a_finding_names_what_it_is_about() {
     for (expected, plant) in faults {
         let (mut ledger, row) = busy();
         plant(&mut ledger, row);
-        let found: Vec<About> = ledger
+        let findings: Vec<About> = ledger
             .audit()
             .unwrap()
             .into_iter()
             .map(|finding| (finding.group, finding.page.map(|page| page.0), finding.row.map(|row| row.0)))
             .collect();
         for about in expected {
-            assert!(found.contains(about), "{about:?} is not in {found:?}");
+            assert!(findings.contains(about), "{about:?} is not in {findings:?}");
         }
     }
 }
@@ -248,8 +248,8 @@ fn every_planted_fault_of_the_index_is_reported_and_changes_the_hash() {
         let before = ledger.state_hash();
         plant(&mut ledger, &entries);
         assert_ne!(ledger.state_hash(), before, "{expected}");
-        let found = report(&ledger);
-        assert!(found.contains(expected), "{expected:?} is not in {found}");
+        let text = report(&ledger);
+        assert!(text.contains(expected), "{expected:?} is not in {text}");
     }
 }
 

@@ -192,11 +192,11 @@ impl Ledger {
     }
 
     fn next_step(&self, parent: u32, piece: &[i32]) -> Step {
-        let (place, nearest) = self.index.nearest_child(parent, piece);
+        let (index, nearest) = self.index.nearest_child(parent, piece);
         match nearest {
             Some((child, agree)) if agree == piece.len() => Step::Known(child, agree == self.index.span()),
             Some((child, agree)) if agree == self.index.len(child) => Step::Grow(child),
-            _ => Step::Add(place),
+            _ => Step::Add(index),
         }
     }
 
@@ -284,9 +284,9 @@ impl Ledger {
                 group.pool.freeze(Page(group.table.row(row)[column]));
             }
             for at in 0..group.kept(row).len() {
-                let kept = group.kept(row)[at];
-                if (kept.column as usize) < to {
-                    group.pool.freeze(kept.page);
+                let kept_page = group.kept(row)[at];
+                if (kept_page.column as usize) < to {
+                    group.pool.freeze(kept_page.page);
                 }
             }
         }
@@ -303,8 +303,8 @@ impl Ledger {
             let Some(page) = group.indexed_alone(row, len) else { continue };
             let (entry, page_size) = (group.pool.entry_of(page), group.page_size as usize);
             // A cache outside may have put the page elsewhere in the row than it is in the entry.
-            let Some(place) = self.index.pages(entry, at).iter().position(|&other| other == page.0) else { continue };
-            self.shorten(entry, place * page_size + len as usize % page_size, verb);
+            let Some(column) = self.index.pages(entry, at).iter().position(|&other| other == page.0) else { continue };
+            self.shorten(entry, column * page_size + len as usize % page_size, verb);
         }
     }
 
@@ -318,9 +318,9 @@ impl Ledger {
         {
             self.drop_entry(leaf, verb);
         }
-        let kept = &self.index.tokens(entry)[..len];
+        let prefix_tokens = &self.index.tokens(entry)[..len];
         let siblings = self.index.children(self.index.parent(entry));
-        if siblings.iter().any(|&other| other != entry && self.index.tokens(other).starts_with(kept)) {
+        if siblings.iter().any(|&other| other != entry && self.index.tokens(other).starts_with(prefix_tokens)) {
             self.drop_entry(entry, verb);
             return;
         }
@@ -407,11 +407,11 @@ impl Ledger {
     }
 
     fn limit(&self, tokens: &[i32], limit: Option<i32>) -> Result<usize> {
-        let most = tokens.len().min(self.max_context_len as usize);
+        let max_len = tokens.len().min(self.max_context_len as usize);
         match limit {
-            None => Ok(tokens.len().saturating_sub(1).min(most)),
-            Some(limit) if limit >= 0 && limit as usize <= most => Ok(limit as usize),
-            Some(limit) => Err(Error::Shape(format!("the limit of a prefix must be in [0, {most}], got {limit}"))),
+            None => Ok(tokens.len().saturating_sub(1).min(max_len)),
+            Some(limit) if limit >= 0 && limit as usize <= max_len => Ok(limit as usize),
+            Some(limit) => Err(Error::Shape(format!("the limit of a prefix must be in [0, {max_len}], got {limit}"))),
         }
     }
 

@@ -1,6 +1,6 @@
 //! What a KV connector must know: which positions hold verified KV, and which no longer do.
 //!
-//! The ledger keeps what was told. `take_kv_events` compares it with the state now, so no other verb gets slower. Only
+//! The ledger keeps what was reported. `take_kv_events` compares it with the state now, so no other verb gets slower. Only
 //! what a comparison cannot find is noted when it happens: how far each row was cut, and the page copies.
 
 use super::Ledger;
@@ -53,12 +53,12 @@ pub enum KvEvent {
     },
 }
 
-/// What was told of each row.
+/// What was reported of each row.
 #[derive(Debug, Clone)]
 pub(crate) struct KvFeed {
-    /// Verified positions below this were told.
-    told: Vec<i32>,
-    /// `[group][row]`: positions below this are not held, as far as it was told.
+    /// Verified positions below this were reported.
+    reported: Vec<i32>,
+    /// `[group][row]`: positions below this are not held, as far as it was reported.
     evicted: Vec<Vec<i32>>,
     /// The shortest length since the last call; `i32::MAX` if the row was not cut.
     cut: Vec<i32>,
@@ -101,7 +101,7 @@ impl KvFeed {
 }
 
 impl Ledger {
-    /// Starts to note what [`take_kv_events`](Self::take_kv_events) tells. What the rows hold already is told too.
+    /// Starts to note what [`take_kv_events`](Self::take_kv_events) tells. What the rows hold already is reported too.
     /// O(rows). Called again, it starts anew.
     ///
     /// # Errors
@@ -112,13 +112,14 @@ impl Ledger {
         for _ in &self.groups {
             evicted.push(zeroed(len, what)?);
         }
-        let (told, cut, low) = (zeroed(len, what)?, filled(i32::MAX, len, what)?, copied(&self.rows.resolved, what)?);
-        self.feed = Some(Box::new(KvFeed { told, evicted, cut, low, copies: Vec::new() }));
+        let (reported, cut, low) =
+            (zeroed(len, what)?, filled(i32::MAX, len, what)?, copied(&self.rows.resolved, what)?);
+        self.feed = Some(Box::new(KvFeed { reported, evicted, cut, low, copies: Vec::new() }));
         Ok(())
     }
 
     /// Returns what has changed since the last call: what is void, then what was copied, then what is
-    /// verified. If it is called before each launch, no position that was told is overwritten before its `Rewind` or
+    /// verified. If it is called before each launch, no position that was reported is overwritten before its `Rewind` or
     /// `Evict`. O(rows and lanes in flight). It is not part of the digest, the log or snapshots.
     ///
     /// # Errors
@@ -180,24 +181,24 @@ impl Ledger {
         let settled = self.settled()?;
         let rows = || 1..settled.len();
         let evicted = |feed: &KvFeed, at: usize| {
-            self.groups.iter().zip(&feed.evicted).any(|(group, told)| group.evicted[at] != told[at])
+            self.groups.iter().zip(&feed.evicted).any(|(group, reported)| group.evicted[at] != reported[at])
         };
-        let changed =
-            rows().filter(|&at| feed.cut[at] < feed.told[at] || settled[at] > feed.told[at] || evicted(feed, at));
+        let changed = rows()
+            .filter(|&at| feed.cut[at] < feed.reported[at] || settled[at] > feed.reported[at] || evicted(feed, at));
         let mut events = Vec::new();
         room(&mut events, changed.count() * (1 + 3 * self.groups.len()) + feed.copies.len(), "KV events")?;
 
         // What is void comes first: its pages may be those of a commit.
         for at in rows() {
             let (row, cut) = (Row(at as i32), std::mem::replace(&mut feed.cut[at], i32::MAX));
-            if cut < feed.told[at] {
+            if cut < feed.reported[at] {
                 events.push(KvEvent::Rewind { row, len: cut });
-                feed.told[at] = cut;
+                feed.reported[at] = cut;
             }
-            let told = feed.told[at];
+            let reported = feed.reported[at];
             for (group, (state, was)) in self.groups.iter().zip(&mut feed.evicted).enumerate() {
-                was[at] = was[at].min(told);
-                let end = state.evicted[at].min(told);
+                was[at] = was[at].min(reported);
+                let end = state.evicted[at].min(reported);
                 let start = was[at].max(state.sink_len() as i32);
                 if start < end {
                     events.push(KvEvent::Evict { row, group, start, end });
@@ -215,20 +216,20 @@ impl Ledger {
             *step > completed
         });
         for at in rows() {
-            let (row, told, end) = (Row(at as i32), feed.told[at], settled[at]);
+            let (row, reported, end) = (Row(at as i32), feed.reported[at], settled[at]);
             for (group, (state, was)) in self.groups.iter().zip(&mut feed.evicted).enumerate() {
                 let (now, sink) = (state.evicted[at], state.sink_len() as i32);
                 // A cut to a checkpoint brings the window below it back. The sink never went.
                 let back = (now.max(sink), was[at]);
                 let gone = if now > sink { now } else { 0 };
-                for (start, end) in [back, (told, sink.min(gone).min(end)), (told.max(gone), end)] {
+                for (start, end) in [back, (reported, sink.min(gone).min(end)), (reported.max(gone), end)] {
                     if start < end {
                         events.push(KvEvent::Commit { row, group, start, end });
                     }
                 }
                 was[at] = now;
             }
-            feed.told[at] = told.max(end);
+            feed.reported[at] = reported.max(end);
         }
         Ok(events)
     }

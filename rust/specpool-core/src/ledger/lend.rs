@@ -114,9 +114,9 @@ impl Ledger {
             let first = self.num_columns(at, start);
             for column in self.groups[at].held_range(row, start, end) {
                 let group = &mut self.groups[at];
-                let (own, page) = (Page(group.table.row(row)[column]), Page(of_group[column - first]));
+                let (own_page, page) = (Page(group.table.row(row)[column]), Page(of_group[column - first]));
                 let moved = group.pool.share(page, Verb::Rebind).and_then(|()| {
-                    group.pool.release(own, row, fence.step, fence.completed, Verb::Rebind)?;
+                    group.pool.release(own_page, row, fence.step, fence.completed, Verb::Rebind)?;
                     group.set(row, column, page);
                     Ok(())
                 });
@@ -141,10 +141,10 @@ impl Ledger {
     /// [`Error::OutOfMemory`].
     pub fn admit_lent(&mut self, pages: &[i32], len: i32, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
-        let (edge, most) = (self.page_edge(), self.max_context_len);
-        if len < 1 || len > most || i64::from(len) % edge != 0 {
+        let (edge, max_len) = (self.page_edge(), self.max_context_len);
+        if len < 1 || len > max_len || i64::from(len) % edge != 0 {
             return Err(Error::Shape(format!(
-                "admit_lent: length must be a multiple of {edge} up to {most}, got {len}"
+                "admit_lent: length must be a multiple of {edge} up to {max_len}, got {len}"
             )));
         }
         self.check_num_pages("admit_lent", len, pages.len())?;
@@ -275,14 +275,14 @@ impl Ledger {
     /// Checks the pages that a rebind names in one group.
     fn check_rebind(&mut self, at: usize, row: Row, start: i32, end: i32, pages: &[i32]) -> Result<()> {
         let (group, first) = (&self.groups[at], self.num_columns(at, start));
-        let is_gone = |&place: &usize| !group.is_held(row, first + place);
-        if let Some(place) = (0..pages.len()).filter(is_gone).find(|&place| pages[place] != 0) {
+        let is_gone = |&index: &usize| !group.is_held(row, first + index);
+        if let Some(index) = (0..pages.len()).filter(is_gone).find(|&index| pages[index] != 0) {
             return Err(Error::Shape(format!(
                 "rebind of {} in group {}: it holds no page at position {}, got page {}",
                 self.rows.describe(row),
                 group.spec.name,
-                (first + place) as i64 * group.page_size,
-                pages[place]
+                (first + index) as i64 * group.page_size,
+                pages[index]
             )));
         }
         let columns = group.held_range(row, start, end);

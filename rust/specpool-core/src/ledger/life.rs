@@ -113,10 +113,10 @@ impl Ledger {
                     "resolve of step {step}: the oldest round of {row_name} is step {oldest}"
                 ));
             }
-            let most = self.shapes[plan.shapes[lane] as usize].max_accept_len() as i32;
-            if accept_len < 1 || accept_len > most {
+            let max_accept_len = self.shapes[plan.shapes[lane] as usize].max_accept_len() as i32;
+            if accept_len < 1 || accept_len > max_accept_len {
                 return Error::Shape(format!(
-                    "resolve of step {step}: accept_len of {row_name} must be in [1, {most}], got {accept_len}"
+                    "resolve of step {step}: accept_len of {row_name} must be in [1, {max_accept_len}], got {accept_len}"
                 ));
             }
         }
@@ -180,8 +180,8 @@ impl Ledger {
             match plan.kind {
                 StepKind::Extend => self.rows.undo_extend(row, plan.start[lane], before.drafted[lane]),
                 StepKind::Decode => {
-                    let most = self.shapes[plan.shapes[lane] as usize].max_accept_len() as i32;
-                    self.rows.pop_newest_round(row, most, plan.writes_draft);
+                    let max_accept_len = self.shapes[plan.shapes[lane] as usize].max_accept_len() as i32;
+                    self.rows.pop_newest_round(row, max_accept_len, plan.writes_draft);
                 }
             }
         }

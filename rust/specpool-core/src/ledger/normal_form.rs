@@ -200,7 +200,7 @@ impl Ledger {
         if step <= self.steps.completed() {
             return 0;
         }
-        self.steps.all().position(|record| record.plan.step == step).map_or(u64::MAX, |place| place as u64 + 1)
+        self.steps.all().position(|record| record.plan.step == step).map_or(u64::MAX, |index| index as u64 + 1)
     }
 
     fn write_copy(&self, copy: &TailCopy, step: u64, names: &mut PageNames, word: &mut impl FnMut(u64)) {

@@ -178,7 +178,7 @@ impl Ledger {
                 let reserve = &group.reserves[shape as usize];
                 *cell = match behind {
                     None => reserve.pages(len.into(), hi),
-                    Some(most) => reserve.pages(0, hi).min(most),
+                    Some(max_pages) => reserve.pages(0, hi).min(max_pages),
                 };
             }
         }

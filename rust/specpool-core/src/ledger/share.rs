@@ -100,11 +100,11 @@ impl Ledger {
             )));
         }
         let end = |page_size: i64| ceil_align(length.into(), page_size) as i32;
-        let most = self.groups.iter().map(|group| end(group.page_size)).max().unwrap_or(0);
-        if let Some((step, from)) = self.first_written(row).filter(|&(_, from)| from < most) {
+        let pages_end = self.groups.iter().map(|group| end(group.page_size)).max().unwrap_or(0);
+        if let Some((step, from)) = self.first_written(row).filter(|&(_, from)| from < pages_end) {
             return Err(Error::NotReady(format!(
                 "pin_prefix of {}: step {step} writes from position {from} on and is not complete, the prefix's pages \
-                 end at {most}",
+                 end at {pages_end}",
                 self.rows.describe(row)
             )));
         }
@@ -151,14 +151,14 @@ impl Ledger {
     /// [`Error::Shape`] when there is no such prefix.
     pub fn release_prefix(&mut self, prefix: u64) -> Result<()> {
         self.gate()?;
-        let place = self.place_of_prefix(prefix)?;
+        let index = self.place_of_prefix(prefix)?;
         let completed = self.steps.completed();
-        for (at, group) in self.prefixes[place].1.pages.iter().enumerate() {
+        for (at, group) in self.prefixes[index].1.pages.iter().enumerate() {
             let pool = &self.groups[at].pool;
             let checked = group.held.iter().try_for_each(|&page| pool.check_shared(page));
             checked.map_err(|record| self.page_error(at, record))?;
         }
-        let (_, Prefix { pages, .. }) = self.prefixes.remove(place);
+        let (_, Prefix { pages, .. }) = self.prefixes.remove(index);
         for (at, group) in pages.iter().enumerate() {
             for &page in group.held.iter().rev() {
                 let released = self.groups[at].pool.release_shared(page, completed, Verb::ReleasePrefix);
@@ -193,14 +193,14 @@ impl Ledger {
     /// ```
     pub fn admit_on(&mut self, prefix: u64, len: Option<i32>, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
-        let found = self.prefix(prefix)?;
-        let (most, drafted) = (found.len, found.drafted);
-        let len = len.unwrap_or(most);
-        if len < 0 || len > most {
-            return Err(Error::Shape(format!("admit on prefix {prefix}: length must be in [0, {most}], got {len}")));
+        let pinned = self.prefix(prefix)?;
+        let (max_len, drafted) = (pinned.len, pinned.drafted);
+        let len = len.unwrap_or(max_len);
+        if len < 0 || len > max_len {
+            return Err(Error::Shape(format!("admit on prefix {prefix}: length must be in [0, {max_len}], got {len}")));
         }
         let mut starts = with_room(self.groups.len(), "a row")?;
-        for (group, pages) in self.groups.iter().zip(&found.pages) {
+        for (group, pages) in self.groups.iter().zip(&pinned.pages) {
             let held = i64::from(pages.evicted);
             if group.lacks_window(held, len) {
                 return Err(Error::NotReady(format!(
@@ -351,8 +351,8 @@ impl Ledger {
     }
 
     fn place_of_prefix(&self, prefix: u64) -> Result<usize> {
-        let place = self.prefixes.binary_search_by_key(&prefix, |&(id, _)| id);
-        place.map_err(|_| Error::Shape(format!("there is no prefix {prefix}")))
+        let index = self.prefixes.binary_search_by_key(&prefix, |&(id, _)| id);
+        index.map_err(|_| Error::Shape(format!("there is no prefix {prefix}")))
     }
 
     /// Copies of all prefixes, with their ids.

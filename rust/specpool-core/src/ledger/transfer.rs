@@ -92,9 +92,9 @@ impl Ledger {
     /// `0..=len`), [`Error::OutOfRows`], [`Error::OutOfPages`], [`Error::OutOfMemory`].
     pub fn import_row(&mut self, len: i32, drafted: i32, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
-        let most = self.max_context_len;
-        if len < 1 || len > most {
-            return Err(Error::Shape(format!("import_row: length must be in [1, {most}], got {len}")));
+        let max_len = self.max_context_len;
+        if len < 1 || len > max_len {
+            return Err(Error::Shape(format!("import_row: length must be in [1, {max_len}], got {len}")));
         }
         if drafted < 0 || drafted > len {
             return Err(Error::Shape(format!("import_row: drafted_len must be in [0, {len}], got {drafted}")));
@@ -107,13 +107,13 @@ impl Ledger {
             }
         }
         self.recorder.make_room(0, tag)?;
-        let kept = self.rows.make_room(tag)?;
+        let kept_tag = self.rows.make_room(tag)?;
         for group in &mut self.groups {
             let need = group.needed_columns(len).count();
             group.make_room(need, need)?;
         }
         let step = self.steps.next();
-        self.rows.admit(kept, step);
+        self.rows.admit(kept_tag, step);
         for at in 0..self.groups.len() {
             self.evict_cached(at, self.groups[at].needed_columns(len).count(), Verb::ImportRow);
             let group = &mut self.groups[at];

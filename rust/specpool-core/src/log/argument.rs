@@ -65,13 +65,13 @@ impl std::fmt::Display for Argument<'_> {
 /// Entries that are shown before a list is cut off.
 const MAX_SHOWN: usize = 16;
 
-/// Numbers as a list, cut off behind the first ones; `of` says what they are.
-pub(crate) fn list(values: &[i32], of: &str) -> String {
+/// Numbers as a list, cut off behind the first ones; `noun` names them.
+pub(crate) fn list(values: &[i32], noun: &str) -> String {
     if values.len() <= MAX_SHOWN {
         return format!("{values:?}");
     }
     let shown: Vec<String> = values[..MAX_SHOWN].iter().map(ToString::to_string).collect();
-    format!("[{}, .. {} {of}]", shown.join(", "), values.len())
+    format!("[{}, .. {} {noun}]", shown.join(", "), values.len())
 }
 
 /// `Kind: type, |value, out| put, |input, limits| get, |value| argument;` makes the type `types::Kind`, which is what a

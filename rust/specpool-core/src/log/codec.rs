@@ -134,18 +134,18 @@ impl<'a> Bytes<'a> {
         memory::text(text, "a text").map(String::from).map_err(|error| error.to_string())
     }
 
-    pub(crate) fn bytes(&mut self, most: usize) -> Decoded<Vec<u8>> {
+    pub(crate) fn bytes(&mut self, max_len: usize) -> Decoded<Vec<u8>> {
         let len = self.varint()?;
-        if len > most as u64 {
-            return Err(format!("{len} bytes, at most {most} fit"));
+        if len > max_len as u64 {
+            return Err(format!("{len} bytes, at most {max_len} fit"));
         }
         memory::copied(self.take(len as usize)?, "bytes").map_err(|error| error.to_string())
     }
 
-    pub(crate) fn ints(&mut self, most: usize) -> Decoded<Cow<'static, [i32]>> {
+    pub(crate) fn ints(&mut self, max_len: usize) -> Decoded<Cow<'static, [i32]>> {
         let len = self.varint()?;
-        if len > most as u64 {
-            return Err(format!("an array of {len} entries, at most {most} fit"));
+        if len > max_len as u64 {
+            return Err(format!("an array of {len} entries, at most {max_len} fit"));
         }
         let len = len as usize;
         if len == 0 {

@@ -102,7 +102,7 @@ fn optional(input: &mut Bytes<'_>) -> Decoded<Option<i64>> {
 
 /// Reads a list whose length the file states. Each entry takes at least one byte, so the length cannot exceed the
 /// bytes that are left.
-fn list<T>(input: &mut Bytes<'_>, mut one: impl FnMut(&mut Bytes<'_>) -> Decoded<T>) -> Decoded<Vec<T>> {
+fn list<T>(input: &mut Bytes<'_>, mut read_entry: impl FnMut(&mut Bytes<'_>) -> Decoded<T>) -> Decoded<Vec<T>> {
     let len = input.varint()?;
     if len > input.rest().len() as u64 {
         return Err(format!("a list of {len} entries in {} bytes", input.rest().len()));
@@ -110,7 +110,7 @@ fn list<T>(input: &mut Bytes<'_>, mut one: impl FnMut(&mut Bytes<'_>) -> Decoded
     let mut entries = Vec::new();
     for _ in 0..len {
         room(&mut entries, 1, "a list").map_err(|error| error.to_string())?;
-        entries.push(one(input)?);
+        entries.push(read_entry(input)?);
     }
     Ok(entries)
 }

@@ -113,12 +113,13 @@ impl LogReader {
     /// [`Error::Record`] when the file is truncated or damaged there, with the offset. Every
     /// later call returns the same error.
     pub fn next_record(&mut self) -> Result<Option<Record>> {
-        let max_lanes = self.config.max_batch.map_or(self.config.num_rows, |most| most.min(self.config.num_rows));
+        let max_lanes =
+            self.config.max_batch.map_or(self.config.num_rows, |max_batch| max_batch.min(self.config.num_rows));
         let max_lanes = usize::try_from(max_lanes).unwrap_or(0);
         let max_tokens = usize::try_from(self.config.max_context_len).unwrap_or(0);
         let pages = self.config.groups.iter().map(|group| usize::try_from(group.num_pages).unwrap_or(0));
-        let most = [max_lanes, max_tokens, pages.sum()];
-        let next = self.frames.next(|frame| decode(&frame.body, most))?;
+        let limits = [max_lanes, max_tokens, pages.sum()];
+        let next = self.frames.next(|frame| decode(&frame.body, limits))?;
         Ok(next.map(|(Frame { index, offset, digest, .. }, (call, tag, snapshot))| Record {
             index,
             offset,

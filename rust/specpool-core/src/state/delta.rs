@@ -29,8 +29,8 @@ struct Entry {
 /// The changes of a table that are not acknowledged yet.
 #[derive(Debug, Clone)]
 pub(crate) struct Delta {
-    /// Per cell: its place in `entries` plus one; 0 if nothing is pending.
-    place: Vec<u32>,
+    /// Per cell: the number of its entry, from 1 on; 0 if nothing is pending.
+    entry_numbers: Vec<u32>,
     entries: Vec<Entry>,
     /// Counts changes and never goes back.
     version: u64,
@@ -40,7 +40,12 @@ pub(crate) struct Delta {
 
 impl Delta {
     pub(crate) fn new(num_cells: usize) -> Result<Self> {
-        Ok(Self { place: zeroed(num_cells, "a table delta")?, entries: Vec::new(), version: 0, takes: Vec::new() })
+        Ok(Self {
+            entry_numbers: zeroed(num_cells, "a table delta")?,
+            entries: Vec::new(),
+            version: 0,
+            takes: Vec::new(),
+        })
     }
 
     /// Takes the memory for the marks of `more` cells that are not pending.
@@ -52,12 +57,12 @@ impl Delta {
     pub(crate) fn mark(&mut self, cell: usize) {
         self.version += 1;
         let entry = Entry { cell: cell as u32, version: self.version };
-        match self.place[cell] {
+        match self.entry_numbers[cell] {
             0 => {
                 self.entries.push(entry);
-                self.place[cell] = self.entries.len() as u32;
+                self.entry_numbers[cell] = self.entries.len() as u32;
             }
-            place => self.entries[place as usize - 1] = entry,
+            number => self.entries[number as usize - 1] = entry,
         }
     }
 
@@ -78,16 +83,16 @@ impl Delta {
     /// Notes that the pending entries were taken for `step`.
     pub(crate) fn taken(&mut self, step: u64) {
         // Usually the take is for the newest step, and the first one for it.
-        let place = self.takes.partition_point(|&(taken, _)| taken < step);
-        match self.takes.get_mut(place).filter(|(taken, _)| *taken == step) {
+        let index = self.takes.partition_point(|&(taken, _)| taken < step);
+        match self.takes.get_mut(index).filter(|(taken, _)| *taken == step) {
             Some((_, version)) => *version = self.version,
-            None => self.takes.insert(place, (step, self.version)),
+            None => self.takes.insert(index, (step, self.version)),
         }
     }
 
     /// The delta of a saved state, which has no entries.
     pub(crate) fn none() -> Self {
-        Self { place: Vec::new(), entries: Vec::new(), version: 0, takes: Vec::new() }
+        Self { entry_numbers: Vec::new(), entries: Vec::new(), version: 0, takes: Vec::new() }
     }
 
     pub(crate) fn has_take(&self, step: u64) -> bool {
@@ -98,12 +103,12 @@ impl Delta {
     pub(crate) fn acknowledge(&mut self, step: u64) {
         let Some(&(_, version)) = self.takes.iter().find(|&&(taken, _)| taken == step) else { return };
         self.takes.retain(|&(taken, _)| taken > step);
-        let Self { place, entries, .. } = self;
-        let mut kept = 0;
+        let Self { entry_numbers, entries, .. } = self;
+        let mut num_kept = 0;
         entries.retain(|entry| {
             let keep = entry.version > version;
-            kept += u32::from(keep);
-            place[entry.cell as usize] = if keep { kept } else { 0 };
+            num_kept += u32::from(keep);
+            entry_numbers[entry.cell as usize] = if keep { num_kept } else { 0 };
             keep
         });
     }
@@ -113,7 +118,7 @@ impl Delta {
         self.takes.retain(|&(taken, _)| taken > step);
         let columns = table.pages_per_row() as u32; // half the time of a division with 64 bits
         for Entry { cell, .. } in self.entries.drain(..) {
-            self.place[cell as usize] = 0;
+            self.entry_numbers[cell as usize] = 0;
             let row = cell / columns;
             visit(Row(row as i32), (cell - row * columns) as usize, Page(table.cells()[cell as usize]));
         }
@@ -126,12 +131,12 @@ impl Delta {
 
     /// Cells whose bookkeeping contradicts the entries (for the audit).
     pub(crate) fn broken(&self) -> Option<String> {
-        let pending = self.place.iter().filter(|&&place| place != 0).count();
+        let pending = self.entry_numbers.iter().filter(|&&number| number != 0).count();
         if pending != self.entries.len() {
             return Some(format!("{pending} cells are marked pending, {} entries", self.entries.len()));
         }
         self.entries.iter().enumerate().find_map(|(at, entry)| {
-            (self.place[entry.cell as usize] as usize != at + 1)
+            (self.entry_numbers[entry.cell as usize] as usize != at + 1)
                 .then(|| format!("delta entry {at} and the mark of cell {} disagree", entry.cell))
         })
     }
@@ -146,10 +151,10 @@ mod tests {
     fn every_planted_fault_is_reported() {
         type Fault = fn(&mut Delta);
         let faults: [(&str, Fault); 4] = [
-            ("1 cells are marked pending, 2 entries", |delta| delta.place[3] = 0),
-            ("3 cells are marked pending, 2 entries", |delta| delta.place[4] = 1),
+            ("1 cells are marked pending, 2 entries", |delta| delta.entry_numbers[3] = 0),
+            ("3 cells are marked pending, 2 entries", |delta| delta.entry_numbers[4] = 1),
             ("delta entry 0 and the mark of cell 5 disagree", |delta| delta.entries.swap(0, 1)),
-            ("delta entry 1 and the mark of cell 5 disagree", |delta| delta.place[5] = 1),
+            ("delta entry 1 and the mark of cell 5 disagree", |delta| delta.entry_numbers[5] = 1),
         ];
         for (expected, plant) in faults {
             let mut delta = Delta::new(6).unwrap();

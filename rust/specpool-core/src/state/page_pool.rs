@@ -495,21 +495,21 @@ impl PagePool {
     pub(crate) fn broken(&self, completed: u64) -> Result<Vec<(Option<Page>, String)>> {
         let mut report = Vec::new();
         let marked = |state| self.map[1..].iter().filter(|line| line.state == state).count();
-        let found = [PageState::Free, PageState::Fenced, PageState::Cached].map(marked);
+        let counted = [PageState::Free, PageState::Fenced, PageState::Cached].map(marked);
         let listed = [self.returned.len(), self.num_fenced(), self.cached.len()];
-        if found != listed {
+        if counted != listed {
             let text = format!(
                 "{} returned pages are marked free, {} fenced and {} cached, the lists hold {}, {} and {}",
-                found[0], found[1], found[2], listed[0], listed[1], listed[2]
+                counted[0], counted[1], counted[2], listed[0], listed[1], listed[2]
             );
             report.push((None, text));
         }
         let mut listed = memory::zeroed(self.map.len(), "an audit of pages")?;
-        let of = |state| move |page| (state, page);
-        let lists = (self.returned.iter().copied().map(of(PageState::Free)))
-            .chain(self.fenced.iter().copied().map(of(PageState::Fenced)))
-            .chain(self.waiting.pages(&self.map).map(of(PageState::Fenced)))
-            .chain(self.cached.pages(&self.map).map(of(PageState::Cached)));
+        let with_state = |state| move |page| (state, page);
+        let lists = (self.returned.iter().copied().map(with_state(PageState::Free)))
+            .chain(self.fenced.iter().copied().map(with_state(PageState::Fenced)))
+            .chain(self.waiting.pages(&self.map).map(with_state(PageState::Fenced)))
+            .chain(self.cached.pages(&self.map).map(with_state(PageState::Cached)));
         for (state, page) in lists {
             if std::mem::replace(&mut listed[page.at()], true) {
                 report.push((Some(page), format!("page {} is listed twice", page.0)));
@@ -529,7 +529,7 @@ impl PagePool {
             report.push((None, format!("{shared} pages are shared, {} are counted", self.num_shared)));
         }
         for (page, line) in self.map.iter().enumerate() {
-            let mut found = |text: String| report.push((Some(Page(page as i32)), text));
+            let mut note = |text: String| report.push((Some(Page(page as i32)), text));
             let (is_indexed, others) = (line.entry > 0, line.others());
             let is_right = match line.state {
                 PageState::Owned => !is_indexed && others == 1,
@@ -540,14 +540,14 @@ impl PagePool {
             };
             if !is_right {
                 let indexed = if is_indexed { ", one of them the prefix index" } else { "" };
-                found(format!("page {page} is {} with {} holders{indexed}", line.state, line.holders));
+                note(format!("page {page} is {} with {} holders{indexed}", line.state, line.holders));
             }
             let is_touched = line.fence > completed || line.copies > 0;
             if line.state == PageState::Fenced && !is_touched {
-                found(format!("page {page} is fenced behind step {}, complete is {completed}", line.fence));
+                note(format!("page {page} is fenced behind step {}, complete is {completed}", line.fence));
             }
             if matches!(line.state, PageState::Free | PageState::Cached) && is_touched {
-                found(format!(
+                note(format!(
                     "page {page} is {}, but step {} and {} copies may touch it",
                     line.state, line.fence, line.copies
                 ));

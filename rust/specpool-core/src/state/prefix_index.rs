@@ -65,7 +65,7 @@ impl PrefixIndex {
     /// An empty index of groups with these page sizes, for rows of up to `max_len` tokens.
     pub(crate) fn new(page_sizes: impl Iterator<Item = i64>, max_len: i32) -> Self {
         let page_sizes: Vec<usize> = page_sizes.map(|size| size as usize).collect();
-        let most = max_len as usize;
+        let max_entry_len = max_len as usize;
         let gcd = |mut a: usize, mut b: usize| {
             while b > 0 {
                 (a, b) = (b, a % b);
@@ -74,7 +74,7 @@ impl PrefixIndex {
         };
         // One span that no row can fill serves as well as a longer one.
         let span = page_sizes.iter().fold(1, |span: usize, &size| (span / gcd(span, size)).saturating_mul(size));
-        let span = if span > most { most } else { span };
+        let span = if span > max_entry_len { max_entry_len } else { span };
         let mut first_page = vec![0];
         for &size in &page_sizes {
             first_page.push(first_page[first_page.len() - 1] + ceil_div(span as i64, size as i64) as usize);
@@ -140,19 +140,19 @@ impl PrefixIndex {
         len.div_ceil(self.page_sizes[group])
     }
 
-    fn place(&self, entry: u32, group: usize) -> std::ops::Range<usize> {
+    fn page_range(&self, entry: u32, group: usize) -> std::ops::Range<usize> {
         let first = entry as usize * self.first_page[self.page_sizes.len()] + self.first_page[group];
         first..first + self.columns(group, self.len(entry))
     }
 
     /// The entry's pages of the group, one for each P tokens; 0 for one that was given up.
     pub(crate) fn pages(&self, entry: u32, group: usize) -> &[i32] {
-        &self.pages[self.place(entry, group)]
+        &self.pages[self.page_range(entry, group)]
     }
 
     pub(crate) fn set_page(&mut self, entry: u32, group: usize, column: usize, page: Page) {
-        let place = self.place(entry, group).start + column;
-        self.pages[place] = page.0;
+        let index = self.page_range(entry, group).start + column;
+        self.pages[index] = page.0;
     }
 
     /// Whether the entry has no page of any group.
@@ -166,7 +166,7 @@ impl PrefixIndex {
 
     /// The root of the salt; [`NONE`] if nothing is indexed under it.
     pub(crate) fn root(&self, salt: &[u8]) -> u32 {
-        self.place_of_root(salt).map_or(NONE, |place| self.roots[place])
+        self.place_of_root(salt).map_or(NONE, |index| self.roots[index])
     }
 
     /// The root of the salt, or without one the first root; nothing if there is none.
@@ -182,28 +182,28 @@ impl PrefixIndex {
             let agree = common(self.tokens(only), tokens);
             return (usize::from(self.tokens(only)[agree..] < tokens[agree..]), Some((only, agree)));
         }
-        let place = children.partition_point(|&child| self.tokens(child) < tokens);
-        let nearest = [place.checked_sub(1), Some(place)].into_iter().flatten().filter_map(|at| {
+        let index = children.partition_point(|&child| self.tokens(child) < tokens);
+        let nearest = [index.checked_sub(1), Some(index)].into_iter().flatten().filter_map(|at| {
             let &child = children.get(at)?;
             Some((child, common(self.tokens(child), tokens)))
         });
-        (place, nearest.max_by_key(|&(_, agree)| agree))
+        (index, nearest.max_by_key(|&(_, agree)| agree))
     }
 
     /// The child that knows the draft KV of most of `tokens`, and of how many; nothing if none knows any.
     pub(crate) fn nearest_drafted(&self, parent: u32, tokens: &[i32]) -> Option<(u32, usize)> {
         let children = self.children(parent);
-        let place = children.partition_point(|&child| self.tokens(child) < tokens);
-        let (before, after) = children.split_at(place);
+        let index = children.partition_point(|&child| self.tokens(child) < tokens);
+        let (before, after) = children.split_at(index);
         let mut best = None;
         // The further away, the fewer tokens agree.
         for side in [&mut before.iter().rev() as &mut dyn Iterator<Item = &u32>, &mut after.iter()] {
             for &child in side {
-                let (agree, most) = (common(self.tokens(child), tokens), best.map_or(0, |(_, most)| most));
-                if agree <= most {
+                let (agree, best_len) = (common(self.tokens(child), tokens), best.map_or(0, |(_, best_len)| best_len));
+                if agree <= best_len {
                     break;
                 }
-                if self.drafted(child).min(agree) > most {
+                if self.drafted(child).min(agree) > best_len {
                     best = Some((child, self.drafted(child).min(agree)));
                 }
             }
@@ -241,19 +241,19 @@ impl PrefixIndex {
 
     /// Adds the root of a salt that has none.
     pub(crate) fn add_root(&mut self, salt: Box<[u8]>) -> u32 {
-        let place = self.place_of_root(&salt).unwrap_or_else(|place| place);
+        let index = self.place_of_root(&salt).unwrap_or_else(|index| index);
         let root = self.take();
         self.entries[root as usize] = Entry { root, salt, ..Entry::default() };
-        self.roots.insert(place, root);
+        self.roots.insert(index, root);
         root
     }
 
-    /// Adds an entry without pages as the child at `place`, from [`nearest_child`](Self::nearest_child).
-    pub(crate) fn add(&mut self, parent: u32, place: usize, tokens: &[i32]) -> u32 {
+    /// Adds an entry without pages as the child at `index`, from [`nearest_child`](Self::nearest_child).
+    pub(crate) fn add(&mut self, parent: u32, index: usize, tokens: &[i32]) -> u32 {
         let entry = self.take();
         let root = self.root_of(parent);
         self.entries[entry as usize] = Entry { parent, root, ..Entry::default() };
-        self.entries[parent as usize].children.insert(place, entry);
+        self.entries[parent as usize].children.insert(index, entry);
         self.grow(entry, tokens);
         entry
     }
@@ -286,15 +286,15 @@ impl PrefixIndex {
             }
         } else {
             let siblings = self.children(parent);
-            let place = match siblings {
+            let index = match siblings {
                 [_] => 0,
                 _ => siblings.partition_point(|&child| self.tokens(child) < self.tokens(entry)),
             };
-            self.entries[parent as usize].children.remove(place);
+            self.entries[parent as usize].children.remove(index);
         }
         for group in 0..self.page_sizes.len() {
-            let place = self.place(entry, group);
-            self.pages[place].fill(0);
+            let range = self.page_range(entry, group);
+            self.pages[range].fill(0);
         }
         self.num_tokens -= self.len(entry);
         self.entries[entry as usize] = Entry::default();
@@ -313,17 +313,17 @@ impl PrefixIndex {
     /// removed then.
     pub(crate) fn leaves_first(&self, entry: u32) -> Result<Vec<u32>> {
         let what = "the entries behind one";
-        let (mut found, mut open) = (Vec::new(), with_room(1, what)?);
+        let (mut descendants, mut open) = (Vec::new(), with_room(1, what)?);
         open.push(entry);
         // Parents first, the first child before the others: the other way round.
         while let Some(entry) = open.pop() {
-            room(&mut found, 1, what)?;
-            found.push(entry);
+            room(&mut descendants, 1, what)?;
+            descendants.push(entry);
             room(&mut open, self.children(entry).len(), what)?;
             open.extend(self.children(entry).iter().rev());
         }
-        found.reverse();
-        Ok(found)
+        descendants.reverse();
+        Ok(descendants)
     }
 
     /// The salts in use, in order, each with its root.
@@ -339,8 +339,8 @@ impl PrefixIndex {
         let mut at = entry;
         while self.parent(at) != NONE {
             let siblings = self.children(self.parent(at));
-            let place = siblings.partition_point(|&child| self.tokens(child) <= self.tokens(at));
-            if let Some(&next) = siblings.get(place) {
+            let index = siblings.partition_point(|&child| self.tokens(child) <= self.tokens(at));
+            if let Some(&next) = siblings.get(index) {
                 return Some(next);
             }
             at = self.parent(at);
@@ -399,15 +399,15 @@ impl PrefixIndex {
     /// Every broken rule of the trees themselves.
     pub(crate) fn broken(&self) -> Vec<String> {
         let mut report = Vec::new();
-        let mut found = |entry: u32, text: &str| report.push(format!("entry {entry} of the prefix index {text}"));
+        let mut note = |entry: u32, text: &str| report.push(format!("entry {entry} of the prefix index {text}"));
         let (mut num_entries, mut num_tokens) = (0, 0);
         for entry in self.all() {
             (num_entries, num_tokens) = (num_entries + 1, num_tokens + self.len(entry));
             if self.len(entry) == 0 || self.len(entry) > self.span || self.drafted(entry) > self.len(entry) {
-                found(entry, "has a length out of its range");
+                note(entry, "has a length out of its range");
             }
             if self.len(entry) < self.span && !self.children(entry).is_empty() {
-                found(entry, "is a tail with children");
+                note(entry, "is a tail with children");
             }
         }
         for parent in self.roots.iter().copied().chain(self.all()) {
@@ -417,13 +417,13 @@ impl PrefixIndex {
                 a < b && !b.starts_with(a)
             };
             if !children.windows(2).all(is_apart) {
-                found(parent, "has children out of order");
+                note(parent, "has children out of order");
             }
             if children.iter().any(|&child| self.parent(child) != parent) {
-                found(parent, "has children of another entry");
+                note(parent, "has children of another entry");
             }
             if children.iter().any(|&child| self.root_of(child) != self.root_of(parent)) {
-                found(parent, "has children of another root");
+                note(parent, "has children of another root");
             }
         }
         if (num_entries, num_tokens) != (self.num_entries(), self.num_tokens) {

@@ -237,12 +237,12 @@ impl Rows {
         let (hi, in_flight) = (&mut self.hi[..len], &mut self.in_flight[..len]);
         let undrafted = &mut self.undrafted_rounds[..len];
         for (lanes, shape) in runs(&plan.shapes) {
-            let most = shapes[shape].max_accept_len() as i32;
+            let max_accept_len = shapes[shape].max_accept_len() as i32;
             for &row in &plan.rows[lanes] {
                 let at = row as usize;
                 self.rounds[at * self.max_rounds + in_flight[at] as usize] = plan.step;
                 in_flight[at] += 1;
-                hi[at] += most;
+                hi[at] += max_accept_len;
                 if !plan.writes_draft {
                     undrafted[at] += 1;
                 }
@@ -265,13 +265,13 @@ impl Rows {
         let (epoch, in_flight) = (&self.epoch[..len], &self.in_flight[..len]);
         let (mut all_stand, mut is_wrong) = (true, false);
         for (lanes, shape) in runs(&plan.shapes) {
-            let most = shapes[shape].max_accept_len() as i32;
+            let max_accept_len = shapes[shape].max_accept_len() as i32;
             let rows = plan.rows[lanes.clone()].iter().zip(&plan.epochs[lanes.clone()]);
             for ((&row, &planned), &accept_len) in rows.zip(&accept_lens[lanes]) {
                 let at = row as usize;
                 let stands = epoch[at] == planned;
                 let is_oldest = (in_flight[at] > 0) & (self.rounds[at * self.max_rounds] == plan.step);
-                let is_possible = (accept_len > 0) & (accept_len <= most);
+                let is_possible = (accept_len > 0) & (accept_len <= max_accept_len);
                 all_stand &= stands;
                 is_wrong |= stands & !(is_oldest & is_possible);
             }
@@ -286,7 +286,7 @@ impl Rows {
         let (hi, in_flight) = (&mut self.hi[..len], &mut self.in_flight[..len]);
         let (launched, undrafted) = (&mut self.launched_rounds[..len], &mut self.undrafted_rounds[..len]);
         for (lanes, shape) in runs(&plan.shapes) {
-            let most = shapes[shape].max_accept_len() as i32;
+            let max_accept_len = shapes[shape].max_accept_len() as i32;
             for (&row, &accept_len) in plan.rows[lanes.clone()].iter().zip(&accept_lens[lanes]) {
                 if accept_len == 0 {
                     continue;
@@ -299,7 +299,7 @@ impl Rows {
                 let is_drafted = plan.writes_draft && drafted[at] == resolved[at];
                 drafted[at] += if is_drafted { accept_len } else { 0 };
                 resolved[at] += accept_len;
-                hi[at] += accept_len - most;
+                hi[at] += accept_len - max_accept_len;
                 in_flight[at] -= 1;
                 launched[at] -= 1;
                 if !plan.writes_draft {

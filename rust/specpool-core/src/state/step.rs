@@ -193,8 +193,8 @@ impl Steps {
 
     /// Every step that is not over, oldest first, and its state.
     pub(crate) fn states(&self) -> impl Iterator<Item = (&StepRecord, StepState)> {
-        self.queue.iter().enumerate().map(|(place, record)| {
-            let state = match (place < self.num_launched(), record.stale, record.resolved) {
+        self.queue.iter().enumerate().map(|(index, record)| {
+            let state = match (index < self.num_launched(), record.stale, record.resolved) {
                 (false, false, _) => StepState::Prepared,
                 (false, true, _) => StepState::Stale,
                 (true, _, false) => StepState::Launched,
@@ -222,8 +222,8 @@ impl Steps {
     }
 
     pub(crate) fn set_abandoned(&mut self, step: u64) {
-        if let Some(place) = self.place(step) {
-            self.queue[place].abandoned = true;
+        if let Some(index) = self.index_of(step) {
+            self.queue[index].abandoned = true;
         }
         self.set_resolved(step);
     }
@@ -251,16 +251,16 @@ impl Steps {
         self.queue.len() - self.num_unlaunched
     }
 
-    fn place(&self, step: u64) -> Option<usize> {
+    fn index_of(&self, step: u64) -> Option<usize> {
         self.queue.binary_search_by_key(&step, |record| record.plan.step).ok()
     }
 
     pub(crate) fn get(&self, step: u64) -> Option<&StepRecord> {
-        self.place(step).map(|place| &self.queue[place])
+        self.index_of(step).map(|index| &self.queue[index])
     }
 
     pub(crate) fn is_launched(&self, step: u64) -> bool {
-        self.place(step).is_some_and(|place| place < self.num_launched())
+        self.index_of(step).is_some_and(|index| index < self.num_launched())
     }
 
     pub(crate) fn all(&self) -> impl Iterator<Item = &StepRecord> {
@@ -312,8 +312,8 @@ impl Steps {
     }
 
     pub(crate) fn set_resolved(&mut self, step: u64) {
-        if let Some(place) = self.place(step) {
-            self.queue[place].resolved = true;
+        if let Some(index) = self.index_of(step) {
+            self.queue[index].resolved = true;
         }
         self.retire();
     }

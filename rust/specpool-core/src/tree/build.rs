@@ -111,10 +111,10 @@ impl<'a> Candidates<'a> {
             return Err(Error::Shape(format!("candidates need num_steps >= 1 and topk >= 1, got {num_steps}, {topk}")));
         }
         let total = fit("candidates", &[batch, num_candidates(num_steps, topk)])?;
-        let kept = fit("parents", &[batch, num_steps.saturating_mul(topk).saturating_add(1)])?;
+        let num_parents = fit("parents", &[batch, num_steps.saturating_mul(topk).saturating_add(1)])?;
         same_len("candidate scores", scores.len(), total)?;
         same_len("candidate tokens", tokens.len(), total)?;
-        same_len("candidate parents", parents.len(), kept)?;
+        same_len("candidate parents", parents.len(), num_parents)?;
         Ok(Self { batch, num_steps, topk, scores, tokens, parents })
     }
 
@@ -138,7 +138,7 @@ impl<'a> Candidates<'a> {
 
         let total = num_candidates(self.num_steps, k);
         let first = if step == 0 { 0 } else { k + k * k * (step - 1) };
-        let mut kept = Selection {
+        let mut selection = Selection {
             input_ids: with_room(batch * k, "kept candidates")?,
             branch_parents: with_room(batch * k, "kept candidates")?,
             scores: with_room(batch * k, "kept candidates")?,
@@ -165,13 +165,13 @@ impl<'a> Candidates<'a> {
                 top(level, k, &mut order);
             }
             for (branch, &candidate) in order.iter().enumerate() {
-                kept.input_ids.push(tokens[candidate]);
-                kept.branch_parents.push(if step == 0 { branch } else { candidate / k } as i32);
-                kept.scores.push(level[candidate]);
+                selection.input_ids.push(tokens[candidate]);
+                selection.branch_parents.push(if step == 0 { branch } else { candidate / k } as i32);
+                selection.scores.push(level[candidate]);
                 parents[1 + k * step + branch] = (first + candidate) as i64;
             }
         }
-        Ok(kept)
+        Ok(selection)
     }
 
     /// Chooses the `num_draft_tokens - 1` best of all candidates of each lane, once every step has been selected.
@@ -179,7 +179,7 @@ impl<'a> Candidates<'a> {
     /// # Errors
     /// [`Error::Shape`] unless `1 <= num_draft_tokens <= 1 + M`.
     pub fn organize(&self, num_draft_tokens: usize) -> Result<Organized> {
-        let (total, kept) = (num_candidates(self.num_steps, self.topk), 1 + self.topk * self.num_steps);
+        let (total, num_parents) = (num_candidates(self.num_steps, self.topk), 1 + self.topk * self.num_steps);
         if num_draft_tokens == 0 || num_draft_tokens > total + 1 {
             return Err(Error::Shape(format!(
                 "num_draft_tokens must be in [1, {}] for num_steps {}, topk {}, got {num_draft_tokens}",
@@ -196,7 +196,7 @@ impl<'a> Candidates<'a> {
         };
         let mut order = with_room(total, "the candidates of a lane")?;
         for lane in 0..self.batch {
-            organized.parent_list.extend_from_slice(&self.parents[lane * kept..][..width]);
+            organized.parent_list.extend_from_slice(&self.parents[lane * num_parents..][..width]);
             top(&self.scores[lane * total..][..total], count, &mut order);
             order.sort_unstable();
             let tokens = &self.tokens[lane * total..][..total];
@@ -236,24 +236,24 @@ pub fn build_tree(parent_list: &[i64], top_scores_index: &[i64], batch: usize, t
         if chosen.first().is_some_and(|&c| c < 0) || chosen.windows(2).any(|pair| pair[0] >= pair[1]) {
             let wrong = chosen.windows(2).position(|pair| pair[0] >= pair[1]).unwrap_or(0);
             let from = if count > MAX_SHOWN { wrong } else { 0 };
-            let place = if count > MAX_SHOWN { format!(" from column {from} on") } else { String::new() };
+            let location = if count > MAX_SHOWN { format!(" from column {from} on") } else { String::new() };
             let shown = &chosen[from..count.min(from + MAX_SHOWN)];
             return Err(Error::Shape(format!(
-                "top_scores_index[{lane}] must ascend from 0 or more, got {shown:?}{place}"
+                "top_scores_index[{lane}] must ascend from 0 or more, got {shown:?}{location}"
             )));
         }
         parents.push(-1);
         for &candidate in chosen {
-            let kept = candidate as usize / topk; // which kept candidate it continues; 0 is the root
-            let parent = match list.get(kept) {
-                _ if kept == 0 => Some(0),
-                Some(number) => chosen.binary_search(number).ok().map(|place| place + 1),
+            let column = candidate as usize / topk; // which kept candidate it continues; 0 is the root
+            let parent = match list.get(column) {
+                _ if column == 0 => Some(0),
+                Some(number) => chosen.binary_search(number).ok().map(|index| index + 1),
                 None => None,
             };
             let Some(parent) = parent else {
                 return Err(Error::Shape(format!(
                     "top_scores_index[{lane}] chooses candidate {candidate}, but not its parent (parent_list \
-                     column {kept} of {width})"
+                     column {column} of {width})"
                 )));
             };
             parents.push(parent as i32);
@@ -274,8 +274,8 @@ impl Tree {
         }
         let batch = parents.len().checked_div(n).unwrap_or(0);
         same_len("parents", parents.len(), batch * n)?;
-        for (place, &parent) in parents.iter().enumerate() {
-            let (lane, node) = (place / n, place % n);
+        for (index, &parent) in parents.iter().enumerate() {
+            let (lane, node) = (index / n, index % n);
             if node == 0 && parent != -1 {
                 return Err(Error::Shape(format!("parents[{lane}, 0] is the root's and must be -1, got {parent}")));
             }

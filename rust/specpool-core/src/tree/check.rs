@@ -54,15 +54,15 @@ pub fn find_broken(trees: &Proposed<'_>, root_tokens: &[i64], vocab_size: i64) -
     same_len("next_sibling", trees.next_sibling.len(), flat)?;
     let mut broken = Vec::new();
     for (lane, &root) in root_tokens.iter().enumerate() {
-        let (of, seen) = (lane * n..(lane + 1) * n, lane * n * n..(lane + 1) * n * n);
-        let one = Proposed {
-            tokens: &trees.tokens[of.clone()],
-            depths: &trees.depths[of.clone()],
+        let (nodes, seen) = (lane * n..(lane + 1) * n, lane * n * n..(lane + 1) * n * n);
+        let proposed = Proposed {
+            tokens: &trees.tokens[nodes.clone()],
+            depths: &trees.depths[nodes.clone()],
             mask: &trees.mask[seen],
-            first_child: &trees.first_child[of.clone()],
-            next_sibling: &trees.next_sibling[of],
+            first_child: &trees.first_child[nodes.clone()],
+            next_sibling: &trees.next_sibling[nodes],
         };
-        if let Err(why) = one.check(lane, root, vocab_size) {
+        if let Err(why) = proposed.check(lane, root, vocab_size) {
             room(&mut broken, 1, "broken trees")?;
             broken.push(Broken { lane, why });
         }
@@ -100,7 +100,7 @@ impl Proposed<'_> {
                 };
                 if !self.sees_alike(node, to, is_child) {
                     let mut wanted = self.seen(node);
-                    wanted.retain(|&each| is_child || each != node);
+                    wanted.retain(|&other| is_child || other != node);
                     wanted.push(to);
                     return Err(format!(
                         "mask and {name}[{lane}, {node}] = {link} disagree: node {node} sees {}, so node {link} must \

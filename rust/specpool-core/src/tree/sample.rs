@@ -270,18 +270,18 @@ fn chunk_sum(chunk: &[f32], weigh: &Weigh) -> f64 {
 
 /// The least id whose cumulative weight exceeds `aim`, with its interval.
 fn walk(weights: impl Iterator<Item = (usize, f64)>, mut below: f64, aim: f64) -> (usize, f64, f64) {
-    let mut found = (0, below, below);
+    let mut drawn = (0, below, below);
     for (id, weight) in weights {
         if weight > 0.0 {
             let above = below + weight;
-            found = (id, below, above);
+            drawn = (id, below, above);
             if above > aim {
                 break;
             }
             below = above;
         }
     }
-    found
+    drawn
 }
 
 /// The distance of the aim to an inner edge of `[below, above)`, as a share of the total.
@@ -311,8 +311,8 @@ fn keep(logits: &[f32], weigh: &Weigh, params: &SampleParams, scratch: &mut Scra
     let mut margin = f64::INFINITY;
     let k = params.top_k as usize;
     if k > 0 && k < order.len() {
-        let (kept, next, _) = order.select_nth_unstable(k);
-        let last = kept.iter().max().map_or(0, |&key| id_of(key));
+        let (head, next, _) = order.select_nth_unstable(k);
+        let last = head.iter().max().map_or(0, |&key| id_of(key));
         margin = weigh.gap(logits[last], logits[id_of(*next)]);
         order.truncate(k);
         order.sort_unstable();
@@ -323,9 +323,9 @@ fn keep(logits: &[f32], weigh: &Weigh, params: &SampleParams, scratch: &mut Scra
             if cut { order.iter().map(|&key| weight(key)).sum() } else { sum_chunks(logits, weigh, &mut scratch.sums) };
         let need = f64::from(params.top_p) * total;
         // Sort only the part of the head that the mass needs.
-        let (mut sorted, mut kept, mut mass) = (if cut { order.len() } else { 0 }, 0, 0.0);
-        while kept < order.len() && mass < need {
-            if kept == sorted {
+        let (mut sorted, mut num_kept, mut mass) = (if cut { order.len() } else { 0 }, 0, 0.0);
+        while num_kept < order.len() && mass < need {
+            if num_kept == sorted {
                 let head = (sorted * 4).max(256).min(order.len());
                 if head < order.len() {
                     order[sorted..].select_nth_unstable(head - sorted);
@@ -333,15 +333,15 @@ fn keep(logits: &[f32], weigh: &Weigh, params: &SampleParams, scratch: &mut Scra
                 order[sorted..head].sort_unstable();
                 sorted = head;
             }
-            mass += weight(order[kept]);
-            kept += 1;
+            mass += weight(order[num_kept]);
+            num_kept += 1;
         }
-        let last = order[kept - 1];
+        let last = order[num_kept - 1];
         margin = margin.min((mass - need) / total).min((need - (mass - weight(last))) / total);
-        if let Some(&next) = order[kept..].iter().min() {
+        if let Some(&next) = order[num_kept..].iter().min() {
             margin = margin.min(weigh.gap(logits[id_of(last)], logits[id_of(next)]));
         }
-        order.truncate(kept);
+        order.truncate(num_kept);
     }
     if params.min_p > 0.0 {
         margin = drop_unlikely(logits, weigh, params.min_p, order, margin);
@@ -367,8 +367,8 @@ fn drop_unlikely(logits: &[f32], weigh: &Weigh, min_p: f32, order: &mut Vec<u64>
 }
 
 /// Inverse CDF over the kept ids, which ascend.
-fn draw_from(logits: &[f32], weigh: &Weigh, u: f64, kept: &[u64]) -> Draw {
-    let weights = || kept.iter().map(|&id| (id as usize, weigh.of(logits[id as usize])));
+fn draw_from(logits: &[f32], weigh: &Weigh, u: f64, ids: &[u64]) -> Draw {
+    let weights = || ids.iter().map(|&id| (id as usize, weigh.of(logits[id as usize])));
     let total: f64 = weights().map(|(_, weight)| weight).sum();
     let aim = u * total;
     let (token, below, above) = walk(weights(), 0.0, aim);

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specpool.arrays import Int32
-from specpool.engine.attention.view import AttentionView, TokenReads
+from specpool.engine.attention.view import AttentionView, TokenReads, first_columns
 from specpool.errors import ShapeError
 from specpool.kernels.transfer import upload
 
@@ -150,9 +150,7 @@ def page_csr(read_pages: Tensor, kv_lens: Int32, page_size: int) -> PageCSR:
     if counts.min() == counts.max():
         indices = read_pages[:, : int(counts[0])].reshape(-1)
     else:
-        # Entry i, of lane b, is column i - indptr[b] of row b.
-        shifts = np.arange(len(counts)) * columns - indptr[:-1]
-        (at,) = upload(read_pages.device, np.repeat(shifts, counts) + np.arange(indptr[-1]))
+        (at,) = upload(read_pages.device, first_columns(counts, columns))
         indices = read_pages.reshape(-1).index_select(0, at)
     return PageCSR(
         page_size,

@@ -44,13 +44,13 @@ class Compiler:
         """Compile nothing yet.
 
         Args:
-            tokenizer: gives each token's bytes; None = no grammar can be compiled.
+            tokenizer: knows each token's bytes; if None, no grammar can be compiled.
             vocab_size: the target's.
             eos_ids: the tokens that end a text of the target.
         """
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
         self.vocabulary = Vocabulary(tokenizer, vocab_size, eos_ids)
-        # The cache keeps results alone: a wrong grammar is refused again each time.
+        # The cache keeps only results, so a wrong grammar is compiled and refused each time.
         self._engine = lru_cache(MAX_COMPILED)(partial(_within_time, self.vocabulary))
 
     def matcher(self, grammar: Grammar, stop_ids: frozenset[int] = frozenset()) -> Matcher:
@@ -71,7 +71,7 @@ class Compiler:
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Refuse what is no grammar, as far as it shows without a tokenizer; this imports no torch.
+    """Refuse a wrong grammar, as far as it can be checked without a tokenizer; imports no torch.
 
     Raises:
         ConfigError: the package is missing, or the grammar is wrong; the message says where.
@@ -97,11 +97,11 @@ class Vocabulary:
     def get(self) -> Any:
         """Return them as llguidance keeps them."""
         if self._read is None:
-            self._read = self._of_tokenizer()
+            self._read = self._from_tokenizer()
         return self._read
 
     def source(self) -> list[Any]:
-        """Return what another process makes its own from: the tokenizer as JSON, size, ends.
+        """Return the tokenizer as JSON, its size and the ends, for a vocabulary in another process.
 
         Raises:
             ConfigError: the tokenizer cannot be read.
@@ -128,7 +128,7 @@ class Vocabulary:
             )
         return self._tokenizer
 
-    def _of_tokenizer(self) -> Any:
+    def _from_tokenizer(self) -> Any:
         tokenizer = self._checked()
         from llguidance import hf
 
@@ -196,7 +196,7 @@ def _refused(grammar: Grammar, message: str) -> ConfigError:
     message = shortened(message)
     if message.startswith("oneOf constraints"):  # it advises an option of its own
         message = "oneOf whose parts may overlap is not supported: give anyOf"
-    return ConfigError(f"structured: {message}{_where(grammar, message)}")
+    return ConfigError(f"structured: {message}{_location(grammar, message)}")
 
 
 def _library() -> Any:
@@ -214,7 +214,7 @@ def _source(library: Any, grammar: Grammar) -> str:
     if grammar.kind in ("json_schema", "json_object"):
         text = "true" if grammar.text.strip() == "true" else grammar.text
         schema = text if grammar.kind == "json_schema" else '{"type": "object"}'
-        # No blanks between the tokens of the text: they would leave a choice everywhere.
+        # No blanks between the tokens of the text: they would allow a second token everywhere.
         options = {"whitespace_flexible": False}
         if schema == "true":
             schema = "{}"
@@ -222,16 +222,16 @@ def _source(library: Any, grammar: Grammar) -> str:
     return str(library.grammar_from(grammar.kind, grammar.text))
 
 
-def _where(grammar: Grammar, message: str) -> str:
-    """Return the place in a schema that an error speaks of, as far as its words tell."""
+def _location(grammar: Grammar, message: str) -> str:
+    """Return the location in a schema that an error names; "" if it names none."""
     if grammar.kind != "json_schema":
         return ""
     names = re.findall(r"[\"'`]([^\"'`]+)[\"'`]", message) + re.findall(r": ([\w-]+)$", message)
     names += re.findall(r"^(\w+) whose", message)
     for name in names:
-        found = _pointer(json.loads(grammar.text), name)
-        if found is not None:
-            return f" (at {found})"
+        pointer = _pointer(json.loads(grammar.text), name)
+        if pointer is not None:
+            return f" (at {pointer})"
     return ""
 
 
@@ -250,13 +250,13 @@ def _pointer(value: Any, name: str, path: str = "#", has_names: bool = False) ->
     elif isinstance(value, list):
         entries = [(str(index), item) for index, item in enumerate(value)]
     for key, item in entries:
-        here = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
+        pointer = f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
         is_keyword = isinstance(value, dict) and not has_names
         if (is_keyword and key == name) or item == name:
-            return here
+            return pointer
         if is_keyword and key in _VALUES:
             continue
-        found = _pointer(item, name, here, is_keyword and key in _MAPS)
-        if found is not None:
-            return found
+        nested_pointer = _pointer(item, name, pointer, is_keyword and key in _MAPS)
+        if nested_pointer is not None:
+            return nested_pointer
     return None

@@ -130,7 +130,9 @@ def _check_choices(text: str) -> None:
         strings = json.loads(text)
     except (ValueError, RecursionError):
         strings = None
-    if not isinstance(strings, list) or not all(isinstance(one, str) and one for one in strings):
+    if not isinstance(strings, list) or not all(
+        isinstance(string, str) and string for string in strings
+    ):
         raise ConfigError(
             f"structured: a choice is a JSON list of strings that are not empty, got {text[:80]!r}"
         )

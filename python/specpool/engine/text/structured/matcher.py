@@ -14,18 +14,19 @@ import numpy.typing as npt
 from specpool.arrays import Int32, Int64
 from specpool.errors import ConfigError, is_fault
 
-#: A forced span with more tokens than this has no end, as far as a request is concerned.
+#: A forced span with more tokens than this is taken for endless.
 MAX_SPAN = 4096
 
 
 class Matcher:
     """A place in a grammar: behind the tokens of one request's output.
 
-    It follows the output on the host. For the drafts of a tree it goes ahead and comes back. A
-    token that ends the text may follow exactly where the form is complete, whatever its bytes are.
+    It follows the output on the host. For the drafts of a tree it goes down each path and comes
+    back. A token that ends the text may follow exactly where the form is complete, whatever its
+    bytes are.
 
     Attributes:
-        error: why no token can follow; None = there is no such reason.
+        error: why no token can follow; None if one can.
     """
 
     def __init__(self, engine: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
@@ -36,7 +37,7 @@ class Matcher:
             vocab_size: the target's.
             end_ids: the tokens that end the output.
         """
-        self._start, self._place = engine, engine.deep_copy()
+        self._start, self._cursor = engine, engine.deep_copy()
         self._vocab_size = vocab_size
         self._end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)
         self._num_words = -(-vocab_size // 32)
@@ -46,7 +47,7 @@ class Matcher:
         self._num_tokens = 0  # of the output, so far
         self._has_ended = False  # the last of them ends the text
         self._foresees = True
-        self._is_lost = False  # the library has failed: nobody knows where the place is
+        self._is_lost = False  # the library has failed, so the cursor is of no use
         self.error: str | None = None
 
     def fresh(self) -> Matcher:
@@ -60,7 +61,7 @@ class Matcher:
         if new and new[-1] in self._end_ids:
             self._has_ended, new = True, new[:-1]
         with self._failing():
-            if new and not self._place.consume_tokens(list(new)):
+            if new and not self._cursor.consume_tokens(list(new)):
                 self._fail("the form does not allow the output")
 
     def masks(
@@ -70,8 +71,8 @@ class Matcher:
 
         Args:
             tokens: [N]; the root is the last token of the output.
-            first_child: [N], -1 = none.
-            next_sibling: [N], -1 = none.
+            first_child: [N]; -1 for none.
+            next_sibling: [N]; -1 for none.
 
         Returns:
             The nodes, [n]: the root and all nodes whose path is allowed and goes on. And bits,
@@ -103,61 +104,61 @@ class Matcher:
         while child != -1:
             token = int(tokens[child])
             if line[token // 32] >> (token % 32) & 1 and token not in self._end_ids:
-                if self._place.consume_token(token):
+                if self._cursor.consume_token(token):
                     yield from self._lines_from(child, tokens, first_child, next_sibling)
-                if not self._place.rollback(1):
+                if not self._cursor.rollback(1):
                     self._fail("the form's place was lost")
                     return
             child = int(next_sibling[child])
 
     def dead_end(self, tokens: Sequence[int], prompt_len: int) -> str | None:
-        """Return why no token can follow the end of `tokens`, as in `follow`; None = one can."""
+        """Return why no token can follow the end of `tokens`, as in `follow`; None if one can."""
         self.follow(tokens, prompt_len)
-        none = np.full(1, -1, np.int32)
-        self.masks(np.zeros(1, np.int64), none, none)
+        no_link = np.full(1, -1, np.int32)
+        self.masks(np.zeros(1, np.int64), no_link, no_link)
         return self.error
 
-    def forced(self, most: int) -> list[int]:
+    def forced(self, max_tokens: int) -> list[int]:
         """Return the next tokens, at most `most`, if the grammar leaves one string or one end."""
-        if self._has_ended or self.error is not None or most < 1:
+        if self._has_ended or self.error is not None or max_tokens < 1:
             return []
         span: list[int] = []
         with self._failing():
-            span = self._span(most)
+            span = self._span(max_tokens)
         return span
 
-    def _span(self, most: int) -> list[int]:
+    def _span(self, max_tokens: int) -> list[int]:
         """Return the forced tokens; see `forced`."""
-        if self._place.is_stopped():
+        if self._cursor.is_stopped():
             return [min(self._end_ids)] if len(self._end_ids) == 1 else []
         if not self._foresees:
             return []
-        tokens = self._place.compute_ff_tokens()
+        tokens = self._cursor.compute_ff_tokens()
         span = [*itertools.takewhile(lambda token: token not in self._end_ids, tokens)]
-        if len(span) > MAX_SPAN:  # each look would take as long
+        if len(span) > MAX_SPAN:  # each further call would take as long
             self._foresees = False
-        if len(span) < most and len(self._end_ids) == 1 and self._ends_after(span):
+        if len(span) < max_tokens and len(self._end_ids) == 1 and self._ends_after(span):
             span = [*span, *self._end_ids]
-        return [token for token in span[:most] if token < self._vocab_size]
+        return [token for token in span[:max_tokens] if token < self._vocab_size]
 
     def _ends_after(self, span: list[int]) -> bool:
         if not span:
             return False
-        is_over = bool(self._place.consume_tokens(span) and self._place.is_stopped())
-        if not self._place.rollback(len(span)):
+        is_over = bool(self._cursor.consume_tokens(span) and self._cursor.is_stopped())
+        if not self._cursor.rollback(len(span)):
             self._fail("the form's place was lost")
         return is_over
 
     def _mask(self) -> npt.NDArray[np.int32]:
         """Return the bits of the tokens that may follow here, int32 [ceil(V / 32)]."""
-        bits = self._place.compute_bitmask()
-        if self._place.is_error():
-            self._fail(shortened(self._place.get_error()))
+        bits = self._cursor.compute_bitmask()
+        if self._cursor.is_error():
+            self._fail(shortened(self._cursor.get_error()))
             return np.zeros(self._num_words, np.int32)
         words = np.zeros(max(self._num_words, -(-len(bits) // 4)), np.int32)
         words.view(np.uint8)[: len(bits)] = np.frombuffer(bits, np.uint8)
         words = words[: self._num_words]
-        if self._place.is_accepting():
+        if self._cursor.is_accepting():
             return words | self._end_bits
         return words & ~self._end_bits
 

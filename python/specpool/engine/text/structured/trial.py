@@ -39,23 +39,23 @@ class Trial:
             TimeoutError: it took more than `seconds`.
         """
         try:
-            told = self._process.ask(
+            failure = self._process.ask(
                 [grammar.kind, grammar.text], seconds, first=self._vocabulary.source()
             )
         except ProcessError as error:
             if error.is_late:
                 raise TimeoutError from None
-            told = f"structured: the {grammar.kind} cannot be compiled: {error}"
-            raise ConfigError(told) from None
-        if told is not None:
-            raise ConfigError(told)
+            failure = f"structured: the {grammar.kind} cannot be compiled: {error}"
+            raise ConfigError(failure) from None
+        if failure is not None:
+            raise ConfigError(failure)
 
     def close(self) -> None:
         """End the process."""
         self._process.close()
 
 
-class _Given:
+class _SentVocabulary:
     """The vocabulary that the parent sent."""
 
     def __init__(self, source: Any) -> None:
@@ -74,13 +74,13 @@ def serve() -> None:
     with contextlib.suppress(OSError):
         os.nice(10)  # the engine's rounds come first
     print("true", flush=True)
-    vocabulary = _Given(json.loads(sys.stdin.readline()))
+    vocabulary = _SentVocabulary(json.loads(sys.stdin.readline()))
     limit_memory(MOST_BYTES)
     print("true", flush=True)
     for line in sys.stdin:
-        told = None
+        failure = None
         try:
             compiled(vocabulary, Grammar(*json.loads(line)))
         except ConfigError as error:
-            told = str(error)
-        print(json.dumps(told), flush=True)
+            failure = str(error)
+        print(json.dumps(failure), flush=True)
