@@ -479,20 +479,31 @@ def token_ids(value: object, law: str) -> list[int]:
     raise ConfigError(f"{law}, got {shown(value)}")
 
 
+#: Types of a message's parts that have a text.
+_PARTS = ("text", "refusal")
+
+
 def _text_of_parts(name: str, parts: Sequence[object]) -> str:
     """Join the text parts of a message's content; parts are as in OpenAI's chat interface."""
     texts = []
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
-            problem = f"the type {shown(kind)}" if kind not in (None, "text") else shown(part)
+        text = _text_of_part(part)
+        if kind not in _PARTS or not isinstance(text, str):
+            problem = f"the type {shown(kind)}" if kind not in (None, *_PARTS) else shown(part)
             raise ConfigError(
                 f"part {number} of the content of {name} is {problem}: only text can be read, as "
                 "{'type': 'text', 'text': '...'}"
             )
         texts.append(text)
     return "".join(texts)
+
+
+def _text_of_part(part: object) -> object:
+    """Return the text of a message's part, or None if it has none."""
+    if not isinstance(part, Mapping):
+        return None
+    return part.get("refusal" if part.get("type") == "refusal" else "text")
 
 
 def num_characters(prompt: Prompt) -> int:
@@ -509,7 +520,7 @@ def num_characters(prompt: Prompt) -> int:
             texts.append(function.get("arguments") if isinstance(function, Mapping) else None)
         content = message.get("content")
         parts = content if isinstance(content, list | tuple) else [{"text": content}]
-        texts += [part.get("text") for part in parts if isinstance(part, Mapping)]
+        texts += map(_text_of_part, parts)
     return sum(len(text) for text in texts if isinstance(text, str))
 
 

@@ -23,6 +23,9 @@ RESULT_ROLES = frozenset({"tool", "function", "ipython", "tool_results", "observ
 _NINE = re.compile(r"\|\s*length\s*(?:!=|==|<)\s*9\b")
 #: Kimi's templates show a call's id alone, which must hold the function's name and a number.
 _KIMI = "<|tool_call_begin|>"
+#: gpt-oss' templates refuse an answer of calls that has both thoughts and a content.
+_CHANNEL = "<|channel|>"
+_THOUGHTS = ("reasoning_content", "reasoning")
 #: Half of a character, which a model can escape in the arguments of a call; no text may have it.
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
@@ -127,7 +130,8 @@ def prepared(
     stays as it is. Half of an escaped character in arguments, a lone surrogate, becomes U+FFFD:
     the client sends back what it got. The role `developer` becomes `system` if the template does
     not know it. If the template wants ids of nine characters, other ids of calls become such; if
-    it is Kimi's, they become `functions.name:number`.
+    it is Kimi's, they become `functions.name:number`. If it is gpt-oss', an answer of calls with
+    a content has no thoughts.
 
     Args:
         messages: plain data; each content is a string.
@@ -147,6 +151,8 @@ def prepared(
             copy["role"] = "system"
         if isinstance(calls := copy.get("tool_calls"), list):
             copy["tool_calls"] = [_call(call, form.has_objects) for call in calls]
+            if _CHANNEL in template and copy.get("content"):
+                copy = {key: value for key, value in copy.items() if key not in _THOUGHTS}
         if has_nine:
             copy = _with_short_ids(copy)
         for part in _with_shown_calls(copy, form):
