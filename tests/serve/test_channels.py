@@ -8,7 +8,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionChunk
 from test_bridge import done
@@ -101,6 +101,7 @@ def test_thoughts_and_the_rest_are_parted_in_every_split(text, thoughts, rest):
 
 
 @settings(max_examples=100, deadline=None)
+@example(["<|start|>", "assistant", " to=functions.f"], random.Random(0))
 @given(
     st.lists(
         st.sampled_from([*MARKS, "assistant", "analysis", "final", " to=functions.f", "a", "\n"]),

@@ -78,7 +78,8 @@ class Channels:
         self._read_text(text[start:])
         if last and self._is_header:
             is_cut = any(is_special for _, is_special in self._header)
-            if is_cut and not any("to=" in piece for piece, _ in self._header):
+            held = "".join(piece for piece, _ in self._header)
+            if is_cut and "to=" not in held:
                 self._header.clear()
             self._release()
         return self._new
