@@ -282,7 +282,7 @@ def test_every_forward_of_an_engine_is_without_cudnn(monkeypatch):
     replayed, ran = RoundGraph.replay, set()
     monkeypatch.setattr(worker, "without_cudnn", noting)
     monkeypatch.setattr(RoundGraph, "replay", replay)
-    inside(Forward, "_output")
+    inside(Forward, "run")
     for name in ("propose", "extend", "catch_up"):
         inside(EagleDrafter, name)
     # After a plain round the head catches up, before the graph of the next round is replayed.
@@ -300,7 +300,7 @@ def test_every_forward_of_an_engine_is_without_cudnn(monkeypatch):
         script.take_over(engine)
         (output,) = engine.generate(["a"], SamplingParams(max_new_tokens=20, ignore_eos=True))
         assert output.error is None and engine.stats().graphs.replay_ct and capture.recordings
-    assert len(devices) > 1 and ran == {"_output", "propose", "extend", "catch_up"}
+    assert len(devices) > 1 and ran == {"run", "propose", "extend", "catch_up"}
 
 
 def test_the_probe_of_a_model_is_without_cudnn(monkeypatch):

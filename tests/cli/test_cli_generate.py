@@ -188,6 +188,7 @@ def test_a_prompt_may_be_a_users_message(capsys, tmp_path):
         (["--prefill-tokens", "0"], "--prefill-tokens must be"),
         (["--busy-check", "3"], "--busy-check must be an integer in [0, 2], got 3"),
         (["--stop", ""], "stop must hold strings that are not empty"),
+        (["a text"], "extra argument(s) (a text): give a prompt with --prompt or -p, as in -p 't"),
     ],
 )
 def test_bad_options_are_refused(capsys, options, message):

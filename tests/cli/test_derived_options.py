@@ -92,7 +92,7 @@ def test_a_value_beyond_a_fields_limits_is_refused(config):
     limited = [field for field in declared(config) if field.within is not None]
     assert limited
     for field in limited:
-        for value in (field.within.least - 1, field.within.most + 1, "1", True):
+        for value in (field.within.minimum - 1, field.within.maximum + 1, "1", True):
             with pytest.raises(ConfigError, match=rf"^{field.name} must be an? (int|num)\w+ in \["):
                 config(**required, **{field.name: value})
 

@@ -10,8 +10,7 @@ import ledger_table
 import specpool
 from ledger_kit import make, prefill, start
 from paths import ROOT
-from specpool import _core
-from specpool.kernels import twins as kernels
+from specpool import _core, kernels
 
 TEXT = ledger_table.PAGE.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
@@ -86,7 +85,12 @@ def test_the_names_for_an_engineer_of_sglang_exist():
     assert len(here) > 10
     for name in here:
         owner, _, attribute = name.rpartition(".")
-        places = {"": (_core, specpool.Ledger), "Ledger": (specpool.Ledger,), "kernels": (kernels,)}
+        places = {
+            "": (_core, specpool.Ledger),
+            "Ledger": (specpool.Ledger,),
+            "kernels": (kernels,),
+            "_core": (_core,),
+        }
         assert any(hasattr(place, attribute) for place in places[owner]), name
 
 

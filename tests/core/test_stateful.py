@@ -10,7 +10,6 @@ import random
 from collections import Counter
 from typing import ClassVar
 
-import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -82,12 +81,9 @@ class LedgerAgainstOracle(RuleBasedStateMachine):
             self.counts.update(self.both.counts)
 
 
-@pytest.mark.parametrize(
-    "num_examples", [SOAK] if SOAK else [200, pytest.param(400, marks=pytest.mark.full)]
-)
-def test_the_ledger_agrees_with_the_oracle(num_examples):
+def test_the_ledger_agrees_with_the_oracle():
     LedgerAgainstOracle.counts.clear()
-    examples = settings(SETTINGS, max_examples=num_examples)
+    examples = settings(SETTINGS, max_examples=SOAK or 400)
     run_state_machine_as_test(LedgerAgainstOracle, settings=examples)
     counts = LedgerAgainstOracle.counts
     done = sum(count for (_, outcome), count in counts.items() if outcome == "ok")

@@ -20,9 +20,11 @@ from specpool.engine.assets import corpus, resolve
 from specpool.engine.draft import DraftTree, EagleDrafter, ScriptedDrafter
 from specpool.engine.models import TargetModel
 from specpool.engine.output import Chunk, RequestOutput
+from specpool.engine.sampling_params import NEUTRAL, TRUNCATIONS
 from specpool.engine.scheduler.config import SchedulerConfig
 from specpool.engine.scheduler.scheduler import Scheduler
 from specpool.engine.scheduler.step import StepResult
+from specpool.fields import declared
 
 PROMPTS = corpus.prompts(4, 30)
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True)
@@ -131,6 +133,26 @@ def test_unpin_takes_pins_alone(target):
 
 def test_what_takes_the_likeliest_token_may_say_so_twice():
     assert SamplingParams(top_k=1).top_k == 1
+
+
+def test_a_truncation_of_a_greedy_text_is_refused_with_what_to_do():
+    for name, neutral in TRUNCATIONS.items():
+        assert getattr(SamplingParams(**{name: neutral}), name) == neutral
+        with pytest.raises(ConfigError) as caught:
+            SamplingParams(**{name: 0.5 if isinstance(neutral, float) else 5})
+        assert str(caught.value).endswith(
+            " does nothing at temperature 0, which takes the likeliest token: give a temperature "
+            "above 0, or leave top_k and min_p at 0 and top_p at 1"
+        )
+
+
+def test_every_field_that_may_be_none_has_a_neutral_value_or_a_meaning_of_none():
+    """Law: the worker never gets None for a number that it computes with."""
+    none_is_a_choice = {
+        "structured", "seed", "drafter", "logprobs", "max_draft_steps", "tpot_ms", "priority",
+    }  # fmt: skip
+    optional = {field.name for field in declared(SamplingParams) if field.is_optional}
+    assert optional == NEUTRAL.keys() | none_is_a_choice
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,10 @@ def test_a_disagreement_of_the_runs_beyond_rounding_is_a_fault(engine_of):
             {"params": dataclasses.replace(DRAWN, temperature=0.5)},
             "outputs with different temperature cannot be compared: 0.5, 1.0",
         ),
+        (
+            {"params": dataclasses.replace(DRAWN, min_p=0.1).filled()},
+            "outputs with different min_p cannot be compared: 0.1, 0.0",
+        ),
     ],
 )
 def test_outputs_of_two_requests_are_refused(engine_of, change, message):
@@ -220,6 +224,15 @@ def test_outputs_of_two_requests_are_refused(engine_of, change, message):
         engine.compare(dataclasses.replace(output, **change), output)
     with pytest.raises(ConfigError, match="compare takes two RequestOutput, got \\[1\\]"):
         engine.compare(output, [1])  # type: ignore[arg-type]
+
+
+def test_texts_that_part_under_min_p_cannot_be_judged(engine_of):
+    engine = engine_of("float32")
+    (output,) = engine.generate(corpus.prompts(1), dataclasses.replace(DRAWN, min_p=0.1))
+    *same, last = output.token_ids
+    other = dataclasses.replace(output, token_ids=[*same, last + 1])
+    with pytest.raises(ConfigError, match="a form or min_p: compare runs without them"):
+        engine.compare(output, other)
 
 
 def test_a_closed_engine_compares_nothing():

@@ -51,7 +51,7 @@ class Record:
 
     def ratio(self, *names: str) -> float:
         """Our time by the other's, of these calls together."""
-        return sum(map(self.value, names)) / sum(map(self.own, names))
+        return sum(map(self.value, names)) / sum(map(self.reference, names))
 
     def said(self) -> str:
         """Where and when it was measured."""

@@ -446,7 +446,7 @@ class Client:
         new = [self._next, self._next + 1]
         self._next += 2
         history_len = len(record.conversation.tokens)
-        turn = SimpleNamespace(ids=[*record.conversation.tokens, new[0]], said=[], messages=None)
+        turn = SimpleNamespace(tokens=[*record.conversation.tokens, new[0]], said=[], messages=None)
         done = SimpleNamespace(finish_reason="length", token_ids=new[1:], stop_hit=None)
         number, params = record.conversation.number, SamplingParams()
         work = asyncio.ensure_future(engine.call("turn", number, history_len, new))

@@ -88,7 +88,9 @@ def test_buffers_are_zero_and_take_memory_when_they_are_written(dtype: torch.dty
     layers = [LayerKV(2, 64, 64)] * 4
     cache = KVCache(ledger, layers, [0] * 4, dtype=dtype, device=CPU)
     assert cache.num_bytes >= 256 * MIB
-    assert sum(map(num_resident, (*cache.keys, *cache.values))) < cache.num_bytes // 8
+    assert (
+        sum(map(num_resident, (*cache.keys, *cache.values))) < cache.num_bytes // 2
+    )  # huge pages may come whole
     touched = torch.ones(1 << 20)
     assert num_resident(touched) >= touched.nbytes
     for buffer in (cache.keys[0], cache.values[3]):

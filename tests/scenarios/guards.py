@@ -169,8 +169,8 @@ GUARDS = [
         10,
         "the round in flight counts with its own width",
         "state/rows.rs::push_rounds",
-        "hi[at] += most;",
-        "hi[at] += 1 + 0 * most;",
+        "hi[at] += max_accept_len;",
+        "hi[at] += 1 + 0 * max_accept_len;",
     ),
     guard(
         11,
@@ -183,8 +183,8 @@ GUARDS = [
         20,
         "a cut makes the index forget what is written over",
         "ledger/cache.rs::shorten_index",
-        "self.shorten(entry, place * page_size + len as usize % page_size, verb);",
-        "let _ = (entry, place, page_size, verb);",
+        "self.shorten(entry, column * page_size + len as usize % page_size, verb);",
+        "let _ = (entry, column, page_size, verb);",
     ),
     guard(
         23,
@@ -406,7 +406,7 @@ GUARDS = [
         57,
         "one entry a cell",
         "state/delta.rs::mark",
-        "            place => self.entries[place as usize - 1] = entry,\n",
+        "            number => self.entries[number as usize - 1] = entry,\n",
         "            _ => self.entries.push(entry),\n",
     ),
     guard(
@@ -444,8 +444,8 @@ GUARDS = [
         61,
         "an abandoned step is resolved",
         "state/step.rs::set_abandoned",
-        "            self.queue[place].abandoned = true;\n        }\n        self.set_resolved(step);\n",
-        "            self.queue[place].abandoned = true;\n        }\n",
+        "            self.queue[index].abandoned = true;\n        }\n        self.set_resolved(step);\n",
+        "            self.queue[index].abandoned = true;\n        }\n",
     ),
     guard(
         62,
@@ -709,8 +709,8 @@ GUARDS = [
         78,
         "a rebind gives back behind the fence",
         "ledger/lend.rs::rebind",
-        "group.pool.release(own, row, fence.step, fence.completed, Verb::Rebind)?;",
-        "group.pool.release(own, row, 0, fence.completed, Verb::Rebind)?;",
+        "group.pool.release(own_page, row, fence.step, fence.completed, Verb::Rebind)?;",
+        "group.pool.release(own_page, row, 0, fence.completed, Verb::Rebind)?;",
     ),
     guard(
         79,

@@ -10,12 +10,15 @@ from typing import Any, get_type_hints
 import pytest
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
+from pydantic import ValidationError
 from test_bridge import READY, done
 from test_scripted_engine import Scripted
 from tokenizers import processors
 
 from reciter import CHATML, byte_tokenizer
+from specpool.engine.sampling_params import TRUNCATIONS, SamplingParams
 from specpool.engine.scheduler.request import TokenLogprob
+from specpool.fields import declared
 from specpool.serve.api.choice import Delta
 from specpool.serve.api.errors import ApiError
 from specpool.serve.api.requests import ChatRequest, CompletionRequest, GenerationBody
@@ -325,3 +328,41 @@ def test_a_field_that_would_stand_between_the_turns_of_a_session_is_refused():
             assert (status, answer["error"]["param"]) == (400, name)
 
     fronted(test)
+
+
+LIMITS = {field.name: field.within for field in declared(SamplingParams)}
+#: OpenAI's limit of temperature is lower; a seed may be negative, and top_k -1 means all.
+OWN_LIMITS = {"temperature", "seed", "top_k"}
+SAME_LIMITS = [
+    *(
+        (name, name)
+        for name in GenerationBody.model_fields
+        if LIMITS.get(name) is not None and name not in OWN_LIMITS
+    ),
+    ("max_tokens", "max_new_tokens"),
+    ("min_tokens", "min_new_tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "engine_name"), SAME_LIMITS)
+def test_a_number_has_the_limits_that_python_and_the_command_line_have(name, engine_name):
+    limits = LIMITS[engine_name]
+    for value in (limits.minimum, limits.maximum):
+        assert getattr(CompletionRequest.model_validate(TEXT | {name: value}), name) == value
+    for value in (limits.minimum - 1, limits.maximum + 1):
+        with pytest.raises(ValidationError, match=r"greater than or equal|less than or equal"):
+            CompletionRequest.model_validate(TEXT | {name: value})
+
+
+def test_a_field_of_the_same_name_is_passed_on():
+    """Law: nobody has to name a shared field twice."""
+    values = {name: VALUES[name] for name in ("min_p", "top_p", "tpot_ms", "max_draft_steps")}
+    params = params_of(CompletionRequest.model_validate(TEXT | values), 16, None, 1.0)
+    assert {name: getattr(params, name) for name in values} == values
+    greedy = params_of(
+        CompletionRequest.model_validate(TEXT | values | {"top_k": 5, "temperature": 0}),
+        16,
+        None,
+        1.0,
+    )
+    assert {getattr(greedy, name) for name in TRUNCATIONS} == {None}

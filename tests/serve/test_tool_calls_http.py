@@ -188,7 +188,8 @@ def test_thoughts_that_the_prompt_begins_are_thoughts(end):
     run(tokenizer, test)
 
 
-def test_one_call_that_is_told_is_whole_though_a_later_one_is_cut_off():
+def test_of_one_call_that_is_told_the_reason_says_if_it_is_whole():
+    """Whether a later one is cut off, or the first one itself lacks its braces."""
     family = FAMILIES["qwen"]
     tokenizer = byte_tokenizer(family.specials, family.template)
     text = "".join(text for text, _ in family.answer("", [CALL, CALL]))
@@ -200,6 +201,10 @@ def test_one_call_that_is_told_is_whole_though_a_later_one_is_cut_off():
         stream, _ = await answer(front, body | {"stream": True}, [[i] for i in ids])
         assert joined(stream) == said(whole) and said(whole)[2] == "tool_calls"
         assert json.loads(said(whole)[1][0][1]) == PARIS
+        cut_ids = tokenizer.encode(text.replace("3}}", "3", 1), add_special_tokens=False)
+        whole, _ = await answer(front, body, [cut_ids])
+        stream, _ = await answer(front, body | {"stream": True}, [[i] for i in cut_ids])
+        assert joined(stream) == said(whole) and said(whole)[2] == "stop"
 
     run(tokenizer, test)
 

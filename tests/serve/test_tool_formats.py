@@ -73,7 +73,7 @@ def read(pieces, cuts, formats, thinks=False, **more):
             all_deltas[-1][1] += delta["function"]["arguments"]
     made = [[c["function"]["name"], c["function"]["arguments"]] for c in tools.calls]
     assert all_deltas == made, "the deltas make up the calls"
-    if not made or is_json(made[-1][1]):
+    if all(is_json(arguments) for _, arguments in made):
         assert tools.finish_reason == ("tool_calls" if made else "stop")
     return content, made
 
@@ -204,6 +204,74 @@ def test_a_mark_within_an_argument_is_text(name):
     text = "".join({*marks, "</tool_call>"} - {*family.specials}) + "}])"
     calls = [["get_weather", {"city": text, "days": 1}], ["stop-it", {}]]
     check(family, family.answer("", [call(*pair) for pair in calls]), "", calls, every=False)
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", [name for name in ALL if ALL[name].kind in ("object", "json")])
+def test_a_call_without_its_last_brace_does_not_swallow_what_follows(name):
+    family = ALL[name]
+    calls = [["get_weather", PARIS], ["stop-it", {"city": "Rom"}]]
+    text = "".join(text for text, _ in family.answer("", [call(*pair) for pair in calls]))
+    end = '"days": 3}'
+    assert text.count(end) == 1
+    if family.kind == "object":
+        missing = text.replace(end + "}", end)
+        assert len(missing) == len(text) - 1
+        check(family, family.pieces(missing), "", calls, every=False)
+        more = missing.replace(end, end + ', "id": "x", "more": {"a": [1, "}"]}')
+        check(family, family.pieces(more), "", calls, every=False)
+        begin = missing[: missing.index(end) + len(end)]
+        check(family, family.pieces(begin + "\n\nSo."), "\n\nSo.", calls[:1], every=False)
+    if name != "apertus":
+        extra = text.replace(end, end + "}")
+        check(family, family.pieces(extra), "", calls, every=False)
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if ALL[n].kind == "json" and n != "apertus"])
+def test_arguments_that_lack_a_brace_end_where_the_next_call_begins(name):
+    """They are not whole, so the answer's finish reason says that it stopped within them."""
+    family = ALL[name]
+    calls = [["get_weather", PARIS], ["stop-it", {"city": "Rom"}]]
+    text = "".join(text for text, _ in family.answer("", [call(*pair) for pair in calls]))
+    pieces = family.pieces(text.replace('"days": 3}', '"days": 3'))
+    formats, num = formats_of(family.template), len(units(pieces))
+    content, told = read(pieces, [], formats)
+    assert [called for called, _ in told] == [called for called, _ in calls]
+    assert told[0][1].startswith('{"city": "Paris", "days": 3') and not is_json(told[0][1])
+    assert json.loads(told[1][1]) == {"city": "Rom"}
+    for cuts in (range(1, num), *([cut] for cut in range(0, num, 5))):
+        assert read(pieces, cuts, formats) == (content, told)
+
+
+def test_a_broken_object_before_a_call_is_content():
+    broken = '<tool_call>\n{"arguments": {"city": "Paris"}, "name": "get_weather"\n</tool_call>\n'
+    pieces = ALL["qwen"].answer(broken, [call("stop-it", {})])
+    check(ALL["qwen"], pieces, broken.rstrip(), [["stop-it", {}]])
+    broken = '<|tool_call_start|>[stop-it(city="Paris"'
+    pieces = ALL["lfm2"].pieces(broken) + ALL["lfm2"].answer("", [call("stop-it", {})])
+    check(ALL["lfm2"], pieces, '[stop-it(city="Paris"', [["stop-it", {}]])
+    broken = "<|tool_call>call:stop-it{city:1"
+    pieces = ALL["gemma4"].pieces(broken) + ALL["gemma4"].answer("", [call("stop-it", {})])
+    check(ALL["gemma4"], pieces, "call:stop-it{city:1", [["stop-it", {}]])
+
+
+@pytest.mark.parametrize(
+    ("name", "old"),
+    [
+        ("qwen3_coder", "\n</parameter>"),
+        ("seed_oss", "</parameter>"),
+        ("glm", "</arg_value>"),
+        ("minimax", "</parameter>"),
+    ],
+)
+def test_a_tags_value_without_its_end_ends_before_the_next_tag(name, old):
+    family, calls = ALL[name], [["get_weather", PARIS], ["stop-it", {"city": "Rom"}]]
+    text = "".join(text for text, _ in family.answer("", [call(*pair) for pair in calls]))
+    first = text.index(old)
+    places = [first] if name == "glm" else [first, text.index(old, first + 1)]
+    for place in places:
+        cut = text[:place] + text[place + len(old) :]
+        check(family, family.pieces(cut), "", calls, every=False)
 
 
 # --- random calls
@@ -339,7 +407,11 @@ def test_an_answer_in_the_requests_form_is_content_even_if_it_looks_like_a_call(
     text = json.dumps({"name": "get_weather", "arguments": PARIS})
     for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {}}}):
         assert read([(text, False)], [], FORMATS, response_format=form) == (text, [])
+    for field in ("guided_json", "json_schema", "structured_outputs"):
+        value = {"json": {}} if field == "structured_outputs" else {"type": "object"}
+        assert read([(text, False)], [], FORMATS, **{field: value}) == (text, [])
     assert read([(text, False)], [], FORMATS, response_format={"type": "text"})[1]
+    assert read([(text, False)], [], FORMATS, structured_outputs={})[1]
 
 
 def test_tools_that_are_not_allowed_are_not_called():
@@ -387,6 +459,18 @@ def test_an_object_that_is_no_call_streams():
         ("123", {"$ref": "#/$defs/none"}, "123"),
         ("123", {"$ref": "http://x#/$defs/a"}, "123"),
         ("1", {"const": "1"}, '"1"'),
+        ('"exact phrase"', {"type": "string"}, r'"\"exact phrase\""'),
+        (
+            '"exact phrase"',
+            {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            r'"\"exact phrase\""',
+        ),
+        ("'a' 'b'", {"type": ["string", "null"]}, "\"'a' 'b'\""),
+        ("None", {"type": ["string", "null"]}, "null"),
+        ("5", {"type": ["string", "integer"]}, "5"),
+        ('"5"', {"type": "integer"}, r'"\"5\""'),
+        ('"x"', {}, '"x"'),
+        ("'a' 'b'", {}, "\"'a' 'b'\""),
     ],
 )
 def test_a_tags_value_is_what_the_schema_says(text, schema, expected):
@@ -399,6 +483,36 @@ def test_a_tags_value_is_what_the_schema_says(text, schema, expected):
 )
 def test_python_that_is_more_than_literals_is_no_call(text):
     assert json_of_keywords(text) is None
+
+
+PYTHON = {name: FAMILIES[name] for name in FAMILIES if FAMILIES[name].kind == "python"} | {
+    "llama4": BARE["llama4"]
+}
+
+
+@pytest.mark.parametrize("name", PYTHON)
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("from='Paris', to = 'Rome'", {"from": "Paris", "to": "Rome"}),
+        (
+            "class='economy', None=1, max-results=3",
+            {"class": "economy", "None": 1, "max-results": 3},
+        ),
+        ("$ref='x', a.b=[1, -2]", {"$ref": "x", "a.b": [1, -2]}),
+        ("city='from=1, to=2', async=True", {"city": "from=1, to=2", "async": True}),
+        ('code="""print("(")\nx = 1"""', {"code": 'print("(")\nx = 1'}),
+        ("code='''it's [\\'''', n='', m=\"\"", {"code": "it's ['", "n": "", "m": ""}),
+        ('code="print(1)\nx = \\"\\n)\\"", n=2', {"code": 'print(1)\nx = "\n)"', "n": 2}),
+        ("code='a\r\nb\rc'", {"code": "a\r\nb\rc"}),
+    ],
+)
+def test_a_python_calls_arguments_have_any_name_and_any_string(name, written, arguments):
+    family = PYTHON[name]
+    text = "".join(text for text, _ in family.answer("", [call("stop-it", {})]))
+    assert "stop-it()" in text
+    pieces = family.pieces(text.replace("stop-it()", f"stop-it({written})"))
+    check(family, pieces, "", [["stop-it", arguments]], every=False)
 
 
 def test_each_format_is_in_the_documentation():

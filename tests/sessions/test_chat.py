@@ -151,7 +151,7 @@ def test_a_template_that_makes_no_text_is_named(tokenizer):
 
 def test_parts_of_text_are_one_text(engine):
     """Parts as OpenAI's interface has them; a part that is not text is refused with its place."""
-    parts = [{"type": "text", "text": "one, "}, {"type": "text", "text": "two"}]
+    parts = [{"type": "text", "text": "one, "}, {"type": "refusal", "refusal": "two"}]
     params = SamplingParams(max_new_tokens=4)
     chats = [[{"role": "user", "content": each}] for each in (parts, "one, two")]
     together, whole = engine.generate(chats, params)
@@ -159,6 +159,7 @@ def test_parts_of_text_are_one_text(engine):
     for part, says in (
         ({"type": "image_url", "image_url": {}}, "is the type 'image_url': only text can be read"),
         ({"type": "text", "text": 5}, r"is \{'type': 'text', 'text': 5\}: only text"),
+        ({"type": "refusal", "text": "no"}, r"is \{'type': 'refusal', 'text': 'no'\}: only text"),
         ("three", "is 'three': only text can be read"),
     ):
         chat = [{"role": "user", "content": [*parts, part]}]

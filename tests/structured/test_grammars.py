@@ -11,9 +11,11 @@ import time
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from paths import ROOT
+from schemas import closed
 from specpool import ConfigError, Engine, Grammar, SamplingParams
 from specpool.engine.assets import resolve
 from specpool.engine.draft.base import DraftTree
@@ -376,6 +378,83 @@ def test_a_form_that_only_an_end_could_go_on_with_says_so(compiler):
     matcher = compiler.matcher(Grammar.choice(["yes"]), frozenset([ord("e")]))
     assert matcher.dead_end([1], 1) is None
     assert "only one that ends the text" in matcher.dead_end([1, ord("y")], 1)
+
+
+def bpe_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 300 tokens, with added tokens of each kind."""
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    words = "hello think <think> table tool call [TOOL_CALLS] answer"
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    model.train_from_iterator(
+        [words] * 9, trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<|end|>")
+
+
+NAMES = ["<think>", "</think>", "<tool_call>", "<spec>", "[TOOL_CALLS]", "foo bar", "<pad>"]
+
+
+@pytest.mark.parametrize("is_bytes", [True, False])
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        *((Grammar.regex(f"{re.escape(name)}[x]"), name + "x") for name in NAMES),
+        *((Grammar.choice([f"hello {name} call"]), f"hello {name} call") for name in NAMES),
+        (Grammar.regex("<think>x</think>0"), "<think>x</think>0"),
+        (Grammar.regex(r"é<\|end\|>x"), "é<|end|>x"),
+        (Grammar.ebnf('root ::= "<tool_call>\\n" "x" "</think>"'), "<tool_call>\nx</think>"),
+        (Grammar.json_schema({"const": "<think>"}), '"<think>"'),
+        (Grammar.json_schema({"enum": ["[TOOL_CALLS] tool"]}), '"[TOOL_CALLS] tool"'),
+        (Grammar.json_schema(closed(**{"<spec>": {"const": 1}})), '{"<spec>":1}'),
+    ],
+)
+def test_a_form_may_spell_the_name_of_a_token(is_bytes, grammar, text):
+    """Law: forced text is text, also where it spells the name of a token."""
+    tokenizer = (
+        AutoTokenizer.from_pretrained(resolve("specpool/tiny")) if is_bytes else bpe_tokenizer()
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<spec>", "[TOOL_CALLS]"]})
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "foo bar", "QQ"])
+    end = tokenizer.eos_token_id
+    compiler = Compiler(tokenizer, len(tokenizer) + 5, frozenset([end]))
+    matcher, output = compiler.matcher(grammar), []
+    none = np.full(1, -1, np.int32)
+    while len(output) < 99:
+        span = matcher.forced(99)
+        assert text.startswith(tokenizer.decode([*output, *span[:-1]]))
+        _, bits = matcher.masks(np.zeros(1, np.int64), none, none)
+        allowed = [i for i in range(len(tokenizer) + 5) if bits[0][i // 32] >> (i % 32) & 1]
+        assert span[:1] in ([], allowed) and matcher.error is None
+        if end in allowed:
+            break
+        output.append(allowed[0])
+        matcher.follow([1, *output], 1)
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    assert tokenizer.decode(output) == text and special.isdisjoint(output)
+
+
+def test_a_grammar_may_name_a_special_token():
+    tokenizer = bpe_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<spec>"]})
+    (token,) = tokenizer.convert_tokens_to_ids(["<spec>"])
+    end = tokenizer.eos_token_id
+    matcher = Compiler(tokenizer, len(tokenizer), frozenset([end])).matcher(
+        Grammar.ebnf('start: <spec> "hello"')
+    )
+    assert matcher.forced(9) == [token, *tokenizer.encode("hello"), end]
+
+
+def test_forced_text_without_such_names_is_the_tokenizers_own():
+    tokenizer = bpe_tokenizer()
+    tokenizer.add_tokens(["foo bar", "<think>"])
+    end = tokenizer.eos_token_id
+    for text in ("hello think table foo bar", "the <tool> calls: é \U0001f600", "a\n\nb"):
+        matcher = Compiler(tokenizer, len(tokenizer), frozenset([end])).matcher(
+            Grammar.choice([text])
+        )
+        assert matcher.forced(99) == [*tokenizer.encode(text), end]
 
 
 def test_whitespace_is_not_a_choice(compiler):

@@ -25,6 +25,17 @@ GEMMA = (
     "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
 )
 PHI = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+#: As it is published: the end-of-sequence token stands behind the whole chat.
+PHI_3 = PHI + "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+COMMAND = (
+    "{% for m in messages %}<|START_TURN|>{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    "<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}<|END_TURN|>{% endfor %}"
+)
+FUNCTION_GEMMA = (
+    "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<start_function_call>call:{{ c.function.name }}{a:1}"
+    "<end_function_call>{% endfor %}{% if not m.tool_calls %}<end_of_turn>\n{% endif %}{% endfor %}"
+)
 HARMONY = (
     "{% for m in messages %}{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
     "<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>"
@@ -60,6 +71,25 @@ FAMILIES = {
     ),
     "Gemma": (GEMMA, ["<start_of_turn>", "<end_of_turn>"], ["<end_of_turn>"]),
     "Phi": (PHI, ["<|user|>", "<|assistant|>", "<|end|>"], ["<|end|>"]),
+    "Phi 3": (PHI_3, ["<|user|>", "<|assistant|>", "<|end|>"], ["<|end|>"]),
+    "Command": (
+        COMMAND,
+        ["<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|END_TURN|>"],
+        ["<|END_TURN|>"],
+    ),
+    "FunctionGemma": (  # other calls may follow behind `<end_function_call>`
+        FUNCTION_GEMMA,
+        ["<start_of_turn>", "<end_of_turn>", "<start_function_call>", "<end_function_call>"],
+        ["<end_of_turn>"],
+    ),
+    "gpt-oss, of several calls": (  # each is a message
+        HARMONY.replace(
+            "{% set call = m.tool_calls[0].function %}",
+            "{% for c in m.tool_calls %}{% set call = c.function %}",
+        ).replace("<|call|>", "<|call|>{% endfor %}"),
+        ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"],
+        ["<|return|>", "<|call|>"],
+    ),
     "gpt-oss": (  # `<|end|>` ends a thought, behind which the answer comes
         HARMONY,
         ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"],

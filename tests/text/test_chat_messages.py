@@ -7,10 +7,13 @@ import json
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from reciter import CHATML, byte_tokenizer
 from specpool import ConfigError
+from specpool.engine import texts as texts_module
 from specpool.engine.scheduler.request import Conversation, Said, common_len
+from specpool.engine.text.chat_template import TemplateLimitError
 from specpool.engine.text.tokenizer import load_tokenizer
 from specpool.engine.texts import Texts
 from specpool.serve.api.reading import read
@@ -101,6 +104,104 @@ def test_half_of_an_escaped_character_in_arguments_does_not_end_a_chat(name):
     valid = {"city": "\ufffd \U0001f600 \\ud83d", "tags": ["\ufffd"], "\ufffd": 1}
     template = ALL[name].template
     assert rendered(template, history(given)) == judged(template, history(valid))
+
+
+#: These print the arguments, or join them in another way.
+PRINTS = {
+    "print": "{{ c.function.arguments }}",
+    "tilde": "{{ c.function.name ~ c.function.arguments }}",
+    "string": "{{ c.function.arguments | string }}",
+    "trim": "{{ c.function.arguments | trim }}",
+    "format": "{{ '%s' | format(c.function.arguments) }}",
+    "join": "{{ ' '.join([c.function.name, c.function.arguments]) }}",
+    "for tools": "{% if tools %}{{ c.function.arguments }}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("how", PRINTS)
+def test_a_template_that_prints_arguments_gets_text(how):
+    """Law: no template writes a call's arguments as Python does."""
+    template = JOINS.replace("{{ c.function.name + '\n' + c.function.arguments }}", "CALL")
+    template = template.replace("CALL", PRINTS[how])
+    arguments = {"far": True, "n": None, "city": "Zürich"}
+    for given in (json.dumps(arguments, indent=1), arguments):
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        expected = judged(template, history(text), tools=[TOOL])
+        assert rendered(template, history(given), tools=[TOOL]) == expected
+        assert text.strip() in expected
+
+
+def test_a_template_that_prints_whole_functions_gets_objects():
+    template = JOINS.replace("c.function.name + '\n' + c.function.arguments", "c.function")
+    expected = judged(template, history(ARGUMENTS))
+    assert rendered(template, history(json.dumps(ARGUMENTS))) == expected
+
+
+#: As those of DeepSeek R1 and V3: calls are shown where the content is None.
+NONE = (
+    "{% for m in messages %}{% if m.role != 'assistant' %}[{{ m.role }}]{{ m.content }}{% endif %}"
+    "{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
+    "<call>{{ c.function.name + '\n' + c.function.arguments }}</call>{% endfor %}[E]{% endif %}"
+    "{% if m.role == 'assistant' and m.content is not none %}[A]{{ m.content }}[E]{% endif %}"
+    "{% endfor %}"
+)
+
+
+def judged_as_given(template, messages):
+    """What transformers makes of messages that it does not change: a content may be None."""
+    (text,), _ = render_jinja_template(
+        conversations=[messages], chat_template=template, add_generation_prompt=True
+    )
+    return text
+
+
+@pytest.mark.parametrize("arguments", ["{}", '{"city":  "x"}'])
+def test_no_call_of_a_history_is_lost(arguments):
+    """Law: whoever sends an answer back finds its calls in the prompt, and its content."""
+    calls = [call(arguments), call("{}", id="c2")]
+    none = {"role": "assistant", "content": None, "tool_calls": calls}
+    expected = judged_as_given(NONE, [USER, none, RESULT, USER])
+    assert expected.count("<call>f") == 2
+    for content in (None, "", []):
+        said = none | {"content": content}
+        assert rendered(NONE, [USER, said, RESULT, USER]) == expected
+        body = json.dumps({"messages": [USER, said, RESULT, USER]}).encode()
+        assert rendered(NONE, messages_of(read(ChatRequest, body).messages)) == expected
+    expected = judged_as_given(NONE, [USER, {"role": "assistant", "content": "So."}, none, RESULT])
+    assert rendered(NONE, [USER, none | {"content": "So."}, RESULT]) == expected
+    plain = {"role": "assistant", "content": ""}
+    assert rendered(NONE, [USER, plain, USER]) == judged_as_given(NONE, [USER, plain, USER])
+
+
+def test_a_template_that_shows_calls_in_the_place_of_content_gets_both():
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{% if m.content %}{{ m.content }}{% else %}"
+        "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    said, called = {"role": "assistant", "content": "So."}, history(ARGUMENTS)[1]
+    expected = judged(template, [USER, said, called | {"content": ""}, RESULT])
+    assert rendered(template, [USER, called, RESULT]) == expected
+
+
+def test_a_template_that_takes_no_call_beside_content_refuses_it():
+    template = NONE.replace("{% endfor %}", "{% endfor %}", 1).replace(
+        "[A]", "{% if m.tool_calls %}{{ raise_exception('calls alone') }}{% endif %}[A]"
+    )
+    with pytest.raises(ConfigError, match="calls alone"):
+        rendered(template, history(ARGUMENTS))
+
+
+def test_a_template_that_passes_a_limit_is_rendered_no_second_time(monkeypatch):
+    chats = []
+
+    def render(template, messages, variables):
+        chats.append(messages)
+        raise TemplateLimitError("it has not ended after 20 s, and was stopped")
+
+    monkeypatch.setattr(texts_module, "render_template", render)
+    with pytest.raises(ConfigError, match="refuses prompt 0: it has not ended after 20 s"):
+        rendered(NONE, history(ARGUMENTS))
+    assert len(chats) == 1
 
 
 @pytest.mark.parametrize("given", ["", None])

@@ -48,9 +48,10 @@ def test_a_long_text_raises_no_warning_of_transformers(caplog: pytest.LogCapture
 
 
 def test_a_chats_characters_are_those_of_its_texts():
-    parts = [{"type": "text", "text": "abc"}, {"type": "image_url"}, {"text": 5}]
+    parts = [{"type": "text", "text": "abc"}, {"type": "image_url"}, {"text": 5}, "x"]
+    parts += [{"type": "refusal", "refusal": "defg", "text": "h"}]
     chat = [{"role": "user", "content": "ab"}, {"content": parts}, {"content": None}, {}]
-    assert num_characters(chat) == 5
+    assert num_characters(chat) == 9
     assert num_characters("abcd") == 4 and num_characters([1, 2]) == 0
 
 

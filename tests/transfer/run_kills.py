@@ -31,7 +31,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "kits"))
 
 from parcel_kit import Parcel, Side
-from specpool import TransferError, transfer
+from specpool import TransferError
+from specpool.engine import transfer
 from specpool.engine.transfer import shared_memory, tcp
 
 KEY = b"sixteen bytes at least"

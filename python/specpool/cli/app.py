@@ -97,7 +97,17 @@ def _one_line(error: Exception) -> str:
     """Return the message of a parsing error of typer or pydantic, on one line."""
     text: str = error.format_message()  # type: ignore[attr-defined]
     text = " ".join(text.split()).replace("Value error, ", "").removesuffix(".")
+    if text.startswith("Got unexpected extra argument"):
+        text += _prompt_hint(error)
     return re.sub(r"Input should be a valid (\w+), unable to parse.*", r"must be of type \1", text)
+
+
+def _prompt_hint(error: Exception) -> str:
+    """Return how the command takes a prompt, if it takes one; it has no bare arguments."""
+    context = getattr(error, "ctx", None)
+    parameters = () if context is None else context.command.params
+    names = [parameter.opts for parameter in parameters if "--prompt" in parameter.opts]
+    return f": give a prompt with {' or '.join(names[0])}, as in -p 'text'" if names else ""
 
 
 def _give_up_output() -> None:

@@ -28,7 +28,7 @@ from specpool import kernels
 from specpool.checks import shown
 from specpool.engine.models import TargetModel
 from specpool.engine.output import RequestOutput
-from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.sampling_params import TRUNCATIONS, SamplingParams
 from specpool.engine.scheduler.request import common_len
 from specpool.errors import ConfigError
 
@@ -40,6 +40,8 @@ ROUNDINGS_PER_LAYER = 16
 DEVIATIONS = 4.0
 # The most positions whose logits are in memory at the same time.
 _BLOCK = 256
+# The truncations that `drawn_gap` reckons with.
+_JUDGED_TRUNCATIONS = ("top_k", "top_p")
 # The most sizes of the set kept by top-p that are tried.
 _MOST_CUTS = 64
 # A temperature below this is greedy (cuda/sample.cu).
@@ -125,11 +127,14 @@ def compare(target: TargetModel, first: RequestOutput, second: RequestOutput) ->
     num_same = common_len(a, b)
     if num_same == len(a) == len(b):
         return Comparison("identical", dtype, num_same)
-    for params in (first.params, second.params):
-        if params.changes_logits or params.min_p:
+    unjudged = [name for name in TRUNCATIONS if name not in _JUDGED_TRUNCATIONS]
+    for params in (first.params.filled(), second.params.filled()):
+        truncates = any(getattr(params, name) != TRUNCATIONS[name] for name in unjudged)
+        if params.changes_logits or truncates:
             raise ConfigError(
                 f"the texts part at token {num_same}, and the model's own logits cannot judge texts"
-                " with a bias, penalties, bans, a form or min_p: compare runs without them"
+                f" with a bias, penalties, bans, a form or {' or '.join(unjudged)}: compare runs "
+                "without them"
             )
     if num_same == min(len(a), len(b)):
         shorter, longer = ("first", "second") if len(a) < len(b) else ("second", "first")
@@ -411,7 +416,7 @@ def check_pair(first: object, second: object) -> None:
             f"outputs of different prompts cannot be compared: of {len(first.prompt_ids)} and "
             f"{len(second.prompt_ids)} tokens the first {num_same} are the same"
         )
-    for name in ("max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos", "stop"):
+    for name in ("max_new_tokens", "temperature", *TRUNCATIONS, "ignore_eos", "stop"):
         first_value, second_value = getattr(first.params, name), getattr(second.params, name)
         if first_value != second_value:
             raise ConfigError(

@@ -164,7 +164,8 @@ class RequestOutput:
         finish_reason: `stop`, `length`, `error`, `abort`, or `moved` to another engine.
         error: what went wrong, if finish_reason is `error`; else None.
         seed: the seed that reproduces a sampled text.
-        accept_lens: the accept length of each verify round, bonus included.
+        accept_lens: the accept length of each round, bonus included; 1 for a round without drafts.
+            The last one counts tokens behind a stop too, which `token_ids` does not have.
         from_draft: for each generated token, whether it is an accepted draft.
         logprobs: one entry per generated token; None unless asked for.
         num_reused: prompt tokens that were not computed, because an earlier turn of the session or

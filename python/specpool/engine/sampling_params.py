@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 LEAST_PENALTY = 0.01
 #: The most tokens of one `logit_bias`.
 MAX_BIASES = 1024
-#: Fields that may be None, each with its value if the target's files do not say one either.
+#: The truncations of what a drawn token is drawn from, each with the value that drops no token.
+#: They do nothing at temperature 0.
+TRUNCATIONS: Mapping[str, float] = MappingProxyType({"top_k": 0, "top_p": 1.0, "min_p": 0.0})
+#: Fields whose None means "as the target's generation_config says", each with the value that
+#: changes nothing. `SamplingParams.filled` takes that value if the file does not say one;
+#: `engine/models/generation_defaults.py` reads these keys of the file; `specpool.transformers`
+#: gives every one of these fields, because transformers has read the file already.
 NEUTRAL: Mapping[str, Any] = MappingProxyType(
     {
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
+        **TRUNCATIONS,
         "repetition_penalty": 1.0,
         "no_repeat_ngram_size": 0,
         "min_new_tokens": 0,
@@ -33,8 +37,6 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "begin_suppress_tokens": (),
     }
 )
-#: Those of them that have no effect at temperature 0.
-TRUNCATIONS = ("top_k", "top_p", "min_p")
 
 
 def check_bias(bias: object) -> None:
@@ -46,6 +48,16 @@ def check_bias(bias: object) -> None:
     for token, value in bias.items():
         check_int("a token id in logit_bias", token, 0, (1 << 31) - 1)
         check_number(f"logit_bias of token {token}", value, -100, 100)
+
+
+def _neutral_truncations() -> str:
+    """Return how no truncation is asked for: `top_k and min_p at 0 and top_p at 1`."""
+    names_by_value: dict[float, list[str]] = {}
+    for name, value in TRUNCATIONS.items():
+        names_by_value.setdefault(value, []).append(name)
+    return " and ".join(
+        f"{' and '.join(names)} at {value:g}" for value, names in names_by_value.items()
+    )
 
 
 def _read_biases(name: str, texts: Sequence[str]) -> dict[int, float]:
@@ -222,14 +234,13 @@ class SamplingParams:
         """Raise `ConfigError` for truncations that have no effect on a greedy choice."""
         if self.temperature:
             return
-        for name in TRUNCATIONS:
+        for name, neutral in TRUNCATIONS.items():
             value = getattr(self, name)
-            is_set = value is not None and value != NEUTRAL[name]
+            is_set = value is not None and value != neutral
             if is_set and (name, value) != ("top_k", 1):
                 raise ConfigError(
                     f"{name} {value} does nothing at temperature 0, which takes the likeliest "
-                    "token: give a temperature above 0, or leave top_k and min_p at 0 and top_p at "
-                    "1"
+                    f"token: give a temperature above 0, or leave {_neutral_truncations()}"
                 )
 
     def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
@@ -297,5 +308,10 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the target's logits are changed before a token is chosen."""
+        """Whether the target's logits are changed before a token is chosen.
+
+        `engine/worker/processors.py` processes no other request, so a field that acts there must
+        count here. A round with such a request runs without CUDA graphs
+        (`engine/worker/graphs/graphs.py`).
+        """
         return bool(self.penalizes or self.bans or self.logit_bias or self.structured is not None)

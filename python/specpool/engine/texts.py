@@ -15,8 +15,16 @@ from specpool.checks import shown
 from specpool.engine.sampling_params import SamplingParams
 from specpool.engine.scheduler.request import Conversation, Message, Said, common_len
 from specpool.engine.text.chat_ends import chat_ends
-from specpool.engine.text.chat_messages import RESULT_ROLES, SEAM, prepared, template_of, with_seams
-from specpool.engine.text.chat_template import TemplateError
+from specpool.engine.text.chat_messages import (
+    RESULT_ROLES,
+    SEAM,
+    CallForm,
+    call_form,
+    prepared,
+    template_of,
+    with_seams,
+)
+from specpool.engine.text.chat_template import TemplateError, TemplateLimitError
 from specpool.engine.text.chat_template import render as render_template
 from specpool.engine.text.stream import TextStream
 from specpool.errors import ConfigError, is_fault, reading
@@ -72,6 +80,8 @@ class Texts:
         self._ends: dict[str, dict[int, str]] = {}  # of the latest chat template
         self._has_logged_ends = False  # the log has those that the target does not name
         self._wants_parts: dict[str, bool] = {}  # by chat template; see `_has_parts`
+        #: By chat template and whether there are tools; see `_call_form`.
+        self._call_forms: dict[tuple[str, bool], CallForm] = {}
 
     def chat_params(
         self, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int
@@ -255,8 +265,8 @@ class Texts:
     ) -> str:
         """Render messages in the form that the template expects.
 
-        Most templates expect the arguments of calls as objects. Some join them to other text, which
-        is a `TypeError`; these get them as JSON text.
+        A template that shows no call in a short chat may still join the arguments of calls to other
+        text, which is a `TypeError` if they are objects; it gets them as JSON text.
 
         Raises:
             TemplateError: see `render_template`.
@@ -265,21 +275,45 @@ class Texts:
         special = self._tokenizer.special_tokens_map
         variables = {**special, **variables}
         has_parts = self._has_parts(template, special)
+        form = CallForm()
+        if any(message.get("tool_calls") for message in messages):
+            form = self._call_form(template, special, variables.get("tools"), has_parts)
         if any(message.get("role") in RESULT_ROLES for message in messages):
             tokens = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
             added = {str(token.content): bool(token.special) for token in tokens}
             messages = with_seams(messages, template, added)
-        chat = prepared(messages, template, has_parts=has_parts)
+        chat = prepared(messages, template, form=form, has_parts=has_parts)
         try:
             return render_template(template, chat, variables)
         except TemplateError as error:
-            texts = prepared(messages, template, has_objects=False, has_parts=has_parts)
-            if not str(error).startswith("TypeError") or texts == chat:
+            form = dataclasses.replace(form, has_objects=not form.has_objects)
+            other_chat = prepared(messages, template, form=form, has_parts=has_parts)
+            if not str(error).startswith("TypeError") or other_chat == chat:
                 raise
             try:
-                return render_template(template, texts, variables)
+                return render_template(template, other_chat, variables)
             except TemplateError:
                 raise error from None
+
+    def _call_form(
+        self, template: str, special: Mapping[str, Any], tools: Any, has_parts: bool
+    ) -> CallForm:
+        """Return how a template expects calls; the first call for it renders a few short chats."""
+        key = template, bool(tools)
+        if key not in self._call_forms:
+            variables = {**special, **({"tools": tools} if tools else {})}
+
+            def render(messages: Sequence[Message], form: CallForm) -> str | None:
+                chat = prepared(messages, template, form=form, has_parts=has_parts)
+                try:
+                    return render_template(template, chat, variables)
+                except TemplateLimitError:
+                    raise
+                except TemplateError:
+                    return None
+
+            self._call_forms[key] = call_form(render)
+        return self._call_forms[key]
 
     def _has_parts(self, template: str, special: Mapping[str, Any]) -> bool:
         """Return whether a template reads contents only as lists of parts, as of images and text.
@@ -445,20 +479,31 @@ def token_ids(value: object, law: str) -> list[int]:
     raise ConfigError(f"{law}, got {shown(value)}")
 
 
+#: Types of a message's parts that have a text.
+_PARTS = ("text", "refusal")
+
+
 def _text_of_parts(name: str, parts: Sequence[object]) -> str:
     """Join the text parts of a message's content; parts are as in OpenAI's chat interface."""
     texts = []
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(text, str):
-            problem = f"the type {shown(kind)}" if kind not in (None, "text") else shown(part)
+        text = _text_of_part(part)
+        if kind not in _PARTS or not isinstance(text, str):
+            problem = f"the type {shown(kind)}" if kind not in (None, *_PARTS) else shown(part)
             raise ConfigError(
                 f"part {number} of the content of {name} is {problem}: only text can be read, as "
                 "{'type': 'text', 'text': '...'}"
             )
         texts.append(text)
     return "".join(texts)
+
+
+def _text_of_part(part: object) -> object:
+    """Return the text of a message's part, or None if it has none."""
+    if not isinstance(part, Mapping):
+        return None
+    return part.get("refusal" if part.get("type") == "refusal" else "text")
 
 
 def num_characters(prompt: Prompt) -> int:
@@ -475,7 +520,7 @@ def num_characters(prompt: Prompt) -> int:
             texts.append(function.get("arguments") if isinstance(function, Mapping) else None)
         content = message.get("content")
         parts = content if isinstance(content, list | tuple) else [{"text": content}]
-        texts += [part.get("text") for part in parts if isinstance(part, Mapping)]
+        texts += map(_text_of_part, parts)
     return sum(len(text) for text in texts if isinstance(text, str))
 
 

@@ -293,12 +293,12 @@ class Scheduler:
         """
         state = self.state
         plan, rows, requests, is_decode = step.plan, step.plan.rows, step.requests, step.is_decode
-        # Drop lanes whose row was given back since; their request may have another row by now.
-        alive = self.rows.alive(plan)
+        alive = self.rows.alive(plan)  # before the ledger changes the epochs
         if is_decode:
             state.ledger.resolve(plan.step, result.accept_len)
         state.ledger.complete(plan.step)
         state.in_flight -= 1
+        # Drop lanes whose row was given back since: their request may have another row by now.
         if not alive.all():
             rows, result = rows[alive], result.select(alive)
             requests = [*compress(requests, alive.tolist())]
@@ -331,7 +331,7 @@ class Scheduler:
         lanes: Iterable[_Lane]
         if is_decode and result.logprobs is None and self._is_promising is None:
             may_end = (at_limit | result.not_finite).tolist()
-            lanes = self._append(requests, result.tokens, accept_lens, may_end)
+            lanes = self._append_fast(requests, result.tokens, accept_lens, may_end)
         else:
             lanes = zip(
                 requests,
@@ -348,16 +348,17 @@ class Scheduler:
         if state.config.trims_rounds and is_decode:
             self._trim(requests)
 
-    def _append(
+    def _append_fast(
         self,
         requests: list[Request],
         tokens: list[list[int]],
         accept_lens: list[int],
         may_end: list[bool],
     ) -> list[_Lane]:
-        """Take over a round's tokens of lanes that need nothing else; return the other lanes.
+        """Append a round's tokens to the lanes that need nothing else; return the other lanes.
 
-        This is the fast path: it runs for every row of every round, and most rows end here.
+        It does what `_add_tokens` does, for lanes that no token can end or steer. It runs for every
+        row of every round.
         """
         slow_lanes: list[_Lane] = []
         lanes = zip(requests, tokens, accept_lens, may_end, strict=True)

@@ -7,8 +7,15 @@ with another token. Without that one an answer would run into the next turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from specpool.engine.text.chat_messages import (
+    PROBE_CALLED,
+    PROBE_CONTENT,
+    PROBE_FUNCTION,
+    PROBE_USER,
+)
 from specpool.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,29 +24,19 @@ if TYPE_CHECKING:
 #: Renders messages with these variables of the template; raises `ConfigError`.
 Render = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], str]
 
-_ANSWER, _FUNCTION = "probe-answer", "probe_function"
-_USER = {"role": "user", "content": "probe"}
-_SAID = {"role": "assistant", "content": _ANSWER}
-_CALLED = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {
-            "id": "call00000",
-            "type": "function",
-            "function": {"name": _FUNCTION, "arguments": {"a": 1}},
-        }
-    ],
-}
+_SAID = {"role": "assistant", "content": PROBE_CONTENT}
+_CALLED_TWICE = PROBE_CALLED | {"tool_calls": [*PROBE_CALLED["tool_calls"]] * 2}
 
 
 def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, str]:
     """Return the tokens that end an answer of a chat, with their names.
 
     They are the tokenizer's end-of-sequence token, and the added token behind an answer, or behind
-    a call of a function, at the end of a rendered chat. If the template writes nothing behind an
-    answer, the special token that begins the next turn ends it. A template that refuses such a
-    chat adds no token.
+    a call of a function, at the end of a rendered chat. If another added token stands behind an
+    answer both at the end of a chat and within it, that one ends answers too: Phi's templates end a
+    turn with it, and a whole chat with the end-of-sequence token. If the template writes nothing
+    behind an answer, the special token that begins the next turn ends it. A template that refuses
+    such a chat adds no token.
 
     Args:
         tokenizer: the target's.
@@ -50,12 +47,16 @@ def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, s
     if isinstance(eos := getattr(tokenizer, "eos_token_id", None), int):
         ends[eos] = str(tokenizer.eos_token)
 
-    def tail(messages: Sequence[Mapping[str, Any]], mark: str, **variables: Any) -> str | None:
-        """Return the text that the template writes behind a mark; None without the mark."""
+    def rendered(messages: Sequence[Mapping[str, Any]], **variables: Any) -> str | None:
+        """Return a chat as text; None if the template refuses it."""
         try:
-            text = render(messages, {"add_generation_prompt": False, **variables})
+            return render(messages, {"add_generation_prompt": False, **variables})
         except ConfigError:
             return None
+
+    def tail(messages: Sequence[Mapping[str, Any]], mark: str, **variables: Any) -> str | None:
+        """Return the text that the template writes behind the last mark; None without the mark."""
+        text = rendered(messages, **variables) or ""
         _, mark_found, text_after = text.rpartition(mark)
         return text_after.strip() if mark_found else None
 
@@ -64,18 +65,31 @@ def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, s
             name = max(names, key=len)
             ends[added[name][0]] = name
 
-    answer_tail = tail([_USER, _SAID], _ANSWER)
+    answer_tail = tail([PROBE_USER, _SAID], PROBE_CONTENT)
+    next_head = tail([PROBE_USER, _SAID, PROBE_USER], PROBE_CONTENT) or ""
     if answer_tail:
         note([name for name in added if name.strip() and answer_tail.endswith(name.strip())])
-    elif answer_tail is not None and (next_head := tail([_USER, _SAID, _USER], _ANSWER)):
+        pairs = zip(answer_tail, next_head, strict=False)
+        shared = answer_tail[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))]
+        names = [name for name in added if name.strip() and name in shared]
+        if names:
+            note([max(names, key=lambda name: (shared.rfind(name) + len(name), len(name)))])
+    elif answer_tail is not None and next_head:
         note(
             [name for name, (_, special) in added.items() if special and next_head.startswith(name)]
         )
     # Llama 3.1 ends a call with another token if a list of built-in tools is given, even empty.
     variable_sets: tuple[dict[str, Any], ...] = ({}, {"builtin_tools": []})
     for variables in variable_sets:
-        if call_tail := tail([_USER, _CALLED], _FUNCTION, **variables):
-            note([name for name in added if call_tail.endswith(name) and not _ends_call(name)])
+        call_tail = tail([PROBE_USER, PROBE_CALLED], PROBE_FUNCTION, **variables) or ""
+        names = [name for name in added if call_tail.endswith(name) and not _ends_call(name)]
+        if names:
+            # A token that stands between two calls of one message does not end the message.
+            pair = rendered([PROBE_USER, _CALLED_TWICE], **variables) or ""
+            if pair != rendered([PROBE_USER, PROBE_CALLED, PROBE_CALLED], **variables):
+                between = "".join(pair.split(PROBE_FUNCTION)[1:-1])
+                names = [name for name in names if name not in between]
+        note(names)
     return ends
 
 

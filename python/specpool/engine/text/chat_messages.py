@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specpool.errors import ConfigError
@@ -22,8 +23,74 @@ RESULT_ROLES = frozenset({"tool", "function", "ipython", "tool_results", "observ
 _NINE = re.compile(r"\|\s*length\s*(?:!=|==|<)\s*9\b")
 #: Kimi's templates show a call's id alone, which must hold the function's name and a number.
 _KIMI = "<|tool_call_begin|>"
+#: gpt-oss' templates refuse an answer of calls that has both thoughts and a content.
+_CHANNEL = "<|channel|>"
+_THOUGHTS = ("reasoning_content", "reasoning")
 #: Half of a character, which a model can escape in the arguments of a call; no text may have it.
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a chat template expects the calls of an assistant's message.
+
+    Attributes:
+        has_objects: the arguments are objects; if not, JSON text.
+        empty_content: the content of a message that is calls alone.
+        has_both: a message shows its calls beside its content; if not, they need a message of
+            their own.
+    """
+
+    has_objects: bool = True
+    empty_content: str | None = ""
+    has_both: bool = True
+
+
+#: A chat whose rendering shows how a template reads calls.
+PROBE_CONTENT, PROBE_FUNCTION, _PROBE_ARGUMENT = "probe-answer", "probe_function", "probe_argument"
+PROBE_USER = {"role": "user", "content": "probe"}
+PROBE_CALLED: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "call00000",
+            "type": "function",
+            "function": {"name": PROBE_FUNCTION, "arguments": {_PROBE_ARGUMENT: True}},
+        }
+    ],
+}
+
+
+def call_form(render: Callable[[Sequence[Message], CallForm], str | None]) -> CallForm:
+    """Return the form of calls that a template shows; if it shows none, the usual one.
+
+    Most templates expect objects and write JSON of them. Some print what they get, which would be
+    Python's text of an object, or join it to other text, which is an error. DeepSeek's show calls
+    only where the content is None.
+
+    Args:
+        render: renders messages in a form; None = the template refuses them.
+    """
+    for content in ("", None):
+        for has_objects in (True, False):
+            form = CallForm(has_objects, content)
+            text = render([PROBE_USER, PROBE_CALLED], form)
+            if text is not None and _shows_call(text) and not _prints_python(text):
+                chat = [PROBE_USER, PROBE_CALLED | {"content": PROBE_CONTENT}]
+                both = render(chat, form)
+                return replace(form, has_both=both is None or _shows_call(both))
+    return CallForm()
+
+
+def _shows_call(text: str) -> bool:
+    return PROBE_FUNCTION in text or _PROBE_ARGUMENT in text
+
+
+def _prints_python(text: str) -> bool:
+    """Return whether the arguments stand in a text as Python writes them, alone."""
+    python = str({_PROBE_ARGUMENT: True})
+    return python in text.replace(f"'arguments': {python}", "")
 
 
 def template_of(templates: str | Mapping[str, str], variables: Mapping[str, Any]) -> str:
@@ -50,7 +117,11 @@ def template_of(templates: str | Mapping[str, str], variables: Mapping[str, Any]
 
 
 def prepared(
-    messages: Sequence[Message], template: str, *, has_objects: bool = True, has_parts: bool = False
+    messages: Sequence[Message],
+    template: str,
+    *,
+    form: CallForm = CallForm(),
+    has_parts: bool = False,
 ) -> list[dict[str, Any]]:
     """Return copies of messages in the form that a template expects.
 
@@ -59,12 +130,13 @@ def prepared(
     stays as it is. Half of an escaped character in arguments, a lone surrogate, becomes U+FFFD:
     the client sends back what it got. The role `developer` becomes `system` if the template does
     not know it. If the template wants ids of nine characters, other ids of calls become such; if
-    it is Kimi's, they become `functions.name:number`.
+    it is Kimi's, they become `functions.name:number`. If it is gpt-oss', an answer of calls with
+    a content has no thoughts.
 
     Args:
         messages: plain data; each content is a string.
         template: Jinja.
-        has_objects: if False, the arguments of calls become JSON text instead.
+        form: how the template expects calls.
         has_parts: each content becomes a list of one text part.
     """
     has_nine = _NINE.search(template) is not None
@@ -78,12 +150,15 @@ def prepared(
         if copy.get("role") == "developer" and "developer" not in template:
             copy["role"] = "system"
         if isinstance(calls := copy.get("tool_calls"), list):
-            copy["tool_calls"] = [_call(call, has_objects) for call in calls]
+            copy["tool_calls"] = [_call(call, form.has_objects) for call in calls]
+            if _CHANNEL in template and copy.get("content"):
+                copy = {key: value for key, value in copy.items() if key not in _THOUGHTS}
         if has_nine:
             copy = _with_short_ids(copy)
-        if has_parts:
-            copy["content"] = [{"type": "text", "text": copy.get("content", "")}]
-        copies.append(copy)
+        for part in _with_shown_calls(copy, form):
+            if has_parts:
+                part["content"] = [{"type": "text", "text": part.get("content") or ""}]
+            copies.append(part)
     return _with_kimi_ids(copies) if _KIMI in template else copies
 
 
@@ -115,6 +190,18 @@ def with_seams(
         else dict(message)
         for message in messages
     ]
+
+
+def _with_shown_calls(message: dict[str, Any], form: CallForm) -> list[dict[str, Any]]:
+    """Return a message, or the two that show its content and its calls."""
+    if message.get("role") != "assistant" or not (calls := message.get("tool_calls")):
+        return [message]
+    if not message.get("content"):
+        return [message | {"content": form.empty_content}]
+    if form.has_both:
+        return [message]
+    said = {key: value for key, value in message.items() if key != "tool_calls"}
+    return [said, {"role": "assistant", "content": form.empty_content, "tool_calls": calls}]
 
 
 def _call(call: Any, has_objects: bool) -> Any:

@@ -37,6 +37,10 @@ class TemplateError(Exception):
     """A template refused its messages, or passed a limit."""
 
 
+class TemplateLimitError(TemplateError):
+    """A template's process has ended, for example because it took too long."""
+
+
 _process = SecondProcess(__name__, START_SECONDS)
 
 
@@ -56,17 +60,18 @@ def render(
 
     Raises:
         TemplateError: the template refuses or passes a limit, or the messages are not plain data.
+        TemplateLimitError: its process has ended.
     """
     request = {
         "template": template,
-        "messages": [{k: v for k, v in message.items() if v is not None} for message in messages],
+        "messages": [dict(message) for message in messages],
         "variables": dict(variables),
         "most": [MOST_BYTES, MOST_CHARACTERS],
     }
     try:
         answer: dict[str, str] = _process.ask(request, MOST_SECONDS)
     except ProcessError as error:
-        raise TemplateError(str(error)) from error
+        raise TemplateLimitError(str(error)) from error
     except (TypeError, RecursionError) as error:
         raise TemplateError(f"messages must be of plain data: {error}") from error
     if "error" in answer:

@@ -1,7 +1,8 @@
 """`Processors`: change the target's logits before tokens are chosen: bias, penalties, forms, bans.
 
 They run at every node of a tree, each by the text up to that node. So the text is that of plain
-decoding. Rows without processors are left alone.
+decoding. `SamplingParams.changes_logits` says which rows have processors; others are left alone.
+Temperature, top_k, top_p and min_p come afterwards, in `RowState.draw`.
 """
 
 from __future__ import annotations

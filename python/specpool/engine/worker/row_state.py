@@ -138,6 +138,9 @@ class RowState:
     def draw(self, rows: Tensor, logits: Tensor, positions: Tensor, *, greedy: bool) -> Tensor:
         """Choose the target's own token at each node: the likeliest, or drawn with the row's seed.
 
+        Temperature, top_k, top_p and min_p act here. Bias, penalties, forms and bans have changed
+        the logits before (`Processors`).
+
         Args:
             rows: int32 [B], the rows of B lanes.
             logits: [B * n, V], n nodes per lane.

@@ -14,7 +14,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from specpool.engine.sampling_params import MAX_BIASES
+from specpool.engine.sampling_params import MAX_BIASES, SamplingParams
+from specpool.fields import declared
 
 _INT64 = 1 << 63
 #: The most tools of a chat.
@@ -22,8 +23,21 @@ MAX_TOOLS = 1024
 #: The most tokens that may end a text, beside the model's own: each text of a call looks at them.
 MAX_STOP_IDS = 1024
 
-Count = Annotated[int, Field(ge=1, le=1 << 30)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+_ENGINE_FIELDS = {field.name: field for field in declared(SamplingParams)}
+
+
+def _limits(name: str) -> Any:
+    """Return the limits of a number as `SamplingParams` has them for its field `name`."""
+    field = _ENGINE_FIELDS[name]
+    assert field.within is not None
+    return Field(
+        ge=field.within.minimum,
+        le=field.within.maximum,
+        allow_inf_nan=False if field.kind is float else None,  # pydantic refuses it for integers
+    )
+
+
+Count = Annotated[int, _limits("max_new_tokens")]
 Token = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
 # A list ends at its first mistake: a body may have millions of them.
 Tokens = Annotated[list[Token], Field(fail_fast=True, max_length=1 << 20)]
@@ -83,25 +97,26 @@ class GenerationBody(Body):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    n: Annotated[int, _limits("n")] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=2 * _INT64)] | None = None
     stop: str | Strings | None = None
     max_tokens: Count | None = None
+    # OpenAI's limit; the engine takes more.
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+    top_p: Annotated[float, _limits("top_p")] | None = None
+    presence_penalty: Annotated[float, _limits("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _limits("frequency_penalty")] | None = None
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few)] = None
     # vLLM's and SGLang's
-    top_k: Annotated[int, Field(ge=-1, le=(1 << 31) - 1)] | None = None
-    min_p: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=(1 << 31) - 1)] | None = None  # -1 = all, as 0
+    min_p: Annotated[float, _limits("min_p")] | None = None
+    repetition_penalty: Annotated[float, _limits("repetition_penalty")] | None = None
     stop_token_ids: StopIds | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
+    min_tokens: Annotated[int, _limits("min_new_tokens")] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
+    priority: Annotated[int, _limits("priority")] | None = None
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -114,8 +129,8 @@ class GenerationBody(Body):
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
     # our own
-    max_draft_steps: Annotated[int, Field(ge=0, le=1 << 16)] | None = None
-    tpot_ms: Annotated[float, Field(ge=1e-3, le=1e9, allow_inf_nan=False)] | None = None
+    max_draft_steps: Annotated[int, _limits("max_draft_steps")] | None = None
+    tpot_ms: Annotated[float, _limits("tpot_ms")] | None = None
     drafter: Annotated[str, Field(max_length=1024)] | None = None
     include_drafts: bool | None = None
     session_id: str | None = None

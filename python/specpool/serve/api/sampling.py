@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.sampling_params import TRUNCATIONS, SamplingParams
 from specpool.errors import ConfigError
 from specpool.serve.api.errors import ApiError, bad
 from specpool.serve.api.requests import GenerationBody
@@ -15,6 +15,8 @@ from specpool.serve.api.structured import grammar_of
 
 #: What the engine can do.
 _FIELDS = {field.name for field in fields(SamplingParams)}
+#: Those that a request has by the same name; `params_of` passes them on.
+_SHARED_FIELDS = tuple(name for name in GenerationBody.model_fields if name in _FIELDS)
 
 #: Fields whose values other than these, and None, ask for something that is not there: another
 #: text, or another prompt. What only asks for more in the answer is named in it as ignored.
@@ -110,42 +112,28 @@ def params_of(
         ApiError: a field cannot work.
     """
     values: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "logprobs": logprobs,
-        "temperature": temperature if request.temperature is None else float(request.temperature),
-        "n": request.n or 1,
-        "stop": _stops(request.stop),
-        "stop_token_ids": tuple(request.stop_token_ids or ()),
-        "ignore_eos": bool(request.ignore_eos),
-        "skip_special_tokens": request.skip_special_tokens is not False,
-        "cache_salt": request.cache_salt or "",
+        name: value for name in _SHARED_FIELDS if (value := getattr(request, name)) is not None
     }
-    if request.top_p == 0:
-        values["temperature"] = 0.0
-    if values["temperature"]:
-        values["top_p"] = None if request.top_p is None else float(request.top_p)
-        values["top_k"] = None if request.top_k is None else max(request.top_k, 0)
-        values["min_p"] = request.min_p
-    if request.seed is not None:
-        values["seed"] = request.seed % (1 << 64)
-    values["max_draft_steps"] = request.max_draft_steps
-    values["drafter"] = request.drafter
-    values["tpot_ms"] = request.tpot_ms
-    values["presence_penalty"] = request.presence_penalty or 0.0
-    values["frequency_penalty"] = request.frequency_penalty or 0.0
-    values["repetition_penalty"] = request.repetition_penalty
-    if request.min_tokens is not None:
-        values["min_new_tokens"] = min(request.min_tokens, max_new_tokens)
+    values.setdefault("temperature", temperature)
+    values["max_new_tokens"] = max_new_tokens
+    values["logprobs"] = logprobs
+    values["stop"] = request.stop or ()
     values["logit_bias"] = _bias_by_token(request.logit_bias)
     values["structured"] = grammar_of(request)
+    if request.top_p == 0:
+        values["temperature"] = 0.0
+    if not values["temperature"]:
+        values = {name: value for name, value in values.items() if name not in TRUNCATIONS}
+    elif request.top_k is not None:
+        values["top_k"] = max(request.top_k, 0)
+    if request.seed is not None:
+        values["seed"] = request.seed % (1 << 64)
+    if request.min_tokens is not None:
+        values["min_new_tokens"] = min(request.min_tokens, max_new_tokens)
     try:
         return SamplingParams(**values)
     except ConfigError as error:
         raise bad(str(error), param_of(str(error))) from None
-
-
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    return () if not stop else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def _bias_by_token(bias_by_key: dict[str, float] | None) -> dict[int, float]:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specpool.serve.api.requests import ChatRequest
-from specpool.serve.api.structured import forced_tool, tools_of, wants_call
+from specpool.serve.api.structured import forced_tool, form_field, tools_of, wants_call
 from specpool.serve.api.tool_formats import (
     FORMATS,
     OBJECT_HEAD,
+    OBJECT_REST,
     THOUGHTS_BEGIN,
     THOUGHTS_END,
     Format,
@@ -24,26 +25,44 @@ if TYPE_CHECKING:
 
 
 class JsonEnd:
-    """Finds the end of a JSON object or list, or of a Python call, that comes in parts."""
+    """Finds the end of a JSON object or list, or of a Python call, that comes in parts.
+
+    Attributes:
+        is_broken: the end that was found stands before a tag or a special token, outside of
+            strings: brackets before it are missing.
+    """
 
     def __init__(self, depth: int = 0, *, is_python: bool = False) -> None:
         """Begin `depth` brackets deep."""
-        self._depth, self._quote, self._is_escaped = depth, "", False
+        self.is_broken = False
+        self._depth, self._is_escaped = depth, False
+        self._quote = ""  # what ends the string; "" outside of strings
+        self._num_quotes = 0  # quotes at the end of what the string has so far
+        self._is_begin = False  # nothing of the string has come
+        self._empty = ""  # the quote of an empty string of Python's that has just ended
+        self._is_python = is_python
         self._quotes, self._opens, self._closes = "\"'" if is_python else '"', "{[", "}]"
         if is_python:
             self._opens, self._closes = "{[(", "}])"
 
-    def find(self, text: str) -> int | None:
-        """Look at the next part; return the index behind the last bracket, or None before it."""
+    def find(self, text: str, shown: bytearray) -> int | None:
+        """Look at the next part; return the index behind the last bracket, or None before it.
+
+        Args:
+            text: the next part.
+            shown: for each of its characters, 0 if it belongs to a special token.
+        """
         for index, char in enumerate(text):
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._quote:
-                self._is_escaped = char == "\\"
-                if char == self._quote:
-                    self._quote = ""
-            elif char in self._quotes:
-                self._quote = char
+            if self._quote:
+                self._read_string(char)
+                continue
+            empty, self._empty = self._empty, ""
+            if char == "<" or not shown[index]:
+                self.is_broken = True
+                return index
+            if char in self._quotes:
+                self._quote = char * 3 if char == empty else char
+                self._num_quotes, self._is_begin = 0, True
             elif char in self._opens:
                 self._depth += 1
             elif char in self._closes:
@@ -51,6 +70,16 @@ class JsonEnd:
                 if self._depth <= 0:
                     return index + 1
         return None
+
+    def _read_string(self, char: str) -> None:
+        """Take the next character of a string."""
+        is_quote = char == self._quote[0] and not self._is_escaped
+        self._is_escaped = char == "\\" and not self._is_escaped
+        self._num_quotes = self._num_quotes + 1 if is_quote else 0
+        if self._num_quotes == len(self._quote):
+            self._empty = char if self._is_begin and self._is_python else ""
+            self._quote = ""
+        self._is_begin = False
 
 
 class ToolCalls:
@@ -75,8 +104,8 @@ class ToolCalls:
             thinks: the text begins within the model's thoughts.
         """
         forced = forced_tool(request)
-        # A text in the form of `response_format` is content, even if it looks like a call.
-        is_content = (request.response_format or {}).get("type", "text") != "text"
+        # A text in a form of the request's is content, even if it looks like a call.
+        is_content = form_field(request) not in (None, "tool_choice")
         tools = [] if is_content else tools_of(request)
         self._schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
         self._wants_call = wants_call(request)
@@ -91,6 +120,7 @@ class ToolCalls:
         self._thinks = thinks and not self._wants_call  # the text is within thoughts
         self._end, self._num_fed = JsonEnd(), 0
         self._is_wrapped = False  # the arguments are within the call's object
+        self._num_whole: int | None = None  # calls before the first one that lacks brackets
         self._name = ""  # of the function that is called
         self._ident: str | None = None  # of the call, if the model has given one
         self._num_args = 0  # in tags, of the call that is read
@@ -131,8 +161,16 @@ class ToolCalls:
     @property
     def finish_reason(self) -> str:
         """The reason for an end by a stop; a call whose arguments it has cut off was not made."""
+        is_whole = self.num_whole == len(self.calls) > 0
+        return "tool_calls" if is_whole and self._forced is None else "stop"
+
+    @property
+    def num_whole(self) -> int:
+        """The number of calls before the first one whose arguments are not whole."""
+        if self._num_whole is not None:
+            return self._num_whole
         is_cut = self._state in (self._arguments, self._key, self._value)
-        return "tool_calls" if self.calls and self._forced is None and not is_cut else "stop"
+        return len(self.calls) - is_cut
 
     # --- the states: each reads from the held text, and returns whether the next state may go on
 
@@ -194,20 +232,24 @@ class ToolCalls:
             self._is_wrapped = True
             self._start(head["name"], head.end())
             return True
-        end = self._end.find(self._held[self._num_fed :])
+        end = self._end.find(self._held[self._num_fed :], self._shown[self._num_fed :])
         if end is None:
             self._num_fed = len(self._held)
             return last and self._give_up(len(self._held))
         end += self._num_fed
+        if self._end.is_broken:
+            return self._give_up(end)
         return self._whole(*self._parsed(self._held[self._body_start : end]), end)
 
     def _keywords(self, last: bool) -> bool:
         """Read a Python call."""
-        end = self._end.find(self._held[self._num_fed :])
+        end = self._end.find(self._held[self._num_fed :], self._shown[self._num_fed :])
         if end is None:
             self._num_fed = len(self._held)
             return last and self._give_up(len(self._held))
         end += self._num_fed
+        if self._end.is_broken:
+            return self._give_up(end)
         return self._whole(
             self._name, json_of_keywords(self._held[self._body_start : end - 1]), end
         )
@@ -223,19 +265,40 @@ class ToolCalls:
 
     def _arguments(self, last: bool) -> bool:
         """Output the arguments as they come."""
-        end = self._end.find(self._held)
+        end = self._end.find(self._held, self._shown)
         self._argue(self._cut(len(self._held) if end is None else end))
         if end is None:
             return False
-        self._end = JsonEnd(1)
+        if self._end.is_broken:
+            self._num_whole = self.num_whole
         self._state = self._skip_object_end if self._is_wrapped else self._between_calls
         return True
 
     def _skip_object_end(self, last: bool) -> bool:
-        """Leave out what the call's object has behind the arguments."""
-        end = self._end.find(self._held)
+        """Leave out what the call's object has behind the arguments.
+
+        Anything but its further members and its brace ends the call: the brace is missing.
+        """
+        rest = OBJECT_REST.match(self._held, partial=True)
+        if rest is not None and rest.partial:
+            if last:  # the text was cut within the object
+                self._cut(len(self._held))
+            return False
+        if rest is None:
+            self._state = self._between_calls
+            return True
+        self._cut(rest.end())
+        if rest["nested"] is not None:
+            self._end, self._state = JsonEnd(), self._skip_nested
+        elif rest["end"]:
+            self._state = self._between_calls
+        return True
+
+    def _skip_nested(self, last: bool) -> bool:
+        """Leave out an object or a list behind the arguments."""
+        end = self._end.find(self._held, self._shown)
         self._cut(len(self._held) if end is None else end)
-        self._state = self._skip_object_end if end is None else self._between_calls
+        self._state = self._skip_nested if end is None else self._skip_object_end
         return end is not None
 
     def _key(self, last: bool) -> bool:

@@ -30,6 +30,14 @@ OBJECT_HEAD = regex.compile(
     rf'\{{{_W}(?:"(?:type|id|tool_call_id)"{_W}:{_W}"[\w-]{{0,64}}"{_W},{_W}){{0,3}}'
     rf'"(?:tool_)?name"{_W}:{_W}"{_NAME}"{_W},{_W}"(?:arguments|parameters)"{_W}:{_W}(?=\{{)'
 )
+#: What such an object has behind the arguments: its end, or a member, up to a value of several
+#: values.
+OBJECT_REST = regex.compile(
+    rf'{_W}(?:(?P<end>\}})|,{_W}"[^"\\]{{0,64}}"{_W}:{_W}'
+    r'(?:"(?:[^"\\]|\\.){0,256}"|[\w.+-]{1,64}|(?P<nested>(?=[\[{]))))'
+)
+#: A brace that models write once too often.
+_BRACE = rf"(?:{_W}\}})?"
 #: A model's thoughts begin a text, or are begun at a prompt's end.
 THOUGHTS_BEGIN = regex.compile(r"<(?:seed:)?think>|\[THINK\]")
 #: Behind a model's thoughts a text begins anew.
@@ -53,7 +61,7 @@ class Format:
         between: what stands between `end` and the next call; None means each call has its `begin`.
         close: what may follow the last call.
         key: the begin of an argument in tags; its group `key` is the argument's name.
-        value_end: the end of an argument in tags.
+        value_end: the end of an argument in tags, or what can only stand behind a missing end.
     """
 
     families: str
@@ -100,6 +108,7 @@ def _objects(families: str, mark: str, close: str = "") -> Format:
         (mark,) if mark else (),
         "object",
         begin=rf"{regex.escape(mark)}{_W}\[?{_W}",
+        end=_BRACE,
         between=rf"{_W}[,;]?{_W}",
         close=rf"(?:{_W}\])?" + _may(close),
     )
@@ -147,6 +156,7 @@ FORMATS = (
         "json",
         begin=r"\[TOOL_CALLS\]",
         call=rf"{_NAME}(?:\[CALL_ID\]\w{{1,32}})?(?:\[ARGS\])?(?=\{{)",
+        end=_BRACE,
     ),
     Format(
         "Llama 3.1 with functions of its own",
@@ -154,7 +164,7 @@ FORMATS = (
         "json",
         begin="<function=",
         call=rf"{_NAME}>{_W}(?=\{{)",
-        end=_may("</function>"),
+        end=_BRACE + _may("</function>"),
     ),
     Format(
         "DeepSeek V3, R1, V3.1",
@@ -162,7 +172,7 @@ FORMATS = (
         "json",
         begin=rf"(?:<｜tool▁calls▁begin｜>{_W})?<｜tool▁call▁begin｜>",
         call=(rf"(?:function<｜tool▁sep｜>)?{_NAME}(?:<｜tool▁sep｜>)?{_W}(?:```json)?{_W}(?=\{{)"),
-        end=_may("```") + _may("<｜tool▁call▁end｜>"),
+        end=_BRACE + _may("```") + _may("<｜tool▁call▁end｜>"),
         between=rf"{_W}<｜tool▁call▁begin｜>",
         close=_may("<｜tool▁calls▁end｜>"),
     ),
@@ -175,7 +185,7 @@ FORMATS = (
             rf"(?:(?P<id>functions\.{_NAME}:\d{{1,9}})|(?:functions\.)?{_NAME}(?::\d{{1,9}})?)"
             rf"{_W}<\|tool_call_argument_begin\|>{_W}(?=\{{)"
         ),
-        end=_may("<|tool_call_end|>"),
+        end=_BRACE + _may("<|tool_call_end|>"),
         between=rf"{_W}<\|tool_call_begin\|>{_W}",
         close=_may("<|tool_calls_section_end|>"),
     ),
@@ -186,9 +196,9 @@ FORMATS = (
         begin=rf"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:commentary|analysis))?{_W}",
         call=(
             rf"to=functions\.{_NAME}{_W}(?:<\|channel\|>(?:commentary|analysis))?{_W}"
-            rf"(?:<\|constrain\|>)?(?:json)?{_W}<\|message\|>{_W}(?=\{{)"
+            rf"(?:<\|constrain\|>)?\w{{0,16}}{_W}<\|message\|>{_W}(?=\{{)"
         ),
-        end=_may("<|call|>"),
+        end=_BRACE + _may("<|call|>"),
     ),
     Format(
         "Apertus",
@@ -207,7 +217,10 @@ FORMATS = (
         begin=rf"(?:<(?:seed:)?tool_call>{_W})?<function=",
         call=rf"{_NAME}>{_W}(?=<parameter=|</function>)",
         key=rf"{_W}<parameter=(?P<key>[^>\n]{{1,256}})>(?:\n|(?=[^\n]))",
-        value_end=r"\n?</parameter>",
+        value_end=(
+            r"\n?</parameter>|(?=\n<parameter=[\w.-]{1,64}>)"
+            rf"|(?=\n?</function>{_W}(?:</(?:seed:)?tool_call>|<function=))"
+        ),
         end=_may("</function>"),
         between=rf"{_W}<function=",
         close=rf"(?:{_W}</(?:seed:)?tool_call>)?",
@@ -218,7 +231,7 @@ FORMATS = (
         begin=rf"(?:<tool_calls>{_W})?<tool_call>{_W}",
         call=rf"{_NAME}{_W}(?:<tool_sep>)?{_W}(?=<arg_key>|</tool_call>)",
         key=rf"{_W}<arg_key>(?P<key>[^<]{{1,256}})</arg_key>{_W}<arg_value>",
-        value_end="</arg_value>",
+        value_end=(rf"</arg_value>|(?=\n?<arg_key>[\w.-]{{1,64}}</arg_key>{_W}<arg_value>)"),
         end=_may("</tool_call>"),
         between=rf"{_W}<tool_call>{_W}",
         close=_may("</tool_calls>"),
@@ -229,7 +242,10 @@ FORMATS = (
         begin=rf"(?:<(?:minimax:tool_call|dots_function_call)>{_W})?<invoke name=",
         call=rf'"?{_NAME}"?>{_W}(?=<parameter name=|</invoke>)',
         key=rf'{_W}<parameter name="?(?P<key>[^">\n]{{1,256}})"?>',
-        value_end="</parameter>",
+        value_end=(
+            r'</parameter>|(?=\n<parameter name="[\w.-]{1,64}">)'
+            rf"|(?=\n?</invoke>{_W}<(?:/(?:minimax:tool_call|dots_function_call)>|invoke name=))"
+        ),
         end=_may("</invoke>"),
         between=rf"{_W}<invoke name=",
         close=rf"(?:{_W}</(?:minimax:tool_call|dots_function_call)>)?",
@@ -257,7 +273,7 @@ FORMATS = (
         "gemma",
         begin=rf"<\|tool_call>{_W}",
         call=rf"call:{_NAME}(?=\{{)",
-        end=r"<tool_call\|>",
+        end=rf"<tool_call\|>|(?=<\|tool_call>{_W}call:)",
     ),
     Format(
         "FunctionGemma",
@@ -265,7 +281,7 @@ FORMATS = (
         "gemma",
         begin=rf"<start_function_call>{_W}",
         call=rf"call:{_NAME}(?=\{{)",
-        end="<end_function_call>",
+        end=rf"<end_function_call>|(?=<start_function_call>{_W}call:)",
     ),
 )
 

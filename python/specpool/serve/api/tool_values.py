@@ -19,6 +19,14 @@ _WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None}
 _GEMMA_QUOTE = re.compile(r'<\|"\|>|<escape>')
 _GEMMA_KEY = re.compile(r"([{,]\s*)([\w.-]+)(\s*:)")
 _PYTHON_WORD = re.compile(r"\b(?:True|False|None)\b")
+#: A string of Python, or the name of an argument, which need not be a name of Python's.
+_PYTHON_STRING_OR_KEY = re.compile(
+    r"""(?P<triple>\"{3}(?:[^\\]|\\.)*?\"{3}|'{3}(?:[^\\]|\\.)*?'{3})"""
+    r"""|(?P<string>"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')"""
+    r"""|(?P<key>(?<![\w$.@-])(?:[^\W\d]|[$@])[\w$.@-]*)(?=\s*=(?!=))""",
+    re.DOTALL,
+)
+_ESCAPED_OR_NEWLINE = re.compile(r"\\.|\r\n|\r|\n", re.DOTALL)
 
 
 def types_of(schema: object, root: object = None) -> frozenset[str]:
@@ -69,11 +77,14 @@ def json_of_tag(text: str, types: frozenset[str]) -> str:
 
     Args:
         text: JSON, or what Python prints for a value.
-        types: what the function's schema allows; see `types_of`.
+        types: what the function's schema allows; see `types_of`. If a string is allowed, a text in
+            quotes keeps them.
     """
     for read in (json.loads, _literal):
         try:
             value = read(text.strip())
+            if isinstance(value, str) and ("string" in types or read is _literal):
+                break
             if "integer" in types and isinstance(value, float) and value.is_integer():
                 value = int(value)
             kind = _type_of(value)
@@ -90,13 +101,29 @@ def json_of_keywords(text: str) -> str | None:
     Args:
         text: what stands between the call's brackets.
     """
+    names: list[str] = []
+
+    def python(match: re.Match[str]) -> str:
+        if match["key"]:
+            names.append(match["key"])
+            return f"_{len(names) - 1}"
+        return match[0] if match["triple"] else _ESCAPED_OR_NEWLINE.sub(_escaped, match[0])
+
     try:
-        call = _parsed(f"f({text}\n)")
+        call = _parsed(f"f({_PYTHON_STRING_OR_KEY.sub(python, text)}\n)")
         if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
             return None
-        return _json({str(word.arg): _value(word.value) for word in call.keywords})
+        if len(set(names)) < len(names):
+            return None
+        values = (_value(keyword.value) for keyword in call.keywords)
+        return _json(dict(zip(names, values, strict=True)))
     except _UNREADABLE:
         return None
+
+
+def _escaped(match: re.Match[str]) -> str:
+    """Return a line's end in a string as Python writes it; an escape stays as it is."""
+    return match[0] if match[0].startswith("\\") else repr(match[0])[1:-1]
 
 
 def json_of_gemma(text: str) -> str | None:

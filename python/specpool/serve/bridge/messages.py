@@ -119,7 +119,12 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """One sample has ended; see `RequestOutput` for the fields."""
+    """One sample has ended; see `RequestOutput` for most fields.
+
+    Attributes:
+        num_prompt: tokens of the prompt.
+        num_accepted: generated tokens that were drafts, without the bonus tokens.
+    """
 
     key: int
     sample: int

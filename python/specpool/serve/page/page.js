@@ -3,7 +3,9 @@
 // turn; if it is gone, a new one gets the whole text.
 const $ = (id) => document.getElementById(id);
 const STORE = "specpool.conversation.";
-const FIELDS = ["max", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "system", "drafter"];
+// Sent under the same name, if filled in.
+const NUMBERS = ["top_p", "top_k", "min_p", "repetition_penalty", "seed"];
+const FIELDS = ["max", "temperature", ...NUMBERS, "system", "drafter"]; // saved with the options
 const CHECKS = ["as-markdown", "mark-drafts"];
 const talks = []; // {key, title, system, session, offset, isHere, turns: [{begin, text, pieces, note, failed, runs}]}
 let current = null;
@@ -332,10 +334,9 @@ function ended(reason, usage) {
 function fields() {
   const number = (id) => ($(id).value === "" ? {} : { [id]: Number($(id).value) });
   const drafter = $("drafter").value;
-  const sampled = Number($("temperature").value) > 0 ? ["top_p", "top_k", "min_p"] : [];
   return {
     temperature: Number($("temperature").value),
-    ...Object.assign({}, ...["repetition_penalty", "seed", ...sampled].map(number)),
+    ...Object.assign({}, ...NUMBERS.map(number)),
     ...($("max").value === "" ? {} : { max_tokens: Number($("max").value) }),
     ...(drafter === "none" ? { max_draft_steps: 0 } : drafter ? { drafter } : {}),
   };

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from specpool.engine.sampling_params import SamplingParams
 from specpool.engine.text.chat_template import RESERVED
+from specpool.serve.api.channels import Channels, has_channels
 from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import bad
 from specpool.serve.api.requests import ChatRequest, Message, TokenizeRequest, Tool
@@ -42,11 +43,14 @@ class ChatForm:
         """Write `num` choices for this request, behind this prompt."""
         self._most_calls = 1 if body.parallel_tool_calls is False else None
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
-        formats = formats_of(getattr(tokenizer, "chat_template", None))
+        template = getattr(tokenizer, "chat_template", None)
+        formats = formats_of(template)
         tail = str(tokenizer.decode(list(prompt[-_TAIL:]))).rstrip() if body.tools else ""
         thinks = any(match.end() == len(tail) for match in THOUGHTS_BEGIN.finditer(tail))
         self._tools = [ToolCalls(body, formats, thinks=thinks) for _ in range(num)]
+        self._channels = [Channels() for _ in range(num)] if has_channels(template) else None
         self._contents: list[list[str]] = [[] for _ in range(num)]
+        self._thoughts: list[list[str]] = [[] for _ in range(num)]
 
     def first(self, choice: AnswerChoice) -> dict[str, Any] | None:
         """Return the part that names the role."""
@@ -55,10 +59,12 @@ class ChatForm:
     def part(self, choice: AnswerChoice, delta: Delta) -> dict[str, Any] | None:
         """Return the part of a stream with a delta's text and calls."""
         tools, is_last = self._tools[choice.index], delta.finish_reason is not None
-        content, calls = self._push(choice, delta)
+        thoughts, content, calls = self._push(choice, delta)
         if self._most_calls is not None:
             calls = [call for call in calls if call["index"] < self._most_calls]
-        new: dict[str, Any] = {"content": content} if content else {}
+        new: dict[str, Any] = {"reasoning_content": thoughts} if thoughts else {}
+        if content:
+            new["content"] = content
         if calls:
             new["tool_calls"] = calls
         if not new and not is_last and not (self._num_top is not None and delta.entries):
@@ -70,10 +76,14 @@ class ChatForm:
         tools = self._tools[choice.index]
         for delta in deltas:
             self._push(choice, delta)
-        content = "".join(self._contents[choice.index])
+        content, thoughts = (
+            "".join(texts[choice.index]) for texts in (self._contents, self._thoughts)
+        )
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if choice.message is not None:
-            message |= choice.message | {"content": content or None}
+        if thoughts:
+            message["reasoning_content"] = thoughts
+        if calls := tools.calls[: self._most_calls]:
+            message |= {"content": content or None, "tool_calls": calls}
         assert choice.done is not None
         whole = Delta(entries=[entry for delta in deltas for entry in delta.entries])
         del whole.entries[len(choice.done.token_ids) :]  # tokens behind a stop string
@@ -84,19 +94,27 @@ class ChatForm:
             "finish_reason": self._reason(tools, deltas[-1]),
         }
 
-    def _push(self, choice: AnswerChoice, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
-        """Read a delta; return its content and calls. The last one gives the choice its message."""
+    def _push(self, choice: AnswerChoice, delta: Delta) -> tuple[str, str, list[dict[str, Any]]]:
+        """Read a delta; return its thoughts, content and calls.
+
+        The last one gives the choice its message, if this is not the text itself.
+        """
         tools, contents = self._tools[choice.index], self._contents[choice.index]
-        is_last = delta.finish_reason is not None
-        content, calls = tools.push(delta.text, is_last, delta.specials)
+        is_last, thoughts = delta.finish_reason is not None, ""
+        text, specials = delta.text, delta.specials
+        if self._channels is not None:
+            thoughts, text, specials = _parted(self._channels[choice.index], delta)
+            self._thoughts[choice.index].append(thoughts)
+        content, calls = tools.push(text, is_last, specials)
         contents.append(content)
-        if is_last and tools.calls:
-            choice.message = {
-                "role": "assistant",
-                "content": "".join(contents),
-                "tool_calls": tools.calls[: self._most_calls],
-            }
-        return content, calls
+        if is_last and (tools.calls or self._channels is not None):
+            message: dict[str, Any] = {"role": "assistant", "content": "".join(contents)}
+            if tools.calls:
+                message["tool_calls"] = tools.calls[: self._most_calls]
+            if all_thoughts := "".join(self._thoughts[choice.index]):
+                message["reasoning_content"] = all_thoughts
+            choice.message = message
+        return thoughts, content, calls
 
     def _logprobs(self, choice: AnswerChoice, delta: Delta) -> dict[str, Any] | None:
         if self._num_top is None:
@@ -107,8 +125,35 @@ class ChatForm:
         if delta.finish_reason != "stop":
             return delta.finish_reason
         # If only the first of several calls is answered, a later one may be cut off.
-        is_whole = self._most_calls is not None and len(tools.calls) > self._most_calls
+        limit = self._most_calls
+        is_whole = limit is not None and len(tools.calls) > limit and tools.num_whole >= limit
         return "tool_calls" if is_whole else tools.finish_reason
+
+
+def _parted(channels: Channels, delta: Delta) -> tuple[str, str, list[tuple[int, str]]]:
+    """Return a delta's thoughts, its other text, and the special tokens in the latter.
+
+    The delta's pieces, which show what was drafted, become those of the other text.
+    """
+    thoughts, text = "", ""
+    specials: list[tuple[int, str]] = []
+    pieces: list[tuple[str, bool]] = []
+    start, left = 0, list(delta.specials)
+    # Special tokens that the text does not go beyond yet stand behind the pieces.
+    for piece, is_drafted in [*delta.pieces, ("", False)]:
+        end = start + len(piece)
+        num = sum(place < end or not piece for place, _ in left)
+        piece_specials = [(place - start, special) for place, special in left[:num]]
+        is_last = not piece and delta.finish_reason is not None
+        new = channels.push(piece, is_last, piece_specials)
+        thoughts += new.thoughts
+        specials += [(len(text) + place, special) for place, special in new.specials]
+        text += new.text
+        if new.text:
+            pieces.append((new.text, is_drafted))
+        start, left = end, left[num:]
+    delta.pieces = pieces
+    return thoughts, text, specials
 
 
 def _part(
@@ -216,8 +261,9 @@ def routes(service: Service) -> APIRouter:
             temperature = service.client.ready.temperature
             return params_of(body, min(wanted or room, room), num_top, temperature)
 
+        notes_special = "tools" in variables or has_channels(template)
         generation = await call.generation(
-            [messages_of(body.messages)], params, variables, notes_special="tools" in variables
+            [messages_of(body.messages)], params, variables, notes_special=notes_special
         )
         (prompt,) = generation.order.prompts
 

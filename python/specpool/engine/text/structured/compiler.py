@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import threading
@@ -106,8 +107,10 @@ class Vocabulary:
         Raises:
             ConfigError: the tokenizer cannot be read.
         """
-        text = self._checked().backend_tokenizer.to_str()
-        return [text, self._size(), sorted(self._eos_ids)]
+        tokenizer = copy.copy(self._checked().backend_tokenizer)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return [tokenizer.to_str(), self._size(), sorted(self._eos_ids)]
 
     def _size(self) -> int:
         # A mask has a bit for each token of the tokenizer, even beyond the target's.
@@ -129,17 +132,69 @@ class Vocabulary:
         return self._tokenizer
 
     def _from_tokenizer(self) -> Any:
-        tokenizer = self._checked()
-        from llguidance import hf
-
+        source = self.source()
         try:
-            return hf.from_tokenizer(
-                tokenizer, n_vocab=self._size(), eos_token=sorted(self._eos_ids)
-            )
+            return token_trie(*source)
         except Exception as error:
             raise ConfigError(
                 f"structured: the target's tokenizer cannot be read: {error}"
             ) from error
+
+
+def token_trie(tokenizer: str, size: int, eos_ids: list[int]) -> Any:
+    """Return a tokenizer as llguidance keeps it, which spells the name of any token in a form.
+
+    Args:
+        tokenizer: as JSON.
+        size: the tokens of a mask; those beyond the tokenizer's have no text.
+        eos_ids: the tokens that end a text.
+    """
+    library = _library()
+    tokens = library.LLTokenizer(tokenizer, n_vocab=size, eos_token=eos_ids, slices=[])
+    return library.LLTokenizer(_Speller(tokens), eos_token=eos_ids)
+
+
+class _Speller:
+    """Tokenizes the text that a form forces, as the tokenizer does, with tokens that have a text.
+
+    llguidance itself would take `<think>` in such a text for the token of that name, which it then
+    refuses, because a token of that kind has no text for it. Its `TokenizerWrapper` has these
+    attributes too.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokens: Any) -> None:
+        """Wrap an `llguidance.LLTokenizer`."""
+        self._tokens = tokens
+        self.eos_token_id: int = tokens.eos_token
+        self.special_token_ids = [i for i in range(tokens.vocab_size) if tokens.is_special_token(i)]
+        self._special_ids = frozenset(self.special_token_ids)
+        self.tokens = [self._bytes(token) for token in range(tokens.vocab_size)]
+
+    def _bytes(self, token: int) -> bytes:
+        """Return a token's bytes, without the byte that marks a special one."""
+        text: bytes = self._tokens.decode_bytes([token])
+        is_missing = token not in self._special_ids and text == b"<[%d]>" % token
+        return b"" if is_missing else text
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens of a text.
+
+        If the tokenizer finds a special token in it, or gives other bytes, the longest tokens
+        count from there on.
+        """
+        ids: list[int] = self._tokens.tokenize_str(text)
+        num_plain = next((i for i, token in enumerate(ids) if token in self._special_ids), len(ids))
+        plain = ids[:num_plain]
+        beginning: bytes = self._tokens.decode_bytes(plain)
+        if beginning == text.encode():
+            return plain
+        prefix = beginning.decode(errors="replace")
+        if not text.startswith(prefix):
+            plain, prefix = [], ""
+        return [*plain, *self._tokens.greedy_tokenize(text[len(prefix) :])]
 
 
 def _within_time(vocabulary: Vocabulary, grammar: Grammar) -> Any:

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from specpool.engine.text.second_process import ProcessError, SecondProcess, limit_memory
-from specpool.engine.text.structured.compiler import Vocabulary, compiled
+from specpool.engine.text.structured.compiler import Vocabulary, compiled, token_trie
 from specpool.engine.text.structured.grammar import Grammar
 from specpool.errors import ConfigError
 
@@ -59,10 +59,7 @@ class _SentVocabulary:
     """The vocabulary that the parent sent."""
 
     def __init__(self, source: Any) -> None:
-        import llguidance
-
-        text, size, eos_ids = source
-        self._read = llguidance.LLTokenizer(text, n_vocab=size, eos_token=eos_ids)
+        self._read = token_trie(*source)
 
     def get(self) -> Any:
         """Return it as llguidance keeps it."""
