@@ -1339,7 +1339,7 @@ class Ledger:
         """Return the pages of each group that rows hold, and how many of them are shared.
 
         Both are [n, num_groups]. Two rows may hold the same shared page; `shared_pages` counts it
-        once.
+        once. Pages that only a session's checkpoint keeps are not counted.
 
         Cost: O(num_rows + n * groups).
 

@@ -83,7 +83,7 @@ def outputs(
 
 
 def number(name: str, value: int, least: int, greatest: int = INT_MAX) -> int:
-    """Return `value` if it is an int in [least, most]."""
+    """Return `value` if it is an int in [least, greatest]."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise ShapeError(f"{name} must be an int, got {type(value).__name__} {value!r:.60}")
     if not least <= value <= greatest:
@@ -137,7 +137,7 @@ def is_holey(layout: str) -> np.int32:
 def upper_bounds(
     hi: NDArray[np.int32] | Sequence[int] | None, n: int, greatest: int
 ) -> NDArray[np.int64]:
-    """Return checked upper bounds in [0, most], int64 [n]; all are `greatest` if `hi` is None."""
+    """Return checked upper bounds in [0, greatest], int64 [n]; all `greatest` if `hi` is None."""
     if hi is None:
         return np.full(n, greatest, np.int64)
     bounds = np.asarray(hi)

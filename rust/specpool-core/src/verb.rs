@@ -5,8 +5,8 @@
 //! - What a call gives is a variant of [`Given`](crate::Given). A new one costs one file, `log/call.rs`, if its number
 //!   is all that the digest takes in; else also `digest_after` in `ledger/record.rs`.
 //! - `ledger/query.rs` has the questions that change nothing: they are not verbs and have no entry. A question whose
-//!   answer is logged is a verb, because it moves the digest and is refused by a closed ledger. Its method stands in the
-//!   file of its noun, not in `query.rs`.
+//!   answer is logged is a verb, because it moves the digest and is refused by a closed ledger. Its method stands beside
+//!   the verbs that change what it asks about (pages of a row: `ledger/release.rs`), not in `query.rs`.
 //! - A new verb takes the next free byte, and the log's version stays: a reader refuses a byte that it does not know.
 //!   The version must rise if an old byte gets other arguments, or if the digest takes in something else for it.
 
@@ -26,7 +26,8 @@
 ///     runs ledger.name(*argument);      the call itself
 /// ```
 ///
-/// Those of the second list change no lengths and no pages, so they are not logged. The last list has the verbs of a
+/// Those of the second list change no lengths and no pages, and their answers need not be replayed, so they are not
+/// logged. The last list has the verbs of a
 /// block pool that no ledger has.
 macro_rules! verbs {
     ($derive:ident) => {

@@ -37,6 +37,9 @@ def usage_of(num_prompt: int, choices: Sequence[AnswerChoice]) -> dict[str, Any]
 def drafting_of(done: Done, num_steps: int) -> dict[str, Any]:
     """Return how the drafts of one text went, as vLLM reports it and AIPerf reads it.
 
+    The last round counts drafts behind a stop too. `usage_of` counts those of the text alone, so
+    its `accepted_prediction_tokens` may be smaller.
+
     Args:
         done: the text's end.
         num_steps: drafts of a round at most, as far as the engine has a fixed shape.

@@ -193,7 +193,7 @@ class Call:
         """Refuse what cannot fit, whatever its tokens are, before it costs anything.
 
         Raises:
-            ApiError: a prompt is too long for `most` tokens.
+            ApiError: a prompt is too long for `max_tokens` tokens.
         """
         for index, prompt in enumerate(prompts):
             if is_chat(prompt) or isinstance(prompt, str):

@@ -143,7 +143,8 @@ impl Ledger {
     }
 
     /// Pages of each group that these rows hold, and how many of them are shared: two times `[lanes * groups]`, lane by
-    /// lane. A row holds no page twice, but two rows may hold the same shared page. O(rows + lanes * groups).
+    /// lane. A row holds no page twice, but two rows may hold the same shared page. Pages that only a checkpoint keeps
+    /// are not counted. O(rows + lanes * groups).
     ///
     /// # Errors
     /// [`Error::Shape`] for a row that is not admitted or is named twice; [`Error::OutOfMemory`].
