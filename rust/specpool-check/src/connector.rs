@@ -40,6 +40,8 @@ impl Connector {
                 KvEvent::Rewind { row, len } => {
                     self.copies.iter_mut().for_each(|rows| rows[row.at()].truncate(len as usize));
                 }
+                // A failed step left the row's KV undefined: nothing is copied until the row is freed, so nothing is lost.
+                KvEvent::Commit { row, .. } | KvEvent::Evict { row, .. } if device.rows[row.at()].is_lost => {}
                 KvEvent::Evict { row, group, start, end } => {
                     let gone = self.copies[group][row.at()].get_mut(start as usize..end as usize);
                     gone.ok_or_else(|| format!("{event:?} names what was never told"))?.fill(0);
@@ -51,8 +53,6 @@ impl Connector {
                         return Err(format!("{event:?} names a page that was not copied"));
                     }
                 }
-                // A failed step left the row's KV undefined: there is nothing to copy until the row is freed.
-                KvEvent::Commit { row, .. } if device.rows[row.at()].is_lost => {}
                 KvEvent::Commit { row, group, start, end } => {
                     for position in start..end {
                         let tag =
