@@ -126,7 +126,7 @@ check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the
 	cargo test --quiet -p specpool-core --lib
 	$(PYTEST) -m "not full" -k "not nvrtc and not agrees_with_the_oracle and not few_bytes and not run_of_the_engine" -q $(CHECKED)
 
-test: $(VENV)/.dev ## install if needed, and run the tests (20 minutes on two cores)
+test: $(VENV)/.dev ## install if needed, and run the tests (14 minutes on two cores)
 	cargo test --quiet -p specpool-core -p specpool-check -p specpool-capi
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
 	$(PYTEST) -m "not full and not ray"
@@ -164,7 +164,7 @@ sanitize: $(VENV)/.dev ## the kernels' tests on a CUDA device under memcheck, th
 	$(BIN)/python -m pytest -k "cuda and not test_device_graphs" --timeout 0 tests/device
 	$(SANITIZER) --tool racecheck $(BIN)/python -m pytest -k cuda --timeout 0 tests/device
 
-guards: $(VENV)/.dev ## remove the guard of each scenario: its test must fail (11 minutes)
+guards: $(VENV)/.dev ## remove the guard of each scenario: its test must fail (5 minutes)
 	$(BIN)/python tests/scenarios/run_guards.py
 
 prove: ## enumerate every interleaving of small ledgers (10 minutes; CASE=text for some of them)
