@@ -79,7 +79,7 @@ class Indexed:
 
 
 def _common_len(a: list[int], b: list[int], max_len: int) -> int:
-    """Return how many of the first `most` tokens both begin with."""
+    """Return how many of the first `max_len` tokens both begin with."""
     if a[:max_len] == b[:max_len]:
         return max_len
     return next(i for i in range(max_len) if a[i] != b[i])

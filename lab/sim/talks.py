@@ -139,7 +139,7 @@ class Talks:
                 drop_ct, num_found = self._before[number]
                 assert talk.conversation is not None
                 if talk.conversation.drop_ct == drop_ct and known_len <= num_found:
-                    if self._settings.window is not None:  # the row may keep less than `found`
+                    if self._settings.window is not None:  # the row may keep less than `num_found`
                         return range(num_found + 1)
                     talk.start, talk.drop_ct = num_found, drop_ct
                     return (num_found,)

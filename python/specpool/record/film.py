@@ -247,7 +247,7 @@ def _group(ledger: Ledger, index: int) -> GroupPicture:
 
 
 def slots(row: RowPicture, index: int, group: Group, shapes: list[Shape]) -> list[Slot]:
-    """Return every position of the row in the group `at`, `[0, allocated)`.
+    """Return every position of the row in the group `index`, `[0, allocated)`.
 
     The drafts are those of the newest round in flight, with its root at its least position.
     """

@@ -206,7 +206,7 @@ impl Explorer<'_> {
         Ok(())
     }
 
-    /// The events from the empty ledger to the event at `place` of a state.
+    /// The events from the empty ledger to the event at `index` of a state.
     fn trace(&self, number: u32, index: usize) -> Vec<Event> {
         let mut places = vec![index];
         let mut at = number;

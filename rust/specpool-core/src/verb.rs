@@ -27,8 +27,7 @@
 /// ```
 ///
 /// Those of the second list change no lengths and no pages, and their answers need not be replayed, so they are not
-/// logged. The last list has the verbs of a
-/// block pool that no ledger has.
+/// logged. The last list has the verbs of a block pool that no ledger has.
 macro_rules! verbs {
     ($derive:ident) => {
         $derive! {

@@ -70,7 +70,7 @@ def call_form(render: Callable[[Sequence[Message], CallForm], str | None]) -> Ca
     only where the content is None.
 
     Args:
-        render: renders messages in a form; None = the template refuses them.
+        render: renders messages in a form; None if the template refuses them.
     """
     for content in ("", None):
         for has_objects in (True, False):

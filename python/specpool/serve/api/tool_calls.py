@@ -367,9 +367,9 @@ class ToolCalls:
             match = form.first.match(held, blanks, partial=partial)
             return match if match and match.start() < len(held) and self._is_known(match) else None
         start = self._num_searched
-        while (match := form.first.search(held, start, partial=partial)) and match.start() < len(
-            held
-        ):
+        while match := form.first.search(held, start, partial=partial):
+            if match.start() == len(held):
+                break
             if self._is_known(match):
                 return match
             start = match.start() + 1
@@ -381,7 +381,10 @@ class ToolCalls:
         return match.partial or name is None or name in self._schemas
 
     def _enter(self, match: regex.Match[str], start: int) -> None:
-        """Begin to read a call of the current format, whose arguments or object begin at `at`."""
+        """Begin to read a call of the current format.
+
+        Its object or its arguments begin at `start`.
+        """
         self._body_start = self._num_fed = start
         self._name = match.groupdict().get("name") or ""
         self._ident = match.groupdict().get("id")

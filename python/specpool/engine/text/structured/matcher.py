@@ -119,7 +119,10 @@ class Matcher:
         return self.error
 
     def forced(self, max_tokens: int) -> list[int]:
-        """Return the next tokens, at most `most`, if the grammar leaves one string or one end."""
+        """Return the next tokens, if the grammar leaves one string or one end.
+
+        There are at most `max_tokens`, and none if it leaves a choice.
+        """
         if self._has_ended or self.error is not None or max_tokens < 1:
             return []
         span: list[int] = []
