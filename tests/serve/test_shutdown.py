@@ -84,7 +84,7 @@ def test_a_second_signal_ends_the_drain():
 
 def test_a_dead_engine_is_told_and_ends_the_server():
     """Exit code 2, so that whoever started the server starts it again."""
-    with Server("--batch", "4") as server:
+    with Server("--batch", "4", warm=False) as server:
         threads, answers = streams(server, 4, 1900)
         (engine,) = children(server.process.pid)
         os.kill(engine, signal.SIGKILL)
@@ -95,7 +95,7 @@ def test_a_dead_engine_is_told_and_ends_the_server():
 
 
 def test_a_dead_front_ends_the_engine():
-    with Server("--batch", "4") as server:
+    with Server("--batch", "4", warm=False) as server:
         threads, answers = streams(server, 1, 1900)
         (engine,) = children(server.process.pid)
         server.process.kill()
