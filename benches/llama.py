@@ -179,14 +179,18 @@ def _decoding(
         prefix_cache=False,
         **options,
     ) as engine:
+        begun = set[int]()  # requests that have output
         for prompt in prompts_of(sizes, batch, length):
-            engine.submit(prompt, params)
-        while engine.stats().num_running < batch or engine.stats().num_waiting:
+            engine.submit(prompt, params, on_item=lambda number, _: begun.add(number))
+        while len(begun) < batch:
             engine.turn()
         for _ in range(2):
             engine.turn()
+        prefill_ct = engine.stats().prefill_ct
         yield engine
-        assert engine.stats().num_running == batch, "a row ended before its time"
+        stats = engine.stats()
+        assert stats.prefill_ct == prefill_ct, "a prompt was not over"
+        assert stats.num_running == batch, "a row ended before its time"
 
 
 def _live_bytes(engine: Engine, *, whole_pages: bool = False) -> int:

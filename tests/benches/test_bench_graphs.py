@@ -71,6 +71,16 @@ def test_the_kv_that_decoding_moves_is_counted():
     assert (moved.value, moved.reference_value) == (3 * 3 * 64 * slot, 3 * 52 * slot)
 
 
+def test_rounds_are_timed_when_every_prompt_is_over():
+    """Prompts of more tokens than a step takes are computed in several."""
+    with llama._decoding("cpu", 3, TINY, 9, 50) as engine:
+        rounds = engine.stats().round_ct
+        assert engine.stats().prefill_ct >= 3
+        for _ in range(3):
+            engine.turn()
+        assert engine.stats().round_ct == rounds + 3
+
+
 def test_rounds_by_flashinfer_are_timed_beside_torch(monkeypatch):
     """The emulation stands in; the embedded pair's heads of 32 would be refused."""
     kinds = list[str]()
