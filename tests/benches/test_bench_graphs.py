@@ -41,6 +41,8 @@ def test_a_round_is_timed_with_its_graph_and_without(monkeypatch, tmp_path, caps
     decoding = partial(llama.decode_results, sizes=TINY, batch=3, length=50)
     monkeypatch.setattr(bench_graphs, "prefill_results", prompts)
     monkeypatch.setattr(bench_graphs, "decode_results", decoding)
+    rounds = partial(llama.round_results, sizes=TINY, batches=(2,), length=50)
+    monkeypatch.setattr(bench_graphs, "round_results", rounds)
     where = {"device": "No GPU", "date": "2000-01-01"}
     monkeypatch.setattr(bench_graphs, "cuda_machine", lambda device: where)
     assert bench_graphs.main(["--repeats", "3", "--json", "--write", str(tmp_path)]) == 0
@@ -58,7 +60,9 @@ def test_a_round_is_timed_with_its_graph_and_without(monkeypatch, tmp_path, caps
     prompt = found["a prompt of 60 tokens, 2 layers as of an 8B model"]
     assert prompt["reference"] == "transformers, sdpa" and prompt["value"] > 0
     assert found["a round, batch 3, 50 tokens"]["value"] > 0
-    assert len(found) == 12
+    for shape in ("none", "chain:3"):
+        assert found[f"a round of an 8B model, {shape}, batch 2, 50 tokens"]["value"] > 0
+    assert len(found) == 14
 
 
 def test_the_kv_that_decoding_moves_is_counted():
