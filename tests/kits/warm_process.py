@@ -31,24 +31,24 @@ def _command(line: socket.socket) -> list[str] | None:
             return None
         arguments, folder, environment, max_files = json.loads(frame)
         *streams, ended = fds
-        begun, begins = os.pipe()
+        pid_reader, pid_writer = os.pipe()
         if os.fork():  # its child waits for the command, so that nobody else has to
-            for fd in (*fds, begins):
+            for fd in (*fds, pid_writer):
                 os.close(fd)
-            line.sendall(os.read(begun, 8))
-            os.close(begun)
+            line.sendall(os.read(pid_reader, 8))
+            os.close(pid_reader)
             continue
         line.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if child := os.fork():
-            os.write(begins, child.to_bytes(8, "little"))
-            for fd in (*streams, begun, begins):
+            os.write(pid_writer, child.to_bytes(8, "little"))
+            for fd in (*streams, pid_reader, pid_writer):
                 os.close(fd)
             os.closerange(0, 3)
             _, status = os.waitpid(child, 0)
             os.write(ended, status.to_bytes(4, "little"))
             os._exit(0)
-        for fd in (ended, begun, begins):
+        for fd in (ended, pid_reader, pid_writer):
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, max_files)
         os.chdir(folder)
@@ -73,7 +73,8 @@ def _keep_spare() -> None:
         copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(*numbers, *fds) + 1) for fd in fds]
         for number, copy in zip(numbers, copies, strict=True):
             os.dup2(copy, number, inheritable=False)
-        os.closerange(min(copies), max(copies) + 1)
+        for fd in {*fds, *copies} - {*numbers}:
+            os.close(fd)
         os.environ.clear()
         os.environ.update(environment)
         _become(arguments)
