@@ -351,9 +351,11 @@ def test_what_a_client_got_may_be_sent_back():
 def test_a_developer_is_the_system_where_the_template_knows_none():
     messages = [{"role": "developer", "content": "Be brief."}, USER]
     system = [{"role": "system", "content": "Be brief."}, USER]
-    assert rendered(CHATML, messages) == judged(CHATML, system)
-    knows = CHATML + "{# developer #}"
-    assert rendered(knows, messages) == judged(knows, messages)
+    for template in (CHATML, CHATML + "{% set token = '<|developer_start|>' %}"):
+        assert rendered(template, messages) == judged(template, system)
+    for name in ("'developer'", '"developer"'):
+        knows = CHATML + f"{{% set roles = ['system', {name}] %}}"
+        assert rendered(knows, messages) == judged(knows, messages)
 
 
 @pytest.mark.parametrize("given", ["Hello", [{"type": "text", "text": "Hello"}]])

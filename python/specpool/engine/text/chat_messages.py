@@ -21,6 +21,8 @@ SEAM = "\udfff"
 RESULT_ROLES = frozenset({"tool", "function", "ipython", "tool_results", "observation"})
 #: How Mistral's templates look at a call's id: they refuse those that are not of nine characters.
 _NINE = re.compile(r"\|\s*length\s*(?:!=|==|<)\s*9\b")
+#: A template that knows the role `developer`; Apertus' has tokens of such a name alone.
+_DEVELOPER = re.compile(r"""(["'])developer\1""")
 #: Kimi's templates show a call's id alone, which must hold the function's name and a number.
 _KIMI = "<|tool_call_begin|>"
 #: gpt-oss' templates refuse an answer of calls that has both thoughts and a content.
@@ -212,7 +214,7 @@ def prepared(
             for key, value in message.items()
             if value is not None and (value != [] or key == "content")
         }
-        if copy.get("role") == "developer" and "developer" not in template:
+        if copy.get("role") == "developer" and not _DEVELOPER.search(template):
             copy["role"] = "system"
         if isinstance(calls := copy.get("tool_calls"), list):
             copy["tool_calls"] = [_call(call, form.has_objects) for call in calls]
