@@ -410,6 +410,9 @@ def test_a_template_that_takes_functions_as_they_are_gets_them_so():
     refuses = "{{ raise_exception('no tools') if tools else '' }}"
     with pytest.raises(ConfigError, match="refuses prompt 0: TemplateError: no tools"):
         rendered(refuses, [USER], tools=tools)
+    refuses = FUNCTIONS + "{{ raise_exception('no user') }}"
+    with pytest.raises(ConfigError, match="refuses prompt 0: TemplateError: no user"):
+        rendered(refuses, [USER], tools=tools)
 
 
 #: As those of Llama 3.1, which refuse a second call, and of gpt-oss, which do not show it.

@@ -305,18 +305,19 @@ class Texts:
         """Render messages, with the tools in the first form that the template takes.
 
         Raises:
-            TemplateError: it takes none; see `render_template`. The error is that of the first.
+            TemplateError: it takes none; see `render_template`.
         """
-        first_error: TemplateError | None = None
+        errors: list[TemplateError] = []
         for form in tool_forms(variables):
             try:
                 return render_template(template, chat, form)
             except TemplateLimitError:
                 raise
             except TemplateError as error:
-                first_error = first_error or error
-        assert first_error is not None
-        raise first_error
+                errors.append(error)
+        # If whole functions change the error, it was about them, and the new one is about the rest.
+        first, *others = errors
+        raise others[0] if others and str(others[0]) != str(first) else first
 
     def _call_form(
         self, template: str, special: Mapping[str, Any], tools: Any, has_parts: bool
