@@ -124,6 +124,7 @@ def test_a_form_allows_no_text_that_its_schema_does_not(compiler, schema, allowe
         '{"enum": [{"pattern": "[^a]"}]}',
         '{"pattern": "^[^]a]$"}',
         '{"exclusiveMinimum": 0}',
+        '{"exclusiveMinimum": 1' + "0" * 400 + ', "maximum": 1e999}',
         '{"exclusiveMinimum": true, "minimum": 0, "maximum": 0.5}',
         '{"items": ' * 900 + '{"pattern": "a"}' + "}" * 900,
     ],

@@ -274,26 +274,31 @@ def _with_shown_calls(message: dict[str, Any], form: CallForm) -> list[dict[str,
 
 def _with_single_calls(messages: Sequence[Message]) -> Iterator[Message]:
     """Yield messages with at most one call each; its result follows it."""
-    left = [*messages]
-    while left:
-        message = left.pop(0)
+    start = 0
+    while start < len(messages):
+        message = messages[start]
+        start += 1
         calls = message.get("tool_calls")
         if not isinstance(calls, list) or len(calls) < 2:
             yield message
             continue
-        num_results = 0
-        while num_results < len(left) and left[num_results].get("role") in RESULT_ROLES:
-            num_results += 1
-        results, left = left[:num_results], left[num_results:]
-        for number, call in enumerate(calls):
-            alone = {"role": message.get("role"), "content": ""} if number else message
+        end = start
+        while end < len(messages) and messages[end].get("role") in RESULT_ROLES:
+            end += 1
+        numbers: dict[str, list[int]] = {}  # of the results, by their calls' ids; latest first
+        for number in reversed(range(start, end)):
+            numbers.setdefault(str(messages[number].get("tool_call_id")), []).append(number)
+        left = dict.fromkeys(range(start, end))
+        for index, call in enumerate(calls):
+            alone = {"role": message.get("role"), "content": ""} if index else message
             yield {**alone, "tool_calls": [call]}
             ident = call.get("id") if isinstance(call, Mapping) else None
-            result = next((r for r in results if r.get("tool_call_id") == ident), None)
-            if result is not None and ident is not None:
-                results.remove(result)
-                yield result
-        yield from results
+            if isinstance(ident, str) and numbers.get(ident):
+                number = numbers[ident].pop()
+                del left[number]
+                yield messages[number]
+        yield from (messages[number] for number in left)
+        start = end
 
 
 def _call(call: Any, has_objects: bool) -> Any:
