@@ -25,12 +25,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-SANITIZER = ["compute-sanitizer", "--error-exitcode", "1", "--report-api-errors", "no", "--tool"]
+SANITIZER = [
+    "compute-sanitizer",
+    *("--error-exitcode", "1", "--report-api-errors", "no"),
+    *("--target-processes", "all", "--tool"),  # pytest's workers, too
+]
 
 
 NEEDS = {  # what a part imports, and what happens without it
     "cupy": "no kernel is built: every part fails",
     "transformers": "only the kernels' tests, their bench and the sanitizer run",
+    "msgspec": "only the kernels' bench runs",
     "flashinfer": "its tests are left out",
     "hypothesis": "flashinfer's tests are left out",
     "llguidance": "the tests of forms are skipped",
@@ -48,7 +53,8 @@ def has(name: str) -> bool:
 
 def pytest_command() -> list[str]:
     """Return how pytest starts here: without a plug-in, its key of pyproject.toml is unknown."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    # pytest-benchmark warns of xdist, and warnings are errors.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     if not has("pytest_timeout"):
         unknown = "ignore:Unknown config option:pytest.PytestConfigWarning"
         command += ["-o", "addopts=-ra --strict-markers", "-W", unknown]
@@ -84,12 +90,12 @@ class Part:
         pytest = [*pytest_command(), *self.selection]
         if self.tool:
             endless = ["--timeout", "0"] if has("pytest_timeout") else []
-            return [*SANITIZER, self.tool, *pytest, *endless]
+            pytest = [*SANITIZER, self.tool, *pytest, *endless]
         return [*pytest, "-n", str(self.workers)] if has("xdist") else pytest
 
 
 _DEVICE = "tests/device/test_device_"
-_WORKERS = 4  # processes take turns on one card, each with a context and libraries of its own
+_WORKERS = 8  # processes take turns on one card, each with a context and libraries of its own
 # What takes minutes under the sanitizer: large vocabularies and batches of 257.
 _LONG = "vocabulary or more_moves or compaction or tails or parents"
 _KERNELS = [
@@ -130,23 +136,25 @@ PARTS = {
         240, module=["benches.graphs", "--repeats", "49", "--write", "OUT"], needs=("transformers",)
     ),
     "memcheck": Part(
-        180,
-        [
-            "-k",
-            f"cuda and not ({_LONG})",
-            *(f"{_DEVICE}{n}.py" for n in ("sample", "moves", "tree")),
-        ],
-        tool="memcheck",
-        needs=("compute-sanitizer",),
-        environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-    ),
-    "racecheck": Part(
         120,
         [
             "-k",
             f"cuda and not ({_LONG})",
             *(f"{_DEVICE}{n}.py" for n in ("sample", "moves", "tree")),
         ],
+        _WORKERS,
+        tool="memcheck",
+        needs=("compute-sanitizer",),
+        environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    ),
+    "racecheck": Part(
+        300,
+        [
+            "-k",
+            f"cuda and not ({_LONG})",
+            *(f"{_DEVICE}{n}.py" for n in ("sample", "moves", "tree")),
+        ],
+        _WORKERS,
         tool="racecheck",
         needs=("compute-sanitizer",),
     ),
