@@ -84,9 +84,9 @@ SLICE = {  # the rest is for `make test-full`
     ("penalties, tree", "float32", "overlapped"),
 }
 HOW = {
-    "eager": {"graph_sizes": ()},
+    "eager": {"graph_sizes": (), "overlap_depth": 0},
     "overlapped": {"graph_sizes": (), "overlap_depth": 1},
-    "captured": {"graph_sizes": (1, 4)},
+    "captured": {"graph_sizes": (1, 4), "overlap_depth": 0},
     "captured and overlapped": {"graph_sizes": (1, 4), "overlap_depth": 1},
 }
 
@@ -155,6 +155,18 @@ def test_a_session_runs_on_a_card(how, card):
         assert session.append(PROMPTS[0], GREEDY).output().error is None
         session.rewind(session.num_tokens - 3)
         assert session.append(PROMPTS[2], DRAWN).output().error is None
+
+
+def test_what_no_option_says_follows_from_the_card(card, caplog):
+    caplog.set_level(logging.INFO, "specpool")
+    how = {"shape": CHAIN, "draft": "specpool/tiny-eagle", "device": "cuda", "graph_sizes": ()}
+    with Engine.from_pretrained(**how) as engine:
+        assert (engine.config.max_batch, engine.config.overlap_depth) == (64, 1)
+        assert (engine.ledger.max_batch, engine.ledger.overlap_depth) == (64, 1)
+    (line,) = (text for text in caplog.messages if text.startswith("on cuda:0: "))
+    assert line.startswith("on cuda:0: max_batch 64, overlap_depth 1, 50.4 GiB for KV at most")
+    with Engine.from_pretrained(max_batch=3, overlap_depth=0, **how) as engine:
+        assert (engine.ledger.max_batch, engine.ledger.overlap_depth) == (3, 0)
 
 
 # --- what the card must find --------------------------------------------------------------------
@@ -256,6 +268,7 @@ def num_launches(card: Card, shape: Shape, num_layers: int) -> int:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     card.layer_kv["llama", num_layers, 64] = [LayerKV(2, 16, 16)] * num_layers
     options: dict[str, Any] = {"draft": "ngram" if shape.num_steps else None, "graph_sizes": ()}
+    options |= {"max_batch": 4, "overlap_depth": 0}
     counts = []
     with Engine.from_pretrained(model, shape=shape, busy_check=0, **options) as engine:
         run_steps = engine.core.worker.run

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specpool.capacity.group_sizes import MAX_BATCH
 from specpool.checks import shown
 from specpool.cli.generate.interrupt import Interrupt
 from specpool.cli.options import checks
@@ -81,6 +82,7 @@ def run(job: ChatJob) -> None:
             dtype=job.dtype,
             device=job.device,
             trust_remote_code=job.trust_remote_code,
+            max_batch=MAX_BATCH,  # more would only take more graphs
             **job.options,
         )
     with engine:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import drafts_of
 from specpool.cli.options.groups import text_of
+from specpool.engine.config import SERVED_BATCH
 from specpool.engine.models.files.names import find_model
 from specpool.engine.ranks.environment import world_of_environment
 from specpool.engine.shapes.config import POLICIES
@@ -98,6 +99,7 @@ def prepare(job: ServeJob, *, has_files: bool = True) -> Launch:
     if not has_files and options.get("adaptive") not in (None, *POLICIES):
         del options["adaptive"]  # a file
     checks.check_engine_config(drafts, options)
+    batch = {"max_batch": SERVED_BATCH} if job.device == "cpu" else {}
     template = None
     if job.chat_template is not None and has_files:
         template = text_of(job.chat_template, "chat_template")
@@ -107,6 +109,7 @@ def prepare(job: ServeJob, *, has_files: bool = True) -> Launch:
         "dtype": job.dtype,
         "device": job.device,
         "trust_remote_code": job.trust_remote_code,
+        **batch,
         **job.options,
     }
     return Launch(config=config, loading=loading, threads=job.threads, chat_template=template)

@@ -23,6 +23,7 @@ from rich.progress import (
 )
 
 from specpool._core import Shape
+from specpool.capacity.group_sizes import MAX_BATCH
 from specpool.cli.generate.interrupt import Interrupt
 from specpool.cli.generate.output_file import OutputFile
 from specpool.cli.generate.printer import Printer, prompt_name
@@ -144,12 +145,15 @@ def run(job: GenerateJob) -> None:
     checks.check_models(job.target, drafts)
     texts = read_prompts(job.prompts, job.target, NUM_BUILT_IN_PROMPTS)
     checks.check_prompts(job.target, prompts_of(job, texts))
+    # More rows than texts would only take more graphs.
+    batch = {"max_batch": MAX_BATCH} if len(texts) * params.n <= MAX_BATCH else {}
     loading = {
         "target": job.target,
         "draft": drafts or None,
         "dtype": job.dtype,
         "device": job.device,
         "trust_remote_code": job.trust_remote_code,
+        **batch,
         **job.options,
     }
     if world_of_environment()[0]:

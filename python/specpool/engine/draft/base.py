@@ -151,7 +151,8 @@ class DraftTree:
 
         `links` are those of `chain_links` for this size, if the caller has kept them.
         """
-        links = chain_links(*tokens.shape, tokens.device) if links is None else links
+        batch, num_nodes = tokens.shape
+        links = chain_links(batch, num_nodes, tokens.device) if links is None else links
         return cls._of([tokens, *links], True)
 
     @property
