@@ -1,4 +1,4 @@
-"""What an engine takes where no option says it: on a CPU as ever, on a CUDA device by its memory."""
+"""What an engine takes where no option says it: the same on every CPU, by memory on a card."""
 
 from __future__ import annotations
 
