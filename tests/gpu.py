@@ -25,11 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-SANITIZER = [
-    "compute-sanitizer",
-    *("--error-exitcode", "1", "--report-api-errors", "no"),
-    *("--target-processes", "all", "--tool"),  # pytest's workers, too
-]
+SANITIZER = ["compute-sanitizer", "--error-exitcode", "1", "--report-api-errors", "no", "--tool"]
 
 
 NEEDS = {  # what a part imports, and what happens without it
@@ -90,7 +86,7 @@ class Part:
         pytest = [*pytest_command(), *self.selection]
         if self.tool:
             endless = ["--timeout", "0"] if has("pytest_timeout") else []
-            pytest = [*SANITIZER, self.tool, *pytest, *endless]
+            return [*SANITIZER, self.tool, *pytest, *endless]
         return [*pytest, "-n", str(self.workers)] if has("xdist") else pytest
 
 
@@ -133,28 +129,26 @@ PARTS = {
         240, module=["benches.kernels", "--device", "cuda", "--repeats", "7", "--write", "OUT"]
     ),
     "bench_graphs": Part(
-        240, module=["benches.graphs", "--repeats", "49", "--write", "OUT"], needs=("transformers",)
+        270, module=["benches.graphs", "--repeats", "49", "--write", "OUT"], needs=("transformers",)
     ),
-    "memcheck": Part(
-        120,
+    "memcheck": Part(  # in one process: the tools take longer to start than the tests to run
+        150,
         [
             "-k",
             f"cuda and not ({_LONG})",
             *(f"{_DEVICE}{n}.py" for n in ("sample", "moves", "tree")),
         ],
-        _WORKERS,
         tool="memcheck",
         needs=("compute-sanitizer",),
         environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     ),
     "racecheck": Part(
-        300,
+        360,
         [
             "-k",
             f"cuda and not ({_LONG})",
             *(f"{_DEVICE}{n}.py" for n in ("sample", "moves", "tree")),
         ],
-        _WORKERS,
         tool="racecheck",
         needs=("compute-sanitizer",),
     ),
