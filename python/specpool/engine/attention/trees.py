@@ -94,7 +94,7 @@ def _attend_own(
     groups, batch = heads // kv_heads, lanes * kv_heads
     if view.pad_index is not None:
         q = q.index_select(0, view.pad_index)
-    # [B, Hkv, G, Q, D], and the cells [B, Hkv, W, D]: one copy each, to float32 in this order
+    # [B, Hkv, G, Q, D], and the cells [B, Hkv, W, D]: one copy each, from 16 bits to float32.
     q = _in_order(q.view(lanes, queries, kv_heads, groups, dim).permute(0, 2, 3, 1, 4))
     keys, values = (
         _in_order(

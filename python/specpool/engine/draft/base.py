@@ -30,8 +30,9 @@ class DraftTree:
 
     All fields are on one device: the engine's, or a CPU for proposals that the host made.
 
-    `is_chain` says whether the host knows that in every tree node i continues node i - 1. Trees of
-    `chain` and `from_parents` know it; those made of five fields do not.
+    `is_chain` says whether the host knows that in every tree node i continues node i - 1; the
+    target then reads them without a mask. `chain` and `from_parents` know it. A tree that is made
+    of five fields on a GPU counts as one with branches.
     """
 
     tokens: Tensor  # int64 [B, N]
