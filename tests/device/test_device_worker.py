@@ -61,9 +61,7 @@ def make(case: str, **more: object) -> Engine:
     return load_engine(
         draft=draft and f"specpool/{draft}",
         shape=shape and Shape.eagle(*shape),
-        max_context_len=200,
-        **options,
-        **more,
+        **{"max_context_len": 200, "max_batch": 8, "overlap_depth": 0, **options, **more},
     )
 
 

@@ -30,19 +30,31 @@ def expect(
 
     A size of None allows any.
     """
+    if isinstance(value, Tensor):  # every launch comes by here several times
+        kind = value.dtype
+        if (
+            (kind is dtype or (not isinstance(dtype, torch.dtype) and kind in dtype))
+            and _has_shape(value.shape, shape)
+            and value.is_contiguous()
+            and value.device == device
+        ):
+            return value
     dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
-    if (
-        isinstance(value, Tensor)
-        and value.dtype in dtypes
-        and value.ndim == len(shape)
-        and all(wanted in (None, actual) for wanted, actual in zip(shape, value.shape, strict=True))
-        and value.is_contiguous()
-        and value.device == device
-    ):
-        return value
     kinds = " or ".join(str(kind).removeprefix("torch.") for kind in dtypes)
     sizes = ", ".join("any" if size is None else str(size) for size in shape)
     raise ShapeError(f"{name} must be contiguous {kinds} [{sizes}] on {device}, got {_text(value)}")
+
+
+def _has_shape(actual: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    """Return whether the sizes are the wanted ones; None allows any."""
+    if actual == wanted:
+        return True
+    if None not in wanted or len(actual) != len(wanted):
+        return False
+    for size, wanted_size in zip(actual, wanted, strict=True):  # a generator would take longer
+        if wanted_size is not None and size != wanted_size:
+            return False
+    return True
 
 
 def _text(value: Any) -> str:
@@ -73,12 +85,18 @@ def outputs(
     device: torch.device,
 ) -> tuple[Tensor, ...]:
     """Return all of `values` after a check, or new tensors if there are none."""
-    if values is not None and len(values) != len(names):
+    if values is None:
+        return tuple(
+            [
+                torch.empty(tuple(shape), dtype=dtype, device=device)
+                for dtype, shape in zip(dtypes, shapes, strict=True)
+            ]
+        )
+    if len(values) != len(names):
         raise ShapeError(f"out must hold {', '.join(names)}, got {len(values)} tensors")
-    tensors = values if values is not None else [None] * len(names)
     return tuple(
         output(f"out.{name}", value, dtype, shape, device)
-        for name, value, dtype, shape in zip(names, tensors, dtypes, shapes, strict=True)
+        for name, value, dtype, shape in zip(names, values, dtypes, shapes, strict=True)
     )
 
 
@@ -143,9 +161,9 @@ def upper_bounds(
     bounds = np.asarray(hi)
     if bounds.shape != (n,) or bounds.dtype.kind not in "iu":
         raise ShapeError(f"hi must be ints [{n}] on the host, got {bounds.dtype} {bounds.shape}")
-    wrong = np.flatnonzero((bounds < 0) | (bounds > greatest))
-    if wrong.size:
-        raise ShapeError(f"hi[{wrong[0]}] must be in [0, {greatest}], got {bounds[wrong[0]]}")
+    if n and (bounds.min() < 0 or bounds.max() > greatest):
+        wrong = int(((bounds < 0) | (bounds > greatest)).argmax())
+        raise ShapeError(f"hi[{wrong}] must be in [0, {greatest}], got {bounds[wrong]}")
     return bounds.astype(np.int64)
 
 
