@@ -5,7 +5,6 @@ Twins: `specpool.kernels.twins`, equal bit for bit.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,18 +19,14 @@ from specpool.kernels.checks import (
     number,
     output,
 )
-from specpool.kernels.launch import Arg, launch
+from specpool.kernels.launch import launch
 from specpool.kernels.with_twin import with_twin
 
 MAX_VOCAB = 1 << 19
 """The most columns of the logits: up to here the kernel's sums are exact."""
 
-# Logits that a block reads at least where several blocks share a row.
-_PART = 4096
-# Blocks that fill a GPU; with as many rows, each has one block.
+# Blocks of 512 threads that fill a GPU; fewer rows have blocks of twice as many.
 _BLOCKS = 264
-# Sums that the blocks of a row share, as in cuda/sample.cu.
-_BINS = 2048
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -94,33 +89,10 @@ def sample_tokens(
     tokens = output("out", out, torch.int64, (n,), device)
     logits_args = (logits, i32(_DTYPES.index(logits.dtype)), i32(vocab))
     draw_args = (temperature, top_k, top_p, min_p, u)
-    parts = min(-(-vocab // _PART), _BLOCKS // max(n, 1))
-    if parts > 1:
-        _in_parts(logits_args, draw_args, n, parts, tokens)
-    else:
-        launch("sample_tokens", (n,), (_threads(vocab),), (*logits_args, *draw_args, tokens))
+    launch("sample_tokens", (n,), (_threads(n, vocab),), (*logits_args, *draw_args, tokens))
     return tokens
 
 
-def _in_parts(
-    logits_args: tuple[Arg, ...], draw_args: tuple[Arg, ...], n: int, parts: int, tokens: Tensor
-) -> None:
-    """Draw for few rows: several blocks read each, and a launch ends where they must agree.
-
-    Which rows draw at all, and by what, only the device knows. So a row that needs no more goes
-    through the rest of the launches without reading its logits.
-    """
-    logits, _, vocab = logits_args
-    assert isinstance(logits, Tensor) and isinstance(vocab, np.integer)
-    space = torch.empty(n, _BINS + 3 * parts + 9, dtype=torch.int64, device=tokens.device)
-    grid, block = (n, parts), (_threads(-(-int(vocab) // parts)),)
-    launch("greatest_logits", grid, block, (*logits_args, space))
-    num_passes = 3 if logits.dtype == torch.float32 else 2
-    for step in range(2 * num_passes):  # top-k, then top-p
-        launch("narrow_logits", grid, block, (*logits_args, *draw_args, space, i32(step)))
-    launch("draw_tokens", grid, block, (*logits_args, *draw_args, space, tokens))
-
-
-def _threads(count: int) -> int:
-    """Return the size of a block that reads `count` logits: 16 or more a thread."""
-    return min(max(ceil_pow2(count) // 16, 64), 512)
+def _threads(n: int, vocab: int) -> int:
+    """Return the size of a row's block: 16 logits or more a thread."""
+    return min(max(ceil_pow2(vocab) // 16, 64), 1024 if n <= _BLOCKS // 2 else 512)
