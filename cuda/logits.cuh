@@ -53,6 +53,9 @@ struct Row {
     float inverse;   // 1 / divisor, in two parts
     float rest;
     long long least;  // the least weight that is kept; set once top-k and top-p are done
+    // A table holds the weights of the bfloat16 logits of 16 exponents; below are those too small for it.
+    bool has_table;
+    float smallest, lowest;  // the least absolute value, and the least logit, which weighs 0
 
     static constexpr int SIZE = DTYPE == 0 ? 4 : 2;         // bytes of a logit
     static constexpr int MANY = 16 / SIZE;                  // logits of one access
@@ -128,11 +131,51 @@ struct Row {
         return whole < least ? 0 : whole;
     }
 
+    static constexpr int TABLE = DTYPE == 2 ? 1 << 12 : 1;
+
+    // The place of a logit in the table: its sign, four bits of its exponent, and its fraction.
+    __device__ __forceinline__ static int place(unsigned bits) { return bits >> 20 & 0x800 | bits >> 16 & 0x7ff; }
+
+    // Fills the table. All that weighs more than 0 lies between `lowest` and the greatest logit.
+    __device__ __forceinline__ void fill(float* table, float temperature) {
+        const float least_logit = __fsub_rn(greatest, __fmul_rn(25.0f, temperature));
+        const unsigned limit = __float_as_uint(max(fabsf(greatest), fabsf(least_logit))) >> 23;
+        const unsigned first = limit > 254 ? 239 : limit > 15 ? limit - 15 : 0;  // exponent
+        has_table = true;
+        smallest = __uint_as_float(first << 23);
+        lowest = __uint_as_float(0x80000000u | (first << 23) + 0x07ff0000u);
+        for (int i = threadIdx.x; i < TABLE; i += blockDim.x) {
+            const unsigned above = (unsigned)(i - (int)(first << 7)) & 0x7ff;
+            table[i] = raw_weight(__uint_as_float(((first << 7) + above | (i & 0x800) << 4) << 16));
+        }
+        __syncthreads();
+    }
+
     // The sum of the weights of one access, of which none may be left out.
-    __device__ __forceinline__ long long sum_of(const int4& loaded) const {
+    __device__ __forceinline__ long long sum_of(const int4& loaded, const float* table) const {
         WeightSum weights = {0, 0};
+        if (DTYPE != 2 || !has_table) {
 #pragma unroll
-        for (int i = 0; i < MANY; i++) weights.add(raw_weight(value(bits_of_many(loaded, i))));
+            for (int i = 0; i < MANY; i++) weights.add(raw_weight(value(bits_of_many(loaded, i))));
+            return weights.sum(MANY);
+        }
+        float weight[MANY];
+        bool has_small = false;
+#pragma unroll
+        for (int i = 0; i < MANY; i++) {
+            const float logit = max(value(bits_of_many(loaded, i)), lowest);
+            weight[i] = table[place(__float_as_uint(logit))];
+            has_small = has_small || fabsf(logit) < smallest;
+        }
+        if (has_small) {
+#pragma unroll
+            for (int i = 0; i < MANY; i++) {
+                const float logit = value(bits_of_many(loaded, i));
+                if (fabsf(logit) < smallest) weight[i] = raw_weight(logit);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < MANY; i++) weights.add(weight[i]);
         return weights.sum(MANY);
     }
 

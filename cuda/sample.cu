@@ -67,7 +67,7 @@ struct Bins {
 
 // A token that may be kept.
 struct Candidate {
-    unsigned long long rank;  // its key, then 2^31 - 1 - id: greater for a likelier token, no two alike
+    unsigned long long rank;  // as `ranking` gives it
     long long weight;
 };
 
@@ -82,6 +82,8 @@ struct Scratch {
         Bins bins;
         Candidates candidates;
     };
+    Wish wish;
+    float table[Row<2>::TABLE];
     long long sums[32];  // one for each warp
     long long ties[32];
     Cut cut;
@@ -89,6 +91,7 @@ struct Scratch {
     int token;  // or the first of the ids that hold it; at lower ids are
     long long below;       // this weight above the floor
     long long ties_below;  // and so many ties at the floor
+    double aim;            // u times the weight of all that is kept
 };
 
 // Adds up `value` over the threads up to this one; *total gets the sum of all. The block must consist of whole warps.
@@ -110,9 +113,23 @@ __device__ __forceinline__ long long prefix_sum(long long value, long long* sums
     return value;
 }
 
+// Returns the greatest value of the block's threads, in every thread. `of_warps` is as in prefix_sum.
+__device__ __forceinline__ unsigned long long block_max(unsigned long long value, long long* of_warps) {
+    for (int offset = 16; offset > 0; offset /= 2) value = max(value, __shfl_xor_sync(0xffffffffu, value, offset));
+    __syncthreads();  // a thread may still be reading an earlier one
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = (long long)value;
+    __syncthreads();
+    for (int warp = 0; warp < (int)blockDim.x / 32; warp++) value = max(value, (unsigned long long)of_warps[warp]);
+    return value;
+}
+
+// The place of a token in the order: its key, then 2^31 - 1 - id. Greater for a likelier token, no two alike.
+__device__ __forceinline__ unsigned long long ranking(int id, unsigned bits) {
+    return (unsigned long long)key_of(bits) << 32 | (0x7fffffffu - (unsigned)id);
+}
+
 // Returns the bits of the greatest logit in the upper half, and the lowest id that has it in the lower. Sets *is_bad if
 // the row holds a NaN or +inf. In every thread. *reached gets the order of the greatest logit that this thread read.
-// `of_warps` is shared, one cell for each warp.
 template <int DTYPE>
 __device__ unsigned long long greatest(const Row<DTYPE>& row, long long* of_warps, bool* is_bad, int* reached) {
     constexpr int EXTRA = (int)Row<DTYPE>::EXTRA, MANY = Row<DTYPE>::MANY;
@@ -139,10 +156,7 @@ __device__ unsigned long long greatest(const Row<DTYPE>& row, long long* of_warp
     constexpr unsigned INFINITE = Row<DTYPE>::INFINITE;
     *is_bad = __syncthreads_or(top >= order_of(INFINITE) || (bottom | EXTRA) < order_of(INFINITE | 0x80000000u));
     unsigned long long best = (unsigned long long)((unsigned)top ^ 0x80000000u) << 32 | (0x7fffffffu - (unsigned)first);
-    for (int offset = 16; offset > 0; offset /= 2) best = max(best, __shfl_xor_sync(0xffffffffu, best, offset));
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = (long long)best;
-    __syncthreads();
-    for (int warp = 0; warp < (int)blockDim.x / 32; warp++) best = max(best, (unsigned long long)of_warps[warp]);
+    best = block_max(best, of_warps);
     // It is known by the first id of an access.
     const unsigned bits = bits_of((unsigned)(best >> 32)) & ~(unsigned)EXTRA;
     first = 0x7fffffff - (int)(unsigned)best;
@@ -169,6 +183,7 @@ __device__ __forceinline__ int limit_of(int reached, int count) {
 template <int DTYPE, bool WEIGHS>
 __device__ long long gather(const Row<DTYPE>& row, Scratch& scratch, int limit) {
     constexpr int MANY = Row<DTYPE>::MANY;
+    const float* const table = scratch.table;
     if (limit == 0) limit = -0x10000;  // -0 equals 0
     if (threadIdx.x == 0) scratch.num_candidates = 0;
     __syncthreads();
@@ -176,12 +191,11 @@ __device__ long long gather(const Row<DTYPE>& row, Scratch& scratch, int limit) 
         if (order_of(bits) < limit) return;
         const int place = atomicAdd(&scratch.num_candidates, 1);
         if (place >= CANDIDATES) return;
-        scratch.candidates.tokens[place].rank =
-            (unsigned long long)key_of(bits) << 32 | (0x7fffffffu - (unsigned)id);
+        scratch.candidates.tokens[place].rank = ranking(id, bits);
     };
     long long sum = 0, total = 0;
     const auto use_many = [&](int id, const int4& loaded) {
-        if (WEIGHS) sum += row.sum_of(loaded);
+        if (WEIGHS) sum += row.sum_of(loaded, table);
         int most = LOWEST;
 #pragma unroll
         for (int i = 0; i < MANY; i++) most = max(most, order_of(Row<DTYPE>::loose_bits(loaded, i)));
@@ -201,7 +215,8 @@ __device__ long long gather(const Row<DTYPE>& row, Scratch& scratch, int limit) 
 // Returns the token that is drawn among the candidates, or DRAWN if there are too many or too few. Each is held against
 // all others. `total` is the weight that top-p keeps a share of; -1: of what top-k keeps. In every thread.
 template <int DTYPE>
-__device__ int draw_among(const Row<DTYPE>& row, Scratch& scratch, const Wish& wish, long long total) {
+__device__ int draw_among(const Row<DTYPE>& row, Scratch& scratch, long long total) {
+    const Wish& wish = scratch.wish;
     const int count = scratch.num_candidates, top_k = wish.top_k > 0 ? wish.top_k : row.vocab;
     if (count > CANDIDATES) return DRAWN;
     Candidate* const tokens = scratch.candidates.tokens;
@@ -315,7 +330,9 @@ __device__ void take(const Row<DTYPE>& row, Scratch& scratch, int pass, bool by_
 // Returns this thread's share of the weight above the floor in [begin, end), and adds to *ties the tokens at it.
 template <int DTYPE>
 __device__ __forceinline__ long long weigh(
-    const Row<DTYPE>& row, unsigned floor, int begin, int end, int thread, int threads, int* ties) {
+    const Row<DTYPE>& row, const Scratch& scratch, int begin, int end, int thread, int threads, int* ties) {
+    const float* const table = scratch.table;
+    const unsigned floor = scratch.cut.floor;
     long long sum = 0;
     const auto use = [&](int, unsigned bits) {
         const unsigned key = key_of(bits);
@@ -325,7 +342,7 @@ __device__ __forceinline__ long long weigh(
     if (floor > 0 || row.least > 0) {
         row.each(begin, end, thread, threads, use);
     } else {
-        const auto use_many = [&](int, const int4& loaded) { sum += row.sum_of(loaded); };
+        const auto use_many = [&](int, const int4& loaded) { sum += row.sum_of(loaded, table); };
         row.template read<1>(begin, end, thread, threads, use_many, use);
     }
     return sum;
@@ -334,42 +351,44 @@ __device__ __forceinline__ long long weigh(
 // Returns the token that is drawn of those in the cut. Each warp adds up a run of ids; then each thread adds up a part
 // of the run that holds the token, until a part is a token. In every thread.
 template <int DTYPE>
-__device__ int draw(const Row<DTYPE>& row, Scratch& scratch, double u) {
-    const unsigned floor = scratch.cut.floor;
-    const long long kept_ties = scratch.cut.ties, each_tie = kept_ties ? row.weight(bits_of(floor)) : 0;
+__device__ int draw(const Row<DTYPE>& row, Scratch& scratch) {
     int begin = 0, end = row.vocab;
-    long long below = 0, ties_below = 0;
-    double aim = 0.0;
+    if (threadIdx.x == 0) scratch.below = scratch.ties_below = 0;
     for (bool by_warps = true;; by_warps = false) {
         const int sharers = by_warps ? 32 : 1, runs = blockDim.x / sharers;
         int run = (end - begin + runs - 1) / runs;
         if (run > 1) run = (run + Row<DTYPE>::MANY - 1) / Row<DTYPE>::MANY * Row<DTYPE>::MANY;
         const int first = min(begin + (int)threadIdx.x / sharers * run, end), last = min(first + run, end);
         int tie_count = 0;
-        long long total = 0, all_ties = 0;
-        long long sum = weigh(row, floor, first, last, threadIdx.x % sharers, sharers, &tie_count), ties = tie_count;
-        const long long sum_end = below + prefix_sum(sum, scratch.sums, &total);
-        const long long ties_end = ties_below + prefix_sum(ties, scratch.ties, &all_ties);
+        long long sum = weigh(row, scratch, first, last, threadIdx.x % sharers, sharers, &tie_count);
+        long long ties = tie_count, total = 0, all_ties = 0;
+        long long sum_end = prefix_sum(sum, scratch.sums, &total);
+        sum_end += scratch.below;
+        long long ties_end = scratch.ties_below;
+        ties_end += prefix_sum(ties, scratch.ties, &all_ties);
+        const long long kept_ties = scratch.cut.ties;
+        const long long each_tie = kept_ties ? row.weight(bits_of(scratch.cut.floor)) : 0;
         if (by_warps) {
-            aim = u * (double)(total + min(all_ties, kept_ties) * each_tie);
+            if (threadIdx.x == 0) scratch.aim = scratch.wish.u * (double)(total + min(all_ties, kept_ties) * each_tie);
             sum = scratch.sums[threadIdx.x / 32], ties = scratch.ties[threadIdx.x / 32];
+            __syncthreads();
         }
         const long long before = sum_end - sum + min(ties_end - ties, kept_ties) * each_tie;
         const long long after = sum_end + min(ties_end, kept_ties) * each_tie;
         // The last of those who share a run knows its end.
-        if (threadIdx.x % sharers == sharers - 1 && (double)before <= aim && (double)after > aim) {
+        if (threadIdx.x % sharers == sharers - 1 && (double)before <= scratch.aim && (double)after > scratch.aim) {
             scratch.token = first, scratch.below = sum_end - sum, scratch.ties_below = ties_end - ties;
         }
         __syncthreads();
         begin = scratch.token, end = min(begin + run, end);
-        below = scratch.below, ties_below = scratch.ties_below;
         if (end - begin <= 1) return begin;
     }
 }
 
 // Returns the token of one row; -1 if it has none. In every thread.
 template <int DTYPE>
-__device__ int draw_row(const void* logits, int vocab, const Wish& wish, Scratch& scratch) {
+__device__ int draw_row(const void* logits, int vocab, Scratch& scratch) {
+    const Wish& wish = scratch.wish;
     Row<DTYPE> row = {};
     row.logits = (const char*)logits + (long long)blockIdx.x * vocab * Row<DTYPE>::SIZE;
     row.vocab = vocab;
@@ -382,12 +401,13 @@ __device__ int draw_row(const void* logits, int vocab, const Wish& wish, Scratch
     row.set_temperature(bits, wish.temperature);
     const bool by_number = wish.top_k > 0 && wish.top_k < vocab, by_weight = wish.top_p < 1.0f;
     const int threads = blockDim.x;
+    if (DTYPE == 2 && !by_number && vocab >= 4 * row.TABLE) row.fill(scratch.table, wish.temperature);
     if (by_number ? wish.top_k <= threads : by_weight) {
         const int limit = limit_of(reached, by_number ? wish.top_k : threads / 4);
         long long total = -1;
         if (by_number) gather<DTYPE, false>(row, scratch, limit);
         else total = gather<DTYPE, true>(row, scratch, limit);
-        const int token = draw_among(row, scratch, wish, total);
+        const int token = draw_among(row, scratch, total);
         if (token != DRAWN) return token;
         __syncthreads();
     }
@@ -402,7 +422,7 @@ __device__ int draw_row(const void* logits, int vocab, const Wish& wish, Scratch
         take(row, scratch, pass, is_weight, is_weight ? (double)wish.top_p : (double)wish.top_k);
     }
     row.least = wish.least();
-    return draw(row, scratch, wish.u);
+    return draw(row, scratch);
 }
 
 // Draws one token for each row; -1 if the logits hold a NaN, +inf or nothing but -inf, or if a parameter is out of
@@ -421,9 +441,61 @@ extern "C" __global__ void __launch_bounds__(1024, 1) sample_tokens_kernel(
     long long* tokens) {       // int64 [n]
     __shared__ Scratch scratch;
     const int row = blockIdx.x;
-    const Wish wish = {temperature[row], top_k[row], top_p[row], min_p ? min_p[row] : 0.0f, u[row]};
-    const int token = dtype == 0 ? draw_row<0>(logits, vocab, wish, scratch)
-        : dtype == 1             ? draw_row<1>(logits, vocab, wish, scratch)
-                                 : draw_row<2>(logits, vocab, wish, scratch);
+    if (threadIdx.x == 0) {
+        scratch.wish = {temperature[row], top_k[row], top_p[row], min_p ? min_p[row] : 0.0f, u[row]};
+    }
+    __syncthreads();
+    const int token = dtype == 0 ? draw_row<0>(logits, vocab, scratch)
+        : dtype == 1             ? draw_row<1>(logits, vocab, scratch)
+                                 : draw_row<2>(logits, vocab, scratch);
     if (threadIdx.x == 0) tokens[row] = token;
+}
+
+// Writes the k most probable tokens of each row, best first, and their probabilities. Of equally probable tokens the
+// lower id comes first. A row of NaN counts as one of zeros.
+//
+// grid n, block a power of two, 64 or more.
+extern "C" __global__ void __launch_bounds__(1024, 1) likeliest_kernel(
+    const float* p,    // [n, vocab], rows of a softmax
+    int vocab,         // 1 .. 2^19
+    int k,             // 1 .. vocab
+    float* top_p,      // [n, k]
+    long long* ids) {  // int64 [n, k]
+    __shared__ Scratch scratch;
+    Row<0> row = {};
+    row.logits = (const char*)(p + (long long)blockIdx.x * vocab), row.vocab = vocab;
+    top_p += (long long)blockIdx.x * k, ids += (long long)blockIdx.x * k;
+    const auto write = [&](int place, unsigned long long rank) {
+        top_p[place] = row.value(bits_of((unsigned)(rank >> 32)));
+        ids[place] = 0x7fffffff - (int)(unsigned)rank;
+    };
+    bool is_bad = false;
+    int reached = 0;
+    greatest(row, scratch.sums, &is_bad, &reached);
+    if (is_bad) {
+        for (int i = threadIdx.x; i < k; i += blockDim.x) top_p[i] = 0.0f, ids[i] = i;
+        return;
+    }
+    gather<0, false>(row, scratch, limit_of(reached, k));
+    const Candidate* const tokens = scratch.candidates.tokens;
+    const int count = scratch.num_candidates;
+    if (count <= CANDIDATES) {
+        for (int i = threadIdx.x; i < count; i += blockDim.x) {
+            int better = 0;
+            for (int other = 0; other < count; other++) better += tokens[other].rank > tokens[i].rank;
+            if (better < k) write(better, tokens[i].rank);
+        }
+        return;
+    }
+    // Too many ties: find one token after the other.
+    unsigned long long last = ~0ull;
+    for (int place = 0; place < k; place++) {
+        unsigned long long best = 0;
+        row.each(0, vocab, threadIdx.x, blockDim.x, [&](int id, unsigned bits) {
+            const unsigned long long rank = ranking(id, bits);
+            if (rank < last) best = max(best, rank);
+        });
+        last = block_max(best, scratch.sums);
+        if (threadIdx.x == 0) write(place, last);
+    }
 }

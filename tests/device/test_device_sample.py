@@ -153,6 +153,30 @@ def test_a_draw_is_one_launch(kit):
             assert kit.backend.launches == ["sample_tokens_kernel"]
 
 
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("top_p", [1, 0.5, 0.95])
+def test_large_bfloat16_rows_read_weights_from_a_table(kit, top_p):
+    """Law: the table covers all that weighs anything; smaller logits are computed."""
+    if kit.is_checked or kit.order == 7:
+        return
+    vocab, rng = 16_500, np.random.default_rng(int(top_p * 100))
+    normal = rng.standard_normal((7, vocab))
+    rows = np.stack(
+        [
+            np.where(np.arange(vocab) % 7000 == 9, 13, normal[0]),
+            normal[1] * 3 - 100,
+            normal[2] * 1e-3,
+            np.where(rng.random(vocab) < 0.5, -np.inf, normal[3] * 4),
+            np.exp2(normal[4] * 20) * rng.choice([-1, 1], vocab),
+            np.where(rng.random(vocab) < 0.1, 0.0, normal[5] * 1e30),
+            normal[6] * 1e-38,
+        ]
+    )
+    logits = torch.from_numpy(rows).to(torch.bfloat16)
+    for temperature in ([0.8, 1, 0.7, 1.5, 1e5, 1e29, 1], [3, 0.1, 1e-4, 1e30, 1, 3e38, 1e-38]):
+        both(kit, logits, temperature, 0, top_p, rng.random(7), [0, 0, 0, 0.1, 0, 0, 0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_weights_are_the_twins_at_any_temperature(kit, dtype):
     """Law: the quotient is the nearest float, from the least temperature to the greatest."""
@@ -273,6 +297,24 @@ def test_parameters_out_of_range_fail_their_row_alone(kit):
     params = [kit.put(value / 2 if value.dtype == np.float64 else value) for value in good]
     least = kit.put(np.array([-0.1, 1.5, np.nan], np.float32))
     assert device.sample_tokens(logits[:3], *params, min_p=least).tolist() == [-1] * 3
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("vocab", [1, 7, 300, 5001])
+def test_the_likeliest_tokens_are_the_twins(kit, vocab):
+    """Law: of equally probable tokens the lower id comes first; a row of NaN counts as zeros."""
+    if kit.is_checked and vocab > 300:
+        return
+    rng = np.random.default_rng(vocab)
+    spread = rng.standard_normal((6, vocab)).astype(np.float32) * [[1], [30], [0], [1], [1], [200]]
+    spread[3] = np.round(spread[3])  # many ties
+    spread[4] = np.nan
+    p = torch.softmax(torch.from_numpy(spread).float(), -1)
+    for k in sorted({1, min(4, vocab), min(33, vocab), min(70, vocab)}):
+        expected = sample._likeliest_by_keys(p, k)
+        found = device.likeliest(kit.put(p), k)
+        for ours, twins in zip(found, expected, strict=True):
+            assert np.array_equal(array(ours), twins.numpy())
 
 
 def test_no_row_is_no_launch(kit):

@@ -1,4 +1,4 @@
-"""Launchers of `cuda/sample.cu`: the seeded draw.
+"""Launchers of `cuda/sample.cu`: the seeded draw, and the likeliest tokens.
 
 Twins: `specpool.kernels.twins`, equal bit for bit.
 """
@@ -19,7 +19,7 @@ from specpool.kernels.checks import (
     number,
     output,
 )
-from specpool.kernels.launch import launch
+from specpool.kernels.launch import launch, runs_kernels
 from specpool.kernels.with_twin import with_twin
 
 MAX_VOCAB = 1 << 19
@@ -91,6 +91,45 @@ def sample_tokens(
     draw_args = (temperature, top_k, top_p, min_p, u)
     launch("sample_tokens", (n,), (_threads(n, vocab),), (*logits_args, *draw_args, tokens))
     return tokens
+
+
+def likeliest(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k most probable tokens of each row, best first.
+
+    Among equally probable tokens the lower id comes first. One launch on a device; on a CPU a
+    selection by integers of 8 bytes.
+
+    Args:
+        p: float32 [n, V], rows of a softmax: in [0, 1], or NaN throughout, which counts as 0. V at
+            most 2^19.
+        k: tokens to find, 1 to V.
+
+    Returns:
+        Probabilities float32 [n, k], and ids int64 [n, k].
+    """
+    device = device_of("p", p)
+    n, vocab = expect("p", p, torch.float32, (None, None), device).shape
+    number("columns of p", vocab, 1, MAX_VOCAB)
+    number("k", k, 1, vocab)
+    if not runs_kernels(device):
+        return _likeliest_by_keys(p, k)
+    top_p = torch.empty(n, k, dtype=torch.float32, device=device)
+    ids = torch.empty(n, k, dtype=torch.int64, device=device)
+    args = (p, i32(vocab), i32(k), top_p, ids)
+    launch("likeliest", (n,), (_threads(n, vocab),), args)
+    return top_p, ids
+
+
+def _likeliest_by_keys(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Do the work of the kernel in torch."""
+    last = p.shape[-1] - 1
+    # Floats >= 0 sort like their bits, so (bits, V - 1 - id) as int64 has no ties.
+    keys = p.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
+    keys.bitwise_or_(torch.arange(last, -1, -1, device=p.device))
+    top = keys.topk(k).values
+    top_p, ids = (top >> 32).to(torch.int32).view(torch.float32), last - (top & 0xFFFFFFFF)
+    is_nan = p[:, :1].isnan()
+    return top_p.masked_fill_(is_nan, 0.0), torch.where(is_nan, torch.arange(k), ids)
 
 
 def _threads(n: int, vocab: int) -> int:
