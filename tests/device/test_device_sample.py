@@ -173,23 +173,34 @@ def test_large_bfloat16_rows_read_weights_from_a_table(kit, top_p):
         ]
     )
     logits = torch.from_numpy(rows).to(torch.bfloat16)
-    for temperature in ([0.8, 1, 0.7, 1.5, 1e5, 1e29, 1], [3, 0.1, 1e-4, 1e30, 1, 3e38, 1e-38]):
-        both(kit, logits, temperature, 0, top_p, rng.random(7), [0, 0, 0, 0.1, 0, 0, 0])
+    for temperature in ([0.8, 1, 0.7, 30, 1e5, 1e29, 1], [3, 0.1, 1e-4, 1e30, 1, 3e38, 1e-38]):
+        for _ in range(8):
+            both(kit, logits, temperature, 0, top_p, rng.random(7), [0, 0, 0, 0.1, 0, 0, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_weights_are_the_twins_at_any_temperature(kit, dtype):
-    """Law: the quotient is the nearest float, from the least temperature to the greatest."""
-    rng = np.random.default_rng(9)
-    n, vocab = (12, 60) if kit.is_checked else (60, 900)
-    temperatures = np.exp2(rng.uniform(-99, 127.9, n)).astype(np.float32)
-    temperatures[:4] = [2.0**-100, np.finfo(np.float32).max, np.nextafter(np.float32(2), 0), 0.7]
-    spread = np.minimum(temperatures, 1e3 if dtype == torch.float16 else 1e37)[:, None]
-    logits = torch.from_numpy(
-        rng.standard_normal((n, vocab)) * spread * rng.choice([0.1, 5], (n, 1))
-    )
-    for _ in range(1 if kit.is_checked else 4):
-        both(kit, logits.to(dtype), temperatures, 0, 1, rng.random(n))
+    """Law: a weight is the twin's to the last unit: the draw changes at the same u.
+
+    So a quotient is the nearest float, from the least temperature to the greatest.
+    """
+    n, rng = 64 if kit.is_checked else 400, np.random.default_rng(9)
+    temperature = np.exp2(rng.uniform(-2, 2, n))
+    temperature[: n // 4] = np.exp2(rng.uniform(-99, 127.9, n // 4))
+    temperature = temperature.astype(np.float32)
+    temperature[:3] = [2.0**-100, np.finfo(np.float32).max, np.nextafter(np.float32(2), 0)]
+    distance = rng.uniform(0, 20, n) * temperature
+    top = rng.standard_normal(n) * 10
+    logits = torch.from_numpy(np.stack([top - distance, top], 1)).to(dtype)
+    logits = torch.where(logits.isinf(), torch.finfo(dtype).min, logits)
+    wishes = temperature, np.zeros(n, np.int32), np.ones(n, np.float32)
+    below, above = np.zeros(n), np.full(n, np.nextafter(1, 0))
+    for _ in range(70):
+        u = below + (above - below) / 2
+        is_below = kernels.sample_tokens(logits.float().numpy(), *wishes, u) == 0
+        below, above = np.where(is_below, u, below), np.where(is_below, above, u)
+    for u in (below, above):
+        both(kit, logits, temperature, 0, 1, u)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -124,12 +124,10 @@ def _likeliest_by_keys(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Do the work of the kernel in torch."""
     last = p.shape[-1] - 1
     # Floats >= 0 sort like their bits, so (bits, V - 1 - id) as int64 has no ties.
-    keys = p.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
+    keys = p.nan_to_num(nan=0.0).view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
     keys.bitwise_or_(torch.arange(last, -1, -1, device=p.device))
     top = keys.topk(k).values
-    top_p, ids = (top >> 32).to(torch.int32).view(torch.float32), last - (top & 0xFFFFFFFF)
-    is_nan = p[:, :1].isnan()
-    return top_p.masked_fill_(is_nan, 0.0), torch.where(is_nan, torch.arange(k), ids)
+    return (top >> 32).to(torch.int32).view(torch.float32), last - (top & 0xFFFFFFFF)
 
 
 def _threads(n: int, vocab: int) -> int:
