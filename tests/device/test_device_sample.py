@@ -175,7 +175,7 @@ def test_large_bfloat16_rows_read_weights_from_a_table(kit, top_p):
     logits = torch.from_numpy(rows).to(torch.bfloat16)
     for temperature in ([0.8, 1, 0.7, 30, 1e5, 1e29, 1], [3, 0.1, 1e-4, 1e30, 1, 3e38, 1e-38]):
         for _ in range(8):
-            both(kit, logits, temperature, 0, top_p, rng.random(7), [0, 0, 0, 0.1, 0, 0, 0])
+            both(kit, logits, temperature, 0, top_p, rng.random(7), [0, 0, 0, 0, 0, 0.1, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
