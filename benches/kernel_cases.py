@@ -295,6 +295,9 @@ def sample_cases(sizes: Sizes, batch: int, device: torch.device) -> Iterator[Cas
         run = partial(kernels.sample_tokens, *args, out=tokens)
         yield Case(f"sample_tokens, {name}", run, _bytes(*args, tokens))
 
+    p = torch.softmax(logits[:batch], -1, dtype=torch.float32)
+    yield Case("likeliest, k=8", partial(kernels.likeliest, p, 8), _bytes(p))
+
     seeds = torch.arange(n, device=device)
     run = partial(kernels.uniform, seeds, seeds, out=u)
     yield Case("uniform", run, _bytes(seeds, seeds, u))

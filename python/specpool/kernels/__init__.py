@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         draft_read_indices,
         read_capacity,
     )
-    from specpool.kernels.sample import sample_tokens, uniform
+    from specpool.kernels.sample import likeliest, sample_tokens, uniform
     from specpool.kernels.tables import (
         apply_table_delta,
         apply_table_deltas,
@@ -64,6 +64,7 @@ _LAZY = {
     "draft_write_slots": "specpool.kernels.tables",
     "duplicate_prefix_tail": "specpool.kernels.moves",
     "gather_kv": "specpool.kernels.moves",
+    "likeliest": "specpool.kernels.sample",
     "move_kv": "specpool.kernels.moves",
     "page_csr": "specpool.kernels.tables",
     "prepare": "specpool.kernels.launch",
@@ -94,6 +95,7 @@ __all__ = [
     "draft_write_slots",
     "duplicate_prefix_tail",
     "gather_kv",
+    "likeliest",
     "move_kv",
     "page_csr",
     "prepare",
