@@ -91,27 +91,30 @@ def test_layers_share_what_a_view_says():
 def test_what_it_does_not_serve():
     """Law: other dtypes, widths, masks and many queries go by other ways."""
     pages = pages_of(4)
+    keys, values = pages.buffers
     view = causal_view(pages, 0, pages.lanes([20, 3], 4))  # type: ignore[arg-type]
+    tree = verify_view(pages, [20, 3], 8)
     q, _, _ = inputs(view)
-
-    def serves(q: Tensor = q, view: AttentionView = view, window: int | None = None, **changed: Tensor) -> bool:  # fmt: skip
-        keys, values = (
-            changed.get("keys", pages.buffers[0]),
-            changed.get("values", pages.buffers[1]),
-        )
-        return serves_few_queries(view, q, keys, values, window)
-
-    assert not serves(), "no kernels run on this device"
+    assert not serves_few_queries(view, q, keys, values, None), "no kernels run on this device"
+    most = MOST_ROWS // view.max_q_len * 2
+    wide, too_wide = (q[:, :1].expand(-1, heads, -1) for heads in (most, most + 2))
     with kernels_run():
-        assert serves() and serves(window=3)
-        assert not serves(q.float())
-        assert not serves(q[:, :, :32])
-        assert not serves(keys=pages.buffers[0].half(), values=pages.buffers[1].half())
-        assert not serves(values=pages.buffers[1][:, :, :32])
-        most = MOST_ROWS // view.max_q_len * 2
-        assert serves(q[:, :1].expand(-1, most, -1)) and not serves(q[:, :1].expand(-1, most + 2, -1))  # fmt: skip
-        tree = verify_view(pages, [20, 3], 8)
-        assert serves(view=tree) and serves(view=tree, window=500)
-        assert not serves(view=tree, window=3), "nodes of a lane have several positions"
+        for served in (
+            (view, q, keys, values, None),
+            (view, q, keys, values, 3),
+            (view, wide, keys, values, None),
+            (tree, q, keys, values, None),
+            (tree, q, keys, values, 500),
+        ):
+            assert serves_few_queries(*served)
+        for left in (
+            (view, too_wide, keys, values, None),
+            (view, q.float(), keys, values, None),
+            (view, q[:, :, :32], keys, values, None),
+            (view, q, keys.half(), values.half(), None),
+            (view, q, keys, values[:, :, :32], None),
+            (tree, q, keys, values, 3),  # nodes of a lane have several positions
+        ):
+            assert not serves_few_queries(*left)
         view.causal_lens, view.is_causal = None, False
-        assert not serves(view=view)
+        assert not serves_few_queries(view, q, keys, values, None)

@@ -242,37 +242,37 @@ def test_the_twin(own, window):
 
 
 def test_wrong_arguments_are_named():
-    lanes = Lanes([20], [2])
+    lanes, tree = Lanes([20], [2]), Lanes([20], [2], own=3)
     cells = lanes.cells(torch.from_numpy)
-    given = [lanes.q, lanes.keys, lanes.values, cells]
-
-    def refused(match, *changed, **options):
-        args = [other if other is not None else own for own, other in zip(given, changed)]
+    names = ("q", "k_buffer", "v_buffer", "cells")
+    given = dict(zip(names, (lanes.q, lanes.keys, lanes.values, cells), strict=True))
+    narrow = {name: given[name][..., :32].contiguous() for name in names[:3]}
+    wide = {name: torch.cat([given[name], given[name][:, :1]], 1) for name in names[1:3]}
+    for changed, match in (
+        ({"q": lanes.q.float()}, "q must be"),
+        ({"k_buffer": lanes.keys.half()}, "k_buffer must be"),
+        ({"v_buffer": lanes.values[:5]}, "v_buffer must be"),
+        (narrow, "head_dim must be 64, 128 or 256, got 32"),
+        (wide, "4 query heads must be a multiple of 3 KV heads"),
+        ({"scaling": 0.0}, "scaling must be a finite number above 0, got 0.0"),
+        ({"scaling": -1.0}, "scaling must be a finite number above 0, got -1.0"),
+        ({"scaling": float("nan")}, "scaling must be a finite number above 0, got nan"),
+        ({"window": 0}, r"window must be in \[1, "),
+        ({"out": lanes.q[:1]}, "out must be"),
+        ({"cells": tree.cells(torch.from_numpy), "window": 5}, "window 5 needs causal queries"),
+    ):
         with pytest.raises(ShapeError, match=match):
-            kernels.attend_pages(*args, **{"scaling": 0.1, **options})
-
-    none = None
-    refused("q must be", lanes.q.float(), none, none, none)
-    refused("k_buffer must be", none, lanes.keys.half(), none, none)
-    refused("v_buffer must be", none, none, lanes.values[:5], none)
-    refused("head_dim must be 64, 128 or 256, got 32", *(part[..., :32].contiguous() for part in given[:3]), none)  # fmt: skip
-    refused("4 query heads must be a multiple of 3 KV heads", none, *(torch.cat([part, part[:, :1]], 1) for part in given[1:3]), none)  # fmt: skip
-    for scaling in (0.0, -1.0, float("nan")):
-        refused(f"scaling must be a finite number above 0, got {scaling}", *[none] * 4, scaling=scaling)  # fmt: skip
-    refused(r"window must be in \[1, ", *[none] * 4, window=0)
-    refused("out must be", *[none] * 4, out=lanes.q[:1])
-    tree = Lanes([20], [2], own=3)
-    refused("window 5 needs causal queries", none, none, none, tree.cells(torch.from_numpy), window=5)  # fmt: skip
-    for wrong, match in (
+            kernels.attend_pages(**{**given, "scaling": 0.1, **changed})
+    fields = {name: getattr(cells, name) for name in PagedCells.__dataclass_fields__}
+    for changed, match in (
         ({"pages": cells.pages.long()}, "pages must be"),
         ({"lens": cells.lens[:0]}, "lens must be"),
         ({"q_starts": cells.lens}, "q_starts must be"),
         ({"page_size": 0}, "page_size must be"),
         ({"sees": torch.zeros(1, 2, dtype=torch.int64)}, "own_slots and sees go together"),
     ):
-        fields = {name: getattr(cells, name) for name in PagedCells.__dataclass_fields__}
         with pytest.raises(ShapeError, match=match):
-            PagedCells(**{**fields, **wrong})
+            PagedCells(**{**fields, **changed})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Every kernel through NVRTC, for the GPUs of three generations and both CUDA majors."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,20 @@ def test_blocks_that_share_a_row_meet_behind_fences(compiler, disassembler, kern
     at = order.index("ATOMG.E.INC")
     assert order[at - 2 : at] == ["MEMBAR.SC.GPU", "BAR.SYNC"]
     assert order[at + 1 : at + 3] == ["BAR.SYNC", "MEMBAR.SC.GPU"]
+
+
+@pytest.mark.sample(3)
+@archs
+@pytest.mark.parametrize(("dim", "loads"), [(64, 4), (128, 12), (256, 12)])
+def test_attention_multiplies_on_tensor_cores_while_it_reads(
+    compiler, disassembler, dim, loads, arch
+):
+    """Keys and values go by 16 bytes, many under way; two blocks fit on a processor."""
+    program, kernel = compiled(compiler, ROOT / "cuda" / "attend.cu", arch), f"attend_{dim}_kernel"
+    assert program.in_flight(kernel) >= loads
+    assert program.usage[kernel].registers <= 255 and program.usage[kernel].shared <= 24 << 10
+    products = Counter(re.findall(r"\bHMMA\.16816\.F32(\.BF16)?", program.assembly(kernel)))
+    assert products[".BF16"] == products[""] == (dim + min(dim, 128)) // 8
 
 
 # --- the reading of what NVRTC says -------------------------------------------------------------
