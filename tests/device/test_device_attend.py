@@ -12,7 +12,7 @@ from kernel_kit import i32
 from specpool import kernels
 from specpool.errors import ShapeError
 from specpool.kernels import attend as launcher
-from specpool.kernels.attend import PagedCells
+from specpool.kernels.paged_cells import PagedCells
 
 DTYPES = [torch.bfloat16, torch.float16]
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # the most that rounding changes a number

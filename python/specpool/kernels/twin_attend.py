@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from specpool.kernels.attend import PagedCells
+from specpool.kernels.paged_cells import PagedCells
 
 
 def attend_pages(

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from specpool.engine.attention.view import AttentionView
-from specpool.kernels.attend import DTYPES, HEAD_DIMS, MOST_OWN, PagedCells, attend_pages
+from specpool.kernels.attend import DTYPES, HEAD_DIMS, attend_pages
 from specpool.kernels.launch import runs_kernels
+from specpool.kernels.paged_cells import MOST_OWN, PagedCells
 from specpool.kernels.transfer import upload
 
 #: The most rows, queries times query heads of a KV head. With more, the gathered KV is read once
