@@ -411,33 +411,53 @@ extern "C" __global__ void __launch_bounds__(128, 2) attend_256_kernel(ATTENTION
     is_float16 ? attend_part<Float16, 256>(a) : attend_part<Bfloat16, 256>(a);
 }
 
-// Joins the parts of each lane in their order. A lane of one part is done already. A thread takes four columns.
+// Joins the parts of each lane. A lane of one part is done already. A thread takes four columns of a head, and every
+// `groups`-th part; the groups' results are added in their order.
 //
-// grid (heads * head_dim / 4 over the block, queries, lanes), block any.
-extern "C" __global__ void merge_attention_kernel(ATTENTION_PARAMETERS, int head_dim) {
+// grid (heads over the block, queries, lanes), block a multiple of head_dim / 4 * groups, at most 256.
+extern "C" __global__ void __launch_bounds__(256) merge_attention_kernel(
+    ATTENTION_PARAMETERS, int head_dim, int groups) {
+    __shared__ float4 group_sums[256];
+    __shared__ float2 group_stats[256];
     const Attention a = ATTENTION;
     const int lane = blockIdx.z, query = blockIdx.y, quads = head_dim / 4, heads = kv_heads * group;
     const LaneCells cells(a, lane);
-    const int at = blockIdx.x * blockDim.x + threadIdx.x, head = at / quads, quad = at % quads;
-    if (query >= cells.num_queries || head >= heads || cells.used == 1) return;
+    if (query >= cells.num_queries || cells.used == 1) return;
+    const int threads = quads * groups, quad = threadIdx.x % quads, turn = threadIdx.x / quads % groups;
+    const int wanted = (int)(blockIdx.x * (blockDim.x / threads) + threadIdx.x / threads), head = min(wanted, heads - 1);
     const int rows = STEP * tiles, blocks = (queries * group + rows - 1) / rows;
     const int row = query * group + head % group;
     const long long stride = (long long)kv_heads * blocks * rows;  // rows of a part
     const long long first = (long long)lane * parts * stride + (long long)(head / group) * blocks * rows + row;
     float greatest = lowest();
 #pragma unroll 8
-    for (int part = 0; part < cells.used; part++) greatest = max(greatest, stats[2 * (first + part * stride)]);
-    const float base = greatest == lowest() ? 0.0f : greatest;
-    float weight = 0.0f;
+    for (int part = turn; part < cells.used; part += groups) greatest = max(greatest, stats[2 * (first + part * stride)]);
+    float base = greatest == lowest() ? 0.0f : greatest, weight = 0.0f;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-    for (int part = 0; part < cells.used; part++) {
-        const long long place = first + part * stride;
-        const float factor = exp2f(stats[2 * place] - base);
-        const float4 held = ((const float4*)(sums + place * head_dim))[quad];
-        weight += factor * stats[2 * place + 1];
+    auto add = [&](float score, float of_weight, const float4& held) {
+        const float factor = exp2f(score - base);
+        weight += factor * of_weight;
         sum.x += factor * held.x, sum.y += factor * held.y, sum.z += factor * held.z, sum.w += factor * held.w;
+    };
+#pragma unroll 8
+    for (int part = turn; part < cells.used; part += groups) {
+        const long long place = first + part * stride;
+        add(stats[2 * place], stats[2 * place + 1], ((const float4*)(sums + place * head_dim))[quad]);
     }
+    if (groups > 1) {
+        group_sums[threadIdx.x] = sum;
+        group_stats[threadIdx.x] = make_float2(greatest, weight);
+        __syncthreads();
+        if (turn > 0) return;
+        for (int i = 1; i < groups; i++) greatest = max(greatest, group_stats[threadIdx.x + i * quads].x);
+        base = greatest == lowest() ? 0.0f : greatest;
+        sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f), weight = 0.0f;
+        for (int i = 0; i < groups; i++) {
+            const int from = threadIdx.x + i * quads;
+            add(group_stats[from].x, group_stats[from].y, group_sums[from]);
+        }
+    }
+    if (wanted > head) return;
     const float factor = weight > 0.0f ? 1.0f / weight : 0.0f;
     const long long token = q_starts[lane] + query;
     uint2* const to = (uint2*)((char*)out + 2 * ((token * heads + head) * head_dim)) + quad;

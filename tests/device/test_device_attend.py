@@ -175,6 +175,16 @@ def test_parts_are_joined(kit, queries, dim):
     check(kit, Lanes(lens, [queries] * len(lens), dim=dim, kv_heads=1, page_size=16), slack=100)
 
 
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 3])
+def test_many_parts_are_joined_by_several_threads(kit, group, dim):
+    if kit.is_checked and (dim != 64 or group == 1):
+        pytest.skip("check mode runs small cases")
+    lens = [600, 64] if kit.is_checked else [3000, 0, 600, 64]
+    check(kit, Lanes(lens, [1] * len(lens), dim=dim, kv_heads=1, group=group, page_size=64))
+
+
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [1, 5, 40, 500])
@@ -248,6 +258,7 @@ def test_wrong_arguments_are_named():
     given = dict(zip(names, (lanes.q, lanes.keys, lanes.values, cells), strict=True))
     narrow = {name: given[name][..., :32].contiguous() for name in names[:3]}
     wide = {name: torch.cat([given[name], given[name][:, :1]], 1) for name in names[1:3]}
+    odd = torch.zeros(lanes.q.numel() + 1, dtype=lanes.dtype)[1:].view(lanes.q.shape)
     for changed, match in (
         ({"q": lanes.q.float()}, "q must be"),
         ({"k_buffer": lanes.keys.half()}, "k_buffer must be"),
@@ -259,6 +270,7 @@ def test_wrong_arguments_are_named():
         ({"scaling": float("nan")}, "scaling must be a finite number above 0, got nan"),
         ({"window": 0}, r"window must be in \[1, "),
         ({"out": lanes.q[:1]}, "out must be"),
+        ({"q": odd}, "q must begin at a multiple of 16 bytes, got one 2 bytes behind"),
         ({"cells": tree.cells(torch.from_numpy), "window": 5}, "window 5 needs causal queries"),
     ):
         with pytest.raises(ShapeError, match=match):

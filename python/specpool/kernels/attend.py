@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specpool.errors import ShapeError
 from specpool.kernels import twin_attend
-from specpool.kernels.checks import INT_MAX, device_of, expect, i32, number, output
+from specpool.kernels.checks import INT_MAX, ceil_pow2, device_of, expect, i32, number, output
 from specpool.kernels.launch import launch, runs_kernels
 from specpool.kernels.paged_cells import PagedCells
 
@@ -21,6 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
 # As in cuda/attend.cu: threads of a block, rows of a tile, the fewest cells of a part.
 _THREADS, _TILE, _LEAST_PART = 128, 16, 64
+_MERGE_THREADS = 256
 # Blocks that keep a GPU busy: twice what runs at once on 132 multiprocessors.
 _BLOCKS = 528
 
@@ -71,6 +72,13 @@ def attend_pages(
             raise ShapeError(f"window {window} needs causal queries, these have own cells")
     number("num_slots", num_slots, 1)
     result = output("out", out, q.dtype, (num_tokens, heads, dim), device)
+    aligned = {"q": q, "k_buffer": k_buffer, "v_buffer": v_buffer, "out": result}
+    for name, tensor in aligned.items():
+        behind = tensor.data_ptr() % 16
+        if behind:
+            raise ShapeError(
+                f"{name} must begin at a multiple of 16 bytes, got one {behind} bytes behind"
+            )
     if not runs_kernels(device):
         return twin_attend.attend_pages(
             q, k_buffer, v_buffer, cells, scaling=scaling, window=window, out=result
@@ -104,9 +112,13 @@ def attend_pages(
     else:
         launch("attend_256", grid, (_THREADS,), args)
     if parts > 1:
-        quads = heads * dim // 4
-        grid = (-(-quads // _THREADS), cells.num_queries, lanes)
-        launch("merge_attention", grid, (_THREADS,), (*args, i32(dim)))
+        # Of many parts, each thread adds up few; the block joins the threads' sums.
+        quads = dim // 4
+        groups = min(ceil_pow2(-(-parts // 8)), _MERGE_THREADS // quads)
+        heads_each = max(_THREADS // (quads * groups), 1)
+        grid = (-(-heads // heads_each), cells.num_queries, lanes)
+        block = (quads * groups * heads_each,)
+        launch("merge_attention", grid, block, (*args, i32(dim), i32(groups)))
     return result
 
 
