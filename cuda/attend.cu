@@ -11,11 +11,12 @@
 // `load_values`). The keys and values of the next step are under way while one is computed.
 
 constexpr int ATTEND_WARPS = 4;
-constexpr int STEP = 16;         // cells of a warp's step, rows of a tile
-constexpr int LEAST_PART = 64;   // the fewest cells that are worth a block; parts are multiples of it
-constexpr unsigned ALL = 0xffffffffu;
+constexpr int CELLS = 16;       // of a warp's step; also the rows of a tile
+constexpr int LEAST_PART = 64;  // the fewest cells that are worth a block; parts are multiples of it
+constexpr int STEPS_AHEAD = 4;  // from what is computed to what is fetched into the L2 cache
+constexpr unsigned WARP = 0xffffffffu;
 
-__device__ __forceinline__ float lowest() { return __int_as_float((int)0xff800000); }
+__device__ __forceinline__ float no_score() { return __int_as_float((int)0xff800000); }
 
 struct Attention {
     const void* q;          // 16 bits [T, kv_heads * group, D]
@@ -113,7 +114,7 @@ __device__ __forceinline__ void load_keys(
     uint4 (&loaded)[2][D / 32], const char* first, int token_bytes, int slot, int thread) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int cell_slot = __shfl_sync(ALL, slot, 8 * half + thread / 4);
+        const int cell_slot = __shfl_sync(WARP, slot, 8 * half + thread / 4);
         const uint4* row = (const uint4*)(first + (long long)cell_slot * token_bytes) + thread % 4;
 #pragma unroll
         for (int j = 0; j < D / 32; j++) loaded[half][j] = __ldg(row + 4 * j);
@@ -126,7 +127,7 @@ __device__ __forceinline__ void load_values(
     uint4 (&loaded)[4], const char* first, int token_bytes, int slot, int thread) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        const int cell_slot = __shfl_sync(ALL, slot, 2 * (thread % 4) + (k & 1) + 8 * (k >> 1));
+        const int cell_slot = __shfl_sync(WARP, slot, 2 * (thread % 4) + (k & 1) + 8 * (k >> 1));
         const uint4* row = (const uint4*)(first + (long long)cell_slot * token_bytes) + thread / 4;
         loaded[k] = __ldg(row);
     }
@@ -146,7 +147,7 @@ struct Result {
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < N / 8; i++) sums[i][0] = sums[i][1] = sums[i][2] = sums[i][3] = 0.0f;
-        greatest[0] = greatest[1] = lowest();
+        greatest[0] = greatest[1] = no_score();
         weight[0] = weight[1] = 0.0f;
     }
 
@@ -160,14 +161,16 @@ struct Result {
         for (int i = 0; i < N / 8; i++) sums[i][2 * half] *= factor, sums[i][2 * half + 1] *= factor;
     }
 
-    __device__ __forceinline__ float base(int half) const { return greatest[half] == lowest() ? 0.0f : greatest[half]; }
+    __device__ __forceinline__ float base(int half) const {
+        return greatest[half] == no_score() ? 0.0f : greatest[half];
+    }
 };
 
 // Attends for one tile over every `step`-th step of cells from `first` on, below `last`; gives one slice of N columns.
 template <typename T, int D, int N>
 __device__ __forceinline__ void attend_cells(
     Result<N>& result, const Attention& a, const LaneCells& cells, int lane, int kv_head, int tile_row, int slice,
-    int first, int step, int last) {
+    int first, int step, int last, int sharer, int sharers) {
     constexpr int COLUMNS = D / 32, PARTS_OF_64 = N / 64;
     const int thread = threadIdx.x % 32, g = thread / 4, t = thread % 4;
     result.clear();
@@ -178,7 +181,8 @@ __device__ __forceinline__ void attend_cells(
 
     const int head_bytes = 2 * D, token_bytes = a.kv_heads * head_bytes;
     const char* const keys = (const char*)a.keys + kv_head * head_bytes;
-    const char* const values = (const char*)a.values + kv_head * head_bytes + 2 * slice * N;
+    const char* const all_values = (const char*)a.values + kv_head * head_bytes;
+    const char* const values = all_values + 2 * slice * N;
     const uint4* q_row[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -196,14 +200,14 @@ __device__ __forceinline__ void attend_cells(
         for (int j = 0; j < COLUMNS; j++) q[0][HOLDS_Q ? j : 0] = q_words(0, j), q[1][HOLDS_Q ? j : 0] = q_words(1, j);
     }
 
-    int slot = cells.slot(a, lane, first + thread % STEP, last);
+    int slot = cells.slot(a, lane, first + thread % CELLS, last);
     uint4 key[2][COLUMNS], value[PARTS_OF_64][4];
     auto read_values = [&](int h) { load_values(value[h], values + 128 * h, token_bytes, slot, thread); };
     if (READS_AHEAD) {
         load_keys<D>(key, keys, token_bytes, slot, thread);
 #pragma unroll
         for (int h = 0; h < PARTS_OF_64; h++) read_values(h);
-        slot = cells.slot(a, lane, first + step + thread % STEP, last);
+        slot = cells.slot(a, lane, first + step + thread % CELLS, last);
     }
 #pragma unroll 1
     for (int at = first; at < last; at += step) {
@@ -222,7 +226,7 @@ __device__ __forceinline__ void attend_cells(
         }
         if (READS_AHEAD) load_keys<D>(key, keys, token_bytes, slot, thread);
 
-        if (at < seen_from || at + STEP > min(seen_to, last)) {
+        if (at < seen_from || at + CELLS > min(seen_to, last)) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const RowSight sight(a, cells, lane, tile_row + g + 8 * half);
@@ -230,7 +234,7 @@ __device__ __forceinline__ void attend_cells(
                 for (int i = 0; i < 4; i++) {
                     const int cell = at + 8 * (i / 2) + 2 * t + i % 2;
                     float& score = scores[i / 2][2 * half + i % 2];
-                    if (cell >= last || !sight.sees(cell, cells.prefix)) score = lowest();
+                    if (cell >= last || !sight.sees(cell, cells.prefix)) score = no_score();
                 }
             }
         }
@@ -242,10 +246,10 @@ __device__ __forceinline__ void attend_cells(
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            best[half] = max(best[half], __shfl_xor_sync(ALL, best[half], 1));
-            best[half] = max(best[half], __shfl_xor_sync(ALL, best[half], 2));
+            best[half] = max(best[half], __shfl_xor_sync(WARP, best[half], 1));
+            best[half] = max(best[half], __shfl_xor_sync(WARP, best[half], 2));
         }
-        if (__any_sync(ALL, best[0] > result.greatest[0] || best[1] > result.greatest[1])) {
+        if (__any_sync(WARP, best[0] > result.greatest[0] || best[1] > result.greatest[1])) {
             result.raise(0, best[0]);
             result.raise(1, best[1]);
         }
@@ -273,17 +277,26 @@ __device__ __forceinline__ void attend_cells(
             }
             if (READS_AHEAD) read_values(h);
         }
-        slot = cells.slot(a, lane, at + (READS_AHEAD ? 2 : 1) * step + thread % STEP, last);
+        slot = cells.slot(a, lane, at + (READS_AHEAD ? 2 : 1) * step + thread % CELLS, last);
+        // Warps that read the same cells have few of them under way, so they fetch more, a share each.
+        if (sharers > 1 && at + STEPS_AHEAD * step < last) {
+            constexpr int LINES = D / 64;  // of 128 bytes, of a cell's keys
+            const int cell = at + STEPS_AHEAD * step + thread % CELLS;
+            const long long from = (long long)cells.slot(a, lane, cell, last) * token_bytes;
+            for (int line = 2 * sharer + thread / CELLS; line < 2 * LINES; line += 2 * sharers) {
+                fetch_line((line < LINES ? keys : all_values) + from + line % LINES * 128);
+            }
+        }
     }
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        result.weight[half] += __shfl_xor_sync(ALL, result.weight[half], 1);
-        result.weight[half] += __shfl_xor_sync(ALL, result.weight[half], 2);
+        result.weight[half] += __shfl_xor_sync(WARP, result.weight[half], 1);
+        result.weight[half] += __shfl_xor_sync(WARP, result.weight[half], 2);
     }
 }
 
-// Joins the results of warps that share a tile and a slice, in the order of the warps, in the first of them. Warp w works
-// for place w % `places`. Every thread of the block must call it.
+// Joins the results of warps that share a tile and a slice, in the order of the warps, in the first of them. Warp w
+// works for place w % `places`. Every thread of the block must call it.
 template <int N>
 __device__ __forceinline__ void join_warps(Result<N>& result, int places) {
     __shared__ float held[2][N / 2 + 4][32];
@@ -320,7 +333,7 @@ __device__ __forceinline__ void join_warps(Result<N>& result, int places) {
 
 template <typename T, int D>
 __device__ __forceinline__ void attend_part(const Attention& a) {
-    const int lane = blockIdx.z, part = blockIdx.y, rows = STEP * a.tiles;
+    const int lane = blockIdx.z, part = blockIdx.y, rows = CELLS * a.tiles;
     const LaneCells cells(a, lane);
     if (part >= cells.used) return;
     const int blocks = (a.queries * a.group + rows - 1) / rows;  // of a KV head
@@ -330,13 +343,14 @@ __device__ __forceinline__ void attend_part(const Attention& a) {
     // Registers hold the results of 128 columns: two warps share a head of 256, and both compute its scores.
     constexpr int N = D < 128 ? D : 128;
     const int warp = threadIdx.x / 32, thread = threadIdx.x % 32, places = a.tiles * (D / N);
-    const int tile_row = first_row + STEP * (warp % a.tiles), slice = warp % places / a.tiles;
+    const int tile_row = first_row + CELLS * (warp % a.tiles), slice = warp % places / a.tiles;
     const int turns = ATTEND_WARPS / places;
     const int begin = cells.begin + part * cells.part;
     const int last = tile_row < last_row ? min(begin + cells.part, cells.end) : begin;  // a tile without rows has none
     Result<N> result;
     attend_cells<T, D, N>(
-        result, a, cells, lane, kv_head, tile_row, slice, begin + STEP * (warp / places), STEP * turns, last);
+        result, a, cells, lane, kv_head, tile_row, slice, begin + CELLS * (warp / places), CELLS * turns, last,
+        warp % places, places);
     if (turns > 1) join_warps<N>(result, places);
     if (warp >= places) return;
 #pragma unroll
@@ -424,15 +438,18 @@ extern "C" __global__ void __launch_bounds__(256) merge_attention_kernel(
     const LaneCells cells(a, lane);
     if (query >= cells.num_queries || cells.used == 1) return;
     const int threads = quads * groups, quad = threadIdx.x % quads, turn = threadIdx.x / quads % groups;
-    const int wanted = (int)(blockIdx.x * (blockDim.x / threads) + threadIdx.x / threads), head = min(wanted, heads - 1);
-    const int rows = STEP * tiles, blocks = (queries * group + rows - 1) / rows;
+    const int wanted = (int)(blockIdx.x * (blockDim.x / threads) + threadIdx.x / threads);
+    const int head = min(wanted, heads - 1);
+    const int rows = CELLS * tiles, blocks = (queries * group + rows - 1) / rows;
     const int row = query * group + head % group;
     const long long stride = (long long)kv_heads * blocks * rows;  // rows of a part
     const long long first = (long long)lane * parts * stride + (long long)(head / group) * blocks * rows + row;
-    float greatest = lowest();
+    float greatest = no_score();
 #pragma unroll 8
-    for (int part = turn; part < cells.used; part += groups) greatest = max(greatest, stats[2 * (first + part * stride)]);
-    float base = greatest == lowest() ? 0.0f : greatest, weight = 0.0f;
+    for (int part = turn; part < cells.used; part += groups) {
+        greatest = max(greatest, stats[2 * (first + part * stride)]);
+    }
+    float base = greatest == no_score() ? 0.0f : greatest, weight = 0.0f;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     auto add = [&](float score, float of_weight, const float4& held) {
         const float factor = exp2f(score - base);
@@ -450,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(256) merge_attention_kernel(
         __syncthreads();
         if (turn > 0) return;
         for (int i = 1; i < groups; i++) greatest = max(greatest, group_stats[threadIdx.x + i * quads].x);
-        base = greatest == lowest() ? 0.0f : greatest;
+        base = greatest == no_score() ? 0.0f : greatest;
         sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f), weight = 0.0f;
         for (int i = 0; i < groups; i++) {
             const int from = threadIdx.x + i * quads;
