@@ -93,7 +93,6 @@ struct RowSight {
         if (a.own_slots) {
             end = cells.prefix;
             own = (unsigned long long)a.sees[(long long)lane * a.queries + query];
-            if (a.own_width < 64) own &= (1ull << a.own_width) - 1;
         } else {
             const int last = cells.length - cells.num_queries + query + 1;
             if (a.window > 0) begin = max(last - a.window, 0);
