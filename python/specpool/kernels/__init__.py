@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specpool.kernels.attend import attend_pages
     from specpool.kernels.fields import Fields
     from specpool.kernels.launch import prepare
     from specpool.kernels.masks import attention_bias, draft_visibility
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         move_kv,
         scatter_kv,
     )
+    from specpool.kernels.paged_cells import PagedCells
     from specpool.kernels.reads import (
         advance_ancestors,
         branch_pages,
@@ -49,9 +51,11 @@ if TYPE_CHECKING:
 # Imported at first use, because these modules import torch and `specpool.kernels.twins` does not.
 _LAZY = {
     "Fields": "specpool.kernels.fields",
+    "PagedCells": "specpool.kernels.paged_cells",
     "advance_ancestors": "specpool.kernels.reads",
     "apply_table_delta": "specpool.kernels.tables",
     "apply_table_deltas": "specpool.kernels.tables",
+    "attend_pages": "specpool.kernels.attend",
     "attention_bias": "specpool.kernels.masks",
     "branch_pages": "specpool.kernels.reads",
     "build_tree": "specpool.kernels.tree",
@@ -80,9 +84,11 @@ _LAZY = {
 
 __all__ = [
     "Fields",
+    "PagedCells",
     "advance_ancestors",
     "apply_table_delta",
     "apply_table_deltas",
+    "attend_pages",
     "attention_bias",
     "branch_pages",
     "build_tree",
