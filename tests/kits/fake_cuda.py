@@ -175,6 +175,8 @@ class Card:
     def running(self) -> Iterator[None]:
         """Within the block `device="cuda"` is this card."""
         empty = torch.empty
+        with torch.device("cpu"):  # at its first use torch notes which functions take a device
+            empty(0)
 
         def unpinned(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
             return empty(*size, **options)
