@@ -22,12 +22,12 @@ SHAPES = {"plain": NONE, "chain": CHAIN, "tree": TREE}
 
 # Launches of a layer of a Llama, and of the rest of the round, EAGLE head included; in bfloat16.
 BUDGET = {
-    ("plain", "eager"): (41, 33),
-    ("plain", "captured"): (41, 55),
-    ("chain", "eager"): (64, 198),
-    ("chain", "captured"): (64, 233),
-    ("tree", "eager"): (64, 455),
-    ("tree", "captured"): (64, 464),
+    ("plain", "eager"): (17, 26),
+    ("plain", "captured"): (17, 48),
+    ("chain", "eager"): (40, 167),
+    ("chain", "captured"): (40, 202),
+    ("tree", "eager"): (40, 416),
+    ("tree", "captured"): (40, 425),
 }
 
 

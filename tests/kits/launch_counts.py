@@ -29,6 +29,8 @@ _VIEWS = frozenset(
     " expand is_pinned lift_fresh new_empty permute select slice split split_with_sizes squeeze t"
     " transpose unbind unsqueeze view".split()
 )
+# Operators that torch composes of others, for which a card has a kernel.
+_KERNELS = frozenset({"_fused_rms_norm"})
 _BATCH = 4
 
 
@@ -41,14 +43,14 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.namespace == "aten" and func._can_decompose():
+        name = func.overloadpacket.__name__
+        if func.namespace == "aten" and name not in _KERNELS and func._can_decompose():
             with self:
                 made = func.decompose(*args, **kwargs)
             if made is not NotImplemented:
                 return made
         made = func(*args, **kwargs)
         results = made if isinstance(made, Sequence) else [made]
-        name = func.overloadpacket.__name__
         if name not in _VIEWS and any(
             isinstance(value, torch.Tensor) and value.device == DEVICE for value in results
         ):

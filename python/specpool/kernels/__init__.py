@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specpool.kernels.fields import Fields
     from specpool.kernels.launch import prepare
+    from specpool.kernels.layers import rotate_heads
     from specpool.kernels.masks import attention_bias, draft_visibility
     from specpool.kernels.moves import (
         compact_accepted,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         gather_kv,
         move_kv,
         scatter_kv,
+        write_kv,
     )
     from specpool.kernels.reads import (
         advance_ancestors,
@@ -68,6 +70,7 @@ _LAZY = {
     "page_csr": "specpool.kernels.tables",
     "prepare": "specpool.kernels.launch",
     "read_capacity": "specpool.kernels.reads",
+    "rotate_heads": "specpool.kernels.layers",
     "sample_tokens": "specpool.kernels.sample",
     "scatter_kv": "specpool.kernels.moves",
     "select_topk": "specpool.kernels.tree",
@@ -75,6 +78,7 @@ _LAZY = {
     "slots_at": "specpool.kernels.tables",
     "uniform": "specpool.kernels.sample",
     "verify_tree": "specpool.kernels.tree",
+    "write_kv": "specpool.kernels.moves",
 }
 
 __all__ = [
@@ -98,6 +102,7 @@ __all__ = [
     "page_csr",
     "prepare",
     "read_capacity",
+    "rotate_heads",
     "sample_tokens",
     "scatter_kv",
     "select_topk",
@@ -105,6 +110,7 @@ __all__ = [
     "slots_at",
     "uniform",
     "verify_tree",
+    "write_kv",
 ]
 
 

@@ -7,8 +7,8 @@ macro_rules! texts {
     ($($name:literal),*) => { [$(($name, include_str!(concat!("../../../cuda/", $name)))),*] };
 }
 
-const FILES: [(&str, &str); 7] =
-    texts!["common.cuh", "logits.cuh", "moves.cu", "reads.cu", "sample.cu", "tables.cu", "tree.cu"];
+const FILES: [(&str, &str); 8] =
+    texts!["common.cuh", "logits.cuh", "layers.cu", "moves.cu", "reads.cu", "sample.cu", "tables.cu", "tree.cu"];
 
 /// Names of the kernel files, in the order in which a compiler takes them.
 pub fn names() -> [&'static str; FILES.len()] {

@@ -1,0 +1,101 @@
+"""Launchers of `cuda/layers.cu`: the small steps of a decoder layer.
+
+Their twins are torch's own operators, equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specpool.errors import ShapeError
+from specpool.kernels import with_twin as twins
+from specpool.kernels.checks import device_of, expect, i32, i64, number, packed_rows
+from specpool.kernels.launch import launch, runs_kernels
+
+# The kernels' numbers of the types.
+_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_MAX_THREADS = 256
+
+
+def rotate_heads(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, rotary_dim: int, is_rounded: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotate the queries and keys of n tokens by their positions' angles (RoPE).
+
+    Dimensions d and d + rotary_dim / 2 of a head are a pair, as in transformers' `rotate_half`.
+
+    Args:
+        q: float32, float16 or bfloat16 [n, H, D]; it is copied if the numbers of a token do not
+            follow one another.
+        k: [n, Hk, D] of the same dtype, likewise.
+        cos: [n, W] of the same dtype or float32; W is rotary_dim, or half of it if both dimensions
+            of a pair have the same angle.
+        sin: likewise.
+        rotary_dim: even, in [2, D]; dimensions from there on stay.
+        is_rounded: products are rounded to the dtype of `cos` before they are added, as torch's
+            operators do it; if False, only the result is rounded.
+
+    Returns:
+        The rotated queries and keys, contiguous.
+    """
+    device = device_of("q", q)
+    n, q_heads, dim = _heads("q", q, tuple(_TYPES), None, device)
+    _, k_heads, _ = _heads("k", k, (q.dtype,), (n, dim), device)
+    rotary_dim = number("rotary_dim", rotary_dim, 2, dim)
+    width = cos.shape[-1]
+    if rotary_dim % 2 or width not in (rotary_dim, rotary_dim // 2):
+        raise ShapeError(
+            "rotary_dim must be even, and cos as wide or half as wide, got "
+            f"{rotary_dim} and {width}"
+        )
+    expect("cos", cos, (q.dtype, torch.float32), (n, width), device)
+    expect("sin", sin, cos.dtype, (n, width), device)
+    if not runs_kernels(device):
+        return twins.rotate_heads(q, k, cos, sin, rotary_dim=rotary_dim, is_rounded=is_rounded)
+    q_rows, q_stride = packed_rows(q)
+    k_rows, k_stride = packed_rows(k)
+    outs = tuple(torch.empty(part.shape, dtype=q.dtype, device=device) for part in (q, k))
+    many = 16 // q.itemsize
+    sizes = (rotary_dim // 2, dim - rotary_dim, dim, width, q_stride, k_stride)
+    tensors = (*outs, q_rows, k_rows, cos, sin)
+    is_wide = not any(size % many for size in sizes) and not any(
+        tensor.data_ptr() % 16 for tensor in tensors
+    )
+    pieces = (rotary_dim // 2 + dim - rotary_dim) // (many if is_wide else 1)
+    threads = min(-(-(q_heads + k_heads) * pieces // 32) * 32, _MAX_THREADS)
+    numbers = (q_heads, k_heads, dim, rotary_dim, width, is_rounded and cos.dtype == q.dtype)
+    types = (_TYPES[q.dtype], _TYPES[cos.dtype], is_wide)
+    strides = (i64(q_stride), i64(k_stride))
+    launch(
+        "rotate_heads",
+        (n if q_heads + k_heads else 0,),
+        (threads,),
+        (*tensors, *strides, *map(i32, numbers), *map(i32, types)),
+    )
+    return outs[0], outs[1]
+
+
+def _heads(
+    name: str,
+    value: Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    sizes: tuple[int, int] | None,
+    device: torch.device,
+) -> tuple[int, int, int]:
+    """Check heads of tokens, whose `sizes` are n and D if they are known; return n, H and D."""
+    is_right = (
+        device_of(name, value) == device
+        and value.dtype in dtypes
+        and value.ndim == 3
+        and (sizes is None or sizes == (value.shape[0], value.shape[2]))
+    )
+    if not is_right:
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        wanted = "[n, heads, D]" if sizes is None else f"[{sizes[0]}, heads, {sizes[1]}]"
+        raise ShapeError(
+            f"{name} must be {kinds} {wanted} on {device}, got {value.dtype} {list(value.shape)} on"
+            f" {value.device}"
+        )
+    n, heads, dim = value.shape
+    return n, heads, dim
