@@ -29,10 +29,26 @@ FUSED = {
     "opt": (0, False),
 }
 TOKENS = torch.arange(3, 20).view(1, -1)
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            pytest.mark.full,
+        ],
+    ),
+]
 
 
 def norms_of(fused: FusedLayers) -> list[nn.Module]:
     return [module for module, forward in fused._forwards if hasattr(forward.__func__, "func")]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    with torch.device(request.param):
+        yield request.param
 
 
 @pytest.fixture
@@ -50,8 +66,9 @@ def rotations(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FUSED)
-def test_a_fused_model_computes_what_it_computes_by_itself(family, rotations):
-    model = random_model(make_config(family)).eval()
+def test_a_fused_model_computes_what_it_computes_by_itself(family, device, rotations):
+    model = random_model(make_config(family)).to(device)
+    tokens = TOKENS.to(device)
     for parameter in model.parameters():  # weights of 1 and 0 would hide a missing one
         if parameter.ndim == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
@@ -59,13 +76,13 @@ def test_a_fused_model_computes_what_it_computes_by_itself(family, rotations):
     num_norms, rotates = FUSED[family]
     assert len(norms_of(fused)) == num_norms
     with torch.inference_mode():
-        own = model(TOKENS, use_cache=False).logits
+        own = model(tokens, use_cache=False).logits
         fused.switch(on=True)
-        logits = model(TOKENS, use_cache=False).logits
+        logits = model(tokens, use_cache=False).logits
         probes = len(rotations)
-        again = model(TOKENS, use_cache=False).logits
+        again = model(tokens, use_cache=False).logits
         fused.switch(on=False)
-        assert torch.equal(model(TOKENS, use_cache=False).logits, own)
+        assert torch.equal(model(tokens, use_cache=False).logits, own)
     assert torch.allclose(logits, own, rtol=1e-4, atol=1e-5)
     assert torch.equal(again, logits)
     assert len(rotations) - probes == (2 if rotates else 0)  # one a layer
@@ -74,9 +91,9 @@ def test_a_fused_model_computes_what_it_computes_by_itself(family, rotations):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2"])
-def test_norms_of_16_bits_are_as_near_to_the_exact_ones(family, dtype):
+def test_norms_of_16_bits_are_as_near_to_the_exact_ones(family, dtype, device):
     """Law: rounding once is no further from float64 than transformers' roundings."""
-    model = random_model(make_config(family)).to(dtype).requires_grad_(False)
+    model = random_model(make_config(family)).to(device, dtype).requires_grad_(False)
     for norm in norms_of(FusedLayers(model)):
         norm.weight.data += 0.3 * torch.randn_like(norm.weight)
     fused = FusedLayers(model)
@@ -183,7 +200,7 @@ def of_neighbours(q, k, cos, sin):
     ],
 )
 def test_a_rotation_is_the_kernel_where_that_is_the_same(
-    original, width, num_launches, dtype, rotations
+    original, width, num_launches, dtype, device, rotations
 ):
     """Law: equal to the bit, whichever kind it is; of no other kind."""
     rotate = fused_layers._Rotation(original)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specpool.errors import ShapeError
 from specpool.kernels import with_twin as twins
-from specpool.kernels.checks import device_of, expect, i32, i64, number, packed_rows
+from specpool.kernels.checks import device_of, expect, i32, i64, number, outputs, packed_rows
 from specpool.kernels.launch import launch, runs_kernels
 
 # The kernels' numbers of the types.
@@ -19,7 +19,14 @@ _MAX_THREADS = 256
 
 
 def rotate_heads(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, rotary_dim: int, is_rounded: bool
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    rotary_dim: int,
+    is_rounded: bool,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotate the queries and keys of n tokens by their positions' angles (RoPE).
 
@@ -35,9 +42,10 @@ def rotate_heads(
         rotary_dim: even, in [2, D]; dimensions from there on stay.
         is_rounded: products are rounded to the dtype of `cos` before they are added, as torch's
             operators do it; if False, only the result is rounded.
+        out: as q and k, contiguous; None means new tensors.
 
     Returns:
-        The rotated queries and keys, contiguous.
+        `out`: the rotated queries and keys.
     """
     device = device_of("q", q)
     n, q_heads, dim = _heads("q", q, tuple(_TYPES), None, device)
@@ -51,14 +59,16 @@ def rotate_heads(
         )
     expect("cos", cos, (q.dtype, torch.float32), (n, width), device)
     expect("sin", sin, cos.dtype, (n, width), device)
+    shapes, dtypes = (q.shape, k.shape), (q.dtype, q.dtype)
+    q_out, k_out = outputs(("q", "k"), out, dtypes, shapes, device)
     if not runs_kernels(device):
-        return twins.rotate_heads(q, k, cos, sin, rotary_dim=rotary_dim, is_rounded=is_rounded)
+        rotated = twins.rotate_heads(q, k, cos, sin, rotary_dim=rotary_dim, is_rounded=is_rounded)
+        return q_out.copy_(rotated[0]), k_out.copy_(rotated[1])
     q_rows, q_stride = packed_rows(q)
     k_rows, k_stride = packed_rows(k)
-    outs = tuple(torch.empty(part.shape, dtype=q.dtype, device=device) for part in (q, k))
     many = 16 // q.itemsize
     sizes = (rotary_dim // 2, dim - rotary_dim, dim, width, q_stride, k_stride)
-    tensors = (*outs, q_rows, k_rows, cos, sin)
+    tensors = (q_out, k_out, q_rows, k_rows, cos, sin)
     is_wide = not any(size % many for size in sizes) and not any(
         tensor.data_ptr() % 16 for tensor in tensors
     )
@@ -73,7 +83,7 @@ def rotate_heads(
         (threads,),
         (*tensors, *strides, *map(i32, numbers), *map(i32, types)),
     )
-    return outs[0], outs[1]
+    return q_out, k_out
 
 
 def _heads(

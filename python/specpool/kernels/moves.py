@@ -188,7 +188,7 @@ def write_kv(k_buffer: Tensor, v_buffer: Tensor, k: Tensor, v: Tensor, slots: Te
     grid = (min(-(-n // block[1]), max(_BLOCKS // (2 * tiles), 1)), 2, tiles)
     slot_list, slots_stride = packed_rows(slots)
     places = (i32(num_slots), slot_list, i64(slots_stride), i32(n))
-    args = (k_buffer, v_buffer, *rows, *strides, *widths, *vecs, *places)
+    args: tuple[Arg, ...] = (k_buffer, v_buffer, *rows, *strides, *widths, *vecs, *places)
     launch("write_kv", grid if columns else (0,), block, args)
 
 

@@ -225,7 +225,7 @@ def rotate_heads(
 
     def rotated(heads: Tensor) -> Tensor:
         x = heads if is_rounded else heads.float()
-        low, high, rest = x.split((half, half, x.shape[2] - rotary_dim), 2)
+        low, high, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
         pairs = x[..., :rotary_dim] * cos + torch.cat((-high, low), 2) * sin
         return torch.cat((pairs.to(heads.dtype), rest.to(heads.dtype)), 2)
 

@@ -62,7 +62,7 @@ class FusedLayers:
         """Put the fused forwards in place, or the modules' own."""
         for module, forward in self._forwards:
             if on:
-                module.forward = forward  # type: ignore[method-assign]
+                module.forward = forward
             else:
                 module.__dict__.pop("forward", None)
 
