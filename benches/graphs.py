@@ -3,7 +3,8 @@
 A figure is the wall time of an engine's turn that consists of one round, until the results are on
 the host: the median of turns that both engines take in turn. Then come the share of the time that
 the device idles between the rounds under overlap, and random Llamas (`benches.llama`): rounds by
-flashinfer beside torch, a long prompt beside transformers, and decoding beside its KV.
+flashinfer beside torch, a long prompt beside transformers, decoding beside its KV, and the rounds
+of an 8B model beside a read of what they need.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 from benches.kernels import cuda_machine
-from benches.llama import attention_results, decode_results, prefill_results
+from benches.llama import attention_results, decode_results, prefill_results, round_results
 from benches.record import Record
 from specpool import Engine, SamplingParams, Shape
 from specpool.cli.results import Result, draw, interleaved, report
@@ -146,6 +147,7 @@ def results(
     yield from attention_results(device, few, shapes, batches, rounds_of)
     yield from prefill_results(device, few)
     yield from decode_results(device, few)
+    yield from round_results(device, few)
 
 
 def _idle(device: str, num_rounds: int, context: int) -> Result:

@@ -10,7 +10,8 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,8 +20,11 @@ import torch
 
 from specpool import Engine, SamplingParams, Shape
 from specpool.cli.results import Result, interleaved
+from specpool.engine.draft import EagleDrafter
+from specpool.engine.models import TargetModel
 from specpool.engine.shape_names import name_of
 from specpool.errors import SpecpoolError
+from specpool.train.head import NewHead, layers_of_features
 
 PROMPT = 4096  # tokens of a prompt that is timed
 BATCH, CONTEXT = 64, 1500  # of decoding
@@ -41,10 +45,14 @@ class Llama:
 
 SMALL = Llama(1024, 16, 4, 64, 2816)
 WIDE = Llama(4096, 32, 8, 128, 14_336)  # layers as those of an 8B model
+WHOLE = replace(WIDE, num_hidden_layers=32, vocab_size=128_256)  # an 8B model
+ROUND_BATCHES = (1, 32, 128)
 
 
-def model_of(sizes: Llama, device: str, attention: str = "sdpa") -> Any:
-    """Return a model of these sizes with random weights; float16, or float32 on a CPU."""
+def model_of(
+    sizes: Llama, device: str, attention: str = "sdpa", dtype: torch.dtype = torch.float16
+) -> Any:
+    """Return a model of these sizes with random weights, in `dtype`, or float32 on a CPU."""
     import transformers
 
     config = transformers.LlamaConfig(
@@ -55,7 +63,7 @@ def model_of(sizes: Llama, device: str, attention: str = "sdpa") -> Any:
         eos_token_id=2,
     )
     torch.manual_seed(0)
-    dtype = torch.float32 if device == "cpu" else torch.float16
+    dtype = torch.float32 if device == "cpu" else dtype
     with torch.device(device):
         auto: Any = transformers.AutoModelForCausalLM
         model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -164,14 +172,65 @@ def decode_results(
         yield Result(f"a round, {where}", us, "us", "a device copy that moves the live KV", copy_us)
 
 
+def round_results(
+    device: str,
+    repeats: int,
+    sizes: Llama = WHOLE,
+    batches: Sequence[int] = ROUND_BATCHES,
+    length: int = CONTEXT,
+) -> Iterator[Result]:
+    """Measure rounds of a large model, plain and of a chain, beside a read of what they need.
+
+    That is the target's weights and the live KV once, and the head's weights once a step. A copy
+    reads and writes, so a copy of half as many bytes takes as long.
+    """
+    model, chain = model_of(sizes, device, dtype=torch.bfloat16), Shape.eagle(3, 1, 4)
+    with TargetModel(model) as target:
+        tokens = torch.randn(64, target.hidden_size, device=device, dtype=target.dtype)
+        features = tokens.repeat(1, len(layers_of_features(target.num_layers)))
+        ids = torch.arange(target.vocab_size, device=device)
+        head = NewHead.random(target, ids, features, tokens, seed=0)
+        drafter = EagleDrafter(head.assemble(num_positions=2 * length))
+    weight_bytes = sum(weight.nbytes for weight in model.parameters())
+    head_bytes = sum(weight.numel() for weight in head.weights.values()) * model.dtype.itemsize
+    for batch in batches:
+        for shape, draft in ((Shape.none(), None), (chain, drafter)):
+            options: dict[str, Any] = {"model": model, "draft": draft, "graph_sizes": (batch,)}
+            if draft is not None:
+                options["shape"] = shape
+            with _decoding(device, repeats, sizes, batch, length, **options) as engine:
+                num_bytes = weight_bytes + shape.num_steps * head_bytes + _live_bytes(engine)
+                read = partial(_copy, num_bytes // 2, device)
+                us, read_us = interleaved(
+                    [_timed(engine.turn, device), _timed(read, device)], repeats
+                )
+            name = f"a round of an 8B model, {name_of(shape)}, batch {batch}, {length} tokens"
+            yield Result(name, us, "us", "a read of weights and live KV", read_us)
+
+
+def _copy(num_bytes: int, device: str) -> None:
+    """Copy so many bytes on the device, a gibibyte at a time."""
+    source, target = torch.empty(2, min(num_bytes, 1 << 30), dtype=torch.uint8, device=device)
+    for start in range(0, num_bytes, len(source)):
+        end = min(num_bytes - start, len(source))
+        target[:end].copy_(source[:end])
+
+
 @contextlib.contextmanager
 def _decoding(
-    device: str, repeats: int, sizes: Llama, batch: int, length: int, **options: Any
+    device: str,
+    repeats: int,
+    sizes: Llama,
+    batch: int,
+    length: int,
+    *,
+    model: Any = None,
+    **options: Any,
 ) -> Iterator[Engine]:
-    """An engine all of whose rows decode, for `repeats` turns or more."""
+    """An engine all of whose rows decode, for `repeats` turns or more; by default a new model's."""
     params = SamplingParams(max_new_tokens=4 * repeats + 64, ignore_eos=True)
     with Engine.from_pretrained(
-        model_of(sizes, device),
+        model_of(sizes, device) if model is None else model,
         device=device,
         max_batch=batch,
         max_context_len=length + params.max_new_tokens + 16,
@@ -179,14 +238,18 @@ def _decoding(
         prefix_cache=False,
         **options,
     ) as engine:
+        begun = set[int]()  # requests that have output
         for prompt in prompts_of(sizes, batch, length):
-            engine.submit(prompt, params)
-        while engine.stats().num_running < batch or engine.stats().num_waiting:
+            engine.submit(prompt, params, on_item=lambda number, _: begun.add(number))
+        while len(begun) < batch:
             engine.turn()
         for _ in range(2):
             engine.turn()
+        prefill_ct = engine.stats().prefill_ct
         yield engine
-        assert engine.stats().num_running == batch, "a row ended before its time"
+        stats = engine.stats()
+        assert stats.prefill_ct == prefill_ct, "a prompt was not over"
+        assert stats.num_running == batch, "a row ended before its time"
 
 
 def _live_bytes(engine: Engine, *, whole_pages: bool = False) -> int:

@@ -97,28 +97,29 @@ def new_lengths() -> str:
     return " ".join(f"{duration:.4f}" for duration in seconds)
 
 
-def failed_capture() -> str:
-    """Capture after a capture that waits for the device and so fails."""
-
+def failed_capture(fault: str) -> str:
+    """Capture after a capture that waited for the device or raised, and so failed."""
     from specpool.engine.worker.graphs.capture import CudaCapture
     from specpool.engine.worker.results import Outcome
 
     capture, cell = CudaCapture(torch.device("cuda", 0)), torch.zeros(1, 3, device="cuda")
 
-    def work(*, waits: bool) -> tuple[Outcome, Callable[[], None]]:
-        if waits:
-            cell.item()
+    def work(fault: str = "") -> tuple[Outcome, Callable[[], None]]:
+        if fault == "waited":
+            cell.cpu()
+        elif fault == "raised":
+            raise RuntimeError("the work raises")
         cell.add_(1)
         return Outcome(cell, is_verify=False), lambda: None
 
-    capture.warm_up(lambda: work(waits=False))
+    capture.warm_up(work)
     try:
-        capture.record(lambda: work(waits=True), follows=False)
+        capture.record(lambda: work(fault), follows=False)
     except RuntimeError as error:
         first = str(error).partition("\n")[0][:80]
     else:
         first = "it was captured"
-    recording = capture.record(lambda: work(waits=False), follows=False)
+    recording = capture.record(work, follows=False)
     before = float(cell[0, 0])
     recording.decide()
     assert float(cell[0, 0]) == before + 1
@@ -154,7 +155,10 @@ def main() -> int:
         ask("a prompt in bfloat16", partial(fused, torch.bfloat16)),
         ask("a prompt in float32", partial(fused, torch.float32)),
         ask("new lengths", new_lengths),
-        ask("a capture after one that failed", failed_capture),
+        *(
+            ask(f"a capture after one that {fault}", partial(failed_capture, fault))
+            for fault in ("raised", "waited")
+        ),
         ask("the shipped pair", engine),
     ]
     return int(not all(answers))

@@ -31,6 +31,7 @@ SANITIZER = ["compute-sanitizer", "--error-exitcode", "1", "--report-api-errors"
 NEEDS = {  # what a part imports, and what happens without it
     "cupy": "no kernel is built: every part fails",
     "transformers": "only the kernels' tests, their bench and the sanitizer run",
+    "msgspec": "only the kernels' bench runs",
     "flashinfer": "its tests are left out",
     "hypothesis": "flashinfer's tests are left out",
     "llguidance": "the tests of forms are skipped",
@@ -48,7 +49,8 @@ def has(name: str) -> bool:
 
 def pytest_command() -> list[str]:
     """Return how pytest starts here: without a plug-in, its key of pyproject.toml is unknown."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    # pytest-benchmark warns of xdist, and warnings are errors.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark"]
     if not has("pytest_timeout"):
         unknown = "ignore:Unknown config option:pytest.PytestConfigWarning"
         command += ["-o", "addopts=-ra --strict-markers", "-W", unknown]
@@ -89,7 +91,7 @@ class Part:
 
 
 _DEVICE = "tests/device/test_device_"
-_WORKERS = 4  # processes take turns on one card, each with a context and libraries of its own
+_WORKERS = 8  # processes take turns on one card, each with a context and libraries of its own
 # What takes minutes under the sanitizer: large vocabularies and batches of 257.
 _LONG = "vocabulary or more_moves or compaction or tails or parents"
 _KERNELS = [
@@ -127,10 +129,10 @@ PARTS = {
         240, module=["benches.kernels", "--device", "cuda", "--repeats", "7", "--write", "OUT"]
     ),
     "bench_graphs": Part(
-        240, module=["benches.graphs", "--repeats", "49", "--write", "OUT"], needs=("transformers",)
+        270, module=["benches.graphs", "--repeats", "49", "--write", "OUT"], needs=("transformers",)
     ),
-    "memcheck": Part(
-        180,
+    "memcheck": Part(  # in one process: the tools take longer to start than the tests to run
+        150,
         [
             "-k",
             f"cuda and not ({_LONG})",
@@ -141,7 +143,7 @@ PARTS = {
         environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
     ),
     "racecheck": Part(
-        120,
+        360,
         [
             "-k",
             f"cuda and not ({_LONG})",

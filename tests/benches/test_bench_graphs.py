@@ -41,6 +41,8 @@ def test_a_round_is_timed_with_its_graph_and_without(monkeypatch, tmp_path, caps
     decoding = partial(llama.decode_results, sizes=TINY, batch=3, length=50)
     monkeypatch.setattr(bench_graphs, "prefill_results", prompts)
     monkeypatch.setattr(bench_graphs, "decode_results", decoding)
+    rounds = partial(llama.round_results, sizes=TINY, batches=(2,), length=50)
+    monkeypatch.setattr(bench_graphs, "round_results", rounds)
     where = {"device": "No GPU", "date": "2000-01-01"}
     monkeypatch.setattr(bench_graphs, "cuda_machine", lambda device: where)
     assert bench_graphs.main(["--repeats", "3", "--json", "--write", str(tmp_path)]) == 0
@@ -58,7 +60,9 @@ def test_a_round_is_timed_with_its_graph_and_without(monkeypatch, tmp_path, caps
     prompt = found["a prompt of 60 tokens, 2 layers as of an 8B model"]
     assert prompt["reference"] == "transformers, sdpa" and prompt["value"] > 0
     assert found["a round, batch 3, 50 tokens"]["value"] > 0
-    assert len(found) == 12
+    for shape in ("none", "chain:3"):
+        assert found[f"a round of an 8B model, {shape}, batch 2, 50 tokens"]["value"] > 0
+    assert len(found) == 14
 
 
 def test_the_kv_that_decoding_moves_is_counted():
@@ -69,6 +73,16 @@ def test_the_kv_that_decoding_moves_is_counted():
         moved, _ = llama.decode_results("cpu", 1, TINY, 3, 50)
     slot = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, width, bytes
     assert (moved.value, moved.reference_value) == (3 * 3 * 64 * slot, 3 * 52 * slot)
+
+
+def test_rounds_are_timed_when_every_prompt_is_over():
+    """Prompts of more tokens than a step takes are computed in several."""
+    with llama._decoding("cpu", 3, TINY, 9, 50) as engine:
+        rounds = engine.stats().round_ct
+        assert engine.stats().prefill_ct >= 3
+        for _ in range(3):
+            engine.turn()
+        assert engine.stats().round_ct == rounds + 3
 
 
 def test_rounds_by_flashinfer_are_timed_beside_torch(monkeypatch):

@@ -49,6 +49,11 @@ class Graph:
         pool = object() if pool is None else pool
         if pool in cuda.open_pools:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        graphs = cuda.graphs_of_pools.setdefault(pool, weakref.WeakSet())
+        if pool in cuda.used_pools and not graphs:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        cuda.used_pools.append(pool)
+        graphs.add(self)
         if not cuda.registered:
             cuda.seed = _zeros(1)  # an inference tensor in inference mode
         cuda.registered.add(self)
@@ -91,6 +96,8 @@ class FakeCuda:
         is_invalid: the capture that runs is spoiled.
         num_graphs: how many were made.
         registered: graphs that the generator knows.
+        used_pools: pools into which a graph was captured.
+        graphs_of_pools: of each of them, its graphs that live; torch takes no more without one.
         generator_captures: the generator takes itself to be in a capture.
         host_filters: the graphs that the allocator of pinned memory asks.
     """
@@ -102,6 +109,8 @@ class FakeCuda:
         self.is_invalid = False
         self._of_thread = threading.local()
         self.open_pools: list[Any] = []
+        self.used_pools: list[Any] = []
+        self.graphs_of_pools: dict[Any, weakref.WeakSet[Graph]] = {}
         self.registered: weakref.WeakSet[Graph] = weakref.WeakSet()
         self.seed = _zeros(1)
         self.generator_captures = False

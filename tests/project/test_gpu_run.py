@@ -210,6 +210,7 @@ def test_a_machine_without_plugins_runs_all_it_can(gpu, tmp_path, monkeypatch, c
     """No pytest-timeout: its key of pyproject.toml is an error. No pytest-xdist: no `-n`."""
     part = gpu.Part(9, ["-k", "cuda"], 8)
     assert part.command(tmp_path)[-2:] == ["-n", "8"]
+    assert "no:benchmark" in part.command(tmp_path)  # some versions warn of xdist
     lacking = {"xdist", "pytest_timeout", "hypothesis"}
     found = gpu.has
     monkeypatch.setattr(gpu, "has", lambda name: name not in lacking and found(name))

@@ -594,3 +594,19 @@ def test_special_tokens_are_noted_in_their_places(name, data):
     text += stream.push([], last=True)
     assert text == decode(tokenizer, tokens) and stream.specials == places
     assert TextStream(tokenizer).push(tokens, last=True) == text
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked():
+    """Only transformers' own call around the tokenizer is left out."""
+
+    class Loud(PreTrainedTokenizerFast):
+        def _decode(self, *args, **options):
+            return super()._decode(*args, **options).upper()
+
+    tokenizer = byte_level()
+    loud = Loud(tokenizer_object=tokenizer.backend_tokenizer)
+    ids = tokenizer.encode("text")
+    assert TextStream(loud).push(ids, last=True) == "TEXT"
+    assert TextStream(tokenizer).push(ids, last=True) == "text"
+    tokenizer.decode = lambda *args, **options: "patched"
+    assert TextStream(tokenizer).push(ids, last=True) == "patched"

@@ -509,6 +509,22 @@ def test_a_capture_that_fails_harms_no_later_one(where, monkeypatch):
     assert pools[0] == pools[1] != pools[2] == pools[3]  # good graphs share one again
 
 
+def test_the_pool_outlives_a_work_that_raises_in_the_first_capture(monkeypatch):
+    """Its capture ends well, and its graph goes; torch refuses a pool whose graphs are all gone."""
+    FakeCuda().install(monkeypatch)
+    capture = CudaCapture(torch.device("cuda", 0))
+
+    def work(*, raises: bool) -> Halves:
+        if raises:
+            raise ValueError("not the device's fault")
+        return Outcome(torch.zeros(1, 3, dtype=torch.int64), True), nothing
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not the device's"):
+            capture.record(lambda: work(raises=True), follows=False)
+    capture.record(lambda: work(raises=False), follows=False)
+
+
 def test_what_cannot_be_captured_at_all_leaves_torch_as_it_was(monkeypatch, caplog):
     """Law: where every kind of round fails, the process goes on with all that torch can do."""
     cuda = FakeCuda()

@@ -212,6 +212,8 @@ class Prompts:
     def check_tokens(self, name: str, tokens: list[int]) -> None:
         """Raise `ConfigError` for a token that the vocabulary does not have."""
         vocab_size = self._target.vocab_size
+        if not tokens or (min(tokens) >= 0 and max(tokens) < vocab_size):
+            return
         for position, token in enumerate(tokens):
             if not 0 <= token < vocab_size:
                 raise ConfigError(

@@ -474,7 +474,10 @@ def token_ids(value: object, law: str) -> list[int]:
     tokens = cast("Sequence[int]", value)
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         if is_list and not isinstance(value, bytes | bytearray | memoryview):
-            if not any(isinstance(token, bool) for token in tokens):
+            kinds = set(map(type, tokens))  # few: a look at each token costs milliseconds
+            if kinds == {int}:
+                return list(tokens)
+            if not any(issubclass(kind, bool) for kind in kinds):
                 return [operator.index(token) for token in tokens]
     raise ConfigError(f"{law}, got {shown(value)}")
 
@@ -551,4 +554,6 @@ def _check_texts(name: str, value: object) -> None:
 
 def is_chat(prompt: object) -> bool:
     """Return whether a prompt is a list with messages."""
-    return isinstance(prompt, list | tuple) and any(isinstance(item, Mapping) for item in prompt)
+    return isinstance(prompt, list | tuple) and any(
+        issubclass(kind, Mapping) for kind in set(map(type, prompt))
+    )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
 from specpool.engine.text.stop_search import StopHit, VeiledSearch, check_stop
+from specpool.engine.text.tokenizer import decoder_of
 from specpool.errors import (
     ConfigError,
     OrderError,
@@ -76,6 +77,7 @@ class TextStream:
         self.hit: StopHit | None = None
         self.specials: list[tuple[int, str]] = []
         self._tokenizer = tokenizer
+        self._decoder = None if tokenizer is None else decoder_of(tokenizer)
         self._kinds = {} if tokenizer is None else _KINDS.setdefault(tokenizer, {})
         self._hidden, self._shows_special = hidden, shows_special
         self._notes_special = notes_special
@@ -229,9 +231,7 @@ class TextStream:
 
     def _decode(self, tokens: list[int], *, skip_special: bool | None = None) -> str:
         """Decode tokens, without removing spaces before punctuation."""
-        assert self._tokenizer is not None
-        skip = not self._shows_special if skip_special is None else skip_special
-        text = self._tokenizer.decode(
-            tokens, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        assert self._decoder is not None
+        return self._decoder(
+            tokens, not self._shows_special if skip_special is None else skip_special
         )
-        return str(text)

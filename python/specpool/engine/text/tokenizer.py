@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,30 @@ def cleans_spaces(tokenizer: PreTrainedTokenizerBase) -> bool:
     ids = tokenizer.encode("a , b . c", add_special_tokens=False)
     plain = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     return bool(tokenizer.decode(ids) != plain)
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:
+    """Return what decodes token ids: `decoder(ids, skips_special)`, with all spaces.
+
+    A tokenizer in Rust is called without transformers' own call around it, which costs twice as
+    much as the tokenizer itself for the few tokens of a round. Others are called as they are.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    kind, names = type(tokenizer), ("decode", "_decode")
+    if issubclass(kind, PreTrainedTokenizerFast) and not vars(tokenizer).keys() & set(names):
+        if all(getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in names):
+            decode = tokenizer.backend_tokenizer.decode
+            return lambda ids, skips_special: str(decode(ids, skip_special_tokens=skips_special))
+
+    def decode_all(ids: list[int], skips_special: bool) -> str:
+        return str(
+            tokenizer.decode(
+                ids, skip_special_tokens=skips_special, clean_up_tokenization_spaces=False
+            )
+        )
+
+    return decode_all
 
 
 def check_tokenizer(tokenizer: object) -> None:

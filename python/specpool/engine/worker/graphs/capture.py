@@ -58,7 +58,7 @@ class CudaCapture:
         cuda: Any = torch.cuda  # only some versions of torch have types for it
         self._device, self._stream = device, cuda.Stream(device)
         self._pool = cuda.graph_pool_handle()
-        self._first: Any = None  # the graph of `_capture_nothing`
+        self._pool_holder: Any = None  # the pool's first graph, by `_capture_nothing`
 
     def warm_up(self, work: Work) -> None:
         """Run the work on the capture stream, because libraries keep a workspace per stream."""
@@ -75,8 +75,8 @@ class CudaCapture:
         Raises:
             torch.OutOfMemoryError: less than `_reserve` bytes of the device's memory are left.
         """
-        if self._first is None:
-            self._first = self._capture_nothing()
+        if self._pool_holder is None:
+            self._pool_holder = self._capture_nothing()
             gc.collect()
         else:  # dead tensors would keep their memory; a whole search takes tenths of a second
             gc.collect(1)
@@ -140,12 +140,16 @@ class CudaCapture:
                         getattr(torch._C, name)(index, pool)
             # torch's generator of random numbers still takes itself to be in a capture, and refuses
             # all work outside of one, until a capture ends well.
+            self._pool_holder = None
             with contextlib.suppress(RuntimeError):
-                self._capture_nothing()
+                self._pool_holder = self._capture_nothing()
             raise
 
     def _capture_nothing(self) -> Any:
-        """Capture a graph of one operation, outside of inference mode, and return it.
+        """Capture a graph of one operation into the pool, outside of inference mode; return it.
+
+        The graph holds the pool: torch takes no graph into a pool whose graphs are all gone, as
+        they are if the first work raised.
 
         NOTE: a process's first graph makes tensors that torch writes at each later capture. Made in
         inference mode, they would refuse the captures of all others. They live as long as a graph.
@@ -153,7 +157,7 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         with torch.inference_mode(False), torch.cuda.stream(self._stream):
             cell = torch.zeros(1, device=self._device)
-            graph.capture_begin(capture_error_mode=_OTHERS_MAY)
+            graph.capture_begin(pool=self._pool, capture_error_mode=_OTHERS_MAY)
             cell.zero_()
             graph.capture_end()
         return graph
