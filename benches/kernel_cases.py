@@ -276,7 +276,7 @@ def tree_cases(sizes: Sizes, batch: int, device: torch.device) -> Iterator[Case]
 
 
 def layer_cases(sizes: Sizes, batch: int, device: torch.device) -> Iterator[Case]:
-    """Kernels 13 and 14, in one layer whose queries have four times as many heads as its keys."""
+    """Kernels 9 and 14 in one layer, whose queries have four times as many heads as its keys."""
     generator = torch.Generator(device).manual_seed(batch)
     n = batch * sizes.nodes
 
@@ -289,6 +289,11 @@ def layer_cases(sizes: Sizes, batch: int, device: torch.device) -> Iterator[Case
     out = kernels.rotate_heads(q, k, *angles, **named)
     run = partial(kernels.rotate_heads, q, k, *angles, **named, out=out)
     yield Case("rotate_heads", run, _bytes(q, k, *angles, *out))
+
+    gate, up = (drawn(n, 14 * sizes.heads * sizes.head_dim) for _ in range(2))
+    product = torch.empty_like(gate)
+    run = partial(kernels.gated_silu, gate, up, out=product)
+    yield Case("gated_silu", run, _bytes(gate, up, product))
 
     buffers = drawn(2 * n, *k.shape[1:]), drawn(2 * n, *k.shape[1:])
     slots = torch.arange(0, 2 * n, 2, device=device)

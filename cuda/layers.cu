@@ -172,3 +172,42 @@ extern "C" __global__ void rotate_heads_kernel(
         default: rotation.run_type<StoredBfloat16>(token, is_wide, has_float_angles);
     }
 }
+
+// Writes silu(gate) * up in one row, N numbers of a thread at a time. Both results are rounded, as torch rounds them.
+template <typename Type, int N>
+__device__ __forceinline__ void gate_row(
+    void* out, const void* gate, const void* up, long long gate_first, long long up_first, int width) {
+    const long long first = (long long)blockIdx.x * width;
+    for (int at = (blockIdx.y * blockDim.x + threadIdx.x) * N; at < width; at += gridDim.y * blockDim.x * N) {
+        float gates[N], ups[N];
+        load_numbers<Type>(gate, gate_first + at, gates);
+        load_numbers<Type>(up, up_first + at, ups);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const float x = gates[i], silu = __fdiv_rn(x, __fadd_rn(1.0f, expf(-x)));
+            gates[i] = __fmul_rn(Type::value(Type::bits(silu)), ups[i]);
+        }
+        store_numbers<Type>(out, first + at, gates);
+    }
+}
+
+// Multiplies rows by the silu of others, as the gated layers of most models do.
+//
+// grid (rows, any), any block. Types and is_wide as above.
+extern "C" __global__ void gated_silu_kernel(
+    void* out,         // [n, width]
+    const void* gate,  // row i from number i * gate_stride on, [width]
+    const void* up,    // likewise
+    long long gate_stride, long long up_stride, int width, int type, int is_wide) {
+    const long long gate_first = blockIdx.x * gate_stride, up_first = blockIdx.x * up_stride;
+    const auto run = [&](auto stored) {
+        typedef decltype(stored) Type;
+        is_wide ? gate_row<Type, 16 / Type::SIZE>(out, gate, up, gate_first, up_first, width)
+                : gate_row<Type, 1>(out, gate, up, gate_first, up_first, width);
+    };
+    switch (type) {
+        case 0: run(StoredFloat32()); break;
+        case 1: run(StoredFloat16()); break;
+        default: run(StoredBfloat16());
+    }
+}

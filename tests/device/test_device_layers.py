@@ -101,3 +101,29 @@ def test_arguments_that_do_not_fit_are_refused(change, text):
     }
     with pytest.raises(ShapeError, match=text):
         layers.rotate_heads(**{**args, **change})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_is_what_torch_makes_of_it(kit, dtype):
+    """But for the last bits of an exponential function; -inf to inf, and rows of wider ones."""
+    for rows, width in ((1, 64), (5, 320), (3, 7)):
+        whole = numbers(1, rows, 2 * width, dtype=dtype) * 8
+        whole[0, :4] = torch.tensor([0.0, -60.0, 60.0, float("inf")])
+        given = kit.put(whole)
+        got = layers.gated_silu(given[:, :width], given[:, width:]).cpu().float()
+        gate, up = whole[:, :width], whole[:, width:]
+        exact = torch.nn.functional.silu(gate.double()) * up.double()
+        # Of float32, an exponential, a sum and a quotient round before the product does.
+        apart = (4 if dtype == torch.float32 else 1.1) * torch.finfo(dtype).eps
+        least = (
+            torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps * (1 + up.double().abs())
+        )
+        finite = exact.isfinite() & (exact.abs() < torch.finfo(dtype).max)
+        assert torch.equal(got[~finite], exact[~finite].float())
+        assert ((got - exact).abs() <= apart * exact.abs() + least)[finite].all()
+
+
+def test_gates_that_do_not_fit_are_refused():
+    with pytest.raises(ShapeError, match=r"got torch.float32 \[2, 4\] on cpu and .* \[2, 3\]"):
+        layers.gated_silu(torch.zeros(2, 4), torch.zeros(2, 3))
+    assert layers.gated_silu(torch.zeros(0, 4), torch.zeros(0, 4)).shape == (0, 4)

@@ -188,7 +188,7 @@ class Card:
             # Whether a head's embedding is a copy of the target's is found by numbers too.
             patch.setattr(head, "is_copy", lambda table, targets: True)
             # So is what a model's modules compute: here each is what it may be.
-            patch.setattr(fused_layers, "_agrees", lambda *results: True)
+            patch.setattr(fused_layers, "_agrees", lambda *results, **how: True)
             patch.setattr(torch, "empty", unpinned)
             patch.setattr(Tensor, "pin_memory", lambda tensor, *device: tensor)
             patch.setattr(FakeTensor, "data_ptr", _address)

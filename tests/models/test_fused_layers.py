@@ -13,6 +13,7 @@ from specpool.engine.models import TargetModel, fused_layers
 from specpool.engine.models.fused_layers import FusedLayers
 
 # family -> how many norms are fused in two layers, and whether queries and keys are rotated fused
+GATED = {"llama", "qwen2", "qwen3", "mistral", "olmo2", "granite", "cohere"}
 FUSED = {
     "llama": (5, True),
     "qwen2": (5, True),
@@ -75,6 +76,8 @@ def test_a_fused_model_computes_what_it_computes_by_itself(family, device, rotat
     fused = FusedLayers(model)
     num_norms, rotates = FUSED[family]
     assert len(norms_of(fused)) == num_norms
+    gates = [forward for _, forward in fused._forwards if forward.__func__ is fused_layers._gated]
+    assert len(gates) == (2 if family in GATED else 0)
     with torch.inference_mode():
         own = model(tokens, use_cache=False).logits
         fused.switch(on=True)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specpool.kernels.fields import Fields
     from specpool.kernels.launch import prepare
-    from specpool.kernels.layers import rotate_heads
+    from specpool.kernels.layers import gated_silu, rotate_heads
     from specpool.kernels.masks import attention_bias, draft_visibility
     from specpool.kernels.moves import (
         compact_accepted,
@@ -65,6 +65,7 @@ _LAZY = {
     "draft_visibility": "specpool.kernels.masks",
     "draft_write_slots": "specpool.kernels.tables",
     "duplicate_prefix_tail": "specpool.kernels.moves",
+    "gated_silu": "specpool.kernels.layers",
     "gather_kv": "specpool.kernels.moves",
     "move_kv": "specpool.kernels.moves",
     "page_csr": "specpool.kernels.tables",
@@ -97,6 +98,7 @@ __all__ = [
     "draft_visibility",
     "draft_write_slots",
     "duplicate_prefix_tail",
+    "gated_silu",
     "gather_kv",
     "move_kv",
     "page_csr",

@@ -1,21 +1,34 @@
 """Launchers of `cuda/layers.cu`: the small steps of a decoder layer.
 
-Their twins are torch's own operators, equal bit for bit.
+Their twins are torch's own operators: equal bit for bit in rotations, and but for the last bits of
+an exponential function in `gated_silu`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from specpool.errors import ShapeError
 from specpool.kernels import with_twin as twins
-from specpool.kernels.checks import device_of, expect, i32, i64, number, outputs, packed_rows
+from specpool.kernels.checks import (
+    device_of,
+    expect,
+    i32,
+    i64,
+    number,
+    output,
+    outputs,
+    packed_rows,
+)
 from specpool.kernels.launch import launch, runs_kernels
 
 # The kernels' numbers of the types.
 _TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_MAX_THREADS = 256
+_MAX_THREADS, _MAX_TILES = 256, 65535
 
 
 def rotate_heads(
@@ -69,9 +82,7 @@ def rotate_heads(
     many = 16 // q.itemsize
     sizes = (rotary_dim // 2, dim - rotary_dim, dim, width, q_stride, k_stride)
     tensors = (q_out, k_out, q_rows, k_rows, cos, sin)
-    is_wide = not any(size % many for size in sizes) and not any(
-        tensor.data_ptr() % 16 for tensor in tensors
-    )
+    is_wide = _is_wide(many, sizes, tensors)
     pieces = (rotary_dim // 2 + dim - rotary_dim) // (many if is_wide else 1)
     threads = min(-(-(q_heads + k_heads) * pieces // 32) * 32, _MAX_THREADS)
     numbers = (q_heads, k_heads, dim, rotary_dim, width, is_rounded and cos.dtype == q.dtype)
@@ -84,6 +95,51 @@ def rotate_heads(
         (*tensors, *strides, *map(i32, numbers), *map(i32, types)),
     )
     return q_out, k_out
+
+
+def gated_silu(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up; silu is rounded to the dtype before the product, as torch does it.
+
+    Args:
+        gate: float32, float16 or bfloat16 [n, width]; it is copied if the numbers of a row do not
+            follow one another.
+        up: of the same dtype and shape, likewise.
+        out: likewise, contiguous; None means a new tensor.
+    """
+    device = device_of("gate", gate)
+    if (
+        gate.dtype not in _TYPES
+        or gate.ndim != 2
+        or up.shape != gate.shape
+        or up.dtype != gate.dtype
+        or up.device != device
+    ):
+        raise ShapeError(
+            "gate and up must be float32, float16 or bfloat16 [n, width] on one device, got "
+            f"{gate.dtype} {list(gate.shape)} on {device} and {up.dtype} {list(up.shape)} on "
+            f"{up.device}"
+        )
+    n, width = gate.shape
+    product = output("out", out, gate.dtype, (n, width), device)
+    if not runs_kernels(device):
+        return product.copy_(silu(gate) * up)
+    gate_rows, gate_stride = packed_rows(gate)
+    up_rows, up_stride = packed_rows(up)
+    many, tensors = 16 // gate.itemsize, (product, gate_rows, up_rows)
+    is_wide = _is_wide(many, (width, gate_stride, up_stride), tensors)
+    columns = width // many if is_wide else width
+    threads = min(-(-columns // 32) * 32, _MAX_THREADS)
+    grid = (n if width else 0, min(-(-columns // _MAX_THREADS), _MAX_TILES))
+    numbers = (i32(width), i32(_TYPES[gate.dtype]), i32(is_wide))
+    launch("gated_silu", grid, (threads,), (*tensors, i64(gate_stride), i64(up_stride), *numbers))
+    return product
+
+
+def _is_wide(many: int, sizes: Sequence[int], tensors: Sequence[Tensor]) -> bool:
+    """Return whether a kernel may take `many` numbers of 16 bytes at a time."""
+    return not any(size % many for size in sizes) and not any(
+        tensor.data_ptr() % 16 for tensor in tensors
+    )
 
 
 def _heads(

@@ -7,11 +7,12 @@ round, whatever it computes, and there are dozens in each layer:
 |---|---|---|---|
 | RMSNorm | 7 or 8 | 1: `torch.nn.functional.rms_norm` (Gemma's in 16 bits: 3) | `_fused_norm` |
 | rotary embedding | 10 | 1: `kernels.rotate_heads` | `_Rotation` |
+| silu of a gate, times the other half | 2 | 1: `kernels.gated_silu` | `_fused_gate` |
 
 What a module computes says whether it is fused, not its name: its own result for random numbers
 must be the fused one's. A module that computes anything else runs as it is. Norms agree up to the
 rounding of their dtype, since transformers rounds before it multiplies with the weight, and torch
-only after it. Rotations agree to the bit.
+only after it. Rotations agree to the bit, gates but for the last bit of an exponential function.
 
 A CPU's forwards are not fused. There a launch costs little, and modules of torch's own operators
 are at their fastest.
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from specpool import kernels
 
 _ROTATE = "apply_rotary_pos_emb"  # transformers' name, in the file of each model type
-_ROTATED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # How far two ways to a norm may be apart, relative to each number.
 _APART_FLOAT32, _APART_ROUNDINGS = 1e-5, 2.0
 
@@ -48,7 +49,7 @@ class FusedLayers:
         for module in model.modules():
             if "forward" in module.__dict__:  # somebody else's
                 continue
-            forward = _fused_norm(module)
+            forward = _fused_norm(module) or _fused_gate(module)
             kind = type(module)
             if kind not in rotating:
                 rotating[kind] = _with_rotation(kind.forward)
@@ -75,7 +76,7 @@ def _fused_norm(module: nn.Module) -> MethodType | None:
     weight, epsilon = module._parameters.get("weight"), _epsilon(module)
     if weight is None or epsilon is None or weight.ndim != 1 or hasattr(weight, "full_tensor"):
         return None
-    if len(module._parameters) > 1 or module._modules or weight.dtype not in _ROTATED_DTYPES:
+    if len(module._parameters) > 1 or module._modules or weight.dtype not in _DTYPES:
         return None
     if len(inspect.signature(module.forward).parameters) != 1:
         return None
@@ -115,6 +116,40 @@ def _computes_norm(module: nn.Module, weight: Tensor, candidate: Callable[..., T
     rows = rows * torch.tensor([[1.0], [1e-3], [30.0]])
     x = rows.to(weight.device, weight.dtype)
     return _agrees(module.forward(x), candidate(module, x), _APART_ROUNDINGS)
+
+
+# --- gated layers -------------------------------------------------------------------------------
+
+
+def _fused_gate(module: nn.Module) -> MethodType | None:
+    """Return the forward of a layer gated by silu; None if the module is none."""
+    parts = [module._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
+    activation = getattr(module, "act_fn", None)
+    if not all(isinstance(part, nn.Linear) for part in parts) or not callable(activation):
+        return None
+    weight: Tensor = parts[0].weight  # type: ignore[union-attr,assignment]
+    if weight.dtype not in _DTYPES or hasattr(weight, "full_tensor"):
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    with torch.inference_mode():
+        # Near 0 another activation is hard to tell from silu behind the matrices.
+        x = torch.linspace(-9.0, 9.0, 99).to(weight.device, weight.dtype)
+        if not _agrees(activation(x), F.silu(x), _APART_ROUNDINGS):
+            return None
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(3, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
+        if not _agrees(module.forward(x), _gated(module, x), _APART_ROUNDINGS, by_row=True):
+            return None
+    return MethodType(_gated, module)
+
+
+def _gated(module: Any, x: Tensor) -> Tensor:
+    """Run a gated layer on x [..., h]."""
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    product = kernels.gated_silu(gate.flatten(0, -2), up.flatten(0, -2))
+    down: Tensor = module.down_proj(product.view(gate.shape))
+    return down
 
 
 # --- rotary embedding ---------------------------------------------------------------------------
@@ -201,7 +236,7 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
         and (q.shape[0], q.shape[2]) == tuple(cos.shape[:2])
         and k.shape[0] == q.shape[0]
         and q.dtype == k.dtype
-        and q.dtype in _ROTATED_DTYPES
+        and q.dtype in _DTYPES
         and cos.dtype == sin.dtype
         and cos.dtype in (q.dtype, torch.float32)
     )
@@ -234,8 +269,13 @@ def _with_rotation(forward: Callable[..., Any]) -> FunctionType | None:
     return fused
 
 
-def _agrees(result: Tensor, other: Tensor, num_roundings: float = 0.0) -> bool:
-    """Return whether two results are the same, but for roundings of their dtype; NaN never is."""
+def _agrees(
+    result: Tensor, other: Tensor, num_roundings: float = 0.0, *, by_row: bool = False
+) -> bool:
+    """Return whether two results are the same, but for roundings of their dtype; NaN never is.
+
+    `by_row` compares the lengths of rows in place of each number.
+    """
     if result.shape != other.shape or result.dtype != other.dtype:
         return False
     if not num_roundings:
@@ -243,5 +283,7 @@ def _agrees(result: Tensor, other: Tensor, num_roundings: float = 0.0) -> bool:
     apart = num_roundings * torch.finfo(result.dtype).eps
     if result.dtype == torch.float32:
         apart = _APART_FLOAT32
-    difference = (result.float() - other.float()).abs()
-    return bool((difference <= apart * result.float().abs()).all())
+    size, difference = result.float(), result.float() - other.float()
+    if by_row:
+        size, difference = size.norm(dim=-1), difference.norm(dim=-1)
+    return bool((difference.abs() <= apart * size.abs()).all())
