@@ -21,7 +21,8 @@ from fake_cuda import DEVICE, Card
 from specpool import Engine, SamplingParams, Shape
 from specpool.capacity.layer_kv import LayerKV
 from specpool.engine.assets import resolve
-from specpool.engine.worker.graphs.capture import CudaCapture
+from specpool.engine.worker.graphs.capture import CudaCapture, Recording, Work
+from specpool.engine.worker.results import Outcome
 
 # Operators that compute nothing on the device.
 _VIEWS = frozenset(
@@ -77,19 +78,26 @@ def count_round(card: Card, make: Callable[..., Engine], *, is_captured: bool) -
     """
     rounds: list[Counter[str]] = []
 
-    @contextlib.contextmanager
-    def counted() -> Iterator[None]:
-        with launches(card) as counts:
-            yield
-        rounds.append(counts)
+    def counted(work: Work) -> Work:
+        def count() -> tuple[Outcome, Callable[[], None]]:
+            with launches(card) as counts:
+                outcome, launch_rest = work()
+            rounds.append(counts)
+
+            def count_rest() -> None:
+                with launches(card) as rest:
+                    launch_rest()
+                counts.update(rest)
+
+            return outcome, count_rest
+
+        return count
 
     with pytest.MonkeyPatch.context() as patch:
         record = CudaCapture.record
 
-        def recording(capture: CudaCapture, *args: Any, **options: Any) -> Any:
-            capture._first = capture._first or capture._capture_nothing()  # once per device
-            with counted():
-                return record(capture, *args, **options)
+        def recording(capture: CudaCapture, work: Work, *, follows: bool) -> Recording:
+            return record(capture, counted(work), follows=follows)
 
         patch.setattr(CudaCapture, "record", recording)
         sizes = (_BATCH,) if is_captured else ()
@@ -103,8 +111,10 @@ def count_round(card: Card, make: Callable[..., Engine], *, is_captured: bool) -
                 is_round = len(steps) == 1 and steps[0].is_decode
                 if not is_round or len(steps[0].requests) != _BATCH:
                     return run(steps)
-                with counted():
-                    return run(steps)
+                with launches(card) as counts:
+                    pending = run(steps)
+                rounds.append(counts)
+                return pending
 
             worker.run = running
             params = SamplingParams(max_new_tokens=12, ignore_eos=True)
