@@ -15,11 +15,10 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from benches.loading import checked_loading
 from specpool.checks import check_int
-from specpool.cli.options import checks
-from specpool.cli.options.drafts import drafts_of
-from specpool.cli.options.shapes import shape_of
-from specpool.cli.results import Result, check_plot, interleaved, machine, report
+from specpool.cli.options.groups import PlaceOptions
+from specpool.cli.results import Result, interleaved, machine, report
 from specpool.engine.assets import corpus
 from specpool.engine.memory.host.handle import Handle
 from specpool.engine.memory.host.tier import HostTier
@@ -146,15 +145,10 @@ def host(
         CorruptState: what comes back is not what went.
     """
     check_int("repeats", repeats, 1, 1 << 16)
-    checks.check_place(device=device, threads=threads)
     for tokens in num_tokens:
         check_int("tokens", tokens, 1, 1 << 20)
-    if plot is not None:
-        check_plot(plot)
-    parsed, names = shape_of(shape), drafts_of(target, None if draft is None else [draft])
-    checks.check_engine_config(names, {"shape": parsed})
-    checks.check_models(target, names)
-    checks.start_torch(threads)
+    place = PlaceOptions(device=device, threads=threads)
+    loading = checked_loading(target=target, draft=draft, shape=shape, place=place, plot=plot)
     from specpool.engine.engine import Engine
     from specpool.engine.memory.host.copies import HostMemory
 
@@ -162,14 +156,7 @@ def host(
     console = Console(stderr=True)
     with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=len(num_tokens))
-        with Engine.from_pretrained(
-            target,
-            draft=names or None,
-            shape=parsed,
-            device=device,
-            max_batch=1,
-            prefix_cache=False,
-        ) as engine:
+        with Engine.from_pretrained(**loading, max_batch=1, prefix_cache=False) as engine:
             if max(num_tokens) + 2 > engine.max_context_len:
                 raise ConfigError(
                     f"{max(num_tokens)} tokens and two more do not fit the model's "

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benches.loading import checked_loading
 from specpool._core import Group, Ledger, Shape
 from specpool.arrays import Int32
 from specpool.checks import check_int
-from specpool.cli.options import checks
-from specpool.cli.options.drafts import drafts_of
-from specpool.cli.options.shapes import shape_of
-from specpool.cli.results import Result, check_plot, draw, interleaved, machine, report
+from specpool.cli.options.groups import PlaceOptions
+from specpool.cli.results import Result, draw, interleaved, machine, report
 from specpool.engine.assets import corpus
 from specpool.engine.sampling_params import SamplingParams
 from specpool.errors import CorruptState
@@ -265,26 +264,14 @@ def prefix(
     check_int("repeats", repeats, 1, 1 << 16)
     check_int("requests", num_requests, 8, 1 << 16)
     check_int("common", common, 8, 1 << 20)
-    checks.check_place(device="cpu", threads=threads)
-    if plot is not None:
-        check_plot(plot)
-    parsed, names = shape_of(shape), drafts_of(target, [draft] if draft else None)
-    checks.check_engine_config(names, {"shape": parsed})
-    checks.check_models(target, names)
-    checks.start_torch(threads)
+    place = PlaceOptions(dtype="float32", threads=threads)
+    loading = checked_loading(target=target, draft=draft, shape=shape, place=place, plot=plot)
     from specpool.engine.engine import Engine
 
     max_len = common + 20 + 8 * NUM_NEW
 
     def engine(**options: Any) -> Engine:
-        return Engine.from_pretrained(
-            target,
-            draft=names or None,
-            shape=parsed,
-            dtype="float32",
-            max_context_len=max_len,
-            **options,
-        )
+        return Engine.from_pretrained(**loading, max_context_len=max_len, **options)
 
     def cases(
         option_sets: Sequence[dict[str, Any]], traces: Sequence[Trace], without: str

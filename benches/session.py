@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress
 
+from benches.loading import checked_loading
 from specpool.checks import check_int
-from specpool.cli.options import checks
-from specpool.cli.options.drafts import drafts_of
-from specpool.cli.options.shapes import shape_of
-from specpool.cli.results import Result, check_plot, draw, interleaved, machine, report
+from specpool.cli.options.groups import PlaceOptions
+from specpool.cli.results import Result, draw, interleaved, machine, report
 from specpool.engine.assets import corpus
 from specpool.engine.sampling_params import SamplingParams
 from specpool.errors import ConfigError, CorruptState
@@ -95,30 +94,18 @@ def session(
         CorruptState: a session says something else than the same prompt.
     """
     check_int("repeats", repeats, 1, 1 << 16)
-    checks.check_place(device=device, threads=threads)
     check_int("history", history, NUM_ANSWERED + 1, 1 << 20)
     for tokens in num_new:
         check_int("new", tokens, 1, 1 << 20)
-    if plot is not None:
-        check_plot(plot)
-    parsed, names = shape_of(shape), drafts_of(target, None if draft is None else [draft])
-    checks.check_engine_config(names, {"shape": parsed})
-    checks.check_models(target, names)
-    checks.start_torch(threads)
+    place = PlaceOptions(device=device, threads=threads)
+    loading = checked_loading(target=target, draft=draft, shape=shape, place=place, plot=plot)
     from specpool.engine.engine import Engine
 
     results = []
     console = Console(stderr=True)
     with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=len(num_new))
-        with Engine.from_pretrained(
-            target,
-            draft=names or None,
-            shape=parsed,
-            device=device,
-            max_batch=2,
-            prefix_cache=False,
-        ) as engine:
+        with Engine.from_pretrained(**loading, max_batch=2, prefix_cache=False) as engine:
             longest = history + max(num_new) + NUM_ANSWERED
             if longest > engine.max_context_len:
                 raise ConfigError(

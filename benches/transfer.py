@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from benches.loading import checked_loading
 from specpool._core import Group, Ledger, Shape
 from specpool.arrays import Int32
 from specpool.checks import check_int
 from specpool.cli.options import checks
-from specpool.cli.options.drafts import drafts_of
-from specpool.cli.results import Result, check_plot, interleaved, machine, report
+from specpool.cli.options.groups import PlaceOptions
+from specpool.cli.results import Result, interleaved, machine, report
 from specpool.engine.transfer.image import Bytes, Image, Run, Told, Wait, Writer
 from specpool.engine.transfer.layout import Layout
 from specpool.engine.transfer.parcel import load, save
@@ -228,15 +229,11 @@ def transfer(
     check_int("tokens", num_tokens, 8, 1 << 20)
     check_int("page_size", page_size, 1, 1 << 10)
     checks.check_place(device=device, threads=threads)
-    if plot is not None:
-        check_plot(plot)
-    names = drafts_of(target, [draft] if draft else None)
-    checks.check_engine_config(names, {})
-    checks.check_models(target, names)
-    checks.start_torch(threads)
+    place = PlaceOptions(threads=threads)  # the models stay on the CPU; `device` has the KV
+    loading = checked_loading(target=target, draft=draft, shape=None, place=place, plot=plot)
     from specpool.engine.engine import Engine
 
-    with Engine.from_pretrained(target, draft=names or None, max_batch=1) as engine:
+    with Engine.from_pretrained(**loading, max_batch=1) as engine:
         of_target = list(engine.target.layer_kv)
         layers = of_target + ([] if engine.drafter is None else list(engine.drafter.layers))
     here, there = (Side(layers, len(of_target), num_tokens, page_size, device) for _ in range(2))

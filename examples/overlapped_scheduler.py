@@ -1,7 +1,6 @@
 """A continuous-batching loop with overlap, chunked prefill, a prefix cache, retraction and aborts.
 
-It is the scheduler of docs/testing.md, where `LedgerMachine` tests it. Here a fake device serves
-requests that begin alike.
+docs/testing.md tests it with `LedgerMachine`. Here a fake device serves requests that begin alike.
 """
 
 from collections import deque

@@ -102,6 +102,7 @@ def address() -> Iterator[str]:
 @pytest.mark.parametrize("document", having("python"))
 def test_python_blocks_run(document, monkeypatch, tmp_path, request):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT / "examples")  # a page tells its reader to copy a file of it
     names: dict[str, Any] = {"__name__": "document"}
     for code in blocks(document, "python"):
         if ADDRESS in code:

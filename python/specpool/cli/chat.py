@@ -17,7 +17,8 @@ from rich.text import Text
 from specpool.checks import shown
 from specpool.cli.generate.interrupt import Interrupt
 from specpool.cli.options import checks
-from specpool.cli.options.drafts import check_drafter, drafts_of
+from specpool.cli.options.drafts import check_drafter
+from specpool.cli.options.groups import ModelOptions, PlaceOptions, loading_of
 from specpool.cli.options.prompts import check_stdin
 from specpool.engine.models.files.names import shown_drafts
 from specpool.engine.output import RequestOutput
@@ -41,13 +42,9 @@ HELP = """\
 class ChatJob:
     """The arguments of the command line."""
 
-    target: str
-    draft: list[str] | None
+    models: ModelOptions
     system: str | None
-    dtype: str | None
-    device: str
-    threads: int
-    trust_remote_code: bool
+    place: PlaceOptions
     sampling: dict[str, Any]  # of the requests
     options: dict[str, Any]  # of the engine
 
@@ -59,33 +56,26 @@ def run(job: ChatJob) -> None:
         ConfigError: an option cannot work.
     """
     checks.check_place(
-        device=job.device,
-        threads=job.threads,
-        dtype=job.dtype,
+        device=job.place.device,
+        threads=job.place.threads,
+        dtype=job.place.dtype,
         graph_sizes=job.options.get("graph_sizes"),
     )
     check_stdin("chat reads its lines from there")
     params = checks.sampling_params(job.sampling)
-    drafts = drafts_of(job.target, job.draft)
+    target, drafts = job.models.target, job.models.drafts()
     check_drafter(drafts, params.drafter)
     checks.check_engine_config(drafts, job.options)
-    checks.check_models(job.target, drafts)
-    checks.start_torch(job.threads)
+    checks.check_models(target, drafts)
+    checks.start_torch(job.place.threads)
     from specpool.engine.engine import Engine
 
     console = Console(highlight=False, force_terminal=None if sys.stdin.isatty() else False)
-    with console.status(f"loading {job.target}, {shown_drafts(drafts)}"):
-        engine = Engine.from_pretrained(
-            job.target,
-            draft=drafts or None,
-            dtype=job.dtype,
-            device=job.device,
-            trust_remote_code=job.trust_remote_code,
-            **job.options,
-        )
+    with console.status(f"loading {target}, {shown_drafts(drafts)}"):
+        engine = Engine.from_pretrained(**loading_of(job.models, job.place, job.options))
     with engine:
         talk = Talk(engine, params, console, job.system)
-        talk.tell(f"{job.target}, {shown_drafts(drafts)}: /help lists the commands")
+        talk.tell(f"{target}, {shown_drafts(drafts)}: /help lists the commands")
         if not talk.has_template:
             talk.tell(
                 "the tokenizer has no chat template: what you type is put behind the text as it "

@@ -145,7 +145,7 @@ def _range_of(text: str) -> tuple[int, int]:
 def _check_paths(job: ServeJob) -> None:
     """Refuse relative paths: the replicas have another working directory."""
     adaptive = job.options.get("adaptive")
-    models = [("target", job.target), *(("draft", name) for name in job.draft or ())]
+    models = [("target", job.models.target), *(("draft", name) for name in job.models.draft or ())]
     # A model that does not exist here is a name on the hub.
     paths: list[tuple[str, Any]] = [model for model in models if os.path.exists(model[1])]
     paths += [("chat_template", job.chat_template), ("api_key_file", job.api_key_file)]

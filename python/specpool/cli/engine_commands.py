@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,8 +61,8 @@ def generate(
 
     run(
         GenerateJob(
-            **asdict(models),
-            **asdict(place),
+            models=models,
+            place=place,
             prompts=prompts.given(),
             chat=chat,
             compare=compare,
@@ -101,8 +100,8 @@ def chat(
 
     run(
         ChatJob(
-            **asdict(models),
-            **asdict(place),
+            models=models,
+            place=place,
             system=system,
             sampling=sampling | form.fields(),
             options=engine,
@@ -139,8 +138,8 @@ def serving(
     from specpool.cli.serve import ServeJob
 
     return ServeJob(
-        **asdict(models),
-        **asdict(place),
+        models=models,
+        place=place,
         chat_template=chat_template,
         api_key_file=api_key_file,
         serve=server,
@@ -196,8 +195,8 @@ def tune(
 
     run(
         TuneJob(
-            **asdict(models),
-            **asdict(place),
+            models=models,
+            place=place,
             prompts=prompts.given(),
             candidates=candidates or [],
             batch_sizes=batch or [*BATCHES],

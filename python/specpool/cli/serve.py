@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specpool.cli.options import checks
-from specpool.cli.options.drafts import drafts_of
-from specpool.cli.options.groups import text_of
+from specpool.cli.options.groups import ModelOptions, PlaceOptions, loading_of, text_of
 from specpool.engine.models.files.names import find_model
 from specpool.engine.ranks.environment import world_of_environment
 from specpool.engine.shapes.config import POLICIES
@@ -29,12 +28,8 @@ KEY_VARIABLE = "SPECPOOL_API_KEY"
 class ServeJob:
     """The arguments of the command line."""
 
-    target: str
-    draft: list[str] | None
-    dtype: str | None
-    device: str
-    threads: int
-    trust_remote_code: bool
+    models: ModelOptions
+    place: PlaceOptions
     chat_template: Path | None
     api_key_file: Path | None
     options: dict[str, Any]  # of the engine
@@ -80,19 +75,19 @@ def prepare(job: ServeJob, *, has_files: bool = True) -> Launch:
     if missing and has_files:
         raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'specpool[serve]'")
     checks.check_place(
-        device=job.device,
-        threads=job.threads,
-        dtype=job.dtype,
+        device=job.place.device,
+        threads=job.place.threads,
+        dtype=job.place.dtype,
         graph_sizes=job.options.get("graph_sizes"),
     )
-    drafts = drafts_of(job.target, job.draft)
+    target, drafts = job.models.target, job.models.drafts()
     if has_files:
-        checks.check_models(job.target, drafts)
+        checks.check_models(target, drafts)
     from specpool.serve.config import Launch, ServeConfig
 
     config = ServeConfig(
         api_keys=_keys(job.api_key_file) if has_files else (),
-        **{"names": (name_of(job.target) if has_files else job.target,)} | job.serve,
+        **{"names": (name_of(target) if has_files else target,)} | job.serve,
     )
     options = dict(job.options)
     if not has_files and options.get("adaptive") not in (None, *POLICIES):
@@ -101,15 +96,12 @@ def prepare(job: ServeJob, *, has_files: bool = True) -> Launch:
     template = None
     if job.chat_template is not None and has_files:
         template = text_of(job.chat_template, "chat_template")
-    loading = {
-        "target": job.target,
-        "draft": drafts or None,
-        "dtype": job.dtype,
-        "device": job.device,
-        "trust_remote_code": job.trust_remote_code,
-        **job.options,
-    }
-    return Launch(config=config, loading=loading, threads=job.threads, chat_template=template)
+    return Launch(
+        config=config,
+        loading=loading_of(job.models, job.place, job.options),
+        threads=job.place.threads,
+        chat_template=template,
+    )
 
 
 def name_of(target: str) -> str:

@@ -24,6 +24,7 @@ from specpool.checks import check_choice, check_int
 from specpool.cli.generate.report import mean_accept_len
 from specpool.cli.options import checks
 from specpool.cli.options.drafts import draft_of
+from specpool.cli.options.groups import ModelOptions, PlaceOptions, loading_of
 from specpool.cli.options.prompts import Given, PromptValue, read_prompts
 from specpool.cli.results import Result, as_json, check_out, check_plot, machine
 from specpool.engine.sampling_params import SamplingParams
@@ -47,18 +48,14 @@ REACH = 0.8
 class TuneJob:
     """The arguments of the command line."""
 
-    target: str
-    draft: list[str] | None
+    models: ModelOptions
     prompts: Given
     candidates: list[str]
     batch_sizes: list[int]
     num_tokens: int
     repeats: int
     policy: str
-    dtype: str | None
-    device: str
-    threads: int
-    trust_remote_code: bool
+    place: PlaceOptions
     out: Path | None
     force: bool
     json: bool
@@ -85,7 +82,7 @@ def run(job: TuneJob) -> None:
     """
     check_int("tokens", job.num_tokens, 1, 1 << 20)
     check_int("repeats", job.repeats, 1, 1 << 16)
-    checks.check_place(device=job.device, threads=job.threads, dtype=job.dtype)
+    checks.check_place(device=job.place.device, threads=job.place.threads, dtype=job.place.dtype)
     check_choice("policy", job.policy, POLICIES)
     for batch in job.batch_sizes:
         check_int("batch", batch, 1, 1 << 16)
@@ -96,29 +93,26 @@ def run(job: TuneJob) -> None:
         check_out(job.out, force=job.force)
     elif job.force:
         raise ConfigError("--force says to write over a file: give --out too")
-    draft = draft_of(job.target, job.draft)
+    target = job.models.target
+    draft = draft_of(target, job.models.draft)
     if draft is None:
-        checks.check_models(job.target, ())
+        checks.check_models(target, ())
         raise ConfigError("tune needs a draft model: give --draft")
     batch_sizes = sorted({*job.batch_sizes})
     count = max(NUM_BUILT_IN, batch_sizes[-1])
-    prompts = read_prompts(job.prompts, job.target, count)
+    prompts = read_prompts(job.prompts, target, count)
     is_given = bool(job.prompts)
-    checks.check_models(job.target, [draft])
-    checks.check_prompts(job.target, prompts)
-    checks.start_torch(job.threads)
+    checks.check_models(target, [draft])
+    checks.check_prompts(target, prompts)
+    checks.start_torch(job.place.threads)
     from specpool.engine.engine import Engine
 
     with Engine.from_pretrained(
-        job.target,
-        draft=draft,
-        dtype=job.dtype,
-        device=job.device,
+        **loading_of(job.models, job.place, {}),
         shape=shapes[0],
         shapes=shapes,
         max_batch=batch_sizes[-1],
         prefix_cache=False,  # every candidate computes the same prompts
-        trust_remote_code=job.trust_remote_code,
     ) as engine:
         cells = {}
         console = Console(stderr=True)
@@ -139,7 +133,9 @@ def _report(job: TuneJob, cells: Mapping[int, Mapping[Shape, Cell]]) -> None:
     """Print the results, draw them and write the configuration, as the options say."""
     content = configuration(cells, job.policy)
     if job.json:
-        report = json.loads(as_json(machine(job.device, job.threads, ("torch",)), results(cells)))
+        report = json.loads(
+            as_json(machine(job.place.device, job.place.threads, ("torch",)), results(cells))
+        )
         print(json.dumps(report | {"configuration": content}, indent=1))
     else:
         console = Console()
@@ -262,7 +258,7 @@ def write(content: Mapping[str, Any], path: Path, *, force: bool) -> None:
 
 
 def results(cells: Cells) -> list[Result]:
-    """Return every figure, temporary that of the best shape of its batch size."""
+    """Return every figure, beside that of the best shape of its batch size."""
     figures = []
     for size, of_shapes in cells.items():
         best = best_of(of_shapes)
@@ -284,7 +280,7 @@ def results(cells: Cells) -> list[Result]:
 
 def _table(job: TuneJob, cells: Cells) -> Table:
     table = Table(
-        title=f"tune: {job.target}, {job.num_tokens} tokens, medians of {job.repeats}",
+        title=f"tune: {job.models.target}, {job.num_tokens} tokens, medians of {job.repeats}",
         caption="tokens/s, of the best (*), and accept length: tokens a round, bonus included",
     )
     table.add_column("shape")

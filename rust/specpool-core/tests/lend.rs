@@ -3,20 +3,8 @@
 
 mod kit;
 
-use kit::extend;
-use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, PageState, Row, Shape};
-
-fn group(name: &str, page_size: i64, window: Option<i64>) -> Group {
-    Group {
-        name: name.into(),
-        page_size,
-        num_pages: 24,
-        hosts_drafts: window.is_none(),
-        layout: Layout::Dense,
-        window,
-        sink: 0,
-    }
-}
+use kit::{extend, group};
+use specpool_core::{Error, Group, Ledger, LedgerConfig, Page, PageState, Row, Shape};
 
 fn ledger(groups: Vec<Group>) -> Ledger {
     let chain = Shape::eagle(1, 1, 2).unwrap();

@@ -34,7 +34,8 @@ from specpool.cli.generate.report import (
     table_of,
 )
 from specpool.cli.options import checks
-from specpool.cli.options.drafts import check_drafter, drafts_of
+from specpool.cli.options.drafts import check_drafter
+from specpool.cli.options.groups import ModelOptions, PlaceOptions, loading_of
 from specpool.cli.options.prompts import Given, PromptValue, read_prompts, shown
 from specpool.cli.results import check_out
 from specpool.engine.models.files.names import shown_drafts
@@ -58,14 +59,10 @@ MIN_RUNS, MAX_RUNS, REPEAT_SECONDS = 2, 5, 2.0
 class GenerateJob:
     """The arguments of the command line."""
 
-    target: str
-    draft: list[str] | None
+    models: ModelOptions
     prompts: Given
     chat: bool
-    dtype: str | None
-    device: str
-    threads: int
-    trust_remote_code: bool
+    place: PlaceOptions
     compare: bool
     out: Path | None
     force: bool
@@ -124,9 +121,9 @@ def run(job: GenerateJob) -> None:
         ConfigError: an option cannot work.
     """
     checks.check_place(
-        device=job.device,
-        threads=job.threads,
-        dtype=job.dtype,
+        device=job.place.device,
+        threads=job.place.threads,
+        dtype=job.place.dtype,
         graph_sizes=job.options.get("graph_sizes"),
     )
     shape = job.options.get("shape")
@@ -135,30 +132,23 @@ def run(job: GenerateJob) -> None:
         check_out(job.out, force=job.force)
     elif job.force:
         raise ConfigError("--force says to write over a file: give --out too")
-    drafts = drafts_of(job.target, job.draft)
+    target, drafts = job.models.target, job.models.drafts()
     check_drafter(drafts, params.drafter)
     if job.compare and (not drafts or shape == Shape.none()):
         what = "--draft" if not drafts else "a --shape that drafts"
         raise ConfigError(f"--compare compares drafting with plain decoding: give {what}")
     checks.check_engine_config(drafts, job.options)
-    checks.check_models(job.target, drafts)
-    texts = read_prompts(job.prompts, job.target, NUM_BUILT_IN_PROMPTS)
-    checks.check_prompts(job.target, prompts_of(job, texts))
-    loading = {
-        "target": job.target,
-        "draft": drafts or None,
-        "dtype": job.dtype,
-        "device": job.device,
-        "trust_remote_code": job.trust_remote_code,
-        **job.options,
-    }
+    checks.check_models(target, drafts)
+    texts = read_prompts(job.prompts, target, NUM_BUILT_IN_PROMPTS)
+    checks.check_prompts(target, prompts_of(job, texts))
+    loading = loading_of(job.models, job.place, job.options)
     if world_of_environment()[0]:
-        checks.follow(loading, job.threads)
+        checks.follow(loading, job.place.threads)
         return
-    checks.start_torch(job.threads)
+    checks.start_torch(job.place.threads)
     from specpool.engine.engine import Engine
 
-    ranks = checks.start_ranks(job.device)
+    ranks = checks.start_ranks(job.place.device)
     status = Console(stderr=True)
 
     def load() -> Engine:
@@ -169,7 +159,7 @@ def run(job: GenerateJob) -> None:
             console=status,
             disable=not status.is_terminal,  # else it leaves an empty line
         ) as progress:
-            progress.add_task(f"{job.target}, {shown_drafts(drafts)}")
+            progress.add_task(f"{target}, {shown_drafts(drafts)}")
             return Engine.from_pretrained(**loading, ranks=ranks)
 
     interrupt = Interrupt()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from specpool.cli.options import types as o
+from specpool.cli.options.drafts import drafts_of
 from specpool.cli.options.prompts import Given
 from specpool.engine.text.structured.grammar import Grammar
 from specpool.errors import ConfigError
@@ -21,6 +22,10 @@ class ModelOptions:
 
     target: o.Target = "specpool/tiny"
     draft: o.Drafts = None
+
+    def drafts(self) -> list[str]:
+        """Return the drafts to load, as `drafts_of` does."""
+        return drafts_of(self.target, self.draft)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,29 @@ class PlaceOptions:
     device: o.DeviceName = "cpu"
     threads: o.Threads = 1
     trust_remote_code: o.TrustRemoteCode = False
+
+
+def loading_of(
+    models: ModelOptions, place: PlaceOptions, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the arguments of `Engine.from_pretrained`.
+
+    Args:
+        models: the checkpoints.
+        place: where they are loaded to.
+        options: fields of `EngineConfig`.
+
+    Raises:
+        ConfigError: a draft is named twice, or `none` beside others.
+    """
+    return {
+        "target": models.target,
+        "draft": models.drafts() or None,
+        "dtype": place.dtype,
+        "device": place.device,
+        "trust_remote_code": place.trust_remote_code,
+        **options,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

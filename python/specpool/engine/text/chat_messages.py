@@ -23,8 +23,9 @@ RESULT_ROLES = frozenset({"tool", "function", "ipython", "tool_results", "observ
 _NINE = re.compile(r"\|\s*length\s*(?:!=|==|<)\s*9\b")
 #: Kimi's templates show a call's id alone, which must hold the function's name and a number.
 _KIMI = "<|tool_call_begin|>"
-#: gpt-oss' templates refuse an answer of calls that has both thoughts and a content.
-_CHANNEL = "<|channel|>"
+#: The mark of gpt-oss' form, in which each message names its channel.
+CHANNEL = "<|channel|>"
+#: Templates of that form refuse an answer of calls that has both thoughts and a content.
 _THOUGHTS = ("reasoning_content", "reasoning")
 #: Half of a character, which a model can escape in the arguments of a call; no text may have it.
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -151,7 +152,7 @@ def prepared(
             copy["role"] = "system"
         if isinstance(calls := copy.get("tool_calls"), list):
             copy["tool_calls"] = [_call(call, form.has_objects) for call in calls]
-            if _CHANNEL in template and copy.get("content"):
+            if CHANNEL in template and copy.get("content"):
                 copy = {key: value for key, value in copy.items() if key not in _THOUGHTS}
         if has_nine:
             copy = _with_short_ids(copy)

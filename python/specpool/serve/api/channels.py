@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 import regex
 
-_START, _CHANNEL, _MESSAGE, _END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
+from specpool.engine.text.chat_messages import CHANNEL
+
+_START, _MESSAGE, _END = "<|start|>", "<|message|>", "<|end|>"
 _W = r"\s{0,64}"
 _TO = r"(?P<to>to=[\w.-]{1,128})?"
 _HEADER = regex.compile(
@@ -26,7 +28,7 @@ _BETWEEN = "\n"
 
 def has_channels(template: object) -> bool:
     """Return whether a chat template has the marks of gpt-oss' form."""
-    return _CHANNEL in str(template) and _MESSAGE in str(template)
+    return CHANNEL in str(template) and _MESSAGE in str(template)
 
 
 @dataclass(slots=True)
@@ -96,7 +98,7 @@ class Channels:
             self._release()
 
     def _read_special(self, special: str) -> None:
-        if special == _START or (special == _CHANNEL and not self._is_header):
+        if special == _START or (special == CHANNEL and not self._is_header):
             if self._is_header:
                 self._release()
             elif self._is_call:  # its arguments end here, even if they are not whole

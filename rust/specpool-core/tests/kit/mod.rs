@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use specpool_core::{Ledger, Row};
+use specpool_core::{Group, Layout, Ledger, Row};
 
 /// Prefills a row to `len` tokens, to the end of the step. Returns the step.
 pub(crate) fn extend(ledger: &mut Ledger, row: Row, len: i32, writes_draft: bool) -> u64 {
@@ -11,6 +11,19 @@ pub(crate) fn extend(ledger: &mut Ledger, row: Row, len: i32, writes_draft: bool
     ledger.launch(step).unwrap();
     ledger.complete(step).unwrap();
     step
+}
+
+/// A group of 24 pages, which hosts drafts unless it has a window.
+pub(crate) fn group(name: &str, page_size: i64, window: Option<i64>) -> Group {
+    Group {
+        name: name.into(),
+        page_size,
+        num_pages: 24,
+        hosts_drafts: window.is_none(),
+        layout: Layout::Dense,
+        window,
+        sink: 0,
+    }
 }
 
 /// A file of its own for each test.
