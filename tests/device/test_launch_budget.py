@@ -24,10 +24,10 @@ SHAPES = {"plain": NONE, "chain": CHAIN, "tree": TREE}
 BUDGET = {
     ("plain", "eager"): (16, 26),
     ("plain", "captured"): (16, 48),
-    ("chain", "eager"): (39, 167),
-    ("chain", "captured"): (39, 202),
-    ("tree", "eager"): (39, 416),
-    ("tree", "captured"): (39, 425),
+    ("chain", "eager"): (39, 164),
+    ("chain", "captured"): (39, 199),
+    ("tree", "eager"): (39, 412),
+    ("tree", "captured"): (39, 421),
 }
 
 

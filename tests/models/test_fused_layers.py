@@ -131,6 +131,8 @@ class Odd(nn.Module):
             x = x - x.mean(-1, keepdim=True)
         eps = 1e-3 if self.what == "another epsilon" else self.eps
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * self.weight
+        if self.what == "another form":
+            x = x.unflatten(0, (2, 5))
         return x * 1.001 if self.what == "a factor" else x
 
 
@@ -139,7 +141,9 @@ class Gated(Odd):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("what", ["a mean", "another epsilon", "a factor", "a bias", "a part"])
+@pytest.mark.parametrize(
+    "what", ["a mean", "another epsilon", "a factor", "a bias", "a part", "another form"]
+)
 def test_a_module_that_is_another_norm_runs_as_it_is(what):
     assert not FusedLayers(Odd(what))._forwards
     assert not FusedLayers(Gated("nothing"))._forwards
