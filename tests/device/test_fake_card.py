@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cuda_host
 from cuda_host.errors import ArgumentError
@@ -83,9 +84,9 @@ SLICE = {  # the rest is for `make test-full`
     ("penalties, tree", "float32", "overlapped"),
 }
 HOW = {
-    "eager": {"graph_sizes": ()},
+    "eager": {"graph_sizes": (), "overlap_depth": 0},
     "overlapped": {"graph_sizes": (), "overlap_depth": 1},
-    "captured": {"graph_sizes": (1, 4)},
+    "captured": {"graph_sizes": (1, 4), "overlap_depth": 0},
     "captured and overlapped": {"graph_sizes": (1, 4), "overlap_depth": 1},
 }
 
@@ -154,6 +155,18 @@ def test_a_session_runs_on_a_card(how, card):
         assert session.append(PROMPTS[0], GREEDY).output().error is None
         session.rewind(session.num_tokens - 3)
         assert session.append(PROMPTS[2], DRAWN).output().error is None
+
+
+def test_what_no_option_says_follows_from_the_card(card, caplog):
+    caplog.set_level(logging.INFO, "specpool")
+    how = {"shape": CHAIN, "draft": "specpool/tiny-eagle", "device": "cuda", "graph_sizes": ()}
+    with Engine.from_pretrained(**how) as engine:
+        assert (engine.config.max_batch, engine.config.overlap_depth) == (64, 1)
+        assert (engine.ledger.max_batch, engine.ledger.overlap_depth) == (64, 1)
+    (line,) = (text for text in caplog.messages if text.startswith("on cuda:0: "))
+    assert line.startswith("on cuda:0: max_batch 64, overlap_depth 1, 50.4 GiB for KV at most")
+    with Engine.from_pretrained(max_batch=3, overlap_depth=0, **how) as engine:
+        assert (engine.ledger.max_batch, engine.ledger.overlap_depth) == (3, 0)
 
 
 # --- what the card must find --------------------------------------------------------------------
@@ -225,28 +238,115 @@ def test_a_launch_that_does_not_fit_its_kernel_is_found(what, text, card):
         launch.launch("apply_table_delta", (1,), (256,), [table, *sizes, *places, np.int32(3)])
 
 
+# --- launches -----------------------------------------------------------------------------------
+
+
+class Launches(TorchDispatchMode):
+    """Count the operations that run something on a card: all but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_ops += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def num_launches(card: Card, shape: Shape, num_layers: int) -> int:
+    """Return the most operations of a round of four lanes, kernels of our own aside."""
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+        max_position_embeddings=512,
+    )
+    with torch.device(DEVICE):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    card.layer_kv["llama", num_layers, 64] = [LayerKV(2, 16, 16)] * num_layers
+    options: dict[str, Any] = {"draft": "ngram" if shape.num_steps else None, "graph_sizes": ()}
+    options |= {"max_batch": 4, "overlap_depth": 0}
+    counts = []
+    with Engine.from_pretrained(model, shape=shape, busy_check=0, **options) as engine:
+        run_steps = engine.core.worker.run
+
+        def counted(steps: Any) -> Any:
+            with Launches() as launches:
+                pending = run_steps(steps)
+            if all(step.is_decode and len(step.requests) == 4 for step in steps):
+                counts.append(launches.num_ops)
+            return pending
+
+        engine.core.worker.run = counted
+        rng = np.random.default_rng(0)  # few tokens, so that several follow each
+        prompts = [rng.integers(0, 4, n).tolist() for n in (20, 33, 17, 29)]
+        engine.generate(prompts, SamplingParams(max_new_tokens=6, ignore_eos=True))
+    return max(counts)
+
+
+def test_a_layer_launches_as_much_for_a_chain_as_for_one_token(card):
+    """Law: nodes of a chain need no mask, no second attention and no moves on a card either."""
+    plain, chain = (
+        num_launches(card, shape, 2) - num_launches(card, shape, 1) for shape in (NONE, CHAIN)
+    )
+    assert chain == plain > 0
+
+
 # --- memory, which a fake tensor only adds up ---------------------------------------------------
 
 
-def test_graphs_of_long_contexts_read_into_one_layer_of_the_pool(card):
-    """Law: 64 lanes of 131,072 tokens read into no more, in layers as of an 8B model."""
+@pytest.mark.parametrize("head_dim", [128, 96], ids=["in place", "gathered"])
+def test_graphs_of_long_contexts_read_into_one_layer_of_the_pool(head_dim, card):
+    """Law: 64 lanes of 131,072 tokens of an 8B model are read in place; other heads read into no
+    more than one layer of the pool."""
     config = transformers.LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,
         num_hidden_layers=2,
         num_attention_heads=32,
         num_key_value_heads=8,
+        head_dim=head_dim,
         vocab_size=1000,
         max_position_embeddings=1 << 17,
     )
     with torch.device(DEVICE):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    card.layer_kv["llama", 2, 4096] = [LayerKV(8, 128, 128)] * 2
+    card.layer_kv["llama", 2, 4096] = [LayerKV(8, head_dim, head_dim)] * 2
     how = {"graph_sizes": (64,), "max_batch": 64, "kv_bytes": 4 << 30, "busy_check": 0}
     with Engine.from_pretrained(model, **how) as engine:
         assert engine.max_context_len == 1 << 17
         graphs = engine.stats().graphs
         assert graphs.num_graphs == 8  # bounds from 1,024 on
-        (room,) = (sum(b.nbytes for b in f.buffers) for f in engine.cache._pinned.values())
+        rooms = [sum(b.nbytes for b in f.buffers) for f in engine.cache._pinned.values()]
+        launches = card.kernels.launches
     layer = sum(buffer.nbytes for buffer in (engine.cache.keys[0], engine.cache.values[0]))
-    assert layer > 1 << 30 and 0 < room < 1.13 * layer
+    assert layer > 1 << 30
+    if head_dim == 128:
+        assert launches["attend_128"] >= 2 * 8 and launches["gather_kv"] == 0 == len(rooms)
+    else:
+        (room,) = rooms
+        assert launches["attend_128"] == 0 < room < 1.13 * layer
+
+
+def test_queries_read_pages_in_place(card):
+    """Law: the rounds of a model with heads of 64 run our kernel, eagerly and captured."""
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+        max_position_embeddings=128,
+    )
+    with torch.device(DEVICE):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    card.layer_kv["llama", 2, 256] = [LayerKV(2, 64, 64)] * 2
+    for sizes in ((), (1, 4)):
+        before = card.kernels.launches["attend_64"]
+        with Engine.from_pretrained(model, graph_sizes=sizes, max_batch=4, busy_check=0) as engine:
+            run(engine, PARAMS)
+        assert card.kernels.launches["attend_64"] > before

@@ -128,6 +128,8 @@ def gpu(monkeypatch):
         return types.SimpleNamespace(cuda_stream=0x5EA1 + device.index)
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_raw_stream", None)
 
     def install(cupy):
         monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -154,6 +156,17 @@ def test_cupy_gets_addresses_and_typed_scalars_on_torchs_stream(gpu):
     assert entered == (("device", 1), ("stream", 0x5EA2))
     slots(0)
     assert len(cupy.launched) == 2
+
+
+def test_a_current_device_is_not_switched_to_and_the_stream_is_read_each_time(gpu, monkeypatch):
+    cupy = gpu(FakeCupy())
+    device.prepare(torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    streams = iter([7, 7, 9])
+    monkeypatch.setattr(launch, "_raw_stream", lambda index: next(streams) * index)
+    slots(), slots(), slots()
+    entered = [launched[-1] for launched in cupy.launched]
+    assert entered == [(("stream", address),) for address in (7, 7, 9)]
 
 
 def test_prepare_builds_once_and_a_capture_does_not(gpu, monkeypatch):

@@ -1,5 +1,7 @@
 """Every kernel through NVRTC, for the GPUs of three generations and both CUDA majors."""
 
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,20 @@ def test_logits_are_read_by_16_bytes(compiler, disassembler, arch):
     program, kernel = compiled(compiler, ROOT / "cuda" / "sample.cu", arch), "sample_tokens_kernel"
     assert program.accesses(kernel)["LDG", 128] and program.in_flight(kernel) >= 4
     assert program.usage[kernel].registers <= 64
+
+
+@pytest.mark.sample(3)
+@archs
+@pytest.mark.parametrize(("dim", "loads"), [(64, 4), (128, 12), (256, 12)])
+def test_attention_multiplies_on_tensor_cores_while_it_reads(
+    compiler, disassembler, dim, loads, arch
+):
+    """Keys and values go by 16 bytes, many under way; two blocks fit on a processor."""
+    program, kernel = compiled(compiler, ROOT / "cuda" / "attend.cu", arch), f"attend_{dim}_kernel"
+    assert program.in_flight(kernel) >= loads
+    assert program.usage[kernel].registers <= 255 and program.usage[kernel].shared <= 24 << 10
+    products = Counter(re.findall(r"\bHMMA\.16816\.F32(\.BF16)?", program.assembly(kernel)))
+    assert products[".BF16"] == products[""] == (dim + min(dim, 128)) // 8
 
 
 # --- the reading of what NVRTC says -------------------------------------------------------------
