@@ -21,7 +21,7 @@ UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # the most that round
 class Lanes:
     """Random lanes on shuffled pages, and on the host who sees what.
 
-    Slots that no lane's query may see are NaN: a kernel that reads one shows it.
+    Slots that no query of a lane sees are NaN: a kernel that reads one shows it.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class Lanes:
             cells = np.arange(max(min(length, columns * page_size), 0))
             slots = self.pages[lane, cells // page_size] * page_size + cells % page_size
             self.slots.append(np.append(slots, self.own_slots[lane]).astype(np.int64))
-            live[self.slots[-1]] = q_lens[lane] > 0
+            first = 0 if window is None else max(length - q_lens[lane] + 1 - window, 0)
+            live[self.slots[-1][first:]] = q_lens[lane] > 0
         self.keys[~live] = self.values[~live] = torch.nan
         self.keys, self.values = self.keys.to(dtype), self.values.to(dtype)
         self.q = torch.randn(sum(q_lens), kv_heads * group, dim, generator=generator).to(dtype)
@@ -243,7 +244,8 @@ def test_a_length_that_no_page_has_reads_no_other_memory(kit, length, q_len):
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_twin(own, window):
     lanes = Lanes([37, 0, 9], [3, 2, 0], own=own, window=None if own else window)
-    cells = lanes.cells(lambda array: torch.from_numpy(array))
+    lanes.keys, lanes.values = lanes.keys.nan_to_num(), lanes.values.nan_to_num()
+    cells = lanes.cells(torch.from_numpy)
     out = kernels.attend_pages(
         lanes.q, lanes.keys, lanes.values, cells, scaling=0.125, window=lanes.window
     )
