@@ -128,6 +128,7 @@ def results(
                             device=device,
                             max_batch=batch,
                             max_context_len=context,
+                            overlap_depth=0,  # a turn waits for its own round
                             prefix_cache=False,
                             kv_bytes=1 << 28,
                             graph_sizes=sizes,

@@ -32,6 +32,7 @@ from benches.kernel_cases import (
     Sizes,
     Tails,
     empty_launch,
+    layer_cases,
     move_cases,
     sample_cases,
     table_cases,
@@ -190,6 +191,7 @@ def device_results(
             if is_timed and not result.name.startswith("select_topk"):
                 name = f"{result.name}, N={first.nodes}"
                 yield Result(name, result.us, "us", "target, at most", TREE_US)
+        yield from bench.launches(where, layer_cases(first, batch, device), batch)
         yield from bench.launches(where, sample_cases(first, batch, device), batch)
 
 

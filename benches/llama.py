@@ -233,6 +233,7 @@ def _decoding(
         model_of(sizes, device) if model is None else model,
         device=device,
         max_batch=batch,
+        overlap_depth=0,  # a turn waits for its own round
         max_context_len=length + params.max_new_tokens + 16,
         prefill_tokens=4 * length,
         prefix_cache=False,
@@ -273,6 +274,7 @@ def attention_results(
                 "shape": shape,
                 "device": device,
                 "max_batch": batch,
+                "overlap_depth": 0,  # a turn waits for its own round
                 "max_context_len": 2048,
                 "prefix_cache": False,
                 "graph_sizes": (batch,),

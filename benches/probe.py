@@ -134,7 +134,12 @@ def engine() -> str:
     for draft in ("specpool/tiny-eagle", None):
         shape = Shape.eagle(3, 1, 4) if draft else None
         with Engine.from_pretrained(
-            draft=draft, shape=shape, device="cuda", dtype="float32", max_context_len=256
+            draft=draft,
+            shape=shape,
+            device="cuda",
+            dtype="float32",
+            max_context_len=256,
+            max_batch=8,
         ) as engine:
             (output,) = engine.generate(["The page"], params)
             graphs = engine.stats().graphs

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flashinfer_kit import Pages, Rig, verify_view
 from fused_kit import Ops, inputs, reading, use_doubles
 from specpool import Shape, kernels
-from specpool.engine.attention import AttentionView, attend, fused
+from specpool.engine.attention import AttentionView, attend, fused, trees
 from specpool.engine.attention import view as view_module
 from specpool.engine.attention.view import OwnCells
 from specpool.engine.draft.branches import DenseBranches
@@ -158,7 +158,30 @@ def test_torch_takes_the_call(dtype, monkeypatch):
         out = attend(view, k_buffer, v_buffer, q, k, v, scaling=0.3)
     assert out.shape == (30, 8, 96) and out.device.type == "cuda" and out.dtype == dtype
     assert ops.names.count("_flash_attention_forward") == 1
+    assert "clone" not in ops.names
     assert not [name for name in ops.names if "scaled_dot_product" in name or "cudnn" in name]
+
+
+@pytest.mark.parametrize("nodes", [10, [10, 3, 7]], ids=["equal", "ragged"])
+def test_a_layer_copies_its_own_cells_once_for_all_heads(doubles, nodes):
+    """Law: keys and values of a tree are read once, however many query heads share them."""
+    (pages, _) = two_pages(4, 3)
+    view = verify_view(pages, [9, 40, 23], nodes)
+    q, k, v = inputs(view, 6, torch.bfloat16, 8)
+    attend(view, *pages.buffers, q, k, v, scaling=0.3)  # what the layers share
+    heads_of: list[int] = []
+    bmm = torch.bmm
+
+    def noting(one: Tensor, other: Tensor) -> Tensor:
+        heads_of.append(len(other))
+        return bmm(one, other)
+
+    with pytest.MonkeyPatch.context() as patch, Ops() as ops:
+        patch.setattr(trees.torch, "bmm", noting)
+        trees.attend_trees(view, *pages.buffers, q, 0.3)
+    assert heads_of == [3 * 2] * 2
+    double = 3 if isinstance(nodes, list) else 2  # of the double of the flash kernel
+    assert ops.names.count("clone") <= double
 
 
 def test_the_own_cells_of_ragged_lanes_are_their_nodes():

@@ -63,8 +63,9 @@ def test_each_field_has_exactly_one_option_or_a_reason_to_have_none(config):
     commands = typer.main.get_command(app).commands
     params = [param for name in COMMANDS[config] for param in commands[name].params]
     options = defaultdict(set)
-    for param in params:
-        options[param.name].add((*param.opts, *param.secondary_opts, param.help))
+    for param in params:  # a command may have a default of its own
+        text = (param.help or "").partition(" [default: ")[0]
+        options[param.name].add((*param.opts, *param.secondary_opts, text))
     for field in fields(config):
         if field.name in WITHOUT_OPTION[config]:
             assert field.name not in options_of(config), field.name

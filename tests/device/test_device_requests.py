@@ -69,6 +69,7 @@ def build(where: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     def engine(case: str | None, **more: Any) -> Engine:
         draft, shape, options = CASES[case] if case else (None, None, {})
         device = {"device": "cuda", "graph_sizes": ()} if where == "cuda" else {}
+        device |= {"max_batch": 8, "overlap_depth": 0}
         options = {"max_context_len": 128, "dtype": "float32", **device, **options, **more}
         return Engine.from_pretrained(draft=draft, shape=options.pop("shape", shape), **options)
 
@@ -166,7 +167,7 @@ def test_the_rounds_of_a_small_model_are_captured(case, depth, monkeypatch):
 @pytest.mark.parametrize("case", ["model, chain", "model, dense", "model, holey"])
 def test_the_rounds_of_a_small_model_are_replayed_cuda(case):
     draft, shape, options = CASES[case]
-    device = {"device": "cuda", "dtype": "float32", "max_context_len": 128}
+    device = {"device": "cuda", "dtype": "float32", "max_context_len": 128, "max_batch": 8}
     with Engine.from_pretrained(**device, graph_sizes=()) as engine:
         expected = texts(engine, [GREEDY, DRAWN, GREEDY, DRAWN])
     with Engine.from_pretrained(

@@ -15,6 +15,7 @@ from kernel_kit import array, backend, i32, i64
 from specpool import Engine, EngineConfig, SamplingParams, Shape, ShapeError
 from specpool import kernels as device
 from specpool.engine.draft import DraftTree
+from specpool.engine.worker.draft_round import DraftRound
 from specpool.kernels import launch, with_twin
 
 PARENTS = i32([[-1, 0, 0, 1]])
@@ -71,9 +72,10 @@ class Knowing:
     layers = ()
     feature_layers = ()
 
-    def __init__(self, texts, spoil, *, reads_tokens):
+    def __init__(self, texts, spoil, *, reads_tokens, parents=PARENTS):
         self.texts, self.spoil, self.reads_tokens = texts, spoil, reads_tokens
-        self.positions = {}
+        self.parents = parents
+        self.number_of = {}  # row -> the number of its text
 
     def attach(self, *args):
         pass
@@ -83,14 +85,18 @@ class Knowing:
 
     def propose(self, lanes, shape, root_tokens, tokens):
         trees = []
-        starts, roots = lanes.starts.tolist(), root_tokens.tolist()
-        for start, root in zip(starts, roots, strict=True):
-            number, text = next(
-                (i, text) for i, text in enumerate(self.texts) if text[start : start + 1] == [root]
-            )
-            first, second = [*text[start + 1 :], 0, 0][:2]
-            nodes = i64([[root, first, (first + 1) % 259, second]])
-            tree = DraftTree.from_parents(nodes, PARENTS)
+        rows, starts, roots = lanes.rows.tolist(), lanes.starts.tolist(), root_tokens.tolist()
+        for row, start, root in zip(rows, starts, roots, strict=True):
+            if row not in self.number_of:
+                self.number_of[row] = next(
+                    i for i, text in enumerate(self.texts) if text[start : start + 1] == [root]
+                )
+            number = self.number_of[row]
+            text = self.texts[number]
+            first, second, third = [*text[start + 1 :], 0, 0, 0][:3]
+            wrong = (first + 1) % 259
+            after = (first, wrong, second) if self.parents is PARENTS else (first, second, third)
+            tree = DraftTree.from_parents(i64([[root, *after]]), self.parents)
             trees.append(self.spoil(tree) if number == 0 else tree)
         return functools.reduce(DraftTree.joined, trees)
 
@@ -147,6 +153,74 @@ def test_on_a_device_it_ends_its_own_request_alone(target, texts, case):
         assert [output.prompt_ids + output.token_ids for output in outputs][1:] == texts[1:]
         assert all(output.accept_len == 3 for output in outputs[1:])
         assert_no_page_leaked(engine)
+
+
+CHAIN_PARENTS = i32([[-1, 0, 1, 2]])
+CHAIN = Shape(3, 1, 4)
+
+
+def in_place(name, *place_and_value):
+    """Spoil a chain that still calls itself one."""
+    *place, value = place_and_value
+
+    def spoil(tree):
+        getattr(tree, name)[0][tuple(place)] = value
+        return tree
+
+    return spoil
+
+
+BROKEN_CHAINS = {
+    "a token beyond the vocabulary": in_place("tokens", 2, 259),
+    "the root is another token": in_place("tokens", 0, 7),
+    "node 3 does not see node 1": in_place("mask", 3, 1, False),
+    "a link beyond": in_place("first_child", 3, 4),
+    "a negative depth": in_place("depths", 2, -1),
+}
+
+
+@pytest.fixture
+def no_mask(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("a round of chains was verified with a mask")
+
+    monkeypatch.setattr(DraftRound, "_tree_reads", refuse)
+    monkeypatch.setattr(DraftRound, "_compact", refuse)
+
+
+@pytest.mark.parametrize("case", ["none", *BROKEN_CHAINS])
+def test_a_broken_chain_on_a_device_ends_at_its_root_and_changes_no_other(
+    target, texts, case, no_mask
+):
+    """Law: chains need no mask on a device either, because a broken one is never walked."""
+    spoil = BROKEN_CHAINS.get(case, kept)
+    with launch.host_backend(backend("fast", "forward")):
+        drafter = Knowing(texts, spoil, reads_tokens=False, parents=CHAIN_PARENTS)
+        config = EngineConfig(shape=CHAIN, max_context_len=64, max_batch=3, page_size=4)
+        engine = Engine(target, drafter, config=config)
+        outputs = engine.generate(PROMPTS, PARAMS)
+        assert_no_page_leaked(engine)
+    found = [output.prompt_ids + output.token_ids for output in outputs]
+    assert found[1:] == texts[1:]
+    assert all(output.accept_len == 4 for output in outputs[1:])
+    if case == "none":
+        assert found == texts and outputs[0].accept_len == 4
+    else:
+        assert outputs[0].error.startswith("the drafter's tree is no tree: a wrong root, ")
+        assert found[0] == texts[0][: len(found[0])]
+        assert len(found[0]) == len(PROMPTS[0]) + 1  # the prompt's own token
+
+
+def test_trees_know_that_they_are_chains_if_they_were_made_as_such():
+    tokens = i64([[1, 2, 3], [4, 5, 6]])
+    chains = DraftTree.from_parents(tokens, i32([[-1, 0, 1]] * 2))
+    trees = DraftTree.from_parents(tokens, i32([[-1, 0, 1], [-1, 0, 0]]))
+    assert chains.is_chain and DraftTree.chain(torch.from_numpy(tokens)).is_chain
+    assert not trees.is_chain
+    assert DraftTree.joined(chains, chains).is_chain
+    assert not DraftTree.joined(chains, trees).is_chain
+    assert chains.select(torch.tensor([1])).is_chain
+    assert not replace(chains, mask=trees.mask).is_chain
 
 
 def random_trees(rng, batch, n):

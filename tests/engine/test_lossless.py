@@ -211,7 +211,11 @@ def test_bfloat16_stays_within_one_rounding_of_the_logits(draft, shape):
     """
     source = resolve("specpool/tiny")
     with Engine.from_pretrained(
-        draft=draft, shape=shape and Shape.eagle(*shape), dtype="bfloat16", device=DEVICE
+        draft=draft,
+        shape=shape and Shape.eagle(*shape),
+        dtype="bfloat16",
+        device=DEVICE,
+        max_batch=8,
     ) as engine:
         params = SamplingParams(max_new_tokens=120, ignore_eos=True)
         outputs = engine.generate(corpus.prompts(6, 100), params)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from specpool import ConfigError, Engine, SamplingParams
-from specpool.engine.output import Chunk
+from specpool.engine.output import Chunk, Report
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=200, ignore_eos=True, temperature=1.0, seed=1)
@@ -134,6 +134,23 @@ def test_without_decoding_there_are_token_ids_and_no_text(engine):
     assert expected.stop_hit == "\n" and told[-1].stop_hit == "\n"
     assert told[-1].token_ids == expected.token_ids and told[-1].text == ""
     assert all(chunk.pieces == [] for chunk in told[:-1])
+
+
+def test_a_request_without_a_callback_is_decoded_at_its_end_alone(engine, monkeypatch):
+    """Law: a turn makes no text that nobody gets."""
+    decoded = []
+    news = Report.news
+
+    def counted(report):
+        decoded.append(report)
+        return news(report)
+
+    monkeypatch.setattr(Report, "news", counted)
+    engine.submit("abc", PARAMS)
+    turns = 0
+    while engine.turn():
+        turns += 1
+    assert turns >= 7 and len(decoded) == 1
 
 
 def test_a_pin_of_another_engine_releases_nothing(engine):

@@ -128,6 +128,8 @@ def gpu(monkeypatch):
         return types.SimpleNamespace(cuda_stream=0x5EA1 + device.index)
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "_raw_stream", None)
 
     def install(cupy):
         monkeypatch.setitem(sys.modules, "cupy", cupy)
@@ -154,6 +156,17 @@ def test_cupy_gets_addresses_and_typed_scalars_on_torchs_stream(gpu):
     assert entered == (("device", 1), ("stream", 0x5EA2))
     slots(0)
     assert len(cupy.launched) == 2
+
+
+def test_a_current_device_is_not_switched_to_and_the_stream_is_read_each_time(gpu, monkeypatch):
+    cupy = gpu(FakeCupy())
+    device.prepare(torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    streams = iter([7, 7, 9])
+    monkeypatch.setattr(launch, "_raw_stream", lambda index: next(streams) * index)
+    slots(), slots(), slots()
+    entered = [launched[-1] for launched in cupy.launched]
+    assert entered == [(("stream", address),) for address in (7, 7, 9)]
 
 
 def test_prepare_builds_once_and_a_capture_does_not(gpu, monkeypatch):
@@ -739,10 +752,16 @@ def test_tails_of_all_layers_are_one_launch():
     assert launches == ["duplicate_prefix_tail_kernel"]
 
 
-@pytest.mark.parametrize(("n", "least"), [(1, 16), (8, 128), (100, 200), (264, 0), (0, 0)])
-def test_few_rows_of_logits_fill_a_gpu(n, least):
-    logits = torch.empty(n, 128_256, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("n", "vocab", "threads"),
+    [(1, 128_256, 1024), (132, 128_256, 1024), (133, 128_256, 512), (1, 300, 64), (1, 5000, 512)],
+)
+def test_few_rows_of_logits_have_larger_blocks(n, vocab, threads):
+    launches = []
+    counting = types.SimpleNamespace(launch=lambda entry, *args: launches.append((entry, *args)))
+    logits = torch.empty(n, vocab, dtype=torch.bfloat16)
     zeros, ones = torch.zeros(n), torch.ones(n)
-    grids = grids_of(lambda: device.sample_tokens(logits, zeros, zeros.int(), ones, zeros.double()))
-    assert np.prod(grids.get("greatest_logits", (0,))) >= least
-    assert ("greatest_logits" in grids) == (least > 0)
+    with launch.host_backend(counting):
+        device.sample_tokens(logits, zeros, zeros.int(), ones, zeros.double())
+    ((entry, grid, block, *_),) = launches
+    assert (entry, grid, block) == ("sample_tokens_kernel", (n,), (threads,))

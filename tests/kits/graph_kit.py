@@ -41,7 +41,13 @@ def make(shape: Shape | None, *, head: str = "tiny-eagle", **options: Any) -> En
     return load_engine(
         draft=None if shape is NONE else f"specpool/{head}",
         shape=shape,
-        **{"max_context_len": 200, "max_batch": 4, "busy_check": 2, **options},
+        **{
+            "max_context_len": 200,
+            "max_batch": 4,
+            "overlap_depth": 0,
+            "busy_check": 2,
+            **options,
+        },
     )
 
 

@@ -26,7 +26,7 @@ from capture_double import FakeCuda
 from graph_kit import CHAIN, NONE, ONE, PARAMS, PROMPTS, SEVEN, TREE, HostCapture, graphs_run, make
 from kernel_kit import backend
 from specpool import Engine, SamplingParams, Shape
-from specpool.engine.assembly.graph_plan import graph_sizes
+from specpool.engine.assembly.graph_plan import default_sizes, graph_sizes
 from specpool.engine.attention import BACK_ENDS, back_end
 from specpool.engine.config import EngineConfig
 from specpool.engine.memory.kv_cache import KVCache
@@ -268,7 +268,22 @@ def test_each_candidate_has_the_sizes_that_reach_it():
         assert routed_sizes(engine) == [1, 3, 4, 8]
 
 
-def test_by_default_a_cuda_device_has_graphs_of_powers_of_two():
+@pytest.mark.parametrize(
+    ("max_batch", "sizes", "count"),
+    [
+        (1, (1,), 1),
+        (8, (1, 2, 4, 8), 4),
+        (20, (1, 2, 4, 8, 16, 20), 6),
+        (64, (1, 2, 4, *range(8, 65, 8)), 11),
+        (70, (1, 2, 4, *range(8, 65, 8), 70), 12),
+        (256, (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)), 23),
+    ],
+)
+def test_the_sizes_that_are_captured_by_default(max_batch, sizes, count):
+    assert default_sizes(max_batch) == sizes and len(sizes) == count
+
+
+def test_by_default_a_cuda_device_has_graphs():
     with graphs_run(), make(CHAIN, max_batch=6) as engine:
         assert engine.stats().graphs.sizes == {CHAIN: (1, 2, 4, 6), NONE: (1, 2, 4, 6)}
     with launch.host_backend(backend("fast", "forward")), make(CHAIN, max_batch=6) as engine:
@@ -386,7 +401,7 @@ def test_what_a_controller_is_told_at_the_start_are_replays(monkeypatch):
 )
 def test_sizes_that_cannot_be(options, text):
     with pytest.raises(ConfigError, match=text):
-        EngineConfig(**options)
+        EngineConfig(max_batch=8, **options)
 
 
 @pytest.mark.parametrize(

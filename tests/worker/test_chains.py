@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
-from kernel_kit import i32, i64
+from kernel_kit import backend, i32, i64
 from specpool import Engine, EngineConfig, SamplingParams, Shape
 from specpool.engine.draft import DraftTree, NgramDrafter
 from specpool.engine.worker import draft_round
+from specpool.kernels import launch
 
 CHAIN, TREE = Shape.eagle(3, 1, 4), Shape.eagle(3, 2, 7)
 PROMPTS = [[7, 8, 9, 10] * 5, [30, 31, 32] * 6, [5, 4, 3, 2, 1] * 4]
@@ -20,10 +23,10 @@ class Forked:
 
     layers = ()
     feature_layers = ()
-    reads_tokens = True
 
-    def __init__(self, texts):
-        self.texts = texts
+    def __init__(self, texts, *, reads_tokens=True):
+        self.texts, self.reads_tokens = texts, reads_tokens
+        self.text_of = {}  # by row
 
     def attach(self, *args):
         pass
@@ -33,10 +36,16 @@ class Forked:
 
     def propose(self, lanes, shape, root_tokens, tokens):
         nodes = []
-        for text in tokens:
-            (whole,) = (each for each in self.texts if each[: len(text)] == list(text))
-            first, second = [*whole[len(text) :], 0, 0][:2]
-            nodes.append([text[-1], (first + 1) % 259, first, second])
+        for lane, (start, root) in enumerate(
+            zip(lanes.starts.tolist(), root_tokens.tolist(), strict=True)
+        ):
+            row = int(lanes.rows[lane])
+            if row not in self.text_of:
+                self.text_of[row] = next(
+                    text for text in self.texts if text[start : start + 1] == [root]
+                )
+            first, second = [*self.text_of[row][start + 1 :], 0, 0][:2]
+            nodes.append([root, (first + 1) % 259, first, second])
         return DraftTree.from_parents(i64(nodes), i32([[-1, 0, 0, 2]] * len(nodes)))
 
 
@@ -79,7 +88,14 @@ def test_trees_have_both(target, texts, monkeypatch):
     assert counts["mask"] and counts["move"] and lens.max() > 1
 
 
-def test_a_tree_in_the_shape_of_a_chain_is_taken_for_a_tree(target, texts, monkeypatch):
-    lens, counts = played(target, Forked(texts), CHAIN, texts, monkeypatch)
+@pytest.mark.parametrize("is_on_device", [False, True])
+@pytest.mark.parametrize("reads_tokens", [False, True])
+def test_a_tree_in_the_shape_of_a_chain_is_taken_for_a_tree(
+    reads_tokens, is_on_device, target, texts, monkeypatch
+):
+    kernels = launch.host_backend(backend("fast", "forward"))
+    with kernels if is_on_device else contextlib.nullcontext():
+        drafter = Forked(texts, reads_tokens=reads_tokens)
+        lens, counts = played(target, drafter, CHAIN, texts, monkeypatch)
     assert counts["mask"] and counts["move"]
     assert lens.mean() > 2.5  # the second child of the root is right, and its child

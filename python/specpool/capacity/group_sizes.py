@@ -26,6 +26,9 @@ Placement = Literal["split", "shared"]
 Policy = Literal["exact", "double_buffer"]
 Layout = Literal["auto", "dense", "holey"]
 
+#: The default of `EngineConfig.max_batch` on a CPU.
+MAX_BATCH = 8
+
 
 class SizingOptions(Protocol):
     """The options that sizes depend on. `EngineConfig` has them, and says what each means."""
@@ -43,9 +46,9 @@ class SizingOptions(Protocol):
     @property
     def draft_sink(self) -> int: ...  # noqa: D102
     @property
-    def overlap_depth(self) -> int: ...  # noqa: D102
+    def overlap_depth(self) -> int | None: ...  # noqa: D102
     @property
-    def max_batch(self) -> int: ...  # noqa: D102
+    def max_batch(self) -> int | None: ...  # noqa: D102
     @property
     def max_sessions(self) -> int: ...  # noqa: D102
     @property
@@ -319,11 +322,11 @@ def size_groups(
         groups=groups,
         draft_group=draft_group,
         shapes=tuple(dict.fromkeys([Shape.none(), *shapes])),
-        num_rows=options.max_batch,
+        num_rows=MAX_BATCH if options.max_batch is None else options.max_batch,
         max_sessions=options.max_sessions,
         max_context_len=max_context_len,
         max_chunk=min(options.prefill_tokens, max_context_len),
-        overlap_depth=options.overlap_depth,
+        overlap_depth=options.overlap_depth or 0,
         policy=options.policy,
         keeps_draft_kv=draft_bytes > 0,
     ).with_widths()

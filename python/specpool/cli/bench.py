@@ -76,6 +76,7 @@ def generate(job: GenerateBenchJob) -> None:
                 device=job.device,
                 dtype="float32",
                 max_batch=max(job.batch_sizes),
+                overlap_depth=0,  # `_traffic` compares it with 1
                 prefix_cache=False,  # every run computes the same prompts
                 trust_remote_code=job.trust_remote_code,
             ) as engine:
@@ -185,7 +186,7 @@ def _traffic(
     engine: Engine, draft: str, num_requests: int, tokens: int, repeats: int
 ) -> list[Result]:
     """Compare many requests at once with one after another, and overlap with synchronous rounds."""
-    batch = engine.config.max_batch
+    batch = engine.ledger.max_batch
     prompts = corpus.prompts(num_requests)
     # Lengths from half to one and a half times `tokens`, so that rows come and go.
     lens = [tokens // 2 + 1 + i * 7 % (tokens + 1) for i in range(num_requests)]
@@ -221,7 +222,7 @@ def _traffic(
 
 def _lookup(engine: Engine, draft: str, tokens: int, repeats: int) -> list[Result]:
     """Measure prompt lookup on a text that repeats itself, and on one without repeats."""
-    batch = engine.config.max_batch
+    batch = engine.ledger.max_batch
     greedy = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
     # At this temperature the text is almost random and repeats nothing.
     random = dataclasses.replace(greedy, temperature=4.0, seed=0)

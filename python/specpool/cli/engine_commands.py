@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specpool.cli.options.derived import OptionsOf, Values, grouped
+from specpool.cli.options.derived import OptionsOf, Untyped, Values, grouped
 from specpool.cli.options.groups import FormOptions, ModelOptions, PlaceOptions, PromptOptions
 from specpool.cli.options.types import (
     DeviceName,
@@ -20,7 +20,7 @@ from specpool.cli.options.types import (
     Target,
     TrustRemoteCode,
 )
-from specpool.engine.config import EngineConfig
+from specpool.engine.config import MOST_BATCH, SERVED_BATCH, EngineConfig
 from specpool.engine.sampling_params import SamplingParams
 from specpool.serve.config import ServeConfig
 from specpool.train.config import TrainConfig
@@ -128,7 +128,16 @@ def serving(
             rich_help_panel="Model",
         ),
     ] = None,
-    engine: Annotated[Values, OptionsOf(EngineConfig, max_batch=32, max_sessions=64)],
+    engine: Annotated[
+        Values,
+        OptionsOf(
+            EngineConfig,
+            max_batch=Untyped(
+                f"{SERVED_BATCH}; what memory gives with --device cuda, at most {MOST_BATCH}"
+            ),
+            max_sessions=64,
+        ),
+    ],
     place: PlaceOptions,
 ) -> Any:  # a `ServeJob`
     """Serve a model to OpenAI's clients, with a page to talk to; without options the embedded pair.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specpool.cli.options import checks
 from specpool.cli.options.groups import ModelOptions, PlaceOptions, loading_of, text_of
+from specpool.engine.config import SERVED_BATCH
 from specpool.engine.models.files.names import find_model
 from specpool.engine.ranks.environment import world_of_environment
 from specpool.engine.shapes.config import POLICIES
@@ -93,12 +94,13 @@ def prepare(job: ServeJob, *, has_files: bool = True) -> Launch:
     if not has_files and options.get("adaptive") not in (None, *POLICIES):
         del options["adaptive"]  # a file
     checks.check_engine_config(drafts, options)
+    batch = {"max_batch": SERVED_BATCH} if job.place.device == "cpu" else {}
     template = None
     if job.chat_template is not None and has_files:
         template = text_of(job.chat_template, "chat_template")
     return Launch(
         config=config,
-        loading=loading_of(job.models, job.place, job.options),
+        loading=loading_of(job.models, job.place, batch | job.options),
         threads=job.place.threads,
         chat_template=template,
     )

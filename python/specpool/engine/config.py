@@ -6,7 +6,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from specpool._core import Shape
-from specpool.capacity.group_sizes import Layout, Placement, Policy
+from specpool.capacity.group_sizes import MAX_BATCH, Layout, Placement, Policy
 from specpool.checks import check_fields, check_int, shown
 from specpool.engine.shape_names import parse_shape
 from specpool.errors import ConfigError
@@ -22,6 +22,12 @@ Offload = Literal["cost", "always", "never"]
 
 #: The default of `EngineConfig.headroom`, in tokens.
 HEADROOM = 16
+
+
+#: The most requests that run at once on a CUDA device where no option says how many.
+MOST_BATCH = 64
+#: The default of `max_batch` for a server on a CPU.
+SERVED_BATCH = 32
 
 
 def check_graph_sizes(sizes: object, max_batch: int) -> None:
@@ -86,8 +92,12 @@ class EngineConfig:
             needs placement `split`, and a drafter that keeps KV.
         draft_sink: first tokens of a row that keep draft KV too, beside `draft_window`. They
             are attention sinks, at most as many as the window; a draft token sees them too.
-        max_batch: requests that run at once.
-        overlap_depth: 1 = prepare a round before the last round's results are read. 0 = after.
+        max_batch: requests that run at once. None = 8, but on a CUDA device as many as have room
+            for 2,048 tokens each (fewer if the context is shorter), from 8 to 64; and at least the
+            greatest of `graph_sizes`.
+        overlap_depth: 1 = prepare a round before the last round's results are read. 0 = after. None
+            = 0, but 1 on a CUDA device unless a drafter reads the text on the host (`ngram`,
+            `suffix`), or the worker is v1.
         worker: the worker: v2, v1 (gives back what a round reserved, after each) or auto. The text
             is the same. `v1` needs overlap_depth 0. `auto` = v2, but v1 for a model with recurrent
             state.
@@ -106,7 +116,9 @@ class EngineConfig:
         num_pages: pages per group. None = what `kv_bytes` holds, at most `max_batch` full rows. A
             window group has the pages of `max_batch` windows and one prefill step, at most
             `num_pages`.
-        kv_bytes: memory for KV. In bytes; None = half of the free memory.
+        kv_bytes: memory for KV. In bytes; None = half of the free memory, but on a CUDA device all
+            of it apart from 12 % of the device, and from what CUDA graphs read KV into, if that is
+            more.
         host_bytes: host memory for the KV of retracted requests. In bytes. Idle sessions and the
             prefix cache's texts go there too. 0 = none, so their KV is computed again.
         offload: what goes to host memory: KV whose copies beat a prefill, all, or none. The copies
@@ -117,8 +129,8 @@ class EngineConfig:
         session_pages: most pages of each group for idle sessions. None = all that no running
             request needs.
         graph_sizes: batch sizes to capture as CUDA graphs. They are of decode rounds; a smaller
-            batch is padded to the next size. () = no graphs; None = powers of two and `max_batch`
-            on a CUDA device, if back end and models allow it.
+            batch is padded to the next size. () = no graphs; None = 1, 2, 4, 8, then every 8 to
+            64, every 16 beyond, and `max_batch`, on a CUDA device, if back end and models allow it.
         busy_check: before each turn: 1 = sums, 2 = full audit. 0 = only the checks of every call.
             Sums are those of pools and rows; the audit is of every page and of the device's page
             tables. The default is the environment's SPECPOOL_BUSY_CHECK, else 0.
@@ -151,8 +163,20 @@ class EngineConfig:
     layout: Annotated[Layout, Option("Advanced")] = "auto"
     draft_window: Annotated[int | None, Within(2, 1 << 30), Option("Drafts", default="all")] = None
     draft_sink: Annotated[int, Within(0, 1 << 30), Option("Drafts")] = 0
-    max_batch: Annotated[int, Within(1, 1 << 16), Option("Scheduling", names=["--batch"])] = 8
-    overlap_depth: Annotated[int, Within(0, 1), Option("Scheduling")] = 0
+    max_batch: Annotated[
+        int | None,
+        Within(1, 1 << 16),
+        Option(
+            "Scheduling",
+            names=["--batch"],
+            default=f"{MAX_BATCH}; what memory gives with --device cuda, at most {MOST_BATCH}",
+        ),
+    ] = None
+    overlap_depth: Annotated[
+        int | None,
+        Within(0, 1),
+        Option("Scheduling", default="0; 1 with --device cuda, if the draft allows it"),
+    ] = None
     worker: Annotated[WorkerName, Option("Advanced")] = "auto"
     mixed_chunks: Annotated[bool, Option("Scheduling")] = False
     prefix_cache: bool = True
@@ -173,7 +197,7 @@ class EngineConfig:
             kind=str,
             read=parse_bytes,
             form=", such as 8GiB",
-            default="half of what is free",
+            default="half of what is free; with --device cuda all but 12 % of the device",
         ),
     ] = None
     host_bytes: Annotated[
@@ -199,7 +223,8 @@ class EngineConfig:
             kind=str,
             read=_read_graph_sizes,
             form=": '1,2,4', or none",
-            default="powers of two and the whole batch with --device cuda",
+            default="with --device cuda 1, 2, 4, 8, every 8 to 64, every 16 beyond, and the whole "
+            "batch",
         ),
     ] = None
     busy_check: Annotated[
@@ -230,7 +255,8 @@ class EngineConfig:
 
             object.__setattr__(self, "adaptive", config_of(self.adaptive))
         if self.graph_sizes is not None:
-            check_graph_sizes(self.graph_sizes, self.max_batch)
+            most = 1 << 16 if self.max_batch is None else self.max_batch
+            check_graph_sizes(self.graph_sizes, most)
             object.__setattr__(self, "graph_sizes", tuple(self.graph_sizes))
         if not isinstance(self.attention, str):
             raise ConfigError(

@@ -278,6 +278,8 @@ class EngineCore:
 
     def _deliver(self, number: int, submitted: _Submitted) -> None:
         """Pass a submitted request's new chunks and output to its callback."""
+        if submitted.on_item is None and submitted.request.finish_reason is None:
+            return  # nobody reads the text of a turn, so it is not decoded
         for item in submitted.report.news():
             if isinstance(item, RequestOutput):
                 del self._submitted[number]

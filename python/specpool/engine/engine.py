@@ -69,11 +69,12 @@ class Engine(Movable, KeepsPrefixes):
                 "`Engine.from_pretrained` takes a folder, a hub name or a transformers model"
             )
         config = config or EngineConfig()
-        self.target, self.config, self.tokenizer = target, config, tokenizer
+        self.target, self.tokenizer = target, tokenizer
         if not isinstance(drafter, Mapping):
             drafter = {} if drafter is None else {type(drafter).__name__: drafter}
         self.drafters: Mapping[str, Drafter] = dict(drafter)
         parts = assemble(target, self.drafters, config, ranks)
+        self.config = parts.config  # with what it takes where no option says it
         parts.calibrate()
         self.shape, self.max_context_len = parts.shape, parts.max_context_len
         self.ledger, self.cache, self.kv_bytes = parts.ledger, parts.cache, parts.cache.num_bytes

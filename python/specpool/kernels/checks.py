@@ -17,6 +17,7 @@ INT_MAX = 2**31 - 1
 THREADS = 256
 
 i32 = np.int32
+i64 = np.int64
 
 
 def expect(
@@ -30,19 +31,31 @@ def expect(
 
     A size of None allows any.
     """
+    if isinstance(value, Tensor):  # every launch comes by here several times
+        kind = value.dtype
+        if (
+            (kind is dtype or (not isinstance(dtype, torch.dtype) and kind in dtype))
+            and _has_shape(value.shape, shape)
+            and value.is_contiguous()
+            and value.device == device
+        ):
+            return value
     dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
-    if (
-        isinstance(value, Tensor)
-        and value.dtype in dtypes
-        and value.ndim == len(shape)
-        and all(wanted in (None, actual) for wanted, actual in zip(shape, value.shape, strict=True))
-        and value.is_contiguous()
-        and value.device == device
-    ):
-        return value
     kinds = " or ".join(str(kind).removeprefix("torch.") for kind in dtypes)
     sizes = ", ".join("any" if size is None else str(size) for size in shape)
     raise ShapeError(f"{name} must be contiguous {kinds} [{sizes}] on {device}, got {_text(value)}")
+
+
+def _has_shape(actual: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    """Return whether the sizes are the wanted ones; None allows any."""
+    if actual == wanted:
+        return True
+    if None not in wanted or len(actual) != len(wanted):
+        return False
+    for size, wanted_size in zip(actual, wanted, strict=True):  # a generator would take longer
+        if wanted_size is not None and size != wanted_size:
+            return False
+    return True
 
 
 def _text(value: Any) -> str:
@@ -73,13 +86,37 @@ def outputs(
     device: torch.device,
 ) -> tuple[Tensor, ...]:
     """Return all of `values` after a check, or new tensors if there are none."""
-    if values is not None and len(values) != len(names):
+    if values is None:
+        return tuple(
+            [
+                torch.empty(tuple(shape), dtype=dtype, device=device)
+                for dtype, shape in zip(dtypes, shapes, strict=True)
+            ]
+        )
+    if len(values) != len(names):
         raise ShapeError(f"out must hold {', '.join(names)}, got {len(values)} tensors")
-    tensors = values if values is not None else [None] * len(names)
     return tuple(
         output(f"out.{name}", value, dtype, shape, device)
-        for name, value, dtype, shape in zip(names, tensors, dtypes, shapes, strict=True)
+        for name, value, dtype, shape in zip(names, values, dtypes, shapes, strict=True)
     )
+
+
+def packed_rows(value: Tensor) -> tuple[Tensor, int]:
+    """Return rows for a kernel that takes them with a stride: their memory, and the stride.
+
+    Args:
+        value: [n, ...]; rows that are contiguous, such as parts of a wider matrix, are not copied.
+
+    Returns:
+        The memory from the first row to the last, contiguous, and the elements from row to row.
+    """
+    if not value.is_contiguous() and not value[0].is_contiguous():
+        value = value.contiguous()
+    if value.is_contiguous():
+        return value, value.numel() // max(len(value), 1)
+    stride = value.stride(0)
+    span = (len(value) - 1) * stride + value[0].numel()
+    return value.as_strided((span,), (1,)), stride
 
 
 def number(name: str, value: int, least: int, greatest: int = INT_MAX) -> int:
@@ -143,9 +180,9 @@ def upper_bounds(
     bounds = np.asarray(hi)
     if bounds.shape != (n,) or bounds.dtype.kind not in "iu":
         raise ShapeError(f"hi must be ints [{n}] on the host, got {bounds.dtype} {bounds.shape}")
-    wrong = np.flatnonzero((bounds < 0) | (bounds > greatest))
-    if wrong.size:
-        raise ShapeError(f"hi[{wrong[0]}] must be in [0, {greatest}], got {bounds[wrong[0]]}")
+    if n and (bounds.min() < 0 or bounds.max() > greatest):
+        wrong = int(((bounds < 0) | (bounds > greatest)).argmax())
+        raise ShapeError(f"hi[{wrong}] must be in [0, {greatest}], got {bounds[wrong]}")
     return bounds.astype(np.int64)
 
 

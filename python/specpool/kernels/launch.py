@@ -90,7 +90,7 @@ def launch(
     """
     if 0 in grid:
         return
-    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    device = _device(args)
     backend = _cuda if device.type == "cuda" else _host
     if backend is None:
         raise ShapeError(f"{entry} needs tensors on a CUDA device, got {device}")
@@ -124,6 +124,7 @@ class CudaBackend:
 
     def __init__(self) -> None:
         self._kernels: dict[int, dict[str, Any]] = {}  # by device, then by name
+        self._streams: dict[int, _Stream] = {}  # by address
 
     def kernels(self, device: torch.device) -> dict[str, Any]:
         """Return every kernel by name, loaded on `device`."""
@@ -144,12 +145,38 @@ class CudaBackend:
         touches: Sequence[Tensor],
     ) -> None:
         """Enqueue the kernel on torch's current stream."""
-        device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        device = _device(args)
         kernel = self.kernels(device)[entry]
-        packed = tuple(_packed(arg) for arg in args)
-        stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
+        # A list, because a generator costs more than what it makes.
+        packed = tuple([_packed(arg) for arg in args])
+        address = _current_stream(device)
+        stream = self._streams.get(address)
+        if stream is None:
+            stream = self._streams[address] = _Stream(address)
+        if device.index == torch.cuda.current_device():  # a switch and back takes microseconds
+            kernel(grid, block, packed, shared_mem=shared_mem, stream=stream)
+            return
         with torch.cuda.device(device):
             kernel(grid, block, packed, shared_mem=shared_mem, stream=stream)
+
+
+def _device(args: Sequence[Arg]) -> torch.device:
+    """Return the device of the first tensor."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            return arg.device
+    raise ShapeError("a launch needs a tensor")
+
+
+# torch's function for other launchers of kernels, such as Triton's: it makes no object.
+_raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def _current_stream(device: torch.device) -> int:
+    """Return the address of torch's current stream."""
+    if _raw_stream is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return _raw_stream(device.index)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)

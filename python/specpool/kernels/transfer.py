@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -91,10 +92,15 @@ def pack(arrays: Sequence[NDArray[Any]], spans: Sequence[slice], target: NDArray
         target[span] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
+@functools.cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
 def unpack(arrays: Sequence[NDArray[Any]], spans: Sequence[slice], packed: Tensor) -> list[Tensor]:
     """Return a view of `packed` for each array, with its dtype and shape."""
     return [
-        packed[span].view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
+        packed[span].view(_torch_dtype(array.dtype)).view(array.shape)
         for array, span in zip(arrays, spans, strict=True)
     ]
 

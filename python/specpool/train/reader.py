@@ -79,6 +79,7 @@ class TargetReader:
             EngineConfig(
                 page_size=_PAGE_SIZE,
                 max_batch=batch_size,
+                overlap_depth=0,  # no rounds run here
                 max_sessions=0,
                 max_context_len=length + 1,
                 prefill_tokens=batch_size * length,

@@ -7,11 +7,12 @@ macro_rules! texts {
     ($($name:literal),*) => { [$(($name, include_str!(concat!("../../../cuda/", $name)))),*] };
 }
 
-const FILES: [(&str, &str); 9] = texts![
+const FILES: [(&str, &str); 10] = texts![
     "common.cuh",
     "logits.cuh",
     "tensor.cuh",
     "attend.cu",
+    "layers.cu",
     "moves.cu",
     "reads.cu",
     "sample.cu",

@@ -23,6 +23,7 @@ from rich.progress import (
 )
 
 from specpool._core import Shape
+from specpool.capacity.group_sizes import MAX_BATCH
 from specpool.cli.generate.interrupt import Interrupt
 from specpool.cli.generate.output_file import OutputFile
 from specpool.cli.generate.printer import Printer, prompt_name
@@ -141,7 +142,9 @@ def run(job: GenerateJob) -> None:
     checks.check_models(target, drafts)
     texts = read_prompts(job.prompts, target, NUM_BUILT_IN_PROMPTS)
     checks.check_prompts(target, prompts_of(job, texts))
-    loading = loading_of(job.models, job.place, job.options)
+    # More rows than texts would only take more graphs.
+    batch = {"max_batch": MAX_BATCH} if len(texts) * params.n <= MAX_BATCH else {}
+    loading = loading_of(job.models, job.place, batch | job.options)
     if world_of_environment()[0]:
         checks.follow(loading, job.place.threads)
         return

@@ -67,17 +67,19 @@ class FieldOption:
             return self.option.read(self.field.name, typed)
         return tuple(typed) if isinstance(typed, list) else typed
 
-    def help(self, names: Mapping[str, str]) -> str:
+    def help(self, names: Mapping[str, str], default: str | None = None) -> str:
         """Return the first sentence of the field's doc, and how a value is typed.
 
         Args:
             names: the option of each field that the sentence may name in backticks.
+            default: shown as the default in place of the option's own.
         """
         sentence = self.doc.partition(". ")[0].removesuffix(".")
         sentence = re.sub(r"`(\w+)`", lambda match: names.get(match[1], match[0]), sentence)
         repeated = "; may be repeated" if get_origin(self.kind) is list else ""
-        default = f" [default: {self.option.default}]" if self.option.default else ""
-        return f"{sentence[:1].upper()}{sentence[1:]}{self.option.form}{repeated}.{default}"
+        shown = self.option.default if default is None else default
+        shown = f" [default: {shown}]" if shown else ""
+        return f"{sentence[:1].upper()}{sentence[1:]}{self.option.form}{repeated}.{shown}"
 
 
 @functools.cache
@@ -101,13 +103,22 @@ def docs_of(config: type[DataclassInstance]) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
-def option_of(config: type[DataclassInstance], name: str) -> Any:
-    """Return the option of one field, as a mark of a parameter's annotation."""
+class Untyped(str):
+    """A command's own default that depends on other options: the text that the help shows."""
+
+    __slots__ = ()
+
+
+def option_of(config: type[DataclassInstance], name: str, default: str | None = None) -> Any:
+    """Return the option of one field, as a mark of a parameter's annotation.
+
+    `default` is shown as the default in place of the option's own.
+    """
     options = options_of(config)
     names = {field: option.names[0] for field, option in options.items()}
     return typer.Option(
         *options[name].names,
-        help=options[name].help(names),
+        help=options[name].help(names, default),
         rich_help_panel=options[name].option.section,
     )
 
@@ -132,7 +143,7 @@ class OptionsOf:
             config: the dataclass; its fields with an `Option` are options.
             only: names of fields; None = all.
             without: names of fields that are no options of the command.
-            defaults: the command's own defaults, by field.
+            defaults: the command's own defaults, by field; `Untyped` leaves the field out.
         """
         options = options_of(config)
         unknown = {*without, *(only or ()), *defaults} - options.keys()
@@ -148,13 +159,15 @@ class OptionsOf:
         for name in self._names:
             option = options_of(self._config)[name]
             default = self._defaults.get(name, option.default)
+            shown = default if isinstance(default, Untyped) else None
+            default = None if shown is not None else default
             kind = option.kind | None if default is None else option.kind
             parameters.append(
                 inspect.Parameter(
                     name,
                     inspect.Parameter.KEYWORD_ONLY,
                     default=default,
-                    annotation=Annotated[kind, option_of(self._config, name)],
+                    annotation=Annotated[kind, option_of(self._config, name, shown)],
                 )
             )
         return parameters

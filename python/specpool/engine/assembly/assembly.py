@@ -6,10 +6,12 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from specpool._core import Ledger, Shape
 from specpool.capacity.layer_kv import LayerKV
 from specpool.engine.assembly.calibration import Tour, calibrate
+from specpool.engine.assembly.defaults import with_defaults
 from specpool.engine.assembly.graph_plan import graph_sizes, round_kinds
 from specpool.engine.assembly.ranked import agree_after, log_path
 from specpool.engine.assembly.worker_choice import routed
@@ -22,7 +24,7 @@ from specpool.engine.loop.loop import Loop
 from specpool.engine.memory.host.copies import HostMemory
 from specpool.engine.memory.host.tier import HostTier
 from specpool.engine.memory.kv_cache import KVCache
-from specpool.engine.memory.pools import Pools, plan_pools
+from specpool.engine.memory.pools import Pools, kv_budget, plan_pools
 from specpool.engine.models import TargetModel
 from specpool.engine.ranks.group import Ranks
 from specpool.engine.ranks.journal import RankJournal
@@ -39,7 +41,10 @@ _log = logging.getLogger("specpool")
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts below an engine's scheduler, with the functions that put a scheduler on them."""
+    """The parts below an engine's scheduler, with the functions that put a scheduler on them.
+
+    `config` has a batch and an overlap depth.
+    """
 
     target: TargetModel
     drafters: Mapping[str, Drafter]  # by name; the first is of a request that names none
@@ -58,7 +63,7 @@ class Assembly:
         """Return the options of a scheduler for these parts."""
         config, drafters = self.config, [*self.drafters.values()]
         return SchedulerConfig(
-            max_batch=config.max_batch,
+            max_batch=self.ledger.max_batch,
             prefill_tokens=config.prefill_tokens,
             keeps_draft_kv=any(drafter.layers for drafter in drafters),
             reads_tokens=any(drafter.reads_tokens for drafter in drafters),
@@ -89,7 +94,7 @@ class Assembly:
             self.worker,
             cache,
             BusyCheck(ledger, scheduler, cache, level=busy_check, on_finding=on_finding),
-            overlap_depth=config.overlap_depth,
+            overlap_depth=ledger.overlap_depth,
             mixed_chunks=config.mixed_chunks,
             host=self.host,
             journal=journal,
@@ -108,7 +113,7 @@ class Assembly:
             lambda: self.loop(
                 Scheduler(self.ledger, scheduler_config, controller=tour), busy_check=0
             ),
-            max_batch=self.config.max_batch,
+            max_batch=self.ledger.max_batch,
             broadcast_first=float if self.ranks is None else self.ranks.broadcast_first,
         )
         if self.worker.graphs is not None:
@@ -137,16 +142,37 @@ def assemble(
         config.attention, target.device, target.dtype, layers, target.config.model_type
     )
     capture = capture_on(target.device)
-    sizes = graph_sizes(
-        config, attention, has_capture=capture is not None, keeps_state=target.keeps_state
+    max_context_len = _context_len(config, target, named)
+    sizes_of = partial(
+        graph_sizes,
+        attention=attention,
+        has_capture=capture is not None,
+        keeps_state=target.keeps_state,
     )
+    kv_bytes = kv_budget(
+        config,
+        target.device,
+        graph_layers=len(layers) if sizes_of(config) else 0,
+        least=None if ranks is None else ranks.least,
+        sharers=1 if ranks is None else ranks.num_sharers,
+    )
+    config = with_defaults(
+        config,
+        target.device,
+        drafters,
+        layers,
+        itemsize=target.dtype.itemsize,
+        max_context_len=max_context_len,
+        kv_bytes=kv_bytes,
+        keeps_state=target.keeps_state,
+    )
+    sizes = sizes_of(config)
     controller = _controller(config, sizes, ranks)
     shape = _shape(config, drafters, controller)
     shapes = _shapes(config, drafters, shape, controller)
     _check(config, drafters, attention, shapes)
     kind = routed(config, target, drafters, shapes)
-    max_context_len = _context_len(config, target, named)
-    pools = _pools(config, target, draft_layers, shapes, max_context_len, ranks)
+    pools = _pools(config, target, draft_layers, shapes, max_context_len, kv_bytes, ranks)
     ledger, cache = pools.ledger, _cache(pools, layers, target, started.attend if started else None)
     target.capture(feature_layers(drafters))
     layout, first_layer = ledger.groups[pools.draft_group].layout, len(target.layer_kv)
@@ -316,6 +342,7 @@ def _pools(
     draft_layers: Sequence[LayerKV],
     shapes: Sequence[Shape],
     max_context_len: int,
+    kv_bytes: int,
     ranks: Ranks | None,
 ) -> Pools:
     """Build the ledger, on all ranks the same one."""
@@ -327,8 +354,8 @@ def _pools(
         max_context_len=max_context_len,
         dtype=target.dtype,
         device=target.device,
+        kv_bytes=kv_bytes,
         least=None if ranks is None else ranks.least,
-        sharers=1 if ranks is None else ranks.num_sharers,
         record=None if ranks is None else log_path(ranks),
     )
     if ranks is not None:

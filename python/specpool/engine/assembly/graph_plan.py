@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specpool._core import Shape
+from specpool.capacity.group_sizes import MAX_BATCH
 from specpool.engine.attention import BackEnd
 from specpool.engine.config import EngineConfig
 from specpool.engine.draft import Drafter
@@ -30,12 +31,20 @@ def graph_sizes(
     elif keeps_state:
         why = "the target has recurrent layers, which run on the synchronous worker"
     if config.graph_sizes is None:
-        max_batch = config.max_batch
-        powers = {1 << i for i in range(max_batch.bit_length())}
-        return () if why else tuple(sorted(powers | {max_batch}))
+        return () if why else default_sizes(config.max_batch or MAX_BATCH)
     if why and config.graph_sizes:
         raise ConfigError(f"graph_sizes {list(config.graph_sizes)} cannot be captured: {why}")
     return tuple(sorted(config.graph_sizes))
+
+
+def default_sizes(max_batch: int) -> tuple[int, ...]:
+    """Return the batch sizes that are captured if no option names any, up to `max_batch`.
+
+    A round pays for all rows of its graph. Above 16 rows powers of two would waste up to half of
+    them, these steps at most a third. There are 11 sizes up to 64 rows, 23 up to 256.
+    """
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, max_batch, 16)]
+    return (*(size for size in sizes if size < max_batch), max_batch)
 
 
 def round_kinds(

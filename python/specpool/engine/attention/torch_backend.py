@@ -18,6 +18,7 @@ from specpool.engine.attention.fused import attend_fused, serves_fused
 from specpool.engine.attention.prompts import attend_prompts, serves_prompts
 from specpool.engine.attention.trees import attend_trees, serves_trees
 from specpool.engine.attention.view import AttentionView, Reads
+from specpool.engine.attention.writes import write_kv
 
 # Up to this many queries per lane, query heads are folded into the query axis, so that each K and V
 # head is read once. With more queries the folded mask costs more than this saves.
@@ -62,10 +63,7 @@ def attend(
     tree = not (explicit or few or fused) and serves_trees(view, q, v_buffer, window)
     # `reads` raises for a bad mask, so call it before anything is written.
     reads = None if few or by_lane or fused or tree else view.reads(window, dtype)
-    if k.dtype != k_buffer.dtype:
-        k, v = k.to(k_buffer.dtype), v.to(v_buffer.dtype)
-    k_buffer.index_copy_(0, view.write_slots, k)
-    v_buffer.index_copy_(0, view.write_slots, v)
+    k, v = write_kv(k_buffer, v_buffer, view.write_slots, k, v)
     if few:
         return attend_few_queries(view, k_buffer, v_buffer, q, scaling, window)
     if fused:

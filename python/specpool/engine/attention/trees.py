@@ -26,6 +26,7 @@ class _Tree:
     prefix: fused.FusedLanes
     slots: Tensor  # int64 [B * W], the own cells
     bias: Tensor  # float32 [B, 1, 1, Q, W], 0 or hidden
+    lane_and_query: tuple[Tensor, Tensor] | None  # int64 [T] each; None if no lane is padded
 
 
 def serves_trees(view: AttentionView, q: Tensor, v_buffer: Tensor, window: int | None) -> bool:
@@ -65,9 +66,11 @@ def attend_trees(
     old_result, old_lse = fused.flash(tree.prefix, q, keys, values, scaling, is_causal=False)
     own_result, own_lse = _attend_own(view, tree, k_buffer, v_buffer, q, scaling)
     # A lane without a prefix has an infinite logarithm, of either sign, and no share.
-    old_lse = old_lse.T.masked_fill(old_lse.T == torch.inf, -torch.inf)
-    share = torch.sigmoid(old_lse - own_lse).unsqueeze(2)
-    return torch.lerp(own_result, old_result.float(), share).to(q.dtype)
+    old_lse = old_lse.T.masked_fill(old_lse.T == torch.inf, -torch.inf).view(own_lse.shape)
+    share = torch.sigmoid(own_lse - old_lse).unsqueeze(-1)
+    # The first operand gives the order in memory, so the result needs no copy.
+    result = torch.lerp(old_result.float().view(own_result.shape), own_result, share)
+    return result.to(q.dtype).view(old_result.shape)
 
 
 def _attend_own(
@@ -78,34 +81,48 @@ def _attend_own(
     q: Tensor,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend over the tree's own cells in float32: [T, H, D], and the logarithms, [T, H]."""
-    heads, kv_heads = q.shape[1], k_buffer.shape[1]
+    """Attend over the tree's own cells in float32.
+
+    The query heads of one KV head lie beside each other, so each of its cells is read once for all.
+
+    Returns:
+        The result [..., Hkv, G, D] and the logarithms [..., Hkv, G], where ... is B, Q, or T if
+        the lanes are ragged.
+    """
+    heads, kv_heads, dim = q.shape[1], *k_buffer.shape[1:]
     lanes, queries, width = view.num_lanes, view.max_q_len, tree.bias.shape[4]
+    groups, batch = heads // kv_heads, lanes * kv_heads
     if view.pad_index is not None:
         q = q.index_select(0, view.pad_index)
-    # [B, Hkv, G, Q, D], and the cells as [B, Hkv, 1, W, D]
-    q = q.view(lanes, queries, kv_heads, heads // kv_heads, -1).permute(0, 2, 3, 1, 4).float()
+    # [B, Hkv, G, Q, D], and the cells [B, Hkv, W, D]: one copy each, from 16 bits to float32.
+    q = _in_order(q.view(lanes, queries, kv_heads, groups, dim).permute(0, 2, 3, 1, 4))
     keys, values = (
-        buffer.index_select(0, tree.slots)
-        .view(lanes, width, kv_heads, 1, -1)
-        .permute(0, 2, 3, 1, 4)
-        .float()
+        _in_order(
+            buffer.index_select(0, tree.slots).view(lanes, width, kv_heads, dim).transpose(1, 2)
+        ).view(batch, width, dim)
         for buffer in (k_buffer, v_buffer)
     )
-    scores = torch.matmul(q * scaling, keys.transpose(3, 4)) + tree.bias
-    lse = scores.logsumexp(4).permute(0, 3, 1, 2).reshape(lanes * queries, heads)
-    out = torch.matmul(scores.softmax(4), values).permute(0, 3, 1, 2, 4)
-    out = out.reshape(lanes * queries, heads, -1)
-    if view.unpad_index is None:
+    scores = torch.bmm(q.mul_(scaling).view(batch, groups * queries, dim), keys.transpose(1, 2))
+    scores = scores.view(lanes, kv_heads, groups, queries, width).add_(tree.bias)
+    lse = scores.logsumexp(4)
+    out = torch.bmm(scores.softmax(4).view(batch, groups * queries, width), values)
+    out, lse = out.view(lanes, kv_heads, groups, queries, dim), lse.permute(0, 3, 1, 2)
+    out = out.permute(0, 3, 1, 2, 4)
+    if tree.lane_and_query is None:
         return out, lse
-    return out.index_select(0, view.unpad_index), lse.index_select(0, view.unpad_index)
+    return out[tree.lane_and_query], lse[tree.lane_and_query]
+
+
+def _in_order(values: Tensor) -> Tensor:
+    """Return the values as float32, in memory in the order of their axes."""
+    return values.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _tree(view: AttentionView) -> _Tree:
     """Return what the layers share; computed once per view, without a wait for the device."""
     tree = view.plans.get(_Tree)
     if tree is None:
-        own_cells = view.own_cells
+        own_cells, unpad = view.own_cells, view.unpad_index
         assert own_cells is not None
         tree = view.plans[_Tree] = _Tree(
             fused.live_lanes(view, own_cells.starts()),
@@ -113,5 +130,6 @@ def _tree(view: AttentionView) -> _Tree:
             torch.zeros(own_cells.mask.shape, device=own_cells.mask.device)
             .masked_fill_(~own_cells.mask, _HIDDEN)
             .view(view.num_lanes, 1, 1, *own_cells.mask.shape[1:]),
+            None if unpad is None else (unpad // view.max_q_len, unpad % view.max_q_len),
         )
     return tree  # type: ignore[return-value]

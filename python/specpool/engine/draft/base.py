@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -29,6 +29,10 @@ class DraftTree:
     If they do not agree in a lane, the request of that lane ends with an error.
 
     All fields are on one device: the engine's, or a CPU for proposals that the host made.
+
+    `is_chain` says whether the host knows that in every tree node i continues node i - 1; the
+    target then reads them without a mask. `chain` and `from_parents` know it. A tree that is made
+    of five fields on a GPU counts as one with branches.
     """
 
     tokens: Tensor  # int64 [B, N]
@@ -36,6 +40,7 @@ class DraftTree:
     mask: Tensor  # bool [B, N, N], a node's ancestors and itself
     first_child: Tensor  # int32 [B, N], -1 means none
     next_sibling: Tensor  # int32 [B, N], -1 means none
+    is_chain: bool = field(init=False, default=False)
 
     def check(self, shape: Shape, batch: int) -> None:
         """Check types, dtypes and sizes for trees of this shape, without reading values.
@@ -112,21 +117,24 @@ class DraftTree:
     @classmethod
     def joined(cls, first: DraftTree, second: DraftTree) -> DraftTree:
         """Return the trees of both, one after the other; both are on one device."""
-        names = ("tokens", "depths", "mask", "first_child", "next_sibling")
-        pairs = ((getattr(first, name), getattr(second, name)) for name in names)
-        return cls(*(torch.cat(pair) for pair in pairs))
+        pairs = zip(first._fields, second._fields, strict=True)
+        return cls._of([torch.cat(pair) for pair in pairs], first.is_chain and second.is_chain)
 
     def select(self, lanes: Tensor) -> DraftTree:
         """Return the trees of some lanes, int64 [n] on the trees' device."""
-        fields = (self.tokens, self.depths, self.mask, self.first_child, self.next_sibling)
-        return DraftTree(*(field.index_select(0, lanes) for field in fields))
+        return self._of([field.index_select(0, lanes) for field in self._fields], self.is_chain)
 
     def to(self, device: torch.device) -> DraftTree:
         """Return the same trees on `device`; trees of a GPU stay there if `device` is a CPU."""
         if self.tokens.device == device or device.type == "cpu":
             return self
-        fields = (self.tokens, self.depths, self.mask, self.first_child, self.next_sibling)
-        return DraftTree(*upload(device, *(field.numpy() for field in fields)))
+        fields = upload(device, *(field.numpy() for field in self._fields))
+        return self._of(fields, self.is_chain)
+
+    def made_safe(self, tokens: Tensor, depths: Tensor) -> DraftTree:
+        """Return the trees with the tokens and depths that `kernels.check_tree` returned."""
+        _, _, *links = self._fields
+        return self._of([tokens, depths, *links], self.is_chain)
 
     @classmethod
     def from_parents(cls, tokens: Int64, parents: Int32) -> DraftTree:
@@ -134,13 +142,29 @@ class DraftTree:
 
         `parents[:, 0] == -1`, and `parents[b, i] < i` for all other nodes.
         """
-        return cls(torch.from_numpy(tokens), *_links(parents, torch.device("cpu")))
+        links = _links(parents, torch.device("cpu"))
+        are_chains = bool((parents == np.arange(-1, parents.shape[1] - 1)).all())
+        return cls._of([torch.from_numpy(tokens), *links], are_chains)
 
     @classmethod
-    def chain(cls, tokens: Tensor) -> DraftTree:
-        """Build chains from tokens, int64 [B, N]: each token continues the one before."""
+    def chain(cls, tokens: Tensor, links: Links | None = None) -> DraftTree:
+        """Build chains from tokens, int64 [B, N]: each token continues the one before.
+
+        `links` are those of `chain_links` for this size, if the caller has kept them.
+        """
         batch, num_nodes = tokens.shape
-        return cls(tokens, *chain_links(batch, num_nodes, tokens.device))
+        links = chain_links(batch, num_nodes, tokens.device) if links is None else links
+        return cls._of([tokens, *links], True)
+
+    @property
+    def _fields(self) -> tuple[Tensor, ...]:
+        return self.tokens, self.depths, self.mask, self.first_child, self.next_sibling
+
+    @classmethod
+    def _of(cls, fields: Sequence[Tensor], is_chain: bool) -> DraftTree:
+        trees = cls(*fields)
+        object.__setattr__(trees, "is_chain", is_chain)
+        return trees
 
 
 def _links(parents: Int32, device: torch.device) -> Links:

@@ -44,7 +44,7 @@ class Chains:
         if links is None:
             size = *nodes.shape, nodes.device
             links = self._links[nodes.shape] = chain_links(*size)
-        return DraftTree(nodes, *links)
+        return DraftTree.chain(nodes, links)
 
 
 def draft_trees(part: DraftPart, level: Level, branches: Branches, first: int) -> Drafting:

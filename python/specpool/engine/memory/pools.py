@@ -34,6 +34,9 @@ class Pools:
     draft_group: int
 
 
+# The part of a CUDA device that is left for prompts, logits and graphs.
+_PERCENT_FOR_WORK = 12
+
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -83,6 +86,42 @@ def _free_bytes_of_host() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def kv_budget(
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    graph_layers: int = 0,
+    least: Callable[[int], int] | None = None,
+    sharers: int = 1,
+) -> int:
+    """Return the bytes for KV: what an option says, else a share of the device's free memory.
+
+    Half of what is free. On a CUDA device, where prompts and logits take less than that, all but
+    12 % of the device if that is more.
+
+    Args:
+        config: `num_pages` or `kv_bytes` if given.
+        device: where the KV lives.
+        graph_layers: the layers of the models, if graphs read the KV of one of them into memory of
+            their own; 0 if there are no graphs.
+        least: returns the least of all ranks' values: they have the same pages; None without ranks.
+        sharers: the ranks that share the device's memory.
+    """
+    budget = config.kv_bytes
+    if budget is None and config.num_pages is not None:
+        budget = 0
+    elif budget is None:
+        budget = free_bytes(device) // 2
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            spare = free - total * _PERCENT_FOR_WORK // 100
+            if graph_layers:
+                spare = spare * graph_layers // (graph_layers + 1)
+            budget = max(budget, spare)
+        budget //= sharers
+    return budget if least is None else least(budget)
+
+
 def plan_pools(
     config: EngineConfig,
     target_layers: Sequence[LayerKV],
@@ -92,8 +131,8 @@ def plan_pools(
     max_context_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    kv_bytes: int,
     least: Callable[[int], int] | None = None,
-    sharers: int = 1,
     record: Path | None = None,
 ) -> Pools:
     """Size the groups and build the ledger.
@@ -105,28 +144,22 @@ def plan_pools(
         shapes: the shapes that will run beside shape 0.
         max_context_len: the most tokens of a sequence.
         dtype: dtype of the KV.
-        device: where the KV lives. Without `num_pages` and `kv_bytes`, half of its free memory is
-            used.
+        device: where the KV lives.
+        kv_bytes: bytes for all buffers, of `kv_budget`.
         least: returns the least of all ranks' values: they have the same pages; None without ranks.
-        sharers: the ranks that share the device's memory.
         record: a file for the ledger's event log, if there are ranks.
 
     Raises:
         ConfigError: the memory does not hold one row of the whole context, or not the pages that
             were asked for.
     """
-    budget = config.kv_bytes
-    if budget is None:
-        budget = 0 if config.num_pages is not None else free_bytes(device) // (2 * sharers)
-    if least is not None:
-        budget = least(budget)
     sizes = size_groups(
         config,
         bytes_by_window(target_layers, dtype.itemsize),
         sum(layer.bytes_per_token(dtype.itemsize) for layer in draft_layers),
         shapes=shapes,
         max_context_len=max_context_len,
-        kv_bytes=budget,
+        kv_bytes=kv_bytes,
     )
     ledger = sizes.ledger(digest=least is not None, record=record)
     free = free_bytes(device)

@@ -216,17 +216,11 @@ def _root_trees(roots: Tensor) -> DraftTree:
     size = len(roots), 1
     depths = torch.zeros(size, dtype=torch.int32, device=roots.device)
     alone = torch.ones(*size, 1, dtype=torch.bool, device=roots.device)
-    return DraftTree(
-        tokens=roots.unsqueeze(1),
-        depths=depths,
-        mask=alone,
-        first_child=depths - 1,
-        next_sibling=depths - 1,
-    )
+    return DraftTree.chain(roots.unsqueeze(1), (depths, alone, depths - 1, depths - 1))
 
 
 def _are_chains(tree: DraftTree) -> bool:
-    """Return whether the host sees that in every tree node i continues node i - 1."""
-    if runs_kernels(tree.depths.device):
-        return False
+    """Return whether the host knows that in every tree node i continues node i - 1."""
+    if tree.is_chain or runs_kernels(tree.depths.device):
+        return tree.is_chain
     return bool((tree.depths.numpy() == np.arange(tree.depths.shape[1])).all())

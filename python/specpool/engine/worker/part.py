@@ -23,7 +23,8 @@ class Part:
         positions: int32 [B, N], of each node.
         num_steps: of the shape.
         chains_of: the drafter that has proposed all trees, if they are chains; else None.
-        is_chain: whether the host sees that in every tree node i continues node i - 1.
+        is_chain: whether the host knows that in every tree node i continues node i - 1. The walk
+            of a broken lane ends at its root, which sees the same cells in any tree.
         first: the index of the part's first node among the round's.
         is_broken: bool [B], lanes whose tree was invalid; None if the host has checked all of them.
         requests: one per lane; empty in the capture of a graph.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -219,7 +218,7 @@ class Proposer:
         tokens, depths, is_broken = kernels.check_tree(
             tree.tokens, tree.depths, *links, roots, vocab_size=self._vocab_size
         )
-        return replace(tree, tokens=tokens, depths=depths), is_broken
+        return tree.made_safe(tokens, depths), is_broken
 
     def _checked_here(
         self,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specpool.checks import check_int, shown
+from specpool.engine.config import MOST_BATCH, SERVED_BATCH
 from specpool.errors import ConfigError
 from specpool.serve.config import Launch
 
@@ -80,10 +81,11 @@ def manifest(config: ReplicaConfig, launch: Launch, words: Sequence[str]) -> dic
             f"gpus must be {config.ranks} for {config.ranks} ranks, a GPU each, got {config.gpus:g}"
         )
     drain = server.request_timeout or _LONGEST
+    sizes = launch.loading.get("graph_sizes") or (0,)
     deployment: dict[str, Any] = {
         "name": "Replica",
         # More than the server takes, so that its own 429 answers, and no turn waits in a router.
-        "max_ongoing_requests": launch.loading["max_batch"]
+        "max_ongoing_requests": launch.loading.get("max_batch", max(MOST_BATCH, *sizes))
         + server.max_queue
         + _NUM_OTHER_REQUESTS,
         "max_queued_requests": -1,
@@ -99,7 +101,7 @@ def manifest(config: ReplicaConfig, launch: Launch, words: Sequence[str]) -> dic
         deployment["autoscaling_config"] = {
             "min_replicas": config.min_replicas,
             "max_replicas": config.max_replicas,
-            "target_ongoing_requests": launch.loading["max_batch"],
+            "target_ongoing_requests": launch.loading.get("max_batch", SERVED_BATCH),
         }
     else:
         deployment["num_replicas"] = config.min_replicas

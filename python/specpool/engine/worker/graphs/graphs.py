@@ -89,7 +89,10 @@ class Graphs:
         max_accept_len = max(shape.max_accept_len for shape in ledger.shapes)
         # No root lies beyond `last`: the scheduler prepares no row at the context's end.
         last = ledger.max_context_len - 1 + ledger.overlap_depth * max_accept_len
-        self._bounds = [LEAST_BOUND << i for i in range(32) if LEAST_BOUND << i < last] + [last]
+        bounds = [LEAST_BOUND << i for i in range(32) if LEAST_BOUND << i < last]
+        if bounds and last - bounds[-1] < bounds[-1] // 8:  # what overlap adds to a whole context
+            bounds.pop()
+        self._bounds = [*bounds, last]
         self._sets: dict[tuple[int, bool], GraphSet] = {}
         self._num_bytes = self._replay_ct = self._eager_ct = 0
 

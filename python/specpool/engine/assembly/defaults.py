@@ -1,0 +1,63 @@
+"""`with_defaults`: what an engine takes where no option says it, by its device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from specpool.capacity.group_sizes import MAX_BATCH
+from specpool.capacity.layer_kv import LayerKV
+from specpool.engine.config import MOST_BATCH, EngineConfig
+from specpool.engine.draft import Drafter
+from specpool.num_bytes import show_bytes
+
+# Tokens that a request is reckoned to hold, where the batch follows from the memory.
+_TOKENS_OF_ROW = 2048
+
+_log = logging.getLogger("specpool")
+
+
+def with_defaults(
+    config: EngineConfig,
+    device: torch.device,
+    drafters: Sequence[Drafter],
+    layers: Sequence[LayerKV],
+    *,
+    itemsize: int,
+    max_context_len: int,
+    kv_bytes: int,
+    keeps_state: bool,
+) -> EngineConfig:
+    """Return the configuration with a batch and an overlap depth; options that are given stay.
+
+    On a CUDA device one line of the log says what was taken.
+
+    Args:
+        config: `max_batch` and `overlap_depth` may be None.
+        device: where the engine runs.
+        drafters: the engine's.
+        layers: all layers with KV.
+        itemsize: bytes of a number of the KV.
+        max_context_len: the most tokens of a sequence.
+        kv_bytes: memory for KV, on all ranks the same; unused if `config.num_pages` is given.
+        keeps_state: whether the target has recurrent layers.
+    """
+    on_cuda = device.type == "cuda"
+    max_batch, depth = config.max_batch, config.overlap_depth
+    if max_batch is None:
+        num_tokens = kv_bytes // max(sum(layer.bytes_per_token(itemsize) for layer in layers), 1)
+        if config.num_pages is not None:
+            num_tokens = config.num_pages * config.page_size
+        max_batch = num_tokens // min(_TOKENS_OF_ROW, max_context_len) if on_cuda else MAX_BATCH
+        max_batch = min(max(max_batch - max_batch % 8, MAX_BATCH), MOST_BATCH)
+        max_batch = max(max_batch, *(config.graph_sizes or (1,)))
+    if depth is None:
+        waits = keeps_state or any(drafter.reads_tokens for drafter in drafters)
+        depth = int(on_cuda and config.worker != "v1" and not waits)
+    memory = "" if config.num_pages is not None else f", {show_bytes(kv_bytes)} for KV at most"
+    if on_cuda:
+        _log.info("on %s: max_batch %d, overlap_depth %d%s", device, max_batch, depth, memory)
+    return replace(config, max_batch=max_batch, overlap_depth=depth)
