@@ -39,7 +39,7 @@ class Lanes:
         columns=None,
         seed=0,
     ):
-        rng = np.random.default_rng([seed, page_size, dim, group, *lens])
+        rng = np.random.default_rng([seed, page_size, dim, group, len(lens), max(lens)])
         generator = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
         self.lens, self.q_lens, self.window, self.dtype = lens, q_lens, window, dtype
         self.page_size, self.group = page_size, group
@@ -205,8 +205,8 @@ def test_trees(kit, own, dim, dtype):
     """Law: a query sees the prefix and the own cells of its bits, which may lie anywhere."""
     if kit.is_checked and (own != 5 or dim != 64):
         pytest.skip("check mode runs small cases")
-    queries = [min(own, 16), 3, min(own, 9)]
-    check(kit, Lanes([37, 0, 16], queries, own=own, dim=dim, dtype=dtype, kv_heads=1, group=3))
+    lens, queries = [37, 0, 16, -5], [min(own, 16), 3, min(own, 9), 1]
+    check(kit, Lanes(lens, queries, own=own, dim=dim, dtype=dtype, kv_heads=1, group=3))
 
 
 @pytest.mark.parametrize("page", [-1, -(2**31), 5000, 2**31 - 1])
