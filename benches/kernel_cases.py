@@ -275,6 +275,32 @@ def tree_cases(sizes: Sizes, batch: int, device: torch.device) -> Iterator[Case]
     yield Case("verify_tree", run, _bytes(*walk, *out))
 
 
+def layer_cases(sizes: Sizes, batch: int, device: torch.device) -> Iterator[Case]:
+    """Kernels 9 and 14 in one layer, whose queries have four times as many heads as its keys."""
+    generator = torch.Generator(device).manual_seed(batch)
+    n = batch * sizes.nodes
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+
+    q, k = (drawn(n, heads, sizes.head_dim) for heads in (4 * sizes.heads, sizes.heads))
+    angles = drawn(n, sizes.head_dim), drawn(n, sizes.head_dim)
+    named = {"rotary_dim": sizes.head_dim, "is_rounded": True}
+    out = kernels.rotate_heads(q, k, *angles, **named)
+    run = partial(kernels.rotate_heads, q, k, *angles, **named, out=out)
+    yield Case("rotate_heads", run, _bytes(q, k, *angles, *out))
+
+    gate, up = (drawn(n, 14 * sizes.heads * sizes.head_dim) for _ in range(2))
+    product = torch.empty_like(gate)
+    run = partial(kernels.gated_silu, gate, up, out=product)
+    yield Case("gated_silu", run, _bytes(gate, up, product))
+
+    buffers = drawn(2 * n, *k.shape[1:]), drawn(2 * n, *k.shape[1:])
+    slots = torch.arange(0, 2 * n, 2, device=device)
+    run = partial(kernels.write_kv, *buffers, k, k, slots)
+    yield Case("write_kv", run, 4 * k.nbytes + slots.nbytes)
+
+
 def sample_cases(sizes: Sizes, batch: int, device: torch.device) -> Iterator[Case]:
     """Kernel 11: argmax, and draws after temperature, top-k and top-p."""
     generator = torch.Generator(device).manual_seed(batch)
@@ -294,6 +320,9 @@ def sample_cases(sizes: Sizes, batch: int, device: torch.device) -> Iterator[Cas
         args = (logits, *how, ones * top_p, u)
         run = partial(kernels.sample_tokens, *args, out=tokens)
         yield Case(f"sample_tokens, {name}", run, _bytes(*args, tokens))
+
+    p = torch.softmax(logits[:batch], -1, dtype=torch.float32)
+    yield Case("likeliest, k=8", partial(kernels.likeliest, p, 8), _bytes(p))
 
     seeds = torch.arange(n, device=device)
     run = partial(kernels.uniform, seeds, seeds, out=u)

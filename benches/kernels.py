@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import math
 import re
 import subprocess
@@ -22,6 +23,8 @@ from typing import Any, Protocol
 
 import torch
 
+from benches.kernel_attention import BATCHES as ATTEND_BATCHES
+from benches.kernel_attention import CONTEXTS, live_kv
 from benches.kernel_cases import (
     MODELS,
     Case,
@@ -29,6 +32,7 @@ from benches.kernel_cases import (
     Sizes,
     Tails,
     empty_launch,
+    layer_cases,
     move_cases,
     sample_cases,
     table_cases,
@@ -42,6 +46,7 @@ from specpool.errors import SpecpoolError
 PAGE_SIZES, BATCHES = (1, 16, 64), (1, 16, 64, 256)
 TREE_US = 30.0  # build and verify of 256 trees with N = 64
 COPY, EMPTY = "device copy", "empty launch"
+FLASH = "a gather and torch's flash kernel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +191,27 @@ def device_results(
             if is_timed and not result.name.startswith("select_topk"):
                 name = f"{result.name}, N={first.nodes}"
                 yield Result(name, result.us, "us", "target, at most", TREE_US)
+        yield from bench.launches(where, layer_cases(first, batch, device), batch)
         yield from bench.launches(where, sample_cases(first, batch, device), batch)
+
+
+def attention_results(
+    bench: Bench,
+    batches: tuple[int, ...] = ATTEND_BATCHES,
+    contexts: tuple[int, ...] = CONTEXTS,
+    *,
+    has_flash: bool = True,
+) -> Iterator[Result]:
+    """Few queries over live KV, beside a copy of its bytes and beside a gather with flash."""
+    for kv, batch, counts in live_kv(bench.device, batches, contexts):
+        for count in counts:
+            case, where = kv.case(count), f"{kv.context} tokens, bs={batch}"
+            yield from bench.launches(where, [case], batch)
+            if has_flash:
+                both = (case.run, kv.by_flash(count))
+                runs = [bench.clock.graph(run, case.num_bytes) for run in both]
+                us, flash_us = interleaved(runs, bench.repeats)
+                yield Result(f"{case.kernel}, {where}", us, "us", FLASH, flash_us)
 
 
 def cuda_machine(device: torch.device) -> dict[str, Any]:
@@ -272,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             limit = where["memory_bandwidth_gb_s"]
             bench = Bench(device, CudaClock(), limit, options.repeats)
             record = Record("kernels", where, options.write)
-            for result in device_results(bench, MODELS):
+            for result in itertools.chain(attention_results(bench), device_results(bench, MODELS)):
                 print(f"{result.name}: {result.value:.4g} {result.unit}", file=sys.stderr)
                 record.add(result)
     except (SpecpoolError, ImportError) as error:

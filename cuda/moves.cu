@@ -99,6 +99,37 @@ extern "C" __global__ void copy_slots_kernel(
         });
 }
 
+// Writes each token's keys and values into its slot of a layer's buffers. A slot outside them is skipped. No slot but
+// the sink is named twice.
+//
+// grid (any, 2, any), block (columns, tokens): blockIdx.y is 0 for keys, 1 for values.
+extern "C" __global__ void write_kv_kernel(
+    void* k_buffer,  // [num_slots, k_width]
+    void* v_buffer,  // [num_slots, v_width]
+    const void* k,   // token i from byte i * k_stride on, k_width bytes
+    const void* v,   // likewise
+    long long k_stride,
+    long long v_stride,
+    int k_width,
+    int v_width,
+    int k_vec,  // bytes of one access
+    int v_vec,
+    int num_slots,
+    const long long* slots,  // int64, token i's is slots[i * slots_stride]
+    long long slots_stride,
+    int n) {
+    const bool is_key = blockIdx.y == 0;
+    const int width = is_key ? k_width : v_width, vec = is_key ? k_vec : v_vec;
+    const Field from = {(long long)(is_key ? k : v), is_key ? k_stride : v_stride, width, vec};
+    const Field to = {(long long)(is_key ? k_buffer : v_buffer), width, width, vec};
+    copy_pieces(
+        from, to, 1, 1, n, blockIdx.x * blockDim.y + threadIdx.y, gridDim.x * blockDim.y, blockIdx.z, gridDim.z,
+        [&](int i, int& read, int& written) {
+            const long long slot = slots[i * slots_stride];
+            if (is_slot(slot, num_slots)) read = i, written = (int)slot;
+        });
+}
+
 // Moves `n` slots of a field, from source(i) to target(i), one column for each threadIdx.x. The block reads everything
 // before it writes, so slots may be both read and written. `held` is shared, int4 [n, blockDim.x].
 template <typename Source, typename Target>

@@ -13,11 +13,11 @@ __device__ __forceinline__ float probability(float p) { return p >= 0.0f ? (p <=
 // A score below 2^-126 counts as 0, because the compiler may flush it; NaN likewise.
 __device__ __forceinline__ float score(float p) { return p >= 1.17549435e-38f ? p : 0.0f; }
 
-// How many of scores[0 .. count) come before `at` in the order.
-__device__ __forceinline__ int rank_of(const float* scores, int count, int at) {
+// How many of scores[first], scores[first + step], ... below `count` come before `at` in the order.
+__device__ __forceinline__ int rank_of(const float* scores, int count, int at, int first = 0, int step = 1) {
     const float mine = scores[at];
     int rank = 0;
-    for (int other = 0; other < count; other++) {
+    for (int other = first; other < count; other += step) {
         rank += scores[other] > mine || (scores[other] == mine && other < at);
     }
     return rank;
@@ -66,7 +66,7 @@ extern "C" __global__ void select_topk_kernel(
 
 // Chooses the N - 1 best candidates and links them to a tree under the root, node 0.
 //
-// grid batch, block any; shared: M floats, then 2 * M + N ints.
+// grid batch, block of whole warps; shared: M floats, then 2 * M + N ints.
 extern "C" __global__ void build_tree_kernel(
     int num_steps,
     int topk,
@@ -91,12 +91,23 @@ extern "C" __global__ void build_tree_kernel(
     for (int i = threadIdx.x; i < total; i += blockDim.x) scores[i] = score(all_scores[lane * total + i]);
     for (int node = threadIdx.x; node < n; node += blockDim.x) parent_of[node] = node == 0 ? -1 : 0;
     __syncthreads();
-    for (int i = threadIdx.x; i < total; i += blockDim.x) is_chosen[i] = rank_of(scores, total, i) < n - 1;
+    // Four threads share the work on a candidate, so that no loop is long.
+    const int lane_of_four = threadIdx.x % 4;
+    for (int first = 0; first < total; first += blockDim.x / 4) {
+        const int i = first + (int)threadIdx.x / 4;
+        int rank = i < total ? rank_of(scores, total, i, lane_of_four, 4) : 0;
+        rank += __shfl_xor_sync(0xffffffffu, rank, 1);
+        rank += __shfl_xor_sync(0xffffffffu, rank, 2);
+        if (i < total && lane_of_four == 0) is_chosen[i] = rank < n - 1;
+    }
     __syncthreads();
-    for (int i = threadIdx.x; i < total; i += blockDim.x) {
-        int node = 1;
-        for (int before = 0; before < i; before++) node += is_chosen[before];
-        node_of[i] = node;
+    for (int first = 0; first < total; first += blockDim.x / 4) {
+        const int i = first + (int)threadIdx.x / 4;
+        int before = 0;
+        for (int other = lane_of_four; other < min(i, total); other += 4) before += is_chosen[other];
+        before += __shfl_xor_sync(0xffffffffu, before, 1);
+        before += __shfl_xor_sync(0xffffffffu, before, 2);
+        if (i < total && lane_of_four == 0) node_of[i] = 1 + before;
     }
     __syncthreads();
     tokens += lane * n;
@@ -129,20 +140,18 @@ extern "C" __global__ void build_tree_kernel(
     }
 }
 
-// Whether nodes a < b see the same others: a's child b also sees a, its sibling does not, and a never sees b.
-__device__ __forceinline__ bool sees_alike(const unsigned char* mask, int n, int a, int b, bool is_child) {
-    const unsigned char *of_a = mask + (long long)a * n, *of_b = mask + (long long)b * n;
-    if (of_a[b] || (of_b[a] != 0) != is_child) return false;
-    for (int other = 0; other < n; other++) {
-        if (other != a && other != b && (of_a[other] != 0) != (of_b[other] != 0)) return false;
-    }
-    return true;
+// Whether nodes a < b see `other` alike: a's child b also sees a, its sibling does not, and a never sees b.
+__device__ __forceinline__ bool sees_alike(
+    const unsigned char* mask, int n, int a, int b, int other, bool is_child) {
+    const bool by_a = mask[(long long)a * n + other], by_b = mask[(long long)b * n + other];
+    return other == a ? by_b == is_child : other == b ? !by_a : by_a == by_b;
 }
 
 // Finds the lanes whose arrays are not a tree of this root. A walk over them could give another text than the
 // target's. Such a lane gets the root's token and depth 0 in every node, so that no later kernel reads out of bounds.
+// A warp checks a node: what it sees, and that its child and its sibling see the same others.
 //
-// grid batch, block any.
+// grid batch, block of whole warps.
 extern "C" __global__ void check_tree_kernel(
     int num_draft_tokens,
     long long vocab_size,
@@ -162,15 +171,22 @@ extern "C" __global__ void check_tree_kernel(
     mask += first * n;
     if (threadIdx.x == 0) broken = tokens[0] != root_tokens[lane] || depths[0] != 0;
     __syncthreads();
-    for (int node = threadIdx.x; node < n; node += blockDim.x) {
-        bool fits = tokens[node] >= 0 && tokens[node] < vocab_size && mask[(long long)node * n + node];
-        int seen = 0;
-        for (int other = 0; other < n; other++) seen += mask[(long long)node * n + other] != 0;
-        fits = fits && depths[node] >= 0 && depths[node] < n && seen == depths[node] + 1;
+    for (int node = threadIdx.x / 32; node < n; node += blockDim.x / 32) {
+        const unsigned char* const seen_by_node = mask + (long long)node * n;
         const int child = first_child[node], sibling = next_sibling[node];
-        if (child != -1) fits = fits && child > node && child < n && sees_alike(mask, n, node, child, true);
-        if (sibling != -1) fits = fits && sibling > node && sibling < n && sees_alike(mask, n, node, sibling, false);
-        if (!fits) atomicExch(&broken, 1);
+        bool fits = tokens[node] >= 0 && tokens[node] < vocab_size && seen_by_node[node] && depths[node] >= 0;
+        fits = fits && (child == -1 || (child > node && child < n));
+        fits = fits && (sibling == -1 || (sibling > node && sibling < n));
+        int num_seen = 0;
+        for (int start = 0; start < n && fits; start += 32) {
+            const int other = start + (int)threadIdx.x % 32;
+            const bool is_seen = other < n && seen_by_node[other];
+            bool is_alike = other >= n || child == -1 || sees_alike(mask, n, node, child, other, true);
+            is_alike = is_alike && (other >= n || sibling == -1 || sees_alike(mask, n, node, sibling, other, false));
+            num_seen += __popc(__ballot_sync(0xffffffffu, is_seen));
+            fits = __all_sync(0xffffffffu, is_alike);
+        }
+        if ((!fits || depths[node] != num_seen - 1) && threadIdx.x % 32 == 0) atomicExch(&broken, 1);
     }
     __syncthreads();
     for (int node = threadIdx.x; node < n; node += blockDim.x) {

@@ -95,7 +95,7 @@ _WORKERS = 8  # processes take turns on one card, each with a context and librar
 # What takes minutes under the sanitizer: large vocabularies and batches of 257.
 _LONG = "vocabulary or more_moves or compaction or tails or parents"
 _KERNELS = [
-    *(f"{_DEVICE}{name}.py" for name in ("sample", "moves", "tree", "tables", "reads")),
+    *(f"{_DEVICE}{name}.py" for name in ("attend", "sample", "moves", "tree", "tables", "reads")),
     f"{_DEVICE}scenarios.py",
     "tests/draft/test_check_tree.py",
     "tests/memory/test_host_memory.py",
@@ -136,7 +136,7 @@ PARTS = {
         [
             "-k",
             f"cuda and not ({_LONG})",
-            *(f"{_DEVICE}{n}.py" for n in ("sample", "moves", "tree")),
+            *(f"{_DEVICE}{n}.py" for n in ("attend", "sample", "moves", "tree")),
         ],
         tool="memcheck",
         needs=("compute-sanitizer",),
@@ -147,7 +147,7 @@ PARTS = {
         [
             "-k",
             f"cuda and not ({_LONG})",
-            *(f"{_DEVICE}{n}.py" for n in ("sample", "moves", "tree")),
+            *(f"{_DEVICE}{n}.py" for n in ("attend", "sample", "moves", "tree")),
         ],
         tool="racecheck",
         needs=("compute-sanitizer",),

@@ -205,14 +205,14 @@ def test_torch_takes_the_call_and_no_mask_is_made(known, dtype, kernel, monkeypa
     lens = np.array([7, 12, 19], np.int32)
     with FakeTensorMode(allow_non_fake_inputs=True), Ops() as ops:
         gpu = {"device": "cuda", "dtype": dtype}
-        k_buffer, v_buffer = (torch.empty(640, 2, 64, **gpu) for _ in range(2))
+        k_buffer, v_buffer = (torch.empty(640, 2, 96, **gpu) for _ in range(2))
         slots = torch.zeros(width + 4, dtype=torch.int64, device="cuda")
         pages = torch.zeros(3, 5, dtype=torch.int32, device="cuda")
         view = AttentionView(4, slots, pages, [width, 1, 3], no_mask, kv_lens=lens, is_causal=known)
         view.causal_lens = lambda: torch.empty(3, dtype=torch.int32, device="cuda")
-        q, k, v = (torch.empty(width + 4, heads, 64, **gpu) for heads in (8, 2, 2))
+        q, k, v = (torch.empty(width + 4, heads, 96, **gpu) for heads in (8, 2, 2))
         out = attend(view, k_buffer, v_buffer, q, k, v, scaling=0.3, window=6)
-    assert out.shape == (width + 4, 8, 64) and out.device.type == "cuda" and out.dtype == dtype
+    assert out.shape == (width + 4, 8, 96) and out.device.type == "cuda" and out.dtype == dtype
     assert ops.names.count(kernel) == 1
     assert not [name for name in ops.names if "scaled_dot_product" in name or "cudnn" in name]
 

@@ -145,7 +145,7 @@ def test_torch_takes_the_call(dtype, monkeypatch):
     lens = np.array([17, 22, 29], np.int32)
     with FakeTensorMode(allow_non_fake_inputs=True), Ops() as ops:
         gpu = {"device": "cuda", "dtype": dtype}
-        k_buffer, v_buffer = (torch.empty(640, 2, 64, **gpu) for _ in range(2))
+        k_buffer, v_buffer = (torch.empty(640, 2, 96, **gpu) for _ in range(2))
         slots = torch.zeros(30, dtype=torch.int64, device="cuda")
         pages = torch.zeros(3, 8, dtype=torch.int32, device="cuda")
         own = OwnCells(
@@ -154,9 +154,9 @@ def test_torch_takes_the_call(dtype, monkeypatch):
             lambda view: slots.view(3, 10),
         )
         view = AttentionView(4, slots, pages, 10, no_mask, kv_lens=lens, own_cells=own)
-        q, k, v = (torch.empty(30, heads, 64, **gpu) for heads in (8, 2, 2))
+        q, k, v = (torch.empty(30, heads, 96, **gpu) for heads in (8, 2, 2))
         out = attend(view, k_buffer, v_buffer, q, k, v, scaling=0.3)
-    assert out.shape == (30, 8, 64) and out.device.type == "cuda" and out.dtype == dtype
+    assert out.shape == (30, 8, 96) and out.device.type == "cuda" and out.dtype == dtype
     assert ops.names.count("_flash_attention_forward") == 1
     assert "clone" not in ops.names
     assert not [name for name in ops.names if "scaled_dot_product" in name or "cudnn" in name]

@@ -6,18 +6,21 @@ import json
 
 import pytest
 
+from benches import llama
 from cli_kit import call
 
 
-def test_each_drafter_stands_beside_transformers_on_the_same_target(capsys):
+def test_each_drafter_stands_beside_transformers_on_the_same_target(capsys, monkeypatch):
     """Law: searches run on the toys and on a random model. Both sides write plain decoding's text,
     or the command fails."""
+    sizes = llama.Llama(64, 2, 1, 32, 128, 2, 8_000)
+    monkeypatch.setattr(llama, "Llama", lambda *_: sizes)
     options = ["--tokens", "8", "--prompt", "64", "--repeats", "1", "--json"]
     code, out, err = call(capsys, "benches", "drafters", *options)
     assert code == 0, err
     beside = [each for each in json.loads(out)["results"] if each["unit"] == "tokens / CPU s"]
     names = [each["name"].split(", chain")[0] for each in beside]
-    large = "random model of 26M, prompts of 64: "
+    large = "random model of 1M, prompts of 64: "
     assert names == ["small model", "ngram", "suffix", f"{large}ngram", f"{large}suffix"]
     assert all(each["value"] > 0 and each["reference_value"] > 0 for each in beside)
 

@@ -38,11 +38,10 @@ def host():
 def test_every_kernel_is_timed_beside_a_copy(host, tmp_path):
     bench = bench_kernels.Bench(CPU, bench_kernels.HostClock(), 1000.0, 1)
     results = list(bench_kernels.device_results(bench, {"8B": TINY, "70B": TINY}, (1, 4), (1, 2)))
+    results += bench_kernels.attention_results(bench, (1,), (100,), has_flash=False)
     # Draft copies between branches are the draft's, of a few slots of one layer.
-    # So few logits take one block per row.
-    in_parts = ("greatest_logits", "narrow_logits", "draw_tokens")
     # Deltas of several tables come from the host.
-    untimed = ("copy_parent_drafts", "apply_table_deltas", *in_parts)
+    untimed = ("copy_parent_drafts", "apply_table_deltas")
     assert {f"{name}_kernel" for name in untimed} == (set(launch.entries()) - set(host.launches))
     by_name = {(result.name, result.reference): result for result in results}
     assert len(by_name) == len(results)
@@ -52,6 +51,7 @@ def test_every_kernel_is_timed_beside_a_copy(host, tmp_path):
             assert result.unit == "GB/s" and result.value > 0 and result.limit == 1000
         assert by_name[f"{kernel}, 8B, P=4, bs=1: a launch", "empty launch"].unit == "us"
     assert by_name["build_tree, bs=2, N=8", "target, at most"].reference_value == 30
+    assert by_name["attend_pages, 8B, Q=4, 100 tokens, bs=1", "device copy"].num_bytes == 409_600
     tail = "duplicate_prefix_tail, a draft layer, P=4, bs=2: a call"
     assert by_name[tail, "upstream's torch operations"].value > 0
 

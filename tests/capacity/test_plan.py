@@ -28,7 +28,11 @@ from specpool.engine.models.gate import context_limit
 from specpool.engine.models.outline import stated_layers
 from specpool.num_bytes import parse_bytes, show_bytes
 
-CASES = range(1000)
+seeds = pytest.mark.parametrize(
+    "seeds",
+    [range(400), pytest.param(range(400, 1000), marks=pytest.mark.full)],
+    ids=["first", "rest"],
+)
 
 
 def admitted(case: Case, num_requests: int) -> int:
@@ -94,10 +98,11 @@ def grown(sizes: GroupSizes, names: list[str], pages: tuple[int, ...]) -> GroupS
     return replace(sizes, groups=tuple(groups))
 
 
-def test_scenario_50_as_many_as_planned_are_admitted():
+@seeds
+def test_scenario_50_as_many_as_planned_are_admitted(seeds):
     """More than fit are submitted; the scheduler admits as many as the plan said."""
     limits = set()
-    for seed in CASES:
+    for seed in seeds:
         case = Case.of(seed)
         fit = case.at_once()
         n, sizes = fit.num_requests, case.sizes
@@ -124,9 +129,10 @@ def test_scenario_50_as_many_as_planned_are_admitted():
     }
 
 
-def test_scenario_50_as_many_as_planned_are_admitted_behind_windows():
+@seeds
+def test_scenario_50_as_many_as_planned_are_admitted_behind_windows(seeds):
     limits = set()
-    for seed in CASES:
+    for seed in seeds:
         case = Case.of(seed, windows=True)
         fit = case.at_once()
         assert admitted(case, fit.num_requests + 3) == fit.num_requests, (seed, fit)
@@ -134,10 +140,11 @@ def test_scenario_50_as_many_as_planned_are_admitted_behind_windows():
     assert {"pages of window ", "pages of draft", "max_batch "} < limits
 
 
-def test_scenario_50_as_many_as_planned_never_wait_behind_windows():
+@seeds
+def test_scenario_50_as_many_as_planned_never_wait_behind_windows(seeds):
     """A plan for windows is on the safe side: each with a chunk of its own, and its fences."""
     num_beside = num_slid = 0
-    for seed in CASES:
+    for seed in seeds:
         case, rng = Case.of(seed, windows=True), random.Random(seed)
         n = case.to_the_end().num_requests
         arrivals = [case.arrival(i + 1, rng.choice([0.0, 0.5, 1.0])) for i in range(n)]
@@ -147,7 +154,7 @@ def test_scenario_50_as_many_as_planned_never_wait_behind_windows():
         num_beside += n > 1
         windows = [g.window for g in case.sizes.groups if g.window is not None]
         num_slid += bool(windows) and case.max_len > min(windows) + case.sizes.groups[0].page_size
-    assert num_beside > 200 and num_slid > 100
+    assert num_beside > len(seeds) / 5 and num_slid > len(seeds) / 10
 
 
 def short_windows(seed: int) -> Case:
@@ -217,10 +224,11 @@ def test_needs_behind_windows_are_the_ledgers():
         assert step_pages(sizes) == step_pages(ledger)
 
 
-def test_scenario_50_as_many_as_planned_never_wait_for_a_page():
+@seeds
+def test_scenario_50_as_many_as_planned_never_wait_for_a_page(seeds):
     """Runs as many as planned side by side, then as many again behind them."""
     num_beside = 0
-    for seed in CASES:
+    for seed in seeds:
         case, rng = Case.of(seed), random.Random(seed)
         n = case.to_the_end().num_requests
         arrivals = [case.arrival(i + 1, rng.choice([0.0, 0.5, 1.0])) for i in range(2 * n)]
@@ -229,13 +237,14 @@ def test_scenario_50_as_many_as_planned_never_wait_for_a_page():
         assert server.most_running == n, seed
         assert Server(case, max_batch=n).serve(arrivals).scheduler.num_retracted == 0, seed
         num_beside += n > 1
-    assert num_beside > 300
+    assert num_beside > 0.3 * len(seeds)
 
 
-def test_scenario_50_one_more_waits_for_a_page():
+@seeds
+def test_scenario_50_one_more_waits_for_a_page(seeds):
     """If pages bind, one more is not admitted, or some round finds no pages."""
     num_waiting = num_refused = 0
-    for seed in CASES:
+    for seed in seeds:
         # In step with one another, a token a round: all are longest at once.
         case = replace(Case.of(seed), prefill_tokens=1 << 14, headroom=0)
         fit = case.to_the_end()
@@ -250,19 +259,20 @@ def test_scenario_50_one_more_waits_for_a_page():
             assert server.scheduler.num_retracted, (seed, fit)
         num_waiting += is_waiting
         num_refused += not is_waiting
-    assert num_waiting > 100 and num_refused > 100
+    assert min(num_waiting, num_refused) > len(seeds) / 10
 
 
-def test_a_request_holds_as_many_pages_as_planned_and_no_more():
+@seeds
+def test_a_request_holds_as_many_pages_as_planned_and_no_more(seeds):
     """Alone, a token a round: it passes every root."""
     num_decoded = 0
-    for seed in CASES:
+    for seed in seeds:
         case = replace(Case.of(seed), headroom=0)
         server = Server(case).serve([case.arrival(1, 0.0)])
         if server.rounds:  # a prompt and one token may be all
             assert tuple(server.peak) == case.to_the_end().pages, seed
             num_decoded += 1
-    assert num_decoded > 700
+    assert num_decoded > 0.7 * len(seeds)
 
 
 # --- The command --------------------------------------------------------------------------------

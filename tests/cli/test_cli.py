@@ -114,7 +114,7 @@ def test_accept_length_of_the_shipped_pair():
     from specpool.cli.generate.report import mean_accept_len
     from specpool.engine.assets import corpus
 
-    prompts = corpus.prompts(24)
+    prompts = corpus.prompts(12)
     for draft in ("specpool/tiny-eagle", "specpool/tiny-eagle3"):
         for shape, least in ((Shape.eagle(3, 1, 4), 3.4), (Shape.eagle(4, 4, 16), 4.5)):
             with Engine.from_pretrained(draft=draft, shape=shape, max_context_len=512) as engine:

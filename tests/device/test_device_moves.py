@@ -319,3 +319,46 @@ def test_slots_are_judged_by_the_shortest_buffer(kit):
         "move_slots", (1, 2), (4, 2), (*args, np.int32(2)), shared_mem=128, touches=fields.buffers
     )
     assert torch.equal(long[:2].cpu(), twin[[9, 1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_keys_and_values_are_written_into_their_slots(kit, dtype):
+    """Of unlike widths, from rows of their own and from parts of wider ones; others stay."""
+    rng = np.random.default_rng(3)
+    for tokens in kit.batches:
+        for k_tail, v_tail in (((2, 8), (2, 8)), ((3,), (1, 32)), ((2, 700), (2, 8))):
+            num_slots = tokens + 5
+            twin_buffers = [
+                random_bytes(rng, (num_slots, *tail), dtype) for tail in (k_tail, v_tail)
+            ]
+            buffers = [kit.var(twin.clone()) for twin in twin_buffers]
+            slots = torch.from_numpy(rng.permutation(num_slots)[:tokens])
+            wide = random_bytes(rng, (tokens, 2 * int(np.prod(k_tail))), dtype)
+            k = wide[:, : int(np.prod(k_tail))].unflatten(1, k_tail)
+            v = random_bytes(rng, (tokens, *v_tail), dtype)
+            on_device = kit.put(wide)[:, : int(np.prod(k_tail))].unflatten(1, k_tail)
+            columns = kit.put(slots.repeat_interleave(3)).view(tokens, 3)
+            device.write_kv(*buffers, on_device, kit.put(v), columns[:, 1])
+            for buffer, twin, part in zip(buffers, twin_buffers, (k, v), strict=True):
+                twin.view(torch.uint8)[slots] = part.contiguous().view(torch.uint8)
+                assert torch.equal(buffer.cpu().view(torch.uint8), twin.view(torch.uint8))
+
+
+def test_tokens_without_a_slot_are_not_written(kit):
+    buffers = [kit.var(torch.zeros(4, 2)) for _ in range(2)]
+    rows = [kit.put(torch.ones(4, 2)) for _ in range(2)]
+    device.write_kv(*buffers, *rows, kit.put(torch.tensor([-1, 4, 1 << 40, 2])))
+    assert all(buffer.sum(1).tolist() == [0, 0, 2, 0] for buffer in buffers)
+
+
+def test_tokens_of_another_form_are_refused():
+    buffer, row = torch.zeros(4, 2), torch.zeros(3, 2)
+    slots = torch.arange(3)
+    with pytest.raises(
+        ShapeError, match=r"v must be torch.float32 \[3, 2\] on cpu, got .*\[3, 1\]"
+    ):
+        device.write_kv(buffer, buffer, row, row[:, :1], slots)
+    with pytest.raises(ShapeError, match=r"slots must be torch\.int64"):
+        device.write_kv(buffer, buffer, row, row, slots.int())
+    with pytest.raises(ShapeError, match=r"v_buffer must be .* \[4, 2\]"):
+        device.write_kv(buffer, buffer[:3], row, row, slots)

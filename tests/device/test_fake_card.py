@@ -298,25 +298,55 @@ def test_a_layer_launches_as_much_for_a_chain_as_for_one_token(card):
 # --- memory, which a fake tensor only adds up ---------------------------------------------------
 
 
-def test_graphs_of_long_contexts_read_into_one_layer_of_the_pool(card):
-    """Law: 64 lanes of 131,072 tokens read into no more, in layers as of an 8B model."""
+@pytest.mark.parametrize("head_dim", [128, 96], ids=["in place", "gathered"])
+def test_graphs_of_long_contexts_read_into_one_layer_of_the_pool(head_dim, card):
+    """Law: 64 lanes of 131,072 tokens of an 8B model are read in place; other heads read into no
+    more than one layer of the pool."""
     config = transformers.LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,
         num_hidden_layers=2,
         num_attention_heads=32,
         num_key_value_heads=8,
+        head_dim=head_dim,
         vocab_size=1000,
         max_position_embeddings=1 << 17,
     )
     with torch.device(DEVICE):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    card.layer_kv["llama", 2, 4096] = [LayerKV(8, 128, 128)] * 2
+    card.layer_kv["llama", 2, 4096] = [LayerKV(8, head_dim, head_dim)] * 2
     how = {"graph_sizes": (64,), "max_batch": 64, "kv_bytes": 4 << 30, "busy_check": 0}
     with Engine.from_pretrained(model, **how) as engine:
         assert engine.max_context_len == 1 << 17
         graphs = engine.stats().graphs
         assert graphs.num_graphs == 8  # bounds from 1,024 on
-        (room,) = (sum(b.nbytes for b in f.buffers) for f in engine.cache._pinned.values())
+        rooms = [sum(b.nbytes for b in f.buffers) for f in engine.cache._pinned.values()]
+        launches = card.kernels.launches
     layer = sum(buffer.nbytes for buffer in (engine.cache.keys[0], engine.cache.values[0]))
-    assert layer > 1 << 30 and 0 < room < 1.13 * layer
+    assert layer > 1 << 30
+    if head_dim == 128:
+        assert launches["attend_128"] >= 2 * 8 and launches["gather_kv"] == 0 == len(rooms)
+    else:
+        (room,) = rooms
+        assert launches["attend_128"] == 0 < room < 1.13 * layer
+
+
+def test_queries_read_pages_in_place(card):
+    """Law: the rounds of a model with heads of 64 run our kernel, eagerly and captured."""
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+        max_position_embeddings=128,
+    )
+    with torch.device(DEVICE):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    card.layer_kv["llama", 2, 256] = [LayerKV(2, 64, 64)] * 2
+    for sizes in ((), (1, 4)):
+        before = card.kernels.launches["attend_64"]
+        with Engine.from_pretrained(model, graph_sizes=sizes, max_batch=4, busy_check=0) as engine:
+            run(engine, PARAMS)
+        assert card.kernels.launches["attend_64"] > before

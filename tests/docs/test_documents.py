@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+import warm_kit
 from paths import ROOT
 from serve_kit import Server
 
@@ -166,9 +167,8 @@ def run(words: list[str], document: str) -> Iterator[int]:
             is_script = words[1] == "python"
             program = [str(ROOT / words[2]), *words[3:]] if is_script else ["-m", *words[1:]]
             command = [sys.executable, *program]
-            yield subprocess.run(
-                command, env=os.environ | {found[1]: found[2]}, stdout=subprocess.DEVNULL
-            ).returncode
+            environment = os.environ | {found[1]: found[2]}
+            yield warm_kit.run(command, env=environment, stdout=subprocess.DEVNULL).returncode
         elif words[0] == "specpool" or tuple(words[:3]) in MAINS:
             patch.setattr(sys, "argv", words if words[0] == "specpool" else words[2:])
             try:

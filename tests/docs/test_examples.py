@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import warm_kit
 from paths import ROOT, VECTORS
 
 
@@ -79,7 +80,7 @@ def _killed(path: Path, line: str) -> str:
     """What the checkpoint's example answers to a line; it is killed right after."""
     command = [sys.executable, CHECKPOINT, str(path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
+    with warm_kit.Popen(command, **pipes) as process:
         process.stdin.write(line + "\n")
         process.stdin.flush()
         answer = process.stdout.readline().rstrip("\n")

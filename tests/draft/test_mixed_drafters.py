@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -21,26 +23,37 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def run(models: Models) -> Callable[[int], Any]:
+    """Runs a seed's mix, once; returns it, the plain texts, the outputs and the engine's counts."""
+
+    @functools.cache
+    def run(seed: int) -> Any:
+        mix = Mix(seed)
+        expected = mix.expected(models.target)
+        engine = mix.engine(models)
+        outputs = run_side_by_side(engine, mix.talks, mix.rng)
+        return mix, expected, outputs, engine.stats()
+
+    return run
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-def test_drafters_mixed_by_row_give_the_text_of_plain_decoding(models, seed):
+def test_drafters_mixed_by_row_give_the_text_of_plain_decoding(run, seed):
     """Chains and trees, D = 0 and 1, retraction, sessions, a prefix cache, greedy and drawn."""
-    mix = Mix(seed)
-    expected = mix.expected(models.target)
-    outputs = run_side_by_side(mix.engine(models), mix.talks, mix.rng)
+    mix, expected, outputs, _ = run(seed)
     for talk, found, texts in zip(mix.talks, outputs, expected, strict=True):
         assert [o.error for o in found] == [None] * len(talk.turns)
         assert [o.token_ids for o in found] == texts
 
 
-def test_the_first_seeds_reach_what_they_are_for(models):
+def test_the_first_seeds_reach_what_they_are_for(run):
     """Every drafter drafts; there are trees, chains, conversations, retractions and cache hits."""
     seen: Counter[str] = Counter()
     for seed in range(FIRST):
-        mix = Mix(seed)
-        engine = mix.engine(models)
-        outputs = run_side_by_side(engine, mix.talks, mix.rng)
-        seen["retracted"] += engine.stats().retracted_ct
-        seen["hits"] += engine.stats().prefix.hit_ct if engine.stats().prefix else 0
+        mix, _, outputs, stats = run(seed)
+        seen["retracted"] += stats.retracted_ct
+        seen["hits"] += stats.prefix.hit_ct if stats.prefix else 0
         seen[f"depth {mix.options['overlap_depth']}"] += 1
         for talk, found in zip(mix.talks, outputs, strict=True):
             seen["conversations"] += len(talk.turns) > 1

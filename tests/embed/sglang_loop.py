@@ -42,6 +42,9 @@ from sglang_device import STOP, Device
 from sglang_traffic import Traffic
 from sglang_worker import EagleWorker, Worker
 
+import specpool.plugins.drift
+from specpool.plugins.sglang import drift
+
 Shape = tuple[int, int, int]
 
 #: Turns of the loop without a forward, while requests wait, after which nothing will run.
@@ -443,6 +446,7 @@ def run(
         prepare: called in the child with the loop, before it runs; for hooks and broken guards.
         seconds: the most that it may take.
     """
+    _digests()  # here, so that the children inherit it
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(setup, prepare, there))
@@ -455,6 +459,13 @@ def run(
         return here.recv()
     finally:
         child.join()
+
+
+@functools.cache
+def _digests() -> dict[str, str]:
+    """The digests of SGLang's texts: `inspect` parses whole modules, longer than a run takes."""
+    texts = drift.BODIES | drift.RESERVE_BODIES | drift.ROWS_BODIES
+    return {target: specpool.plugins.drift.text_digest(target) for target in texts}
 
 
 #: The same for the same arguments: files of tests share runs that change nothing.
@@ -478,6 +489,7 @@ def _child(setup: Setup, prepare: Callable[[Loop], None] | None, out: Any) -> No
     try:
         os.environ["SPECPOOL_SGLANG"] = setup.level
         os.environ["SPECPOOL_SGLANG_DRIFT"] = "exit"
+        specpool.plugins.drift.text_digest = _digests().__getitem__
         load_plugins()
         sglang_torch.install()
         with accelerated(setup) as accelerator:

@@ -19,20 +19,16 @@ FORKED = [f"sglang_{cases}_cases.py" for cases in ("loop", "rows", "accelerator"
 
 @pytest.mark.timeout(SECONDS)
 def test_on_sglang() -> None:
-    # The last file puts the plug-in into the process itself.
-    run_cases("sglang", *FORKED, "sglang_cases.py")
-
-
-@pytest.mark.timeout(SECONDS)
-def test_level_reserve_on_sglang() -> None:
-    run_cases("sglang", "sglang_reserve_cases.py")
+    # The last file of each group puts the plug-in into the process itself.
+    groups = [*FORKED, "sglang_cases.py"], ["sglang_reserve_cases.py"]
+    run_cases("sglang", *groups, imports=["sglang_loop"])
 
 
 @pytest.mark.full
 @pytest.mark.timeout(SECONDS)
 @pytest.mark.parametrize("cases", FORKED)
 def test_the_rest_on_sglang(cases: str) -> None:
-    run_cases("sglang", cases, chosen="full")
+    run_cases("sglang", [cases], chosen="full")
 
 
 def test_sglang_finds_the_entry_point() -> None:

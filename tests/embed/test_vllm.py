@@ -19,7 +19,7 @@ from vllm_stand_in import KVCacheBlock, stand_in
 
 @pytest.mark.timeout(SECONDS)
 def test_on_vllm() -> None:
-    run_cases("vllm", "vllm_cases.py", "vllm_speculative_cases.py")
+    run_cases("vllm", ["vllm_cases.py", "vllm_speculative_cases.py"])
 
 
 def test_vllm_finds_the_entry_point() -> None:

@@ -337,6 +337,7 @@ def by_session(engine: Engine, params: list[SamplingParams]) -> list[RequestOutp
     return [first, ended, last]
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("way", [by_generate, by_stream, by_turns, by_session])
 @pytest.mark.parametrize("stop", [(), ("zzz",)], ids=["no stop", "a stop string"])
 def test_a_text_that_cannot_be_decoded_ends_its_request_alone(target, way, stop, options, fault):

@@ -32,12 +32,13 @@ from cuda_host import (
     source,
     toolchain,
 )
-from paths import TESTS
+from paths import ROOT, TESTS
 from planted_kernels import PLANTED, line_of
 
 pytestmark = pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable())
 
 LAWS = PLANTED / "laws.cu"
+CUDA = ROOT / "cuda"
 COPY = "copy_kernel<long long, 3>"
 
 runs = pytest.mark.parametrize(("kind", "order"), FAST + CHECK)
@@ -156,6 +157,38 @@ def test_float_functions(kind):
         expected = [np.exp(v), np.exp2(v), np.exp(v), np.log(a), np.log(a), np.sqrt(a), a**-0.5]
     expected += [np.floor(v), np.fmax(v, 0.5), np.isnan(v), np.isinf(v), np.fmax(v, 1)]
     np.testing.assert_allclose(out, np.array(expected), rtol=1e-5)
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_on_tensor_cores_and_what_goes_into_them(kind, order, dtype):
+    """Law: `multiply` spreads three matrices over a warp as PTX says; `pack` rounds as torch."""
+    name = {torch.bfloat16: "Bfloat16", torch.float16: "Float16"}[dtype]
+    text = f"""
+    extern "C" __global__ void product_kernel(float* out, const float* a, const float* b) {{
+        const int g = threadIdx.x / 4, t = threadIdx.x % 4;
+        unsigned words[4];
+        for (int i = 0; i < 4; i++) {{
+            const float* at = a + 16 * (g + i % 2 * 8) + 2 * t + i / 2 * 8;
+            words[i] = {name}::pack(at[0], at[1]);
+        }}
+        const float *top = b + 16 * t + g, *bottom = top + 64;
+        const unsigned b0 = {name}::pack(top[0], top[8]), b1 = {name}::pack(bottom[0], bottom[8]);
+        float sum[4] = {{1, 1, 1, 1}};
+        {name}::multiply(sum, words, b0, b1);
+        for (int i = 0; i < 4; i++) out[8 * (g + i / 2 * 8) + 2 * t + i % 2] = sum[i];
+    }}
+    """
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(16, 16, generator=generator) * 10.0 ** torch.arange(-8.0, 8.0)
+    a[0, :3] = torch.tensor([1e-7, 65519.0, 2049.0])  # below normal halves, and between two
+    b = torch.randn(16, 8, generator=generator) * 10.0 ** -torch.arange(-8.0, 8.0).unsqueeze(1)
+    a, b = a.clamp(-6e4, 6e4), b.clamp(-6e4, 6e4)
+    out = torch.zeros(16, 8)
+    module = HostModule((CUDA / "tensor.cuh").read_text() + text, kind=kind, order=order)
+    module.get_function("product_kernel")((1,), (32,), (out, a, b))
+    expected = 1 + a.to(dtype).double() @ b.to(dtype).double()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-5)
 
 
 @runs

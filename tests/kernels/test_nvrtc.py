@@ -1,6 +1,7 @@
 """Every kernel through NVRTC, for the GPUs of three generations and both CUDA majors."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -86,32 +87,25 @@ def test_a_thread_has_several_loads_under_way(compiler, disassembler, kernel, ar
 
 @pytest.mark.sample(3)
 @archs
-@pytest.mark.parametrize(
-    ("kernel", "loads"),
-    [
-        ("sample_tokens_kernel", 4),
-        ("greatest_logits_kernel", 4),
-        ("narrow_logits_kernel", 2),
-        ("draw_tokens_kernel", 2),
-    ],
-)
-def test_logits_are_read_by_16_bytes(compiler, disassembler, kernel, loads, arch):
+def test_logits_are_read_by_16_bytes(compiler, disassembler, arch):
     """Several loads under way; few registers, so that 1,024 threads run at once on a processor."""
-    program = compiled(compiler, ROOT / "cuda" / "sample.cu", arch)
-    assert program.accesses(kernel)["LDG", 128] and program.in_flight(kernel) >= loads
+    program, kernel = compiled(compiler, ROOT / "cuda" / "sample.cu", arch), "sample_tokens_kernel"
+    assert program.accesses(kernel)["LDG", 128] and program.in_flight(kernel) >= 4
     assert program.usage[kernel].registers <= 64
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 @archs
-@pytest.mark.parametrize("kernel", ["narrow_logits_kernel", "draw_tokens_kernel"])
-def test_blocks_that_share_a_row_meet_behind_fences(compiler, disassembler, kernel, arch):
-    """The host runner's blocks see each other's writes at once; a GPU's need two fences."""
-    text = compiled(compiler, ROOT / "cuda" / "sample.cu", arch).assembly(kernel)
-    order = re.findall(r"\b(MEMBAR\.SC\.GPU|BAR\.SYNC|ATOMG\.E\.INC)\b", text)
-    at = order.index("ATOMG.E.INC")
-    assert order[at - 2 : at] == ["MEMBAR.SC.GPU", "BAR.SYNC"]
-    assert order[at + 1 : at + 3] == ["BAR.SYNC", "MEMBAR.SC.GPU"]
+@pytest.mark.parametrize(("dim", "loads"), [(64, 4), (128, 12), (256, 12)])
+def test_attention_multiplies_on_tensor_cores_while_it_reads(
+    compiler, disassembler, dim, loads, arch
+):
+    """Keys and values go by 16 bytes, many under way; two blocks fit on a processor."""
+    program, kernel = compiled(compiler, ROOT / "cuda" / "attend.cu", arch), f"attend_{dim}_kernel"
+    assert program.in_flight(kernel) >= loads
+    assert program.usage[kernel].registers <= 255 and program.usage[kernel].shared <= 24 << 10
+    products = Counter(re.findall(r"\bHMMA\.16816\.F32(\.BF16)?", program.assembly(kernel)))
+    assert products[".BF16"] == products[""] == (dim + min(dim, 128)) // 8
 
 
 # --- the reading of what NVRTC says -------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -29,19 +31,40 @@ def run(*args: str, **settings: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def run_cases(engine: str, *files: str, chosen: str = "not full") -> None:
+#: Runs pytest once for each list of arguments, each in a child of a process that has the imports.
+_FORKED = """
+import importlib, json, os, sys, pytest
+imports, runs = json.loads(sys.argv[1])
+for name in imports:
+    importlib.import_module(name)
+codes = []
+for arguments in runs:
+    if not (child := os.fork()):
+        code = pytest.main(arguments)
+        sys.stdout.flush()
+        os._exit(code)
+    codes.append(os.waitpid(child, 0)[1])
+sys.exit(any(codes))
+"""
+
+
+def run_cases(
+    engine: str, *groups: Sequence[str], imports: Sequence[str] = (), chosen: str = "not full"
+) -> None:
     """Run files of tests with an engine in the path; skip if it is not installed.
 
     Args:
         engine: a folder of `.engines`.
-        files: names in `tests/embed`.
+        groups: names in `tests/embed`; the files of a group run in a process of their own.
+        imports: modules that are imported once, before these processes part.
         chosen: which of the tests, by their marks.
     """
     if not (ENGINES / engine).exists():
         pytest.skip(f"{engine} is not installed: `make engines`")
     options = ["-c", os.devnull, "--rootdir", str(HERE), "--noconftest", "-q", "-m", chosen]
     options += ["-p", "no:cacheprovider", "-o", "markers=full: run by `make test-full` only"]
-    path = os.pathsep.join(map(str, [ENGINES / engine, ROOT]))
-    done = run("-m", "pytest", *options, *(str(HERE / file) for file in files), PYTHONPATH=path)
+    runs = [[*options, *(str(HERE / file) for file in files)] for files in groups]
+    path = os.pathsep.join(map(str, [ENGINES / engine, HERE, ROOT]))
+    done = run("-c", _FORKED, json.dumps([imports, runs]), PYTHONPATH=path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    assert done.stdout.count(" passed") == len(groups)

@@ -28,7 +28,7 @@ from kernel_kit import backend
 from specpool.capacity.layer_kv import LayerKV
 from specpool.engine.draft import NgramDrafter, SuffixDrafter
 from specpool.engine.draft.base import DraftTree
-from specpool.engine.models import TargetModel
+from specpool.engine.models import TargetModel, fused_layers
 from specpool.engine.models import target as target_module
 from specpool.engine.models.eagle import head
 from specpool.engine.models.files.checkpoint import Weights
@@ -175,6 +175,8 @@ class Card:
     def running(self) -> Iterator[None]:
         """Within the block `device="cuda"` is this card."""
         empty = torch.empty
+        with torch.device("cpu"):  # at its first use torch notes which functions take a device
+            empty(0)
 
         def unpinned(*size: Any, pin_memory: bool = False, **options: Any) -> Tensor:
             return empty(*size, **options)
@@ -185,6 +187,8 @@ class Card:
             patch.setattr(target_module, "probe", lambda target: self.layer_kv[kind_of(target)])
             # Whether a head's embedding is a copy of the target's is found by numbers too.
             patch.setattr(head, "is_copy", lambda table, targets: True)
+            # So is what a model's modules compute: here each is what it may be.
+            patch.setattr(fused_layers, "_agrees", lambda *results, **how: True)
             patch.setattr(torch, "empty", unpinned)
             patch.setattr(Tensor, "pin_memory", lambda tensor, *device: tensor)
             patch.setattr(FakeTensor, "data_ptr", _address)

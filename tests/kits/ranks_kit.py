@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import warm_kit
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -50,7 +52,7 @@ class Group:
             }
             more = environments[rank] if environments else {}
             self.processes.append(
-                subprocess.Popen(
+                warm_kit.Popen(
                     [sys.executable, *command, *(own[rank] if own else ())],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

@@ -1,8 +1,8 @@
 """What a rank of the tests runs: play scenes on engines, lead or follow; each prints JSON.
 
-python ranks_script.py scenes NAME..          the scenes of these `SETUPS`
+python ranks_script.py scenes JSON            some `SCENES` by the names of `SETUPS`
 python ranks_script.py long TURNS             one engine, requests until so many turns ran
-python ranks_script.py timed NAME..           the same, and shapes chosen by clocks at random
+python ranks_script.py timed JSON             as `scenes`, and shapes chosen by clocks at random
 python ranks_script.py plant KIND RECORD      rank 1 does something of its own at a record
 """
 
@@ -19,7 +19,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,9 @@ def _tiny_with_mtp() -> Path:
     return folder
 
 
-def play(engine: Engine) -> dict[str, Any]:
-    """Play all scenes; return what they gave."""
-    results = {name: scene(engine) for name, scene in SCENES.items()}
+def play(engine: Engine, scenes: Sequence[str]) -> dict[str, Any]:
+    """Play scenes; return what they gave."""
+    results = {name: SCENES[name](engine) for name in scenes}
     stats = engine.stats()
     results["counts"] = [stats.retracted_ct, len(engine.findings)]
     return results
@@ -207,12 +207,12 @@ SCENES = {
 }
 
 
-def _scenes(ranks: Ranks, names: list[str]) -> Any:
+def _scenes(ranks: Ranks, scenes: dict[str, list[str]]) -> Any:
     results = {}
-    for name in names:
+    for name in scenes:
         with engine_of(name, ranks) as engine:
             if ranks.leads:
-                results[name] = play(engine)
+                results[name] = play(engine, scenes[name])
                 results["move"] = _refusal_of_a_move(engine)
             else:
                 engine.follow()
@@ -404,12 +404,12 @@ def _main(arguments: list[str]) -> None:
     os.dup2(2, 1)  # gloo prints there
     with Ranks() as ranks:
         match arguments:
-            case ["scenes", *names]:
-                results = _scenes(ranks, names)
+            case ["scenes", scenes]:
+                results = _scenes(ranks, json.loads(scenes))
             case ["long", turns]:
                 results = _long(ranks, int(turns))
-            case ["timed", *names]:
-                results = _scenes(ranks, names)
+            case ["timed", scenes]:
+                results = _scenes(ranks, json.loads(scenes))
                 results["timed"] = _timed(ranks)  # the last: it changes the clock of the process
             case ["plant", kind, record]:
                 results = _plant(ranks, kind, int(record))

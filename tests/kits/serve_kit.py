@@ -16,16 +16,20 @@ from http.client import HTTPConnection
 from types import TracebackType
 from typing import Any
 
+import warm_kit
+
 #: Pages small enough that requests of a test meet their limits.
 SMALL = ("--page-size", "4", "--max-context-len", "256", "--num-pages", "512", "--batch", "8")
 
 
 class Server:
-    """`specpool serve` with options, on a port of its own."""
+    """`specpool serve` with options, on a port of its own; `warm` as in `warm_kit`, or not."""
 
-    def __init__(self, *options: str, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *options: str, environment: dict[str, str] | None = None, warm: bool = True
+    ) -> None:
         command = [sys.executable, "-m", "specpool", "serve", "--port", "0", *options]
-        self.process = subprocess.Popen(
+        self.process = (warm_kit.Popen if warm else subprocess.Popen)(
             command,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

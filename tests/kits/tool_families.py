@@ -113,6 +113,15 @@ FAMILIES = {
         + "\n]<|END_ACTION|>",
         ("<|START_ACTION|>", "<|END_ACTION|>"),
     ),
+    "command_r": Family(
+        "{# <|CHATBOT_TOKEN|> #}Action:\n```json\n[\n"
+        + _per_call(
+            '    {{ "{" }}\n        "tool_name": {{ c.name | tojson }},\n'
+            '        "parameters": {{ c.arguments | tojson }}}',
+            ",\n",
+        )
+        + "\n]```"
+    ),
     "longcat": Family(_per_call(f"<longcat_tool_call>{_OBJECT}</longcat_tool_call>", "\n")),
     "mistral_v13": Family(
         _per_call("[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}"),

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import pytest
 
+import warm_kit
 from paths import ROOT
 
 FUZZ = ROOT / "fuzz"
@@ -98,5 +99,4 @@ def test_atheris_runs_the_targets(target):
 def test_the_engine_is_loaded_before_the_time_of_an_input_begins():
     """On a busy machine the models took longer than an input may: that was no finding."""
     code = "import image; assert image.engine.cache_info().currsize == 2"
-    command = [sys.executable, "-c", code]
-    assert subprocess.run(command, cwd=FUZZ, timeout=300).returncode == 0
+    assert warm_kit.run([sys.executable, "-c", code], cwd=FUZZ).returncode == 0

@@ -19,56 +19,78 @@ from specpool import SamplingParams
 SCRIPT = script("ranks_script.py")
 
 
-#: Each kind of head, chains and trees, overlap depths 0 and 1, two drafters, a chain that retracts.
-QUICK = (
-    "eagle3 tree D0",
-    "block tree D1",
-    "mtp chain D1",
-    "two drafters D1",
-    "few pages",
-)
-OTHERS = tuple(name for name in SETUPS if name not in QUICK)
+#: Each kind of head, chains and trees, overlap depths 0 and 1, two drafters, a chain that retracts;
+#: each scene at two set-ups at least. `make test-full` plays every scene at every set-up.
+QUICK = {
+    "eagle3 tree D0": ("drawn", "sessions", "forms", "compared"),
+    "block tree D1": ("greedy", "sessions", "prefixes", "aborts"),
+    "mtp chain D1": ("greedy", "drawn", "sessions"),
+    "two drafters D1": ("greedy", "drafters", "many"),
+    "few pages": tuple(SCENES),
+}
+REST = {
+    setup: scenes
+    for setup in SETUPS
+    if (scenes := tuple(scene for scene in SCENES if scene not in QUICK.get(setup, ())))
+}
+
+
+def _marks(is_quick: bool) -> tuple[Any, ...]:
+    return () if is_quick else (pytest.mark.full,)
 
 
 @functools.cache
-def _shared(names: tuple[str, ...]) -> Any:
-    """What each of two ranks gave: all scenes of these setups, and shapes by clocks if quick."""
-    mode = "timed" if names == QUICK else "scenes"
-    first, second = Group([SCRIPT, mode, *names]).wait(560)
+def _shared(is_quick: bool) -> Any:
+    """What each of two ranks gave: scenes by set-up, and shapes by clocks if quick."""
+    first, second = Group(
+        [SCRIPT, "timed", json.dumps(QUICK)] if is_quick else [SCRIPT, "scenes", json.dumps(REST)]
+    ).wait(560)
     assert first.code == 0, first.err
     assert second.code == 0, second.err
     return json.loads(first.out), json.loads(second.out)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[*QUICK, *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)],
+@functools.cache
+def _both(setup: str, is_quick: bool) -> tuple[Any, Any]:
+    """What one process gave of a set-up's scenes, and what two ranks gave."""
+    with engine_of(setup) as engine:
+        alone = json.loads(json.dumps(play(engine, (QUICK if is_quick else REST)[setup])))
+    return alone, _shared(is_quick)[0][setup]
+
+
+@pytest.mark.parametrize(
+    ("setup", "scene", "is_quick"),
+    [
+        pytest.param(setup, scene, is_quick, id=f"{setup}-{scene}", marks=_marks(is_quick))
+        for is_quick, setups in ((True, QUICK), (False, REST))
+        for setup, scenes in setups.items()
+        for scene in scenes
+    ],
 )
-def both(request: pytest.FixtureRequest) -> Any:
-    """What two ranks and one process gave, of one setup."""
-    shared, _ = _shared(QUICK if request.param in QUICK else OTHERS)
-    with engine_of(request.param) as engine:
-        alone = json.loads(json.dumps(play(engine)))
-    return request.param, alone, shared[request.param]
-
-
-@pytest.mark.parametrize("scene", [*SCENES])
-def test_two_ranks_give_the_texts_of_one_process(both: Any, scene: str) -> None:
-    _, alone, ranked = both
+def test_two_ranks_give_the_texts_of_one_process(setup: str, scene: str, is_quick: bool) -> None:
+    alone, ranked = _both(setup, is_quick)
     assert ranked[scene] == alone[scene]
 
 
-def test_few_pages_retract_on_two_ranks_as_on_one(both: Any) -> None:
-    name, alone, ranked = both
+@pytest.mark.parametrize(
+    ("setup", "is_quick"),
+    [
+        pytest.param(setup, is_quick, marks=_marks(is_quick))
+        for is_quick, setups in ((True, QUICK), (False, REST))
+        for setup in setups
+    ],
+)
+def test_few_pages_retract_on_two_ranks_as_on_one(setup: str, is_quick: bool) -> None:
+    alone, ranked = _both(setup, is_quick)
     assert ranked["counts"] == alone["counts"]
     retracted, findings = ranked["counts"]
     assert findings == 0
-    assert bool(retracted) == (name == "few pages")
+    assert bool(retracted) == (setup == "few pages")
 
 
 def test_rows_of_ranks_do_not_move() -> None:
     assert (
-        _shared(QUICK)[0]["move"] == "rows of ranks cannot move: each rank holds a part of their KV"
+        _shared(True)[0]["move"] == "rows of ranks cannot move: each rank holds a part of their KV"
     )
 
 
@@ -95,7 +117,7 @@ def test_ten_thousand_turns_with_a_digest_each() -> None:
 
 def test_ranks_choose_shapes_by_the_clock_of_rank_0_alone() -> None:
     """Law: both clocks run at random, and controllers on both ranks are told the same times."""
-    (texts, told), (_, other) = (rank["timed"] for rank in _shared(QUICK))
+    (texts, told), (_, other) = (rank["timed"] for rank in _shared(True))
     assert told == other
     assert len(told) > 60 and len({*told}) > 20
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
+
+import warm_kit
 
 SCRIPT = """
 import os, re, signal, socket
@@ -29,8 +30,6 @@ if __name__ == "__main__":
 def test_the_server_listens_before_it_says_where(tmp_path: Path) -> None:
     script = tmp_path / "served.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=550, check=False
-    )
+    done = warm_kit.run([sys.executable, str(script)], capture_output=True)
     assert "it listens" in done.stdout, done.stderr[-2000:]
     assert done.returncode == 0, done.stderr[-2000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -95,7 +96,7 @@ def test_a_dead_engine_is_told_and_ends_the_server():
 
 
 def test_a_dead_front_ends_the_engine():
-    with Server("--batch", "4") as server:
+    with Server("--batch", "4", warm=False) as server:
         threads, answers = streams(server, 1, 1900)
         (engine,) = children(server.process.pid)
         server.process.kill()
@@ -108,7 +109,7 @@ def test_a_dead_front_ends_the_engine():
 
 
 def children(pid):
-    """The engine's process: the child whose command is a spawned one."""
+    """The engine's process: the child whose command is a spawned one, or that of `warm_kit`."""
     engine_pids = []
     for name in os.listdir("/proc"):
         try:
@@ -118,7 +119,7 @@ def children(pid):
                 command = file.read()
         except (OSError, ValueError):
             continue
-        if parent == pid and "spawn_main" in command:
+        if parent == pid and re.search("spawn_main|warm_process", command):
             engine_pids.append(int(name))
     return engine_pids
 

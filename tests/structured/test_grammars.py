@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -21,6 +22,7 @@ from specpool.engine.assets import resolve
 from specpool.engine.draft.base import DraftTree
 from specpool.engine.text.structured import compiler as compiler_module
 from specpool.engine.text.structured.compiler import Compiler, check_grammar
+from specpool.engine.text.structured.exact_schema import exact
 from specpool.engine.text.structured.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARS
 from specpool.engine.text.structured.matcher import Matcher
 
@@ -41,6 +43,94 @@ def root_ids(matcher: Matcher) -> set[int]:
     none = np.full(1, -1, np.int32)
     _, bits = matcher.masks(np.zeros(1, np.int64), none, none)
     return ids_of(bits[0])
+
+
+#: Schemas that llguidance itself takes too widely, texts that they allow, and texts that not.
+EXACT = [
+    ({"type": "string", "pattern": '^[^"]*$'}, ['"a"', r'"\\"', r'"\n"'], [r'"a\"b"', r'"\u0022"']),
+    ({"pattern": r"^[^\\/]+$"}, [r'"\""', "[1]"], [r'"a\\b"', '"a/b"']),
+    ({"pattern": r"^[^-\]\"]$"}, ['"a"'], ['"-"', '"]"', r'"\""']),
+    ({"pattern": r"^\[[^\s\"]\]$"}, ['"[a]"'], [r'"[\"]"', '"[ ]"', r'"[\n]"']),
+    (
+        {"patternProperties": {'^[^"]$': {"type": "null"}}, "additionalProperties": False},
+        ['{"a":null}'],
+        [r'{"\"":null}'],
+    ),
+    (
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+        ["0.1", "0.5"],
+        ["0", "0.0", "-0", "0.6"],
+    ),
+    (
+        {"type": "number", "exclusiveMinimum": 17.0, "exclusiveMaximum": 18},
+        ["17.01"],
+        ["17", "17.0", "18"],
+    ),
+    ({"type": "number", "minimum": -2.5, "exclusiveMaximum": -2}, ["-2.1"], ["-2", "-2.0", "-2.6"]),
+    ({"minimum": -0.5, "exclusiveMaximum": 0, "type": "number"}, ["-0.1"], ["0", "-0", "-0.6"]),
+    (
+        {"type": "number", "minimum": 3.25, "exclusiveMinimum": 3, "maximum": 3.5},
+        ["3.25"],
+        ["3", "3.1"],
+    ),
+    ({"type": "number", "exclusiveMinimum": 1e5, "maximum": 100000.5}, ["100000.1"], ["100000"]),
+    ({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 2}, ["1"], ["0", "2"]),
+    (
+        {"properties": {"a": {"type": "integer"}, "\u00e9": {"type": "null"}}, "type": "object"},
+        ['{"a":1}', '{"b":"x"}', '{"a":1,"A":{}}', r'{"\n":1}', '{"\u00e9":null}'],
+        ['{"a":"x"}', r'{"\u0061":"x"}', r'{"a":1,"\u0061":"x"}', r'{"\u00e9":1}'],
+    ),
+    (
+        {
+            "allOf": [
+                {"properties": {"a": {"type": "null"}}},
+                {"properties": {"b": {"type": "null"}}},
+            ]
+        },
+        ['{"a":null,"b":null,"c":1}', "3"],
+        ['{"a":1}', '{"b":1}', r'{"\u0062":1}'],
+    ),
+    (
+        {"const": {"pattern": '[^"]', "properties": {"a": 1}}},
+        ['{"pattern":"[^\\"]","properties":{"a":1}}'],
+        ["{}"],
+    ),
+    (
+        {"properties": {"pattern": {"pattern": '^[^"]$'}}, "additionalProperties": False},
+        ['{"pattern":"a"}'],
+        [r'{"pattern":"\""}', '{"b":1}'],
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "allowed", "others"), EXACT)
+def test_a_form_allows_no_text_that_its_schema_does_not(compiler, schema, allowed, others):
+    """Law: whoever gives a schema gets values that it allows, whatever the library takes it for."""
+    start = compiler.matcher(Grammar.json_schema(schema))
+    for text in [*allowed, *others]:
+        matcher = start.fresh()
+        matcher.follow([*text.encode()], 0)
+        is_allowed = matcher.error is None and EOS in root_ids(matcher)
+        assert is_allowed is (text in allowed), text
+        assert Draft202012Validator(schema).is_valid(json.loads(text)) is is_allowed, text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"type": "integer",  "minimum": 0}',
+        '{"properties": {"a": {}}, "additionalProperties": false}',
+        '{"properties": {"a": {}}, "minimum": 1e999}',
+        '{"enum": [{"pattern": "[^a]"}]}',
+        '{"pattern": "^[^]a]$"}',
+        '{"exclusiveMinimum": 0}',
+        '{"exclusiveMinimum": 1' + "0" * 400 + ', "maximum": 1e999}',
+        '{"exclusiveMinimum": true, "minimum": 0, "maximum": 0.5}',
+        '{"items": ' * 900 + '{"pattern": "a"}' + "}" * 900,
+    ],
+)
+def test_a_schema_that_is_exact_stays_as_it_is(text):
+    assert exact(text) == text
 
 
 # --- what is refused ----------------------------------------------------------------------------

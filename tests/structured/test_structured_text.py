@@ -142,8 +142,20 @@ def run(engine: Engine, texts: list[str], params: list[SamplingParams]) -> list[
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("case", [*DRAFTING, "plain D=1"])
+#: Every way to draft, by turns greedy and drawn; the other half is `make test-full`'s.
+RUNS = [
+    pytest.param(
+        case,
+        drawn,
+        id=f"{case}-{'drawn' if drawn else 'greedy'}",
+        marks=[pytest.mark.full] if (number + drawn) % 2 else [],
+    )
+    for number, case in enumerate([*DRAFTING, "plain D=1"])
+    for drawn in (False, True)
+]
+
+
+@pytest.mark.parametrize(("case", "drawn"), RUNS)
 def test_the_text_is_that_of_plain_decoding(make, case, drawn):
     rng = random.Random(f"{case} {drawn}")
     params = workload(rng, 12, drawn)

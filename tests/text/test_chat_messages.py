@@ -351,9 +351,11 @@ def test_what_a_client_got_may_be_sent_back():
 def test_a_developer_is_the_system_where_the_template_knows_none():
     messages = [{"role": "developer", "content": "Be brief."}, USER]
     system = [{"role": "system", "content": "Be brief."}, USER]
-    assert rendered(CHATML, messages) == judged(CHATML, system)
-    knows = CHATML + "{# developer #}"
-    assert rendered(knows, messages) == judged(knows, messages)
+    for template in (CHATML, CHATML + "{% set token = '<|developer_start|>' %}"):
+        assert rendered(template, messages) == judged(template, system)
+    for name in ("'developer'", '"developer"'):
+        knows = CHATML + f"{{% set roles = ['system', {name}] %}}"
+        assert rendered(knows, messages) == judged(knows, messages)
 
 
 @pytest.mark.parametrize("given", ["Hello", [{"type": "text", "text": "Hello"}]])
@@ -364,6 +366,96 @@ def test_contents_have_the_form_that_the_template_reads(given):
     text = [{"role": "user", "content": "Hello"}]
     for template in (CHATML, CHATML + "{# type #}", PARTS.replace("m.content", "[m.content]")):
         assert rendered(template, messages) == judged(template, text)
+
+
+#: As templates write functions: each part is joined to the text, so that none may be missing.
+FUNCTIONS = (
+    "{% for t in tools %}{% set f = t.function %}{{ f.name + ': ' + f.description }}("
+    "{% for key, value in f.parameters.properties.items() %}{{ key + '=' + value.description }},"
+    "{% endfor %}){% endfor %}{% for m in messages %};{{ m.content }}{% endfor %}"
+)
+#: As Apertus': functions alone.
+ALONE = FUNCTIONS.replace("t.function", "t")
+WHOLE = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "description": "A."}},
+}
+
+
+@pytest.mark.parametrize("template", [FUNCTIONS, ALONE], ids=["functions", "alone"])
+@pytest.mark.parametrize(
+    ("function", "shown"),
+    [
+        ({"description": "D.", "parameters": WHOLE}, "f: D.(a=A.,)"),
+        ({"parameters": WHOLE}, "f: (a=A.,)"),
+        ({"description": "D."}, "f: D.()"),
+        ({}, "f: ()"),
+        ({"parameters": {}}, "f: ()"),
+        ({"parameters": {"type": "object"}}, "f: ()"),
+        ({"parameters": {"properties": {"a": {"type": "string"}, "b": {}}}}, "f: (a=,b=,)"),
+    ],
+)
+def test_a_template_that_wants_whole_functions_gets_them(template, function, shown):
+    """Law: a function may leave out its description and its parameters, whatever the template."""
+    tools = [{"type": "function", "function": {"name": "f"} | function}]
+    assert rendered(template, [USER], tools=tools) == shown + ";Weather?"
+    called = {"role": "assistant", "content": None, "tool_calls": [call("{}")]}
+    assert rendered(template, [USER, called], tools=tools) == shown + ";Weather?;"
+
+
+def test_a_template_that_takes_functions_as_they_are_gets_them_so():
+    template = CHATML + "{{ tools | tojson }}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert rendered(template, [USER], tools=tools) == judged(template, [USER], tools=tools)
+    refuses = "{{ raise_exception('no tools') if tools else '' }}"
+    with pytest.raises(ConfigError, match="refuses prompt 0: TemplateError: no tools"):
+        rendered(refuses, [USER], tools=tools)
+    refuses = FUNCTIONS + "{{ raise_exception('no user') }}"
+    with pytest.raises(ConfigError, match="refuses prompt 0: TemplateError: no user"):
+        rendered(refuses, [USER], tools=tools)
+
+
+#: As those of Llama 3.1, which refuse a second call, and of gpt-oss, which do not show it.
+ONE_CALL = {
+    "refuse": "{% if m.tool_calls|length != 1 %}{{ raise_exception('one at once') }}{% endif %}",
+    "lose": "",
+}
+
+
+@pytest.mark.parametrize("how", ONE_CALL)
+def test_a_template_that_takes_one_call_a_message_gets_one(how):
+    """Law: an answer with several calls may be sent back; each result stands behind its call."""
+    template = (
+        "{% for m in messages %}{% if m.tool_calls %}"
+        + ONE_CALL[how]
+        + "{% set c = m.tool_calls[0].function %}<{{ c.name }}{{ c.arguments | tojson }}>"
+        "{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+    )
+    names = ["f", "g", "h"]
+    calls = [call("{}", id=n, function={"name": n, "arguments": '{"a": 1}'}) for n in names]
+    results = [RESULT | {"tool_call_id": name, "content": name * 3} for name in ("g", "f", "x")]
+    said = {"role": "assistant", "content": None, "tool_calls": calls}
+    assert rendered(template, [USER, said, *results, USER, said]) == (
+        '[user]Weather?<f{"a": 1}>[tool]fff<g{"a": 1}>[tool]ggg<h{"a": 1}>[tool]xxx[user]Weather?'
+        '<f{"a": 1}><g{"a": 1}><h{"a": 1}>'
+    )
+    twice = [said | {"tool_calls": calls[:1] * 2}, *[results[1]] * 2]
+    assert rendered(template, twice) == '<f{"a": 1}>[tool]fff' * 2
+
+
+def test_a_template_that_reads_results_as_lists_of_parts_gets_such():
+    """As Command A's: a text would be read character by character, and an empty one is refused."""
+    template = (
+        "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}"
+        "{% if m.content[0].thinking %}T{% endif %}{{ m.tool_calls[0].function.name }}"
+        "{% elif m.role == 'tool' %}{% for part in m.content %}{{ part | tojson }};{% endfor %}"
+        "{% elif m.content is string %}{{ m.content }}"
+        "{% else %}{% for part in m.content %}{{ part.text if part.type == 'text' }}{% endfor %}"
+        "{% endif %}{% endfor %}"
+    )
+    assert rendered(template, [USER, history("{}")[1] | {"content": None}, RESULT, USER]) == (
+        '[user]Weather?[assistant]f[tool]{"type": "text", "text": "18 C"};[user]Weather?'
+    )
 
 
 NAMED = {name: CHATML + name for name in ("default", "tool_use", "rag")}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import warm_kit
 from specpool.engine.assets import resolve
 from specpool.engine.text import tokenizer_trial
 from specpool.engine.text.tokenizer import load_tokenizer
@@ -197,7 +197,7 @@ def test_settings_that_no_prompt_uses_take_no_memory(tmp_path: Path, change: Set
         "limit_memory(1 << 29)\nassert len(load_tokenizer(sys.argv[1]).encode('a cat')) == 5"
     )
     folder = folder_of(tmp_path, settings() | change)
-    done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True)
+    done = warm_kit.run([sys.executable, "-c", code, str(folder)], capture_output=True)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

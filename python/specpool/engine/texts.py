@@ -16,12 +16,16 @@ from specpool.engine.sampling_params import SamplingParams
 from specpool.engine.scheduler.request import Conversation, Message, Said, common_len
 from specpool.engine.text.chat_ends import chat_ends
 from specpool.engine.text.chat_messages import (
+    PROBE_CALLED,
+    PROBE_RESULT,
+    PROBE_USER,
     RESULT_ROLES,
     SEAM,
     CallForm,
     call_form,
     prepared,
     template_of,
+    tool_forms,
     with_seams,
 )
 from specpool.engine.text.chat_template import TemplateError, TemplateLimitError
@@ -42,8 +46,8 @@ Prompt = str | Sequence[int] | Sequence[Message]
 _LONG = 8
 #: Characters of a piece.
 _PIECE = 1 << 16
-#: A message that shows how a template reads contents.
-_PROBE = {"role": "user", "content": "probe-text"}
+#: Chats that show how a template reads contents; a template may not take the first.
+_PROBES = ([PROBE_USER, PROBE_CALLED, PROBE_RESULT], [PROBE_USER])
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,16 +288,36 @@ class Texts:
             messages = with_seams(messages, template, added)
         chat = prepared(messages, template, form=form, has_parts=has_parts)
         try:
-            return render_template(template, chat, variables)
+            return self._with_tools(template, chat, variables)
         except TemplateError as error:
             form = dataclasses.replace(form, has_objects=not form.has_objects)
             other_chat = prepared(messages, template, form=form, has_parts=has_parts)
             if not str(error).startswith("TypeError") or other_chat == chat:
                 raise
             try:
-                return render_template(template, other_chat, variables)
+                return self._with_tools(template, other_chat, variables)
             except TemplateError:
                 raise error from None
+
+    def _with_tools(
+        self, template: str, chat: Sequence[Message], variables: Mapping[str, Any]
+    ) -> str:
+        """Render messages, with the tools in the first form that the template takes.
+
+        Raises:
+            TemplateError: it takes none; see `render_template`.
+        """
+        errors: list[TemplateError] = []
+        for form in tool_forms(variables):
+            try:
+                return render_template(template, chat, form)
+            except TemplateLimitError:
+                raise
+            except TemplateError as error:
+                errors.append(error)
+        # If whole functions change the error, it was about them, and the new one is about the rest.
+        first, *others = errors
+        raise others[0] if others and str(others[0]) != str(first) else first
 
     def _call_form(
         self, template: str, special: Mapping[str, Any], tools: Any, has_parts: bool
@@ -306,7 +330,7 @@ class Texts:
             def render(messages: Sequence[Message], form: CallForm) -> str | None:
                 chat = prepared(messages, template, form=form, has_parts=has_parts)
                 try:
-                    return render_template(template, chat, variables)
+                    return self._with_tools(template, chat, variables)
                 except TemplateLimitError:
                     raise
                 except TemplateError:
@@ -318,20 +342,36 @@ class Texts:
     def _has_parts(self, template: str, special: Mapping[str, Any]) -> bool:
         """Return whether a template reads contents only as lists of parts, as of images and text.
 
-        The first call for a template renders a short chat.
+        Command A's reads those of tools' results so. The first call for a template renders a few
+        short chats.
         """
         if template not in self._wants_parts:
             has_parts = False
             if "content" in template and "type" in template:
-                for has_parts in (False, True):
-                    chat = prepared([_PROBE], template, has_parts=has_parts)
-                    with contextlib.suppress(TemplateError):
-                        if _PROBE["content"] in render_template(template, chat, special):
-                            break
+                for probe, has_parts in itertools.product(_PROBES, (False, True)):
+                    if self._shows_contents(probe, template, special, has_parts):
+                        break
                 else:
                     has_parts = False
             self._wants_parts[template] = has_parts
         return self._wants_parts[template]
+
+    def _shows_contents(
+        self,
+        chat: Sequence[Message],
+        template: str,
+        special: Mapping[str, Any],
+        has_parts: bool,
+    ) -> bool:
+        """Return whether a template shows each content of a chat, as text or as lists of parts."""
+        plain = prepared(chat, template, has_parts=has_parts)
+        try:
+            text = render_template(template, plain, special)
+        except TemplateLimitError:
+            raise
+        except TemplateError:
+            return False
+        return all(message["content"] in text for message in chat)
 
     def _continue_chat(
         self,

@@ -17,8 +17,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specpool.kernels.attend import attend_pages
     from specpool.kernels.fields import Fields
     from specpool.kernels.launch import prepare
+    from specpool.kernels.layers import gated_silu, rotate_heads
     from specpool.kernels.masks import attention_bias, draft_visibility
     from specpool.kernels.moves import (
         compact_accepted,
@@ -28,14 +30,16 @@ if TYPE_CHECKING:
         gather_kv,
         move_kv,
         scatter_kv,
+        write_kv,
     )
+    from specpool.kernels.paged_cells import PagedCells
     from specpool.kernels.reads import (
         advance_ancestors,
         branch_pages,
         draft_read_indices,
         read_capacity,
     )
-    from specpool.kernels.sample import sample_tokens, uniform
+    from specpool.kernels.sample import likeliest, sample_tokens, uniform
     from specpool.kernels.tables import (
         apply_table_delta,
         apply_table_deltas,
@@ -49,9 +53,11 @@ if TYPE_CHECKING:
 # Imported at first use, because these modules import torch and `specpool.kernels.twins` does not.
 _LAZY = {
     "Fields": "specpool.kernels.fields",
+    "PagedCells": "specpool.kernels.paged_cells",
     "advance_ancestors": "specpool.kernels.reads",
     "apply_table_delta": "specpool.kernels.tables",
     "apply_table_deltas": "specpool.kernels.tables",
+    "attend_pages": "specpool.kernels.attend",
     "attention_bias": "specpool.kernels.masks",
     "branch_pages": "specpool.kernels.reads",
     "build_tree": "specpool.kernels.tree",
@@ -63,11 +69,14 @@ _LAZY = {
     "draft_visibility": "specpool.kernels.masks",
     "draft_write_slots": "specpool.kernels.tables",
     "duplicate_prefix_tail": "specpool.kernels.moves",
+    "gated_silu": "specpool.kernels.layers",
     "gather_kv": "specpool.kernels.moves",
+    "likeliest": "specpool.kernels.sample",
     "move_kv": "specpool.kernels.moves",
     "page_csr": "specpool.kernels.tables",
     "prepare": "specpool.kernels.launch",
     "read_capacity": "specpool.kernels.reads",
+    "rotate_heads": "specpool.kernels.layers",
     "sample_tokens": "specpool.kernels.sample",
     "scatter_kv": "specpool.kernels.moves",
     "select_topk": "specpool.kernels.tree",
@@ -75,13 +84,16 @@ _LAZY = {
     "slots_at": "specpool.kernels.tables",
     "uniform": "specpool.kernels.sample",
     "verify_tree": "specpool.kernels.tree",
+    "write_kv": "specpool.kernels.moves",
 }
 
 __all__ = [
     "Fields",
+    "PagedCells",
     "advance_ancestors",
     "apply_table_delta",
     "apply_table_deltas",
+    "attend_pages",
     "attention_bias",
     "branch_pages",
     "build_tree",
@@ -93,11 +105,14 @@ __all__ = [
     "draft_visibility",
     "draft_write_slots",
     "duplicate_prefix_tail",
+    "gated_silu",
     "gather_kv",
+    "likeliest",
     "move_kv",
     "page_csr",
     "prepare",
     "read_capacity",
+    "rotate_heads",
     "sample_tokens",
     "scatter_kv",
     "select_topk",
@@ -105,6 +120,7 @@ __all__ = [
     "slots_at",
     "uniform",
     "verify_tree",
+    "write_kv",
 ]
 
 

@@ -17,6 +17,7 @@ INT_MAX = 2**31 - 1
 THREADS = 256
 
 i32 = np.int32
+i64 = np.int64
 
 
 def expect(
@@ -98,6 +99,24 @@ def outputs(
         output(f"out.{name}", value, dtype, shape, device)
         for name, value, dtype, shape in zip(names, values, dtypes, shapes, strict=True)
     )
+
+
+def packed_rows(value: Tensor) -> tuple[Tensor, int]:
+    """Return rows for a kernel that takes them with a stride: their memory, and the stride.
+
+    Args:
+        value: [n, ...]; rows that are contiguous, such as parts of a wider matrix, are not copied.
+
+    Returns:
+        The memory from the first row to the last, contiguous, and the elements from row to row.
+    """
+    if not value.is_contiguous() and not value[0].is_contiguous():
+        value = value.contiguous()
+    if value.is_contiguous():
+        return value, value.numel() // max(len(value), 1)
+    stride = value.stride(0)
+    span = (len(value) - 1) * stride + value[0].numel()
+    return value.as_strided((span,), (1,)), stride
 
 
 def number(name: str, value: int, least: int, greatest: int = INT_MAX) -> int:

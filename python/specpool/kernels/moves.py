@@ -16,7 +16,17 @@ from torch import Tensor
 from specpool.errors import ShapeError
 from specpool.kernels import twin_moves as moves
 from specpool.kernels import with_twin as twins
-from specpool.kernels.checks import Table, ceil_pow2, expect, i32, is_holey, number
+from specpool.kernels.checks import (
+    Table,
+    ceil_pow2,
+    device_of,
+    expect,
+    i32,
+    i64,
+    is_holey,
+    number,
+    packed_rows,
+)
 from specpool.kernels.fields import Fields, send_rows
 from specpool.kernels.launch import SHARED_BYTES, Arg, launch, runs_kernels
 from specpool.kernels.with_twin import with_twin
@@ -126,6 +136,60 @@ def move_kv(fields: Fields, src: Tensor, dst: Tensor, *, disjoint: bool = False)
         args = (fields.table, i32(fields.page_size), i32(fields.num_slots), src, dst, i32(n))
         grid = (tiles if n else 0, len(fields.widths))
         launch("move_slots", grid, block, args, shared_mem=shared, touches=fields.buffers)
+
+
+def write_kv(k_buffer: Tensor, v_buffer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write the keys and values of n tokens into their slots of a layer's buffers.
+
+    Args:
+        k_buffer: [num_slots, ...], contiguous, written.
+        v_buffer: likewise.
+        k: [n, ...], of the dtype and the slots' sizes of `k_buffer`; it is copied if the numbers of
+            a token do not follow one another.
+        v: likewise.
+        slots: int64 [n], each once; but what lies in the sink is of no use, so any may go there.
+    """
+    device = device_of("k_buffer", k_buffer)
+    if slots.dtype != torch.int64 or slots.ndim != 1 or slots.device != device:
+        raise ShapeError(
+            f"slots must be torch.int64 [n] on {device}, got {slots.dtype} {list(slots.shape)} on "
+            f"{slots.device}"
+        )
+    n = len(slots)
+    num_slots = number("slots of k_buffer", len(k_buffer), 1)
+    parts = (("k", k, k_buffer), ("v", v, v_buffer))
+    for name, tokens, buffer in parts:
+        expect(f"{name}_buffer", buffer, buffer.dtype, (num_slots, *buffer.shape[1:]), device)
+        if (
+            tokens.dtype != buffer.dtype
+            or tokens.shape != (n, *buffer.shape[1:])
+            or tokens.device != device
+        ):
+            raise ShapeError(
+                f"{name} must be {buffer.dtype} {[n, *buffer.shape[1:]]} on {device}, got "
+                f"{tokens.dtype} {list(tokens.shape)} on {tokens.device}"
+            )
+    if not runs_kernels(device):
+        twins.write_kv(k_buffer, v_buffer, k, v, slots)
+        return
+    rows, strides, widths, vecs = [], [], [], []
+    for _, tokens, buffer in parts:
+        memory, stride = packed_rows(tokens)
+        width = buffer[0].numel() * buffer.itemsize
+        alignment = memory.data_ptr() | buffer.data_ptr() | stride * buffer.itemsize | width | 16
+        rows.append(memory)
+        strides.append(i64(stride * buffer.itemsize))
+        widths.append(i32(width))
+        vecs.append(i32(alignment & -alignment))
+    columns = max(int(width // vec) for width, vec in zip(widths, vecs, strict=True))
+    threads = min(ceil_pow2(columns), 256)
+    block = (threads, 256 // threads)
+    tiles = -(-columns // (_IN_FLIGHT * threads)) if columns > threads else 1
+    grid = (min(-(-n // block[1]), max(_BLOCKS // (2 * tiles), 1)), 2, tiles)
+    slot_list, slots_stride = packed_rows(slots)
+    places = (i32(num_slots), slot_list, i64(slots_stride), i32(n))
+    args: tuple[Arg, ...] = (k_buffer, v_buffer, *rows, *strides, *widths, *vecs, *places)
+    launch("write_kv", grid if columns else (0,), block, args)
 
 
 def copy_pages(groups: Mapping[int, Fields], copies: NDArray[np.int32]) -> None:

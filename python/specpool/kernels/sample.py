@@ -1,11 +1,10 @@
-"""Launchers of `cuda/sample.cu`: the seeded draw.
+"""Launchers of `cuda/sample.cu`: the seeded draw, and the likeliest tokens.
 
 Twins: `specpool.kernels.twins`, equal bit for bit.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,18 +19,14 @@ from specpool.kernels.checks import (
     number,
     output,
 )
-from specpool.kernels.launch import Arg, launch
+from specpool.kernels.launch import launch, runs_kernels
 from specpool.kernels.with_twin import with_twin
 
 MAX_VOCAB = 1 << 19
 """The most columns of the logits: up to here the kernel's sums are exact."""
 
-# Logits that a block reads at least where several blocks share a row.
-_PART = 4096
-# Blocks that fill a GPU; with as many rows, each has one block.
+# Blocks of 512 threads that fill a GPU; fewer rows have blocks of twice as many.
 _BLOCKS = 264
-# Sums that the blocks of a row share, as in cuda/sample.cu.
-_BINS = 2048
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -94,33 +89,47 @@ def sample_tokens(
     tokens = output("out", out, torch.int64, (n,), device)
     logits_args = (logits, i32(_DTYPES.index(logits.dtype)), i32(vocab))
     draw_args = (temperature, top_k, top_p, min_p, u)
-    parts = min(-(-vocab // _PART), _BLOCKS // max(n, 1))
-    if parts > 1:
-        _in_parts(logits_args, draw_args, n, parts, tokens)
-    else:
-        launch("sample_tokens", (n,), (_threads(vocab),), (*logits_args, *draw_args, tokens))
+    launch("sample_tokens", (n,), (_threads(n, vocab),), (*logits_args, *draw_args, tokens))
     return tokens
 
 
-def _in_parts(
-    logits_args: tuple[Arg, ...], draw_args: tuple[Arg, ...], n: int, parts: int, tokens: Tensor
-) -> None:
-    """Draw for few rows: several blocks read each, and a launch ends where they must agree.
+def likeliest(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k most probable tokens of each row, best first.
 
-    Which rows draw at all, and by what, only the device knows. So a row that needs no more goes
-    through the rest of the launches without reading its logits.
+    Among equally probable tokens the lower id comes first. One launch on a device; on a CPU a
+    selection by integers of 8 bytes.
+
+    Args:
+        p: float32 [n, V], rows of a softmax: in [0, 1], or NaN throughout, which counts as 0. V at
+            most 2^19.
+        k: tokens to find, 1 to V.
+
+    Returns:
+        Probabilities float32 [n, k], and ids int64 [n, k].
     """
-    logits, _, vocab = logits_args
-    assert isinstance(logits, Tensor) and isinstance(vocab, np.integer)
-    space = torch.empty(n, _BINS + 3 * parts + 9, dtype=torch.int64, device=tokens.device)
-    grid, block = (n, parts), (_threads(-(-int(vocab) // parts)),)
-    launch("greatest_logits", grid, block, (*logits_args, space))
-    num_passes = 3 if logits.dtype == torch.float32 else 2
-    for step in range(2 * num_passes):  # top-k, then top-p
-        launch("narrow_logits", grid, block, (*logits_args, *draw_args, space, i32(step)))
-    launch("draw_tokens", grid, block, (*logits_args, *draw_args, space, tokens))
+    device = device_of("p", p)
+    n, vocab = expect("p", p, torch.float32, (None, None), device).shape
+    number("columns of p", vocab, 1, MAX_VOCAB)
+    number("k", k, 1, vocab)
+    if not runs_kernels(device):
+        return _likeliest_by_keys(p, k)
+    top_p = torch.empty(n, k, dtype=torch.float32, device=device)
+    ids = torch.empty(n, k, dtype=torch.int64, device=device)
+    args = (p, i32(vocab), i32(k), top_p, ids)
+    launch("likeliest", (n,), (_threads(n, vocab),), args)
+    return top_p, ids
 
 
-def _threads(count: int) -> int:
-    """Return the size of a block that reads `count` logits: 16 or more a thread."""
-    return min(max(ceil_pow2(count) // 16, 64), 512)
+def _likeliest_by_keys(p: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Do the work of the kernel in torch."""
+    last = p.shape[-1] - 1
+    # Floats >= 0 sort like their bits, so (bits, V - 1 - id) as int64 has no ties.
+    keys = p.nan_to_num(nan=0.0).view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
+    keys.bitwise_or_(torch.arange(last, -1, -1, device=p.device))
+    top = keys.topk(k).values
+    return (top >> 32).to(torch.int32).view(torch.float32), last - (top & 0xFFFFFFFF)
+
+
+def _threads(n: int, vocab: int) -> int:
+    """Return the size of a row's block: 16 logits or more a thread."""
+    return min(max(ceil_pow2(vocab) // 16, 64), 1024 if n <= _BLOCKS // 2 else 512)

@@ -134,7 +134,7 @@ def build_tree(
         (flat, flat, (n, nodes, nodes), flat, flat, flat),
         device,
     )
-    block = (min(max(ceil_pow2(max(total, nodes)), 32), 256),)
+    block = (min(max(4 * ceil_pow2(max(total, nodes)), 32), 1024),)
     args = (i32(s), i32(topk), i32(nodes), candidate_scores, candidate_tokens, candidate_parents)
     results = (tokens, parents, depths, mask, child, sibling)
     launch("build_tree", (n,), block, (*args, root_tokens, *results), shared_mem=shared)
@@ -191,7 +191,7 @@ def check_tree(
         ((n, nodes), (n, nodes), (n,)),
         device,
     )
-    block = (min(max(ceil_pow2(nodes), 32), 256),)
+    block = (min(32 * ceil_pow2(nodes), 1024),)  # a warp for each node
     links = (tokens, depths, mask, first_child, next_sibling, root_tokens)
     launch("check_tree", (n,), block, (i32(nodes), np.int64(vocab), *links, *results))
     safe_tokens, safe_depths, is_broken = results

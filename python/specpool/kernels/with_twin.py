@@ -213,3 +213,26 @@ def copy_slots(
         written[written_slots // size, written_slots % size] = read[
             read_slots // other, read_slots % other
         ]
+
+
+def rotate_heads(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, rotary_dim: int, is_rounded: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotate heads as the kernel does, by the operators of transformers' `rotate_half`."""
+    half = rotary_dim // 2
+    angles = [part if part.shape[1] == rotary_dim else part.repeat(1, 2) for part in (cos, sin)]
+    cos, sin = (part.unsqueeze(1) for part in angles)
+
+    def rotated(heads: Tensor) -> Tensor:
+        x = heads if is_rounded else heads.float()
+        low, high, rest = x[..., :half], x[..., half:rotary_dim], x[..., rotary_dim:]
+        pairs = x[..., :rotary_dim] * cos + torch.cat((-high, low), 2) * sin
+        return torch.cat((pairs.to(heads.dtype), rest.to(heads.dtype)), 2)
+
+    return rotated(q), rotated(k)
+
+
+def write_kv(k_buffer: Tensor, v_buffer: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Write tokens into slots by torch's own operators."""
+    k_buffer.index_copy_(0, slots, k)
+    v_buffer.index_copy_(0, slots, v)

@@ -7,8 +7,18 @@ macro_rules! texts {
     ($($name:literal),*) => { [$(($name, include_str!(concat!("../../../cuda/", $name)))),*] };
 }
 
-const FILES: [(&str, &str); 7] =
-    texts!["common.cuh", "logits.cuh", "moves.cu", "reads.cu", "sample.cu", "tables.cu", "tree.cu"];
+const FILES: [(&str, &str); 10] = texts![
+    "common.cuh",
+    "logits.cuh",
+    "tensor.cuh",
+    "attend.cu",
+    "layers.cu",
+    "moves.cu",
+    "reads.cu",
+    "sample.cu",
+    "tables.cu",
+    "tree.cu"
+];
 
 /// Names of the kernel files, in the order in which a compiler takes them.
 pub fn names() -> [&'static str; FILES.len()] {

@@ -2,7 +2,8 @@
 
 It accepts any mask, so dense draft layouts and exact ancestry work at any page size. On a CPU,
 `in_place` serves few queries and `prompts` serves long chunks without gathering whole lanes. On a
-GPU, `fused` serves causal lanes and `trees` serves trees, both without a mask over the prefix.
+GPU, `few_queries` reads pages in place; `fused` serves causal lanes and `trees` serves trees with
+more queries or other heads, both without a mask over the prefix.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from specpool.engine.attention import in_place
+from specpool.engine.attention.few_queries import attend_few_queries, serves_few_queries
 from specpool.engine.attention.fused import attend_fused, serves_fused
 from specpool.engine.attention.prompts import attend_prompts, serves_prompts
 from specpool.engine.attention.trees import attend_trees, serves_trees
 from specpool.engine.attention.view import AttentionView, Reads
+from specpool.engine.attention.writes import write_kv
 
 # Up to this many queries per lane, query heads are folded into the query axis, so that each K and V
 # head is read once. With more queries the folded mask costs more than this saves.
@@ -54,15 +57,15 @@ def attend(
         )
     dtype = q.dtype
     explicit = softcap is not None or sinks is not None
-    by_lane = not explicit and serves_prompts(view, q, v_buffer, window)
-    fused = not explicit and serves_fused(view, q, v_buffer)
-    tree = not explicit and not fused and serves_trees(view, q, v_buffer, window)
+    few = not explicit and serves_few_queries(view, q, k_buffer, v_buffer, window)
+    by_lane = not explicit and not few and serves_prompts(view, q, v_buffer, window)
+    fused = not explicit and not few and serves_fused(view, q, v_buffer)
+    tree = not (explicit or few or fused) and serves_trees(view, q, v_buffer, window)
     # `reads` raises for a bad mask, so call it before anything is written.
-    reads = None if by_lane or fused or tree else view.reads(window, dtype)
-    if k.dtype != k_buffer.dtype:
-        k, v = k.to(k_buffer.dtype), v.to(v_buffer.dtype)
-    k_buffer.index_copy_(0, view.write_slots, k)
-    v_buffer.index_copy_(0, view.write_slots, v)
+    reads = None if few or by_lane or fused or tree else view.reads(window, dtype)
+    k, v = write_kv(k_buffer, v_buffer, view.write_slots, k, v)
+    if few:
+        return attend_few_queries(view, k_buffer, v_buffer, q, scaling, window)
     if fused:
         return attend_fused(view, k_buffer, v_buffer, q, scaling, window)
     if tree:

@@ -16,6 +16,7 @@ from torch import Tensor
 from specpool._core import Shape
 from specpool.engine.attention import AttentionView, JoinedView, View, attend
 from specpool.engine.attention.lanes import Lanes, own_view
+from specpool.engine.attention.writes import write_kv
 from specpool.engine.draft.base import DraftTree
 from specpool.engine.draft.branches import draft_window
 from specpool.engine.draft.expansion import BestPaths, Chains, check_shapes
@@ -94,8 +95,7 @@ class BlockDrafter(ByParts):
         slots = lanes.slots(self._cache, self._group)
         layer_kv = self.head.context(features, self._clamped(lanes.positions))
         for (keys, values), (k, v) in zip(self._kv, layer_kv, strict=True):
-            keys.index_copy_(0, slots, k.to(keys.dtype))
-            values.index_copy_(0, slots, v.to(values.dtype))
+            write_kv(keys, values, slots, k, v)
 
     def propose_parts(self, parts: Sequence[DraftPart]) -> list[DraftTree]:
         """Propose the trees of each part; see `SideBySide.propose_parts`."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from specpool._core import Shape
 from specpool.engine.attention import View, attend
 from specpool.engine.attention.lanes import Lanes, causal_view, last_view
+from specpool.engine.attention.writes import write_kv
 from specpool.engine.draft.head_drafter import HeadDrafter
 from specpool.engine.memory.kv_cache import KVCache, LayerKV
 from specpool.engine.models import EagleHead, TargetModel
@@ -145,8 +146,7 @@ class EagleDrafter(HeadDrafter):
             keys, values = self._cache.keys[i], self._cache.values[i]
             if layer >= len(views):
                 assert slots is not None
-                keys.index_copy_(0, slots, k.to(keys.dtype))
-                values.index_copy_(0, slots, v.to(values.dtype))
+                write_kv(keys, values, slots, k, v)
                 return q
             return attend(
                 views[layer],

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from specpool.engine.attention import AttentionBatch
 from specpool.engine.attention.cudnn import without_cudnn
 from specpool.engine.models.decoder import _find_decoder, _isolate_configs, _no_model, _Standing
+from specpool.engine.models.fused_layers import FusedLayers
 from specpool.engine.models.gate import (
     check_class,
     check_config,
@@ -59,6 +60,7 @@ from specpool.engine.models.torch_attention import (
     num_shared,
 )
 from specpool.errors import ConfigError, ShapeError, reading
+from specpool.kernels.launch import runs_kernels
 
 # NOTE: importing transformers takes seconds of CPU, so each function that needs it imports it.
 if TYPE_CHECKING:
@@ -111,6 +113,7 @@ class TargetModel:
         self._hooks: list[Any] = []
         self._training = [module for module in model.modules() if module.training]
         self._configs = _isolate_configs(model)
+        self._fused_layers: FusedLayers | None = None
         self._torch_modules: list[Any] = []
         self._torch_attention: Any = nullcontext()
         if text_config(model.config).model_type in CALLS_TORCH:
@@ -123,6 +126,8 @@ class TargetModel:
         self.closed = False
         try:
             model.train(False)
+            if runs_kernels(self.device):
+                self._fused_layers = FusedLayers(model)
             _register()
             self._set_attention(_ATTENTION)
             self._describe()
@@ -376,6 +381,8 @@ class TargetModel:
             return
         self.closed = True
         self._remove_hooks()
+        if self._fused_layers is not None:
+            self._fused_layers.switch(on=False)
         for module, config in self._configs:
             module.config = config
         for module in self._training:
@@ -388,6 +395,9 @@ class TargetModel:
         self.close()
 
     def _set_attention(self, attention: str) -> None:
+        """Run over pages, fused on a GPU, or as transformers runs the model with this attention."""
+        if self._fused_layers is not None:
+            self._fused_layers.switch(on=attention == _ATTENTION)
         for module, _ in self._configs:
             module.config._attn_implementation = attention
         for module in self._torch_modules if attention == _ATTENTION else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ SEAM = "\udfff"
 RESULT_ROLES = frozenset({"tool", "function", "ipython", "tool_results", "observation"})
 #: How Mistral's templates look at a call's id: they refuse those that are not of nine characters.
 _NINE = re.compile(r"\|\s*length\s*(?:!=|==|<)\s*9\b")
+#: A template that knows the role `developer`; Apertus' has tokens of such a name alone.
+_DEVELOPER = re.compile(r"""(["'])developer\1""")
 #: Kimi's templates show a call's id alone, which must hold the function's name and a number.
 _KIMI = "<|tool_call_begin|>"
 #: The mark of gpt-oss' form, in which each message names its channel.
@@ -40,16 +42,18 @@ class CallForm:
         empty_content: the content of a message that is calls alone.
         has_both: a message shows its calls beside its content; if not, they need a message of
             their own.
+        has_several: a message shows all of its calls; if not, each needs a message of its own.
     """
 
     has_objects: bool = True
     empty_content: str | None = ""
     has_both: bool = True
+    has_several: bool = True
 
 
 #: A chat whose rendering shows how a template reads calls.
 PROBE_CONTENT, PROBE_FUNCTION, _PROBE_ARGUMENT = "probe-answer", "probe_function", "probe_argument"
-PROBE_USER = {"role": "user", "content": "probe"}
+PROBE_USER = {"role": "user", "content": "probe-text"}
 PROBE_CALLED: dict[str, Any] = {
     "role": "assistant",
     "content": "",
@@ -60,6 +64,23 @@ PROBE_CALLED: dict[str, Any] = {
             "function": {"name": PROBE_FUNCTION, "arguments": {_PROBE_ARGUMENT: True}},
         }
     ],
+}
+_SECOND_FUNCTION = "probe_second"
+_PROBE_CALLED_TWICE = PROBE_CALLED | {
+    "tool_calls": [
+        *PROBE_CALLED["tool_calls"],
+        {
+            "id": "call00001",
+            "type": "function",
+            "function": {"name": _SECOND_FUNCTION, "arguments": {_PROBE_ARGUMENT: True}},
+        },
+    ]
+}
+PROBE_RESULT = {
+    "role": "tool",
+    "tool_call_id": "call00000",
+    "name": PROBE_FUNCTION,
+    "content": "probe-result",
 }
 
 
@@ -80,8 +101,22 @@ def call_form(render: Callable[[Sequence[Message], CallForm], str | None]) -> Ca
             if text is not None and _shows_call(text) and not _prints_python(text):
                 chat = [PROBE_USER, PROBE_CALLED | {"content": PROBE_CONTENT}]
                 both = render(chat, form)
-                return replace(form, has_both=both is None or _shows_call(both))
+                has_both = both is None or _shows_call(both)
+                return replace(form, has_both=has_both, has_several=_has_several(render, form))
     return CallForm()
+
+
+def _has_several(
+    render: Callable[[Sequence[Message], CallForm], str | None], form: CallForm
+) -> bool:
+    """Return whether a message shows several calls, or they are not shown in any way.
+
+    Llama 3.1's templates refuse a second call, and gpt-oss' leave it out.
+    """
+    chat = [PROBE_USER, _PROBE_CALLED_TWICE]
+    if _SECOND_FUNCTION in (render(chat, form) or ""):
+        return True
+    return _SECOND_FUNCTION not in (render(chat, replace(form, has_several=False)) or "")
 
 
 def _shows_call(text: str) -> bool:
@@ -92,6 +127,38 @@ def _prints_python(text: str) -> bool:
     """Return whether the arguments stand in a text as Python writes them, alone."""
     python = str({_PROBE_ARGUMENT: True})
     return python in text.replace(f"'arguments': {python}", "")
+
+
+def tool_forms(variables: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a template's variables, and then with the tools as templates want them that refuse.
+
+    A function may leave out its description and its parameters, and they their descriptions; they
+    are empty then. Apertus' template takes the functions alone, without the tools around them.
+    """
+    yield variables
+    tools = variables.get("tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        return
+    functions = [
+        _whole(tool["function"]) if isinstance(tool.get("function"), Mapping) else tool
+        for tool in tools
+    ]
+    pairs = zip(tools, functions, strict=True)
+    yield {**variables, "tools": [{**tool, "function": function} for tool, function in pairs]}
+    yield {**variables, "tools": functions}
+
+
+def _whole(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a function with a description and parameters, and descriptions of these."""
+    parameters = function.get("parameters")
+    parameters = parameters if isinstance(parameters, Mapping) else {}
+    properties = parameters.get("properties")
+    described = {
+        key: {"description": "", **value} if isinstance(value, Mapping) else value
+        for key, value in (properties if isinstance(properties, Mapping) else {}).items()
+    }
+    whole = {"type": "object", **parameters, "properties": described}
+    return {"description": "", **function, "parameters": whole}
 
 
 def template_of(templates: str | Mapping[str, str], variables: Mapping[str, Any]) -> str:
@@ -142,13 +209,13 @@ def prepared(
     """
     has_nine = _NINE.search(template) is not None
     copies = []
-    for message in messages:
+    for message in messages if form.has_several else _with_single_calls(messages):
         copy = {
             key: value
             for key, value in message.items()
             if value is not None and (value != [] or key == "content")
         }
-        if copy.get("role") == "developer" and "developer" not in template:
+        if copy.get("role") == "developer" and not _DEVELOPER.search(template):
             copy["role"] = "system"
         if isinstance(calls := copy.get("tool_calls"), list):
             copy["tool_calls"] = [_call(call, form.has_objects) for call in calls]
@@ -203,6 +270,35 @@ def _with_shown_calls(message: dict[str, Any], form: CallForm) -> list[dict[str,
         return [message]
     said = {key: value for key, value in message.items() if key != "tool_calls"}
     return [said, {"role": "assistant", "content": form.empty_content, "tool_calls": calls}]
+
+
+def _with_single_calls(messages: Sequence[Message]) -> Iterator[Message]:
+    """Yield messages with at most one call each; its result follows it."""
+    start = 0
+    while start < len(messages):
+        message = messages[start]
+        start += 1
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or len(calls) < 2:
+            yield message
+            continue
+        end = start
+        while end < len(messages) and messages[end].get("role") in RESULT_ROLES:
+            end += 1
+        numbers: dict[str, list[int]] = {}  # of the results, by their calls' ids; latest first
+        for number in reversed(range(start, end)):
+            numbers.setdefault(str(messages[number].get("tool_call_id")), []).append(number)
+        left = dict.fromkeys(range(start, end))
+        for index, call in enumerate(calls):
+            alone = {"role": message.get("role"), "content": ""} if index else message
+            yield {**alone, "tool_calls": [call]}
+            ident = call.get("id") if isinstance(call, Mapping) else None
+            if isinstance(ident, str) and numbers.get(ident):
+                number = numbers[ident].pop()
+                del left[number]
+                yield messages[number]
+        yield from (messages[number] for number in left)
+        start = end
 
 
 def _call(call: Any, has_objects: bool) -> Any:

@@ -20,6 +20,12 @@ inline unsigned __brev(unsigned v) {
   for (int i = 0; i < 32; i++) reversed |= (v >> i & 1u) << (31 - i);
   return reversed;
 }
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned order) {
+  const unsigned long long bytes = (unsigned long long)b << 32 | a;
+  unsigned chosen = 0;
+  for (int i = 0; i < 4; i++) chosen |= (unsigned)(bytes >> 8 * (order >> 4 * i & 7) & 0xff) << 8 * i;
+  return chosen;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
 inline int __mulhi(int a, int b) { return (int)((long long)a * b >> 32); }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {

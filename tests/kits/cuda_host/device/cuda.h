@@ -1,5 +1,5 @@
 // Just enough CUDA C++ for g++ to compile an unchanged kernel for the CPU. Force-included before the .cu file.
-// Limits: no inline PTX, textures, tensor cores, cp.async, TMA or grid-wide sync; floats may differ in the last bits.
+// Limits: no inline PTX (tensor.h stands for cuda/tensor.cuh), textures, cp.async, TMA or grid-wide sync; floats may differ in the last bits.
 #pragma once
 #include <math.h>
 #include <string.h>
@@ -36,4 +36,5 @@ constexpr int warpSize = 32;
 #include "atomics.h"
 #include "collectives.h"
 #include "exports.h"
+#include "tensor.h"
 #include "memory.h"

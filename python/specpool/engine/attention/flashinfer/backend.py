@@ -23,6 +23,7 @@ from specpool.capacity.layer_kv import LayerKV
 from specpool.engine.attention.flashinfer.graphs import Recorder, Wrapper, splits_no_lane
 from specpool.engine.attention.flashinfer.page_indices import DecodeIndices, Indices, indices_of
 from specpool.engine.attention.view import AttentionView
+from specpool.engine.attention.writes import write_kv
 from specpool.errors import ConfigError
 from specpool.kernels.transfer import mark
 
@@ -197,8 +198,7 @@ class FlashInfer:
             wrapper, page_size = plan.wrapper, plan.page_size
         else:
             wrapper, page_size = recorder.wrapper(view, layer, window), view.page_size
-        k_buffer.index_copy_(0, view.write_slots, k.to(k_buffer.dtype))
-        v_buffer.index_copy_(0, view.write_slots, v.to(v_buffer.dtype))
+        write_kv(k_buffer, v_buffer, view.write_slots, k, v)
         pages = tuple(
             buffer.view(-1, page_size, *buffer.shape[1:]) for buffer in (k_buffer, v_buffer)
         )

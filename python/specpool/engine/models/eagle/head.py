@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
+from specpool import kernels
 from specpool.checks import shown
 from specpool.engine.models.eagle.config import EagleConfig, Kind
 from specpool.engine.models.eagle.likeliest import likeliest
@@ -36,6 +37,7 @@ from specpool.engine.models.eagle.weights import (
 )
 from specpool.engine.models.files.checkpoint import Weights, find_folder, log_unused, read_config
 from specpool.errors import CheckpointError, ShapeError
+from specpool.kernels.launch import runs_kernels
 
 _log = logging.getLogger("specpool")
 
@@ -102,6 +104,7 @@ class EagleHead:
             weights["d2t"].to(device=device, dtype=torch.int64) if "d2t" in weights else None
         )
         self._act = _activation(config.hidden_act)
+        self._fuses_gate = self._act is F.silu and runs_kernels(device)
         self.max_positions = 0
         # Some configs state millions. `reserve_positions` adds more when they are needed.
         self.reserve_positions(min(config.max_position_embeddings, 4096))
@@ -298,7 +301,8 @@ class EagleHead:
             hidden = _add_linear(hidden, context.reshape(len(q), -1), layer.o, layer.o_bias)
             x = self._rms(hidden, layer.post_norm)
             gate, up = F.linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-            hidden = _add_linear(hidden, self._act(gate) * up, layer.down, layer.down_bias)
+            gated = kernels.gated_silu(gate, up) if self._fuses_gate else self._act(gate) * up
+            hidden = _add_linear(hidden, gated, layer.down, layer.down_bias)
         return hidden
 
     def keys_values(

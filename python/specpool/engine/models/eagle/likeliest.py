@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from specpool import kernels
+
 
 def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k most probable tokens of each row of logits [n, V], best first.
@@ -18,10 +20,4 @@ def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
     if k == 1:  # without the cost of an order; the token is the one that chains take without `p`
         ids = logits.argmax(-1, keepdim=True)
         return p.gather(1, ids).nan_to_num_(nan=0.0), ids
-    p.nan_to_num_(nan=0.0)
-    last = logits.shape[-1] - 1
-    # Floats >= 0 sort like their bits, so (bits, V - 1 - id) as int64 has no ties.
-    keys = p.view(torch.int32).to(torch.int64).bitwise_left_shift_(32)
-    keys.bitwise_or_(torch.arange(last, -1, -1, device=logits.device))
-    top = keys.topk(k).values
-    return (top >> 32).to(torch.int32).view(torch.float32), last - (top & 0xFFFFFFFF)
+    return kernels.likeliest(p, k)

@@ -9,6 +9,7 @@ import threading
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from specpool.engine.text.structured.exact_schema import MAPS, VALUES, exact
 from specpool.engine.text.structured.grammar import Grammar
 from specpool.engine.text.structured.matcher import Matcher, refusal, shortened
 from specpool.errors import ConfigError
@@ -22,11 +23,6 @@ MAX_COMPILED = 128
 MAX_SECONDS = 10.0
 #: Items of llguidance's parser in one step, and the cost of its lexer; beyond, a request ends.
 MAX_ITEMS, MAX_LEXER_COST = 50_000, 200_000
-
-#: Keywords that map names of a user's choice to schemas.
-_MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-#: Keywords that hold values, not schemas.
-_VALUES = {"const", "enum", "default", "examples", "required"}
 
 
 class Compiler:
@@ -271,8 +267,7 @@ def _source(library: Any, grammar: Grammar) -> str:
         schema = text if grammar.kind == "json_schema" else '{"type": "object"}'
         # No blanks between the tokens of the text: they would allow a second token everywhere.
         options = {"whitespace_flexible": False}
-        if schema == "true":
-            schema = "{}"
+        schema = "{}" if schema == "true" else exact(schema)
         return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
     return str(library.grammar_from(grammar.kind, grammar.text))
 
@@ -309,9 +304,9 @@ def _pointer(value: Any, name: str, path: str = "#", has_names: bool = False) ->
         is_keyword = isinstance(value, dict) and not has_names
         if (is_keyword and key == name) or item == name:
             return pointer
-        if is_keyword and key in _VALUES:
+        if is_keyword and key in VALUES:
             continue
-        nested_pointer = _pointer(item, name, pointer, is_keyword and key in _MAPS)
+        nested_pointer = _pointer(item, name, pointer, is_keyword and key in MAPS)
         if nested_pointer is not None:
             return nested_pointer
     return None

@@ -1,0 +1,104 @@
+"""`exact`: a JSON Schema as llguidance must get it, so that it allows no text that is not valid.
+
+llguidance 1.9.1 takes some schemas too widely; each is written in another way here. The new one
+allows the same values, but for a few of no use.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, TypeGuard
+
+#: Keywords that map names of a user's choice to schemas.
+MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+#: Keywords that hold values, not schemas.
+VALUES = {"const", "enum", "default", "examples", "required"}
+
+#: The begin of a negated class in a regular expression, or an escaped character.
+_NEGATED = re.compile(r"\\.|\[\^(?!\])", re.DOTALL)
+#: Any name of a property but those with the character 0.
+_ANY_NAME = r"^[^\x00]*$"
+#: How far a number must be from an integer that it may not be, unless this is very large.
+_STEP = 1e-12
+
+
+def exact(text: str) -> str:
+    """Return a JSON Schema that allows valid texts alone; the same text if it does already."""
+    schema = json.loads(text)
+    parts, is_changed = [schema], False
+    while parts:
+        part = parts.pop()
+        if isinstance(part, list):
+            parts += part
+        if not isinstance(part, dict):
+            continue
+        is_changed |= _mend(part)
+        for key, value in part.items():
+            if key in MAPS and isinstance(value, dict):
+                parts += value.values()
+            elif key not in VALUES:
+                parts.append(value)
+    if not is_changed:
+        return text
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (ValueError, RecursionError):  # a number beyond all limits, or too deep for JSON
+        return text
+
+
+def _mend(schema: dict[str, Any]) -> bool:
+    """Change one schema; return whether it was changed."""
+    old = dict(schema)
+    pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
+    if isinstance(pattern, str):
+        schema["pattern"] = _without_zero(pattern)
+    if isinstance(patterns, dict):
+        schema["patternProperties"] = {_without_zero(key): patterns[key] for key in patterns}
+    _close_bound(schema, "minimum", "maximum", 1)
+    _close_bound(schema, "maximum", "minimum", -1)
+    # Else a property's name that is spelled with escapes, `\u0061` for `a`, is another property.
+    is_open = schema.get("additionalProperties", True) in (True, {})
+    if schema.get("properties") and is_open and not patterns:
+        schema |= {"patternProperties": {_ANY_NAME: True}, "additionalProperties": False}
+    return schema != old
+
+
+def _without_zero(pattern: str) -> str:
+    """Return a pattern whose negated classes do not have the character 0.
+
+    A class with all control characters has the escapes of quotes and backslashes too, even if it
+    excludes these.
+    """
+    return _NEGATED.sub(lambda found: found[0] + r"[\x00]" * (found[0][0] == "["), pattern)
+
+
+def _close_bound(schema: dict[str, Any], near: str, far: str, sign: int) -> None:
+    """Write an exclusive bound that is an integer as a number beside it.
+
+    If the other bound is less than 1 away, the excluded integer itself is allowed.
+
+    Args:
+        schema: with the bound.
+        near: `minimum` or `maximum`, the side of the bound.
+        far: the other side.
+        sign: 1 if the numbers are above the bound, -1 if they are below.
+    """
+    exclusive = f"exclusive{near.capitalize()}"
+    bound = schema.get(exclusive)
+    if not _is_number(bound) or bound != math.floor(bound):
+        return
+    others = [schema.get(far), schema.get(f"exclusive{far.capitalize()}")]
+    if not any(_is_number(other) and 0 < sign * (other - bound) < 1 for other in others):
+        return
+    # The library may read a number as one of its neighbours.
+    beside = bound + sign * max(_STEP, 1024 * math.ulp(bound))
+    del schema[exclusive]
+    inclusive = schema.get(near)
+    is_tighter = _is_number(inclusive) and sign * (inclusive - beside) > 0
+    schema[near] = inclusive if is_tighter else beside
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return type(value) in (int, float) and abs(value) < 1e300
