@@ -294,13 +294,15 @@ __device__ __forceinline__ void attend_cells(
     }
 }
 
+// Shared memory to join warps in: two results of a warp.
+constexpr int held_floats(int dim) { return 2 * 32 * ((dim < 128 ? dim : 128) / 2 + 4); }
+
 // Joins the results of warps that share a tile and a slice, in the order of the warps, in the first of them. Warp w
 // works for place w % `places`. Every thread of the block must call it.
 template <int N>
-__device__ __forceinline__ void join_warps(Result<N>& result, int places) {
-    __shared__ float held[2][N / 2 + 4][32];
+__device__ __forceinline__ void join_warps(Result<N>& result, int places, float* held) {
     const int thread = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float(*const cells)[32] = held[warp % places];
+    float(*const cells)[32] = (float(*)[32])held + warp % places * (N / 2 + 4);
     for (int other = 1; other < ATTEND_WARPS / places; other++) {
         if (warp / places == other) {
 #pragma unroll
@@ -331,7 +333,7 @@ __device__ __forceinline__ void join_warps(Result<N>& result, int places) {
 }
 
 template <typename T, int D>
-__device__ __forceinline__ void attend_part(const Attention& a) {
+__device__ __forceinline__ void attend_part(const Attention& a, float* held) {
     const int lane = blockIdx.z, part = blockIdx.y, rows = CELLS * a.tiles;
     const LaneCells cells(a, lane);
     if (part >= cells.used) return;
@@ -350,7 +352,7 @@ __device__ __forceinline__ void attend_part(const Attention& a) {
     attend_cells<T, D, N>(
         result, a, cells, lane, kv_head, tile_row, slice, begin + CELLS * (warp / places), CELLS * turns, last,
         warp % places, places);
-    if (turns > 1) join_warps<N>(result, places);
+    if (turns > 1) join_warps<N>(result, places, held);
     if (warp >= places) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -410,18 +412,21 @@ __device__ __forceinline__ void attend_part(const Attention& a) {
 //
 // grid (kv_heads * row blocks, parts, lanes), block 128.
 extern "C" __global__ void __launch_bounds__(128, 2) attend_64_kernel(ATTENTION_PARAMETERS) {
+    __shared__ float held[held_floats(64)];
     const Attention a = ATTENTION;
-    is_float16 ? attend_part<Float16, 64>(a) : attend_part<Bfloat16, 64>(a);
+    is_float16 ? attend_part<Float16, 64>(a, held) : attend_part<Bfloat16, 64>(a, held);
 }
 
 extern "C" __global__ void __launch_bounds__(128, 2) attend_128_kernel(ATTENTION_PARAMETERS) {
+    __shared__ float held[held_floats(128)];
     const Attention a = ATTENTION;
-    is_float16 ? attend_part<Float16, 128>(a) : attend_part<Bfloat16, 128>(a);
+    is_float16 ? attend_part<Float16, 128>(a, held) : attend_part<Bfloat16, 128>(a, held);
 }
 
 extern "C" __global__ void __launch_bounds__(128, 2) attend_256_kernel(ATTENTION_PARAMETERS) {
+    __shared__ float held[held_floats(256)];
     const Attention a = ATTENTION;
-    is_float16 ? attend_part<Float16, 256>(a) : attend_part<Bfloat16, 256>(a);
+    is_float16 ? attend_part<Float16, 256>(a, held) : attend_part<Bfloat16, 256>(a, held);
 }
 
 // Joins the parts of each lane. A lane of one part is done already. A thread takes four columns of a head, and every

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flashinfer_kit import Pages, Rig, verify_view
 from fused_kit import Ops, inputs, reading, use_doubles
 from specpool import Shape, kernels
-from specpool.engine.attention import AttentionView, attend, fused, trees
+from specpool.engine.attention import AttentionView, attend, fused, torch_backend, trees
 from specpool.engine.attention import view as view_module
 from specpool.engine.attention.view import OwnCells
 from specpool.engine.draft.branches import DenseBranches
@@ -142,6 +142,8 @@ def test_torch_takes_the_call(dtype, monkeypatch):
 
     for module in (fused, view_module):
         monkeypatch.setattr(module, "upload", upload)
+    # Fake tensors have no addresses for the kernel that writes.
+    monkeypatch.setattr(torch_backend, "write_kv", lambda keys, values, slots, k, v: (k, v))
     lens = np.array([17, 22, 29], np.int32)
     with FakeTensorMode(allow_non_fake_inputs=True), Ops() as ops:
         gpu = {"device": "cuda", "dtype": dtype}
