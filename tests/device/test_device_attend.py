@@ -21,7 +21,7 @@ UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # the most that round
 class Lanes:
     """Random lanes on shuffled pages, and on the host who sees what.
 
-    Slots that no lane's query may see are NaN: a kernel that reads one shows it.
+    Slots that no query of a lane sees are NaN: a kernel that reads one shows it.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Lanes:
         columns=None,
         seed=0,
     ):
-        rng = np.random.default_rng([seed, page_size, dim, group, *lens])
+        rng = np.random.default_rng([seed, page_size, dim, group, len(lens), max(lens)])
         generator = torch.Generator().manual_seed(int(rng.integers(1 << 30)))
         self.lens, self.q_lens, self.window, self.dtype = lens, q_lens, window, dtype
         self.page_size, self.group = page_size, group
@@ -64,7 +64,8 @@ class Lanes:
             cells = np.arange(max(min(length, columns * page_size), 0))
             slots = self.pages[lane, cells // page_size] * page_size + cells % page_size
             self.slots.append(np.append(slots, self.own_slots[lane]).astype(np.int64))
-            live[self.slots[-1]] = q_lens[lane] > 0
+            first = 0 if window is None else max(length - q_lens[lane] + 1 - window, 0)
+            live[self.slots[-1][first:]] = q_lens[lane] > 0
         self.keys[~live] = self.values[~live] = torch.nan
         self.keys, self.values = self.keys.to(dtype), self.values.to(dtype)
         self.q = torch.randn(sum(q_lens), kv_heads * group, dim, generator=generator).to(dtype)
@@ -204,8 +205,8 @@ def test_trees(kit, own, dim, dtype):
     """Law: a query sees the prefix and the own cells of its bits, which may lie anywhere."""
     if kit.is_checked and (own != 5 or dim != 64):
         pytest.skip("check mode runs small cases")
-    queries = [min(own, 16), 3, min(own, 9)]
-    check(kit, Lanes([37, 0, 16], queries, own=own, dim=dim, dtype=dtype, kv_heads=1, group=3))
+    lens, queries = [37, 0, 16, -5], [min(own, 16), 3, min(own, 9), 1]
+    check(kit, Lanes(lens, queries, own=own, dim=dim, dtype=dtype, kv_heads=1, group=3))
 
 
 @pytest.mark.parametrize("page", [-1, -(2**31), 5000, 2**31 - 1])
@@ -243,7 +244,8 @@ def test_a_length_that_no_page_has_reads_no_other_memory(kit, length, q_len):
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_twin(own, window):
     lanes = Lanes([37, 0, 9], [3, 2, 0], own=own, window=None if own else window)
-    cells = lanes.cells(lambda array: torch.from_numpy(array))
+    lanes.keys, lanes.values = lanes.keys.nan_to_num(), lanes.values.nan_to_num()
+    cells = lanes.cells(torch.from_numpy)
     out = kernels.attend_pages(
         lanes.q, lanes.keys, lanes.values, cells, scaling=0.125, window=lanes.window
     )

@@ -571,6 +571,11 @@ BAD = {
         lambda: device.Fields.of([torch.empty(2, 1 << 31, dtype=torch.uint8, device="meta")], 1),
         r"bytes of a slot must be in \[0, 2147483647\], got 2147483648",
     ),
+    "probabilities": (lambda: device.likeliest(LOGITS.double(), 1), "p .* float32"),
+    "more tokens than there are": (
+        lambda: device.likeliest(LOGITS, LOGITS.shape[1] + 1),
+        r"k must be in \[1, \d+\], got",
+    ),
     "seeds": (
         lambda: device.uniform(LANES, INDEX[0]),
         r"seeds must be contiguous int64 or uint64 \[any\]",

@@ -72,6 +72,7 @@ class HostModule:
     ) -> None:
         text = source_text.read(source, filename)
         self.kind, self.order, self.check_races = kind, order, check_races
+        self._files = source_text.files(text)
         self.entries = {entry.name: entry for entry in source_text.entries(text)}
         self.name_expressions = tuple(name_expressions)
         self._build = toolchain.build(
@@ -80,10 +81,21 @@ class HostModule:
         self._library = _load(str(self._build.library))
 
     def shared_bytes_of(self, name: str) -> int:
-        """Bytes of the `__shared__` variables of a kernel, and of functions that it may call."""
+        """Bytes of the `__shared__` variables of a kernel, and of functions that it may call.
+
+        These are in its own file or in a header.
+        """
         others = self.entries.keys() - {name}
+        foreign = [
+            text for file, text in self._files if file.endswith(".cu") and f" {name}(" not in text
+        ]
+
+        def is_counted(function: str) -> bool:
+            template = function.partition("(")[0].partition("<")[0]
+            return function not in others and not any(f" {template}(" in text for text in foreign)
+
         shared = [v for v in self._build.variables if v.shared]
-        return sum(v.size for v in shared if v.name.split("::")[0] not in others)
+        return sum(v.size for v in shared if is_counted(v.name.split("::")[0]))
 
     def get_function(self, name: str) -> HostKernel:
         """The kernel of that name, or the instance that a name expression asked for."""

@@ -40,6 +40,12 @@ def read(source: Source, filename: str = "kernel.cu") -> str:
     return "".join(f'#line 1 "{p.name}"\n{p.read_text(encoding="utf-8")}\n' for p in paths)
 
 
+def files(text: str) -> list[tuple[str, str]]:
+    """The name and the lines of each file of a text that `read` returned."""
+    _, *parts = re.split(r'^#line 1 "([^"]*)"\n', text, flags=re.MULTILINE)
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
 def with_headers(file: Path) -> list[Path]:
     """The file after every `.cuh` of its folder, as the package hands them to the compiler."""
     return [*sorted(file.parent.glob("*.cuh")), file]
