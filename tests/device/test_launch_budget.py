@@ -24,10 +24,10 @@ SHAPES = {"plain": NONE, "chain": CHAIN, "tree": TREE}
 BUDGET = {
     ("plain", "eager"): (16, 26),
     ("plain", "captured"): (16, 48),
-    ("chain", "eager"): (39, 164),
-    ("chain", "captured"): (39, 199),
-    ("tree", "eager"): (39, 412),
-    ("tree", "captured"): (39, 421),
+    ("chain", "eager"): (16, 147),
+    ("chain", "captured"): (16, 196),
+    ("tree", "eager"): (34, 361),
+    ("tree", "captured"): (34, 370),
 }
 
 
