@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -441,6 +442,26 @@ def test_a_template_that_takes_one_call_a_message_gets_one(how):
     )
     twice = [said | {"tool_calls": calls[:1] * 2}, *[results[1]] * 2]
     assert rendered(template, twice) == '<f{"a": 1}>[tool]fff' * 2
+
+
+@pytest.mark.parametrize("description", [3, "probe_function {'probe_argument': True}"])
+def test_a_requests_tools_say_nothing_about_the_calls_of_later_requests(description):
+    """Law: one client's tools, even those that the template refuses, change no other's prompt."""
+    template = (
+        "{% for t in tools %}{{ '#' + t.function.description }}{% endfor %}"
+        "{% for m in messages %}{% if m.tool_calls and not m.content %}"
+        + ONE_CALL["refuse"]
+        + "{% set c = m.tool_calls[0].function %}<{{ c.name + c.arguments }}>"
+        "{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+    )
+    said = {"role": "assistant", "content": "So.", "tool_calls": [call("{}")] * 2}
+    texts = texts_of(template)
+    messages = texts.messages(0, [USER, said])
+    strange = {"type": "function", "function": {"name": "g", "description": description}}
+    with contextlib.suppress(ConfigError):
+        texts.render(0, messages, {"tools": [strange]})
+    expected = "#d[user]Weather?[assistant]So.<f{}><f{}>"
+    assert texts.render(0, messages, {"tools": [TOOL]}) == expected
 
 
 def test_a_template_that_reads_results_as_lists_of_parts_gets_such():

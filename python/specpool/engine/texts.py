@@ -18,6 +18,7 @@ from specpool.engine.text.chat_ends import chat_ends
 from specpool.engine.text.chat_messages import (
     PROBE_CALLED,
     PROBE_RESULT,
+    PROBE_TOOL,
     PROBE_USER,
     RESULT_ROLES,
     SEAM,
@@ -281,7 +282,7 @@ class Texts:
         has_parts = self._has_parts(template, special)
         form = CallForm()
         if any(message.get("tool_calls") for message in messages):
-            form = self._call_form(template, special, variables.get("tools"), has_parts)
+            form = self._call_form(template, special, bool(variables.get("tools")), has_parts)
         if any(message.get("role") in RESULT_ROLES for message in messages):
             tokens = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
             added = {str(token.content): bool(token.special) for token in tokens}
@@ -320,12 +321,15 @@ class Texts:
         raise others[0] if others and str(others[0]) != str(first) else first
 
     def _call_form(
-        self, template: str, special: Mapping[str, Any], tools: Any, has_parts: bool
+        self, template: str, special: Mapping[str, Any], has_tools: bool, has_parts: bool
     ) -> CallForm:
-        """Return how a template expects calls; the first call for it renders a few short chats."""
-        key = template, bool(tools)
+        """Return how a template expects calls; the first call for it renders a few short chats.
+
+        They have a tool of their own: a request's tools would decide about all later requests.
+        """
+        key = template, has_tools
         if key not in self._call_forms:
-            variables = {**special, **({"tools": tools} if tools else {})}
+            variables = {**special, **({"tools": [PROBE_TOOL]} if has_tools else {})}
 
             def render(messages: Sequence[Message], form: CallForm) -> str | None:
                 chat = prepared(messages, template, form=form, has_parts=has_parts)

@@ -82,6 +82,19 @@ PROBE_RESULT = {
     "name": PROBE_FUNCTION,
     "content": "probe-result",
 }
+#: A tool beside such a chat. It is none of its calls', because a text with its name shows no call.
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "probe-description",
+        "parameters": {
+            "type": "object",
+            "properties": {"probe": {"type": "string", "description": "probe-description"}},
+            "required": ["probe"],
+        },
+    },
+}
 
 
 def call_form(render: Callable[[Sequence[Message], CallForm], str | None]) -> CallForm:
