@@ -190,14 +190,14 @@ def round_results(
         features = tokens.repeat(1, len(layers_of_features(target.num_layers)))
         ids = torch.arange(target.vocab_size, device=device)
         head = NewHead.random(target, ids, features, tokens, seed=0)
-        drafter = EagleDrafter(head.assemble(num_positions=2 * length))
+        assembled = head.assemble(num_positions=2 * length)
     weight_bytes = sum(weight.nbytes for weight in model.parameters())
     head_bytes = sum(weight.numel() for weight in head.weights.values()) * model.dtype.itemsize
     for batch in batches:
-        for shape, draft in ((Shape.none(), None), (chain, drafter)):
-            options: dict[str, Any] = {"model": model, "draft": draft, "graph_sizes": (batch,)}
-            if draft is not None:
-                options["shape"] = shape
+        for shape in (Shape.none(), chain):
+            options: dict[str, Any] = {"model": model, "graph_sizes": (batch,)}
+            if shape.num_steps:  # a drafter is of one engine
+                options |= {"draft": EagleDrafter(assembled), "shape": shape}
             with _decoding(device, repeats, sizes, batch, length, **options) as engine:
                 num_bytes = weight_bytes + shape.num_steps * head_bytes + _live_bytes(engine)
                 read = partial(_copy, num_bytes // 2, device)

@@ -41,7 +41,7 @@ def test_a_round_is_timed_with_its_graph_and_without(monkeypatch, tmp_path, caps
     decoding = partial(llama.decode_results, sizes=TINY, batch=3, length=50)
     monkeypatch.setattr(bench_graphs, "prefill_results", prompts)
     monkeypatch.setattr(bench_graphs, "decode_results", decoding)
-    rounds = partial(llama.round_results, sizes=TINY, batches=(2,), length=50)
+    rounds = partial(llama.round_results, sizes=TINY, batches=(1, 2), length=50)
     monkeypatch.setattr(bench_graphs, "round_results", rounds)
     where = {"device": "No GPU", "date": "2000-01-01"}
     monkeypatch.setattr(bench_graphs, "cuda_machine", lambda device: where)
@@ -61,8 +61,10 @@ def test_a_round_is_timed_with_its_graph_and_without(monkeypatch, tmp_path, caps
     assert prompt["reference"] == "transformers, sdpa" and prompt["value"] > 0
     assert found["a round, batch 3, 50 tokens"]["value"] > 0
     for shape in ("none", "chain:3"):
-        assert found[f"a round of an 8B model, {shape}, batch 2, 50 tokens"]["value"] > 0
-    assert len(found) == 14
+        for batch in (1, 2):
+            where = f"{shape}, batch {batch}, 50 tokens"
+            assert found[f"a round of an 8B model, {where}"]["value"] > 0
+    assert len(found) == 16
 
 
 def test_the_kv_that_decoding_moves_is_counted():

@@ -24,7 +24,7 @@ def test_the_newest_record_counts(tmp_path: Path) -> None:
         record = {"machine": {}, "results": [result]}
         (tmp_path / f"{date}-cpu-mine.json").write_text(json.dumps(record))
         (tmp_path / f"{date}-cpu-mine-other.json").write_text("no record of this name")
-    record = Record("mine", tmp_path)
+    record = Record("cpu-mine", tmp_path)
     assert (record.path.name, record.ratio("call")) == ("2026-01-02-cpu-mine.json", 0.5)
     assert (record.ratio("call", "call"), share(0.5), times(0.5), times(0.05)) == (
         0.5, "0.50", "2.0", "20"

@@ -1,7 +1,7 @@
-"""The tables of figures in docs/embed.md, docs/sglang.md and docs/vllm.md, from the newest records.
+"""The tables of figures in docs/embed.md, gpu.md, sglang.md and vllm.md, from the newest records.
 
 A record is what `python -m benches embed|sglang|vllm --json` printed, in
-`benches/results/DATE-cpu-NAME.json`; the newest one of each name counts.
+`benches/results/DATE-cpu-NAME.json`, or what `make gpu` wrote; the newest one of each name counts.
 `python tests/kits/figure_tables.py` prints the tables; `--write` puts them into the pages between
 their marks. `test_figure_tables.py` compares. So new figures are two commands:
 
@@ -28,13 +28,14 @@ ROWS = (1, 32, 256, 1024)
 
 
 class Record:
-    """The newest record of a bench."""
+    """The newest record of a bench on a machine, such as `cpu-embed`."""
 
-    def __init__(self, bench: str, results: Path = RESULTS) -> None:
-        self.path = sorted(results.glob(f"*-cpu-{bench}.json"))[-1]
+    def __init__(self, name: str, results: Path = RESULTS) -> None:
+        self.path = sorted(results.glob(f"????-??-??-{name}.json"))[-1]
         content = json.loads(self.path.read_text(encoding="utf-8"))
         self.machine: dict[str, Any] = content["machine"]
-        self._results = {result["name"]: result for result in content["results"]}
+        # Of several references to one name, the first counts.
+        self._results = {result["name"]: result for result in reversed(content["results"])}
 
     def __contains__(self, name: str) -> bool:
         return name in self._results
@@ -56,7 +57,10 @@ class Record:
     def said(self) -> str:
         """Where and when it was measured."""
         at = self.machine
-        where = f"{at['date']}, {at['cpu']}, {at['cores']} cores, Python {at['python']}"
+        cores = f"{at['cpu']}, {at['cores']} cores, Python {at['python']}"
+        if "cupy" in at:
+            cores = f"{at['device']}, CUDA {at['cuda']}, torch {at['torch']}, CuPy {at['cupy']}"
+        where = f"{at['date']}, {cores}"
         return f"[Record](../benches/results/{self.path.name}): {where}."
 
 
@@ -190,19 +194,65 @@ def managers(record: Record) -> Iterator[str]:
     yield from table("its own manager's time = 1", ("P=1", "P=16", "P=256"), rows)
 
 
-#: For each page: the bench, and the tables by their marks.
-PAGES: dict[str, tuple[str, dict[str, Callable[[Record], Iterator[str]]]]] = {
-    "embed": ("embed", {"verbs": verbs, "managers": managers}),
-    "sglang": ("sglang", {"pages": pages, "slots": slots, "sizing": sizing, "steps": steps}),
-    "vllm": ("vllm", {"pool": vllm_pool, "scheduler": vllm_scheduler}),
+def device_rounds(record: Record) -> Iterator[str]:
+    rows = {}
+    for shape, title in (("none", "plain"), ("chain:3", "chain of 3, EAGLE head")):
+        for batch in (1, 32, 128):
+            name = f"a round of an 8B model, {shape}, batch {batch}, 1500 tokens"
+            times_ms = record.value(f"{name}, before"), record.value(name), record.reference(name)
+            rows[f"{title}, {batch} row{'s' * (batch > 1)}"] = [
+                f"{us / 1e3:.1f} ms" for us in times_ms
+            ]
+    columns = (
+        "torch's flash, transformers' layers",
+        "our kernels",
+        "weights and live KV read once",
+    )
+    yield from table("a round of a random 8B model, 1,500 tokens a row", columns, rows)
+    yield f"\n{record.said()}"
+
+
+def device_kernels(record: Record) -> Iterator[str]:
+    names = {
+        "`attend_pages`, 4 queries, 128 rows, 1,500 tokens": "attend_pages, 8B, Q=4, 1500 tokens",
+        "`sample_tokens`, greedy": "sample_tokens, argmax",
+        "`sample_tokens`, temperature": "sample_tokens, temperature",
+        "`sample_tokens`, top-k and top-p": "sample_tokens, top-k, top-p",
+        "`likeliest`": "likeliest, k=8",
+        "`gated_silu`": "gated_silu",
+        "`rotate_heads`": "rotate_heads",
+        "`write_kv`": "write_kv",
+        "`gather_kv`": "gather_kv, 8B, P=16",
+        "`compact_accepted`": "compact_accepted, 8B, P=16",
+    }
+    rows = {}
+    for title, name in names.items():
+        where = f"{name}, bs={128 if 'attend' in name else 256}"
+        rows[title] = [f"{record.value(where):,.0f} GB/s", share(record.ratio(where))]
+    yield from table("kernel, 256 rows unless said", ("speed", "a device copy = 1"), rows)
+    yield f"\n{record.said()}"
+
+
+#: For each page: its tables by their marks, each with the record that it is of.
+PAGES: dict[str, dict[str, tuple[str, Callable[[Record], Iterator[str]]]]] = {
+    "embed": {"verbs": ("cpu-embed", verbs), "managers": ("cpu-embed", managers)},
+    "gpu": {
+        "rounds": ("nvidia-h200-rounds", device_rounds),
+        "kernels": ("nvidia-h200-kernels", device_kernels),
+    },
+    "sglang": {
+        "pages": ("cpu-sglang", pages),
+        "slots": ("cpu-sglang", slots),
+        "sizing": ("cpu-sglang", sizing),
+        "steps": ("cpu-sglang", steps),
+    },
+    "vllm": {"pool": ("cpu-vllm", vllm_pool), "scheduler": ("cpu-vllm", vllm_scheduler)},
 }
 
 
 def parts(page: str) -> dict[str, str]:
     """What stands between `<!-- name -->` and `<!-- end -->` in the page."""
-    bench, tables = PAGES[page]
-    record = Record(bench)
-    return {name: "\n".join(make(record)) for name, make in tables.items()}
+    return {mark: "\n".join(make(Record(name))) for mark, (name, make) in PAGES[page].items()}
 
 
 def path_of(page: str) -> Path:
