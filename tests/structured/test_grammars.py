@@ -116,6 +116,25 @@ def test_a_form_allows_no_text_that_its_schema_does_not(compiler, schema, allowe
 
 
 @pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"properties": {"a": {"type": "null"}}}, {"patternProperties": {"^x": {}}}]},
+        {
+            "$ref": "#/$defs/extended",
+            "properties": {"a": {"type": "null"}},
+            "$defs": {"extended": {"type": "object", "patternProperties": {"^x": {}}}},
+        },
+    ],
+)
+def test_a_schema_that_the_library_takes_is_taken(compiler, schema):
+    """Law: what a schema is written as for the library is never a reason to refuse it."""
+    check_grammar(Grammar.json_schema(schema))
+    matcher = compiler.matcher(Grammar.json_schema(schema))
+    matcher.follow([*b'{"a":null,"x":1}'], 0)
+    assert matcher.error is None and EOS in root_ids(matcher)
+
+
+@pytest.mark.parametrize(
     "text",
     [
         '{"type": "integer",  "minimum": 0}',

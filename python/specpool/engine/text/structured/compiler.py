@@ -267,8 +267,13 @@ def _source(library: Any, grammar: Grammar) -> str:
         schema = text if grammar.kind == "json_schema" else '{"type": "object"}'
         # No blanks between the tokens of the text: they would allow a second token everywhere.
         options = {"whitespace_flexible": False}
-        schema = "{}" if schema == "true" else exact(schema)
-        return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
+        schema = "{}" if schema == "true" else schema
+        mended = exact(schema)
+        source = str(library.LLMatcher.grammar_from_json_schema(mended, overrides=options))
+        if mended is not schema and library.LLMatcher.validate_grammar(source):
+            # It takes no two patterns of names in one object, which `allOf` can bring together.
+            source = str(library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
+        return source
     return str(library.grammar_from(grammar.kind, grammar.text))
 
 
