@@ -268,11 +268,11 @@ def _source(library: Any, grammar: Grammar) -> str:
         # No blanks between the tokens of the text: they would allow a second token everywhere.
         options = {"whitespace_flexible": False}
         schema = "{}" if schema == "true" else schema
-        mended = exact(schema)
-        source = str(library.LLMatcher.grammar_from_json_schema(mended, overrides=options))
-        if mended is not schema and library.LLMatcher.validate_grammar(source):
-            # It takes no two patterns of names in one object, which `allOf` can bring together.
-            source = str(library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
+        # It takes no two patterns of names in one object, which `allOf` can bring together.
+        for written in dict.fromkeys([exact(schema), exact(schema, closes_names=False), schema]):
+            source = str(library.LLMatcher.grammar_from_json_schema(written, overrides=options))
+            if written == schema or not library.LLMatcher.validate_grammar(source):
+                break
         return source
     return str(library.grammar_from(grammar.kind, grammar.text))
 
