@@ -297,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             limit = where["memory_bandwidth_gb_s"]
             bench = Bench(device, CudaClock(), limit, options.repeats)
             record = Record("kernels", where, options.write)
-            for result in itertools.chain(attention_results(bench), device_results(bench, MODELS)):
+            for result in itertools.chain(device_results(bench, MODELS), attention_results(bench)):
                 print(f"{result.name}: {result.value:.4g} {result.unit}", file=sys.stderr)
                 record.add(result)
     except (SpecpoolError, ImportError) as error:

@@ -10,29 +10,13 @@ struct StoredFloat32 {
 struct StoredBfloat16 {
     static constexpr int SIZE = 2;
     __device__ __forceinline__ static float value(unsigned bits) { return __uint_as_float(bits << 16); }
-    __device__ __forceinline__ static unsigned bits(float value) {
-        const unsigned whole = __float_as_uint(value);
-        return (whole & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (whole + 0x7fffu + (whole >> 16 & 1)) >> 16;
-    }
+    __device__ __forceinline__ static unsigned bits(float value) { return Bfloat16::pack(value, 0.0f) & 0xffffu; }
 };
 
 struct StoredFloat16 {
     static constexpr int SIZE = 2;
-    __device__ __forceinline__ static float value(unsigned bits) {
-        const unsigned sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, fraction = bits & 0x3ffu;
-        if (exponent == 31) return __uint_as_float(sign | 0x7f800000u | fraction << 13);
-        if (exponent > 0) return __uint_as_float(sign | (exponent + 112) << 23 | fraction << 13);
-        const float tiny = __fmul_rn((float)(int)fraction, 5.9604645e-8f);  // fraction * 2^-24
-        return __uint_as_float(sign | __float_as_uint(tiny));
-    }
-    __device__ __forceinline__ static unsigned bits(float value) {
-        const unsigned whole = __float_as_uint(value), sign = whole >> 16 & 0x8000u, size = whole & 0x7fffffffu;
-        if (size >= 0x47800000u) return sign | (size > 0x7f800000u ? 0x7e00u : 0x7c00u);  // 2^16 or more, or a NaN
-        if (size < 0x38800000u) {  // below 2^-14: adding 0.5 leaves multiples of 2^-24
-            return sign | (__float_as_uint(__fadd_rn(__uint_as_float(size), 0.5f)) - 0x3f000000u);
-        }
-        return sign | (size - 0x38000000u + 0xfffu + (size >> 13 & 1)) >> 13;
-    }
+    __device__ __forceinline__ static float value(unsigned bits) { return Float16::unpack(bits); }
+    __device__ __forceinline__ static unsigned bits(float value) { return Float16::pack(value, 0.0f) & 0xffffu; }
 };
 
 // Reads N numbers that follow one another from number `first` on; 16 bytes at a time if they are several.

@@ -48,6 +48,17 @@ struct Float16 {
 #endif
     }
 
+    // The number in the low half of a word.
+    __device__ __forceinline__ static float unpack(unsigned word) {
+#ifdef CUDA_ON_HOST
+        return host_from_float16(word);
+#else
+        float value;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)word));
+        return value;
+#endif
+    }
+
     __device__ __forceinline__ static void multiply(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #ifdef CUDA_ON_HOST
         host_multiply(sum, a, b0, b1, host_from_float16);

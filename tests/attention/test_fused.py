@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fake_cuda import Kernels
 from flashinfer_kit import Pages, Rig
 from fused_kit import Ops, inputs, reading, use_doubles
 from graph_kit import graphs_run
@@ -33,6 +34,7 @@ from specpool.engine.models import target as target_module
 from specpool.engine.worker import worker
 from specpool.engine.worker.forward import Forward
 from specpool.engine.worker.graphs.round_graph import RoundGraph
+from specpool.kernels import launch
 
 CPU = Rig(None, torch.device("cpu"), torch.float32, 8, 1e-5)
 #: starts and widths of the lanes
@@ -205,6 +207,8 @@ def test_torch_takes_the_call_and_no_mask_is_made(known, dtype, kernel, monkeypa
     # Fake tensors have no addresses for the kernel that writes.
     monkeypatch.setattr(torch_backend, "write_kv", lambda keys, values, slots, k, v: (k, v))
     lens = np.array([7, 12, 19], np.int32)
+    monkeypatch.setattr(launch, "_cuda", Kernels())
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda tensor: 0)
     with FakeTensorMode(allow_non_fake_inputs=True), Ops() as ops:
         gpu = {"device": "cuda", "dtype": dtype}
         k_buffer, v_buffer = (torch.empty(640, 2, 96, **gpu) for _ in range(2))

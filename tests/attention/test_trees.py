@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from fake_cuda import Kernels
 from flashinfer_kit import Pages, Rig, verify_view
 from fused_kit import Ops, inputs, reading, use_doubles
 from specpool import Shape, kernels
@@ -20,6 +21,7 @@ from specpool.engine.attention import AttentionView, attend, fused, torch_backen
 from specpool.engine.attention import view as view_module
 from specpool.engine.attention.view import OwnCells
 from specpool.engine.draft.branches import DenseBranches
+from specpool.kernels import launch
 
 #: starts, and nodes of each lane
 TREES = {
@@ -145,6 +147,8 @@ def test_torch_takes_the_call(dtype, monkeypatch):
     # Fake tensors have no addresses for the kernel that writes.
     monkeypatch.setattr(torch_backend, "write_kv", lambda keys, values, slots, k, v: (k, v))
     lens = np.array([17, 22, 29], np.int32)
+    monkeypatch.setattr(launch, "_cuda", Kernels())
+    monkeypatch.setattr(FakeTensor, "data_ptr", lambda tensor: 0)
     with FakeTensorMode(allow_non_fake_inputs=True), Ops() as ops:
         gpu = {"device": "cuda", "dtype": dtype}
         k_buffer, v_buffer = (torch.empty(640, 2, 96, **gpu) for _ in range(2))

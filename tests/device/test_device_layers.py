@@ -46,6 +46,8 @@ def test_every_number_of_16_bits_is_read_and_rounded(kit, dtype):
     else:
         bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
         q = bits[bits.isfinite()].view(-1, 4, 64)
+    if kit.kind == "cuda":  # CuPy has the smallest numbers of float32 flushed to 0
+        q = torch.where(q.abs() < 2.0**-100, 0, q)
     if kit.is_checked:
         q = q[::16]
     k = q[:, :1].contiguous()

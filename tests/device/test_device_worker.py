@@ -89,7 +89,7 @@ def test_the_text_is_the_twins(case, kind, reference):
     if shape:
         expected |= {"check_tree", "verify_tree"}
     if shape and shape[1] > 1:  # what a chain accepts is in its place
-        expected |= {"select_topk", "build_tree", "compact_accepted"}
+        expected |= {"likeliest", "select_topk", "build_tree", "compact_accepted"}
     if shape and shape[1] > 1 and draft != "tiny-block":  # its drafts have no cells of their own
         expected |= {"draft_write_slots"}
         if options.get("layout") == "holey":

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cuda_host
 from cuda_host.errors import ArgumentError
@@ -236,63 +235,6 @@ def test_a_launch_that_does_not_fit_its_kernel_is_found(what, text, card):
     with pytest.raises((AssertionError, ArgumentError), match=text):
         sizes = [number, np.int32(4)]
         launch.launch("apply_table_delta", (1,), (256,), [table, *sizes, *places, np.int32(3)])
-
-
-# --- launches -----------------------------------------------------------------------------------
-
-
-class Launches(TorchDispatchMode):
-    """Count the operations that run something on a card: all but views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_ops = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.num_ops += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
-def num_launches(card: Card, shape: Shape, num_layers: int) -> int:
-    """Return the most operations of a round of four lanes, kernels of our own aside."""
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=300,
-        max_position_embeddings=512,
-    )
-    with torch.device(DEVICE):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    card.layer_kv["llama", num_layers, 64] = [LayerKV(2, 16, 16)] * num_layers
-    options: dict[str, Any] = {"draft": "ngram" if shape.num_steps else None, "graph_sizes": ()}
-    options |= {"max_batch": 4, "overlap_depth": 0}
-    counts = []
-    with Engine.from_pretrained(model, shape=shape, busy_check=0, **options) as engine:
-        run_steps = engine.core.worker.run
-
-        def counted(steps: Any) -> Any:
-            with Launches() as launches:
-                pending = run_steps(steps)
-            if all(step.is_decode and len(step.requests) == 4 for step in steps):
-                counts.append(launches.num_ops)
-            return pending
-
-        engine.core.worker.run = counted
-        rng = np.random.default_rng(0)  # few tokens, so that several follow each
-        prompts = [rng.integers(0, 4, n).tolist() for n in (20, 33, 17, 29)]
-        engine.generate(prompts, SamplingParams(max_new_tokens=6, ignore_eos=True))
-    return max(counts)
-
-
-def test_a_layer_launches_as_much_for_a_chain_as_for_one_token(card):
-    """Law: nodes of a chain need no mask, no second attention and no moves on a card either."""
-    plain, chain = (
-        num_launches(card, shape, 2) - num_launches(card, shape, 1) for shape in (NONE, CHAIN)
-    )
-    assert chain == plain > 0
 
 
 # --- memory, which a fake tensor only adds up ---------------------------------------------------
