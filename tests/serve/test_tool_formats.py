@@ -227,6 +227,15 @@ def test_a_call_without_its_last_brace_does_not_swallow_what_follows(name):
         check(family, family.pieces(extra), "", calls, every=False)
 
 
+@pytest.mark.parametrize("value", ["12", "-1.5e3", "true", '"x"', '{"a": [1, "}"]}'])
+def test_a_member_behind_the_arguments_is_left_out(value):
+    calls = [["get_weather", PARIS], ["stop-it", {}]]
+    text = "".join(text for text, _ in ALL["qwen"].answer("", [call(*pair) for pair in calls]))
+    more = text.replace("}}", f'}}, "index": {value}, "n": {value}}}')
+    assert more.count(value) == 4
+    check(ALL["qwen"], ALL["qwen"].pieces(more), "", calls)
+
+
 @pytest.mark.parametrize("name", [n for n in ALL if ALL[n].kind == "json" and n != "apertus"])
 def test_arguments_that_lack_a_brace_end_where_the_next_call_begins(name):
     """They are not whole, so the answer's finish reason says that it stopped within them."""

@@ -116,6 +116,35 @@ def test_a_form_allows_no_text_that_its_schema_does_not(compiler, schema, allowe
 
 
 @pytest.mark.parametrize(
+    "schema",
+    [
+        {
+            "allOf": [
+                {"properties": {"a": {"type": "null"}}},
+                {"patternProperties": {"^x": {"pattern": '^[^"]*$'}}},
+            ]
+        },
+        {
+            "$ref": "#/$defs/extended",
+            "properties": {"a": {"type": "null"}},
+            "$defs": {
+                "extended": {"type": "object", "patternProperties": {"^x": {"pattern": '^[^"]*$'}}}
+            },
+        },
+    ],
+)
+def test_a_schema_that_the_library_takes_is_taken(compiler, schema):
+    """Law: how a schema is written for the library is no reason to refuse it; the rest is exact."""
+    check_grammar(Grammar.json_schema(schema))
+    matcher = compiler.matcher(Grammar.json_schema(schema))
+    matcher.follow([*b'{"a":null,"x":1}'], 0)
+    assert matcher.error is None and EOS in root_ids(matcher)
+    quoted = matcher.fresh()
+    quoted.follow([*rb'{"x":"\""}'], 0)
+    assert quoted.error is not None
+
+
+@pytest.mark.parametrize(
     "text",
     [
         '{"type": "integer",  "minimum": 0}',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
@@ -14,6 +15,8 @@ from reciter import CHATML, byte_tokenizer
 from specpool import ConfigError
 from specpool.engine import texts as texts_module
 from specpool.engine.scheduler.request import Conversation, Said, common_len
+from specpool.engine.text import chat_messages
+from specpool.engine.text.chat_messages import SEAM, with_seams
 from specpool.engine.text.chat_template import TemplateLimitError
 from specpool.engine.text.tokenizer import load_tokenizer
 from specpool.engine.texts import Texts
@@ -592,6 +595,27 @@ def test_a_tools_result_spells_control_tokens_and_has_none(name, role):
     many = [*harmless[:2], harmless[2] | {"content": "[E]" * 65}]
     with pytest.raises(ConfigError, match="spell 65 control tokens; max_context_len is 64"):
         texts.encode(0, many)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"[control_{i}]" for i in range(1000)],
+        ["<s>", "</s>", "<|im_end|>", "<|im|", "<|im_", "[", "a.b", "é", "\n", "🙂x"],
+    ],
+)
+def test_names_of_control_tokens_are_found_at_every_place(names):
+    """Law: a thousand names cost a text about what one costs: those alike are tried as one."""
+    rng = random.Random(3)
+    parts = [*rng.sample(names, 10), "[control_", "<", "<|im", "a", "aab", "]", "x\n"]
+    for _ in range(50):
+        text = "".join(rng.choices(parts, k=12))
+        told = with_seams([RESULT | {"content": text}], "", dict.fromkeys([*names, "", " "], True))
+        spelled = [name for name in names if len(name) > 1 and name.strip()]
+        starts = [any(text.startswith(name, i) for name in spelled) for i in range(len(text))]
+        marked = "".join(c + SEAM * start for c, start in zip(text, starts, strict=True))
+        assert told == [RESULT | {"content": marked}]
+    assert chat_messages._any_of(names).count("control") <= 1
 
 
 def test_names_of_control_tokens_are_tokens_outside_of_results():

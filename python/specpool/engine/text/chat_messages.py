@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from specpool.errors import ConfigError
@@ -264,13 +265,37 @@ def with_seams(
     ]
     if not names:
         return [dict(message) for message in messages]
-    starts = re.compile(f"(?=(?:{'|'.join(map(re.escape, names))}))(.)", re.DOTALL)
+    starts = _starts(tuple(names))
     return [
         {**message, "content": starts.sub(rf"\1{SEAM}", message["content"])}
         if message.get("role") in RESULT_ROLES
         else dict(message)
         for message in messages
     ]
+
+
+@lru_cache(16)
+def _starts(names: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern of the character with which any of these names begins."""
+    return re.compile(f"(?={_any_of(names)})(.)", re.DOTALL)
+
+
+def _any_of(names: Sequence[str]) -> str:
+    """Return a pattern that finds one of these names, if there is one.
+
+    Names with the same first characters share them: a tokenizer may have thousands, and if each
+    was tried at each place, a long text would keep all threads waiting for seconds.
+    """
+    if "" in names:
+        return ""
+    low, high = min(names), max(names)
+    num = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+    if num:
+        return re.escape(low[:num]) + _any_of([name[num:] for name in names])
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name[0], []).append(name)
+    return f"(?:{'|'.join(map(_any_of, groups.values()))})"
 
 
 def _with_shown_calls(message: dict[str, Any], form: CallForm) -> list[dict[str, Any]]:

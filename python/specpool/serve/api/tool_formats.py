@@ -34,7 +34,8 @@ OBJECT_HEAD = regex.compile(
 #: values.
 OBJECT_REST = regex.compile(
     rf'{_W}(?:(?P<end>\}})|,{_W}"[^"\\]{{0,64}}"{_W}:{_W}'
-    r'(?:"(?:[^"\\]|\\.){0,256}"|[\w.+-]{1,64}|(?P<nested>(?=[\[{]))))'
+    # A number goes on with the next text, unless something else stands behind it.
+    r'(?:"(?:[^"\\]|\\.){0,256}"|[\w.+-]{1,64}(?=[^\w.+-])|(?P<nested>(?=[\[{]))))'
 )
 #: A brace that models write once too often.
 _BRACE = rf"(?:{_W}\}})?"

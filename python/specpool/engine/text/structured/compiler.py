@@ -267,8 +267,13 @@ def _source(library: Any, grammar: Grammar) -> str:
         schema = text if grammar.kind == "json_schema" else '{"type": "object"}'
         # No blanks between the tokens of the text: they would allow a second token everywhere.
         options = {"whitespace_flexible": False}
-        schema = "{}" if schema == "true" else exact(schema)
-        return str(library.LLMatcher.grammar_from_json_schema(schema, overrides=options))
+        schema = "{}" if schema == "true" else schema
+        # It takes no two patterns of names in one object, which `allOf` can bring together.
+        for written in dict.fromkeys([exact(schema), exact(schema, closes_names=False), schema]):
+            source = str(library.LLMatcher.grammar_from_json_schema(written, overrides=options))
+            if written == schema or not library.LLMatcher.validate_grammar(source):
+                break
+        return source
     return str(library.grammar_from(grammar.kind, grammar.text))
 
 

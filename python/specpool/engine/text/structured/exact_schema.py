@@ -24,8 +24,14 @@ _ANY_NAME = r"^[^\x00]*$"
 _STEP = 1e-12
 
 
-def exact(text: str) -> str:
-    """Return a JSON Schema that allows valid texts alone; the same text if it does already."""
+def exact(text: str, *, closes_names: bool = True) -> str:
+    r"""Return a JSON Schema that allows valid texts alone; the same text if it does already.
+
+    Args:
+        text: the schema.
+        closes_names: forbid a property's name that is spelled with escapes, such as `\u0061` for
+            `a`. Else it is another property.
+    """
     schema = json.loads(text)
     parts, is_changed = [schema], False
     while parts:
@@ -34,7 +40,7 @@ def exact(text: str) -> str:
             parts += part
         if not isinstance(part, dict):
             continue
-        is_changed |= _mend(part)
+        is_changed |= _mend(part, closes_names)
         for key, value in part.items():
             if key in MAPS and isinstance(value, dict):
                 parts += value.values()
@@ -48,8 +54,8 @@ def exact(text: str) -> str:
         return text
 
 
-def _mend(schema: dict[str, Any]) -> bool:
-    """Change one schema; return whether it was changed."""
+def _mend(schema: dict[str, Any], closes_names: bool) -> bool:
+    """Change one schema; return whether it was changed. See `exact`."""
     old = dict(schema)
     pattern, patterns = schema.get("pattern"), schema.get("patternProperties")
     if isinstance(pattern, str):
@@ -58,9 +64,8 @@ def _mend(schema: dict[str, Any]) -> bool:
         schema["patternProperties"] = {_without_zero(key): patterns[key] for key in patterns}
     _close_bound(schema, "minimum", "maximum", 1)
     _close_bound(schema, "maximum", "minimum", -1)
-    # Else a property's name that is spelled with escapes, `\u0061` for `a`, is another property.
     is_open = schema.get("additionalProperties", True) in (True, {})
-    if schema.get("properties") and is_open and not patterns:
+    if closes_names and schema.get("properties") and is_open and not patterns:
         schema |= {"patternProperties": {_ANY_NAME: True}, "additionalProperties": False}
     return schema != old
 
