@@ -14,6 +14,7 @@ import argparse
 import faulthandler
 import hashlib
 import importlib
+import os
 import random
 import resource
 import sys
@@ -81,7 +82,7 @@ def guarded(target: str, one_input: Callable[[bytes], Any]) -> Callable[[bytes],
     """Wrap `one_input`: the input stays on disk if it fails, and a hang ends the process."""
     folder = HERE / "findings"
     folder.mkdir(exist_ok=True)
-    current = folder / f"{target}-running"
+    current = folder / f"{target}-running-{os.getpid()}"  # others may run beside this one
 
     def run(data: bytes) -> Any:
         current.write_bytes(data)

@@ -95,8 +95,11 @@ _WORKERS = 8  # processes take turns on one card, each with a context and librar
 # What takes minutes under the sanitizer: large vocabularies and batches of 257.
 _LONG = "vocabulary or more_moves or compaction or tails or parents"
 _KERNELS = [
-    *(f"{_DEVICE}{name}.py" for name in ("attend", "sample", "moves", "tree", "tables", "reads")),
-    f"{_DEVICE}scenarios.py",
+    *(
+        f"{_DEVICE}{name}.py"
+        for name in ("attend", "layers", "sample", "moves", "tree", "tables", "reads", "scenarios")
+    ),
+    "tests/models/test_fused_layers.py",
     "tests/draft/test_check_tree.py",
     "tests/memory/test_host_memory.py",
 ]

@@ -48,11 +48,15 @@ def with_defaults(
     on_cuda = device.type == "cuda"
     max_batch, depth = config.max_batch, config.overlap_depth
     if max_batch is None:
-        num_tokens = kv_bytes // max(sum(layer.bytes_per_token(itemsize) for layer in layers), 1)
-        if config.num_pages is not None:
-            num_tokens = config.num_pages * config.page_size
-        max_batch = num_tokens // min(_TOKENS_OF_ROW, max_context_len) if on_cuda else MAX_BATCH
-        max_batch = min(max(max_batch - max_batch % 8, MAX_BATCH), MOST_BATCH)
+        max_batch = MAX_BATCH
+        if on_cuda:
+            if config.num_pages is None:
+                token_bytes = sum(layer.bytes_per_token(itemsize) for layer in layers)
+                num_tokens = kv_bytes // max(token_bytes, 1)
+            else:
+                num_tokens = config.num_pages * config.page_size
+            max_batch = num_tokens // min(_TOKENS_OF_ROW, max_context_len)
+            max_batch = min(max(max_batch - max_batch % 8, MAX_BATCH), MOST_BATCH)
         max_batch = max(max_batch, *(config.graph_sizes or (1,)))
     if depth is None:
         waits = keeps_state or any(drafter.reads_tokens for drafter in drafters)
