@@ -17,6 +17,8 @@ MIB = 1 << 20
 FUNCTION = {"name": "f", "description": "x" * 200, "parameters": {"type": "object"}}
 TOOL = json.dumps({"type": "function", "function": FUNCTION})
 USER = '{"role": "user", "content": "a"}'
+ANY = ",".join(f'{{"type": "function", "function": {{"name": "f{i}"}}}}' for i in range(1024))
+LAST = '{"type": "function", "function": {"name": "f1023"}}'
 
 
 def many(item: str, size: int = 6 * MIB) -> str:
@@ -40,6 +42,10 @@ HEAVY = {
     + "}}",
     "tools": '{"messages": [' + USER + '], "tools": ' + many(TOOL) + "}",
     "messages": '{"messages": ' + many(USER) + "}",
+    "allowed tools": '{"messages": ['
+    + f'{USER}], "n": 128, "tools": [{ANY}], "tool_choice": '
+    + '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": '
+    + f"{many(LAST, 850_000)}}}}}}}",
     "a long chat": '{"messages": [{"role": "user", "content": "' + "ab " * (2 * MIB) + '"}]}',
     "a long text": '{"prompt": "' + "ab " * (2 * MIB) + '"}',
 }
@@ -119,6 +125,22 @@ def test_the_most_nodes_are_read_and_no_more():
             read(CompletionRequest, body.encode())
         assert caught.value.status == 413
         assert f"{MOST_NODES + 1}" in str(caught.value) and f"{MOST_NODES}" in str(caught.value)
+
+
+def test_the_arguments_of_calls_have_as_many_nodes_and_no_more():
+    """Law: they are parsed within their strings, and all calls of a chat count together."""
+    for extra, is_read in ((0, True), (1, False)):
+        lists = [",".join(["[]"] * (MOST_NODES // 2 - 1 + more)) for more in (0, extra)]
+        calls = [{"function": {"name": "f", "arguments": f"[{items}]"}} for items in lists]
+        chat = [{"role": "assistant", "tool_calls": [call]} for call in calls]
+        body = json.dumps({"messages": chat}).encode()
+        if is_read:
+            assert len(read(ChatRequest, body).messages) == 2
+            continue
+        with pytest.raises(ApiError) as caught:
+            read(ChatRequest, body)
+        assert f"{MOST_NODES + 1}" in str(caught.value) and f"{MOST_NODES}" in str(caught.value)
+        assert caught.value.body["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paths import ROOT
-from specpool.serve.api.requests import ChatRequest
+from specpool.serve.api.errors import ApiError
+from specpool.serve.api.requests import MAX_TOOLS, ChatRequest
+from specpool.serve.api.structured import tools_of
 from specpool.serve.api.tool_calls import ToolCalls
 from specpool.serve.api.tool_formats import FORMATS, formats_of
 from specpool.serve.api.tool_values import json_of_keywords, json_of_tag, types_of
@@ -430,6 +432,18 @@ def test_tools_that_are_not_allowed_are_not_called():
             tools = [{"type": "function", "function": {"name": name}}]
             choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
             assert bool(read([(text, False)], [], FORMATS, tool_choice=choice)[1]) is is_called
+
+
+def test_no_more_tools_are_allowed_than_there_may_be():
+    for num in (MAX_TOOLS, MAX_TOOLS + 1):
+        tools = [{"type": "function", "function": {"name": "get_weather"}}] * num
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+        request = ChatRequest.model_validate(ASK | {"tool_choice": choice})
+        if num == MAX_TOOLS:
+            assert [tool.function.name for tool in tools_of(request)] == ["get_weather"]
+            continue
+        with pytest.raises(ApiError, match=f"at most {MAX_TOOLS} tools, got {num}"):
+            tools_of(request)
 
 
 def test_an_object_that_is_no_call_streams():

@@ -273,6 +273,16 @@ def test_a_template_that_shows_ids_in_the_place_of_names_gets_both():
         rendered(KIMI, odd)
 
 
+def test_a_name_in_the_place_of_ids_is_no_pattern(monkeypatch):
+    """Law: none is compiled of it. Of a name of a million characters that takes seconds."""
+    monkeypatch.setattr(chat_messages, "re", None)
+    idents = ["functions.f(x):12", "functions.f(x):", "functions.f(x):\u0663", "12"]
+    calls = [{"id": ident, "function": {"name": "f(x)"}} for ident in idents]
+    (said,) = chat_messages.prepared([{"role": "assistant", "tool_calls": calls}], KIMI)
+    shown = [call["id"] for call in said["tool_calls"]]
+    assert shown == [idents[0], *(f"functions.f(x):{number}" for number in (1, 2, 3))]
+
+
 @pytest.mark.parametrize("given", ['{"city": "Par', "[1]", '"x"', "3", "[" * 100_000])
 def test_text_that_is_not_an_object_stays_as_it_is(given):
     template = ALL["qwen"].template

@@ -395,9 +395,11 @@ def _with_kimi_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 name = function.get("name") if isinstance(function, Mapping) else None
                 if isinstance(name, str):
                     ident = call.get("id")
-                    new = f"functions.{name}:{num_calls}"
+                    prefix = f"functions.{name}:"
+                    new = f"{prefix}{num_calls}"
                     if isinstance(ident, str):
-                        if re.fullmatch(rf"functions\.{re.escape(name)}:[0-9]+", ident):
+                        number = ident.removeprefix(prefix)
+                        if ident != number and number.isascii() and number.isdigit():
                             new = ident
                         new_ids[ident] = new
                     call = {**call, "id": new}

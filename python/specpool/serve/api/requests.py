@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -16,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from specpool.engine.sampling_params import MAX_BIASES, SamplingParams
 from specpool.fields import declared
+from specpool.serve.api.reading import MOST_NODES, num_nodes
 
 _INT64 = 1 << 63
 #: The most tools of a chat.
@@ -157,7 +159,30 @@ class Message(Body):
     name: str | None = None
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+def _small_arguments(messages: list[Message]) -> list[Message]:
+    """Refuse arguments of calls with too many parts: their texts are parsed for the template.
+
+    Within a string of the body they did not count as parts of the body itself.
+    """
+    functions = [call.get("function") for message in messages for call in message.tool_calls or ()]
+    arguments = [function.get("arguments") for function in functions if isinstance(function, dict)]
+    texts = [text for text in arguments if isinstance(text, str)]
+    if sum(map(len, texts)) > MOST_NODES:
+        num = sum(num_nodes(text.encode(errors="surrogatepass")) for text in texts)
+        if num > MOST_NODES:
+            raise PydanticCustomError(
+                "too_many",
+                f"The arguments of calls have {num} objects, lists and members; at most "
+                f"{MOST_NODES} are read",
+            )
+    return messages
+
+
+Messages = Annotated[
+    list[Message],
+    Field(fail_fast=True, min_length=1, max_length=4096),
+    AfterValidator(_small_arguments),
+]
 
 
 class Function(Body):

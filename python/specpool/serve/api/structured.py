@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specpool.checks import shown
 from specpool.engine.text.structured.grammar import Grammar
 from specpool.errors import ConfigError
 from specpool.serve.api.errors import ApiError, bad
-from specpool.serve.api.requests import ChatRequest, GenerationBody, Tool
+from specpool.serve.api.requests import MAX_TOOLS, ChatRequest, GenerationBody, Tool
 
 _KINDS = {
     "json": "json_schema",
@@ -164,7 +164,8 @@ def tools_of(request: ChatRequest) -> list[Tool]:
         raise _no_choice("tool_choice asks for a call, but there are no tools")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         _, allowed = _allowed(choice)
-        names = {_named(entry, tools).function.name for entry in allowed}
+        tools_by_name = _by_name(tools)
+        names = {_named(entry, tools_by_name).function.name for entry in allowed}
         return [tool for tool in tools if tool.function.name in names]
     return tools
 
@@ -178,7 +179,7 @@ def forced_tool(request: ChatRequest) -> Tool | None:
     tools, choice = tools_of(request), request.tool_choice
     if not isinstance(choice, dict) or choice.get("type") == "allowed_tools":
         return None
-    return _named(choice, tools)
+    return _named(choice, _by_name(tools))
 
 
 def wants_call(request: ChatRequest) -> bool:
@@ -203,16 +204,22 @@ def _allowed(choice: dict[str, Any]) -> tuple[str, list[Any]]:
             "tool_choice.allowed_tools must have the mode auto or required, and a list of tools, "
             f"got {shown(allowed)}"
         )
+    if len(tools) > MAX_TOOLS:
+        raise _no_choice(f"tool_choice allows at most {MAX_TOOLS} tools, got {len(tools)}")
     return mode, tools
 
 
-def _named(choice: Any, tools: list[Tool]) -> Tool:
+def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
+    """Return tools by their names; of several with one name the first."""
+    return {tool.function.name: tool for tool in reversed(tools)}
+
+
+def _named(choice: Any, tools: Mapping[str, Tool]) -> Tool:
     """Return the tool that a choice names, as `{"type": "function", "function": {"name": ..}}`."""
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    for tool in tools:
-        if choice.get("type") == "function" and tool.function.name == name:
-            return tool
+    if isinstance(name, str) and name in tools and choice.get("type") == "function":
+        return tools[name]
     raise _no_choice(f"tool_choice names no function of the request: {shown(name)}")
 
 
