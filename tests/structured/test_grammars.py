@@ -582,3 +582,37 @@ def test_whitespace_is_not_a_choice(compiler):
               "additionalProperties": False}  # fmt: skip
     matcher = compiler.matcher(Grammar.json_schema(schema))
     assert bytes(matcher.forced(20)[:-1]) == json.dumps({"a": 1}, separators=(",", ":")).encode()
+
+
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_the_texts_of_others_leave_a_request_its_form(monkeypatch, is_quick):
+    """Law: a lexer that they have filled is compiled again, and ends no request.
+
+    One that is slow to compile is not, between two rounds: only later requests have a new one.
+    """
+    monkeypatch.setattr(compiler_module, "MAX_STATES", 600)
+    monkeypatch.setattr(compiler_module, "RENEWAL_SECONDS", 60.0 if is_quick else 0.0)
+    tokenizer = AutoTokenizer.from_pretrained(resolve("specpool/tiny"))
+    compiler = Compiler(tokenizer, 259, frozenset([EOS]))
+    grammar, letters, rng = Grammar.regex("(a|b)*a(a|b){30}c"), {*b"ab"}, random.Random(0)
+    early = compiler.matcher(grammar)
+    early.follow([*b"prompt", *b"ab"], 6)
+    errors = []
+    for _ in range(20):
+        others, output = compiler.matcher(grammar), list[int]()
+        while others.error is None and len(output) < 100:
+            assert root_ids(others) >= letters or others.error
+            output.append(rng.choice(sorted(letters)))
+            others.follow(output, 0)
+        errors += [others.error] if others.error else []
+    if is_quick:
+        assert not errors
+        for num in range(1, 60):
+            assert root_ids(early) >= letters and early.error is None
+            early.follow([*b"prompt", *b"ab", *b"a" * num], 6)
+        assert root_ids(early.fresh()) == letters
+    else:  # each lexer ends one of them at most
+        assert 0 < len(errors) < 10
+    later = compiler.matcher(grammar)
+    later.follow([*b"ab"], 0)
+    assert root_ids(later) == letters and later.error is None

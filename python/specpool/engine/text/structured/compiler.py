@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import threading
+import time
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
 MAX_COMPILED = 128
 #: Seconds that a grammar may take to compile.
 MAX_SECONDS = 10.0
+#: A form that took longer to compile is not compiled again between two rounds, which would wait.
+RENEWAL_SECONDS = 0.05
 #: Items of llguidance's parser in one step, and the cost of its lexer; beyond, a request ends.
 MAX_ITEMS, MAX_LEXER_COST = 50_000, 200_000
+#: The states of a lexer, to which all texts in one form have led since it was compiled.
+MAX_STATES = 250_000
 
 
 class Compiler:
@@ -48,7 +53,7 @@ class Compiler:
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
         self.vocabulary = Vocabulary(tokenizer, vocab_size, eos_ids)
         # The cache keeps only results, so a wrong grammar is compiled and refused each time.
-        self._engine = lru_cache(MAX_COMPILED)(partial(_within_time, self.vocabulary))
+        self._compiled = lru_cache(MAX_COMPILED)(partial(_Compiled, self.vocabulary))
 
     def matcher(self, grammar: Grammar, stop_ids: frozenset[int] = frozenset()) -> Matcher:
         """Return a matcher at the start of a grammar; compile it unless that was done before.
@@ -64,7 +69,42 @@ class Compiler:
             ConfigError: the package is missing, the tokenizer cannot be read, or the grammar is
                 wrong, allows no text, or is too large; the message says where.
         """
-        return Matcher(self._engine(grammar), self._vocab_size, self._eos_ids | stop_ids)
+        form: _Compiled = self._compiled(grammar)
+        return Matcher(
+            form.engine(), self._vocab_size, self._eos_ids | stop_ids, renewed=form.renewed
+        )
+
+
+class _Compiled:
+    """A compiled grammar, which is compiled again when its lexer is full.
+
+    All copies of an `LLMatcher` share a lexer. It keeps each state that any of their texts has led
+    to, and fails for all of them at `MAX_STATES`: one request's text would end those of others.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
+        self._vocabulary, self._grammar = vocabulary, grammar
+        self._lock = threading.Lock()
+        self._compile()
+
+    def engine(self) -> Any:
+        """Return an `LLMatcher` at the start, whose lexer has room."""
+        with self._lock:
+            first = self._engine.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():  # it was none when it was compiled
+                self._compile()
+            return self._engine
+
+    def renewed(self, engine: Any) -> Any:
+        """Return another than this one, whose lexer is full; None if that would take long."""
+        with self._lock:
+            if self._engine is engine and self._seconds <= RENEWAL_SECONDS:
+                self._compile()
+            return None if self._engine is engine else self._engine
+
+    def _compile(self) -> None:
+        self._engine, self._seconds = _within_time(self._vocabulary, self._grammar)
 
 
 def check_grammar(grammar: Grammar) -> None:
@@ -193,13 +233,19 @@ class _Speller:
         return [*plain, *self._tokens.greedy_tokenize(text[len(prefix) :])]
 
 
-def _within_time(vocabulary: Vocabulary, grammar: Grammar) -> Any:
-    """Compile in a thread of its own, because nothing can stop the library."""
+def _within_time(vocabulary: Vocabulary, grammar: Grammar) -> tuple[Any, float]:
+    """Compile in a thread of its own, because nothing can stop the library.
+
+    Returns:
+        What `compiled` returns, and the seconds that it took.
+    """
     results: list[Any] = []
 
     def work() -> None:
         try:
-            results.append(compiled(vocabulary, grammar))
+            vocabulary.get()  # its first call does not count
+            begin = time.perf_counter()
+            results.append((compiled(vocabulary, grammar), time.perf_counter() - begin))
         except Exception as error:
             results.append(error)
         except BaseException as error:  # a panic of the library: nothing interrupts this thread
@@ -215,7 +261,8 @@ def _within_time(vocabulary: Vocabulary, grammar: Grammar) -> Any:
         )
     if isinstance(results[0], Exception):
         raise results[0]
-    return results[0]
+    result: tuple[Any, float] = results[0]
+    return result
 
 
 def compiled(vocabulary: Any, grammar: Grammar) -> Any:
@@ -223,7 +270,10 @@ def compiled(vocabulary: Any, grammar: Grammar) -> Any:
     library, tokens = _library(), vocabulary.get()
     source = _checked_source(library, grammar)
     limits = library.LLParserLimits(
-        step_max_items=MAX_ITEMS, step_lexer_fuel=MAX_LEXER_COST, verbose_errors=False
+        step_max_items=MAX_ITEMS,
+        step_lexer_fuel=MAX_LEXER_COST,
+        max_lexer_states=MAX_STATES,
+        verbose_errors=False,
     )
     engine = library.LLMatcher(tokens, source, log_level=0, limits=limits)
     first = engine.deep_copy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ import numpy.typing as npt
 from specpool.arrays import Int32, Int64
 from specpool.errors import ConfigError, is_fault
 
+#: Tokens of an output that are followed at once by a new lexer; each mask gives it new strength.
+_REPLAYED = 16
 #: A forced span with more tokens than this is taken for endless.
 MAX_SPAN = 4096
 
@@ -29,15 +31,26 @@ class Matcher:
         error: why no token can follow; None if one can.
     """
 
-    def __init__(self, engine: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        vocab_size: int,
+        end_ids: frozenset[int],
+        *,
+        renewed: Callable[[Any], Any] | None = None,
+    ) -> None:
         """Begin an empty output.
 
         Args:
             engine: an `llguidance.LLMatcher` at its start, which is not changed.
             vocab_size: the target's.
             end_ids: the tokens that end the output.
+            renewed: returns an engine of the same grammar in the place of one whose lexer is full
+                or worn by other texts, or None; None if there is no other.
         """
         self._start, self._cursor = engine, engine.deep_copy()
+        self._renewed = renewed
+        self._output: list[int] = []  # followed so far, without an end
         self._vocab_size = vocab_size
         self._end_ids = frozenset(token for token in end_ids if 0 <= token < vocab_size)
         self._num_words = -(-vocab_size // 32)
@@ -52,7 +65,7 @@ class Matcher:
 
     def fresh(self) -> Matcher:
         """Return a matcher of the same grammar, at its start."""
-        return Matcher(self._start, self._vocab_size, self._end_ids)
+        return Matcher(self._start, self._vocab_size, self._end_ids, renewed=self._renewed)
 
     def follow(self, tokens: Sequence[int], prompt_len: int) -> None:
         """Go on to the end of `tokens`: a prompt, the output followed so far, and new output."""
@@ -61,7 +74,8 @@ class Matcher:
         if new and new[-1] in self._end_ids:
             self._has_ended, new = True, new[:-1]
         with self._failing():
-            if new and not self._cursor.consume_tokens(list(new)):
+            self._output += new
+            if new and not self._cursor.consume_tokens(list(new)) and not self._renew():
                 self._fail("the form does not allow the output")
 
     def masks(
@@ -85,6 +99,8 @@ class Matcher:
         if not self._is_lost:
             with self._failing():
                 lines.update(self._lines_from(0, tokens, first_child, next_sibling))
+                if self._renew():
+                    lines = dict(self._lines_from(0, tokens, first_child, next_sibling))
                 if not lines[0].any() and self.error is None:
                     self._fail(
                         "no token can follow, or only one that ends the text, which it may not yet"
@@ -128,6 +144,8 @@ class Matcher:
         span: list[int] = []
         with self._failing():
             span = self._span(max_tokens)
+            if self._renew():
+                span = self._span(max_tokens)
         return span
 
     def _span(self, max_tokens: int) -> list[int]:
@@ -151,6 +169,26 @@ class Matcher:
         if not self._cursor.rollback(len(span)):
             self._fail("the form's place was lost")
         return is_over
+
+    def _renew(self) -> bool:
+        """Go on with another lexer if this one has failed; return whether there is one.
+
+        It may have failed by what the texts of other requests have filled it with.
+        """
+        if self._renewed is None or not self._cursor.is_error():
+            return False
+        if not self._cursor.get_error().startswith("lexer error"):
+            return False
+        engine = self._renewed(self._start)
+        if engine is None:
+            return False
+        self._start, self._cursor = engine, engine.deep_copy()
+        self.error = None
+        for start in range(0, len(self._output), _REPLAYED):
+            self._cursor.compute_bitmask()
+            if not self._cursor.consume_tokens(self._output[start : start + _REPLAYED]):
+                return False
+        return True
 
     def _mask(self) -> npt.NDArray[np.int32]:
         """Return the bits of the tokens that may follow here, int32 [ceil(V / 32)]."""
