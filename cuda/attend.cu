@@ -84,15 +84,15 @@ struct LaneCells {
 struct RowSight {
     int begin;
     int end;
-    unsigned long long own;  // own cells, behind `prefix`
+    unsigned long long own_bits;  // own cells, behind `prefix`
 
     __device__ __forceinline__ RowSight(const Attention& a, const LaneCells& cells, int lane, int row) {
         const int query = row / a.group;
-        begin = end = 0, own = 0;
+        begin = end = 0, own_bits = 0;
         if (query >= cells.num_queries) return;
         if (a.own_slots) {
             end = cells.prefix;
-            own = (unsigned long long)a.sees[(long long)lane * a.queries + query];
+            own_bits = (unsigned long long)a.sees[(long long)lane * a.queries + query];
         } else {
             const int last = cells.length - cells.num_queries + query + 1;
             if (a.window > 0) begin = max(last - a.window, 0);
@@ -102,7 +102,7 @@ struct RowSight {
 
     __device__ __forceinline__ bool sees(int cell, int prefix) const {
         const bool sees_paged = (cell >= begin) & (cell < end);
-        return sees_paged | ((cell >= prefix) & (int)(own >> (cell - prefix & 63) & 1));
+        return sees_paged | ((cell >= prefix) & (int)(own_bits >> (cell - prefix & 63) & 1));
     }
 };
 
@@ -462,8 +462,8 @@ extern "C" __global__ void __launch_bounds__(256) merge_attention_kernel(
     };
 #pragma unroll 8
     for (int part = turn; part < cells.used; part += groups) {
-        const long long place = first + part * stride;
-        add(stats[2 * place], stats[2 * place + 1], ((const float4*)(sums + place * head_dim))[quad]);
+        const long long index = first + part * stride;
+        add(stats[2 * index], stats[2 * index + 1], ((const float4*)(sums + index * head_dim))[quad]);
     }
     if (groups > 1) {
         group_sums[threadIdx.x] = sum;

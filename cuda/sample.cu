@@ -140,13 +140,13 @@ __device__ unsigned long long greatest(const Row<DTYPE>& row, long long* of_warp
         if (order > top || (order == top && id < first)) top = order, first = id;  // the ends are read last
     };
     const auto use_many = [&](int id, const int4& loaded) {
-        int most = LOWEST;
+        int greatest = LOWEST;
 #pragma unroll
         for (int i = 0; i < MANY; i++) {
             const int order = order_of(Row<DTYPE>::loose_bits(loaded, i));
-            most = max(most, order), bottom = min(bottom, order);
+            greatest = max(greatest, order), bottom = min(bottom, order);
         }
-        note(id, most);
+        note(id, greatest);
     };
     row.template read<4>(0, row.vocab, threadIdx.x, blockDim.x, use_many, [&](int id, unsigned bits) {
         bottom = min(bottom, order_of(bits));
@@ -189,17 +189,17 @@ __device__ long long gather(const Row<DTYPE>& row, Scratch& scratch, int limit) 
     __syncthreads();
     const auto note = [&](int id, unsigned bits) {
         if (order_of(bits) < limit) return;
-        const int place = atomicAdd(&scratch.num_candidates, 1);
-        if (place >= CANDIDATES) return;
-        scratch.candidates.tokens[place].rank = ranking(id, bits);
+        const int index = atomicAdd(&scratch.num_candidates, 1);
+        if (index >= CANDIDATES) return;
+        scratch.candidates.tokens[index].rank = ranking(id, bits);
     };
     long long sum = 0, total = 0;
     const auto use_many = [&](int id, const int4& loaded) {
         if (WEIGHS) sum += row.sum_of(loaded, table);
-        int most = LOWEST;
+        int greatest = LOWEST;
 #pragma unroll
-        for (int i = 0; i < MANY; i++) most = max(most, order_of(Row<DTYPE>::loose_bits(loaded, i)));
-        if (most < limit) return;
+        for (int i = 0; i < MANY; i++) greatest = max(greatest, order_of(Row<DTYPE>::loose_bits(loaded, i)));
+        if (greatest < limit) return;
 #pragma unroll
         for (int i = 0; i < MANY; i++) note(id + i, Row<DTYPE>::bits_of_many(loaded, i));
     };
@@ -465,9 +465,9 @@ extern "C" __global__ void __launch_bounds__(1024, 1) likeliest_kernel(
     Row<0> row = {};
     row.logits = (const char*)(p + (long long)blockIdx.x * vocab), row.vocab = vocab;
     top_p += (long long)blockIdx.x * k, ids += (long long)blockIdx.x * k;
-    const auto write = [&](int place, unsigned long long rank) {
-        top_p[place] = row.value(bits_of((unsigned)(rank >> 32)));
-        ids[place] = 0x7fffffff - (int)(unsigned)rank;
+    const auto write = [&](int index, unsigned long long rank) {
+        top_p[index] = row.value(bits_of((unsigned)(rank >> 32)));
+        ids[index] = 0x7fffffff - (int)(unsigned)rank;
     };
     bool is_bad = false;
     int reached = 0;
@@ -489,13 +489,13 @@ extern "C" __global__ void __launch_bounds__(1024, 1) likeliest_kernel(
     }
     // Too many ties: find one token after the other.
     unsigned long long last = ~0ull;
-    for (int place = 0; place < k; place++) {
+    for (int index = 0; index < k; index++) {
         unsigned long long best = 0;
         row.each(0, vocab, threadIdx.x, blockDim.x, [&](int id, unsigned bits) {
             const unsigned long long rank = ranking(id, bits);
             if (rank < last) best = max(best, rank);
         });
         last = block_max(best, scratch.sums);
-        if (threadIdx.x == 0) write(place, last);
+        if (threadIdx.x == 0) write(index, last);
     }
 }

@@ -27,7 +27,7 @@ Policy = Literal["exact", "double_buffer"]
 Layout = Literal["auto", "dense", "holey"]
 
 #: The default of `EngineConfig.max_batch` on a CPU.
-MAX_BATCH = 8
+DEFAULT_BATCH = 8
 
 
 class SizingOptions(Protocol):
@@ -322,7 +322,7 @@ def size_groups(
         groups=groups,
         draft_group=draft_group,
         shapes=tuple(dict.fromkeys([Shape.none(), *shapes])),
-        num_rows=MAX_BATCH if options.max_batch is None else options.max_batch,
+        num_rows=DEFAULT_BATCH if options.max_batch is None else options.max_batch,
         max_sessions=options.max_sessions,
         max_context_len=max_context_len,
         max_chunk=min(options.prefill_tokens, max_context_len),

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specpool.capacity.group_sizes import MAX_BATCH
+from specpool.capacity.group_sizes import DEFAULT_BATCH
 from specpool.checks import shown
 from specpool.cli.generate.interrupt import Interrupt
 from specpool.cli.options import checks
@@ -73,7 +73,7 @@ def run(job: ChatJob) -> None:
 
     console = Console(highlight=False, force_terminal=None if sys.stdin.isatty() else False)
     with console.status(f"loading {target}, {shown_drafts(drafts)}"):
-        options = {"max_batch": MAX_BATCH, **job.options}  # more would only take more graphs
+        options = {"max_batch": DEFAULT_BATCH, **job.options}  # more would only take more graphs
         engine = Engine.from_pretrained(**loading_of(job.models, job.place, options))
     with engine:
         talk = Talk(engine, params, console, job.system)

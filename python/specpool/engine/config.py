@@ -6,7 +6,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from specpool._core import Shape
-from specpool.capacity.group_sizes import MAX_BATCH, Layout, Placement, Policy
+from specpool.capacity.group_sizes import DEFAULT_BATCH, Layout, Placement, Policy
 from specpool.checks import check_fields, check_int, shown
 from specpool.engine.shape_names import parse_shape
 from specpool.errors import ConfigError
@@ -169,7 +169,7 @@ class EngineConfig:
         Option(
             "Scheduling",
             names=["--batch"],
-            default=f"{MAX_BATCH}; what memory gives with --device cuda, at most {MOST_BATCH}",
+            default=f"{DEFAULT_BATCH}; what memory gives with --device cuda, at most {MOST_BATCH}",
         ),
     ] = None
     overlap_depth: Annotated[
@@ -255,8 +255,8 @@ class EngineConfig:
 
             object.__setattr__(self, "adaptive", config_of(self.adaptive))
         if self.graph_sizes is not None:
-            most = 1 << 16 if self.max_batch is None else self.max_batch
-            check_graph_sizes(self.graph_sizes, most)
+            greatest_size = 1 << 16 if self.max_batch is None else self.max_batch
+            check_graph_sizes(self.graph_sizes, greatest_size)
             object.__setattr__(self, "graph_sizes", tuple(self.graph_sizes))
         if not isinstance(self.attention, str):
             raise ConfigError(

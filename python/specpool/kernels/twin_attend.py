@@ -30,8 +30,8 @@ def attend_pages(
             last = length - (end - first) + queries
             sees = (places <= last) & (places > last - (window or length + 1))
         else:
-            own = torch.arange(cells.own_slots.shape[1])
-            bits = cells.sees[lane, : end - first].unsqueeze(1) >> own & 1
+            numbers = torch.arange(cells.own_slots.shape[1])
+            bits = cells.sees[lane, : end - first].unsqueeze(1) >> numbers & 1
             sees = torch.cat([(places >= 0).expand(end - first, -1), bits.bool()], 1)
             slots = torch.cat([slots, cells.own_slots[lane]])
         keys, values = (

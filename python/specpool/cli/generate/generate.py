@@ -23,7 +23,7 @@ from rich.progress import (
 )
 
 from specpool._core import Shape
-from specpool.capacity.group_sizes import MAX_BATCH
+from specpool.capacity.group_sizes import DEFAULT_BATCH
 from specpool.cli.generate.interrupt import Interrupt
 from specpool.cli.generate.output_file import OutputFile
 from specpool.cli.generate.printer import Printer, prompt_name
@@ -143,7 +143,7 @@ def run(job: GenerateJob) -> None:
     texts = read_prompts(job.prompts, target, NUM_BUILT_IN_PROMPTS)
     checks.check_prompts(target, prompts_of(job, texts))
     # More rows than texts would only take more graphs.
-    batch = {"max_batch": MAX_BATCH} if len(texts) * params.n <= MAX_BATCH else {}
+    batch = {"max_batch": DEFAULT_BATCH} if len(texts) * params.n <= DEFAULT_BATCH else {}
     loading = loading_of(job.models, job.place, batch | job.options)
     if world_of_environment()[0]:
         checks.follow(loading, job.place.threads)

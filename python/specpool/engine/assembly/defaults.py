@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from specpool.capacity.group_sizes import MAX_BATCH
+from specpool.capacity.group_sizes import DEFAULT_BATCH
 from specpool.capacity.layer_kv import LayerKV
 from specpool.engine.config import MOST_BATCH, EngineConfig
 from specpool.engine.draft import Drafter
@@ -48,7 +48,7 @@ def with_defaults(
     on_cuda = device.type == "cuda"
     max_batch, depth = config.max_batch, config.overlap_depth
     if max_batch is None:
-        max_batch = MAX_BATCH
+        max_batch = DEFAULT_BATCH
         if on_cuda:
             if config.num_pages is None:
                 token_bytes = sum(layer.bytes_per_token(itemsize) for layer in layers)
@@ -56,12 +56,12 @@ def with_defaults(
             else:
                 num_tokens = config.num_pages * config.page_size
             max_batch = num_tokens // min(_TOKENS_OF_ROW, max_context_len)
-            max_batch = min(max(max_batch - max_batch % 8, MAX_BATCH), MOST_BATCH)
+            max_batch = min(max(max_batch - max_batch % 8, DEFAULT_BATCH), MOST_BATCH)
         max_batch = max(max_batch, *(config.graph_sizes or (1,)))
     if depth is None:
         waits = keeps_state or any(drafter.reads_tokens for drafter in drafters)
         depth = int(on_cuda and config.worker != "v1" and not waits)
-    memory = "" if config.num_pages is not None else f", {show_bytes(kv_bytes)} for KV at most"
     if on_cuda:
+        memory = "" if config.num_pages is not None else f", {show_bytes(kv_bytes)} for KV at most"
         _log.info("on %s: max_batch %d, overlap_depth %d%s", device, max_batch, depth, memory)
     return replace(config, max_batch=max_batch, overlap_depth=depth)

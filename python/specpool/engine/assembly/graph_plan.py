@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specpool._core import Shape
-from specpool.capacity.group_sizes import MAX_BATCH
+from specpool.capacity.group_sizes import DEFAULT_BATCH
 from specpool.engine.attention import BackEnd
 from specpool.engine.config import EngineConfig
 from specpool.engine.draft import Drafter
@@ -31,7 +31,7 @@ def graph_sizes(
     elif keeps_state:
         why = "the target has recurrent layers, which run on the synchronous worker"
     if config.graph_sizes is None:
-        return () if why else default_sizes(config.max_batch or MAX_BATCH)
+        return () if why else default_sizes(config.max_batch or DEFAULT_BATCH)
     if why and config.graph_sizes:
         raise ConfigError(f"graph_sizes {list(config.graph_sizes)} cannot be captured: {why}")
     return tuple(sorted(config.graph_sizes))

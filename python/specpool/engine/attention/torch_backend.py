@@ -57,15 +57,15 @@ def attend(
         )
     dtype = q.dtype
     explicit = softcap is not None or sinks is not None
-    few = not explicit and serves_few_queries(view, q, k_buffer, v_buffer, window)
-    by_lane = not explicit and not few and serves_prompts(view, q, v_buffer, window)
-    fused = not explicit and not few and serves_fused(view, q, v_buffer)
-    tree = not (explicit or few or fused) and serves_trees(view, q, v_buffer, window)
-    # `reads` raises for a bad mask, so call it before anything is written.
-    reads = None if few or by_lane or fused or tree else view.reads(window, dtype)
-    k, v = write_kv(k_buffer, v_buffer, view.write_slots, k, v)
-    if few:
+    if not explicit and serves_few_queries(view, q, k_buffer, v_buffer, window):
+        write_kv(k_buffer, v_buffer, view.write_slots, k, v)
         return attend_few_queries(view, k_buffer, v_buffer, q, scaling, window)
+    by_lane = not explicit and serves_prompts(view, q, v_buffer, window)
+    fused = not explicit and serves_fused(view, q, v_buffer)
+    tree = not explicit and not fused and serves_trees(view, q, v_buffer, window)
+    # `reads` raises for a bad mask, so call it before anything is written.
+    reads = None if by_lane or fused or tree else view.reads(window, dtype)
+    k, v = write_kv(k_buffer, v_buffer, view.write_slots, k, v)
     if fused:
         return attend_fused(view, k_buffer, v_buffer, q, scaling, window)
     if tree:
