@@ -498,10 +498,11 @@ def test_what_is_assumed_is_said(monkeypatch, capsys, tmp_path):
     assert code == 0, err
     found = json.loads(out)
     assert found["dtype"] == "float32"
-    dtype, weights = found["notes"]
+    dtype, weights, copies = found["notes"]
     assert "float32 is assumed: the config names no dtype" in dtype
     assert "estimated from the config: 20,9" in weights
-    assert err.splitlines() == [f"warning: {dtype}", f"warning: {weights}"]
+    assert copies.startswith("on a CPU up to 1 GiB more hold a second copy of weights")
+    assert err.splitlines() == [f"warning: {note}" for note in (dtype, weights, copies)]
     asked = answer(monkeypatch, capsys, *how, "--dtype", "bfloat16", "--weights", "13GB")
     assert asked["notes"] == [] and asked["weights"] == 13 * 10**9
 

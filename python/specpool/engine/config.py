@@ -131,6 +131,10 @@ class EngineConfig:
         graph_sizes: batch sizes to capture as CUDA graphs. They are of decode rounds; a smaller
             batch is padded to the next size. () = no graphs; None = 1, 2, 4, 8, then every 8 to
             64, every 16 beyond, and `max_batch`, on a CUDA device, if back end and models allow it.
+        packed_weight_bytes: memory for a second copy of weights in oneDNN's order, on a CPU in
+            float32. In bytes; 0 = none. A layer is copied if that makes some batches quicker,
+            which is measured when the engine loads a model from a folder. Rounding differs by the
+            last bits, as it does between batch sizes.
         busy_check: before each turn: 1 = sums, 2 = full audit. 0 = only the checks of every call.
             Sums are those of pools and rows; the audit is of every page and of the device's page
             tables. The default is the environment's SPECPOOL_BUSY_CHECK, else 0.
@@ -227,6 +231,17 @@ class EngineConfig:
             "batch",
         ),
     ] = None
+    packed_weight_bytes: Annotated[
+        int,
+        Within(0, 1 << 50),
+        Option(
+            "Advanced",
+            kind=str,
+            read=parse_bytes,
+            form=", such as 4GiB",
+            default="1GiB",
+        ),
+    ] = 1 << 30
     busy_check: Annotated[
         int, Within(0, 2), Option("Advanced", default="SPECPOOL_BUSY_CHECK or 0")
     ] = field(default_factory=busy_check_of_environment)

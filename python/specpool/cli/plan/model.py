@@ -9,9 +9,10 @@ from specpool.capacity.layer_kv import LayerKV, bytes_by_window
 from specpool.checks import check_choice, check_int
 from specpool.cli.plan.question import Question
 from specpool.engine.assets import resolve
+from specpool.engine.config import EngineConfig
 from specpool.engine.models.files.names import MTP, is_lookup
 from specpool.errors import ConfigError
-from specpool.num_bytes import parse_bytes
+from specpool.num_bytes import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
     from specpool.engine.models.outline import Outline
@@ -190,6 +191,12 @@ def model_of_files(question: Question) -> Model:
         weight_bytes += (head.loaded_bytes(dtype) or 0) if head is not None else 0
         if draft == MTP:
             weight_bytes += mtp_bytes_beside(question.target, target, dtype)
+    if dtype == "float32":
+        copied_bytes = min(weight_bytes, EngineConfig().packed_weight_bytes)
+        notes.append(
+            f"on a CPU up to {show_bytes(copied_bytes)} more hold a second copy of weights where "
+            "that is quicker (--packed-weight-bytes): add them to --workspace"
+        )
     planned = question.draft_layers
     if planned is not None:
         draft_layers = _planned_layers(question, target)

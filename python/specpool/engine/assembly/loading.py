@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -34,6 +35,8 @@ from specpool.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_log = logging.getLogger("specpool")
 
 #: What a drafter is made of: a folder, a hub name, `mtp`, a name of `named_drafter`, or a loaded
 #: model; or it is a drafter already.
@@ -115,6 +118,10 @@ def load(
         model = TargetModel.from_pretrained(
             source, dtype=dtype, device=device, world=1 if ranks is None else ranks.world
         )
+        if ranks is None and config.packed_weight_bytes:  # each rank would choose by its own clock
+            num_bytes = model.pack(config.packed_weight_bytes)
+            if num_bytes:
+                _log.info("a second copy of %d bytes of weights is packed for oneDNN", num_bytes)
     elif ranks is not None:
         raise ConfigError(f"{ranks.world} ranks load their parts themselves: give a folder")
     else:
