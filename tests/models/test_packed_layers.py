@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
@@ -17,7 +16,7 @@ import transformers
 from specpool.engine.config import EngineConfig
 from specpool.engine.engine import Engine
 from specpool.engine.models import packed_layers
-from specpool.engine.models.packed_layers import ROWS, PackedLayers, quicker_rows
+from specpool.engine.models.packed_layers import PackedLayers
 from specpool.engine.sampling_params import SamplingParams
 from specpool.errors import ConfigError
 
@@ -29,8 +28,8 @@ PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=0.0)
 
 @pytest.fixture
 def always(monkeypatch) -> None:
-    """Packed weights pay from 4 rows on, whatever the clock says, and for small weights too."""
-    monkeypatch.setattr(packed_layers, "_ratios", lambda *_: [2.0, *[0.5] * (len(ROWS) - 1)])
+    """Small weights are packed too, and prompts, whatever the clock says."""
+    monkeypatch.setattr(packed_layers, "packs_prompts", lambda: True)
     monkeypatch.setattr(packed_layers, "MIN_BYTES", 0)
 
 
@@ -70,45 +69,38 @@ def test_any_layer_and_number_of_rows_gives_the_product(always, products) -> Non
         assert (len(products) > before) == (x.numel() // width >= 4)
 
 
-def test_the_longest_run_of_row_counts_is_taken() -> None:
-    """A slow oracle: of all runs that pay, the longest one, the first of equals."""
-    for num_measured in range(len(ROWS) + 1):
-        for pays in itertools.product([False, True], repeat=num_measured):
-            runs = [
-                (end - start, -start)
-                for start in range(num_measured)
-                for end in range(start + 1, num_measured + 1)
-                if all(pays[start:end])
-            ]
-            rows = quicker_rows([0.5 if paid else 0.95 for paid in pays])
-            if not runs:
-                assert rows is None
-                continue
-            length, start = max(runs)[0], -max(runs)[1]
-            assert rows is not None and rows.least == ROWS[start]
-            end = start + length
-            assert rows.most == (None if end == len(ROWS) else ROWS[end - 1])
-            assert rows.least - 1 not in rows and rows.least in rows
-            assert (1 << 20 in rows) == (rows.most is None)
-
-
-@pytest.mark.parametrize("pays", [True, False])
-def test_the_clock_decides(monkeypatch, pays) -> None:
-    monkeypatch.setattr(packed_layers, "MIN_BYTES", 0)
-    monkeypatch.setattr(packed_layers, "_ratios", lambda *_: [0.5 if pays else 1.0] * len(ROWS))
-    packed = packed_of(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-    assert (len(packed), packed.num_bytes) == ((2, 512) if pays else (0, 0))
-
-
-def test_measuring_stops_where_a_product_takes_long(monkeypatch) -> None:
-    weight = torch.ones(32, 32)
-    packed = packed_layers._pack(weight)
-    monkeypatch.setattr(packed_layers, "_MAX_SECONDS", -1.0)
+@pytest.mark.parametrize("packs_prompts", [True, False])
+def test_prompts_are_packed_where_that_is_quicker(monkeypatch, products, packs_prompts) -> None:
+    """A batch is on any processor, so that two starts give the same text."""
+    monkeypatch.setattr(packed_layers, "packs_prompts", lambda: packs_prompts)
+    layer = nn.Linear(512, 512)
+    packed_of(layer)
     with torch.inference_mode():
-        assert len(packed_layers._ratios(weight, packed)) == ROWS.index(16) + 1
-    monkeypatch.setattr(packed_layers, "_MAX_SECONDS", 1e9)
-    with torch.inference_mode():
-        assert len(packed_layers._ratios(weight, packed)) == len(ROWS)
+        for rows in (1, 3, 4, 64, 65, 4096):
+            layer(torch.ones(rows, 512))
+    assert products == ([4, 64, 65, 4096] if packs_prompts else [4, 64])
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-6])
+def test_the_clock_says_whether_prompts_are_packed(monkeypatch, seconds) -> None:
+    """A clock by which one of the two takes no time."""
+    now = 0.0
+    product, linear = packed_layers._product, F.linear
+
+    def slow_product(*arguments):
+        nonlocal now
+        now += seconds
+        return product(*arguments)
+
+    def slow_linear(*arguments):
+        nonlocal now
+        now += 5e-7
+        return linear(*arguments)
+
+    monkeypatch.setattr(packed_layers, "_product", slow_product)
+    monkeypatch.setattr(packed_layers.F, "linear", slow_linear)
+    monkeypatch.setattr(packed_layers.time, "perf_counter", lambda: now)
+    assert packed_layers.packs_prompts.__wrapped__() == (seconds == 0.0)
 
 
 @pytest.mark.parametrize("max_bytes", [0, 255, 256, 511, 512, 700, 768, 1 << 20])
@@ -169,8 +161,7 @@ def test_what_is_not_a_plain_layer_runs_as_it_is(always) -> None:
     assert len(packed_of(nn.Sequential(*others, nn.Linear(8, 8)))) == 1
 
 
-def test_small_weights_are_never_packed(monkeypatch) -> None:
-    monkeypatch.setattr(packed_layers, "_ratios", lambda *_: [0.0] * len(ROWS))
+def test_small_weights_are_never_packed() -> None:
     assert len(packed_of(nn.Linear(512, 511, bias=False))) == 0
     assert len(packed_of(nn.Linear(512, 512, bias=False))) == 1
 
