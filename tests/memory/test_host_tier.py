@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from host_kit import TREE, World, groups
 from specpool import (
@@ -28,13 +25,6 @@ from specpool.engine.memory.host import copies as host_memory
 from specpool.engine.memory.host.reload import reload
 from specpool.engine.memory.host.tier import HostTier
 
-SETTINGS = settings(
-    stateful_step_count=80,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=True,
-    database=None,
-)
 LAYOUTS = [
     groups(4),
     groups(4, 1),
@@ -50,27 +40,39 @@ LAYOUTS = [
 # --- against the oracle --------------------------------------------------------------------------
 
 
-class HostAgainstOracle(RuleBasedStateMachine):
+class HostAgainstOracle:
     """Rows and handles; `World` checks every held slot of every layer after each operation."""
 
-    counts: ClassVar[Counter[str]] = Counter()
-
-    @initialize(
-        of=st.sampled_from(LAYOUTS),
-        host_rows=st.sampled_from([1, 1.4, 3]),
-        max_chunk=st.sampled_from([5, 16]),
-        page_fencing=st.booleans(),
-        seed=st.integers(0, 1 << 32),
-    )
-    def start(self, of, host_rows, max_chunk, page_fencing, seed) -> None:
-        options = {"max_chunk": max_chunk, "page_fencing": page_fencing, "sessions": True}
-        self.world = World(of, host_rows=host_rows, overlap_depth=1, **options)
-        self.draw = random.Random(seed)
+    def __init__(self, seed: int, counts: Counter[str]) -> None:
+        self.draw, self.counts = random.Random(seed), counts
+        self.world = World(
+            self.draw.choice(LAYOUTS),
+            host_rows=self.draw.choice([1, 1.4, 3]),
+            overlap_depth=1,
+            max_chunk=self.draw.choice([5, 16]),
+            page_fencing=self.draw.random() < 0.5,
+            sessions=True,
+        )
         self.flying: dict[int, Any] = {}  # by row
+
+    def run(self, num_steps: int) -> None:
+        verbs = [self.admit, self.reload_into_a_crowd, self.extend, self.launch, self.cancel]
+        verbs += [self.finish, self.fork, self.cut, self.abort, self.offload, self.drop]
+        verbs += [self.offload_in_flight, self.reload, self.trim]
+        for _ in range(num_steps):
+            self.draw.choice(verbs)()
+        self.land()
+        for row in list(self.world.kv):
+            self.world.give_back(row)
+        self.world.tier.close()
+        self.world.is_clean()
 
     def row(self) -> int | None:
         rows = [row for row in self.world.kv if row not in self.flying]
         return self.draw.choice(rows) if rows else None
+
+    def writes_draft(self) -> bool:
+        return self.draw.random() < 0.5
 
     def land(self) -> None:
         """Every round comes to its end, the oldest first."""
@@ -87,14 +89,13 @@ class HostAgainstOracle(RuleBasedStateMachine):
             self.counts[f"{name} {type(error).__name__}"] += 1
         self.world.check()
 
-    @rule(length=st.integers(1, 40))
-    def admit(self, length: int) -> None:
+    def admit(self) -> None:
         with self.doing("admit"):
-            self.world.admit(length)
+            self.world.admit(self.draw.randint(1, 40))
 
-    @rule(length=st.sampled_from([2, 30]))
-    def reload_into_a_crowd(self, length: int) -> None:
+    def reload_into_a_crowd(self) -> None:
         """Short rows use up the rows, long ones the pages."""
+        length = self.draw.choice([2, 30])
         if self.world.away and self.draw.random() < 0.3:  # or little else happens
             self.land()
             with contextlib.suppress(OutOfPages, OutOfRows):
@@ -102,23 +103,20 @@ class HostAgainstOracle(RuleBasedStateMachine):
                     self.world.admit(length)
             self.reload()
 
-    @rule(more=st.integers(1, 12), writes_draft=st.booleans())
-    def extend(self, more: int, writes_draft: bool) -> None:
+    def extend(self) -> None:
         row = self.row()
         if row is not None:
-            length = min(int(self.world.ledger.resolved_len[row]) + more, self.world.context)
+            length = int(self.world.ledger.resolved_len[row]) + self.draw.randint(1, 12)
             with self.doing("extend"):
-                self.world.extend(row, length, writes_draft)
+                self.world.extend(row, min(length, self.world.context), self.writes_draft())
 
-    @rule(shape=st.integers(0, 1), writes_draft=st.booleans())
-    def launch(self, shape: int, writes_draft: bool) -> None:
-        row = self.row()
+    def launch(self) -> None:
+        row, shape = self.row(), self.draw.randint(0, 1)
         if row is not None:
             with self.doing("launch"):
-                plan = self.world.decode(row, shape, writes_draft)
+                plan = self.world.decode(row, shape, self.writes_draft())
                 self.flying[row] = plan, TREE.max_accept_len if shape else 1
 
-    @rule()
     def cancel(self) -> None:
         """Cancel the step; pages that its prepare evicted stay evicted."""
         row = self.row()
@@ -128,34 +126,30 @@ class HostAgainstOracle(RuleBasedStateMachine):
                 ledger.cancel(ledger.prepare_decode([row], [0], writes_draft=False).step)
                 self.offload_now(row)
 
-    @rule()
     def finish(self) -> None:
         self.land()
         self.world.check()
 
-    @rule()
     def fork(self) -> None:
         row = self.row()
         if row is not None:
             with self.doing("fork"):
                 self.world.fork(row)
 
-    @rule(back=st.integers(0, 20), ends_turn=st.booleans())
-    def cut(self, back: int, ends_turn: bool) -> None:
-        row = self.row()
+    def cut(self) -> None:
+        row, back = self.row(), self.draw.randint(0, 20)
         if row is not None:
-            verb = self.world.ledger.end_turn if ends_turn else self.world.ledger.trim
+            ledger = self.world.ledger
+            verb = self.draw.choice([ledger.end_turn, ledger.trim])
             with self.doing("cut"):
-                verb(row, max(int(self.world.ledger.resolved_len[row]) - back, 0))
+                verb(row, max(int(ledger.resolved_len[row]) - back, 0))
 
-    @rule()
     def abort(self) -> None:
         row = self.row()
         if row is not None:
             with self.doing("abort"):
                 self.world.give_back(row)
 
-    @rule()
     def offload(self) -> None:
         row = self.row()
         if row is not None:
@@ -176,7 +170,6 @@ class HostAgainstOracle(RuleBasedStateMachine):
                 assert not ledger.is_live(row) and after.offload_ct == before.offload_ct + 1
                 assert (handle.length, handle.drafted_len) == lengths
 
-    @rule()
     def offload_in_flight(self) -> None:
         for row in self.flying:
             state = self.world.state()
@@ -184,7 +177,6 @@ class HostAgainstOracle(RuleBasedStateMachine):
                 self.world.offload(row)
             assert self.world.state() == state
 
-    @rule()
     def reload(self) -> None:
         if self.world.away:
             self.land()
@@ -199,8 +191,8 @@ class HostAgainstOracle(RuleBasedStateMachine):
                 assert ledger.resolved_len[row] == handle.length
                 assert ledger.drafted_len[row] == handle.drafted_len
 
-    @rule(back=st.sampled_from([0, 1, 4, 9, 40]))
-    def trim(self, back: int) -> None:
+    def trim(self) -> None:
+        back = self.draw.choice([0, 1, 4, 9, 40])
         if self.world.away and self.draw.random() < 0.2:  # or the host is never full
             handle = self.draw.choice(list(self.world.away))
             kv, length = self.world.away.pop(handle), max(handle.length - back, 0)
@@ -214,7 +206,6 @@ class HostAgainstOracle(RuleBasedStateMachine):
                     drafted_len = min(handle.drafted_len, length)
                     assert (shorter.length, shorter.drafted_len) == (length, drafted_len)
 
-    @rule()
     def drop(self) -> None:
         if self.world.away:
             handle = self.draw.choice(list(self.world.away))
@@ -222,22 +213,12 @@ class HostAgainstOracle(RuleBasedStateMachine):
             with self.doing("drop"):
                 self.world.tier.drop(handle)
 
-    def teardown(self) -> None:
-        if not hasattr(self, "world"):
-            return
-        self.land()
-        for row in list(self.world.kv):
-            self.world.give_back(row)
-        self.world.tier.close()
-        self.world.is_clean()
 
-
-@pytest.mark.parametrize("num_examples", [100, pytest.param(200, marks=pytest.mark.full)])
-def test_what_comes_back_is_what_went_byte_by_byte(num_examples):
-    HostAgainstOracle.counts.clear()
-    examples = settings(SETTINGS, max_examples=num_examples)
-    run_state_machine_as_test(HostAgainstOracle, settings=examples)
-    counts = HostAgainstOracle.counts
+@pytest.mark.parametrize("num_runs", [50, pytest.param(200, marks=pytest.mark.full)])
+def test_what_comes_back_is_what_went_byte_by_byte(num_runs):
+    counts: Counter[str] = Counter()
+    for seed in range(num_runs):
+        HostAgainstOracle(seed, counts).run(80)
     wanted = ["offload", "reload", "drop", "trim", "trimmed away", "full", "unfit", "fork", "cut"]
     for name in [*wanted, "launch", "offload NotReady", "reload OutOfPages", "reload OutOfRows"]:
         assert counts[name] >= 1, (name, counts)
