@@ -424,6 +424,20 @@ def test_a_head_that_is_not_there_is_planned(monkeypatch, capsys):
     assert draft["page_bytes"] == 16 * 2 * 64 * 2 * 4 and draft["name"] == "draft"
 
 
+def test_a_draft_window_is_planned(monkeypatch, capsys):
+    """Law: a row's draft pages stop growing at the window and the sink; the target's do not."""
+    how = (*NUMBERS, "--memory", "16G", "--max-batch", "8", "--live", "1000", "--live", "4000")
+    whole = answer(monkeypatch, capsys, *how)
+    bounded = answer(monkeypatch, capsys, *how, "--draft-window", "256", "--draft-sink", "4")
+    # One token more than the option says: a catch-up runs the token before the root again.
+    assert [(g["window"], g["sink"]) for g in bounded["groups"]] == [(None, 0), (257, 4)]
+    assert bounded["groups"][1]["page_bytes"] == whole["groups"][1]["page_bytes"]
+    for before, after in zip(whole["fits"], bounded["fits"], strict=True):
+        assert after["pages"][0] == before["pages"][0] == before["pages"][1]
+    (short, long, _) = (fit["pages"][1] for fit in bounded["fits"])
+    assert 257 // 16 <= short == long <= 257 // 16 + 4
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_states_what_the_model_keeps(family):
     config = make_config(family)
@@ -631,6 +645,19 @@ def test_numbers_need_no_torch():
             "error: --kv-heads must be an integer in [1, 65536], got 0",
         ),
         ([*NUMBERS, "--draft-layers", "0", "--shape", "3"], "there is no draft model"),
+        (
+            [*NUMBERS, "--draft-layers", "0", "--draft-window", "64"],
+            "error: --draft-window is of draft KV, and no draft keeps any",
+        ),
+        (
+            [*NUMBERS, "--draft-window", "64", "--placement", "shared"],
+            "error: --draft-window 64 needs placement 'split'",
+        ),
+        (
+            [*NUMBERS, "--draft-sink", "4"],
+            "error: --draft-sink 4 needs a --draft-window of at least as many tokens",
+        ),
+        ([*NUMBERS, "--draft-window", "1"], "--draft-window must be"),
         ([*NUMBERS, "--draft", "x/y"], "--draft is 'ngram', 'suffix' or 'none'"),
         ([*NUMBERS, "--draft", "ngram", "--draft-layers", "1"], "leave out --draft-layers"),
         (

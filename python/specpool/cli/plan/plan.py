@@ -99,6 +99,8 @@ def answered(question: Question) -> Answer:
         workspace = parse_bytes("workspace", question.workspace)
     _check(question)  # before anything is read or fetched
     model = model_of_numbers(question) if question.target is None else model_of_files(question)
+    if question.draft_window is not None and not model.draft_layers:
+        raise ConfigError("--draft-window is of draft KV, and no draft keeps any: leave it out")
     for note in model.notes:
         warn(note)
     kv_bytes = memory - model.weight_bytes - workspace
@@ -187,6 +189,8 @@ def _config(question: Question, max_batch: int) -> EngineConfig:
         placement=question.placement,
         policy=question.policy,
         layout=question.layout,
+        draft_window=question.draft_window,
+        draft_sink=question.draft_sink,
         overlap_depth=question.overlap_depth,
         max_batch=max_batch,
         headroom=question.headroom,

@@ -120,6 +120,8 @@ class Question:
     placement: o.Placement = "split"
     policy: Annotated[Policy, option_of(EngineConfig, "policy")] = "exact"
     layout: Annotated[Layout, option_of(EngineConfig, "layout")] = "auto"
+    draft_window: Annotated[int | None, option_of(EngineConfig, "draft_window")] = None
+    draft_sink: Annotated[int, option_of(EngineConfig, "draft_sink")] = 0
     overlap_depth: Annotated[
         int,
         typer.Option(
