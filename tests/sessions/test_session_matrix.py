@@ -1,4 +1,4 @@
-"""Concurrent sessions at check level 2, over a matrix of settings (docs/contract.md).
+"""Concurrent sessions at check level 2, over a matrix of settings (docs/engine.md, Sessions).
 
 {plain, v1, v2} x {full, window} x {retract with a large page, retract with a mixed chunk, abort}.
 Law: each turn's text and logprobs are those of a fresh prefill of the same tokens.
