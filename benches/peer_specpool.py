@@ -16,7 +16,7 @@ def main(model: str, threads: str) -> None:
 
     torch.set_num_threads(int(threads))
     with Engine.from_pretrained(
-        model, page_size=32, max_batch=32, kv_bytes=1 << 30, dtype="float32", prefill_tokens=4096
+        model, page_size=32, max_batch=32, kv_bytes=1 << 30, dtype="float32"
     ) as engine:
 
         def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:
