@@ -23,8 +23,16 @@ left = []  # paths whose client has left
 async def answers(scope, receive, send):
     """The answer to `/large` is more than the buffers of the system hold.
 
-    That to `/never` does not come, and that to `/begun` has no end.
+    That to `/never` does not come, and that to `/begun` has no end. `/echo` answers with the body.
     """
+    if scope["path"] == "/echo":
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message["body"], message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body + b"|"})
+        return
     if scope["path"] in ("/never", "/begun"):
         if scope["path"] == "/begun":
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -265,3 +273,45 @@ def test_a_head_counts_once_however_it_comes():
             answer += part
 
     with_front(test, max_header=4096)
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.0, HTTP/3"])
+@pytest.mark.parametrize("size", [1 << 20, 40, 1])
+def test_an_offer_of_another_protocol_changes_nothing(protocol, size):
+    """Law: the body, and what stands behind it, are read however they come.
+
+    The HTTP client of Java offers HTTP/2 with the first request of each connection.
+    """
+    offer = ("Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAEA")
+    echo = get("/echo", *offer, "Content-Length: 5") + b"GET /"
+    echo += get("/echo", *offer, "Transfer-Encoding: chunked") + b"2\r\nab\r\n1\r\nc\r\n0\r\n\r\n"
+    echo += get("/echo", *offer) + get("/echo", "Content-Length: 4") + b"last"
+
+    def test(connect):
+        sock = connect()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(echo), size):
+            sock.sendall(echo[start : start + size])
+            time.sleep(0.001)  # so that it comes as a part
+        answer = b""
+        while b"last|" not in answer:
+            part = sock.recv(1 << 16)
+            assert part, answer
+            answer += part
+        texts = [text.partition(b"\r\n\r\n")[2] for text in answer.split(b"HTTP/1.1 200 OK")[1:]]
+        assert [b"GET /|" in texts[0], b"abc|" in texts[1], len(texts)] == [True, True, 4]
+
+    with_front(test)
+
+
+def test_an_offer_of_another_protocol_may_close_the_connection():
+    def test(connect):
+        sock = connect()
+        lines = ("Connection: Upgrade, close", "Upgrade: h2c", "Content-Length: 5")
+        sock.sendall(get("/echo", *lines) + b"hello")
+        answer = b""
+        while part := sock.recv(1 << 16):
+            answer += part
+        assert b"hello|" in answer
+
+    with_front(test)

@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from specpool.serve.api.errors import ApiError
 from specpool.serve.config import ServeConfig
+from specpool.serve.guard.parser import Http1Parser
 
 #: Seconds in which a refused client may go on sending: to close at once would cut off the answer.
 _LINGER = 2.0
@@ -32,11 +33,13 @@ class GuardedProtocol(HttpToolsProtocol):
         idle: the server's connections without a request, longest first.
     """
 
+    parser: Http1Parser
     limits: ServeConfig
     idle: dict[GuardedProtocol, None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = Http1Parser(self)
         self._timer: TimerHandle | None = None
         self._unread: TimerHandle | None = None  # looks whether the client reads
         self._num_unread = 0  # bytes that it had not read at the latest look
@@ -107,12 +110,19 @@ class GuardedProtocol(HttpToolsProtocol):
         self._count(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
-        """End the head."""
+        """End the head; that of an offer comes again without it."""
+        if self.parser.is_offer:
+            return
         self._in_head = False
         self._stop_waiting()
         super().on_headers_complete()
         earlier = [cycle for cycle in self._unanswered if not cycle.response_complete]
         self._unanswered = [*earlier, self.cycle]
+
+    def on_message_complete(self) -> None:
+        """End a request; that of an offer has not begun."""
+        if not self.parser.is_offer:
+            super().on_message_complete()
 
     def on_response_complete(self) -> None:
         """End an answer; what the client has not read yet is still in the buffer."""
