@@ -145,6 +145,51 @@ def test_a_schema_that_the_library_takes_is_taken(compiler, schema):
 
 
 @pytest.mark.parametrize(
+    "keywords",
+    [
+        {"propertyNames": {"type": "string", "description": "an id"}},  # as zod writes a record
+        {"propertyNames": {"title": "Id"}},
+        {"propertyNames": True},
+        {"uniqueItems": False},
+        {"unevaluatedProperties": {}},
+        {"unevaluatedProperties": True, "unevaluatedItems": {"description": "any"}},
+        {"dependentRequired": {}, "dependentSchemas": {}, "dependencies": {}},
+    ],
+    ids=repr,
+)
+def test_a_keyword_that_forbids_nothing_is_not_refused(compiler, keywords):
+    """Law: what some tools write beside any schema is no reason to refuse it."""
+    schema = {"type": ["object", "array"], "additionalProperties": {"type": "null"}} | keywords
+    nested = {"properties": {"uniqueItems": schema}, "required": ["uniqueItems"]}
+    for given, text in ((schema, '{"a":null}'), (schema, "[1,1]"), (nested, '{"uniqueItems":[]}')):
+        check_grammar(Grammar.json_schema(given))
+        matcher = compiler.matcher(Grammar.json_schema(given))
+        matcher.follow([*text.encode()], 0)
+        assert matcher.error is None and EOS in root_ids(matcher)
+        assert Draft202012Validator(given).is_valid(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"dependentRequired": {"title": ["a"]}},
+        {"dependentSchemas": {"description": {"required": ["a"]}}},
+        {"dependencies": {"default": ["a"]}},
+        {"propertyNames": {"type": "string", "maxLength": 1}},
+        {"propertyNames": {"type": "null"}},
+        {"propertyNames": False},
+        {"uniqueItems": True},
+        {"unevaluatedProperties": {"type": "null"}},
+        {"unevaluatedItems": False},
+    ],
+    ids=repr,
+)
+def test_a_keyword_that_forbids_something_is_refused(compiler, keywords):
+    with pytest.raises(ConfigError, match=f"{next(iter(keywords))}.*at #/"):
+        compiler.matcher(Grammar.json_schema({"type": ["object", "array"]} | keywords))
+
+
+@pytest.mark.parametrize(
     "text",
     [
         '{"type": "integer",  "minimum": 0}',

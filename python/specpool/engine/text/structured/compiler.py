@@ -10,7 +10,7 @@ import time
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from specpool.engine.text.structured.exact_schema import MAPS, VALUES, exact
+from specpool.engine.text.structured.exact_schema import MAPS, VALUES, exact, plain
 from specpool.engine.text.structured.grammar import Grammar
 from specpool.engine.text.structured.matcher import Matcher, refusal, shortened
 from specpool.errors import ConfigError
@@ -313,11 +313,10 @@ def _library() -> Any:
 def _source(library: Any, grammar: Grammar) -> str:
     """Return the grammar in llguidance's own notation."""
     if grammar.kind in ("json_schema", "json_object"):
-        text = "true" if grammar.text.strip() == "true" else grammar.text
-        schema = text if grammar.kind == "json_schema" else '{"type": "object"}'
+        schema = plain(grammar.text) if grammar.kind == "json_schema" else '{"type": "object"}'
         # No blanks between the tokens of the text: they would allow a second token everywhere.
         options = {"whitespace_flexible": False}
-        schema = "{}" if schema == "true" else schema
+        schema = "{}" if schema.strip() == "true" else schema
         # It takes no two patterns of names in one object, which `allOf` can bring together.
         for written in dict.fromkeys([exact(schema), exact(schema, closes_names=False), schema]):
             source = str(library.LLMatcher.grammar_from_json_schema(written, overrides=options))

@@ -1,7 +1,8 @@
-"""`exact`: a JSON Schema as llguidance must get it, so that it allows no text that is not valid.
+"""`plain`, `exact`: a JSON Schema as llguidance must get it.
 
-llguidance 1.9.1 takes some schemas too widely; each is written in another way here. The new one
-allows the same values, but for a few of no use.
+llguidance 1.9.1 refuses some keywords even where they forbid nothing, and takes some schemas too
+widely, so that a text may not be valid. Each is written in another way here. The new schema allows
+the same values, but for a few of no use.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 #: Keywords that map names of a user's choice to schemas.
@@ -16,12 +18,32 @@ MAPS = {"properties", "patternProperties", "$defs", "definitions", "dependentSch
 #: Keywords that hold values, not schemas.
 VALUES = {"const", "enum", "default", "examples", "required"}
 
+#: Keywords that say something about a schema, and nothing about its values.
+_NOTES = {"title", "description", "$comment", "default", "examples", "deprecated"}
+#: Keywords that the library refuses, and schemas in them, without notes, that forbid nothing.
+_IDLE_SCHEMAS: dict[str, list[Any]] = {
+    "propertyNames": [True, {}, {"type": "string"}],
+    "unevaluatedProperties": [True, {}],
+    "unevaluatedItems": [True, {}],
+}
+#: Keywords that the library refuses, and contents that forbid nothing.
+_IDLE_CONTENTS: dict[str, Any] = {
+    "uniqueItems": False,
+    "dependentSchemas": {},
+    "dependentRequired": {},
+    "dependencies": {},
+}
 #: The begin of a negated class in a regular expression, or an escaped character.
 _NEGATED = re.compile(r"\\.|\[\^(?!\])", re.DOTALL)
 #: Any name of a property but those with the character 0.
 _ANY_NAME = r"^[^\x00]*$"
 #: How far a number must be from an integer that it may not be, unless this is very large.
 _STEP = 1e-12
+
+
+def plain(text: str) -> str:
+    """Return a JSON Schema without refused keywords that forbid nothing; if it has none, itself."""
+    return _rewritten(text, _drop_idle)
 
 
 def exact(text: str, *, closes_names: bool = True) -> str:
@@ -32,6 +54,11 @@ def exact(text: str, *, closes_names: bool = True) -> str:
         closes_names: forbid a property's name that is spelled with escapes, such as `\u0061` for
             `a`. Else it is another property.
     """
+    return _rewritten(text, lambda schema: _mend(schema, closes_names))
+
+
+def _rewritten(text: str, change: Callable[[dict[str, Any]], bool]) -> str:
+    """Change each schema in a JSON Schema; `change` returns whether it has changed anything."""
     schema = json.loads(text)
     parts, is_changed = [schema], False
     while parts:
@@ -40,7 +67,7 @@ def exact(text: str, *, closes_names: bool = True) -> str:
             parts += part
         if not isinstance(part, dict):
             continue
-        is_changed |= _mend(part, closes_names)
+        is_changed |= change(part)
         for key, value in part.items():
             if key in MAPS and isinstance(value, dict):
                 parts += value.values()
@@ -52,6 +79,22 @@ def exact(text: str, *, closes_names: bool = True) -> str:
         return json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError):  # a number beyond all limits, or too deep for JSON
         return text
+
+
+def _drop_idle(schema: dict[str, Any]) -> bool:
+    """Drop a schema's keywords that forbid nothing; return whether there was one."""
+    idle = [key for key, content in schema.items() if _is_idle(key, content)]
+    for key in idle:
+        del schema[key]
+    return bool(idle)
+
+
+def _is_idle(keyword: str, content: Any) -> bool:
+    if keyword in _IDLE_CONTENTS:
+        return bool(content == _IDLE_CONTENTS[keyword])
+    if isinstance(content, dict):
+        content = {key: value for key, value in content.items() if key not in _NOTES}
+    return content in _IDLE_SCHEMAS.get(keyword, [])
 
 
 def _mend(schema: dict[str, Any], closes_names: bool) -> bool:
