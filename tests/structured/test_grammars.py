@@ -207,6 +207,35 @@ def test_a_schema_that_is_exact_stays_as_it_is(text):
     assert exact(text) == text
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.choice([f"c{number}" for number in range(MAX_CHOICES)]),
+        Grammar.json_schema({"enum": [f"c{number}" for number in range(MAX_CHOICES)]}),
+        Grammar.ebnf("root ::= " + " | ".join(f'"c{number}"' for number in range(MAX_CHOICES))),
+    ],
+    ids=lambda grammar: grammar.kind,
+)
+def test_a_form_may_have_as_many_strings_as_a_choice(compiler, grammar):
+    """Law: a form within the limits of a `Grammar` is not refused behind its first token."""
+    quote = '"' if grammar.kind == "json_schema" else ""
+    for word in ("c0", "c17", f"c{MAX_CHOICES - 1}"):
+        matcher, text = compiler.matcher(grammar), [*f"{quote}{word}{quote}".encode()]
+        for num, token in enumerate(text):
+            assert token in root_ids(matcher)
+            matcher.follow(text[: num + 1], 0)
+        assert matcher.error is None and EOS in root_ids(matcher)
+
+
+def test_a_form_that_is_too_large_for_a_step_says_so(compiler, monkeypatch):
+    """Law: a limit of the library is not told as a text that has left its form."""
+    monkeypatch.setattr(compiler_module, "MAX_ITEMS", 100)
+    rules = "root ::= " + " | ".join(f'"c{number}"' for number in range(150))
+    matcher = compiler.matcher(Grammar.ebnf(rules))
+    matcher.follow([*b"c"], 0)
+    assert matcher.error is not None and "151 items; max is 100" in matcher.error
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 

@@ -270,6 +270,7 @@ def compiled(vocabulary: Any, grammar: Grammar) -> Any:
     library, tokens = _library(), vocabulary.get()
     source = _checked_source(library, grammar)
     limits = library.LLParserLimits(
+        max_items_in_row=MAX_ITEMS,  # its own limit is below the strings that a choice may have
         step_max_items=MAX_ITEMS,
         step_lexer_fuel=MAX_LEXER_COST,
         max_lexer_states=MAX_STATES,

@@ -76,7 +76,9 @@ class Matcher:
         with self._failing():
             self._output += new
             if new and not self._cursor.consume_tokens(list(new)) and not self._renew():
-                self._fail("the form does not allow the output")
+                why = shortened(self._cursor.get_error())
+                is_other = "doesn't satisfy the grammar" in why  # another text than the form's
+                self._fail("the form does not allow the output" if is_other else why)
 
     def masks(
         self, tokens: Int64, first_child: Int32, next_sibling: Int32
