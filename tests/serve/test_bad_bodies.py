@@ -129,6 +129,14 @@ CHATS = [
 ]
 CASES = [("/v1/completions", *case) for case in COMPLETIONS]
 CASES += [("/v1/chat/completions", *case) for case in CHATS]
+CASES += [
+    ("/v1/sessions", {"max_tokens": 1}, "max_tokens: Input should be greater", "max_tokens"),
+    ("/v1/sessions", {"max_tokens": 1 << 20}, "max_tokens must be an integer in", "max_tokens"),
+    ("/v1/sessions", [], "body: Input should be a valid dictionary", "body"),
+    ("/v1/sessions/x/rewind", {}, "offset: Field required", "offset"),
+    ("/v1/sessions/x/rewind", {"offset": -1}, "offset: Input should be greater", "offset"),
+    ("/v1/sessions/x/rewind", None, "body: Field required", "body"),
+]
 
 
 def check_error(answer, status=400):

@@ -139,6 +139,7 @@ def test_a_field_that_asks_for_nothing_is_not_named(model, body, names):
     harmless |= {"store": False, "service_tier": "auto", "length_penalty": 1.0, "bad_words": []}
     harmless |= {"use_beam_search": False, "no_stop_trim": False, "regex": None}
     harmless |= {"structured_outputs": {"json": None}, "guided_json_object": False}
+    harmless |= {"stream_options": {"include_usage": None, "continuous_usage_stats": None}}
     assert outcome(model, body | harmless, "") == outcome(model, body, "")
 
 
@@ -174,6 +175,8 @@ def test_a_form_of_another_engine_is_a_form(given, kind, text):
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs"),
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {"json_schema": {"schema": {}}}}, "response_format"),
+        ({"response_format": {"type": None, "schema": {}}}, "response_format"),
     ],
 )
 def test_a_form_that_is_not_there_is_never_free_text(given, param):

@@ -124,7 +124,10 @@ async def _wrong_body(request: Request, error: Exception) -> Response:
     mistakes = error.errors()
     if mistakes[0]["type"] == "json_invalid":
         return bad("the body is no JSON", code="invalid_request").response()
-    return misfit(mistakes, {"body": error.body}).response()
+    # Each location begins with "body", which is no field, but for a body that is wrong as a whole.
+    mistakes = [mistake | {"loc": mistake["loc"][1:] or ("body",)} for mistake in mistakes]
+    value = error.body if isinstance(error.body, dict) else {}
+    return misfit(mistakes, {"body": error.body} | value).response()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

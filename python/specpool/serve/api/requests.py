@@ -89,8 +89,8 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """What a stream tells beside the text."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(Body):

@@ -15,6 +15,8 @@ from specpool.serve.api.structured import grammar_of
 
 #: What the engine can do.
 _FIELDS = {field.name for field in fields(SamplingParams)}
+#: Fields of the bodies about sessions that an engine's session checks.
+_SESSION_FIELDS = {"max_tokens", "offset"}
 #: Those that a request has by the same name; `params_of` passes them on.
 _SHARED_FIELDS = tuple(name for name in GenerationBody.model_fields if name in _FIELDS)
 
@@ -158,7 +160,7 @@ def param_of(message: str) -> str | None:
         return "max_tokens"
     if name == "structured":
         return "response_format"
-    return name if name in _FIELDS else None
+    return name if name in _FIELDS | _SESSION_FIELDS else None
 
 
 def refused(error: ConfigError) -> ApiError:

@@ -78,9 +78,9 @@ def _is_given(kind: str, content: Any) -> bool:
 
 
 def _of_format(response_format: dict[str, Any] | None) -> tuple[str, Any] | None:
-    kind = (response_format or {}).get("type", "text")
-    if response_format is None or kind == "text":
+    if not response_format or response_format.get("type") == "text":
         return None
+    kind = response_format.get("type")
     if kind == "json_object":
         return kind, None
     if kind == "json_schema":
