@@ -579,6 +579,41 @@ def replicas(
     )
 
 
+@app.command("draft-windows")
+def draft_windows(
+    length: Annotated[int, typer.Option(help="Tokens of a text in training.")] = 2048,
+    target_minutes: Annotated[
+        float, typer.Option(help="CPU time in which the target learns long texts.")
+    ] = 4.0,
+    draft_minutes: Annotated[float, typer.Option(help="The same for each drafter.")] = 1.5,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts.")] = 6,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 1600,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 440,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Folder of trained models: those in it are used, others are kept."),
+    ] = None,
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Accept lengths with draft windows on long texts, of three kinds of drafters."""
+    from benches.draft_windows import draft_windows
+
+    draft_windows(
+        length=length,
+        target_minutes=target_minutes,
+        draft_minutes=draft_minutes,
+        prompts=prompts,
+        prompt=prompt,
+        tokens=tokens,
+        keep=keep,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
 @app.command("train")
 def train(
     kind: Annotated[
