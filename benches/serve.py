@@ -57,20 +57,20 @@ class Texts:
 @contextlib.contextmanager
 def server(command: Sequence[str]) -> Iterator[Caller]:
     """Run a server, and give a client of it."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if address := re.search(r"http://\S+?:\d+", line):
-                break
-        else:
-            raise ConfigError(f"the server did not start: {' '.join(command)}")
-        yield Caller(urlsplit(address[0]), None)
-    finally:
-        process.terminate()
-        process.wait(60)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if address := re.search(r"http://\S+?:\d+", line):
+                    break
+            else:
+                raise ConfigError(f"the server did not start: {' '.join(command)}")
+            yield Caller(urlsplit(address[0]), None)
+        finally:
+            process.terminate()
+            process.wait(60)
 
 
 def ask(

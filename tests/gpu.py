@@ -198,6 +198,8 @@ def processes_of(command: list[str], **options: Any) -> Iterator[subprocess.Pope
 
     A process that it started and left behind would go on using the card beside the next part.
     """
+    # A job in a shell's background ignores interrupts, and so would what it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(command, start_new_session=True, **options)
     try:
         yield process

@@ -27,6 +27,7 @@ def test_each_kind_of_target_gets_a_head_that_is_measured(capsys, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(4000)
 def test_a_head_for_a_model_of_24_million_is_worth_it(capsys):
     """Law: within 15 minutes of two cores it accepts 2 tokens of a round, and more than lookup."""
     code, out, err = call(capsys, "benches", "train", "--json")

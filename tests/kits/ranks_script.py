@@ -386,7 +386,7 @@ def _planted(kind: str, record: int) -> None:
                 ledger.admit("planted")
                 journal._digest = ledger.digest or 0
             elif kind == "token":
-                journal._latest_results[-1].tokens[0] ^= 1
+                journal._latest_results[-1].tokens[0][0] ^= 1
             elif kind == "die":
                 os.kill(os.getpid(), 9)
             elif kind == "stop":

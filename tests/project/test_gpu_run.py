@@ -6,6 +6,7 @@ import fcntl
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -138,6 +139,15 @@ def test_what_a_part_prints_is_in_the_log_as_it_comes(gpu, tmp_path, monkeypatch
     assert re.fullmatch(r"== peeks begins\nas it comes\n== peeks: 0, \d+ s\n", log)
 
 
+@pytest.fixture
+def in_the_background():
+    """As a shell starts a job in its background: interrupts are ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("in_the_background")
 def test_a_part_that_is_stopped_names_what_failed(gpu, tmp_path, monkeypatch, capfd):
     test = """
 import pathlib, time

@@ -50,7 +50,8 @@ class Wire:
     async def come(self, *messages):
         """Messages, or None for the engine's end."""
         self._coming.put_nowait(list(messages))
-        await asyncio.sleep(0.01)
+        for _ in range(20):  # what hears them, and who waits for what that makes
+            await asyncio.sleep(0)
 
 
 def done(key, sample=0, reason="stop"):

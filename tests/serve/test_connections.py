@@ -133,7 +133,7 @@ def test_one_who_reads_slowly_gets_the_whole_answer():
 def test_the_connection_that_is_idle_for_the_longest_time_makes_room():
     def test(connect):
         busy = connect()
-        busy.sendall(get("/large"))
+        busy.sendall(get("/large", "Connection: close"))
         assert busy.recv(1 << 10)
         held = [connect() for _ in range(5)]
         for sock in held:
@@ -152,7 +152,7 @@ def test_a_server_full_of_requests_takes_no_further_connection():
     def test(connect):
         busy = [connect() for _ in range(3)]
         for sock in busy:
-            sock.sendall(get("/large"))
+            sock.sendall(get("/large", "Connection: close"))
             assert sock.recv(1 << 10)
         assert not rest_of(connect())
         assert all(rest_of(sock) for sock in busy)
