@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from benches.draft_windows import DRAFTERS, LEAST_SHARE, long_text
+from benches.draft_windows import DRAFTERS, LEAST_SHARE, check_variety, long_text
 from cli_kit import call
+from specpool.errors import CorruptState
 
 SMALL = ["--length", "64", "--target-minutes", "0.001", "--draft-minutes", "0.001"]
 SHORT = ["--prompts", "1", "--prompt", "192", "--tokens", "12"]
@@ -20,14 +22,14 @@ def test_each_drafter_is_measured_with_windows_and_without(capsys, tmp_path):
     assert code == 0, err
     results = json.loads(out)["results"]
     assert [result["name"].split(",")[0] for result in results] == [
-        drafter.name for drafter in DRAFTERS for _ in range(3)
+        drafter.name for drafter in DRAFTERS for _ in range(9)
     ]
     lens = [result for result in results if result["unit"] == "tokens a round"]
-    assert len(lens) == 6 and all(1 <= result["value"] <= 8 for result in lens)
-    shares = [result for result in results if result["unit"] == "share"]
-    assert all(result["reference_value"] == LEAST_SHARE for result in shares)
+    assert len(lens) == 9 and all(1 <= result["value"] <= 8 for result in lens)
+    shares = [result for result in results if result["name"].endswith("share of the accept length")]
+    assert [result["reference_value"] for result in shares] == [LEAST_SHARE, LEAST_SHARE, 1.0] * 3
     # The text is shorter than the window of 512.
-    assert all(result["value"] == 1 for result in shares)
+    assert all(result["value"] == 1 for result in shares[::3])
     trained = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/model.safetensors")}
     code, again, err = call(capsys, "benches", "draft-windows", *options)
     assert code == 0, err
@@ -43,6 +45,29 @@ def test_a_long_text_repeats_lines_of_its_last_1800_bytes():
         num_repeated += len(line) > 20 and line in text[max(0, at - 1900) : at]
         at += len(line)
     assert 0.1 < num_repeated / len(lines) < 0.25
+
+
+def test_the_figures_of_the_docs_are_those_of_the_file():
+    root = Path(__file__).parents[2]
+    file = root / "benches/results/2026-11-27-cpu-draft-windows.json"
+    value = {r["name"]: r["value"] for r in json.loads(file.read_text("utf-8"))["results"]}
+    name = "small model, 3x1x4, texts of 1600 + 440, draft window of"
+    share, control = (
+        value[f"{name} {window}: share of the accept length"]
+        for window in ("512, sink of 4", "8, sink of 2")
+    )
+    error = value[f"{name} 512, sink of 4: standard error of the share"]
+    page = " ".join((root / "docs/engine.md").read_text("utf-8").split())
+    assert f"no loss ({share:.2f} of the accept length with a small model" in page
+    assert f"standard error {error:.2f}); one of 8 + 2 keeps {control:.2f}." in page
+
+
+def test_texts_that_loop_are_refused():
+    """Law: a window that holds a whole loop is no evidence."""
+    loop = list(b"def get_score(item):\n    return 1\n" * 8)
+    with pytest.raises(CorruptState, match="the texts loop: 3 of 17 lines are different"):
+        check_variety([loop])
+    check_variety([list(long_text(7, 900)), list(long_text(8, 900))])
 
 
 @pytest.mark.parametrize(
