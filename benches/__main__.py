@@ -105,10 +105,13 @@ def serve(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """The options that only `reserve --trace` takes; None means the default of `trace`."""
+    """The options that `reserve --trace` takes beside the others; None means its default."""
 
     memory: Annotated[
-        str | None, typer.Option(help="Bytes of KV, such as 8GiB. [default: 8GiB]")
+        str | None,
+        typer.Option(
+            help="Bytes of KV, such as 8GiB; with --chains, of the card. [default: 8GiB; 80GiB]"
+        ),
     ] = None
     prompt: Annotated[int | None, typer.Option(help="Mean prompt tokens. [default: 384]")] = None
     output: Annotated[int | None, typer.Option(help="Mean output tokens. [default: 256]")] = None
@@ -141,6 +144,14 @@ def reserve(
             "on the same bytes of a simulated device. It takes the options --memory to --seed too.",
         ),
     ] = False,
+    chains: Annotated[
+        bool,
+        typer.Option(
+            "--chains",
+            help="Count instead how many requests fit on a card that drafts chains, with the draft "
+            "KV of all tokens and with that of a window. It takes --memory too.",
+        ),
+    ] = False,
     of_trace: TraceOptions,
     json: Json = False,
     plot: Plot = None,
@@ -150,9 +161,23 @@ def reserve(
     from benches.trace import trace as run_trace
 
     given = {name: value for name, value in asdict(of_trace).items() if value is not None}
-    if given and not trace:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
+    if trace and chains:
+        raise ConfigError("--trace and --chains count different things: give one of them")
+    unknown = given.keys() - {"memory"} if chains else {} if trace else given
+    if unknown:
+        names = ", ".join("--" + name.replace("_", "-") for name in given if name in unknown)
         raise ConfigError(f"only --trace takes {names}")
+    if chains:
+        from benches.chains import chains as run_chains
+
+        run_chains(
+            page_size=page_size,
+            overlap_depth=overlap_depth,
+            memory=of_trace.memory,
+            json=json,
+            plot=plot,
+        )
+        return
     options: dict[str, Any] = {
         "page_size": page_size,
         "shape": shape,
@@ -549,6 +574,41 @@ def replicas(
         numbers=number or [3, 100, 1000, 10_000],
         fleet=fleet,
         repeats=repeats,
+        json=json,
+        plot=plot,
+    )
+
+
+@app.command("draft-windows")
+def draft_windows(
+    length: Annotated[int, typer.Option(help="Tokens of a text in training.")] = 2048,
+    target_minutes: Annotated[
+        float, typer.Option(help="CPU time in which the target learns long texts.")
+    ] = 4.0,
+    draft_minutes: Annotated[float, typer.Option(help="The same for each drafter.")] = 1.5,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts.")] = 6,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 1600,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 440,
+    keep: Annotated[
+        Path | None,
+        typer.Option(help="Folder of trained models: those in it are used, others are kept."),
+    ] = None,
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Accept lengths with draft windows on long texts, of three kinds of drafters."""
+    from benches.draft_windows import draft_windows
+
+    draft_windows(
+        length=length,
+        target_minutes=target_minutes,
+        draft_minutes=draft_minutes,
+        prompts=prompts,
+        prompt=prompt,
+        tokens=tokens,
+        keep=keep,
+        threads=threads,
         json=json,
         plot=plot,
     )

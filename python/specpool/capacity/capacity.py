@@ -18,7 +18,7 @@ import numpy as np
 
 from specpool._core import Shape, choose_shapes
 from specpool.capacity.group_sizes import GroupSizes
-from specpool.capacity.page_needs import row_pages, step_pages
+from specpool.capacity.page_needs import chunk_pages, row_pages, step_pages
 from specpool.checks import check_int
 from specpool.errors import ConfigError
 
@@ -85,10 +85,7 @@ class Capacity:
             for group in self.sizes.groups
         ]
         own_pages = [n - num_shared for n, num_shared in zip(pages, shared, strict=True)]
-        step_and_shared = zip(step_pages(self.sizes), shared, strict=True)
-        return self._fit(
-            own_pages, [num_step + num_shared for num_step, num_shared in step_and_shared]
-        )
+        return self._fit(own_pages, shared, step_pages(self.sizes), self._chunks(num_tokens, pages))
 
     def mixed(self, num_tokens: int, choices: Sequence[int], rate: float) -> Mix:
         """Count as `at_once` where a budget chooses the rows' shapes, and choose them.
@@ -109,7 +106,8 @@ class Capacity:
         needs = np.array([row_pages(self.sizes, lo, hi, shape) for shape in choices], np.int32)
         sizes, num_rows = self.sizes, fit.num_requests
         free = np.array([group.num_pages for group in sizes.groups], np.int64)
-        free -= np.array(step_pages(sizes), np.int64) + num_rows * needs[0].astype(np.int64)
+        chunks = num_rows * np.array(self._chunks(num_tokens, needs[0]), np.int64)
+        free -= np.minimum(step_pages(sizes), chunks) + num_rows * needs[0].astype(np.int64)
         tokens = [self.round_tokens(shape, rate) for shape in choices]
         zeros = np.zeros(len(choices))
         chosen, *_ = choose_shapes(
@@ -183,13 +181,33 @@ class Capacity:
     def _index(self, shape: int) -> int:
         return range(len(self.sizes.shapes))[shape]
 
-    def _fit(self, pages: Sequence[int], pages_aside: Sequence[int]) -> Fit:
-        """Return how many requests of `pages` pages each fit beside the pages set `pages_aside`."""
+    def _chunks(self, num_tokens: int, pages: Sequence[int]) -> list[int]:
+        """Return the pages of each group that a request's prefill takes beyond `pages`."""
+        page_sizes = np.array([group.page_size for group in self.sizes.groups], np.int64)
+        chunks: list[int] = chunk_pages(num_tokens, page_sizes, np.array(pages, np.int64)).tolist()
+        return chunks
+
+    def _fit(
+        self,
+        pages: Sequence[int],
+        pages_aside: Sequence[int],
+        step: Sequence[int] | None = None,
+        chunks: Sequence[int] | None = None,
+    ) -> Fit:
+        """Return how many requests of `pages` pages each fit beside the pages set `pages_aside`.
+
+        With them fits one prefill step of `step` pages, or of `chunks` for each request if that is
+        less.
+        """
         sizes, pages = self.sizes, tuple(pages)
-        counts = [
-            max(1, (group.num_pages - num_aside) // n)  # one alone always fits
-            for group, n, num_aside in zip(sizes.groups, pages, pages_aside, strict=True)
-        ]
+        none = [0] * len(pages)
+        counts = []
+        for group, n, num_aside, of_step, of_chunk in zip(
+            sizes.groups, pages, pages_aside, step or none, chunks or none, strict=True
+        ):
+            free = group.num_pages - num_aside
+            # One alone always fits.
+            counts.append(max(1, (free - of_step) // n, free // (n + of_chunk)))
         by_pages = min(counts)
         if sizes.num_rows <= by_pages:
             is_most = sizes.num_rows == sizes.most_rows

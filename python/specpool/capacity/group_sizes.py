@@ -6,6 +6,7 @@ An engine and `specpool plan` both size their pools here. This file does not imp
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,6 +88,11 @@ class GroupSize:
         return self.pages_per_row * self.page_size
 
     @property
+    def max_pages(self) -> int:
+        """The most pages of a group: slot ids are int32."""
+        return (1 << 31) // self.page_size - 1
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the group's buffers, page 0 included."""
         return (self.num_pages + 1) * self.page_bytes
@@ -159,8 +165,7 @@ class GroupSizes:
                 num_pages = int(num_rows * group.pages_per_row)
             else:
                 num_pages = self.window_pages(group, num_windows, num_steps)
-            max_pages = (1 << 31) // group.page_size - 1  # slot ids are int32
-            groups.append(replace(group, num_pages=min(num_pages, max_pages)))
+            groups.append(replace(group, num_pages=min(num_pages, group.max_pages)))
         return replace(self, groups=tuple(groups))
 
     @property
@@ -399,39 +404,114 @@ def _with_pages(sizes: GroupSizes, num_pages: int) -> GroupSizes:
 def _fit(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
     """Give the groups as many pages as the bytes hold, at most enough for all rows.
 
-    Window groups come first: a row's window pages do not grow with its length, so they limit how
-    many short requests run. All `num_rows` rows get window pages if these take at most half of the
-    bytes. Otherwise there are as many windows as rows of the whole context. If all rows of the
-    whole context fit, sessions between turns get windows too.
+    Raises:
+        ConfigError: `kv_bytes` does not hold one row of the whole context.
     """
-    room = kv_bytes - sum(group.page_bytes for group in sizes.groups)  # page 0 of each
-    full = [group for group in sizes.groups if group.window is None]
-    windows = [group for group in sizes.groups if group.window is not None]
-    row_bytes = sum(group.pages_per_row * group.page_bytes for group in full)
-
-    def window_bytes(num_rows: int) -> int:
-        pages = (sizes.window_pages(group, num_rows, sizes.most_steps) for group in windows)
-        return sum(n * group.page_bytes for n, group in zip(pages, windows, strict=True))
-
-    def bytes_of_rows(num_rows: int) -> int:
-        return window_bytes(num_rows) + min(num_rows, sizes.num_rows) * row_bytes
-
-    if bytes_of_rows(1) > room:
-        need = kv_bytes - room + bytes_of_rows(1)
+    budget = _Budget(sizes, kv_bytes)
+    if budget.bytes_of_rows(1) > budget.room:
+        need = kv_bytes - budget.room + budget.bytes_of_rows(1)
         raise ConfigError(
             f"one row of {sizes.max_context_len} tokens needs {show_bytes(need)} of KV, "
             f"{show_bytes(kv_bytes)} are to be had: lower max_context_len or the dtype, or raise "
             "kv_bytes"
         )
-    running = range(1, sizes.num_rows + 1)
-    spare = min(room // 2, room - row_bytes)
-    num_windows = max(
-        bisect.bisect_right(
-            range(1, len(running) + sizes.max_sessions + 1), room, key=bytes_of_rows
-        ),
-        bisect.bisect_right(running, spare, key=window_bytes),
-    )
-    num_rows: float = sizes.num_rows
-    if row_bytes:
-        num_rows = min((room - window_bytes(num_windows)) / row_bytes, num_rows)
-    return sizes.with_rows(num_rows, num_windows, sizes.most_steps)
+    draft = sizes.groups[sizes.draft_group]
+    if draft.window is None or not draft.hosts_drafts:
+        return sizes.with_rows(*budget.rows_and_windows(), sizes.most_steps)
+    return _fit_draft_window(sizes, kv_bytes)
+
+
+def _fit_draft_window(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
+    """Size the groups so that a draft window takes no page from the target.
+
+    Without its window, the draft would have the pages of as many whole contexts as the target. It
+    gets no more than these, and no more than the windows of all rows and sessions. The target's
+    groups share the bytes that this saves. So none of them has fewer pages than without a draft
+    window, however many rows there may be.
+    """
+    draft = sizes.groups[sizes.draft_group]
+    beside = tuple(group for group in sizes.groups if group is not draft)
+    keeps_all = replace(sizes, groups=(*beside, replace(draft, window=None, sink=0)))
+    target_sizes = replace(sizes, groups=beside)
+    target = _Budget(target_sizes, kv_bytes - draft.page_bytes)
+    num_rows, num_windows = _Budget(keeps_all, kv_bytes).rows_and_windows()
+    max_pages = min(int(num_rows * draft.pages_per_row), draft.max_pages)
+    if num_windows == 0:  # without the draft window, the bytes do not hold one whole context
+        num_rows = num_windows = 1
+        max_pages = (target.room - target.bytes_of_rows(1)) // draft.page_bytes
+
+    def draft_pages(num_windows: int) -> int:
+        num_windows = max(num_windows, sizes.num_rows)
+        return min(sizes.window_pages(draft, num_windows, sizes.most_steps), max_pages)
+
+    def all_bytes(num_windows: int) -> int:
+        whole_rows = max(min(num_windows, sizes.num_rows), num_rows)
+        full_bytes = math.ceil(whole_rows * target.row_bytes)
+        draft_bytes = draft_pages(num_windows) * draft.page_bytes
+        return full_bytes + target.window_bytes(num_windows) + draft_bytes
+
+    more_windows = range(num_windows + 1, sizes.num_rows + sizes.max_sessions + 1)
+    num_windows += bisect.bisect_right(more_windows, target.room, key=all_bytes)
+    draft = replace(draft, num_pages=draft_pages(num_windows))
+    room = target.room - draft.num_pages * draft.page_bytes
+    num_rows = target.rows_beside(num_windows, room)
+    target_sizes = target_sizes.with_rows(num_rows, num_windows, sizes.most_steps)
+    groups = list(target_sizes.groups)
+    groups.insert(sizes.draft_group, draft)
+    return replace(sizes, groups=tuple(groups))
+
+
+class _Budget:
+    """Bytes, and what rows and windows of some groups take of them.
+
+    Attributes:
+        room: bytes beside page 0 of each group.
+        row_bytes: bytes of a whole context in the full groups.
+    """
+
+    def __init__(self, sizes: GroupSizes, kv_bytes: int) -> None:
+        """Keep the groups and the bytes."""
+        self._sizes = sizes
+        self.room = kv_bytes - sum(group.page_bytes for group in sizes.groups)
+        self.row_bytes = sum(
+            group.pages_per_row * group.page_bytes for group in sizes.groups if group.window is None
+        )
+
+    def window_bytes(self, num_rows: int) -> int:
+        """Return the bytes of the window groups for so many rows."""
+        sizes = self._sizes
+        windows = (group for group in sizes.groups if group.window is not None)
+        return sum(
+            sizes.window_pages(group, num_rows, sizes.most_steps) * group.page_bytes
+            for group in windows
+        )
+
+    def bytes_of_rows(self, num_rows: int) -> int:
+        """Return the bytes of so many whole contexts; sessions beyond all rows have windows."""
+        whole_rows = min(num_rows, self._sizes.num_rows)
+        return self.window_bytes(num_rows) + whole_rows * self.row_bytes
+
+    def rows_and_windows(self) -> tuple[float, int]:
+        """Return how many whole contexts the full groups hold, and how many windows there are.
+
+        Window groups come first: a row's window pages do not grow with its length, so they limit
+        how many short requests run. All `num_rows` rows get window pages if these take at most half
+        of the bytes. Otherwise there are as many windows as rows of the whole context. If all rows
+        of the whole context fit, sessions between turns get windows too.
+        """
+        sizes = self._sizes
+        running = range(1, sizes.num_rows + 1)
+        spare = min(self.room // 2, self.room - self.row_bytes)
+        num_windows = max(
+            bisect.bisect_right(
+                range(1, len(running) + sizes.max_sessions + 1), self.room, key=self.bytes_of_rows
+            ),
+            bisect.bisect_right(running, spare, key=self.window_bytes),
+        )
+        return self.rows_beside(num_windows, self.room), num_windows
+
+    def rows_beside(self, num_windows: int, room: int) -> float:
+        """Return how many whole contexts the full groups hold in `room` bytes beside windows."""
+        if not self.row_bytes:
+            return self._sizes.num_rows
+        return min((room - self.window_bytes(num_windows)) / self.row_bytes, self._sizes.num_rows)

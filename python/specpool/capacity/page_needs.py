@@ -42,6 +42,7 @@ class PageNeeds:
         self._sets: Int32 = np.array(
             [shapes + shapes[:1] * (width - len(shapes)) for shapes in sets], np.int32
         )
+        self._page_sizes: Int64 = np.array([group.page_size for group in ledger.groups], np.int64)
         self._step_pages: Int64 = np.array(step_pages(ledger), np.int64)
 
     def pages(self, length: int, shape: int) -> Int64:
@@ -59,14 +60,29 @@ class PageNeeds:
         max_pages: Int64 = np.max(pages, axis=0)
         return max_pages
 
-    def total_pages(self, lens: Int32, shapes: Int32) -> Int64:
-        """Return the pages of these requests and one prefill step together, int64 [num_groups].
+    def total_pages(self, lens: Int32, shapes: Int32) -> tuple[Int64, Int64]:
+        """Return the pages of these requests, and of their prefill chunks.
 
-        `lens` and `shapes` are int32 [n]: tokens and shape index of each request.
+        Both are int64 [num_groups]; `with_step` adds them. `lens` and `shapes` are int32 [n]:
+        tokens and shape index of each request.
         """
         pages = self.pages_by_shape(lens, self._sets[shapes]).max(axis=1)
-        total: Int64 = pages.sum(axis=0) + self._step_pages
-        return total
+        chunks = self.chunk_pages(lens[:, None], pages).sum(axis=0)
+        return pages.sum(axis=0), chunks
+
+    def chunk_pages(self, length: int | Int32, pages: Int64) -> Int64:
+        """Return the pages that a prompt's tokens take beyond the `pages` of its next round.
+
+        These are pages of window groups that its chunks fill and then pass.
+        """
+        return chunk_pages(length, self._page_sizes, pages)
+
+    def with_step(self, pages: Int64, chunks: Int64) -> Int64:
+        """Return the pages of requests and of one prefill step, int64 [num_groups].
+
+        The step takes no more pages than the chunks of all these requests together.
+        """
+        return pages + np.minimum(chunks, self._step_pages)
 
     def pages_by_shape(self, lens: Int32, shapes: Int32) -> Int64:
         """Return the pages of requests of `lens` tokens, int32 [n], with each of some shapes.
@@ -76,6 +92,12 @@ class PageNeeds:
         num_shapes = shapes.shape[1]
         pages = self._ledger.pages_ahead(lens.repeat(num_shapes), shapes.ravel(), self._headroom)
         return pages.reshape(len(lens), num_shapes, len(self.num_pages))
+
+
+def chunk_pages(length: int | Int32, page_sizes: Int64, pages: Int64) -> Int64:
+    """Return the pages of a prompt's tokens beyond `pages`; see `PageNeeds.chunk_pages`."""
+    beyond: Int64 = np.maximum(-(-length // page_sizes) - pages, 0)
+    return beyond
 
 
 def row_pages(sizes: GroupSizes, lo: int, hi: int, shape: int) -> list[int]:
@@ -96,7 +118,7 @@ def row_pages(sizes: GroupSizes, lo: int, hi: int, shape: int) -> list[int]:
 
 
 def step_pages(ledger: Ledger | GroupSizes) -> list[int]:
-    """Return the pages of each window group that a prefill step takes beyond its rows' own.
+    """Return the most pages of each window group that a prefill step takes beyond its rows' own.
 
     Other groups get 0. Admission sets the pages of one step aside. The step before may still hold
     its pages until its rows are prepared again; the next chunk then waits for a turn. Setting those

@@ -125,7 +125,7 @@ def answered(question: Question) -> Answer:
     _check_lengths(question, max_context_len)
     row_logits = _row_logits(model, shapes)
     max_rows = question.max_batch
-    if max_rows is None and row_logits:
+    if max_rows is None and (row_logits or question.draft_window is not None):
         max_rows = _most_rows(question, model, shapes, max_context_len, kv_bytes, row_logits)
     logits = (max_rows or 0) * row_logits
     if logits >= kv_bytes:
@@ -144,7 +144,9 @@ def answered(question: Question) -> Answer:
     for index, shape in enumerate(sizes.shapes):
         if shape in shapes:
             fits = _fits(question, capacity, max_context_len, index)
-            lines += [PlanLine(text, shape, _named(question, fit, max_rows)) for text, fit in fits]
+            lines += [
+                PlanLine(text, shape, _named(question, fit, max_rows, logits)) for text, fit in fits
+            ]
     acceptance = ACCEPTANCE if question.acceptance is None else question.acceptance
     mixes = []
     if question.adaptive is not None:
@@ -230,7 +232,8 @@ def _most_rows(
 ) -> int:
     """Return how many rows fit with their logits, for the shortest requests asked about.
 
-    Logits and KV share the memory: more rows have more logits, and leave less for pages.
+    Logits and KV share the memory: more rows have more logits, and leave less for pages. So do the
+    windows of draft KV, which all rows have.
     """
     tokens = [length for length in (question.prompt, *(question.live or ())) if length is not None]
     shortest = min(tokens, default=max_context_len - 1)
@@ -244,14 +247,15 @@ def _most_rows(
             return False
         return capacity.at_once(shortest).num_requests >= num_rows
 
-    max_rows = min(MOST_ROWS, kv_bytes // row_logits)
+    max_rows = min(MOST_ROWS, kv_bytes // max(row_logits, 1))
     return max(1, bisect.bisect_left(range(1, max_rows + 1), True, key=lambda n: not has_room(n)))
 
 
-def _named(question: Question, fit: Fit, max_rows: int | None) -> Fit:
+def _named(question: Question, fit: Fit, max_rows: int | None, logits: int) -> Fit:
     """Rename the limit of a fit, if `max_batch` was computed here and not given by the user."""
     if question.max_batch is None and fit.limit == f"max_batch {max_rows}":
-        return replace(fit, limit="logits and pages together")
+        together = "logits and pages" if logits else "pages of all groups"
+        return replace(fit, limit=f"{together} together")
     return fit
 
 

@@ -41,8 +41,11 @@ class Admission:
                 if state.running:
                     needed = state.needs.pages(len(request.tokens), request.shape_index)
                     new_pages = needed - hit.shared + hit.cached
-                    claimed = new_pages + (self._claimed() if claimed is None else claimed)
-                    if not self._has_room(new_pages) or (claimed > state.needs.num_pages).any():
+                    pages, chunks = self._claimed() if claimed is None else claimed
+                    chunks = chunks + state.needs.chunk_pages(len(request.tokens), needed)
+                    claimed = pages + new_pages, chunks
+                    total = state.needs.with_step(*claimed)
+                    if not self._has_room(new_pages) or (total > state.needs.num_pages).any():
                         return
                 start = self._take_idle_row(request) or self._take_row(request)
                 if start is None:
@@ -96,7 +99,7 @@ class Admission:
         ledger, needs = state.ledger, state.needs
         pages = needs.pages_by_shape(state.running.lens[rows], shapes).astype(np.int32)
         pages -= pages[:, :1]
-        free = needs.num_pages - self._claimed()
+        free = needs.num_pages - needs.with_step(*self._claimed())
         for group in range(len(ledger.groups)):  # pages that others hold, such as sessions
             available = ledger.free_pages(group) + ledger.cached_pages(group)
             free[group] = max(min(free[group], available), 0)
@@ -104,19 +107,22 @@ class Admission:
             return None
         return np.maximum(pages, 0), free
 
-    def _claimed(self) -> Int64:
-        """Return the pages of all running rows' next rounds, int64 [num_groups]. O(rows)."""
+    def _claimed(self) -> tuple[Int64, Int64]:
+        """Return the pages of all running rows' next rounds, and of their chunks. O(rows).
+
+        Both are int64 [num_groups].
+        """
         state = self._state
         ledger, lens = state.ledger, state.running.lens
         groups = range(len(ledger.groups))
         rows = np.flatnonzero(lens)
-        claimed = state.needs.total_pages(lens[rows], state.running.shapes[rows])
+        claimed, chunks = state.needs.total_pages(lens[rows], state.running.shapes[rows])
         if not state.in_flight:  # then only copies that wait for a step fence pages
             claimed += [ledger.fenced_pages(g) for g in groups]
         num_shared = [ledger.shared_pages(g) for g in groups]
         if any(num_shared):
             claimed -= np.where(num_shared, self._shared_twice(rows, num_shared), 0)
-        return claimed
+        return claimed, chunks
 
     def _shared_twice(self, rows: Int64, num_shared: list[int]) -> Int64:
         """Return how many pages of these running rows a sum over the rows counts too often.
