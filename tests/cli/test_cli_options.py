@@ -20,7 +20,7 @@ from lab.__main__ import app as lab_app
 from paths import ROOT
 from specpool import ConfigError
 from specpool.cli.commands import app
-from specpool.cli.options.checks import check_prompts
+from specpool.cli.options.checks import check_prompts, start_torch
 from specpool.cli.options.derived import grouped
 from specpool.cli.options.groups import PlaceOptions
 from specpool.cli.options.names import with_option_names
@@ -393,6 +393,19 @@ def commands_of(group, name: str):
     yield name, group
     for each, command in getattr(group, "commands", {}).items():
         yield from commands_of(command, f"{name} {each}")
+
+
+def test_a_terminal_tells_of_the_seconds_that_imports_take(monkeypatch):
+    """Nothing else tells of them: so no line where errors go to a file."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for errors, says in ((Terminal(), "importing torch and transformers\n"), (io.StringIO(), "")):
+        monkeypatch.setattr(sys, "stderr", errors)
+        start_torch(1)
+        assert errors.getvalue() == says
 
 
 def test_every_option_has_help(capsys):

@@ -65,6 +65,7 @@ def test_the_two_commands_come_first_and_are_targets():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in set(re.findall(r"make ([a-z-]+)", README)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    assert re.search(r"^run:.*\n\t\S+specpool generate --compare$", makefile, re.MULTILINE)
 
 
 def test_the_holey_picture_is_what_the_core_computes():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
+from paths import ROOT
 from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool import transformers as door
 from specpool.engine.draft.scripted import ScriptedDrafter
@@ -220,6 +222,15 @@ def test_every_key_of_transformers_is_taken_idle_or_named(caplog):
             assert is_named != (key in idle), key
     undecided = known - TAKEN - idle - NOT_TAKEN.keys()
     assert not undecided, f"decide in generation_defaults.py: {sorted(undecided)}"
+
+
+def test_the_page_names_the_keys_that_are_taken():
+    page = (ROOT / "docs/engine.md").read_text(encoding="utf-8")
+    table = page.split("| key of generation_config.json | here |\n")[1].split("\n\n")[0]
+    rows = [set(re.findall(r"`(\w+)`", line.split("|")[1])) for line in table.splitlines()]
+    *taken, others = [names for names in rows if names]
+    assert set().union(*taken) == TAKEN
+    assert others <= NOT_TAKEN.keys()
 
 
 def test_a_key_of_a_newer_transformers_is_named(caplog, monkeypatch):

@@ -177,9 +177,21 @@ def test_a_release_is_built_for_both_processors_attested_and_published_without_a
 
 
 def test_the_release_names_its_repository(tmp_path):
-    (tmp_path / ".github").mkdir()
-    shutil.copy(ROOT / ".github" / "name_repository", tmp_path / ".github")
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    """Law: a URL with the placeholder stands only in files of which the release fills it in."""
+    texts = [
+        *ROOT.glob("[a-zA-Z]*.*"),
+        ROOT / "deploy",
+        ROOT / "docs",
+        ROOT / "python",
+        ROOT / "rust",
+    ]
+    listed = ["grep", "-rlI", "--exclude-dir=__pycache__", "github.com/OWNER", *map(str, texts)]
+    paths = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
+    names = [str(Path(path).relative_to(ROOT)) for path in paths.splitlines()]
+    assert "pyproject.toml" in names
+    for name in [".github/name_repository", *names]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
     environment = {
         "GITHUB_SERVER_URL": "https://git.example",
         "GITHUB_REPOSITORY": "someone/pool",
@@ -187,5 +199,6 @@ def test_the_release_names_its_repository(tmp_path):
     }
     command = [str(tmp_path / ".github" / "name_repository")]
     assert subprocess.run(command, env=environment, capture_output=True).returncode == 0
-    text = (tmp_path / "pyproject.toml").read_text(encoding="utf-8")
-    assert 'Repository = "https://git.example/someone/pool"' in text and "com/OWNER" not in text
+    for name in names:
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert "https://git.example/someone/pool" in text and "OWNER/" not in text, name

@@ -186,6 +186,28 @@ def test_a_form_that_is_not_there_is_never_free_text(given, param):
         assert error.value.status == 400 and error.value.body["error"]["param"] == param
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"allowed_token_ids": [5]},
+        {"bad_words": ["a"]},
+        {"stop_regex": "a"},
+        {"lora_path": "adapter"},
+        {"use_beam_search": True},
+        {"truncate_prompt_tokens": 4},
+        {"structural_tag": "{}"},
+        {"custom_logit_processor": "x"},
+        {"functions": [{"name": "f"}]},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_field_that_would_change_the_text_is_not_ignored(given):
+    for model, body in ((ChatRequest, CHAT), (CompletionRequest, TEXT)):
+        with pytest.raises(ApiError) as error:
+            check_supported(model.model_validate(body | given))
+        assert error.value.status == 400 and error.value.body["error"]["param"] in given
+
+
 class Front(Scripted):
     """A front whose tokenizer has a chat template, and an engine that says given tokens."""
 
