@@ -10,7 +10,7 @@ import copyreg
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specpool._core import BlockPool, Group, Ledger, Plan, Shape, Snapshot, __version__
+from specpool._core import BlockPool, Group, Ledger, Plan, Shape, Snapshot, StateGroup, __version__
 from specpool.errors import (
     CheckpointError,
     ConfigError,
@@ -88,6 +88,7 @@ __all__ = [
     "Snapshot",
     "SpecpoolError",
     "StalePlan",
+    "StateGroup",
     "TransferError",
     "Turn",
     "__version__",

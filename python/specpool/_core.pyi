@@ -25,6 +25,7 @@ __all__ = [
     "Replay",
     "Shape",
     "Snapshot",
+    "StateGroup",
     "SuffixIndex",
     "__version__",
     "advance_ancestors",
@@ -277,6 +278,48 @@ class Group:
     def __hash__(self) -> int: ...
 
 @final
+class StateGroup:
+    """The description of the slots for recurrent state, of a model whose layers do not all have KV.
+
+    A row has one state slot. It holds the state after exactly c tokens of the row. The records of
+    later tokens are in a ring on the device. A step folds the tokens `[state_from, state_to)` of
+    its plan into the state; see docs/contract.md, Recurrent state.
+
+    A ledger with a state group refuses, with ConfigError: `index`, `match_prefix`, `admit_cached`,
+    `pin_prefix`, `export`, `import_row`, `lend`, `rebind`, `admit_lent` and `watch_kv`.
+
+    Args:
+        name: the name in error messages; unique in a ledger.
+        num_slots: all state slots; at least 1, and with `sessions` at least 2.
+        flush: a round folds if at least this many resolved tokens are not in the slot. A greater
+            number saves writes of states, and makes the ring longer.
+        eager: whether a round of one node with nothing in flight folds its root too, because its
+            position is certain.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the group, the value and the range.
+    """
+
+    def __new__(
+        cls, name: str, *, num_slots: int, flush: int = 1, eager: bool = False
+    ) -> StateGroup: ...
+    @property
+    def name(self) -> str:
+        """The group's name in error messages."""
+    @property
+    def num_slots(self) -> int:
+        """All state slots, slot 0 excluded."""
+    @property
+    def flush(self) -> int:
+        """A round folds if at least this many resolved tokens are not in the slot."""
+    @property
+    def eager(self) -> bool:
+        """Whether a round of one node with nothing in flight folds its root too."""
+    def __eq__(self, other: object, /) -> bool: ...
+    def __ne__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
 class Plan:
     """One prepared forward: its rows, shapes, bounds and pages. A plan is immutable.
 
@@ -320,6 +363,21 @@ class Plan:
     @property
     def allocated_after(self) -> _I32:
         """[num_groups, b]: `allocated_len` after prepare."""
+    @property
+    def state_src(self) -> _I32:
+        """[num_states, b]: the state slot that each lane reads; 0 is a state of zeros.
+
+        num_states, the number of state groups, is 0 or 1.
+        """
+    @property
+    def state_dst(self) -> _I32:
+        """[num_states, b]: the state slot that each lane writes; 0 if it folds nothing."""
+    @property
+    def state_from(self) -> _I32:
+        """[num_states, b]: c before the step, the tokens that `state_src` contains."""
+    @property
+    def state_to(self) -> _I32:
+        """[num_states, b]: c after the step; the lane folds tokens `[state_from, state_to)`."""
     @property
     def page_copies(self) -> _I32:
         """[n, 4], a copy: (group, src page, dst page, tokens).
@@ -704,6 +762,8 @@ class Ledger:
         page_fencing: False for an engine whose forwards and copies all run on one stream: released
             pages are free at once. Rows wait for their fences in any case.
         digest: whether to keep the running digest.
+        states: the slots for recurrent state, at most one group, which holds the states of all
+            recurrent layers; empty if every layer has KV.
         record: path of an event log (`specpool replay`, `specpool inspect`), created or emptied. A
             recorded ledger keeps the digest. None takes the environment variable SPECPOOL_RECORD,
             if it is set: `%p` in it becomes the process id, and ledgers and pools after a process's
@@ -735,6 +795,7 @@ class Ledger:
         sessions: bool = False,
         page_fencing: bool = True,
         digest: bool = False,
+        states: Sequence[StateGroup] = (),
         record: str | PathLike[str] | None = None,
         record_limit: int = 1073741824,
     ) -> Ledger: ...
@@ -1081,14 +1142,61 @@ class Ledger:
             OutOfRows: no row is free.
             OutOfPages: there is no page for the tail.
         """
+    @property
+    def states(self) -> list[StateGroup]:
+        """The descriptions of the state groups; at most one.
+
+        Cost: O(1).
+        """
+    def state_slot(self, group: int) -> _I32:
+        """Return a view of the state slot of each row, [num_rows + 1]; 0 before its first fold.
+
+        Cost: O(1).
+
+        Raises:
+            ShapeError: there is no such state group; so do all methods that take one.
+        """
+    def state_len(self, group: int) -> _I32:
+        """Return a view of c, the tokens that each row's state contains, [num_rows + 1].
+
+        A prepare moves it. Cost: O(1).
+        """
+    def kept_state(self, group: int, row: int) -> tuple[int, int] | None:
+        """Return the (state slot, tokens) that `end_turn` keeps for the row; None if there is none.
+
+        Cost: O(1).
+        """
+    def free_state_slots(self, group: int) -> int:
+        """Return the number of state slots that can be taken now.
+
+        Cost: O(1).
+        """
+    def fenced_state_slots(self, group: int) -> int:
+        """Return the number of state slots given back that a launched step may still touch.
+
+        Cost: O(1).
+        """
+    def reclaimable_state_slots(self, group: int) -> int:
+        """Return the number of state slots whose every holder is an idle row.
+
+        Cost: O(1).
+        """
+    def state_ring_len(self, group: int) -> int:
+        """Return R, the records that the device's ring of a row must hold; p lies at `p % R`.
+
+        It is enough also if a forward writes the records of its nodes before it reads older ones.
+
+        Cost: O(shapes).
+        """
     def fork(self, row: int, tag: str | None = None) -> int:
         """Take a free row with the same tokens as `row`, and return it.
 
-        The new row shares the whole pages of `row` and gets a copy of its partly filled tail.
+        The new row shares the whole pages of `row` and gets a copy of its partly filled tail. With
+        a state group it has the c tokens of the state of `row`, and shares that state.
 
         Raises:
             NotReady: a step of the row is in flight, its last launched step is not complete, or a
-                page copy into it is not finished.
+                page copy into it is not finished; or a window below its state is not held.
             OutOfRows: no row is free.
             OutOfPages: there is no page for the tail.
         """
@@ -1099,6 +1207,7 @@ class Ledger:
         pages are shared and read-only until `release_prefix`.
 
         Raises:
+            ConfigError: the ledger has a state group.
             ShapeError: `length` is not in 1..=resolved_len, or fills no whole page of every group.
             NotReady: a step that is not complete writes these pages, a page copy into the row is
                 not finished, or the window below the prefix's end is not held.
@@ -1120,6 +1229,7 @@ class Ledger:
         Cost: O(pages).
 
         Raises:
+            ConfigError: the ledger has a state group.
             ShapeError: a bound is no page edge of every group or past resolved_len, the range is
                 empty, or it leaves a gap behind protected_len.
             NotReady: a step that is not complete writes these pages, or a page copy into the row is
@@ -1137,6 +1247,7 @@ class Ledger:
         Cost: O(pages of the row).
 
         Raises:
+            ConfigError: the ledger has a state group.
             ShapeError: as `lend`; a wrong number of pages; one that is named twice, that the row
                 holds at another position, or that was lent without draft KV which the row has.
             PageStateError: a page is not lent.
@@ -1152,6 +1263,7 @@ class Ledger:
         Cost: O(pages).
 
         Raises:
+            ConfigError: the ledger has a state group.
             ShapeError: `length` is no multiple of all page sizes in 1..=L, the number of pages is
                 wrong, one is named twice, or there is none within a sink or a window.
             PageStateError: a page is not lent.
@@ -1177,6 +1289,7 @@ class Ledger:
         Cost: O(pages).
 
         Raises:
+            ConfigError: the ledger has a state group.
             ShapeError: the row is not admitted, or has no tokens.
             NotReady: a step of the row is not complete, or a page copy into it is not finished.
         """
@@ -1195,6 +1308,7 @@ class Ledger:
             tag: the embedder's name for the request.
 
         Raises:
+            ConfigError: the ledger has a state group.
             ShapeError: `length` is not in 1..=max_context_len, or `drafted_len` not in 0..=length.
             OutOfRows: no row is free.
             OutOfPages: a group has too few pages.
@@ -1229,6 +1343,7 @@ class Ledger:
         Cost: O(n).
 
         Raises:
+            ConfigError: the ledger has a state group.
             ShapeError: there are no tokens, more than `resolved_len`, or a salt of over 256 bytes.
             NotReady: a step that is not complete writes these tokens, or a page copy into the row
                 is not finished.
@@ -1250,6 +1365,7 @@ class Ledger:
         Cost: O(n).
 
         Raises:
+            ConfigError: the ledger has a state group.
             ShapeError: as `admit_cached`.
         """
     def admit_cached(
@@ -1271,6 +1387,7 @@ class Ledger:
         Cost: O(n).
 
         Raises:
+            ConfigError: the ledger has a state group.
             ShapeError: `limit` is not in 0..=n, or the salt has over 256 bytes.
             OutOfRows: no row is free.
             OutOfPages: there is no page for the tail.
@@ -1297,7 +1414,8 @@ class Ledger:
             NotReady: a stale step is not cancelled, or the row has rounds in flight or an
                 unlaunched extend.
             ContextEnd: lists every row whose new length is past L.
-            OutOfPages: states need, free and fenced pages of the group.
+            OutOfPages: states need, free and fenced pages of the group, or those slots of the state
+                group.
         """
     def tokens_required(self, rows: _IntArray, shapes: _IntArray | int) -> NDArray[np.int64]:
         """Return the slots of each group that `prepare_decode` would take, [num_groups].
@@ -1371,7 +1489,8 @@ class Ledger:
             OrderError: the row has D + 1 rounds in flight.
             DraftLag: a drafting shape after a round with `writes_draft=False`.
             RowOverflow: the claim would pass the row width.
-            OutOfPages: states need, free and fenced pages of the group.
+            OutOfPages: states need, free and fenced pages of the group, or those slots of the state
+                group.
         """
     def launch(self, step: int) -> None:
         """Mark the step as launched: from now on the device may touch its pages.
@@ -1423,6 +1542,8 @@ class Ledger:
 
         The new length is at most what launched forwards have written. It is less than `length` if
         the window below is no longer held, or at a page edge if `length` is inside shared pages.
+        Below c, the tokens in the row's state, it is a length at which a state is held: that of the
+        checkpoint, or 0.
         Rounds in flight no longer count, but a root that is already written does.
 
         Prefill from the new length before the next round, and set the device's length to it in
@@ -1433,12 +1554,15 @@ class Ledger:
         """Trim the row, and make it idle until its next prepare; return its new `resolved_len`.
 
         The row's pages count as reclaimable. The windows below the new `resolved_len` are held as
-        its checkpoint until the next `end_turn`, or a trim below it.
+        its checkpoint until the next `end_turn`, or a trim below it. With a state group, the row's
+        state is held too, and the checkpoint has the c tokens of that state if the windows below c
+        are held.
 
         Cost: O(pages of the row). The prepare or release that ends the idle time costs as much.
 
         Raises:
-            ConfigError: there are window groups, and the ledger was built without `sessions`.
+            ConfigError: there are window groups or a state group, and the ledger was built without
+                `sessions`.
         """
     def retract(self, row: int) -> None:
         """Release a row whose request will come back."""
@@ -1468,6 +1592,7 @@ class Ledger:
         Called again, it starts anew. Cost: O(rows).
 
         Raises:
+            ConfigError: the ledger has a state group.
             OutOfMemory: there is no memory for the notes.
         """
     def take_kv_events(self) -> list[tuple[Any, ...]]:
@@ -1501,7 +1626,7 @@ class Ledger:
         """Go back to a saved state of this ledger, or of a ledger with the same configuration.
 
         Epochs, step and prefix numbers never go back. Table cells that differ become deltas. The
-        caller must restore the content of the pages on the device.
+        caller must restore the content of the pages and state slots on the device.
 
         Raises:
             NotReady: a step is not over.

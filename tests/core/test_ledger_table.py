@@ -69,6 +69,13 @@ def test_every_verb_has_a_column():
         "lent_pages",
         "prefix_pages",
         "prefix_drafted_len",
+        "state_slot",
+        "state_len",
+        "kept_state",
+        "free_state_slots",
+        "fenced_state_slots",
+        "reclaimable_state_slots",
+        "state_ring_len",
         # What a connector is told is no part of the state.
         "watch_kv",
         "take_kv_events",
@@ -107,7 +114,7 @@ def test_the_examples_run():
     names: dict = {}
     for block in BLOCKS:
         exec(block, names)
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
     chain = specpool.Shape.eagle(3, 1, 4)
     kv = specpool.Group("kv", page_size=4, num_pages=18, hosts_drafts=True)

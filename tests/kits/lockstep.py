@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from oracle import Oracle, Page, Refused, Step
+from oracle_slots import SlotOracle
 from specpool import NotReady, Plan, SpecpoolError
 from specpool.testing import FakeDevice, LedgerConfig, Operation, apply, assert_no_page_leaked
+from state_device import StateDevice
 
 # Codes of `Ledger.ownership_map`.
 STATES = {"free": 0, "owned": 1, "shared": 2, "fenced": 3}
@@ -21,11 +23,24 @@ STATES = {"free": 0, "owned": 1, "shared": 2, "fenced": 3}
 class Lockstep:
     """After every operation the two agree in all that can be seen, or both have refused alike."""
 
+    slot_oracle: ClassVar[type[SlotOracle]] = SlotOracle
+    state_device: ClassVar[type[StateDevice]] = StateDevice
+
     def __init__(self, config: LedgerConfig, choose: Callable[[int], int] | None = None) -> None:
         self.ledger = config.build(digest=True)
-        self.oracle = Oracle(config.groups, config.shapes, **config.options())
-        self.device = FakeDevice(self.ledger, choose=choose, acknowledge=False)
+        options = config.options()
         self.plans: dict[int, Plan] = {}
+        self.oracle: Oracle
+        self.device: FakeDevice
+        if not config.states:
+            del options["states"]
+            self.oracle = Oracle(config.groups, config.shapes, **options)
+            self.device = FakeDevice(self.ledger, choose=choose, acknowledge=False)
+        else:
+            self.oracle = self.slot_oracle(config.groups, config.shapes, **options)
+            self.device = self.state_device(
+                self.ledger, self.plans, choose=choose, acknowledge=False
+            )
         self.prefix_tokens: dict[int, list[int]] = {}
         # What a cache outside can find: tokens from a start on, and each group's pages of them.
         self.loans: list[tuple[list[int], list[list[int]]]] = []
@@ -82,10 +97,14 @@ class Lockstep:
             with pytest.raises(NotReady, match=f"step {self.oracle.steps[0].number} is not over"):
                 self.ledger.snapshot()
             return
-        memory = [self.device._target, self.device._draft, self.device._sequences]
+        memory = [vars(self.device)[name] for name in self._memory_names()]
         tokens = copy.deepcopy(self.prefix_tokens), copy.deepcopy(self.loans)
         copies = [self.oracle.snapshot(), copy.deepcopy(memory), tokens]
         self.saved = self.ledger.snapshot(), *copies
+
+    def _memory_names(self) -> list[str]:
+        names = ["_target", "_draft", "_sequences"]
+        return [*names, "slots", "rings"] if isinstance(self.device, StateDevice) else names
 
     def restore(self) -> None:
         """Goes back to the newest snapshot, if nothing is in flight; table cells come as deltas."""
@@ -99,7 +118,7 @@ class Lockstep:
         self.ledger.restore(ledger)
         self.oracle.restore(oracle)
         device = self.device
-        device._target, device._draft, device._sequences = copy.deepcopy(memory)
+        vars(device).update(zip(self._memory_names(), copy.deepcopy(memory), strict=True))
         self.prefix_tokens, self.undo = copy.deepcopy(prefix_tokens), None
         self.loans = copy.deepcopy(loans)
         self.compare()
@@ -278,6 +297,8 @@ class Lockstep:
         elif verb in ("prepare_extend", "prepare_decode"):
             self.plans[answer.step] = answer
             self._bind()
+            if isinstance(self.oracle, SlotOracle):
+                self._compare_folds(self.oracle, answer)
             self._compare_plan(answer, wanted)
             if estimate is not None:
                 took = (answer.allocated_after - answer.allocated_before).sum(axis=1)
@@ -326,7 +347,29 @@ class Lockstep:
         assert ledger.steps() == oracle.unfinished()
         for group in range(len(ledger.groups)):
             self._compare_group(group)
+        if isinstance(oracle, SlotOracle):
+            self._compare_states(oracle)
         ledger.check()
+
+    def _compare_states(self, oracle: SlotOracle) -> None:
+        ledger = self.ledger
+        slots, lengths = np.zeros_like(ledger.state_slot(0)), np.zeros_like(ledger.state_len(0))
+        for number, row in oracle.rows.items():
+            state = oracle.row_states[row]
+            slots[number], lengths[number] = state.slot.number if state.slot else 0, state.length
+            kept = (state.kept[0].number, state.kept[1]) if state.kept else None
+            assert ledger.kept_state(0, number) == kept
+            assert ledger.checkpoint_len(number) == row.checkpoint
+        assert ledger.state_slot(0).tolist() == slots.tolist()
+        assert ledger.state_len(0).tolist() == lengths.tolist()
+        assert ledger.free_state_slots(0) == oracle.free_state_slots()
+        assert ledger.fenced_state_slots(0) == len(oracle.fenced_slots())
+        assert ledger.reclaimable_state_slots(0) == oracle.reclaimable_state_slots()
+        in_use = [slot.number for slot in (*oracle.held_slots(), *oracle.fenced_slots())]
+        assert len(set(in_use)) == len(in_use), f"a slot is handed out twice: {sorted(in_use)}"
+        assert all(1 <= slot <= oracle.group.num_slots for slot in in_use)
+        assert isinstance(self.device, StateDevice)
+        self.device.check_states()
 
     def _compare_group(self, group: int) -> None:
         ledger, oracle = self.ledger, self.oracle
@@ -365,6 +408,17 @@ class Lockstep:
             in_use = [page.number for page in self.oracle.pages if page.group == group]
             assert len(set(in_use)) == len(in_use), f"a page is handed out twice: {sorted(in_use)}"
             assert all(1 <= page <= self.ledger.groups[group].num_pages for page in in_use)
+
+    def _compare_folds(self, oracle: SlotOracle, plan: Plan) -> None:
+        """Tells the oracle's new slots their numbers, and compares what the lanes fold."""
+        folds = oracle.folds[plan.step]
+        for fold, number in zip(folds, plan.state_dst[0].tolist(), strict=True):
+            if fold.is_fresh and fold.dst:
+                fold.dst.number = number
+        assert plan.state_src[0].tolist() == [fold.src.number if fold.src else 0 for fold in folds]
+        assert plan.state_dst[0].tolist() == [fold.dst.number if fold.dst else 0 for fold in folds]
+        assert plan.state_from[0].tolist() == [fold.start for fold in folds]
+        assert plan.state_to[0].tolist() == [fold.end for fold in folds]
 
     def _compare_plan(self, plan: Plan, step: Step) -> None:
         def number(page: Page) -> int:

@@ -152,6 +152,15 @@ def _read_group(head: Reader) -> dict[str, Any]:
     return group | {"sink": head.number() if flags & 2 else 0}
 
 
+def _read_states(head: Reader) -> dict[str, Any]:
+    return {
+        "name": head.text(),
+        "num_slots": head.number(),
+        "flush": head.number(),
+        "eager": head.flag(),
+    }
+
+
 def _read_head(head: Reader, log: Log) -> None:
     log.made_by = head.text()
     log.config = {
@@ -168,6 +177,8 @@ def _read_head(head: Reader, log: Log) -> None:
         "sessions": head.flag(),
         "page_fencing": head.flag(),
     }
+    if head.at < len(head.data):
+        log.config["states"] = head.many(lambda: _read_states(head))
     assert head.at == len(head.data)
 
 

@@ -42,13 +42,20 @@ class Oracle(Lending, Moving):
             raise Refused("NotReady")
         if source.last_launched > self.completed or self._is_being_copied(source):
             raise Refused("NotReady")
-        self._check_free_row()
+        length = self._fork_len(source)
         tables = [part.table for part in source.parts]
+        if not all(self._needed(at, length) <= tables[at].keys() for at in self._all):
+            raise Refused("NotReady")
+        self._check_free_row()
         evicted = [part.evicted for part in source.parts]
-        new = self._share(tables, evicted, source.resolved, source.drafted)
+        new = self._share(tables, evicted, length, source.drafted)
         for at, part in enumerate(source.parts):
-            part.protected = max(part.protected, self._floor(at, source.resolved))
+            part.protected = max(part.protected, self._floor(at, length))
         return new
+
+    def _fork_len(self, row: Row) -> int:
+        """Tokens that a fork of the row has."""
+        return row.resolved
 
     def seat(self, row: Row, number: int) -> None:
         """The real ledger gave the new row this number."""
@@ -291,13 +298,17 @@ class Oracle(Lending, Moving):
         cut = self.trim(row, length, ends_turn=True)
         state = self.rows[row]
         self._forget_checkpoint(state)
-        state.idle, state.checkpoint = True, cut
+        state.idle, state.checkpoint = True, self._checkpoint(state)
         for at, part in enumerate(state.parts):
             if self.groups[at].window is not None:
-                columns = self._window(at, cut) - self._sinks(at)
+                columns = self._window(at, state.checkpoint) - self._sinks(at)
                 part.kept = {column: part.table[column] for column in columns}
         self._sweep()
         return cut
+
+    def _checkpoint(self, row: Row) -> int:
+        """Tokens of the checkpoint that `end_turn` makes."""
+        return row.resolved
 
     def give_back(self, row: int) -> None:
         """`retract`, `finish` and `abort`."""

@@ -57,6 +57,13 @@ def still_out(ledger: Ledger, kept_prefixes: Iterable[int] = ()) -> list[str]:
                 f"{ledger.fenced_pages(index)} of them fenced"
             )
             report += _pages_in_use(ledger, index)
+    for index, states in enumerate(ledger.states):
+        out = states.num_slots - ledger.free_state_slots(index)
+        if out:
+            report.append(
+                f"state group {states.name}: {out} of {states.num_slots} slots are not free, "
+                f"{ledger.fenced_state_slots(index)} of them fenced"
+            )
     if ledger.num_free_rows != ledger.num_rows:
         report.append(f"{ledger.num_rows - ledger.num_free_rows} of {ledger.num_rows} rows are out")
     report += [

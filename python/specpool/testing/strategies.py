@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from hypothesis import strategies as st
 
-from specpool import Group, Ledger, Shape
+from specpool import Group, Ledger, Shape, StateGroup
 from specpool._core import sizing_alloc_len_per_decode, sizing_row_width
 from specpool.errors import ConfigError
 from specpool.testing.operations import OP_BYTES
@@ -33,6 +33,7 @@ class LedgerConfig:
     max_chunk: int | None = None
     sessions: bool = False
     page_fencing: bool = True
+    states: tuple[StateGroup, ...] = ()
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of `Ledger`."""

@@ -2,9 +2,10 @@
 //!
 //! Files: this one builds a ledger. `query` answers questions. `prepare` claims pages for a step. `life` launches,
 //! resolves, completes, cancels and abandons steps. `release` cuts rows and gives them back. `share` puts rows on
-//! common pages. `cache` finds them by their tokens. `lend` is for a cache outside. `transfer` is for rows that move to another
-//! ledger. `snapshot` saves and restores the whole state. `kv_events` tells a connector which KV is verified. `record`
-//! keeps the digest and the event log. `normal_form` is for enumerations.
+//! common pages. `fold` moves their recurrent states. `cache` finds rows by their tokens. `lend` is for a cache
+//! outside. `transfer` is for rows that move to another ledger. `snapshot` saves and restores the whole state.
+//! `kv_events` tells a connector which KV is verified. `record` keeps the digest and the event log. `normal_form` is
+//! for enumerations.
 //!
 //! A refused call changes nothing: every verb checks all that it can refuse before its first change.
 //!
@@ -15,6 +16,7 @@
 pub(crate) mod audit;
 mod batch;
 mod cache;
+mod fold;
 mod kv_events;
 mod lend;
 mod life;
@@ -42,6 +44,7 @@ use crate::state::page_copy::TailCopy;
 use crate::state::prefix_index::PrefixIndex;
 use crate::state::rows::Rows;
 use crate::state::sizing::Policy;
+use crate::state::state_group::StateSlots;
 use crate::state::step::Steps;
 pub(crate) use cache::MAX_SALT;
 pub use cache::{Indexed, PrefixMatch, check_salt};
@@ -89,6 +92,8 @@ pub struct Ledger {
     pub(crate) max_chunk: i32,
     pub(crate) sessions: bool,
     pub(crate) page_fencing: bool,
+    /// The slots for recurrent state, if there are any.
+    pub(crate) states: Option<StateSlots>,
     pub(crate) rows: Rows,
     pub(crate) steps: Steps,
     /// Page copies that wait for the next step prepared, in order.
@@ -129,6 +134,19 @@ impl Ledger {
                 return Err(Error::Config(format!("two groups are called {:?}", group.name)));
             }
         }
+        if config.states.len() > 1 {
+            return Err(Error::Config(format!(
+                "a ledger has at most one state group, which holds the states of all recurrent layers, got {}",
+                config.states.len()
+            )));
+        }
+        let states = config.states.into_iter().next();
+        if let Some(states) = &states
+            && config.groups.iter().any(|group| group.name == states.name)
+        {
+            return Err(Error::Config(format!("a group and the state group are called {:?}", states.name)));
+        }
+        let states = states.map(|states| StateSlots::new(states, num_rows, config.sessions)).transpose()?;
         let widths = match config.row_width {
             Some(widths) if widths.len() != config.groups.len() => {
                 return Err(Error::Config(format!(
@@ -175,6 +193,7 @@ impl Ledger {
             max_chunk: max_chunk.unwrap_or(max_len) as i32,
             sessions: config.sessions,
             page_fencing: config.page_fencing,
+            states,
             rows: Rows::new(num_rows as usize, overlap_depth as usize + 1)?,
             steps: Steps::new(),
             copies: Vec::new(),

@@ -2,7 +2,7 @@
 //!
 //! Layers point one way. Every module may use `error`, `ids`, `verb`, `memory` and `check`:
 //! - the ledger: `digest`, then `shape, layout -> sizing`, `page_pool, page_table -> delta`, `page_copy -> step`, then
-//!   `group -> config`, `group, step, rows, prefix_index -> ledger -> audit`;
+//!   `group -> state_group -> config`, `group, state_group, step, rows, prefix_index -> ledger -> audit`;
 //! - the block pool, for engines with rows of their own: `page_pool, prefix_index, recorder, frames -> block_pool`;
 //! - the record of its calls: `codec -> argument -> call`,
 //!   `config -> log_header -> event_log -> recorder -> ledger`, `event_log -> frames -> log_reader -> replay`;
@@ -53,6 +53,7 @@ pub use state::page_copy::PageCopy;
 pub use state::page_pool::{PagePool, PageRecord, PageState};
 pub use state::page_table::PageTable;
 pub use state::sizing::{Geometry, Policy, Reserve};
+pub use state::state_group::{StateFolds, StateGroup};
 pub use state::step::{Plan, StepKind, StepState};
 pub use suffix::{Proposal, SuffixIndex};
 pub use verb::Verb;

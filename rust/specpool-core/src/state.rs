@@ -11,4 +11,5 @@ pub mod page_table;
 pub(crate) mod prefix_index;
 pub(crate) mod rows;
 pub mod sizing;
+pub mod state_group;
 pub mod step;

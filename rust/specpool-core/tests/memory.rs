@@ -16,7 +16,9 @@ use specpool_core::forward::slots::{TableView, check_moves, compact_moves, page_
 use specpool_core::tree::build::{Candidates, Tree, build_tree};
 use specpool_core::tree::sample::{SampleParams, sample_margins, sample_tokens};
 use specpool_core::tree::verify::verify_tree;
-use specpool_core::{BlockPool, BlockPoolConfig, Error, Group, Layout, Ledger, LedgerConfig, Page, Row, Shape};
+use specpool_core::{
+    BlockPool, BlockPoolConfig, Error, Group, Layout, Ledger, LedgerConfig, Page, Row, Shape, StateGroup,
+};
 
 /// Blocks up to this size are messages, nodes and the like: they are never refused.
 const SMALL: usize = 512;
@@ -289,6 +291,38 @@ fn a_recorded_ledger_without_memory_keeps_its_log() {
     while replay.advance(&mut again).unwrap().is_some() {}
     std::fs::remove_file(&path).unwrap();
     assert_eq!(again.digest(), world.ledger.digest());
+}
+
+/// Each row has a slot, keeps it at the end of its turn, and folds into another one.
+#[test]
+fn states_without_memory_change_nothing() {
+    let states = vec![StateGroup { name: "ssm".into(), num_slots: 3 * i64::from(ROWS), flush: 1, eager: false }];
+    let mut world = World::new(Ledger::new(LedgerConfig { states, ..config() }).unwrap());
+    let rows: Vec<i32> = (0..ROWS - 20).map(|_| world.admit().0).collect();
+    let lens = |more: i32| rows.iter().map(|row| 30 + row % 7 + more).collect::<Vec<i32>>();
+    let step = world.extend(&rows, &lens(0));
+    world.run(step);
+    rows.iter().for_each(|&row| assert!(world.giving(|ledger| ledger.end_turn(Row(row), 99)) >= 30));
+    let step = world.extend(&rows, &lens(9));
+    world.giving(|ledger| ledger.cancel(step));
+    let step = world.extend(&rows, &lens(9));
+    world.run(step);
+    assert_eq!(world.ledger.free_state_slots(0), Ok(3 * ROWS as usize - 2 * rows.len()));
+    world.taking("fork", |ledger| ledger.fork(Row(rows[0]), None));
+    let snapshot = world.taking("snapshot", Ledger::snapshot);
+    let shapes = vec![1; rows.len()];
+    let decode = |ledger: &mut Ledger| ledger.prepare_decode(&rows, &shapes, true);
+    let step = world.taking("prepare_decode", decode).step;
+    world.giving(|ledger| ledger.launch(step));
+    // The first row shares pages with its fork, so it can be cut at page edges alone.
+    rows[1..].iter().for_each(|&row| assert!(world.giving(|ledger| ledger.trim(Row(row), 36)) >= 29));
+    world.giving(|ledger| ledger.abandon(step));
+    world.giving(|ledger| ledger.complete(step));
+    world.taking("audit", |ledger| ledger.audit());
+    world.taking("restore", |ledger| ledger.restore(&snapshot));
+    rows.iter().for_each(|&row| world.giving(|ledger| ledger.finish(Row(row))));
+    world.ledger.check().unwrap();
+    assert_eq!(world.ledger.free_state_slots(0), Ok(3 * ROWS as usize - 1)); // the fork's
 }
 
 /// Everything that grows with a text is taken before the first change, and giving up needs nothing.

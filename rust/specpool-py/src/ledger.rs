@@ -19,6 +19,7 @@ use crate::recording::built;
 use crate::shape::Shape;
 use crate::sizing::{policy, policy_name};
 use crate::snapshot::Snapshot;
+use crate::state_group::StateGroup;
 
 #[doc = doc!("Ledger")]
 #[pyclass(module = "specpool._core")]
@@ -52,10 +53,10 @@ impl Ledger {
     #[new]
     #[pyo3(signature = (groups, shapes, *, num_rows, max_context_len, max_batch=None, overlap_depth=ConfigInt::of(0),
         policy="exact", row_width=None, draft_kv=true, max_chunk=None, sessions=false, page_fencing=true, digest=false,
-        record=None, record_limit=ConfigInt::of(1 << 30)),
+        states=List(Vec::new()), record=None, record_limit=ConfigInt::of(1 << 30)),
         text_signature = "(groups, shapes, *, num_rows, max_context_len, max_batch=None, overlap_depth=0, policy='exact', \
         row_width=None, draft_kv=True, max_chunk=None, sessions=False, page_fencing=True, digest=False, \
-        record=None, record_limit=1073741824)")]
+        states=(), record=None, record_limit=1073741824)")]
     #[allow(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "a configuration, all by keyword")]
     fn new(
         groups: List<Group>,
@@ -71,6 +72,7 @@ impl Ledger {
         sessions: bool,
         page_fencing: bool,
         digest: bool,
+        states: List<StateGroup>,
         record: Option<PathBuf>,
         record_limit: ConfigInt,
     ) -> PyResult<Self> {
@@ -90,6 +92,7 @@ impl Ledger {
             sessions,
             page_fencing,
             digest,
+            states: states.0.into_iter().map(|states| states.0).collect(),
         };
         let build = |log: Option<(&Path, u64)>| match log {
             None => specpool_core::Ledger::new(config),
@@ -354,6 +357,50 @@ impl Ledger {
         let pairs = self.0.resolved_len().iter().zip(self.0.in_flight());
         let lens = pairs.map(|(&resolved, &in_flight)| resolved.saturating_add(in_flight));
         Ok(vector(py, memory::collected(lens, "lengths").map_err(to_py)?))
+    }
+
+    #[doc = doc!("Ledger.states")]
+    #[getter]
+    fn states(&self) -> Vec<StateGroup> {
+        self.0.state_groups().iter().cloned().map(StateGroup).collect()
+    }
+
+    #[doc = doc!("Ledger.state_slot")]
+    fn state_slot<'py>(slf: &Bound<'py, Self>, group: &Bound<'py, PyAny>) -> PyResult<Ints<'py>> {
+        let group = self::group(group)?;
+        Ok(view(slf.try_borrow()?.0.state_slot(group).map_err(to_py)?, slf.as_any()))
+    }
+
+    #[doc = doc!("Ledger.state_len")]
+    fn state_len<'py>(slf: &Bound<'py, Self>, group: &Bound<'py, PyAny>) -> PyResult<Ints<'py>> {
+        let group = self::group(group)?;
+        Ok(view(slf.try_borrow()?.0.state_len(group).map_err(to_py)?, slf.as_any()))
+    }
+
+    #[doc = doc!("Ledger.kept_state")]
+    fn kept_state(&self, group: &Bound<'_, PyAny>, row: &Bound<'_, PyAny>) -> PyResult<Option<(i32, i32)>> {
+        let kept = self.0.kept_state(self::group(group)?, self::row(row)?).map_err(to_py)?;
+        Ok(kept.map(|(slot, len)| (slot.0, len)))
+    }
+
+    #[doc = doc!("Ledger.free_state_slots")]
+    fn free_state_slots(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.0.free_state_slots(self::group(group)?).map_err(to_py)
+    }
+
+    #[doc = doc!("Ledger.fenced_state_slots")]
+    fn fenced_state_slots(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.0.fenced_state_slots(self::group(group)?).map_err(to_py)
+    }
+
+    #[doc = doc!("Ledger.reclaimable_state_slots")]
+    fn reclaimable_state_slots(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.0.reclaimable_state_slots(self::group(group)?).map_err(to_py)
+    }
+
+    #[doc = doc!("Ledger.state_ring_len")]
+    fn state_ring_len(&self, group: &Bound<'_, PyAny>) -> PyResult<i64> {
+        self.0.state_ring_len(self::group(group)?).map_err(to_py)
     }
 
     #[doc = doc!("Ledger.admit")]

@@ -27,6 +27,7 @@ mod sizing;
 mod slot_table;
 mod slots;
 mod snapshot;
+mod state_group;
 mod suffix;
 mod tree;
 
@@ -74,6 +75,8 @@ mod _core {
     };
     #[pymodule_export]
     use super::snapshot::Snapshot;
+    #[pymodule_export]
+    use super::state_group::StateGroup;
     #[pymodule_export]
     use super::suffix::SuffixIndex;
     #[pymodule_export]

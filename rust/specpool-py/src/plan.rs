@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use numpy::{PyArray1, PyArray2};
 use pyo3::prelude::*;
-use specpool_core::memory;
+use specpool_core::{StateFolds, memory};
 
 use crate::arrays::{array, view, view_2d};
 use crate::errors::to_py;
@@ -89,6 +89,30 @@ impl Plan {
         view_2d(&slf.get().0.allocated_after, slf.get().0.num_lanes(), slf.as_any())
     }
 
+    #[doc = doc!("Plan.state_src")]
+    #[getter]
+    fn state_src<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        folds(slf, |folds| &folds.src)
+    }
+
+    #[doc = doc!("Plan.state_dst")]
+    #[getter]
+    fn state_dst<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        folds(slf, |folds| &folds.dst)
+    }
+
+    #[doc = doc!("Plan.state_from")]
+    #[getter]
+    fn state_from<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        folds(slf, |folds| &folds.from)
+    }
+
+    #[doc = doc!("Plan.state_to")]
+    #[getter]
+    fn state_to<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyArray2<i32>>> {
+        folds(slf, |folds| &folds.to)
+    }
+
     #[doc = doc!("Plan.page_copies")]
     #[getter]
     fn page_copies<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyArray2<i32>>> {
@@ -105,4 +129,13 @@ impl Plan {
     fn __repr__(&self) -> String {
         format!("Plan(step={}, kind='{}', {} lanes)", self.0.step, self.0.kind.name(), self.0.num_lanes())
     }
+}
+
+/// `[num_states, b]`, a view of the plan.
+fn folds<'py>(
+    plan: &Bound<'py, Plan>,
+    of_lanes: impl FnOnce(&StateFolds) -> &[i32],
+) -> PyResult<Bound<'py, PyArray2<i32>>> {
+    let lanes = plan.get().0.states.as_deref().map_or(&[][..], of_lanes);
+    view_2d(lanes, plan.get().0.num_lanes(), plan.as_any())
 }

@@ -12,6 +12,7 @@ use crate::ledger::Ledger;
 use crate::plan::Plan;
 use crate::shape::Shape;
 use crate::sizing::policy_name;
+use crate::state_group::StateGroup;
 
 #[doc = doc!("Event")]
 #[pyclass(frozen, module = "specpool._core")]
@@ -130,6 +131,9 @@ impl Replay {
         dict.set_item("max_chunk", config.max_chunk)?;
         dict.set_item("sessions", config.sessions)?;
         dict.set_item("page_fencing", config.page_fencing)?;
+        if !config.states.is_empty() {
+            dict.set_item("states", config.states.iter().cloned().map(StateGroup).collect::<Vec<_>>())?;
+        }
         Ok(dict)
     }
 

@@ -6,6 +6,7 @@ use crate::ledger::Ledger;
 use crate::memory::{self, filled, room, zeroed};
 use crate::state::group::{GroupState, Kept};
 use crate::state::page_pool::{PageCounts, PageState};
+use crate::state::state_group::Fold;
 use crate::state::step::StepKind;
 
 /// Lines of a report before it is cut.
@@ -68,6 +69,7 @@ impl Ledger {
         for group in 0..self.groups.len() {
             self.audit_group(group, &mut report)?;
         }
+        self.audit_states(&mut report)?;
         report.extend(self.index.broken().into_iter().map(|text| Finding::of(None, text)));
         let is_full = |&(_, group): &(usize, &GroupState)| group.spec.window.is_none();
         for (at, group) in self.groups.iter().enumerate().filter(is_full) {
@@ -289,6 +291,66 @@ impl Ledger {
             let text = format!("group {name}: {line}");
             Finding { page, ..Finding::of(Some(at), text) }
         }));
+        Ok(())
+    }
+
+    /// Every slot that is held must match the rows, checkpoints and unlaunched folds that hold it.
+    fn audit_states(&self, report: &mut Vec<Finding>) -> Result<()> {
+        let Some(states) = &self.states else { return Ok(()) };
+        let (name, pool) = (&states.spec.name, &states.pool);
+        let mut counts = filled(PageCounts::default(), pool.num_mapped(), "an audit of state slots")?;
+        for row in (0..=self.rows.num_rows()).map(|row| Row(row as i32)) {
+            let (at, slot, len) = (row.at(), states.slot_of(row), states.len[row.at()]);
+            let mark = states.mark(row);
+            let mut note = |text: String| {
+                let text = format!("{} in state group {name}: {text}", self.rows.describe(row));
+                report.push(Finding::of_row(at, None, text));
+            };
+            if !self.rows.live[at] && (slot != Page::SINK || len != 0 || mark.is_some()) {
+                let kept = mark.map_or(0, |(slot, _)| slot.0);
+                note(format!("it is not admitted, but has slot {} of {len} tokens, and keeps slot {kept}", slot.0));
+            }
+            if (slot == Page::SINK) != (len == 0) || len < 0 {
+                note(format!("slot {} has {len} tokens", slot.0));
+            }
+            if let Some((_, mark)) = mark.filter(|&(_, mark)| mark < 1 || mark > len) {
+                note(format!("its slot has {len} tokens, the kept one {mark}"));
+            }
+            // An eager round folds its own root.
+            let max_len = self.rows.resolved[at] + i32::from(states.spec.eager && self.rows.in_flight[at] > 0);
+            if len > max_len {
+                note(format!("the state has {len} tokens, at most {max_len} are resolved"));
+            }
+            let folds = self.unlaunched_folds(row).map(Fold::held).filter(|&slot| slot != Page::SINK);
+            for slot in states.slots_of(row).chain(folds) {
+                if let Err(record) = pool.check_held(slot, row) {
+                    let owner = self.rows.describe(record.owner);
+                    note(format!("it holds slot {}, which is {}, owner {owner}", slot.0, record.state));
+                }
+                if let Some(counts) = counts.get_mut(slot.at()) {
+                    counts.holders += 1;
+                    counts.idle_holders += u32::from(self.rows.idle[at]);
+                }
+            }
+        }
+        for (slot, (counted, marked)) in counts.iter().zip(pool.counts()).enumerate() {
+            if *counted != marked {
+                report.push(Finding::of(
+                    None,
+                    format!(
+                        "slot {slot} of state group {name}: {} holders, {} of them idle, the pool counts {} and {}",
+                        counted.holders, counted.idle_holders, marked.holders, marked.idle_holders
+                    ),
+                ));
+            }
+        }
+        let (held, free, fenced, all) = (pool.num_held(), pool.num_free(), pool.num_fenced(), pool.num_pages());
+        if held + free + fenced != all {
+            let text = format!("state group {name}: {held} slots held + {free} free + {fenced} fenced are not {all}");
+            report.push(Finding::of(None, text));
+        }
+        let parts = pool.broken(self.steps.completed())?.into_iter();
+        report.extend(parts.map(|(_, line)| Finding::of(None, format!("state group {name}: {line}"))));
         Ok(())
     }
 

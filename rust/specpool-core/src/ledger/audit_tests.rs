@@ -1,8 +1,10 @@
 use super::*;
+use crate::error::Error;
 use crate::layout::Layout;
 use crate::shape::Shape;
 use crate::state::config::LedgerConfig;
 use crate::state::group::Group;
+use crate::state::state_group::{StateGroup, StateSlots};
 use crate::verb::Verb;
 
 /// One row of 10 tokens on pages of 4, with one round of shape 1 in flight.
@@ -73,6 +75,76 @@ fn every_planted_fault_is_reported() {
         plant(&mut ledger, row);
         let text = report(&ledger);
         assert!(text.contains(expected), "{expected:?} is not in {text:?}");
+    }
+}
+
+/// One session of 10 tokens whose slot 1 has 9 of them and is kept, and a round that was cut.
+fn with_states() -> (Ledger, Row) {
+    let (plain, _) = busy();
+    let states = vec![StateGroup { name: "ssm".into(), num_slots: 5, flush: 1, eager: false }];
+    let mut ledger = Ledger::new(LedgerConfig { sessions: true, states, ..plain.config() }).unwrap();
+    let row = ledger.admit(Some("request-7")).unwrap();
+    let step = ledger.prepare_extend(&[row.0], &[10], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    ledger.end_turn(row, 10).unwrap();
+    ledger.check().unwrap();
+    (ledger, row)
+}
+
+fn states(ledger: &mut Ledger) -> &mut StateSlots {
+    ledger.states.as_mut().unwrap()
+}
+
+#[test]
+fn every_planted_fault_of_the_states_is_reported_and_changes_the_hash() {
+    type Fault = fn(&mut Ledger, Row);
+    let faults: [(&str, Fault); 10] = [
+        ("it is not admitted, but has slot 0 of 3 tokens", |ledger, _| states(ledger).len[2] = 3),
+        ("it is not admitted, but has slot 4 of 0 tokens", |ledger, _| states(ledger).slot[2] = 4),
+        ("slot 1 has 0 tokens", |ledger, row| states(ledger).len[row.at()] = 0),
+        ("slot 1 has -1 tokens", |ledger, row| states(ledger).len[row.at()] = -1),
+        ("slot 0 has 9 tokens", |ledger, row| states(ledger).slot[row.at()] = 0),
+        ("its slot has 8 tokens, the kept one 9", |ledger, row| states(ledger).len[row.at()] = 8),
+        ("the state has 11 tokens, at most 10 are resolved", |ledger, row| states(ledger).len[row.at()] = 11),
+        ("it holds slot 3, which is free", |ledger, row| states(ledger).slot[row.at()] = 3),
+        ("slot 1 of state group ssm: 2 holders, 2 of them idle, the pool counts 3 and 2", |ledger, _| {
+            states(ledger).pool.share(Page(1), Verb::Fork).unwrap()
+        }),
+        ("slot 2 of state group ssm: 0 holders, 0 of them idle, the pool counts 1 and 0", |ledger, row| {
+            states(ledger).pool.take(row, 1, Verb::Trim).unwrap();
+        }),
+    ];
+    for (expected, plant) in faults {
+        let (mut ledger, row) = with_states();
+        let before = ledger.state_hash();
+        plant(&mut ledger, row);
+        let text = report(&ledger);
+        assert!(text.contains(expected), "{expected:?} is not in {text:?}");
+        assert_ne!(ledger.state_hash(), before, "{expected}");
+    }
+}
+
+#[test]
+fn a_wrong_count_of_idle_holders_of_a_slot_is_reported() {
+    let (mut ledger, _) = with_states();
+    states(&mut ledger).pool.wake(Page(1));
+    assert!(report(&ledger).contains("slot 1 of state group ssm: 2 holders, 2 of them idle, the pool counts 2 and 1"));
+}
+
+#[test]
+fn a_slot_that_the_row_does_not_hold_is_neither_given_back_nor_shared() {
+    for call in [
+        (|ledger, row| ledger.finish(row)) as fn(&mut Ledger, Row) -> Result<()>,
+        |ledger, row| ledger.trim(row, 4).map(|_| ()),
+        |ledger, row| ledger.fork(row, None).map(|_| ()),
+    ] {
+        let (mut ledger, row) = with_states();
+        ledger.complete(1).unwrap();
+        states(&mut ledger).slot[row.at()] = 3;
+        let before = format!("{ledger:?}");
+        let error = call(&mut ledger, row).unwrap_err();
+        assert!(matches!(&error, Error::PageState { group, page: 3, .. } if group == "ssm"), "{error}");
+        assert_eq!(format!("{ledger:?}"), before);
     }
 }
 

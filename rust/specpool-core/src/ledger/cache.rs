@@ -79,9 +79,9 @@ impl Ledger {
     /// An entry without draft KV gives way to a row that has it. O(tokens).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Shape`] (unknown row; more tokens than `resolved_len`; none; a salt
-    /// of more than 256 bytes), [`Error::NotReady`] (a step that is not complete writes these tokens; a page copy into
-    /// the row is not finished), [`Error::PageState`], [`Error::OutOfMemory`].
+    /// In this order, changing nothing: [`Error::Config`] (a state group), [`Error::Shape`] (unknown row; more tokens
+    /// than `resolved_len`; none; a salt of more than 256 bytes), [`Error::NotReady`] (a step that is not complete
+    /// writes these tokens; a page copy into the row is not finished), [`Error::PageState`], [`Error::OutOfMemory`].
     ///
     /// # Examples
     /// ```
@@ -97,6 +97,7 @@ impl Ledger {
     /// ```
     pub fn index(&mut self, row: Row, tokens: &[i32], salt: &[u8]) -> Result<i32> {
         self.gate()?;
+        self.check_stateless(Verb::Index.name())?;
         let row = self.rows.check_live(row.0)?;
         self.check_index(row, tokens, salt)?;
         let span = self.index.span();
@@ -341,7 +342,7 @@ impl Ledger {
     /// O(tokens).
     ///
     /// # Errors
-    /// [`Error::Shape`] as `admit_cached`, [`Error::OutOfMemory`].
+    /// [`Error::Config`] (a state group), [`Error::Shape`] as `admit_cached`, [`Error::OutOfMemory`].
     pub fn match_prefix(
         &self,
         tokens: &[i32],
@@ -349,6 +350,7 @@ impl Ledger {
         limit: Option<i32>,
         needs_draft: bool,
     ) -> Result<PrefixMatch> {
+        self.check_stateless("match_prefix")?;
         let hit = self.hit(tokens, salt, limit, needs_draft)?;
         let (mut shared, mut taken) = (with_room(self.groups.len(), "a hit")?, with_room(self.groups.len(), "a hit")?);
         for (start, group) in self.starts(&hit)?.iter().zip(&self.groups) {
@@ -368,8 +370,9 @@ impl Ledger {
     /// O(tokens).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Shape`] (a limit outside `0..=` the number of tokens, a salt of more
-    /// than 256 bytes), [`Error::OutOfRows`], [`Error::OutOfPages`] (no page for the tail), [`Error::OutOfMemory`].
+    /// In this order, changing nothing: [`Error::Config`] (a state group), [`Error::Shape`] (a limit outside `0..=` the
+    /// number of tokens, a salt of more than 256 bytes), [`Error::OutOfRows`], [`Error::OutOfPages`] (no page for the
+    /// tail), [`Error::OutOfMemory`].
     pub fn admit_cached(
         &mut self,
         tokens: &[i32],
@@ -379,6 +382,7 @@ impl Ledger {
         tag: Option<&str>,
     ) -> Result<Row> {
         self.gate()?;
+        self.check_stateless("admit_cached")?;
         let hit = self.hit(tokens, salt, limit, needs_draft)?;
         let limit = self.limit(tokens, limit)?;
         let row =

@@ -105,8 +105,9 @@ impl Ledger {
     /// O(rows). Called again, it starts anew.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`].
+    /// [`Error::Config`] with a state group; [`Error::OutOfMemory`].
     pub fn watch_kv(&mut self) -> Result<()> {
+        self.check_stateless("watch_kv")?;
         let (len, what) = (self.rows.num_rows() + 1, "KV events");
         let mut evicted = with_room(self.groups.len(), what)?;
         for _ in &self.groups {

@@ -21,10 +21,10 @@ impl Ledger {
     /// read-only stays the beginning of the row. O(pages).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Shape`] (unknown row; a bound that is no page edge of every group, or
-    /// past `resolved_len`; an empty range; a gap behind `protected_len`), [`Error::NotReady`] (a step that is not
-    /// complete writes these pages; a page copy into the row is not finished), [`Error::PageState`] (a page that is
-    /// lent already).
+    /// In this order, changing nothing: [`Error::Config`] (a state group), [`Error::Shape`] (unknown row; a bound that
+    /// is no page edge of every group, or past `resolved_len`; an empty range; a gap behind `protected_len`),
+    /// [`Error::NotReady`] (a step that is not complete writes these pages; a page copy into the row is not finished),
+    /// [`Error::PageState`] (a page that is lent already).
     ///
     /// # Examples
     /// ```
@@ -43,6 +43,7 @@ impl Ledger {
     /// ```
     pub fn lend(&mut self, row: Row, start: i32, end: i32) -> Result<()> {
         self.gate()?;
+        self.check_stateless(Verb::Lend.name())?;
         let row = self.rows.check_live(row.0)?;
         self.check_lendable(Verb::Lend, row, start, end)?;
         for (at, group) in self.groups.iter().enumerate() {
@@ -78,13 +79,13 @@ impl Ledger {
     /// are as in [`Ledger::lend`]. O(pages of the row).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Shape`] (as `lend`; a wrong number of pages; a page where the row
-    /// holds none, or none where it holds one), [`Error::PageState`] (a page that is not lent), [`Error::Shape`] (one
-    /// that is named twice; one that the row holds at another position; one without draft KV that the row has: lend the
-    /// row's page instead), [`Error::NotReady`]
-    /// as `lend`, [`Error::OutOfMemory`].
+    /// In this order, changing nothing: [`Error::Config`] (a state group), [`Error::Shape`] (as `lend`; a wrong number
+    /// of pages; a page where the row holds none, or none where it holds one), [`Error::PageState`] (a page that is not
+    /// lent), [`Error::Shape`] (one that is named twice; one that the row holds at another position; one without draft
+    /// KV that the row has: lend the row's page instead), [`Error::NotReady`] as `lend`, [`Error::OutOfMemory`].
     pub fn rebind(&mut self, row: Row, start: i32, end: i32, pages: &[i32]) -> Result<()> {
         self.gate()?;
+        self.check_stateless(Verb::Rebind.name())?;
         let row = self.rows.check_live(row.0)?;
         self.check_range(Verb::Rebind, row, start, end)?;
         self.check_num_pages(Verb::Rebind.name(), end - start, pages.len())?;
@@ -135,12 +136,13 @@ impl Ledger {
     /// window. Draft KV is valid up to the first page that was lent without. O(pages).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Shape`] (`len` is no page edge of every group, or not in
-    /// `1..=max_context_len`; a wrong number of pages; no page within the sink or the window below `len`),
-    /// [`Error::PageState`] (a page that is not lent), [`Error::Shape`] (one that is named twice), [`Error::OutOfRows`],
-    /// [`Error::OutOfMemory`].
+    /// In this order, changing nothing: [`Error::Config`] (a state group), [`Error::Shape`] (`len` is no page edge of
+    /// every group, or not in `1..=max_context_len`; a wrong number of pages; no page within the sink or the window
+    /// below `len`), [`Error::PageState`] (a page that is not lent), [`Error::Shape`] (one that is named twice),
+    /// [`Error::OutOfRows`], [`Error::OutOfMemory`].
     pub fn admit_lent(&mut self, pages: &[i32], len: i32, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
+        self.check_stateless("admit_lent")?;
         let (edge, max_len) = (self.page_edge(), self.max_context_len);
         if len < 1 || len > max_len || i64::from(len) % edge != 0 {
             return Err(Error::Shape(format!(

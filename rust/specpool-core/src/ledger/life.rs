@@ -25,10 +25,16 @@ impl Ledger {
                 return Err(Error::StalePlan { step, row: row as usize, planned, now });
             }
         }
+        if self.states.is_some() {
+            self.check_launch_folds(&plan)?;
+        }
         if let Some(feed) = &mut self.feed {
             feed.make_room(&plan)?;
         }
         self.rows.launch(&plan);
+        if self.states.is_some() {
+            self.launch_folds(&plan)?;
+        }
         if !plan.page_copies.is_empty() {
             self.launch_copies(step);
         }
@@ -137,6 +143,7 @@ impl Ledger {
         for group in &mut self.groups {
             group.pool.complete(completed);
         }
+        self.states.iter_mut().for_each(|states| states.pool.complete(completed));
         self.note(&Call::Complete { step }, &Given::Nothing(()), None);
         Ok(())
     }
@@ -169,6 +176,9 @@ impl Ledger {
                 checked.map_err(|record| self.page_error(at, record))?;
             }
         }
+        if self.states.is_some() {
+            lanes().filter(|&lane| stands(self, lane)).try_for_each(|lane| self.check_undo_fold(&plan, lane))?;
+        }
         let Some(StepRecord { before, .. }) = self.steps.cancel_newest() else { return Ok(()) };
         // No launched step has seen the pages that the prepare took.
         let fence = Fence { step: 0, completed: self.steps.completed() };
@@ -183,6 +193,9 @@ impl Ledger {
                     let max_accept_len = self.shapes[plan.shapes[lane] as usize].max_accept_len() as i32;
                     self.rows.pop_newest_round(row, max_accept_len, plan.writes_draft);
                 }
+            }
+            if self.states.is_some() {
+                self.undo_fold(&plan, lane, Verb::Cancel)?;
             }
         }
         for at in 0..self.groups.len() {

@@ -5,13 +5,13 @@
 use super::Ledger;
 use crate::ids::{Page, Row};
 use crate::state::page_copy::TailCopy;
-use crate::state::page_pool::PageState;
+use crate::state::page_pool::{PagePool, PageState};
 use crate::state::step::StepState;
 
 /// Names for pages, given in the order in which they are asked for. One set may serve a ledger and its successors.
 #[derive(Debug, Clone, Default)]
 pub struct PageNames {
-    /// Per group and page: its name, or 0 if it has none yet.
+    /// Per group and page, the slots of a state group as those of one more group: its name, or 0 if it has none yet.
     names: Vec<Vec<u64>>,
     /// Number of names given.
     count: u64,
@@ -82,6 +82,7 @@ impl Ledger {
                 }
                 word(u64::MAX);
             }
+            self.write_slots(row, names, word);
         }
         rows.free().for_each(|row| word(row.0 as u64));
         for &(fence, row) in rows.fenced() {
@@ -112,6 +113,11 @@ impl Ledger {
                 let lengths = [&plan.hi, &plan.start, &plan.new_len, &plan.allocated_before, &plan.allocated_after];
                 let before = [&record.before.drafted, &record.before.idle];
                 lengths.into_iter().chain(before).flatten().for_each(|&len| word(len as u64));
+                for fold in (0..plan.num_lanes()).filter_map(|lane| plan.fold(lane)) {
+                    word(names.name(groups.len(), fold.src.0));
+                    word(names.name(groups.len(), fold.dst.0));
+                    word(fold.from as u64);
+                }
             }
             for copy in record.before.copies.iter().filter(|_| !is_complete) {
                 self.write_copy(copy, plan.step, names, word);
@@ -148,16 +154,17 @@ impl Ledger {
         }
     }
 
-    /// Writes every named page, and how many unnamed pages are fenced behind which step.
+    /// Writes every named page and state slot, and how many unnamed pages are fenced behind which step.
     pub fn write_normal_pages(&self, names: &PageNames, word: &mut impl FnMut(u64)) {
-        for (at, group) in self.groups.iter().enumerate() {
+        let pools = self.groups.iter().map(|group| &group.pool);
+        for (at, pool) in pools.chain(self.states.iter().map(|states| &states.pool)).enumerate() {
             let mut lines: Vec<(u64, u64)> = Vec::new();
-            let mut is_named = vec![false; group.pool.num_mapped()];
+            let mut is_named = vec![false; pool.num_mapped()];
             for (page, name) in names.named(at) {
                 is_named[page as usize] = true;
-                let line = self.page_line(at, Page(page));
+                let line = self.page_line(pool, Page(page));
                 // Without page fencing, a free page with a name is one that a step on its way still touches.
-                let turn = if line == 0 { group.pool.turn_of(Page(page)) as u64 } else { 0 };
+                let turn = if line == 0 { pool.turn_of(Page(page)) as u64 } else { 0 };
                 lines.push((name, line | turn));
             }
             lines.sort_unstable();
@@ -168,7 +175,7 @@ impl Ledger {
             let is_other = |page: &usize| !is_named[*page];
             let mut others: Vec<u64> = (1..is_named.len())
                 .filter(is_other)
-                .map(|page| self.page_line(at, Page(page as i32)))
+                .map(|page| self.page_line(pool, Page(page as i32)))
                 .filter(|&line| line > 0)
                 .collect();
             others.sort_unstable();
@@ -186,8 +193,7 @@ impl Ledger {
     }
 
     /// 0 for a free page.
-    fn page_line(&self, group: usize, page: Page) -> u64 {
-        let pool = &self.groups[group].pool;
+    fn page_line(&self, pool: &PagePool, page: Page) -> u64 {
         let Some(record) = pool.record(page).filter(|record| record.state != PageState::Free) else { return 0 };
         let owner = if record.state == PageState::Owned { record.owner.0 as u64 } else { 0 };
         let counts = u64::from(record.holders) << 8 | u64::from(pool.copies_of(page));
@@ -201,6 +207,16 @@ impl Ledger {
             return 0;
         }
         self.steps.all().position(|record| record.plan.step == step).map_or(u64::MAX, |index| index as u64 + 1)
+    }
+
+    /// The slots of a row's states, named as the pages of one more group.
+    fn write_slots(&self, row: Row, names: &mut PageNames, word: &mut impl FnMut(u64)) {
+        let Some(states) = &self.states else { return };
+        let state = (states.slot_of(row), states.len[row.at()]);
+        for (slot, len) in [state, states.mark(row).unwrap_or((Page::SINK, 0))] {
+            word(names.name(self.groups.len(), slot.0));
+            word(len as u64);
+        }
     }
 
     fn write_copy(&self, copy: &TailCopy, step: u64, names: &mut PageNames, word: &mut impl FnMut(u64)) {

@@ -72,6 +72,9 @@ impl Ledger {
             }
         }
         self.check_pages(&plan)?;
+        if self.states.is_some() {
+            self.plan_folds(&mut plan)?;
+        }
         let drafted = collected(rows.iter().map(|&row| self.rows.drafted[row as usize]), PLAN)?;
         let plan = self.claim(plan, drafted, Verb::PrepareExtend)?;
         for (&row, &new_len) in rows.iter().zip(new_lens) {
@@ -236,6 +239,9 @@ impl Ledger {
             }
         }
         self.check_pages(&plan)?;
+        if self.states.is_some() {
+            self.plan_folds(&mut plan)?;
+        }
         let plan = self.claim(plan, Vec::new(), Verb::PrepareDecode)?;
         self.rows.push_rounds(&plan, &self.shapes);
         Ok(plan)
@@ -292,6 +298,7 @@ impl Ledger {
             new_len: Vec::new(),
             allocated_before: with_room(claims, PLAN)?,
             allocated_after: with_room(claims, PLAN)?,
+            states: None,
             page_copies: Vec::new(),
         })
     }
@@ -364,6 +371,9 @@ impl Ledger {
                 }
             }
         }
+        if self.states.is_some() {
+            self.make_room_for_folds(plan)?;
+        }
         plan.page_copies = with_room(self.copies.len(), PLAN)?;
         self.lanes.clear();
         room(&mut self.lanes, lanes + self.copies.len(), "lanes")?;
@@ -401,6 +411,9 @@ impl Ledger {
             each_growing_lane(before, after, |lane| {
                 group.grow(Row(plan.rows[lane]), after[lane].into(), plan.step, verb)
             })?;
+        }
+        if self.states.is_some() {
+            self.claim_folds(&mut plan, verb)?;
         }
         self.drop_orphan_copies(verb);
         let copies = std::mem::take(&mut self.copies);

@@ -12,6 +12,7 @@ use crate::state::group::{Group, GroupState};
 use crate::state::page_pool::PageRecord;
 use crate::state::page_table::PageTable;
 use crate::state::sizing::Policy;
+use crate::state::state_group::{StateGroup, StateSlots};
 use crate::state::step::{Plan, StepKind, StepState};
 
 impl Ledger {
@@ -280,6 +281,78 @@ impl Ledger {
         self.rows.check_live(row.0).ok().and_then(|row| self.rows.checkpoint(row))
     }
 
+    /// What the state groups were built from; at most one.
+    #[must_use]
+    pub fn state_groups(&self) -> &[StateGroup] {
+        self.states.as_ref().map_or(&[], |states| std::slice::from_ref(&states.spec))
+    }
+
+    fn state_slots(&self, group: usize) -> Result<&StateSlots> {
+        self.states
+            .iter()
+            .nth(group)
+            .ok_or_else(|| Error::Shape(format!("state group {group} is not in 0..{}", self.state_groups().len())))
+    }
+
+    /// `int32 [num_rows + 1]`: the state slot of each row; 0 before its first fold.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when there is no such state group; the same in every query that takes one.
+    pub fn state_slot(&self, group: usize) -> Result<&[i32]> {
+        Ok(&self.state_slots(group)?.slot)
+    }
+
+    /// `int32 [num_rows + 1]`: c, tokens that each row's state contains. A prepare moves it.
+    ///
+    /// # Errors
+    /// As [`Ledger::state_slot`].
+    pub fn state_len(&self, group: usize) -> Result<&[i32]> {
+        Ok(&self.state_slots(group)?.len)
+    }
+
+    /// The state slot that `end_turn` keeps for the row, and the tokens that it contains; `None` if it keeps none, or
+    /// there is no such row.
+    ///
+    /// # Errors
+    /// As [`Ledger::state_slot`].
+    pub fn kept_state(&self, group: usize, row: Row) -> Result<Option<(Page, i32)>> {
+        let states = self.state_slots(group)?;
+        Ok(self.rows.check_live(row.0).ok().and_then(|row| states.mark(row)))
+    }
+
+    /// State slots that can be taken now.
+    ///
+    /// # Errors
+    /// As [`Ledger::state_slot`].
+    pub fn free_state_slots(&self, group: usize) -> Result<usize> {
+        Ok(self.state_slots(group)?.pool.num_free())
+    }
+
+    /// State slots that were given back but that a launched step may still touch.
+    ///
+    /// # Errors
+    /// As [`Ledger::state_slot`].
+    pub fn fenced_state_slots(&self, group: usize) -> Result<usize> {
+        Ok(self.state_slots(group)?.pool.num_fenced())
+    }
+
+    /// State slots whose every holder is an idle row.
+    ///
+    /// # Errors
+    /// As [`Ledger::state_slot`].
+    pub fn reclaimable_state_slots(&self, group: usize) -> Result<usize> {
+        Ok(self.state_slots(group)?.pool.num_reclaimable())
+    }
+
+    /// R: records that the device's ring of one row must hold; the record of position p lies at `p % R`. It is enough
+    /// also if a forward writes the records of its nodes before it reads older ones.
+    ///
+    /// # Errors
+    /// As [`Ledger::state_slot`].
+    pub fn state_ring_len(&self, group: usize) -> Result<i64> {
+        Ok(self.state_slots(group)?.ring_len(&self.shapes, self.overlap_depth))
+    }
+
     /// The embedder's name for the row's request, also after its release.
     #[must_use]
     pub fn tag(&self, row: Row) -> Option<&str> {
@@ -361,8 +434,8 @@ impl Ledger {
     }
 
     /// A hash of everything that decides what the ledger will do, O(rows + pages in use): lengths, tables, epochs,
-    /// page states, the order of free and cached pages and of free rows, waiting copies, prefixes, the prefix index, and
-    /// steps in flight. It leaves out
+    /// page states, the order of free and cached pages and of free rows, waiting copies, prefixes, the prefix index,
+    /// state slots, and steps in flight. It leaves out
     /// tags, deltas, the counters of steps, prefixes and snapshots, the step that a page was taken for, and the
     /// digest. So a cancel restores it, unless the prepare evicted pages.
     #[must_use]
@@ -373,6 +446,9 @@ impl Ledger {
         self.copies.iter().for_each(|copy| copy.hash(&mut digest));
         for group in &self.groups {
             group.hash(&mut digest);
+        }
+        if let Some(states) = &self.states {
+            states.hash(&mut digest);
         }
         for (id, prefix) in &self.prefixes {
             digest.word(*id);
@@ -390,8 +466,12 @@ impl Ledger {
     }
 
     pub(crate) fn page_error(&self, group: usize, record: PageRecord) -> Error {
+        self.record_error(&self.groups[group].spec.name, record)
+    }
+
+    pub(crate) fn record_error(&self, group: &str, record: PageRecord) -> Error {
         Error::PageState {
-            group: self.groups[group].spec.name.clone(),
+            group: group.into(),
             page: record.page.at(),
             state: record.state.to_string(),
             owner: format!(

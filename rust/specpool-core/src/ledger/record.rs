@@ -45,6 +45,7 @@ impl Ledger {
             sessions: self.sessions,
             page_fencing: self.page_fencing,
             digest: self.recorder.digest.is_some(),
+            states: self.state_groups().to_vec(),
         }
     }
 
@@ -161,6 +162,9 @@ impl Ledger {
                 Ok::<(), std::convert::Infallible>(())
             });
             hashed.unwrap_or_else(|never| match never {});
+        }
+        if let Some(folds) = &plan.states {
+            digest.ints(&folds.dst);
         }
     }
 }

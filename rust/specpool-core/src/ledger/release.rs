@@ -5,7 +5,7 @@ use super::Ledger;
 use crate::error::{Error, Result};
 use crate::ids::Row;
 use crate::log::call::{Call, Given};
-use crate::state::group::Fence;
+use crate::state::group::{Fence, GroupState};
 use crate::verb::Verb;
 
 impl Ledger {
@@ -70,13 +70,20 @@ impl Ledger {
                 group.spec.name
             )));
         }
+        if let Some(states) = self.states.as_ref().filter(|_| !self.sessions) {
+            return Err(Error::Config(format!(
+                "end_turn keeps a checkpoint in state group {}: build the ledger with sessions",
+                states.spec.name
+            )));
+        }
         let resolved = self.cut(row, len, Verb::EndTurn)?;
         let fence = self.fence(row);
         for at in 0..self.groups.len() {
             let dropped = self.groups[at].drop_kept(row, fence, Verb::EndTurn);
             dropped.map_err(|record| self.page_error(at, record))?;
         }
-        self.rows.set_checkpoint(row, Some(resolved));
+        self.with_states(|states| states.end_turn(row, fence, Verb::EndTurn))?;
+        self.rows.set_checkpoint(row, Some(self.checkpoint_to_be(row)));
         self.set_idle(row, true);
         self.drop_orphan_copies(Verb::EndTurn);
         self.note(&Call::EndTurn { row: row.0, length: len }, &Given::Length(resolved), None);
@@ -121,7 +128,7 @@ impl Ledger {
         for (at, group) in self.groups.iter().enumerate() {
             group.check_cut(row, 0).map_err(|record| self.page_error(at, record))?;
         }
-        Ok(())
+        self.check_slots(row)
     }
 
     /// Gives a live row and everything it holds back.
@@ -131,6 +138,10 @@ impl Ledger {
         for at in 0..self.groups.len() {
             let cleared = self.groups[at].clear(row, fence, verb);
             cleared.map_err(|record| self.page_error(at, record))?;
+        }
+        if self.states.is_some() {
+            self.undo_folds(row, verb)?;
+            self.with_states(|states| states.clear(row, fence, verb))?;
         }
         let last = self.rows.last_launched[row.at()];
         self.rows.give_back(row, Some(last).filter(|&step| step > fence.completed));
@@ -151,8 +162,7 @@ impl Ledger {
         }
         let at = row.at();
         let mut cut = len.min(self.rows.written(row));
-        while let Some(shorter) = self.groups.iter().map(|group| group.next_cut(row, cut)).min().filter(|&to| to < cut)
-        {
+        while let Some(shorter) = self.next_cut(row, cut).filter(|&to| to < cut) {
             cut = shorter;
         }
         let takes_nothing = cut == self.rows.resolved[at] && self.rows.in_flight[at] == 0;
@@ -161,6 +171,7 @@ impl Ledger {
         for (at, group) in self.groups.iter().enumerate() {
             group.check_cut(row, cut).map_err(|record| self.page_error(at, record))?;
         }
+        self.check_slots(row)?;
         self.shorten_index(row, cut, verb);
         let (fence, checkpoint) = (self.fence(row), self.rows.checkpoint(row).filter(|&len| len <= cut));
         let was_idle = self.rows.idle[at];
@@ -168,6 +179,10 @@ impl Ledger {
         for at in 0..self.groups.len() {
             let shorter = self.groups[at].cut(row, cut, checkpoint.is_some(), fence, verb);
             shorter.map_err(|record| self.page_error(at, record))?;
+        }
+        if self.states.is_some() {
+            self.undo_folds(row, verb)?;
+            self.with_states(|states| states.cut(row, cut, fence, verb))?;
         }
         self.rows.set_checkpoint(row, checkpoint);
         self.rows.forget_rounds(row);
@@ -183,12 +198,32 @@ impl Ledger {
         Ok(cut)
     }
 
+    /// The length whose windows the row's checkpoint holds: that of its state if these are held, because a later cut
+    /// goes back to it, and else all its tokens.
+    fn checkpoint_to_be(&self, row: Row) -> i32 {
+        let resolved = self.rows.resolved[row.at()];
+        let Some(state_len) = self.states.as_ref().map(|states| states.len[row.at()]) else { return resolved };
+        let holds = |group: &GroupState| !group.lacks_window(group.evicted[row.at()].into(), state_len);
+        if self.groups.iter().all(holds) { state_len } else { resolved }
+    }
+
+    /// The longest cut of at most `len` tokens that one of the groups, or the row's state, allows. A shorter one may be
+    /// needed for the others: ask again with what it returns until that does not change.
+    fn next_cut(&self, row: Row, len: i32) -> Option<i32> {
+        let held = self.groups.iter().map(|group| group.next_cut(row, len)).min();
+        match &self.states {
+            None => held,
+            Some(states) => held.min(Some(states.next_cut(row, self.settled_state_len(states, row), len))),
+        }
+    }
+
     /// Makes the row idle or not, O(its pages). End the idle time before the row's pages change and mark it idle
     /// after: the count of reclaimable pages uses the pages that the row has at the call.
     pub(super) fn set_idle(&mut self, row: Row, is_idle: bool) {
         if self.rows.idle[row.at()] != is_idle {
             self.rows.set_idle(row, is_idle);
             self.groups.iter_mut().for_each(|group| group.set_idle(row, is_idle));
+            self.states.iter_mut().for_each(|states| states.set_idle(row, is_idle));
         }
     }
 

@@ -66,9 +66,9 @@ impl Ledger {
     /// from 1.
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Shape`] (unknown row; `len` not in `1..=resolved_len`; no whole page
-    /// fits), [`Error::NotReady`] (a step that is not complete writes these pages; a page copy into the row is not
-    /// finished; the window below the prefix's end is not held), [`Error::OutOfMemory`].
+    /// In this order, changing nothing: [`Error::Config`] (a state group), [`Error::Shape`] (unknown row; `len` not in
+    /// `1..=resolved_len`; no whole page fits), [`Error::NotReady`] (a step that is not complete writes these pages; a
+    /// page copy into the row is not finished; the window below the prefix's end is not held), [`Error::OutOfMemory`].
     ///
     /// # Examples
     /// ```
@@ -83,6 +83,7 @@ impl Ledger {
     /// ```
     pub fn pin_prefix(&mut self, row: Row, len: i32) -> Result<u64> {
         self.gate()?;
+        self.check_stateless(Verb::PinPrefix.name())?;
         let row = self.rows.check_live(row.0)?;
         let (at, resolved) = (row.at(), self.rows.resolved[row.at()]);
         if len < 1 || len > resolved {
@@ -222,11 +223,13 @@ impl Ledger {
     }
 
     /// Takes a free row with the same tokens as `parent`: shares its whole pages and copies its tail. The new row has
-    /// no root until an extend of it has launched.
+    /// no root until an extend of it has launched. With a state group it has the c tokens that the parent's state
+    /// contains, and shares the state.
     ///
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (unknown row), [`Error::NotReady`] (a round or an extend of
-    /// the parent is in flight; its last launched step is not complete; a page copy into it is not finished),
+    /// the parent is in flight; its last launched step is not complete; a page copy into it is not finished; a window
+    /// below the parent's state is not held),
     /// [`Error::OutOfRows`], [`Error::OutOfPages`], [`Error::OutOfMemory`].
     ///
     /// # Examples
@@ -244,16 +247,29 @@ impl Ledger {
         self.check_still(parent, Verb::Fork.name())?;
         self.check_no_copy_into(parent, Verb::Fork.name())?;
         let at = parent.at();
-        let (len, drafted) = (self.rows.resolved[at], self.rows.drafted[at]);
+        let (resolved, drafted) = (self.rows.resolved[at], self.rows.drafted[at]);
+        let len = self.states.as_ref().map_or(resolved, |states| states.len[at]);
+        if let Some(group) = self.groups.iter().find(|group| group.lacks_window(group.evicted[at].into(), len)) {
+            return Err(Error::NotReady(format!(
+                "fork of {} in group {}: its state has {len} of {resolved} tokens, and the window below needs the slots \
+                 from {} on, held are those from {} on: run a round of it first",
+                self.rows.describe(parent),
+                group.spec.name,
+                group.evict_to(len),
+                group.evicted[at]
+            )));
+        }
+        self.check_slots(parent)?;
         let mut starts = with_room(self.groups.len(), "a row")?;
         for (group_at, group) in self.groups.iter().enumerate() {
-            let evicted = i64::from(group.evicted[at]);
+            let evicted = i64::from(group.evicted[at]).min(group.evict_to(len));
             let row = group.table.row(parent);
             let start = Self::start(group, evicted, len, |column| Page(row[column]))?;
             self.check_pages_of(group_at, parent, &start.shared)?;
             starts.push(start);
         }
-        let row = self.new_row(starts, (len, drafted), tag, 0, Verb::Fork)?;
+        let row = self.new_row(starts, (len, drafted.min(len)), tag, 0, Verb::Fork)?;
+        self.with_states(|states| states.fork(parent, row))?;
         for group in &mut self.groups {
             let whole = i64::from(len) / group.page_size * group.page_size;
             group.protected[at] = group.protected[at].max(whole as i32);

@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::ids::Row;
 use crate::log::call::Call;
 use crate::memory::{copied, with_room};
+use crate::state::state_group::StateSlots;
 use crate::verb::Verb;
 
 /// The state of a ledger at a moment when nothing was in flight.
@@ -60,6 +61,7 @@ impl Ledger {
         }
         Ok(Self {
             groups,
+            states: self.states.as_ref().map(StateSlots::try_clone).transpose()?,
             shapes: copied(&self.shapes, "a snapshot")?,
             rows: self.rows.try_clone()?,
             steps: self.steps.try_clone()?,
@@ -75,7 +77,7 @@ impl Ledger {
 
     /// Goes back to a saved state of this ledger, or of one built alike. Every row's epoch moves on, and step and
     /// prefix numbers never go back, so steps that were prepared in between stay dead. Table cells that differ become
-    /// pending deltas. The caller must restore the contents of the pages on the device.
+    /// pending deltas. The caller must restore the contents of the pages and state slots on the device.
     ///
     /// # Errors
     /// [`Error::NotReady`] while a step is not over; [`Error::Config`] when the snapshot comes from a ledger built
@@ -97,6 +99,7 @@ impl Ledger {
         let (lists, prefixes) = (state.rows.try_clone_lists()?, state.try_clone_prefixes()?);
         let copies = copied(&state.copies, "page copies")?;
         let index = state.index.try_clone()?;
+        let slots = state.states.as_ref().map(|states| states.pool.try_clone()).transpose()?;
         let mut pools = with_room(self.groups.len(), "a snapshot")?;
         for (group, other) in self.groups.iter_mut().zip(&state.groups) {
             let cells = group.table.cells().iter().zip(other.table.cells());
@@ -120,6 +123,9 @@ impl Ledger {
             group.set_kept(kept);
             group.pool = pool;
         }
+        if let (Some(states), Some(other), Some(pool)) = (&mut self.states, &state.states, slots) {
+            states.restore(other, pool);
+        }
         self.rows.restore(&state.rows, lists);
         self.steps.skip_to(&state.steps);
         self.copies = copies;
@@ -142,6 +148,7 @@ impl Ledger {
     fn facts(&self) -> impl PartialEq + '_ {
         let specs: Vec<_> = self.groups.iter().map(|group| (&group.spec, group.row_width)).collect();
         let flags = (self.draft_kv, self.sessions, self.page_fencing, self.max_chunk);
+        let specs = (specs, self.state_groups());
         (specs, &self.shapes, self.rows.num_rows(), self.max_context_len, self.overlap_depth, self.policy, flags)
     }
 }

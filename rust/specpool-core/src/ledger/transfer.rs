@@ -30,9 +30,9 @@ impl Ledger {
     /// [`Ledger::admit_on`] makes a row of them again. O(pages).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Shape`] (unknown row; it has no tokens), [`Error::NotReady`] (a round
-    /// or an extend of it is in flight; its last launched step is not complete; a page copy into it is not finished),
-    /// [`Error::OutOfMemory`].
+    /// In this order, changing nothing: [`Error::Config`] (a state group), [`Error::Shape`] (unknown row; it has no
+    /// tokens), [`Error::NotReady`] (a round or an extend of it is in flight; its last launched step is not complete; a
+    /// page copy into it is not finished), [`Error::OutOfMemory`].
     ///
     /// # Examples
     /// ```
@@ -53,6 +53,7 @@ impl Ledger {
     /// ```
     pub fn export(&mut self, row: Row) -> Result<u64> {
         self.gate()?;
+        self.check_stateless(Verb::Export.name())?;
         let row = self.rows.check_live(row.0)?;
         let (at, len) = (row.at(), self.rows.resolved[row.at()]);
         if len == 0 {
@@ -88,10 +89,12 @@ impl Ledger {
     /// forward. If the KV does not arrive, [`Ledger::abort`] takes the row back.
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Shape`] (`len` not in `1..=max_context_len`; `drafted` not in
-    /// `0..=len`), [`Error::OutOfRows`], [`Error::OutOfPages`], [`Error::OutOfMemory`].
+    /// In this order, changing nothing: [`Error::Config`] (a state group), [`Error::Shape`] (`len` not in
+    /// `1..=max_context_len`; `drafted` not in `0..=len`), [`Error::OutOfRows`], [`Error::OutOfPages`],
+    /// [`Error::OutOfMemory`].
     pub fn import_row(&mut self, len: i32, drafted: i32, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
+        self.check_stateless(Verb::ImportRow.name())?;
         let max_len = self.max_context_len;
         if len < 1 || len > max_len {
             return Err(Error::Shape(format!("import_row: length must be in [1, {max_len}], got {len}")));

@@ -8,6 +8,7 @@ use crate::shape::Shape;
 use crate::state::config::{LedgerConfig, MAX_ROWS};
 use crate::state::group::Group;
 use crate::state::sizing::Policy;
+use crate::state::state_group::StateGroup;
 
 /// The first bytes of a file. Some of them do not survive a transfer as text, which shows the damage.
 pub(crate) const MAGIC: [u8; 8] = *b"\x89SPLOG\r\n";
@@ -89,6 +90,16 @@ fn put_config(out: &mut Vec<u8>, config: &LedgerConfig) {
     for flag in [config.draft_kv, config.sessions, config.page_fencing] {
         out.push(flag.into());
     }
+    // A ledger without states has the same head as before there were any.
+    if !config.states.is_empty() {
+        put_varint(out, config.states.len() as u64);
+        for states in &config.states {
+            put_text(out, &states.name);
+            put_setting(out, states.num_slots);
+            put_setting(out, states.flush);
+            out.push(states.eager.into());
+        }
+    }
 }
 
 pub(crate) fn setting(input: &mut Bytes<'_>) -> Decoded<i64> {
@@ -156,5 +167,11 @@ fn config(input: &mut Bytes<'_>) -> Decoded<LedgerConfig> {
     config.sessions = input.flag()?;
     config.page_fencing = input.flag()?;
     config.digest = true;
+    if !input.rest().is_empty() {
+        config.states = list(input, |input| {
+            let (name, num_slots, flush) = (input.text()?, setting(input)?, setting(input)?);
+            Ok(StateGroup { name, num_slots, flush, eager: input.flag()? })
+        })?;
+    }
     Ok(config)
 }

@@ -3,6 +3,7 @@
 use crate::shape::Shape;
 use crate::state::group::Group;
 use crate::state::sizing::Policy;
+use crate::state::state_group::StateGroup;
 
 /// Rows that a ledger may have: far more than any server runs, few enough to fit in memory.
 pub(crate) const MAX_ROWS: i64 = 1 << 24;
@@ -37,6 +38,8 @@ pub struct LedgerConfig {
     pub page_fencing: bool,
     /// Whether the running digest is kept.
     pub digest: bool,
+    /// The slots for recurrent state; none if every layer has KV. One group holds the states of all recurrent layers.
+    pub states: Vec<StateGroup>,
 }
 
 impl LedgerConfig {
@@ -57,6 +60,7 @@ impl LedgerConfig {
             sessions: false,
             page_fencing: true,
             digest: false,
+            states: Vec::new(),
         }
     }
 }

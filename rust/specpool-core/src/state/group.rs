@@ -309,12 +309,16 @@ impl GroupState {
         self.page_of(row, column) == Some(page)
     }
 
-    /// Counts every page of the row as held by an idle row, or no longer so. All of these pages are in the table: a
-    /// checkpoint's pages outside it were evicted by a prepare, and a prepare ends the idle time.
+    /// Counts every page of the row as held by an idle row, or no longer so. A checkpoint's pages lie outside the table
+    /// if a prepare evicted them and was cancelled, because a cancel makes the row idle again.
     pub(crate) fn set_idle(&mut self, row: Row, is_idle: bool) {
         let count = if is_idle { PagePool::rest } else { PagePool::wake };
         for column in self.held_columns(row) {
             self.table.row(row).get(column).iter().for_each(|&&page| count(&mut self.pool, Page(page)));
+        }
+        let kept = self.kept.get(row.at()).map_or(&[][..], Vec::as_slice);
+        for kept in kept {
+            count(&mut self.pool, kept.page);
         }
     }
 

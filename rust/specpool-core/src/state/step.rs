@@ -9,8 +9,10 @@ use std::sync::Arc;
 
 use crate::digest::Digest;
 use crate::error::{Error, Result};
+use crate::ids::{Page, Row};
 use crate::memory;
 use crate::state::page_copy::{PageCopy, TailCopy};
+use crate::state::state_group::{Fold, StateFolds};
 
 /// What a step runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,6 +61,9 @@ pub struct Plan {
     pub allocated_before: Vec<i32>,
     /// `int32 [num_groups, b]`: `allocated_len` that the step needs and has.
     pub allocated_after: Vec<i32>,
+    /// What the lanes do with their rows' states; `None` without a state group. Boxed, so that plans of most ledgers
+    /// stay small.
+    pub states: Option<Box<StateFolds>>,
     /// Copies of partly filled pages, to be applied in this order before the step's forward and every later one.
     pub page_copies: Vec<PageCopy>,
 }
@@ -68,6 +73,12 @@ impl Plan {
     #[must_use]
     pub fn num_lanes(&self) -> usize {
         self.rows.len()
+    }
+
+    /// The lane's fold; `None` without a state group.
+    pub(crate) fn fold(&self, lane: usize) -> Option<Fold> {
+        let StateFolds { src, dst, from, .. } = self.states.as_deref()?;
+        Some(Fold { src: Page(src[lane]), dst: Page(dst[lane]), from: from[lane] })
     }
 }
 
@@ -240,6 +251,11 @@ impl Steps {
                 digest.ints(lanes);
             }
             plan.epochs.iter().for_each(|&epoch| digest.word(epoch));
+            if let Some(StateFolds { src, dst, from, to }) = plan.states.as_deref() {
+                for lanes in [src, dst, from, to] {
+                    digest.ints(lanes);
+                }
+            }
             for before in [&record.before.drafted, &record.before.idle] {
                 digest.ints(before);
             }
@@ -267,8 +283,16 @@ impl Steps {
         self.queue.iter()
     }
 
-    pub(crate) fn unlaunched(&self) -> impl Iterator<Item = &StepRecord> {
+    pub(crate) fn unlaunched(&self) -> impl DoubleEndedIterator<Item = &StepRecord> {
         self.queue.range(self.num_launched()..)
+    }
+
+    /// The unlaunched folds of a row at this epoch, newest first; none without a state group.
+    pub(crate) fn unlaunched_folds(&self, row: Row, epoch: u64) -> impl Iterator<Item = Fold> {
+        self.unlaunched().rev().filter_map(move |record| {
+            let lane = record.plan.rows.iter().position(|&other| other == row.0)?;
+            if record.plan.epochs[lane] == epoch { record.plan.fold(lane) } else { None }
+        })
     }
 
     /// The first unlaunched step that can never be launched, if any.

@@ -19,6 +19,7 @@ fn plan() -> Plan {
         new_len,
         allocated_before,
         allocated_after,
+        states: None,
         page_copies,
     }
 }

@@ -1,0 +1,594 @@
+"""Law: docs/contract.md, Recurrent state. The ledger against its oracle and a device with states.
+
+`SPECPOOL_SOAK=N pytest tests/core/test_states.py` runs N examples of 200 operations each.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+import log_reference
+from lockstep import Lockstep
+from oracle_slots import SlotOracle
+from specpool import ConfigError, Group, OutOfPages, Shape, ShapeError, StateGroup
+from specpool._core import Replay
+from specpool.testing import (
+    DeviceFault,
+    LedgerConfig,
+    Operation,
+    decode_op,
+    ledger_configs,
+    operation_codes,
+)
+from state_plants import PLANTS, HasAShorterRing, IgnoresReaders, planted
+
+SOAK = int(os.environ.get("SPECPOOL_SOAK", "0"))
+SETTINGS = settings(
+    stateful_step_count=200 if SOAK else 60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=not SOAK,
+    database=None,
+    print_blob=bool(SOAK),
+)
+
+# What a run must have met, or it proves little: every verb done, these refusals and these cases.
+VERBS = (
+    "admit fork prepare_extend prepare_decode launch resolve complete cancel abandon trim end_turn "
+    "retract finish abort"
+).split()
+REFUSALS = {
+    ("fork", "NotReady"),
+    ("pin_prefix", "ConfigError"),
+    ("prepare_extend", "OutOfPages"),
+    ("prepare_decode", "OutOfPages"),
+    ("end_turn", "ConfigError"),
+    ("abandon", "OrderError"),
+}
+CASES = {
+    "cut to a kept state",
+    "cut to no state",
+    "eager round",
+    "fold undone by a cut",
+    "fork of a state",
+    "out of slots",
+    "round behind an eager one",
+    "state written beside a shared one",
+    "state written in place",
+}
+
+
+@st.composite
+def state_configs(draw: st.DrawFn) -> LedgerConfig:
+    """Draw ledgers with states, with few slots."""
+    config = draw(ledger_configs(max_groups=2))
+    flush, eager = draw(st.sampled_from([1, 1, 2, 4])), draw(st.booleans())
+    least = 2 if config.sessions else 1
+    num_slots = least + draw(st.integers(0, config.num_rows + 1))
+    states = StateGroup("s", num_slots=num_slots, flush=flush, eager=eager)
+    return replace(config, states=(states,))
+
+
+def instead_of_a_pin(operation: Operation) -> Operation:
+    """Do something with states where the operations pin a prefix, which is refused."""
+    verb, arguments = operation
+    if verb != "pin_prefix":
+        return operation
+    return (
+        ("end_turn", arguments),
+        ("fork", {"row": arguments["row"]}),
+        ("fork", {"row": arguments["row"]}),
+        operation,
+    )[arguments["length"] % 4]
+
+
+class StatesAgainstOracle(RuleBasedStateMachine):
+    """The operations, the snapshots, and the device in between."""
+
+    lockstep: ClassVar[type[Lockstep]] = Lockstep
+    counts: ClassVar[Counter[tuple[str, str]]] = Counter()
+    met: ClassVar[Counter[str]] = Counter()
+
+    @initialize(config=state_configs(), seed=st.integers(0, 2**32 - 1))
+    def start(self, config: LedgerConfig, seed: int) -> None:
+        self.both = self.lockstep(config, random.Random(seed).randrange)
+
+    @rule(codes=st.lists(operation_codes(), min_size=1, max_size=5), runs=st.integers(0, 3))
+    def operate(self, codes: list[bytes], runs: int) -> None:
+        for code in codes:
+            self.both.apply(instead_of_a_pin(decode_op(self.both.ledger, code)))
+            for _ in range(runs):
+                self.both.device.run_some()
+
+    @rule(restores=st.booleans())
+    def snapshot(self, restores: bool) -> None:
+        self.both.restore() if restores else self.both.snapshot()
+
+    def teardown(self) -> None:
+        if hasattr(self, "both"):
+            self.both.finish()
+            self.counts.update(self.both.counts)
+            assert isinstance(self.both.oracle, SlotOracle)
+            self.met.update(self.both.oracle.met)
+
+
+def test_the_states_agree_with_the_oracle():
+    counts, met = StatesAgainstOracle.counts, StatesAgainstOracle.met
+    counts.clear()
+    met.clear()
+    examples = settings(SETTINGS, max_examples=SOAK or 300)
+    run_state_machine_as_test(StatesAgainstOracle, settings=examples)
+    assert not [verb for verb in VERBS if not counts[verb, "ok"]]
+    assert not [refusal for refusal in REFUSALS if not counts[refusal]]
+    assert not [case for case in CASES if not met[case]]
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_a_broken_rule_is_noticed(plant):
+    """Each plant breaks one rule, in the oracle or in what the device is told."""
+
+    class Planted(StatesAgainstOracle):
+        lockstep = PLANTS[plant]
+
+        def teardown(self) -> None:
+            pass
+
+    examples = settings(
+        SETTINGS, max_examples=200, phases=[Phase.generate], report_multiple_bugs=False
+    )
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Planted, settings=examples)
+
+
+# --- Cases that chance meets too rarely ---
+
+FULL = LedgerConfig(
+    (Group("kv", page_size=4, num_pages=40, hosts_drafts=True),),
+    (Shape.eagle(2, 1, 3),),
+    num_rows=4,
+    max_context_len=32,
+    overlap_depth=1,
+    states=(StateGroup("ssm", num_slots=3),),
+)
+SESSIONS = replace(FULL, sessions=True)
+
+
+def with_slots(config: LedgerConfig, num_slots: int, **options: Any) -> LedgerConfig:
+    return replace(config, states=(StateGroup("ssm", num_slots=num_slots, **options),))
+
+
+def prepare(both: Lockstep, row: int, length: int) -> Any:
+    return both.apply(("prepare_extend", {"rows": [row], "new_lens": [length]}))
+
+
+def launched(both: Lockstep, row: int, length: int) -> Any:
+    plan = prepare(both, row, length)
+    both.apply(("launch", {"step": plan.step}))
+    return plan
+
+
+def extend(both: Lockstep, row: int, length: int) -> Any:
+    plan = launched(both, row, length)
+    both.apply(("complete", {"step": plan.step}))
+    return plan
+
+
+def prefilled(both: Lockstep, length: int) -> int:
+    row: int = both.apply(("admit", {}))
+    extend(both, row, length)
+    return row
+
+
+def decode(both: Lockstep, row: int, accept_len: int, shape: int = 1) -> Any:
+    """A whole round."""
+    plan = both.apply(("prepare_decode", {"rows": [row], "shapes": [shape]}))
+    both.apply(("launch", {"step": plan.step}))
+    both.apply(("resolve", {"step": plan.step, "accept_lens": [accept_len]}))
+    both.apply(("complete", {"step": plan.step}))
+    return plan
+
+
+def state(both: Lockstep, row: int) -> tuple[int, int]:
+    """The row's slot and c."""
+    return int(both.ledger.state_slot(0)[row]), int(both.ledger.state_len(0)[row])
+
+
+def reader_in_flight(lockstep: type[Lockstep], num_slots: int) -> tuple[Lockstep, int, int]:
+    """A row whose slot a launched step of its parent, which no longer holds it, still reads."""
+    both = lockstep(with_slots(FULL, num_slots))
+    parent = prefilled(both, 6)
+    child = both.apply(("fork", {"row": parent}))
+    plan = launched(both, parent, 8)
+    assert (plan.state_src[0, 0], plan.state_dst[0, 0]) == (1, 2)
+    return both, child, plan.step
+
+
+def test_a_slot_that_a_former_holder_still_reads_is_not_written():
+    both, child, _ = reader_in_flight(Lockstep, num_slots=3)
+    assert state(both, child) == (1, 5)
+    assert prepare(both, child, 7).state_dst[0, 0] == 3
+    both.finish()
+
+
+def test_a_row_may_write_its_slot_once_the_former_holders_step_is_complete():
+    """No slot is free; the refusal counts the row's own slot as fenced, so waiting helps."""
+    both, child, step = reader_in_flight(Lockstep, num_slots=2)
+    with pytest.raises(OutOfPages, match="group ssm") as refusal:
+        both.ledger.prepare_extend([child], [7])
+    error = refusal.value
+    assert (error.group, error.need, error.free, error.fenced) == ("ssm", 1, 0, 1)
+    assert prepare(both, child, 7) is None
+    both.apply(("complete", {"step": step}))
+    assert prepare(both, child, 7).state_dst[0, 0] == 1
+    both.finish()
+
+
+def test_writing_it_anyway_is_noticed():
+    with pytest.raises(AssertionError):
+        both, child, _ = reader_in_flight(planted(IgnoresReaders), num_slots=3)
+        prepare(both, child, 7)
+
+
+def longest_read(lockstep: type[Lockstep]) -> None:
+    """A round reads the records of two rounds in flight, and has written its own nodes."""
+    both = lockstep(FULL)
+    row = prefilled(both, 6)
+    plans = []
+    for _ in range(3):
+        plans.append(both.apply(("prepare_decode", {"rows": [row], "shapes": [1]})))
+        both.apply(("launch", {"step": plans[-1].step}))
+        if len(plans) > 1:
+            both.apply(("resolve", {"step": plans[-2].step, "accept_lens": [3]}))
+    assert (plans[-1].state_from[0, 0], plans[-1].state_to[0, 0]) == (6, 9)
+    both.apply(("complete", {"step": plans[-1].step}))
+    both.finish()
+
+
+def test_the_ring_is_long_enough_and_not_longer():
+    longest_read(Lockstep)
+    with pytest.raises(DeviceFault, match="the record of position 6 is"):
+        longest_read(planted(HasAShorterRing))
+
+
+def test_an_extend_leaves_the_last_token_to_an_identical_prompt():
+    both = Lockstep(FULL)
+    row = both.apply(("admit", {}))
+    plan = extend(both, row, 6)
+    folds = (plan.state_src, plan.state_dst, plan.state_from, plan.state_to)
+    assert [fold.tolist() for fold in folds] == [[[0]], [[1]], [[0]], [[5]]]
+    both.finish()
+
+
+def test_a_round_folds_what_was_resolved_at_its_prepare():
+    both = Lockstep(FULL)
+    row = prefilled(both, 6)
+    first = both.apply(("prepare_decode", {"rows": [row], "shapes": [1]}))
+    second = both.apply(("prepare_decode", {"rows": [row], "shapes": [1]}))
+    assert (first.state_from[0, 0], first.state_to[0, 0]) == (5, 6)
+    assert (second.state_from[0, 0], second.state_to[0, 0], second.state_dst[0, 0]) == (6, 6, 0)
+    both.finish()
+
+
+def test_flush_gathers_tokens_before_a_fold():
+    both = Lockstep(with_slots(FULL, 1, flush=4))
+    row = prefilled(both, 6)
+    ends = [int(decode(both, row, accept_len=1).state_to[0, 0]) for _ in range(6)]
+    assert ends == [5, 5, 5, 9, 9, 9]
+    both.finish()
+
+
+def test_an_eager_round_folds_its_own_root():
+    both = Lockstep(with_slots(FULL, 1, eager=True))
+    row = prefilled(both, 6)
+    assert decode(both, row, accept_len=1, shape=0).state_to[0, 0] == 7
+    assert decode(both, row, accept_len=3).state_to[0, 0] == 7
+    both.finish()
+
+
+def test_a_cut_to_c_or_more_moves_no_slot():
+    both = Lockstep(FULL)
+    row = prefilled(both, 6)
+    decode(both, row, accept_len=3)
+    assert both.apply(("trim", {"row": row, "length": 7})) == 7
+    assert state(both, row) == (1, 6)
+    plan = extend(both, row, 8)
+    assert (plan.start[0], plan.state_from[0, 0], plan.state_src[0, 0]) == (7, 6, 1)
+    both.finish()
+
+
+def test_a_cut_below_c_goes_back_to_the_checkpoint_or_to_nothing():
+    both = Lockstep(SESSIONS)
+    row = prefilled(both, 6)
+    assert both.apply(("end_turn", {"row": row, "length": 6})) == 6
+    assert both.ledger.kept_state(0, row) == (1, 5)
+    assert extend(both, row, 12).state_dst[0, 0] == 2
+    assert both.apply(("trim", {"row": row, "length": 7})) == 5
+    assert state(both, row) == (1, 5)
+    assert both.apply(("trim", {"row": row, "length": 4})) == 0
+    assert (state(both, row), both.ledger.kept_state(0, row)) == ((0, 0), None)
+    both.finish()
+
+
+def test_a_cut_ends_where_pages_and_state_agree():
+    """Counterexample to one cut after the other: the pages allow 4, the state 5 or 0."""
+    both = Lockstep(SESSIONS)
+    row = prefilled(both, 6)
+    both.apply(("end_turn", {"row": row, "length": 6}))
+    extend(both, row, 12)
+    both.apply(
+        ("fork", {"row": row})
+    )  # Pages below 8 are shared: a cut inside them ends at an edge.
+    assert both.apply(("trim", {"row": row, "length": 7})) == 0
+    both.finish()
+
+
+def test_a_checkpoint_is_not_written_and_needs_two_slots():
+    both = Lockstep(with_slots(SESSIONS, 2))
+    row = both.apply(("admit", {}))
+    for turn in range(1, 6):
+        extend(both, row, 5 * turn)
+        both.apply(("end_turn", {"row": row, "length": 5 * turn}))
+        assert both.ledger.kept_state(0, row) == (state(both, row)[0], 5 * turn - 1)
+        assert both.ledger.reclaimable_state_slots(0) == 1
+    both.finish()
+
+
+def test_a_failed_step_takes_the_states_of_its_rows_and_no_others():
+    both = Lockstep(FULL)
+    parent = prefilled(both, 6)
+    child = both.apply(("fork", {"row": parent}))
+    extend(both, child, 7)
+    failed = launched(both, parent, 8)
+    later = both.apply(("prepare_decode", {"rows": [parent], "shapes": [1]}))
+    both.apply(("launch", {"step": later.step}))
+    both.apply(("abandon", {"step": failed.step}))
+    assert not both.ledger.is_live(parent)
+    assert both.ledger.fenced_state_slots(0) > 0
+    decode(both, child, accept_len=2)
+    assert state(both, child)[1] == 7
+    both.finish()
+
+
+def test_a_complete_step_cannot_be_abandoned():
+    """So a fork, which needs complete steps, never reads what a failed step wrote."""
+    both = Lockstep(FULL)
+    row = both.apply(("admit", {}))
+    plan = extend(both, row, 6)
+    both.apply(("abandon", {"step": plan.step}))
+    assert both.counts["abandon", "OrderError"] == 1
+    both.finish()
+
+
+def test_a_round_behind_an_eager_one_does_not_fold_back():
+    """Counterexample to `to = r` alone: c is r + 1 while the eager round is in flight."""
+    both = Lockstep(with_slots(FULL, 1, eager=True))
+    row = prefilled(both, 6)
+    plans = [both.apply(("prepare_decode", {"rows": [row], "shapes": [0]})) for _ in range(2)]
+    assert [int(plan.state_to[0, 0]) for plan in plans] == [7, 7]
+    assert [int(plan.state_dst[0, 0]) for plan in plans] == [1, 0]
+    both.finish()
+
+
+def test_a_slot_waits_for_the_steps_of_the_row_that_gave_it_up():
+    both = Lockstep(FULL)
+    row = prefilled(both, 6)
+    plan = launched(both, row, 8)
+    assert both.apply(("trim", {"row": row, "length": 3})) == 0
+    assert (both.ledger.free_state_slots(0), both.ledger.fenced_state_slots(0)) == (2, 1)
+    both.apply(("complete", {"step": plan.step}))
+    assert (both.ledger.free_state_slots(0), both.ledger.fenced_state_slots(0)) == (3, 0)
+    both.finish()
+
+
+def test_a_row_that_goes_gives_back_what_its_unlaunched_steps_took():
+    both = Lockstep(FULL)
+    row = prefilled(both, 6)
+    both.apply(("fork", {"row": row}))
+    plan = prepare(both, row, 9)
+    assert both.ledger.free_state_slots(0) == 1
+    both.apply(("finish", {"row": row}))
+    assert both.ledger.free_state_slots(0) == 2
+    both.apply(("cancel", {"step": plan.step}))
+    both.finish()
+
+
+def test_a_cut_undoes_what_is_not_launched():
+    both = Lockstep(FULL)
+    row = prefilled(both, 6)
+    both.apply(("fork", {"row": row}))
+    plan = prepare(both, row, 9)
+    assert (state(both, row), both.ledger.free_state_slots(0)) == ((2, 8), 1)
+    both.apply(("trim", {"row": row, "length": 6}))
+    assert (state(both, row), both.ledger.free_state_slots(0)) == ((1, 5), 2)
+    both.apply(("cancel", {"step": plan.step}))
+    both.finish()
+
+
+def test_a_cancelled_prepare_that_evicted_leaves_the_checkpoint_reclaimable():
+    """The checkpoint is at c, below r, so the prepare already takes its pages out of the table."""
+    windowed = Group("kv", page_size=4, num_pages=40, hosts_drafts=True, window=4)
+    both = Lockstep(
+        replace(SESSIONS, groups=(windowed,), states=(StateGroup("ssm", num_slots=3, flush=8),))
+    )
+    row = prefilled(both, 12)
+    decode(both, row, accept_len=3)
+    both.apply(("end_turn", {"row": row, "length": 15}))
+    assert both.ledger.checkpoint_len(row) == 11
+    reclaimable = both.ledger.reclaimable_pages(0)
+    plan = prepare(both, row, 17)
+    both.apply(("cancel", {"step": plan.step}))
+    assert both.ledger.reclaimable_pages(0) == reclaimable
+    both.finish()
+
+
+def test_without_the_window_below_its_state_a_row_cannot_go_back_there():
+    """Its checkpoint is at r then, and a fork, which would start at c, has to wait."""
+    windowed = Group("kv", page_size=4, num_pages=40, hosts_drafts=True, window=4)
+    both = Lockstep(replace(with_slots(SESSIONS, 3, flush=8), groups=(windowed,)))
+    row = prefilled(both, 10)
+    for _ in range(2):
+        decode(both, row, accept_len=3)
+    assert (state(both, row)[1], both.ledger.evicted_len(0)[row]) == (9, 8)
+    assert both.apply(("fork", {"row": row})) is None
+    assert both.counts["fork", "NotReady"] == 1
+    both.apply(("end_turn", {"row": row, "length": 16}))
+    assert both.ledger.checkpoint_len(row) == 16
+    both.finish()
+
+
+# --- What is refused, and what is not there ---
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "index": (1, [1, 2]),
+    "match_prefix": ([1, 2],),
+    "admit_cached": ([1, 2],),
+    "pin_prefix": (1, 4),
+    "export": (1,),
+    "import_row": (4, 0),
+    "lend": (1, 0, 4),
+    "rebind": (1, 0, 4, [1]),
+    "admit_lent": ([1], 4),
+    "watch_kv": (),
+}
+
+
+@pytest.mark.parametrize("verb", ARGUMENTS)
+def test_a_verb_that_does_not_move_states_is_refused(verb):
+    both = Lockstep(FULL)
+    prefilled(both, 6)
+    before = both.ledger.state_hash(), both.ledger.digest
+    with pytest.raises(ConfigError, match=f'{verb} is not supported with a state group.*"ssm"'):
+        getattr(both.ledger, verb)(*ARGUMENTS[verb])
+    assert (both.ledger.state_hash(), both.ledger.digest) == before
+
+
+def test_a_log_has_the_states_and_a_replay_gives_them_again(tmp_path):
+    path = tmp_path / "log"
+    config = with_slots(FULL, 3, flush=2, eager=True)
+    ledger = config.build(record=path)
+    row = ledger.admit()
+    ledger.launch(ledger.prepare_extend([row], [6]).step)
+    child = ledger.prepare_decode([row], [0])
+    ledger.launch(child.step)
+    ledger.resolve(child.step, [1])
+    ledger.complete(child.step)
+    ledger.launch(ledger.prepare_extend([ledger.fork(row)], [9]).step)
+    hash_at_end = ledger.state_hash()
+    ledger.close()
+    replay = Replay(path)
+    assert replay.config["states"] == [*config.states]
+    while replay.advance() is not None:
+        pass
+    assert (replay.end, replay.ledger.state_hash()) == ("closed", hash_at_end)
+    log = log_reference.read(path.read_bytes())
+    assert log.config["states"] == [{"name": "ssm", "num_slots": 3, "flush": 2, "eager": True}]
+
+
+def test_a_ledger_of_full_groups_needs_sessions_for_a_checkpoint():
+    with pytest.raises(ConfigError, match="state group ssm: build the ledger with sessions"):
+        FULL.build().end_turn(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"name": ""}, "a state group needs a name"),
+        ({"num_slots": 0}, r"state group ssm: num_slots must be in \[1, 2147483647\], got 0"),
+        ({"flush": 0}, r"state group ssm: flush must be in \[1, 2147483647\], got 0"),
+    ],
+)
+def test_a_state_group_out_of_range_is_refused(group, message):
+    with pytest.raises(ConfigError, match=message):
+        StateGroup(**{"name": "ssm", "num_slots": 1, **group})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (with_slots(SESSIONS, 1), "num_slots must be at least 2 with sessions.*got 1"),
+        (replace(FULL, states=(StateGroup("kv", num_slots=1),)), 'called "kv"'),
+        (replace(FULL, states=FULL.states * 2), "at most one state group.*got 2"),
+    ],
+)
+def test_a_ledger_with_unfit_states_is_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        config.build()
+
+
+def test_a_ledger_without_states_has_empty_arrays():
+    ledger = replace(FULL, states=()).build()
+    plan = ledger.prepare_extend([ledger.admit()], [3])
+    assert ledger.states == []
+    folds = (plan.state_src, plan.state_dst, plan.state_from, plan.state_to)
+    assert [fold.shape for fold in folds] == [(0, 1)] * 4
+    with pytest.raises(ShapeError, match=r"state group 0 is not in 0\.\.0"):
+        ledger.state_len(0)
+
+
+def test_the_ring_holds_what_may_be_in_flight():
+    """R = (D + 1) A + N + flush - 1."""
+    assert FULL.build().state_ring_len(0) == 2 * 3 + 3
+    assert with_slots(FULL, 1, flush=4).build().state_ring_len(0) == 2 * 3 + 3 + 3
+
+
+def test_the_hash_and_the_digest_see_the_states():
+    """The same calls, with one fold more or less."""
+    ledgers = [with_slots(FULL, 3, flush=flush).build(digest=True) for flush in (1, 4)]
+    for ledger in ledgers:
+        row = ledger.admit()
+        ledger.launch(ledger.prepare_extend([row], [6]).step)
+        ledger.launch(ledger.prepare_decode([row], [1]).step)
+    assert ledgers[0].state_hash() != ledgers[1].state_hash()
+    assert ledgers[0].digest != ledgers[1].digest
+
+
+def test_a_view_of_the_states_shows_a_restored_snapshot():
+    both = Lockstep(FULL)
+    row = prefilled(both, 6)
+    slots, lengths, saved = (
+        both.ledger.state_slot(0),
+        both.ledger.state_len(0),
+        both.ledger.snapshot(),
+    )
+    both.ledger.finish(row)
+    assert (slots[row], lengths[row], both.ledger.free_state_slots(0)) == (0, 0, 3)
+    both.ledger.restore(saved)
+    assert (slots[row], lengths[row], both.ledger.free_state_slots(0)) == (1, 5, 2)
+
+
+def test_a_restored_session_has_its_checkpoint():
+    both = Lockstep(SESSIONS)
+    row = prefilled(both, 6)
+    both.apply(("end_turn", {"row": row, "length": 6}))
+    both.snapshot()
+    extend(both, row, 9)
+    both.apply(("finish", {"row": row}))
+    both.restore()
+    assert both.ledger.kept_state(0, row) == (1, 5)
+    extend(both, row, 9)
+    assert both.apply(("trim", {"row": row, "length": 6})) == 5
+    both.finish()
+
+
+def test_a_snapshot_of_other_states_is_refused():
+    saved = FULL.build().snapshot()
+    for other in (with_slots(FULL, 2), replace(FULL, states=())):
+        with pytest.raises(ConfigError, match="built otherwise"):
+            other.build().restore(saved)
+
+
+def test_a_group_says_what_it_is():
+    group = StateGroup("ssm", num_slots=3, flush=2, eager=True)
+    assert repr(group) == "StateGroup('ssm', num_slots=3, flush=2, eager=True)"
+    assert group == StateGroup("ssm", num_slots=3, flush=2, eager=True)
+    assert group != StateGroup("ssm", num_slots=3, flush=2)
+    assert hash(group) == hash(StateGroup("ssm", num_slots=3, flush=2, eager=True))
