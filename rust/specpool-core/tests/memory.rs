@@ -302,7 +302,9 @@ fn states_without_memory_change_nothing() {
     let lens = |more: i32| rows.iter().map(|row| 30 + row % 7 + more).collect::<Vec<i32>>();
     let step = world.extend(&rows, &lens(0));
     world.run(step);
-    rows.iter().for_each(|&row| assert!(world.giving(|ledger| ledger.end_turn(Row(row), 99)) >= 30));
+    for &row in &rows {
+        assert!(world.giving(|ledger| ledger.end_turn(Row(row), 99)) >= 30);
+    }
     let step = world.extend(&rows, &lens(9));
     world.giving(|ledger| ledger.cancel(step));
     let step = world.extend(&rows, &lens(9));
@@ -315,12 +317,16 @@ fn states_without_memory_change_nothing() {
     let step = world.taking("prepare_decode", decode).step;
     world.giving(|ledger| ledger.launch(step));
     // The first row shares pages with its fork, so it can be cut at page edges alone.
-    rows[1..].iter().for_each(|&row| assert!(world.giving(|ledger| ledger.trim(Row(row), 36)) >= 29));
+    for &row in &rows[1..] {
+        assert!(world.giving(|ledger| ledger.trim(Row(row), 36)) >= 29);
+    }
     world.giving(|ledger| ledger.abandon(step));
     world.giving(|ledger| ledger.complete(step));
     world.taking("audit", |ledger| ledger.audit());
     world.taking("restore", |ledger| ledger.restore(&snapshot));
-    rows.iter().for_each(|&row| world.giving(|ledger| ledger.finish(Row(row))));
+    for &row in &rows {
+        world.giving(|ledger| ledger.finish(Row(row)));
+    }
     world.ledger.check().unwrap();
     assert_eq!(world.ledger.free_state_slots(0), Ok(3 * ROWS as usize - 1)); // the fork's
 }

@@ -108,7 +108,7 @@ fn every_planted_fault_of_the_states_is_reported_and_changes_the_hash() {
         ("the state has 11 tokens, at most 10 are resolved", |ledger, row| states(ledger).len[row.at()] = 11),
         ("it holds slot 3, which is free", |ledger, row| states(ledger).slot[row.at()] = 3),
         ("slot 1 of state group ssm: 2 holders, 2 of them idle, the pool counts 3 and 2", |ledger, _| {
-            states(ledger).pool.share(Page(1), Verb::Fork).unwrap()
+            states(ledger).pool.share(Page(1), Verb::Fork).unwrap();
         }),
         ("slot 2 of state group ssm: 0 holders, 0 of them idle, the pool counts 1 and 0", |ledger, row| {
             states(ledger).pool.take(row, 1, Verb::Trim).unwrap();
