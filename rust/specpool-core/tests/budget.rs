@@ -322,6 +322,28 @@ fn easy_rows_draft_and_hard_rows_do_not() {
     assert_eq!(one_page.choose().picks, [0, 0], "the widening row finds one page of two");
 }
 
+/// Widening the late rows of one candidate for all may make a round so much longer that others are late. The search once
+/// looked at the widened rows alone.
+#[test]
+fn one_candidate_for_all_is_not_passed_over() {
+    let case = Case {
+        num_candidates: 3,
+        shapes: vec![0, 1, 2, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 1, 2],
+        tokens: vec![1.0, 1.842, 2.552, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.679, 2.14, 1.0, 1.6, 1.961],
+        worth: vec![0.97, 0.5, 0.5, 0.5, 0.5],
+        gives: vec![1.0; 5],
+        due: vec![0.0; 10],
+        base: 0.8752,
+        mixed: 0.2362,
+        charge: vec![0.0, 0.0878, 0.0],
+        lane: vec![0.0, 0.0433, 0.254],
+        ..Case::of(&[])
+    };
+    let case = case.with_targets(1.4105);
+    let good = goodput(&case, &case.choose().picks).0;
+    assert!(good >= goodput(&case, &[1; 5]).0 * (1.0 - 1e-9), "{good}");
+}
+
 /// Rows that are alike get the same shape at any price of a page. Still no page is left that makes a row wider.
 #[test]
 fn targets_do_not_take_pages_that_are_not_there() {

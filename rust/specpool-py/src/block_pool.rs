@@ -236,8 +236,8 @@ impl BlockPool {
         let start = at_least("start", start, 0)?;
         // If the index knows the block two before the new ones, what lies before it needs no look.
         if start >= 2
+            && blocks.len().unwrap_or(0) >= start // and so the product is no overflow
             && tokens.len().unwrap_or(0) >= start * self.size()
-            && blocks.len().unwrap_or(0) >= start
             && let Ok(anchor) = blocks.get_item(start - 2)?.extract::<i32>()
             && self.0.is_indexed(anchor).unwrap_or(false)
         {

@@ -286,6 +286,7 @@ impl<'a> Chooser<'a> {
         let mut picks = filled(0, self.num_rows, "picks")?;
         for pick in all {
             picks.fill(pick);
+            self.keep_greater(&picks, &mut best, &mut most);
             self.serve(&hopes, self.fixed(&picks), &mut picks, &mut best, &mut most)?;
         }
         let mut fixed = self.fixed(&best);
@@ -295,6 +296,15 @@ impl<'a> Chooser<'a> {
             fixed /= RENT_STEP;
         }
         Ok(best)
+    }
+
+    /// Keeps picks that have the pages and a greater goodput than the best so far.
+    fn keep_greater(&self, picks: &[i32], best: &mut [i32], most: &mut f64) {
+        let goodput = self.goodput(picks);
+        if goodput > *most && self.fits(picks) {
+            *most = goodput;
+            best.copy_from_slice(picks);
+        }
     }
 
     fn shortest_lane(&self, row: usize) -> f64 {
@@ -320,11 +330,7 @@ impl<'a> Chooser<'a> {
                     }
                 }
             }
-            let goodput = self.goodput(&wider);
-            if goodput > *most && self.fits(&wider) {
-                *most = goodput;
-                best.copy_from_slice(&wider);
-            }
+            self.keep_greater(&wider, best, most);
             let longer = self.seconds(&wider);
             if longer <= seconds {
                 break;
