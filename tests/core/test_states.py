@@ -378,6 +378,15 @@ def test_a_round_behind_an_eager_one_does_not_fold_back():
     both.finish()
 
 
+def test_a_round_is_eager_only_if_nothing_is_in_flight():
+    """The root of a round behind another is not known to the host."""
+    both = Lockstep(with_slots(FULL, 1, eager=True))
+    row = prefilled(both, 6)
+    plans = [both.apply(("prepare_decode", {"rows": [row], "shapes": [at]})) for at in (1, 0)]
+    assert [int(plan.state_to[0, 0]) for plan in plans] == [6, 6]
+    both.finish()
+
+
 def test_a_slot_waits_for_the_steps_of_the_row_that_gave_it_up():
     both = Lockstep(FULL)
     row = prefilled(both, 6)
