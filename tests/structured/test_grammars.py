@@ -177,6 +177,8 @@ def test_a_keyword_that_forbids_nothing_is_not_refused(compiler, keywords):
         {"dependencies": {"default": ["a"]}},
         {"propertyNames": {"type": "string", "maxLength": 1}},
         {"propertyNames": {"type": "null"}},
+        {"propertyNames": 1},
+        {"uniqueItems": 0},
         {"propertyNames": False},
         {"uniqueItems": True},
         {"unevaluatedProperties": {"type": "null"}},

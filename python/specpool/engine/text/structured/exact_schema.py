@@ -91,10 +91,13 @@ def _drop_idle(schema: dict[str, Any]) -> bool:
 
 def _is_idle(keyword: str, content: Any) -> bool:
     if keyword in _IDLE_CONTENTS:
-        return bool(content == _IDLE_CONTENTS[keyword])
-    if isinstance(content, dict):
-        content = {key: value for key, value in content.items() if key not in _NOTES}
-    return content in _IDLE_SCHEMAS.get(keyword, [])
+        idle = [_IDLE_CONTENTS[keyword]]
+    else:
+        idle = _IDLE_SCHEMAS.get(keyword, [])
+        if isinstance(content, dict):
+            content = {key: value for key, value in content.items() if key not in _NOTES}
+    # 1 equals True, and is no schema.
+    return any(type(content) is type(value) and content == value for value in idle)
 
 
 def _mend(schema: dict[str, Any], closes_names: bool) -> bool:
