@@ -5,27 +5,16 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from typing import ClassVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from lockstep import Lockstep
+from lockstep import SETTINGS, SOAK, Lockstep
 from specpool.testing import LedgerConfig, decode_op, ledger_configs, operation_codes
-
-SOAK = int(os.environ.get("SPECPOOL_SOAK", "0"))
-SETTINGS = settings(
-    stateful_step_count=200 if SOAK else 60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=not SOAK,
-    database=None,
-    print_blob=bool(SOAK),
-)
 
 # What a run must have met, or it proves little: every verb done, and these refusals.
 VERBS = (

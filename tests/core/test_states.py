@@ -5,21 +5,20 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections import Counter
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 import log_reference
-from lockstep import Lockstep
+from lockstep import SETTINGS, SOAK, Lockstep
 from oracle_slots import SlotOracle
-from specpool import ConfigError, Group, OutOfPages, Shape, ShapeError, StateGroup
+from specpool import ConfigError, Group, Ledger, OutOfPages, Shape, ShapeError, StateGroup
 from specpool._core import Replay
 from specpool.testing import (
     DeviceFault,
@@ -30,16 +29,6 @@ from specpool.testing import (
     operation_codes,
 )
 from state_plants import PLANTS, HasAShorterRing, IgnoresReaders, planted
-
-SOAK = int(os.environ.get("SPECPOOL_SOAK", "0"))
-SETTINGS = settings(
-    stateful_step_count=200 if SOAK else 60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    derandomize=not SOAK,
-    database=None,
-    print_blob=bool(SOAK),
-)
 
 # What a run must have met, or it proves little: every verb done, these refusals and these cases.
 VERBS = (
@@ -78,15 +67,17 @@ def state_configs(draw: st.DrawFn) -> LedgerConfig:
     return replace(config, states=(states,))
 
 
-def instead_of_a_pin(operation: Operation) -> Operation:
+def instead_of_a_pin(ledger: Ledger, operation: Operation) -> Operation:
     """Do something with states where the operations pin a prefix, which is refused."""
     verb, arguments = operation
     if verb != "pin_prefix":
         return operation
+    row = arguments["row"]
+    checkpoint = ledger.kept_state(0, row)
     return (
         ("end_turn", arguments),
-        ("fork", {"row": arguments["row"]}),
-        ("fork", {"row": arguments["row"]}),
+        ("trim", arguments if checkpoint is None else {"row": row, "length": checkpoint[1]}),
+        ("fork", {"row": row}),
         operation,
     )[arguments["length"] % 4]
 
@@ -105,7 +96,8 @@ class StatesAgainstOracle(RuleBasedStateMachine):
     @rule(codes=st.lists(operation_codes(), min_size=1, max_size=5), runs=st.integers(0, 3))
     def operate(self, codes: list[bytes], runs: int) -> None:
         for code in codes:
-            self.both.apply(instead_of_a_pin(decode_op(self.both.ledger, code)))
+            ledger = self.both.ledger
+            self.both.apply(instead_of_a_pin(ledger, decode_op(ledger, code)))
             for _ in range(runs):
                 self.both.device.run_some()
 

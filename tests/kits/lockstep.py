@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 from oracle import Oracle, Page, Refused, Step
 from oracle_slots import SlotOracle
 from specpool import NotReady, Plan, SpecpoolError
 from specpool.testing import FakeDevice, LedgerConfig, Operation, apply, assert_no_page_leaked
 from state_device import StateDevice
+
+# Examples of a long run; 0 = the same ones each time.
+SOAK = int(os.environ.get("SPECPOOL_SOAK", "0"))
+SETTINGS = settings(
+    stateful_step_count=200 if SOAK else 60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=not SOAK,
+    database=None,
+    print_blob=bool(SOAK),
+)
 
 # Codes of `Ledger.ownership_map`.
 STATES = {"free": 0, "owned": 1, "shared": 2, "fenced": 3}
