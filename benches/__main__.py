@@ -163,11 +163,13 @@ def reserve(
     given = {name: value for name, value in asdict(of_trace).items() if value is not None}
     if trace and chains:
         raise ConfigError("--trace and --chains count different things: give one of them")
-    unknown = given.keys() - {"memory"} if chains else {} if trace else given
+    unknown = [] if trace else [name for name in given if not chains or name != "memory"]
     if unknown:
-        names = ", ".join("--" + name.replace("_", "-") for name in given if name in unknown)
+        names = ", ".join("--" + name.replace("_", "-") for name in unknown)
         raise ConfigError(f"only --trace takes {names}")
     if chains:
+        if (shape, layers, draft_layers) != ("5x8x64", 32, 1):
+            raise ConfigError("--chains has pairs of its own: no --shape, --layers, --draft-layers")
         from benches.chains import chains as run_chains
 
         run_chains(

@@ -69,8 +69,8 @@ class Pair:
 
 _HEADS_OF_128 = LayerKV(num_kv_heads=8, k_head_dim=128, v_head_dim=128)
 _HEADS_OF_64 = LayerKV(num_kv_heads=8, k_head_dim=64, v_head_dim=64)
-#: The shapes of the config.json of meta-llama/Llama-3.1-8B-Instruct, Qwen/Qwen3-8B,
-#: yuhuili/EAGLE3-LLaMA3.1-Instruct-8B, meta-llama/Llama-3.2-1B-Instruct and
+#: The shapes as they are published, written by hand, of meta-llama/Llama-3.1-8B-Instruct,
+#: Qwen/Qwen3-8B, yuhuili/EAGLE3-LLaMA3.1-Instruct-8B, meta-llama/Llama-3.2-1B-Instruct and
 #: z-lab/Qwen3-8B-DFlash-b16. The weights are rounded.
 LLAMA = Layers("Llama 8B", 32, _HEADS_OF_128, 16_060_000_000)
 QWEN = Layers("Qwen3 8B", 36, _HEADS_OF_128, 16_380_000_000)
@@ -135,7 +135,7 @@ class Line:
 
     @property
     def gain(self) -> float:
-        """Requests of one peer's request's bytes."""
+        """Bytes of a peer's request over those of ours."""
         return self.peer.request_bytes / self.ours.request_bytes
 
     @property
