@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import specpool
 from benches.__main__ import app as benches_app
@@ -404,7 +405,7 @@ def test_a_terminal_tells_of_the_seconds_that_imports_take(monkeypatch):
 
     for errors, says in ((Terminal(), "importing torch and transformers\n"), (io.StringIO(), "")):
         monkeypatch.setattr(sys, "stderr", errors)
-        start_torch(1)
+        start_torch(torch.get_num_threads())
         assert errors.getvalue() == says
 
 

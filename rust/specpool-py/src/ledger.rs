@@ -379,8 +379,8 @@ impl Ledger {
 
     #[doc = doc!("Ledger.kept_state")]
     fn kept_state(&self, group: &Bound<'_, PyAny>, row: &Bound<'_, PyAny>) -> PyResult<Option<(i32, i32)>> {
-        let kept = self.0.kept_state(self::group(group)?, self::row(row)?).map_err(to_py)?;
-        Ok(kept.map(|(slot, len)| (slot.0, len)))
+        let checkpoint = self.0.kept_state(self::group(group)?, self::row(row)?).map_err(to_py)?;
+        Ok(checkpoint.map(|(slot, len)| (slot.0, len)))
     }
 
     #[doc = doc!("Ledger.free_state_slots")]

@@ -8,8 +8,8 @@ from typing import Protocol
 import httptools
 
 
-class Heard(Protocol):
-    """What a protocol has heard of a request: its target and its headers."""
+class HasHead(Protocol):
+    """A protocol that keeps the latest head: its target and its headers."""
 
     url: bytes
     headers: list[tuple[bytes, bytes]]
@@ -22,7 +22,7 @@ class Http1Parser(httptools.HttpRequestParser):
     request. Java's client offers HTTP/2 with the first request of each connection.
     """
 
-    def __init__(self, protocol: Heard) -> None:
+    def __init__(self, protocol: HasHead) -> None:
         """Report to `protocol`. It must ignore a request while `is_offer`: its head comes again."""
         self._protocol = protocol
         self._begin()

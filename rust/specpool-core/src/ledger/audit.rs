@@ -307,8 +307,11 @@ impl Ledger {
                 report.push(Finding::of_row(at, None, text));
             };
             if !self.rows.live[at] && (slot != Page::SINK || len != 0 || mark.is_some()) {
-                let kept = mark.map_or(0, |(slot, _)| slot.0);
-                note(format!("it is not admitted, but has slot {} of {len} tokens, and keeps slot {kept}", slot.0));
+                let mark_slot = mark.map_or(0, |(slot, _)| slot.0);
+                note(format!(
+                    "it is not admitted, but has slot {} of {len} tokens, and keeps slot {mark_slot}",
+                    slot.0
+                ));
             }
             if (slot == Page::SINK) != (len == 0) || len < 0 {
                 note(format!("slot {} has {len} tokens", slot.0));

@@ -316,9 +316,8 @@ impl GroupState {
         for column in self.held_columns(row) {
             self.table.row(row).get(column).iter().for_each(|&&page| count(&mut self.pool, Page(page)));
         }
-        let kept = self.kept.get(row.at()).map_or(&[][..], Vec::as_slice);
-        for kept in kept {
-            count(&mut self.pool, kept.page);
+        for checkpointed in self.kept.get(row.at()).into_iter().flatten() {
+            count(&mut self.pool, checkpointed.page);
         }
     }
 

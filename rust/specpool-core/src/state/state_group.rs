@@ -103,7 +103,6 @@ pub(crate) enum Target {
 #[derive(Debug, Clone)]
 pub(crate) struct StateSlots {
     pub(crate) spec: StateGroup,
-    flush: i32,
     pub(crate) pool: PagePool,
     /// `int32 [num_rows + 1]`: the slot of each row; 0 before its first fold.
     pub(crate) slot: Vec<i32>,
@@ -128,7 +127,6 @@ impl StateSlots {
         }
         let lengths = || zeroed::<i32>(num_rows as usize + 1, "state slots");
         Ok(Self {
-            flush: spec.flush as i32,
             pool: PagePool::new(spec.num_slots)?,
             slot: lengths()?,
             len: lengths()?,
@@ -143,7 +141,6 @@ impl StateSlots {
         let copied = |numbers: &[i32]| memory::copied(numbers, "state slots");
         Ok(Self {
             spec: self.spec.clone(),
-            flush: self.flush,
             pool: self.pool.try_clone()?,
             slot: copied(&self.slot)?,
             len: copied(&self.len)?,
@@ -175,7 +172,7 @@ impl StateSlots {
         if self.spec.eager && in_flight == 0 && nodes == 1 {
             return resolved + 1;
         }
-        if resolved - len < self.flush { len } else { resolved }
+        if i64::from(resolved - len) < self.spec.flush { len } else { resolved }
     }
 
     /// Where a fold that ends at `to` writes. A slot is written in place only if nobody else holds it, and no launched
