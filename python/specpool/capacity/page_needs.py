@@ -44,6 +44,7 @@ class PageNeeds:
         )
         self._page_sizes: Int64 = np.array([group.page_size for group in ledger.groups], np.int64)
         self._step_pages: Int64 = np.array(step_pages(ledger), np.int64)
+        self._has_windows = bool(self._step_pages.any())
 
     def pages(self, length: int, shape: int) -> Int64:
         """Return the pages that a request of `length` tokens needs, int64 [num_groups].
@@ -67,8 +68,9 @@ class PageNeeds:
         tokens and shape index of each request.
         """
         pages = self.pages_by_shape(lens, self._sets[shapes]).max(axis=1)
-        chunks = self.chunk_pages(lens[:, None], pages).sum(axis=0)
-        return pages.sum(axis=0), chunks
+        if not self._has_windows:
+            return pages.sum(axis=0), self._step_pages
+        return pages.sum(axis=0), self.chunk_pages(lens[:, None], pages).sum(axis=0)
 
     def chunk_pages(self, length: int | Int32, pages: Int64) -> Int64:
         """Return the pages that a prompt's tokens take beyond the `pages` of its next round.
