@@ -58,6 +58,11 @@ macro_rules! verbs {
                     in 6 or 7 if writes_draft, default true
                     named "prepare_extend" gives Plan shown "prepare_extend({rows}, {new_lens}{writes_draft})"
                     runs ledger.prepare_extend(rows, new_lens, *writes_draft);
+                /// Claims pages for prefill, and keeps the states of some lanes.
+                PrepareExtendKeeping { rows: Rows, new_lens: Lanes, keep: Lanes }
+                    in 33 or 34 if writes_draft, default true
+                    named "prepare_extend" gives Plan shown "prepare_extend({rows}, {new_lens}, keep={keep}{writes_draft})"
+                    runs ledger.prepare_extend_keeping(rows, new_lens, keep, *writes_draft);
                 /// Claims pages for a round.
                 PrepareDecode { rows: Rows, shapes: Lanes }
                     in 8 or 9 if writes_draft, default true
