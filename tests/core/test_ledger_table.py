@@ -75,6 +75,10 @@ def test_every_verb_has_a_column():
         "free_state_slots",
         "fenced_state_slots",
         "reclaimable_state_slots",
+        "cached_state_slots",
+        "soft_marks",
+        "index_states",
+        "known_prefix",
         "state_ring_len",
         # What a connector is told is no part of the state.
         "watch_kv",

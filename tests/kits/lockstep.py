@@ -128,9 +128,7 @@ class Lockstep:
     def _index_states(self, oracle: SlotOracle) -> dict[tuple[bytes, Text], int]:
         """The ledger's states of the prefix index: their slots by salt and text."""
         entries, states = oracle.entries, self.ledger.index_states(0)
-        return {
-            (entries[at].salt, entries[at].text[:length]): slot for at, slot, length in states
-        }
+        return {(entries[at].salt, entries[at].text[:length]): slot for at, slot, length in states}
 
     def snapshot(self) -> None:
         """Keeps the state of all three, if nothing is in flight."""
@@ -222,17 +220,21 @@ class Lockstep:
         plan = self.plans.get(arguments["step"]) if verb == "resolve" else None
         if plan is None or plan.kind == "extend" or plan.step not in self.oracle.launched:
             return operation
-        if all(step.number != plan.step for step in self.oracle.steps):
+        steps = [step for step in self.oracle.steps if step.number == plan.step]
+        if not steps:
             return operation  # Over: to be refused.
         wish = arguments["accept_lens"]
         limits = [self.ledger.shapes[shape].max_accept_len for shape in plan.shapes]
         if len(wish) != len(plan):
             return operation
-        if not all(
-            1 <= accept_len <= limit for accept_len, limit in zip(wish, limits, strict=True)
-        ):
+        # What is said of a lane whose row has moved on is not read.
+        stands = [self.oracle._stands(lane) for lane in steps[0].lanes]
+        lanes = zip(wish, limits, stands, strict=True)
+        if any(counts and not 1 <= accept_len <= limit for accept_len, limit, counts in lanes):
             return operation
-        return verb, {**arguments, "accept_lens": self.device.accept_lens(plan.step, wish)}
+        accepted = zip(self.device.accept_lens(plan.step, wish), wish, stands, strict=True)
+        accept_lens = [there if counts else said for there, said, counts in accepted]
+        return verb, {**arguments, "accept_lens": accept_lens}
 
     def _prompt(self, tokens: Sequence[int]) -> list[int]:
         """What a row's extends write behind the tokens that it begins with: often the same."""

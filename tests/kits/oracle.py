@@ -420,9 +420,7 @@ class Oracle(Lending, Moving):
         self.pages.append(Page(group))
         return self.pages[-1]
 
-    def _check_pages(
-        self, need: Iterable[int], rows: list[Row], taken: Sequence[int] = ()
-    ) -> None:
+    def _check_pages(self, need: Iterable[int], rows: list[Row], taken: Sequence[int] = ()) -> None:
         """Whether each group has the pages, with those that preparing `rows` evicts.
 
         `taken` of each group's cached pages cannot serve, because the call itself shares them.

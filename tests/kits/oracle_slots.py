@@ -112,7 +112,9 @@ class SlotOracle(IndexOracle):
 
     def cached_slots(self) -> list[Slot]:
         kept = [slot for slot in self.slots if slot in self.kept_slots()]
-        return [slot for slot in kept if slot.fence <= self.completed and not self.slot_holders(slot)]
+        return [
+            slot for slot in kept if slot.fence <= self.completed and not self.slot_holders(slot)
+        ]
 
     def free_state_slots(self) -> int:
         in_use = {*self.held_slots(), *self.fenced_slots(), *self.cached_slots()}
@@ -186,9 +188,7 @@ class SlotOracle(IndexOracle):
         can_steal = is_alone and not in_place
         return Fold(row, state.slot, state.length, end, dst, not in_place, can_steal)
 
-    def _check_pages(
-        self, need: Iterable[int], rows: list[Row], taken: Sequence[int] = ()
-    ) -> None:
+    def _check_pages(self, need: Iterable[int], rows: list[Row], taken: Sequence[int] = ()) -> None:
         super()._check_pages(need, rows, taken)
         if not self.planned:
             return
@@ -337,7 +337,7 @@ class SlotOracle(IndexOracle):
         """`index` found that it knows the text now."""
         record = self.rows[row]
         state = self.row_states[record]
-        unwritten = [fold.dst for fold in self.unlaunched_folds(record)]
+        unwritten = self._unwritten(record)
         states = [(mark.slot, mark.length, mark) for mark in state.marks]
         if state.slot is not None:
             states.append((state.slot, state.length, None))
@@ -354,15 +354,22 @@ class SlotOracle(IndexOracle):
             if mark is not None:
                 state.marks.remove(mark)
 
+    def _unwritten(self, row: Row) -> list[Slot | None]:
+        """Slots that a step which is not launched writes."""
+        return [fold.dst for fold in self.unlaunched_folds(row)]
+
     def _is_waiting(self, slot: Slot) -> bool:
         return slot.writer is not None and slot.writer[0] > self.completed
+
+    def _serves(self, slot: Slot) -> bool:
+        return not self._is_waiting(slot)
 
     def _hit_len(self, match: Match, tokens: Text, salt: bytes) -> int:
         lengths = [
             len(text)
             for (other, text), slot in self.indexed_states.items()
             if other == salt and text == tokens[: min(len(text), match.known)]
-            if not self._is_waiting(slot)
+            if self._serves(slot)
         ]
         longest = max(lengths, default=0)
         held = [length for length in lengths if self._has_windows(match, length)]

@@ -133,4 +133,6 @@ class StateDevice(FakeDevice):
     def check_indexed(self, slot: int, text: tuple[int, ...]) -> None:
         """Check a state of the prefix index that may serve."""
         if self.slots.get(slot) != text:
-            raise DeviceFault(f"slot {slot} of the index is not the state of its {len(text)} tokens")
+            raise DeviceFault(
+                f"slot {slot} of the index is not the state of its {len(text)} tokens"
+            )

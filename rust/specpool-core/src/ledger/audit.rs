@@ -367,7 +367,7 @@ impl Ledger {
     fn audit_kept(&self, states: &StateSlots, counts: &mut [PageCounts], report: &mut Vec<Finding>) -> Result<()> {
         let (name, pool, kept) = (&states.spec.name, &states.pool, &states.kept);
         let mut note = |text: String| report.push(Finding::of(None, format!("state group {name}: {text}")));
-        for mark in kept.marks() {
+        for mark in &kept.marks {
             let max_len = states.len[mark.row.at()];
             if mark.len < 1 || mark.len > max_len {
                 let row = self.rows.describe(mark.row);
@@ -385,19 +385,19 @@ impl Ledger {
             }
         }
         let order = |state: &IndexedState| (state.entry, state.len);
-        if !kept.indexed().is_sorted_by(|a, b| order(a) < order(b)) {
+        if !kept.indexed.is_sorted_by(|a, b| order(a) < order(b)) {
             note("the states of the index are out of order".to_owned());
         }
-        for state in kept.indexed().iter().filter(|state| pool.entry_of(state.slot) != state.entry) {
+        for state in kept.indexed.iter().filter(|state| pool.entry_of(state.slot) != state.entry) {
             let (slot, entry) = (state.slot, pool.entry_of(state.slot));
             note(format!("entry {} holds slot {}, which is of entry {entry}", state.entry, slot.0));
         }
         let entries = self.index.all().map(|entry| kept.of_entry(entry, i32::MAX).count());
-        let (in_use, all) = (entries.sum::<usize>(), kept.indexed().len());
+        let (in_use, all) = (entries.sum::<usize>(), kept.indexed.len());
         if in_use != all {
             note(format!("the entries in use have {in_use} states, {all} are indexed"));
         }
-        let slots = kept.marks().iter().map(|mark| mark.slot).chain(kept.indexed().iter().map(|state| state.slot));
+        let slots = kept.marks.iter().map(|mark| mark.slot).chain(kept.indexed.iter().map(|state| state.slot));
         let mut seen = zeroed::<bool>(counts.len(), "an audit of state slots")?;
         for slot in slots {
             if let Some(counts) = counts.get_mut(slot.at()) {

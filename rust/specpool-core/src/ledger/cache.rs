@@ -549,7 +549,7 @@ impl Ledger {
 
     /// The slot of the longest state of up to the hit's length that serves, and its length.
     fn longest_state(&self, hit: &Hit, root: u32, tokens: &[i32]) -> Option<(Page, i32)> {
-        let states = self.states.as_ref().filter(|states| !states.kept.indexed().is_empty())?;
+        let states = self.states.as_ref().filter(|states| !states.kept.indexed.is_empty())?;
         let (span, completed) = (self.index.span(), self.steps.completed());
         for (level, piece) in tokens[..hit.len as usize].chunks(span).enumerate().rev() {
             let parent = level.checked_sub(1).map_or(root, |before| hit.path[before]);

@@ -60,9 +60,9 @@ pub(crate) struct Writer {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct KeptStates {
     /// In the order in which they were left.
-    marks: Vec<SoftMark>,
+    pub(crate) marks: Vec<SoftMark>,
     /// By entry, then by length.
-    indexed: Vec<IndexedState>,
+    pub(crate) indexed: Vec<IndexedState>,
     /// Of each slot that was ever taken.
     writers: Vec<Writer>,
 }
@@ -110,17 +110,9 @@ impl KeptStates {
         self.writers.get(slot.at()).copied().unwrap_or_default()
     }
 
-    pub(crate) fn marks(&self) -> &[SoftMark] {
-        &self.marks
-    }
-
     /// The slots that soft marks of the row keep, and the tokens that they contain.
     pub(crate) fn marks_of(&self, row: Row) -> impl Iterator<Item = (Page, i32)> {
         self.marks.iter().filter(move |mark| mark.row == row).map(|mark| (mark.slot, mark.len))
-    }
-
-    pub(crate) fn indexed(&self) -> &[IndexedState] {
-        &self.indexed
     }
 
     /// The entry's states of up to `max_len` tokens, the longest first.
