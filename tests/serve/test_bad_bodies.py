@@ -262,6 +262,33 @@ def test_a_client_that_goes_on_sending_hears_why_it_is_refused(server):
     assert answer.startswith(b"HTTP/1.1 431"), answer[:200]
 
 
+@pytest.mark.parametrize(
+    ("line", "size", "status"),
+    [("Origin: http://evil.example", 200_000, 403), ("X-A: b", 600_000, 413)],
+    ids=["by its head", "by its size"],
+)
+def test_a_refused_body_that_still_comes_does_not_cut_off_the_answer(server, line, size, status):
+    """Law: a request is refused at once, and its connection closes in order behind its body."""
+    parts = [b" " * (size // 8)] * 8
+    start = head(line, "Content-Type: application/json", f"Content-Length: {8 * len(parts[0])}")
+    with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
+        sock.sendall(start + parts[0])
+        answer = sock.recv(65536)
+        for part in parts[1:]:
+            sock.sendall(part)
+            time.sleep(0.01)
+        answer += b"".join(iter(partial(sock.recv, 65536), b""))
+    assert answer.startswith(f"HTTP/1.1 {status}".encode()), answer[:200]
+    check_error(json.loads(answer.partition(b"\r\n\r\n")[2]), status)
+
+
+def test_a_refused_body_that_does_not_come_holds_no_connection(server):
+    start = head("Origin: http://evil.example", "Content-Length: 200000")
+    for lines in ("", "Expect: 100-continue\r\n"):
+        answer = server.raw(start[:-2] + lines.encode() + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 403") and answer.endswith(b"}"), answer
+
+
 def test_what_is_no_http_ends_the_request_before_it(server):
     body = json.dumps({"prompt": "a", "max_tokens": 64, "stream": True})
     first = head("Content-Type: application/json", f"Content-Length: {len(body)}") + body.encode()

@@ -9,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specpool.serve.api.errors import ApiError
 from specpool.serve.config import ServeConfig, is_loopback_address
+from specpool.serve.guard.body import refuse
 from specpool.serve.service import WORK_PATHS, Service
 
 #: Paths without a key: whether the server lives, and the page, which asks for one.
@@ -35,10 +36,10 @@ class AccessGuard:
             try:
                 self._check(scope)
             except ApiError as error:
-                response = error.response()
-                if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-                    response.headers["connection"] = "close"  # its body is not read
-                await response(scope, receive, send)
+                if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+                    await error.response()(scope, receive, send)
+                else:
+                    await refuse(error, scope, receive, send, self._service.config.max_body)
                 return
         await self._app(scope, receive, send)
 
