@@ -12,6 +12,8 @@ from functools import partial
 import pytest
 
 from paths import ROOT
+from specpool import ConfigError
+from specpool.serve.api.sampling import refused
 
 TEXT = {"prompt": "seq: 2, ", "max_tokens": 4}
 CHAT = {"messages": [{"role": "user", "content": "seq: 2, "}], "max_tokens": 4}
@@ -187,6 +189,33 @@ def test_what_is_no_json_for_us_is_refused(server, raw, headers, status):
     answer = server.ask("POST", "/v1/completions", raw=raw, headers=headers)
     assert answer[0] == status
     check_error(answer[1], status)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a" * 300}),
+        ("/v1/completions", {"prompt": [5] * 300}),
+        ("/v1/completions", {"prompt": "a" * 100_000}),
+        ("/v1/chat/completions", {"messages": [USER | {"content": "b" * 600}]}),
+        ("/v1/chat/completions", {"messages": [USER | {"content": "b" * 5000}]}),
+        ("/tokenize", {"prompt": "a" * 100_000}),
+    ],
+    ids=lambda value: repr(value)[:32],
+)
+def test_libraries_know_a_prompt_that_is_too_long(server, path, body):
+    """Law: beside the code stand the words by which LangChain and LiteLLM know it."""
+    status, answer, _ = server.ask("POST", path, body)
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    assert answer["error"]["message"].startswith("the prompt is too long: the prompt has ")
+
+
+def test_a_prompt_that_the_engine_finds_too_long_says_so_too():
+    error = refused(ConfigError("prompt 0 has 9 tokens; max_context_len 8 leaves room for 7"))
+    assert error.body["error"]["code"] == "context_length_exceeded"
+    assert str(error).startswith("the prompt is too long: prompt 0 has 9 tokens; ")
+    error = refused(ConfigError("prompt 0 is wrong"))
+    assert (str(error), error.body["error"]["code"]) == ("prompt 0 is wrong", None)
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"null", b"3", b'"a"'])
