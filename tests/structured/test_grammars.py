@@ -95,6 +95,21 @@ EXACT = [
         ['{"pattern":"[^\\"]","properties":{"a":1}}'],
         ["{}"],
     ),
+    (  # as zod 4 writes an e-mail address
+        {
+            "format": "email",
+            "pattern": r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]"
+            r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+            "type": "string",
+        },
+        ['"a@b.cd"', '"a.b+c\'d.e-@b.c-d.de"'],
+        ['".a@b.cd"', '"a..b@b.cd"', '"a.@b.cd"', '"a\'@b.cd"', '"@b.cd"', '"a@b..cd"', '"a@b.c"'],
+    ),
+    (  # as pydantic writes a decimal number
+        {"pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", "type": "string"},
+        ['"0"', '"-007"', '"+1."', '".5"', '"0.50"'],
+        ['""', '"-"', '"."', '"+."', '"1.2.3"', '"1e5"', '"--1"'],
+    ),
     (
         {"properties": {"pattern": {"pattern": '^[^"]$'}}, "additionalProperties": False},
         ['{"pattern":"a"}'],

@@ -137,9 +137,7 @@ class ChatForm:
         return "tool_calls" if is_whole else tools.finish_reason
 
 
-def _parted(
-    reader: Channels | Thoughts, delta: Delta
-) -> tuple[str, str, list[tuple[int, str]]]:
+def _parted(reader: Channels | Thoughts, delta: Delta) -> tuple[str, str, list[tuple[int, str]]]:
     """Return a delta's thoughts, its other text, and the special tokens in the latter.
 
     The delta's pieces, which show what was drafted, become those of the other text.
