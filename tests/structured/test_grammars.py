@@ -207,6 +207,27 @@ def test_a_keyword_that_forbids_something_is_refused(compiler, keywords):
 
 
 @pytest.mark.parametrize(
+    ("schema", "is_refused"),
+    [
+        ({"format": "e164", "pattern": "^a$"}, False),  # as zod writes a telephone number
+        ({"format": "e164"}, True),
+        ({"format": "uri-reference", "pattern": "^a$"}, True),
+        ({"format": 1, "pattern": "^a$"}, True),
+    ],
+)
+def test_a_format_of_ones_own_is_an_annotation_beside_a_pattern(compiler, schema, is_refused):
+    grammar = Grammar.json_schema({"type": "string"} | schema)
+    if is_refused:
+        with pytest.raises(ConfigError, match="format"):
+            compiler.matcher(grammar)
+        return
+    for text, is_allowed in (('"a"', True), ('"b"', False)):
+        matcher = compiler.matcher(grammar)
+        matcher.follow([*text.encode()], 0)
+        assert (matcher.error is None) is is_allowed
+
+
+@pytest.mark.parametrize(
     "text",
     [
         '{"type": "integer",  "minimum": 0}',

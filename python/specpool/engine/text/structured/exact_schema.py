@@ -43,6 +43,11 @@ _SAME_PATTERNS = {
     # pydantic's decimal number
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
 }
+#: The formats that JSON Schema defines.
+_FORMATS = frozenset(
+    "date date-time duration email hostname idn-email idn-hostname ipv4 ipv6 iri iri-reference "
+    "json-pointer regex relative-json-pointer time uri uri-reference uri-template uuid".split()
+)
 #: The begin of a negated class in a regular expression, or an escaped character.
 _NEGATED = re.compile(r"\\.|\[\^(?!\])", re.DOTALL)
 #: Any name of a property but those with the character 0.
@@ -54,7 +59,8 @@ _STEP = 1e-12
 def plain(text: str) -> str:
     """Return a JSON Schema without some of what the library refuses; if it has none, itself.
 
-    These are keywords that forbid nothing, and `_SAME_PATTERNS`.
+    These are keywords that forbid nothing, patterns of `_SAME_PATTERNS`, and, beside a pattern,
+    formats that JSON Schema does not define: there the pattern says what zod's mean.
     """
     return _rewritten(text, _make_plain)
 
@@ -102,6 +108,8 @@ def _make_plain(schema: dict[str, Any]) -> bool:
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         schema["pattern"] = _SAME_PATTERNS.get(pattern, pattern)
+        if isinstance(name := schema.get("format"), str) and name not in _FORMATS:
+            del schema["format"]
     return schema != old
 
 
