@@ -152,6 +152,20 @@ def test_a_text_without_marks_behind_its_thoughts_is_content():
     run(tokenizer, test)
 
 
+def test_a_call_within_shown_thoughts_is_content():
+    head = "{%- if add_generation_prompt %}<think>{% endif %}"
+    tokenizer = byte_tokenizer(PLAIN.specials, PLAIN.template + head)
+    call = '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
+    text = f"{call}? No.</think>Hello."
+    ids = tokenizer.encode(text, add_special_tokens=False)
+
+    async def test(front):
+        whole, _ = await answer(front, ASK | {"skip_special_tokens": False}, [ids])
+        assert said(whole) == (text, [], "stop")
+
+    run(tokenizer, test)
+
+
 def test_an_answer_may_be_sent_back_with_its_thoughts():
     shown = "{% if m.reasoning_content and m.tool_calls %}[T]{{ m.reasoning_content }}{% endif %}"
     template = GEMMA.template.replace("[A]{{ m.content", f"[A]{shown}{{{{ m.content")

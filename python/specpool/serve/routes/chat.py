@@ -46,16 +46,19 @@ class ChatForm:
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         template = getattr(tokenizer, "chat_template", None)
         formats = formats_of(template)
-        ids = list(prompt[-_TAIL:])
-        tail = str(tokenizer.decode(ids, skip_special_tokens=True)).rstrip()
-        thinks = any(match.end() == len(tail) for match in THOUGHTS_BEGIN.finditer(tail))
-        self._tools = [ToolCalls(body, formats, thinks=thinks) for _ in range(num)]
-        self._has_channels = has_channels(template)
         # A text in a form, and one that shows its special tokens, have no mark behind thoughts.
         is_marked = form_field(body) is None and body.skip_special_tokens is not False
-        thinks = is_marked and not thinks and begins_thoughts(str(tokenizer.decode(ids)))
+        ids = list(prompt[-_TAIL:])
+        plain, tail = (
+            str(tokenizer.decode(ids, skip_special_tokens=skips)).rstrip()
+            for skips in (True, False)
+        )
+        is_read = is_marked and begins_thoughts(tail) and not begins_thoughts(plain)
+        thinks = any(match.end() == len(tail) for match in THOUGHTS_BEGIN.finditer(tail))
+        self._tools = [ToolCalls(body, formats, thinks=thinks and not is_read) for _ in range(num)]
+        self._has_channels = has_channels(template)
         self._readers: list[Channels | Thoughts] = [
-            Channels() if self._has_channels else Thoughts(thinks=thinks) for _ in range(num)
+            Channels() if self._has_channels else Thoughts(thinks=is_read) for _ in range(num)
         ]
         self._contents: list[list[str]] = [[] for _ in range(num)]
         self._thoughts: list[list[str]] = [[] for _ in range(num)]
