@@ -16,7 +16,7 @@ from benches.peer_turns import answer, take_stdout
 
 MAX_ROWS = 32
 MAX_TOKENS = 2048  # of one call
-CONTEXT = 1 << 15  # tokens of all rows
+CONTEXT = MAX_ROWS * 2304  # tokens of all rows; each has a stream of its own
 
 #: GGUF's names of a layer's weights, by those of transformers.
 LAYER_WEIGHTS = {
@@ -90,6 +90,8 @@ class Decoder:
         import llama_cpp
 
         self._api: Any = llama_cpp
+        self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self._log, None)
         llama_cpp.llama_backend_init()
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
@@ -99,7 +101,6 @@ class Decoder:
         params.n_batch = params.n_ubatch = MAX_TOKENS
         params.n_threads = params.n_threads_batch = threads
         params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
-        params.kv_unified = True
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         self._batch = llama_cpp.llama_batch_init(MAX_TOKENS, 0, 1)
         vocab = llama_cpp.llama_model_get_vocab(self._model)
