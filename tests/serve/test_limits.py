@@ -97,6 +97,12 @@ def test_other_sites_are_named_or_refused(guarded):
         assert (status == 200) == allowed
 
 
+def test_a_named_site_sees_when_to_try_again(guarded):
+    _, _, headers = guarded.ask("GET", "/health", headers={"origin": "https://site.example"})
+    shown = {"x-request-id", "x-specpool-ignored", "x-should-retry", "retry-after"}
+    assert set(headers["access-control-expose-headers"].split(", ")) == shown
+
+
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "", "localhost.evil.example"]
 )
