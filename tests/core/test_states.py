@@ -728,6 +728,22 @@ def test_soft_marks_and_indexed_states_go_least_recently_used_first():
     both.finish()
 
 
+def test_an_index_that_finds_a_state_there_uses_it():
+    both = Lockstep(FULL)
+    for first in (20, 30):
+        row = kept_prompt(both, [first, *TEXT[:8]])
+        index(both, row, 9)
+        both.apply(("finish", {"row": row}))
+    row = both.apply(("admit", {}))
+    both.device.begin(row, prompt=[20, *TEXT[:8]])
+    extend(both, row, 9)
+    index(both, row, 9)
+    both.apply(("finish", {"row": row}))
+    slots = [extend(both, both.apply(("admit", {})), 3).state_dst[0, 0] for _ in range(2)]
+    assert slots == [3, 2]
+    both.finish()
+
+
 def test_a_row_alone_goes_on_with_one_slot():
     """Its own slot is kept, and nothing else is there: the index and the mark give it up."""
     both = Lockstep(with_slots(FULL, 1))
@@ -741,6 +757,24 @@ def test_a_row_alone_goes_on_with_one_slot():
     assert decode(both, row, accept_len=1).state_dst[0, 0] == 1
     assert indexed(both) == []
     both.finish()
+
+
+def test_a_slot_stays_as_long_as_anything_keeps_it():
+    """The marks of two rows are on one slot, and the index takes it and gives it up."""
+    for is_indexed in (False, True):
+        both = Lockstep(FULL)
+        parent = kept_prompt(both, TEXT[:9])
+        child = both.apply(("fork", {"row": parent}))
+        both.apply(("complete", {"step": keeping_extend(both, child, 9).step}))
+        assert [both.ledger.soft_marks(0, row) for row in (parent, child)] == [[(1, 8)]] * 2
+        if is_indexed:
+            index(both, parent, 9)
+            both.apply(("forget", {}))
+        both.apply(("finish", {"row": parent}))
+        decode(both, child, accept_len=1)
+        assert (both.ledger.soft_marks(0, child), state(both, child)) == ([(1, 8)], (2, 9))
+        assert both.ledger.cached_state_slots(0) == 1
+        both.finish()
 
 
 def test_a_shortage_counts_what_is_cached():

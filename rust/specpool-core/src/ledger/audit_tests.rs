@@ -4,7 +4,7 @@ use crate::layout::Layout;
 use crate::shape::Shape;
 use crate::state::config::LedgerConfig;
 use crate::state::group::Group;
-use crate::state::kept_states::KeptStates;
+use crate::state::kept_states::{KeptStates, Writer};
 use crate::state::state_group::StateGroup;
 use crate::verb::Verb;
 
@@ -164,6 +164,17 @@ fn every_planted_fault_of_kept_states_is_reported_and_changes_the_hash() {
         assert!(text.contains(expected), "{expected:?} is not in {text:?}");
         assert_ne!(ledger.state_hash(), before, "{expected}");
     }
+}
+
+#[test]
+fn the_hash_sees_who_still_writes_a_kept_slot() {
+    let mut ledger = with_kept_states();
+    let mut hashes = [(9, 1), (10, 1), (10, 2)].map(|(step, row)| {
+        states(&mut ledger).kept.set_written(Page(1), Writer { step, row, admitted_at: 1 });
+        ledger.state_hash()
+    });
+    hashes.sort_unstable();
+    assert!(hashes.windows(2).all(|pair| pair[0] != pair[1]));
 }
 
 #[test]

@@ -291,48 +291,49 @@ impl Ledger {
         is_own
     }
 
-    /// Moves the row's states of up to `tokens` into the index. `entry` has the last of the tokens.
+    /// Takes the row's states of up to `tokens` into the index. `entry` has the last of the tokens.
     #[inline(never)]
     fn take_states(&mut self, row: Row, entry: u32, tokens: &[i32]) {
         let completed = self.steps.completed();
-        let Self { states: Some(states), index, steps, rows, .. } = self else { return };
-        let is_written = |slot: Page| steps.unlaunched_folds(row, rows.epoch[row.at()]).any(|fold| fold.dst == slot);
-        let held = (states.slot_of(row), states.len[row.at()]);
+        let mark = |ledger: &Self, place| ledger.states.as_ref()?.kept.marks_of(row).nth(place);
         let mut place = 0;
-        // Taking a state ends the row's mark on it, if there is one.
-        loop {
-            let mark = states.kept.marks_of(row).nth(place);
-            let (slot, len) = mark.unwrap_or(held);
-            if len == 0 || len as usize > tokens.len() || is_written(slot) {
+        while let Some((slot, len)) = mark(self, place) {
+            if !self.take_state(row, (slot, len), entry, tokens) {
                 place += 1;
-            } else {
-                let span = index.span();
-                let (last, level) = ((tokens.len() - 1) / span, (len as usize - 1) / span);
-                let holder = (level..last).fold(entry, |entry, _| index.parent(entry));
-                let piece = &tokens[level * span..len as usize];
-                let has_it = |child: u32, agree: usize| {
-                    let is_there =
-                        agree == piece.len() && states.kept.of_entry(child, len).any(|state| state.len == len);
-                    if is_there { agree } else { 0 }
-                };
-                match index.nearest_by(index.parent(holder), piece, has_it) {
-                    Some((child, _)) => {
-                        let indexed = states.kept.of_entry(child, len).next().map_or(Page::SINK, |state| state.slot);
-                        states.pool.touch(indexed);
-                    }
-                    // A slot is in the index once.
-                    None if states.is_indexed(slot) => {}
-                    None => states.index_state(holder, len, slot, Verb::Index),
-                }
-                match mark {
-                    Some(_) => states.end_soft_mark(row, slot, completed, Verb::Index),
-                    None => place += 1,
-                }
-            }
-            if mark.is_none() {
-                return;
+            } else if let Some(states) = &mut self.states {
+                states.end_soft_mark(row, slot, completed, Verb::Index);
             }
         }
+        if let Some(states) = &self.states {
+            let held = (states.slot_of(row), states.len[row.at()]);
+            self.take_state(row, held, entry, tokens);
+        }
+    }
+
+    /// Takes a state of the row into the index, if it is one of up to `tokens` and nothing unlaunched writes it. Whoever
+    /// indexed a state of the text first keeps its slot there. Returns whether the index has the state.
+    fn take_state(&mut self, row: Row, (slot, len): (Page, i32), entry: u32, tokens: &[i32]) -> bool {
+        let is_unwritten = self.unlaunched_folds(row).any(|fold| fold.dst == slot);
+        let Self { states: Some(states), index, .. } = self else { return false };
+        if len == 0 || len as usize > tokens.len() || is_unwritten {
+            return false;
+        }
+        let span = index.span();
+        let (last, level) = ((tokens.len() - 1) / span, (len as usize - 1) / span);
+        let holder = (level..last).fold(entry, |entry, _| index.parent(entry));
+        let piece = &tokens[level * span..len as usize];
+        let has_state = |child: u32, agree: usize| {
+            let is_there = agree == piece.len() && states.kept.of_entry(child, len).any(|state| state.len == len);
+            if is_there { agree } else { 0 }
+        };
+        if let Some((child, _)) = index.nearest_by(index.parent(holder), piece, has_state) {
+            let indexed = states.kept.of_entry(child, len).next().map_or(Page::SINK, |state| state.slot);
+            states.pool.touch(indexed);
+        } else if !states.is_indexed(slot) {
+            // Under another salt the slot may be there: it is in the index once.
+            states.index_state(holder, len, slot, Verb::Index);
+        }
+        true
     }
 
     /// Makes the row's pages up to `end` tokens read-only there.

@@ -63,7 +63,7 @@ pub(crate) struct KeptStates {
     pub(crate) marks: Vec<SoftMark>,
     /// By entry, then by length.
     pub(crate) indexed: Vec<IndexedState>,
-    /// Of each slot that was ever taken.
+    /// By slot, up to the greatest that was ever written.
     writers: Vec<Writer>,
 }
 
@@ -79,7 +79,7 @@ impl KeptStates {
         })
     }
 
-    /// Takes the memory for slots up to the one that is taken last of `num_slots`, and for `num_marks` more marks.
+    /// Takes the memory for the writers of `num_slots` slots, page 0 among them, and for `num_marks` more marks.
     pub(crate) fn make_room(&mut self, num_slots: usize, num_marks: usize) -> Result<()> {
         let more = num_slots.saturating_sub(self.writers.len());
         room(&mut self.writers, more, KEPT)?;
@@ -92,20 +92,15 @@ impl KeptStates {
         room(&mut self.indexed, states, KEPT)
     }
 
-    /// A slot that was just taken: nobody has written it.
-    pub(crate) fn set_taken(&mut self, slot: Page) {
-        self.writers.resize(self.writers.len().max(slot.at() + 1), Writer::default());
-        self.writers[slot.at()] = Writer::default();
-    }
-
-    /// Notes the step that writes the slot; nothing for page 0.
+    /// Notes the step that writes the slot; nothing for page 0. The prepare has taken the memory.
     pub(crate) fn set_written(&mut self, slot: Page, writer: Writer) {
         if slot != Page::SINK {
+            self.writers.resize(self.writers.len().max(slot.at() + 1), Writer::default());
             self.writers[slot.at()] = writer;
         }
     }
 
-    /// The last launched step that wrote the slot; step 0 if none did since it was taken.
+    /// The last launched step that wrote the slot; step 0 if none did.
     pub(crate) fn writer(&self, slot: Page) -> Writer {
         self.writers.get(slot.at()).copied().unwrap_or_default()
     }

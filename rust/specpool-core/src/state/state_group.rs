@@ -239,7 +239,6 @@ impl StateSlots {
     /// Takes a slot for the row's fold. The caller has checked that one is free.
     pub(crate) fn take(&mut self, row: Row, step: u64, verb: Verb) -> Option<Page> {
         let slot = self.pool.take(row, step, verb)?;
-        self.kept.set_taken(slot);
         self.slot[row.at()] = slot.0;
         Some(slot)
     }
