@@ -645,6 +645,21 @@ def test_a_failed_step_takes_its_states_out_of_the_index():
         both.finish()
 
 
+def test_a_failed_step_spoils_no_states_of_other_rows():
+    both = Lockstep(with_slots(FULL, 6))
+    rows = [kept_prompt(both, [first, *TEXT[:8]]) for first in (20, 30)]
+    plans = []
+    for row in rows:
+        plans.append(both.apply(("prepare_decode", {"rows": [row], "shapes": [1]})))
+        both.apply(("launch", {"step": plans[-1].step}))
+        index(both, row, 9)
+    both.apply(("abandon", {"step": plans[0].step}))
+    assert sorted(length for _, length in indexed(both)) == [8, 8, 9]
+    both.apply(("complete", {"step": plans[1].step}))
+    assert both.ledger.match_prefix([30, *TEXT[:8], 99])[0] == 9
+    both.finish()
+
+
 def later_spoiled_state(lockstep: type[Lockstep]) -> Lockstep:
     """A round fails behind which its row was cut, and wrote a state that the index took."""
     both = lockstep(with_slots(FULL, 4, flush=2))
@@ -839,22 +854,20 @@ def test_a_hit_takes_an_older_state_if_the_window_below_a_newer_one_is_not_held(
 
 
 def test_the_slot_of_a_hit_is_held_before_pages_are_evicted():
-    """The page for the tail comes from the entry whose state the row begins with."""
-    both = Lockstep(
-        replace(
-            with_slots(FULL, 4),
-            groups=(Group("kv", page_size=8, num_pages=8),),
-            max_context_len=24,
-            num_rows=2,
-        )
-    )
-    row = kept_prompt(both, [*TEXT, *TEXT[:8]])
-    index(both, row, 20)
+    """The page for the tail comes from the very entry whose state the row begins with."""
+    groups = (Group("narrow", page_size=4, num_pages=9), Group("wide", page_size=8, num_pages=20))
+    both = Lockstep(replace(with_slots(FULL, 6), groups=groups, max_context_len=24))
+    text = [*TEXT, 12, 13, 14, 15]
+    row = hit(both, [*text, -1])
+    for end in (10, 16):
+        both.apply(("complete", {"step": keeping_extend(both, row, end).step}))
+    index(both, row, 16)
     both.apply(("finish", {"row": row}))
-    filler = both.apply(("admit", {}))
-    extend(both, filler, 24)
-    other = hit(both, [*TEXT, *TEXT[:8]])
-    assert both.ledger.resolved_len[other] == 19
+    extend(both, both.apply(("admit", {})), 20)
+    assert (both.ledger.free_pages(0), both.ledger.cached_pages(0)) == (0, 4)
+    other = hit(both, [*text[:9], 99])
+    assert (both.ledger.resolved_len[other], state(both, other)) == (9, (1, 9))
+    assert indexed(both) == []
     both.finish()
 
 

@@ -387,7 +387,7 @@ class SlotOracle(IndexOracle):
         records = [record for record in self.steps if record.number == step]
         super().abandon(step)
         for record in records:
-            rows = [lane.row for lane in record.lanes] + [tail.row for tail in record.copies]
+            rows = [lane.row for lane in record.lanes]
             spoiled = [
                 key
                 for key, slot in self.indexed_states.items()

@@ -170,7 +170,7 @@ fn every_planted_fault_of_kept_states_is_reported_and_changes_the_hash() {
 fn the_hash_sees_who_still_writes_a_kept_slot() {
     let mut ledger = with_kept_states();
     let mut hashes = [(9, 1), (10, 1), (10, 2)].map(|(step, row)| {
-        states(&mut ledger).kept.set_written(Page(1), Writer { step, row, admitted_at: 1 });
+        states(&mut ledger).kept.set_written(Page(1), Writer { step, row });
         ledger.state_hash()
     });
     hashes.sort_unstable();

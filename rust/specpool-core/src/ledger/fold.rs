@@ -156,9 +156,8 @@ impl Ledger {
         let fence = Fence { step, completed: self.steps.completed() };
         for lane in 0..plan.num_lanes() {
             if let Some(fold) = plan.fold(lane) {
-                let row = Row(plan.rows[lane]);
-                let writer = Writer { step: plan.step, row: row.0, admitted_at: self.rows.admitted_at[row.at()] };
-                self.with_states(|states| states.launch(row, fold, writer, fence))?;
+                let writer = Writer { step: plan.step, row: plan.rows[lane] };
+                self.with_states(|states| states.launch(writer, fold, fence))?;
             }
         }
         Ok(())
@@ -184,10 +183,8 @@ impl Ledger {
     pub(super) fn drop_spoiled_states(&mut self, step: u64) {
         let Self { states: Some(states), steps, .. } = self else { return };
         let Some(record) = steps.get(step) else { return };
-        // Up to the step's end, a row that took part in it and was given back is nobody else's.
-        let takes_part =
-            |row: i32| record.plan.rows.contains(&row) || record.before.copies.iter().any(|copy| copy.row.0 == row);
-        let is_spoiled = |writer: Writer| writer.step >= step && writer.admitted_at <= step && takes_part(writer.row);
+        // Before the step is complete, no other request gets a row of it. A row with an unfinished copy indexes nothing.
+        let is_spoiled = |writer: Writer| writer.step >= step && record.plan.rows.contains(&writer.row);
         states.drop_spoiled(is_spoiled, steps.completed(), Verb::Abandon);
     }
 

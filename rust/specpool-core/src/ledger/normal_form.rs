@@ -135,6 +135,12 @@ impl Ledger {
                 word(u64::MAX);
             }
         }
+        self.write_index(names, word);
+    }
+
+    /// Writes the entries of the prefix index, the lists of its pages and states, and its salts.
+    fn write_index(&self, names: &mut PageNames, word: &mut impl FnMut(u64)) {
+        let groups = &self.groups;
         for entry in self.index.all() {
             word((self.index.len(entry) as u64) << 32 | self.index.drafted(entry) as u64);
             word(self.index.children(entry).len() as u64);

@@ -52,8 +52,6 @@ pub(crate) struct IndexedState {
 pub(crate) struct Writer {
     pub(crate) step: u64,
     pub(crate) row: i32,
-    /// When the row was admitted: this names its request.
-    pub(crate) admitted_at: u64,
 }
 
 /// What keeps slots, and who wrote them.

@@ -265,11 +265,11 @@ impl StateSlots {
     }
 
     /// Marks the fold as enqueued by `writer`: the step gives up the slot that it reads, behind the fence.
-    pub(crate) fn launch(&mut self, row: Row, fold: Fold, writer: Writer, fence: Fence) -> Held {
+    pub(crate) fn launch(&mut self, writer: Writer, fold: Fold, fence: Fence) -> Held {
         self.kept.set_written(fold.dst, writer);
         match fold.held() {
             Page::SINK => Ok(()),
-            slot => self.pool.release(slot, row, fence.step, fence.completed, Verb::Launch),
+            slot => self.pool.release(slot, Row(writer.row), fence.step, fence.completed, Verb::Launch),
         }
     }
 
