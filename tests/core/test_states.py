@@ -31,6 +31,7 @@ from specpool.testing import (
 )
 from state_plants import (
     PLANTS,
+    ForgetsNoStates,
     HasAShorterRing,
     IgnoresReaders,
     IgnoresWindows,
@@ -803,14 +804,21 @@ def test_a_shortage_counts_what_is_cached():
     both.finish()
 
 
-def test_a_state_goes_with_the_kv_of_its_text():
-    both = Lockstep(FULL)
+def forgotten_text(lockstep: type[Lockstep]) -> Lockstep:
+    both = lockstep(FULL)
     row = kept_prompt(both, TEXT[:9])
     index(both, row, 9)
     both.apply(("finish", {"row": row}))
     both.apply(("forget", {}))
+    return both
+
+
+def test_a_state_goes_with_the_kv_of_its_text():
+    both = forgotten_text(Lockstep)
     assert (both.ledger.free_state_slots(0), indexed(both)) == (3, [])
     both.finish()
+    with pytest.raises(AssertionError):
+        forgotten_text(planted(ForgetsNoStates))
 
 
 def test_a_state_stays_while_another_entry_has_its_text():

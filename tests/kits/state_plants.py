@@ -327,6 +327,5 @@ PLANTS = {
         NeverSteals,
         StealsBeforeItEvicts,
         EvictsTheNewest,
-        ForgetsNoStates,
     )
 }
