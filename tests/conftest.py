@@ -7,7 +7,7 @@ import gc
 import os
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -30,9 +30,6 @@ pytest_plugins = ["pytester"]
 # Hub names must fail at once, not after a time-out.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Collection makes a million objects and no garbage: searches would take a tenth of its time.
-gc.disable()
-
 # `make test-gpu` runs the losslessness tests on a CUDA device.
 DEVICE = os.environ.get("SPECPOOL_TEST_DEVICE", "cpu")
 
@@ -45,6 +42,16 @@ def assert_no_page_leaked(engine: Engine) -> None:
     for pool in engine.pool_stats():
         assert pool.free_pages + pool.cached_pages == pool.num_pages, f"leaked: {pool}"
     assert engine.ledger.num_free_rows == engine.ledger.num_rows
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Search for no garbage: a million objects are made, and the searches would find none."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -63,7 +70,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave all that collection made out of later searches for garbage: engines start many."""
     settle()
-    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
