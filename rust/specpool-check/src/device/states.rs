@@ -38,6 +38,15 @@ pub(crate) struct LaneFold {
     pub(crate) to: i64,
 }
 
+impl LaneFold {
+    fn of(plan: &Plan, lane: usize) -> Option<Self> {
+        let folds = plan.states.as_ref()?;
+        let slot = |slots: &[i32]| slots[lane] as usize;
+        let (from, to) = (folds.from[lane].into(), folds.to[lane].into());
+        Some(Self { src: slot(&folds.src), dst: slot(&folds.dst), from, to })
+    }
+}
+
 impl DeviceStates {
     pub(super) fn new(ledger: &Ledger, plant: Option<Plant>) -> Option<Self> {
         let group = ledger.state_groups().first()?;
@@ -76,7 +85,9 @@ impl DeviceStates {
         }
         for (row, ring) in self.rings.iter_mut().enumerate().filter(|(_, ring)| ring.iter().any(Option::is_some)) {
             let range = records(row);
-            ring.iter_mut().for_each(|record| *record = record.filter(|(position, _)| range.contains(position)));
+            for record in ring.iter_mut() {
+                *record = record.filter(|(position, _)| range.contains(position));
+            }
         }
     }
 }
@@ -84,16 +95,16 @@ impl DeviceStates {
 impl Device {
     /// What a lane of the plan does with its row's state; `None` if there are no states.
     pub(crate) fn fold(&self, plan: &Plan, lane: usize) -> Option<LaneFold> {
-        let folds = plan.states.as_ref()?;
-        let (mut src, mut dst) = (folds.src[lane] as usize, folds.dst[lane] as usize);
-        let (mut from, to) = (i64::from(folds.from[lane]), i64::from(folds.to[lane]));
+        let mut fold = LaneFold::of(plan, lane)?;
         match self.plant {
-            Some(Plant::WriteShared) if src != 0 && dst != 0 => dst = src,
-            Some(Plant::ReadRecycled) if src == 0 => src = dst,
-            Some(Plant::FoldBack) if plan.kind == StepKind::Decode => from = from.min(plan.start[lane].into()),
+            Some(Plant::WriteShared) if fold.src != 0 && fold.dst != 0 => fold.dst = fold.src,
+            Some(Plant::ReadRecycled) if fold.src == 0 => fold.src = fold.dst,
+            Some(Plant::FoldBack) if plan.kind == StepKind::Decode => {
+                fold.from = fold.from.min(plan.start[lane].into());
+            }
             _ => {}
         }
-        Some(LaneFold { src, dst, from, to })
+        Some(fold)
     }
 
     /// Checks that a row has its state, and the one that its checkpoint keeps. Nothing of it is in flight.
@@ -135,7 +146,7 @@ impl Lane<'_> {
     /// Checks what the plan says of the row's state, and what the forward at `root` reads of it.
     pub(super) fn read_state(&mut self, root: i64) -> Result<(), Fault> {
         let Some(fold) = self.device.fold(self.plan, self.at) else { return Ok(()) };
-        self.check_fold(fold)?;
+        self.check_fold(fold.dst)?;
         let (device, nodes) = (&*self.device, self.nodes());
         let state = &device.rows[self.row];
         let Some(states) = device.states.as_ref().filter(|_| !state.is_lost) else { return Ok(()) };
@@ -158,9 +169,9 @@ impl Lane<'_> {
 
     /// Checks that the host knows both ends of the fold, that it goes forward, and that nobody else has the slot that
     /// it writes.
-    fn check_fold(&self, fold: LaneFold) -> Result<(), Fault> {
-        let LaneFold { src, dst, from, to } = fold;
+    fn check_fold(&self, written: usize) -> Result<(), Fault> {
         let (plan, at) = (self.plan, self.at);
+        let Some(LaneFold { src, dst, from, to }) = LaneFold::of(plan, at) else { return Ok(()) };
         let is_eager = self.device.states.as_ref().is_some_and(|states| states.is_eager);
         let is_alone = plan.lo[at] == plan.start[at] && self.nodes() == 1;
         let resolved = match plan.kind {
@@ -173,15 +184,15 @@ impl Lane<'_> {
             return self
                 .fault(&format!("folds [{from}, {to}) of {resolved} resolved tokens from slot {src} into slot {dst}"));
         }
-        if dst == 0 || !self.device.facts.page_fencing {
+        if written == 0 || !self.device.facts.page_fencing {
             return Ok(()); // With one stream, the next owner of the slot writes it after this.
         }
         let text = |error: specpool_core::Error| error.to_string();
         let slots = self.ledger.state_slot(0).map_err(text)?;
         for other in (1..=self.ledger.num_rows()).filter(|&other| other != self.row) {
             let kept = self.ledger.kept_state(0, Row(other as i32)).map_err(text)?;
-            if slots[other] == dst as i32 || kept.is_some_and(|(slot, _)| slot.0 == dst as i32) {
-                return self.fault(&format!("writes slot {dst}, which row {other} has"));
+            if slots[other] as usize == written || kept.is_some_and(|(slot, _)| slot.at() == written) {
+                return self.fault(&format!("writes slot {written}, which row {other} has"));
             }
         }
         Ok(())
@@ -218,7 +229,7 @@ impl Lane<'_> {
     /// The row's length and contents mean nothing: neither do the state that the lane writes and the records.
     pub(super) fn spoil_state(&mut self) -> Result<(), Fault> {
         let Some(fold) = self.device.fold(self.plan, self.at) else { return Ok(()) };
-        self.check_fold(fold)?;
+        self.check_fold(fold.dst)?;
         if let Some(states) = &mut self.device.states {
             states.spoil(self.row, fold.dst);
         }

@@ -185,9 +185,11 @@ impl Model {
         let (mut folds, mut need, mut waiting) = (Vec::new(), 0, 0);
         for (lane, &row) in rows.iter().enumerate() {
             let before = self.rows[row].state;
-            let len = match is_extend {
-                true => wanted[lane][0] as i32 - 1,
-                false => self.state_len_after(states, row, shapes[lane] as usize),
+            let len = if is_extend {
+                // The last token of a prompt is left to be computed.
+                wanted[lane][0] as i32 - 1
+            } else {
+                self.state_len_after(states, row, shapes[lane] as usize)
             };
             let is_alone = self.slot_holders(before.slot).into_iter().eq([SlotHolder::Row(row)]);
             let is_its_own = before.slot != 0 && is_alone;
