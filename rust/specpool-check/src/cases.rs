@@ -285,12 +285,10 @@ fn states() -> Vec<Case> {
             let rows = Alphabet { batches: true, trims: false, ..plain.clone() };
             cases.push(new("rows", config(2, false), 4, rows, limit));
             let forks = Alphabet { forks: true, trims: false, ..plain.clone() };
-            cases.push(Case {
-                is_quick: is_small || more == 1 && depth == 0 && !drafts && flush == 1,
-                ..new("forks", config(2, false), 4, forks.clone(), limit)
-            });
+            cases.push(new("forks", config(2, false), 4, forks.clone(), limit));
             let all = Alphabet { trims: true, turns: true, failures: true, batches: true, ..forks };
-            cases.push(new("all verbs", config(2, true), 4, all, Some(CUT / 3)));
+            let verbs = new("all verbs", config(2, true), 4, all, Some(CUT / 3));
+            cases.push(Case { is_quick: false, ..verbs });
         }
     }
     cases
