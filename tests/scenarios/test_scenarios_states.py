@@ -1,4 +1,4 @@
-"""Regression scenarios about recurrent states: whose text a slot has, who writes it, when it is free.
+"""Regression scenarios about recurrent states: their text, who writes it, when a slot is free.
 
 Numbers, laws and guards as in `test_scenarios_claims.py`.
 """
@@ -44,8 +44,11 @@ def test_scenario_80_a_round_folds_what_is_resolved():
     ledger = stateful()
     row = prefill(ledger, 6)
     first = start(ledger, row)
-    assert folds(ledger.prepare_decode([row], [1])) == (1, 0, 6, 6)
+    second = ledger.prepare_decode([row], [1])
+    assert folds(second) == (1, 0, 6, 6)
+    ledger.launch(second.step)
     end(ledger, first, 3)
+    assert folds(ledger.prepare_decode([row], [1])) == (1, 1, 6, 9)
 
 
 def test_scenario_80_a_root_that_is_not_certain_is_not_folded():
