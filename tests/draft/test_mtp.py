@@ -108,6 +108,7 @@ class Plain:
         return self.mtp._project_to_logits(out[0, -1])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", ["DeepseekV3", "Glm4Moe"])
 @pytest.mark.parametrize(
     ("shape", "options"), [(CHAIN, LAYOUTS[0]), (TREE, LAYOUTS[1]), (TREE, LAYOUTS[2])]

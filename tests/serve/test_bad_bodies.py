@@ -12,6 +12,8 @@ from functools import partial
 import pytest
 
 from paths import ROOT
+from specpool import ConfigError
+from specpool.serve.api.sampling import refused
 
 TEXT = {"prompt": "seq: 2, ", "max_tokens": 4}
 CHAT = {"messages": [{"role": "user", "content": "seq: 2, "}], "max_tokens": 4}
@@ -189,6 +191,33 @@ def test_what_is_no_json_for_us_is_refused(server, raw, headers, status):
     check_error(answer[1], status)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a" * 300}),
+        ("/v1/completions", {"prompt": [5] * 300}),
+        ("/v1/completions", {"prompt": "a" * 100_000}),
+        ("/v1/chat/completions", {"messages": [USER | {"content": "b" * 600}]}),
+        ("/v1/chat/completions", {"messages": [USER | {"content": "b" * 5000}]}),
+        ("/tokenize", {"prompt": "a" * 100_000}),
+    ],
+    ids=lambda value: repr(value)[:32],
+)
+def test_libraries_know_a_prompt_that_is_too_long(server, path, body):
+    """Law: beside the code stand the words by which LangChain and LiteLLM know it."""
+    status, answer, _ = server.ask("POST", path, body)
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    assert answer["error"]["message"].startswith("the prompt is too long: the prompt has ")
+
+
+def test_a_prompt_that_the_engine_finds_too_long_says_so_too():
+    error = refused(ConfigError("prompt 0 has 9 tokens; max_context_len 8 leaves room for 7"))
+    assert error.body["error"]["code"] == "context_length_exceeded"
+    assert str(error).startswith("the prompt is too long: prompt 0 has 9 tokens; ")
+    error = refused(ConfigError("prompt 0 is wrong"))
+    assert (str(error), error.body["error"]["code"]) == ("prompt 0 is wrong", None)
+
+
 @pytest.mark.parametrize("raw", [b"[]", b"null", b"3", b'"a"'])
 def test_a_body_that_is_no_object_is_told_so(server, raw):
     status, answer, _ = server.ask("POST", "/v1/completions", raw=raw)
@@ -260,6 +289,33 @@ def test_a_client_that_goes_on_sending_hears_why_it_is_refused(server):
     """Law: what a refused client still sends does not cut off the answer."""
     answer = server.raw(b"GET /" + b"a" * (8 << 20))
     assert answer.startswith(b"HTTP/1.1 431"), answer[:200]
+
+
+@pytest.mark.parametrize(
+    ("line", "size", "status"),
+    [("Origin: http://evil.example", 200_000, 403), ("X-A: b", 600_000, 413)],
+    ids=["by its head", "by its size"],
+)
+def test_a_refused_body_that_still_comes_does_not_cut_off_the_answer(server, line, size, status):
+    """Law: a request is refused at once, and its connection closes in order behind its body."""
+    parts = [b" " * (size // 8)] * 8
+    start = head(line, "Content-Type: application/json", f"Content-Length: {8 * len(parts[0])}")
+    with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
+        sock.sendall(start + parts[0])
+        answer = sock.recv(65536)
+        for part in parts[1:]:
+            sock.sendall(part)
+            time.sleep(0.01)
+        answer += b"".join(iter(partial(sock.recv, 65536), b""))
+    assert answer.startswith(f"HTTP/1.1 {status}".encode()), answer[:200]
+    check_error(json.loads(answer.partition(b"\r\n\r\n")[2]), status)
+
+
+def test_a_refused_body_that_does_not_come_holds_no_connection(server):
+    start = head("Origin: http://evil.example", "Content-Length: 200000")
+    for lines in ("", "Expect: 100-continue\r\n"):
+        answer = server.raw(start[:-2] + lines.encode() + b"\r\n")
+        assert answer.startswith(b"HTTP/1.1 403") and answer.endswith(b"}"), answer
 
 
 def test_what_is_no_http_ends_the_request_before_it(server):

@@ -23,10 +23,10 @@ SHORT = LONG | {"max_tokens": 4}
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    """Two texts run, two wait; three seconds for each; two keys; one site; two sessions."""
+    """Two texts run, two wait; two seconds for each; two keys; one site; two sessions."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("first-key\nsecond-key\n")
-    options = ["--batch", "2", "--max-queue", "2", "--request-timeout", "3"]
+    options = ["--batch", "2", "--max-queue", "2", "--request-timeout", "2"]
     options += ["--api-key-file", str(keys), "--allow-origin", "https://site.example"]
     options += ["--max-open-sessions", "2", "--session-timeout", "4"]
     options += ["--name", "toy", "--name", "other", "--max-connections", "40"]
@@ -95,6 +95,12 @@ def test_other_sites_are_named_or_refused(guarded):
         )
         assert (headers.get("access-control-allow-origin") == origin) == allowed
         assert (status == 200) == allowed
+
+
+def test_a_named_site_sees_when_to_try_again(guarded):
+    _, _, headers = guarded.ask("GET", "/health", headers={"origin": "https://site.example"})
+    shown = {"x-request-id", "x-specpool-ignored", "x-should-retry", "retry-after"}
+    assert set(headers["access-control-expose-headers"].split(", ")) == shown
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from cli_kit import call
 from serve_kit import Server
 from specpool import ConfigError
-from specpool.cli.serve import name_of
+from specpool.cli.serve import _keys, name_of
 from specpool.serve.config import ServeConfig
 from specpool.serve.guard.access import ApiError, _check_host
 
@@ -24,7 +24,7 @@ from specpool.serve.guard.access import ApiError, _check_host
         (["--request-timeout", "-1"], "--request-timeout must be seconds above 0"),
         (["--read-timeout", "nan"], "--read-timeout must be seconds above 0"),
         (["--drain-timeout", "inf"], "--drain-timeout must be seconds above 0"),
-        (["--allow-origin", "site.example"], "an origin is * or begins with http"),
+        (["--allow-origin", "site.example"], "an origin is * or what browsers send, such as http"),
         (
             ["--trust-proxy", "nginx"],
             "--trust-proxy must be addresses or networks such as 10.0.0.0",
@@ -50,6 +50,21 @@ def test_an_empty_file_of_keys_opens_nothing(capsys, tmp_path):
     assert code == 2 and "has no key" in err
     with pytest.raises(ConfigError, match="an API key must be visible ASCII"):
         ServeConfig(api_keys=("a\u00e9",))
+
+
+@pytest.mark.parametrize("line", ["key # alice", "# keys of the team", "key-1 key-2", "key\tkey-2"])
+def test_no_word_beside_a_key_is_a_key(capsys, tmp_path, monkeypatch, line):
+    """Law: a line is a key. A comment must not open the server to those who guess its words."""
+    monkeypatch.setattr("specpool.serve.server.serve", lambda *_, **__: None)
+    (tmp_path / "keys").write_text(f"key-of-a\n{line}\n")
+    code, _, err = call(capsys, "serve", "--api-key-file", str(tmp_path / "keys"))
+    assert code == 2 and "an API key must be visible ASCII characters without spaces" in err
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", " \n\n"])
+def test_a_line_is_a_key_however_it_ends(tmp_path, end):
+    (tmp_path / "keys").write_bytes(f"key-of-a{end}key-of-b{end}".encode())
+    assert _keys(tmp_path / "keys") == ("key-of-a", "key-of-b")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +99,9 @@ def test_drafts_from_texts_of_all_are_refused_between_keys(
         *(("hosts", (name,), "hosts must be names of this machine as in a URL") for name in
           ("", " ", "a b", "http://a", "a:80", "::1", "a/b", 5, None)),
         *(("hosts", value, "hosts must be a tuple of names") for value in ("abc", 5, None)),
-        *(("origins", (origin,), "an origin is . or begins with http") for origin in ("", 5)),
+        *(("origins", (origin,), "an origin is . or what browsers send") for origin in
+          ("", 5, "null", "https://", "https://a/", "https://a/b", "https://A.example", "HTTPS://a",
+           "https://a:443", "http://a:80", "https://a:", "https://a b", "https://u@a")),
         ("origins", "*", "origins must be a tuple of names"),
         ("proxies", "10.0.0.1", "proxies must be a tuple of names"),
         *(("proxies", (proxy,), "proxies must be addresses or networks") for proxy in
@@ -100,10 +117,27 @@ def test_an_empty_or_strange_name_is_refused_in_python_too(field, value, message
         ServeConfig(**{field: value})
 
 
+def test_origins_are_as_browsers_send_them():
+    """Law: an origin that no browser sends is refused; pages of programs have schemes of theirs."""
+    ServeConfig(
+        origins=("https://a.example", "http://a:8080", "http://a:443", "http://[::1]:3000",
+                 "https://xn--bcher-kva.example", "app://obsidian.md", "tauri://localhost",
+                 "chrome-extension://abc", "vscode-webview://0a1b", "*")
+    )  # fmt: skip
+
+
 def test_a_name_of_a_loopback_server_has_no_case():
     _check_host("Box.Example:8000", ServeConfig(hosts=("boX.example",)))
     with pytest.raises(ApiError, match="called 'other'"):
         _check_host("other", ServeConfig(hosts=("boX.example",)))
+
+
+@pytest.mark.parametrize("host", ["127.0.1.1:8000", "[::1]:8000", "[::ffff:127.0.0.1]", "box:80"])
+def test_a_loopback_server_answers_to_each_loopback_address(host):
+    _check_host(host, ServeConfig(host="box"))
+    for strange in ("box.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "0.0.0.0", "[::]"):
+        with pytest.raises(ApiError, match="listens on loopback and is called"):
+            _check_host(strange, ServeConfig(host="box"))
 
 
 def test_names_protect_a_loopback_server_alone():
@@ -129,16 +163,33 @@ def test_a_models_name_has_no_path(tmp_path):
     assert name_of("org/name") == "org/name"
 
 
-def test_what_is_loopback():
+def test_what_is_loopback(monkeypatch):
+    """Law: the address decides. Debian's /etc/hosts gives a machine's own name a loopback one."""
+    look_up, names = socket.getaddrinfo, {"box": "127.0.1.1", "box.example": "10.0.0.1"}
+
+    def known(host, *given, **more):
+        if host == "no.example":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return look_up(names.get(host, host), *given, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", known)
     for host, is_loopback in (
         ("127.0.0.1", True),
         ("127.9.9.9", True),
         ("::1", True),
         ("localhost", True),
+        ("LocalHost", True),
+        ("127.1", True),
+        ("2130706433", True),
+        ("::ffff:127.0.0.1", True),
+        ("0:0:0:0:0:0:0:1", True),
+        ("0", False),
         ("0.0.0.0", False),
         ("::", False),
         ("10.0.0.1", False),
-        ("localhost.example", False),
+        ("box", True),
+        ("box.example", False),
+        ("no.example", False),
     ):
         assert ServeConfig(host=host).is_loopback is is_loopback, host
 

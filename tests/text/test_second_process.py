@@ -57,3 +57,12 @@ def test_it_is_killed_when_it_is_late_and_starts_again(process):
     assert caught.value.is_late
     assert process.ask(3, 60) == 3
     process.close()
+
+
+def test_the_next_request_does_not_pay_for_its_end(process):
+    """Law: if the system has ended it between two requests, a new one answers."""
+    assert process._process is not None
+    process._process.kill()
+    process._process.wait()
+    assert process.ask(3, 60) == 3
+    process.close()

@@ -116,7 +116,8 @@ def name_of(target: str) -> str:
 
 def _keys(path: Path | None) -> tuple[str, ...]:
     """Return the API keys of the file, a line each, and that of the environment."""
-    keys = [] if path is None else text_of(path, "api_key_file").split()
+    lines = [] if path is None else text_of(path, "api_key_file").splitlines()
+    keys = [line.strip() for line in lines if line.strip()]
     if path is not None and not keys:
         raise ConfigError(f"api_key_file {path} has no key")
     keys += [key] if (key := os.environ.get(KEY_VARIABLE, "")) else []

@@ -92,7 +92,7 @@ def build_app(service: Service) -> ASGIApp:
             allow_origins=service.config.origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "x-specpool-ignored", "x-should-retry"],
+            expose_headers=["x-request-id", "x-specpool-ignored", "x-should-retry", "retry-after"],
         )
     routes = [*app.routes, *(route for router in all_routers for route in router.routes)]
     patterns = [route for route in routes if isinstance(route, Route)]

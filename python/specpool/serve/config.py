@@ -3,6 +3,7 @@
 import ipaddress
 import math
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -17,6 +18,20 @@ from specpool.num_bytes import parse_bytes
 LOOPBACK = "127.0.0.1"
 # A name or an address as it stands in a Host header, without the port.
 _HOST = re.compile(r"[^\s/:\[\]]+|\[[0-9A-Fa-f:.]+\]")
+# A site as it stands in an Origin header: without a path, capital letters or the scheme's own port.
+_ORIGIN = re.compile(
+    r"(?!http://.*:80$|https://.*:443$)"
+    r"[a-z][a-z0-9+.-]*://([^\s/:@\[\]A-Z]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?"
+)
+
+
+def is_loopback_address(text: str) -> bool:
+    """Return whether a text is an address of this machine alone; a name is none."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _read_timeout(_name: str, seconds: float) -> float | None:
@@ -126,9 +141,11 @@ class ServeConfig:
                 f"on {self.host} answers to every name: leave them out"
             )
         for origin in self.origins:
-            if origin != "*" and not str(origin).startswith(("http://", "https://")):
+            if origin != "*" and not _ORIGIN.fullmatch(str(origin)):
                 raise ConfigError(
-                    f"an origin is * or begins with http:// or https://, got {shown(origin)}"
+                    "an origin is * or what browsers send, such as https://app.example or "
+                    "http://localhost:3000: in small letters, without a path, a slash at its end "
+                    f"or the scheme's own port, got {shown(origin)}"
                 )
         for proxy in self.proxies:
             try:
@@ -145,13 +162,12 @@ class ServeConfig:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
-        if self.host == "localhost":
-            return True
+        """Whether only this machine can reach the server, however `host` spells the address."""
         try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
+            address = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)[0][4][0]
+        except (OSError, UnicodeError):
             return False
+        return is_loopback_address(str(address))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from specpool.engine.texts import Texts
-from specpool.serve.api.errors import ApiError, shutting_down
+from specpool.serve.api.errors import ApiError, shutting_down, too_long
 from specpool.serve.bridge.client import EngineClient
 from specpool.serve.config import ServeConfig
 from specpool.serve.counters import Counters
@@ -112,12 +112,10 @@ class Service:
             ApiError: even in the longest tokens it is too long.
         """
         if number > self.most_characters:
-            raise ApiError(
-                400,
+            raise too_long(
                 f"the prompt has {number} characters; at most {self.most_characters} can be "
                 f"{self.client.ready.max_context_len} tokens",
-                code="context_length_exceeded",
-                param=param,
+                param,
             )
 
     @property

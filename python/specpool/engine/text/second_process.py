@@ -35,7 +35,7 @@ class ProcessError(Exception):
 
 
 class SecondProcess:
-    """The process. It starts with the first request, and again after it was killed.
+    """The process. It starts with the first request, and again after it has ended.
 
     Any thread may ask; one request is answered at a time. It ends with this process.
     """
@@ -109,6 +109,8 @@ class SecondProcess:
     def _start(self, first: Any) -> None:
         if self._owner != os.getpid():
             self._process, self._owner = None, os.getpid()
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # the system has ended it between two requests, for want of memory
         if self._process is None:
             more = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
             try:

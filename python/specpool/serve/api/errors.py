@@ -67,6 +67,15 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
     return ApiError(400, message, code=code, param=param)
 
 
+def too_long(why: str, param: str | None) -> ApiError:
+    """Return the error for a prompt that does not fit.
+
+    LangChain and LiteLLM know it by the words "prompt is too long", not by its code. Their agents
+    then shorten the chat, or ask a model with more room.
+    """
+    return bad(f"the prompt is too long: {why}", param, "context_length_exceeded")
+
+
 def internal() -> ApiError:
     """Return the error for a fault of our own, whose reason is in the log alone."""
     return ApiError(

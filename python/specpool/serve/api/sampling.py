@@ -9,7 +9,7 @@ from typing import Any
 
 from specpool.engine.sampling_params import TRUNCATIONS, SamplingParams
 from specpool.errors import ConfigError
-from specpool.serve.api.errors import ApiError, bad
+from specpool.serve.api.errors import ApiError, bad, too_long
 from specpool.serve.api.requests import GenerationBody
 from specpool.serve.api.structured import grammar_of
 
@@ -166,6 +166,5 @@ def param_of(message: str) -> str | None:
 def refused(error: ConfigError) -> ApiError:
     """Return the error for a request that the engine refuses."""
     text = str(error)
-    return bad(
-        text, param_of(text), "context_length_exceeded" if "max_context_len" in text else None
-    )
+    make = too_long if "max_context_len" in text else bad
+    return make(text, param_of(text))

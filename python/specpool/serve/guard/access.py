@@ -8,12 +8,12 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specpool.serve.api.errors import ApiError
-from specpool.serve.config import ServeConfig
+from specpool.serve.config import ServeConfig, is_loopback_address
+from specpool.serve.guard.body import refuse
 from specpool.serve.service import WORK_PATHS, Service
 
 #: Paths without a key: whether the server lives, and the page, which asks for one.
 OPEN_PATHS = frozenset({"/", "/health"})
-_LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 
 
 class AccessGuard:
@@ -36,10 +36,10 @@ class AccessGuard:
             try:
                 self._check(scope)
             except ApiError as error:
-                response = error.response()
-                if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
-                    response.headers["connection"] = "close"  # its body is not read
-                await response(scope, receive, send)
+                if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+                    await error.response()(scope, receive, send)
+                else:
+                    await refuse(error, scope, receive, send, self._service.config.max_body)
                 return
         await self._app(scope, receive, send)
 
@@ -61,7 +61,9 @@ class AccessGuard:
 def _check_host(host: str, config: ServeConfig) -> None:
     """Refuse a strange name for a loopback server: a web page may have made it point here."""
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-    if name.lower() not in {*_LOOPBACK_NAMES, *map(str.lower, (config.host, *config.hosts))}:
+    if is_loopback_address(name.strip("[]")):  # no site can make an address point elsewhere
+        return
+    if name.lower() not in map(str.lower, ("localhost", config.host, *config.hosts)):
         raise ApiError(
             403,
             f"the server listens on loopback and is called {name!r:.100}: start it with "

@@ -13,7 +13,7 @@ from specpool.serve.service import WORK_PATHS, Service
 #: Paths whose bodies may have `max_body` bytes; those of others are some numbers.
 _LARGE = WORK_PATHS | {"/tokenize", "/detokenize"}
 _SMALL_BODY = 64 << 10
-#: How long, and how many times the most bytes, the rest of a body that is too large is dropped.
+#: How long, and how many times the most bytes, the rest of a refused body is dropped.
 _SKIP_SECONDS, _SKIP_BODIES = 2.0, 4
 
 
@@ -49,7 +49,8 @@ class BodyGuard:
             body = await self._read(scope, receive)
         except ApiError as error:
             if error.status == 413:
-                await self._skip(receive)
+                await refuse(error, scope, receive, send, self._config.max_body)
+                return
             response = error.response()
             response.headers["connection"] = "close"  # what is left of the body is not read
             await response(scope, receive, send)
@@ -98,19 +99,32 @@ class BodyGuard:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    async def _skip(self, receive: Receive) -> None:
-        """Drop the rest of a body, as far as it comes soon.
 
-        A client that still sends reads no answer, and loses it with the connection.
-        """
-        size, end = 0, asyncio.get_running_loop().time() + _SKIP_SECONDS
-        with contextlib.suppress(asyncio.TimeoutError):
-            while size < _SKIP_BODIES * self._config.max_body:
-                seconds_left = end - asyncio.get_running_loop().time()
-                message = await asyncio.wait_for(receive(), max(seconds_left, 0.001))
-                size += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
+async def refuse(
+    error: ApiError, scope: Scope, receive: Receive, send: Send, max_body: int
+) -> None:
+    """Answer a request whose body is not read, drop what still comes of it, and close.
+
+    A client that sends when the connection closes loses the answer: node's `fetch`, for one. So the
+    answer is sent whole, and its end waits `_SKIP_SECONDS`, or for `_SKIP_BODIES` bodies, at most.
+    """
+    response = error.response()
+    response.headers["connection"] = "close"
+
+    async def hold(message: Message) -> None:
+        is_body = message["type"] == "http.response.body"
+        await send({**message, "more_body": True} if is_body else message)
+
+    await response(scope, receive, hold)
+    size, end = 0, asyncio.get_running_loop().time() + _SKIP_SECONDS
+    with contextlib.suppress(asyncio.TimeoutError):
+        while size < _SKIP_BODIES * max_body:
+            seconds_left = end - asyncio.get_running_loop().time()
+            message = await asyncio.wait_for(receive(), max(seconds_left, 0.001))
+            size += len(message.get("body", b""))
+            if not message.get("more_body", False):
+                break
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _too_large(max_bytes: int) -> ApiError:

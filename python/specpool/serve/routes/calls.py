@@ -16,7 +16,7 @@ from specpool.engine.texts import NextTurn, Prompt, is_chat, num_characters
 from specpool.errors import ConfigError
 from specpool.serve.answers import EventStream, watched
 from specpool.serve.api.choice import AnswerChoice, Delta
-from specpool.serve.api.errors import ApiError, bad, event, to_json
+from specpool.serve.api.errors import ApiError, bad, event, to_json, too_long
 from specpool.serve.api.requests import GenerationBody as Body
 from specpool.serve.api.sampling import ignored_header, refused
 from specpool.serve.api.structured import form_field
@@ -208,11 +208,10 @@ class Call:
             ApiError: it leaves none.
         """
         if num_tokens >= max_tokens:
-            raise bad(
+            raise too_long(
                 f"the prompt has {num_tokens} tokens; with one new token at least, the limit of "
                 f"{max_tokens} leaves room for {max_tokens - 1}",
                 f"prompt[{index}]",
-                "context_length_exceeded",
             )
         return max_tokens - num_tokens
 
