@@ -24,7 +24,6 @@ from specpool.engine.models import TargetModel
 from specpool.engine.models.gate import RECURRENT
 from specpool.engine.models.outline import stated_layers
 from specpool.engine.models.recurrent import RecurrentState
-from specpool.engine.worker.recurrent_forward import StateForward
 from specpool.kernels.launch import host_backend
 
 CHAIN = Shape.eagle(3, 1, 4)
@@ -336,7 +335,6 @@ def test_without_its_replay_a_text_goes_wrong(reference, monkeypatch):
         rows = verified.bundle.rows[torch.from_numpy(lanes)]
         self.state.put(rows, [state[lanes] for state in verified.states[width]])
 
-    monkeypatch.setattr(StateForward, "_keep", careless)
     with build(reference, scripted(reference)) as engine:
         with pytest.raises(AssertionError):
             compare(reference, engine.generate(PROMPTS, GREEDY))

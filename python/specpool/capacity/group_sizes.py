@@ -16,6 +16,7 @@ from specpool._core import (
     Group,
     Ledger,
     Shape,
+    StateGroup,
     sizing_most_window_pages,
     sizing_pages_needed,
     sizing_row_width,
@@ -267,8 +268,13 @@ class GroupSizes:
             "layout": group.layout,
         }
 
-    def ledger(self, *, digest: bool = False, record: Path | None = None) -> Ledger:
-        """Build the ledger of these groups; `Ledger` explains the options."""
+    def ledger(
+        self, *, digest: bool = False, record: Path | None = None, keeps_state: bool = False
+    ) -> Ledger:
+        """Build the ledger of these groups; `Ledger` explains the options.
+
+        With `keeps_state` it has a state slot for each row.
+        """
         groups = [
             Group(
                 group.name,
@@ -281,10 +287,14 @@ class GroupSizes:
             )
             for group in self.groups
         ]
+        num_rows = self.num_rows + self.max_sessions
+        # A row that continues a session's checkpoint needs a second slot.
+        states = [StateGroup("states", num_slots=max(num_rows, 2), eager=True)]
         return Ledger(
             groups,
             self.shapes,
-            num_rows=self.num_rows + self.max_sessions,
+            states=states if keeps_state else [],
+            num_rows=num_rows,
             max_batch=self.num_rows,
             max_context_len=self.max_context_len,
             max_chunk=self.max_chunk,

@@ -132,6 +132,7 @@ def plan_pools(
     dtype: torch.dtype,
     device: torch.device,
     kv_bytes: int,
+    keeps_state: bool = False,
     least: Callable[[int], int] | None = None,
     record: Path | None = None,
 ) -> Pools:
@@ -146,6 +147,7 @@ def plan_pools(
         dtype: dtype of the KV.
         device: where the KV lives.
         kv_bytes: bytes for all buffers, of `kv_budget`.
+        keeps_state: whether the target has recurrent layers, so that rows have state slots.
         least: returns the least of all ranks' values: they have the same pages; None without ranks.
         record: a file for the ledger's event log, if there are ranks.
 
@@ -161,7 +163,9 @@ def plan_pools(
         max_context_len=max_context_len,
         kv_bytes=kv_bytes,
     )
-    ledger = sizes.ledger(digest=least is not None, record=record)
+    ledger = sizes.ledger(
+        digest=least is not None, record=record, keeps_state=keeps_state
+    )
     free = free_bytes(device)
     free = free if least is None else least(free)
     if sizes.num_bytes > free:
