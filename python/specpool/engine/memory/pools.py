@@ -163,9 +163,7 @@ def plan_pools(
         max_context_len=max_context_len,
         kv_bytes=kv_bytes,
     )
-    ledger = sizes.ledger(
-        digest=least is not None, record=record, keeps_state=keeps_state
-    )
+    ledger = sizes.ledger(digest=least is not None, record=record, keeps_state=keeps_state)
     free = free_bytes(device)
     free = free if least is None else least(free)
     if sizes.num_bytes > free:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from specpool.engine.models.gate import refusal
 from specpool.engine.models.lane_states import LaneStates
-from specpool.engine.models.recurrent import MixerSpec, StateSpec, paged_cache, states_in
+from specpool.engine.models.recurrent import MixerSpec, paged_cache, states_in
 
 Mixer = tuple[nn.Module, MixerSpec]
 

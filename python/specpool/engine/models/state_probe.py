@@ -88,9 +88,7 @@ def _lanes(target: Probed, start: int) -> Tensor:
     return (first + 7 * torch.arange(_NUM_TOKENS, device=target.device)) % target.vocab_size
 
 
-def _continues(
-    target: ProbedMixers, mixers: Mixers, lanes: Tensor, expected: list[Tensor]
-) -> bool:
+def _continues(target: ProbedMixers, mixers: Mixers, lanes: Tensor, expected: list[Tensor]) -> bool:
     """Return whether two tokens at once continue from a state instead of starting anew.
 
     With small weights or in 16 bits a state changes the logits little, so compare states instead:
@@ -129,9 +127,7 @@ def _in_parts(
         The logits [n, V] of the second lane, and its states after all tokens but the last.
     """
     rows = slots = np.array([2, 1], np.int32)
-    state = RecurrentState(
-        mixers.specs, num_slots=2, num_rows=2, ring_len=1, device=target.device
-    )
+    state = RecurrentState(mixers.specs, num_slots=2, num_rows=2, ring_len=1, device=target.device)
     earlier: ProbeBatch | None = None
     start, logits = 0, []
     for width in widths:
