@@ -124,71 +124,111 @@ class LaneStates:
                 int64 [n, w], nodes, padded with the leaf.
             device: of the state.
         """
-        ring_len = state.ring_len
         firsts = np.cumsum(widths, dtype=np.int64) - widths
-        outputs = np.zeros(int(widths.sum()), np.int64)
         is_folding = folds.dst > 0
-        num_own = np.where(is_folding, np.maximum(folds.end - roots, 0), 0)  # tokens that fold
-        num_records = np.where(is_folding, np.minimum(folds.end, roots) - folds.begin, 0)
-
-        def ring_places(lane: int, begin: int, count: int) -> Int64:
-            positions = np.arange(begin, begin + count, dtype=np.int64)
-            return int(folds.rows[lane]) * ring_len + positions % ring_len
-
-        lanes_by_kind: dict[tuple[int, int, bool], list[int]] = {}
-        for lane in np.flatnonzero(is_folding).tolist():
-            kind = int(num_records[lane]), int(num_own[lane]), not folds.src[lane]
-            lanes_by_kind.setdefault(kind, []).append(lane)
-        groups, num_outputs = [], 0
-        for (count, own, is_fresh), lanes in lanes_by_kind.items():
-            tokens = (firsts[lanes][:, None] + np.arange(own)).reshape(-1)
-            outputs[tokens] = num_outputs + np.arange(len(tokens))
-            num_outputs += len(tokens)
-            records = [ring_places(lane, int(folds.begin[lane]), count) for lane in lanes]
-            arrays = folds.src[lanes], folds.dst[lanes], np.concatenate(records), tokens
-            uploaded = upload(device, *(array.astype(np.int64) for array in arrays))
-            groups.append(FoldGroup(*uploaded, is_fresh=is_fresh))
-
-        slots: list[int] = []
-        sequences: list[Int64] = []
-        records, recorded, places = [], [], []
-        ends: list[tuple[int, int]] = []  # of each path: its records, and its first own token
-        total = len(outputs)
-        for lane in np.flatnonzero(widths > num_own).tolist():
-            own, width, root = int(num_own[lane]), int(widths[lane]), int(roots[lane])
-            first = int(firsts[lane])
-            begin = min(int(folds.end[lane]), root)
-            pending = np.arange(total, total + root - begin)
-            total += len(pending)
-            records.append(ring_places(lane, begin, root - begin))
-            tokens = np.arange(first + own, first + width)
-            recorded.append(tokens)
-            places.append(ring_places(lane, root + own, width - own))
-            lane_paths = paths.get(lane)
-            for path in (tokens,) if lane_paths is None else first + lane_paths:
-                sequences.append(np.concatenate([pending, path]))
-                ends.append((len(pending), len(path)))
-                slots.append(int(folds.dst[lane] or folds.src[lane]))
-        run = None
-        if slots:
-            longest = max(len(sequence) for sequence in sequences)
-            inputs = np.empty((len(slots), longest), np.int64)
-            for number, (sequence, (num_pending, num_tokens)) in enumerate(
-                zip(sequences, ends, strict=True)
-            ):
-                inputs[number, : len(sequence)] = sequence
-                inputs[number, len(sequence) :] = sequence[-1]
-                start = num_outputs + number * longest + num_pending
-                computed = np.arange(start, start + num_tokens)
-                # Backwards: a node's first place counts, because a padded leaf comes again.
-                outputs[sequence[num_pending:][::-1]] = computed[::-1]
-            arrays = (
-                np.array(slots, np.int64),
-                np.concatenate(records),
-                inputs.reshape(-1),
-                np.concatenate(recorded),
-                np.concatenate(places),
-            )
-            run = RunGroup(*upload(device, *arrays))
-        (order,) = upload(device, outputs)
+        builder = _Builder(
+            ring_len=state.ring_len,
+            folds=folds,
+            roots=roots.tolist(),
+            widths=widths.tolist(),
+            firsts=firsts.tolist(),
+            num_folded=np.where(is_folding, np.maximum(folds.end - roots, 0), 0).tolist(),
+            outputs=np.zeros(int(widths.sum()), np.int64),
+            device=device,
+        )
+        groups, run = builder.fold_groups(), builder.run_group(paths)
+        (order,) = upload(device, builder.outputs)
         return cls(state, groups, run, order)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Builder:
+    """Builds the groups of B lanes, and fills in where each token's output will be."""
+
+    ring_len: int
+    folds: StateFolds
+    roots: list[int]
+    widths: list[int]
+    firsts: list[int]  # of each lane, the number of its first token
+    num_folded: list[int]  # of each lane, how many of its own tokens fold
+    outputs: Int64  # of `LaneStates`
+    device: torch.device
+    num_outputs: int = 0  # of the groups built so far
+
+    def fold_groups(self) -> list[FoldGroup]:
+        """Return the lanes that fold, grouped by how many records and how many own tokens."""
+        folds = self.folds
+        lanes_by_kind: dict[tuple[int, int, bool], list[int]] = {}
+        for lane in np.flatnonzero(folds.dst).tolist():
+            num_records = min(int(folds.end[lane]), self.roots[lane]) - int(folds.begin[lane])
+            kind = num_records, self.num_folded[lane], not folds.src[lane]
+            lanes_by_kind.setdefault(kind, []).append(lane)
+        groups = []
+        for (num_records, num_own, is_fresh), lanes in lanes_by_kind.items():
+            own = np.concatenate([self._own(lane, 0, num_own) for lane in lanes])
+            records = [self._places(lane, int(folds.begin[lane]), num_records) for lane in lanes]
+            self.outputs[own] = np.arange(self.num_outputs, self.num_outputs + len(own))
+            self.num_outputs += len(own)
+            src, dst, places, tokens = upload(
+                self.device,
+                folds.src[lanes].astype(np.int64),
+                folds.dst[lanes].astype(np.int64),
+                np.concatenate(records),
+                own,
+            )
+            groups.append(FoldGroup(src, dst, places, tokens, is_fresh))
+        return groups
+
+    def run_group(self, paths: Mapping[int, Int64]) -> RunGroup | None:
+        """Return the paths of all lanes that have tokens beyond their fold."""
+        folds = self.folds
+        slots: list[int] = []
+        sequences: list[Int64] = []  # the inputs of each path
+        pending_lens: list[int] = []  # of each path, the records before its own tokens
+        records, recorded, places = [], [], []
+        num_inputs = len(self.outputs)
+        for lane, (root, width, num_own) in enumerate(
+            zip(self.roots, self.widths, self.num_folded, strict=True)
+        ):
+            if width == num_own:
+                continue
+            begin = min(int(folds.end[lane]), root)
+            pending = np.arange(num_inputs, num_inputs + root - begin)
+            num_inputs += len(pending)
+            records.append(self._places(lane, begin, root - begin))
+            own = self._own(lane, num_own, width)
+            recorded.append(own)
+            places.append(self._places(lane, root + num_own, width - num_own))
+            tree = paths.get(lane)
+            for path in [own] if tree is None else self.firsts[lane] + tree:
+                sequences.append(np.concatenate([pending, path]))
+                pending_lens.append(len(pending))
+                slots.append(int(folds.dst[lane] or folds.src[lane]))
+        if not slots:
+            return None
+        longest = max(map(len, sequences))
+        inputs = np.empty((len(slots), longest), np.int64)
+        for number, (sequence, num_pending) in enumerate(zip(sequences, pending_lens, strict=True)):
+            inputs[number, : len(sequence)] = sequence
+            inputs[number, len(sequence) :] = sequence[-1]
+            start = self.num_outputs + number * longest
+            computed = np.arange(start + num_pending, start + len(sequence))
+            # Backwards: a node's first place counts, because a padded leaf comes again.
+            self.outputs[sequence[num_pending:][::-1]] = computed[::-1]
+        arrays = (
+            np.array(slots, np.int64),
+            np.concatenate(records),
+            inputs.reshape(-1),
+            np.concatenate(recorded),
+            np.concatenate(places),
+        )
+        return RunGroup(*upload(self.device, *arrays))
+
+    def _own(self, lane: int, begin: int, end: int) -> Int64:
+        """Return the numbers of the lane's own tokens `[begin, end)` in the forward."""
+        return np.arange(self.firsts[lane] + begin, self.firsts[lane] + end)
+
+    def _places(self, lane: int, begin: int, count: int) -> Int64:
+        """Return the places of `count` positions from `begin` on in the lane's ring."""
+        positions = np.arange(begin, begin + count, dtype=np.int64)
+        return int(self.folds.rows[lane]) * self.ring_len + positions % self.ring_len

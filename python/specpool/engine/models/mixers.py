@@ -73,7 +73,7 @@ class Mixers:
             nonlocal is_tensor
             for spec, slot in zip(states, slots, strict=True):
                 spec.put(self.cache, slot.index_select(0, src))
-            columns = [inputs] if at_once else inputs.split(1, 1)
+            columns = [inputs] if at_once else torch.split(inputs, 1, 1)
             results = [forward(column, *args, **kw) for column in columns]
             is_tensor = isinstance(results[0], Tensor)
             parts = [(result,) if is_tensor else result for result in results]
@@ -105,14 +105,14 @@ class Mixers:
 
 
 @contextlib.contextmanager
-def tracing_mixers(decoder: nn.Module, cache: Any, mixers: list[Mixer]) -> Iterator[None]:
+def tracing_mixers(decoder: Any, cache: Any, mixers: list[Mixer]) -> Iterator[None]:
     """Add to `mixers` those that run in the block, in one forward of the decoder on `cache`.
 
     Raises:
         ConfigError: a mixer runs twice in the forward, has no hidden states, or shares a layer's
             states with another.
     """
-    running: list[tuple[nn.Module, Any]] = []
+    running: list[nn.Module] = []
     inputs_of: dict[nn.Module, list[Any]] = {}  # the inputs of each call
     layers: dict[nn.Module, set[int]] = {}
 
