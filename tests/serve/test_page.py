@@ -359,6 +359,29 @@ def test_what_the_server_refuses_is_told(browser):
 
 
 @needs_browser
+def test_thoughts_stand_before_the_answer_and_survive_a_reload(browser, server):
+    say(browser, "hello")
+    assert browser.run("document.querySelector('.thoughts').hidden")
+    event = {"choices": [{"delta": {"content": "", "reasoning_content": "<b>Hm"}}], "drafts": []}
+    browser.run(f"window.first = {json.dumps(json.dumps(event))}")
+    browser.run("""window.fetch_ = fetch; window.fetch = async (url, options) => {
+      const answer = await fetch_(url, options);
+      if (!url.endsWith("/v1/chat/completions")) return answer;
+      const body = "data: " + first + "\\n\\n" + await answer.text();
+      return new Response(body, { headers: answer.headers });
+    }""")
+    say(browser, "again")
+    nodes = "[...document.querySelectorAll('.thoughts')]"
+    shown = f"{nodes}.map((node) => [node.hidden, node.lastChild.textContent])"
+    assert browser.run(shown) == [[True, ""], [False, "<b>Hm"]]
+    assert "Hm" not in browser.run("JSON.stringify(messagesOf(current))")
+    keep(browser, "thoughts")
+    browser.go(f"{server.url}/")
+    browser.until("name")
+    assert browser.run(shown) == [[True, ""], [False, "<b>Hm"]]
+
+
+@needs_browser
 def test_text_is_text(browser):
     """What a model or a user says is never HTML."""
     say(browser, "<img src=x onerror=window.hit=1><b>bold</b>")

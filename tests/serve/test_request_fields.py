@@ -156,6 +156,8 @@ def test_a_field_that_asks_for_nothing_is_not_named(model, body, names):
         ({"guided_grammar": "start: A"}, "ebnf", "start: A"),
         ({"guided_json_object": True}, "json_object", ""),
         ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, "json_schema", "{}"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "json_schema", "{}"),
+        ({"response_format": {"type": "json_object", "schema": None}}, "json_object", ""),
     ],
 )
 def test_a_form_of_another_engine_is_a_form(given, kind, text):
@@ -175,6 +177,7 @@ def test_a_form_of_another_engine_is_a_form(given, kind, text):
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs"),
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": "{}"}}, "response_format"),
         ({"response_format": {"json_schema": {"schema": {}}}}, "response_format"),
         ({"response_format": {"type": None, "schema": {}}}, "response_format"),
     ],
@@ -274,7 +277,8 @@ def test_special_tokens_are_shown_if_asked_for_but_not_the_end():
 
 def test_one_call_is_told_if_they_must_not_be_parallel():
     call = '{"name": "f", "arguments": {"a": 1}}'
-    answer = [*f"[{call}, {call}]".encode()]
+    text = f"[{call}, {call}]"
+    answer = [*text.encode()]
     body = CHAT | {"tools": [{"type": "function", "function": {"name": "f"}}]}
 
     async def test(front, tokenizer):
@@ -284,7 +288,8 @@ def test_one_call_is_told_if_they_must_not_be_parallel():
             assert len(choice["message"]["tool_calls"]) == num_calls
             assert choice["finish_reason"] == "tool_calls"
             form = ChatForm(tokenizer, ChatRequest.model_validate(asked), 1)
-            part = form.part(SimpleNamespace(index=0), Delta(f"[{call}, {call}]", num_tokens=9))
+            delta = Delta(text, pieces=[(text, False)], num_tokens=9)
+            part = form.part(SimpleNamespace(index=0), delta)
             assert {delta_call["index"] for delta_call in part["delta"]["tool_calls"]} == {
                 *range(num_calls)
             }

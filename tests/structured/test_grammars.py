@@ -95,6 +95,21 @@ EXACT = [
         ['{"pattern":"[^\\"]","properties":{"a":1}}'],
         ["{}"],
     ),
+    (  # as zod 4 writes an e-mail address
+        {
+            "format": "email",
+            "pattern": r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]"
+            r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+            "type": "string",
+        },
+        ['"a@b.cd"', '"a.b+c\'d.e-@b.c-d.de"'],
+        ['".a@b.cd"', '"a..b@b.cd"', '"a.@b.cd"', '"a\'@b.cd"', '"@b.cd"', '"a@b..cd"', '"a@b.c"'],
+    ),
+    (  # as pydantic writes a decimal number
+        {"pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", "type": "string"},
+        ['"0"', '"-007"', '"+1."', '".5"', '"0.50"'],
+        ['""', '"-"', '"."', '"+."', '"1.2.3"', '"1e5"', '"--1"'],
+    ),
     (
         {"properties": {"pattern": {"pattern": '^[^"]$'}}, "additionalProperties": False},
         ['{"pattern":"a"}'],
@@ -189,6 +204,27 @@ def test_a_keyword_that_forbids_nothing_is_not_refused(compiler, keywords):
 def test_a_keyword_that_forbids_something_is_refused(compiler, keywords):
     with pytest.raises(ConfigError, match=f"{next(iter(keywords))}.*at #/"):
         compiler.matcher(Grammar.json_schema({"type": ["object", "array"]} | keywords))
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_refused"),
+    [
+        ({"format": "e164", "pattern": "^a$"}, False),  # as zod writes a telephone number
+        ({"format": "e164"}, True),
+        ({"format": "uri-reference", "pattern": "^a$"}, True),
+        ({"format": 1, "pattern": "^a$"}, True),
+    ],
+)
+def test_a_format_of_ones_own_is_an_annotation_beside_a_pattern(compiler, schema, is_refused):
+    grammar = Grammar.json_schema({"type": "string"} | schema)
+    if is_refused:
+        with pytest.raises(ConfigError, match="format"):
+            compiler.matcher(grammar)
+        return
+    for text, is_allowed in (('"a"', True), ('"b"', False)):
+        matcher = compiler.matcher(grammar)
+        matcher.follow([*text.encode()], 0)
+        assert (matcher.error is None) is is_allowed
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ COMMAND = (
     "{% for m in messages %}<|START_TURN|>{% if m.role == 'user' %}{{ m.content }}{% else %}"
     "<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}<|END_TURN|>{% endfor %}"
 )
+#: It begins the next answer behind every chat, and ends its thoughts there.
+COMMAND_R7B = COMMAND + "<|START_TURN|><|CHATBOT|><|START_THINKING|><|END_THINKING|>"
 FUNCTION_GEMMA = (
     "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}"
     "{% for c in m.tool_calls or [] %}<start_function_call>call:{{ c.function.name }}{a:1}"
@@ -76,6 +78,11 @@ FAMILIES = {
         COMMAND,
         ["<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|END_TURN|>"],
         ["<|END_TURN|>"],
+    ),
+    "Command R7B": (
+        COMMAND_R7B,
+        ["<|START_TURN|>", "<|CHATBOT|>", "<|END_THINKING|>", "<|END_RESPONSE|>", "<|END_TURN|>"],
+        ["<|START_TURN|>"],  # `<|END_TURN|>` is the end-of-sequence token
     ),
     "FunctionGemma": (  # other calls may follow behind `<end_function_call>`
         FUNCTION_GEMMA,

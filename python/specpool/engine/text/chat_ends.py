@@ -35,8 +35,9 @@ def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, s
     a call of a function, at the end of a rendered chat. If another added token stands behind an
     answer both at the end of a chat and within it, that one ends answers too: Phi's templates end a
     turn with it, and a whole chat with the end-of-sequence token. If the template writes nothing
-    behind an answer, the special token that begins the next turn ends it. A template that refuses
-    such a chat adds no token.
+    behind an answer, the special token that begins the next turn ends it. A template may begin the
+    next answer behind every chat, as Command's do: that is left out. A template that refuses such a
+    chat adds no token.
 
     Args:
         tokenizer: the target's.
@@ -67,10 +68,15 @@ def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, s
 
     answer_tail = tail([PROBE_USER, _SAID], PROBE_CONTENT)
     next_head = tail([PROBE_USER, _SAID, PROBE_USER], PROBE_CONTENT) or ""
+    answer_head = ""
     if answer_tail:
-        note([name for name in added if name.strip() and answer_tail.endswith(name.strip())])
         pairs = zip(answer_tail, next_head, strict=False)
         shared = answer_tail[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))]
+        prompt = rendered([PROBE_USER, _SAID], add_generation_prompt=True)
+        if next_head and prompt == rendered([PROBE_USER, _SAID]):
+            answer_head = answer_tail[len(shared) :]
+        end = answer_tail.removesuffix(answer_head).strip()
+        note([name for name in added if name.strip() and end.endswith(name.strip())])
         names = [name for name in added if name.strip() and name in shared]
         if names:
             note([max(names, key=lambda name: (shared.rfind(name) + len(name), len(name)))])
@@ -82,6 +88,7 @@ def chat_ends(tokenizer: PreTrainedTokenizerBase, render: Render) -> dict[int, s
     variable_sets: tuple[dict[str, Any], ...] = ({}, {"builtin_tools": []})
     for variables in variable_sets:
         call_tail = tail([PROBE_USER, PROBE_CALLED], PROBE_FUNCTION, **variables) or ""
+        call_tail = call_tail.removesuffix(answer_head).strip()
         names = [name for name in added if call_tail.endswith(name) and not _ends_call(name)]
         if names:
             # A token that stands between two calls of one message does not end the message.

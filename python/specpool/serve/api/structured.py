@@ -81,14 +81,16 @@ def _of_format(response_format: dict[str, Any] | None) -> tuple[str, Any] | None
     if not response_format or response_format.get("type") == "text":
         return None
     kind = response_format.get("type")
-    if kind == "json_object":
+    if kind == "json_object" and response_format.get("schema") is None:
         return kind, None
-    if kind == "json_schema":
-        held = response_format.get("json_schema")
+    if kind in ("json_object", "json_schema"):
+        # llama.cpp's and Together's clients send a schema beside `json_object`.
+        path = "response_format" + ".json_schema" * (kind == "json_schema")
+        held = response_format.get("json_schema") if kind == "json_schema" else response_format
         schema = held.get("schema") if isinstance(held, dict) else None
         if not isinstance(schema, dict | bool):
-            raise bad("response_format.json_schema.schema must be a JSON schema", "response_format")
-        return kind, schema
+            raise bad(f"{path}.schema must be a JSON schema", "response_format")
+        return "json_schema", schema
     raise bad(
         f"response_format.type must be text, json_object or json_schema, got {kind!r:.40}",
         "response_format",

@@ -157,6 +157,7 @@ FORMATS = (
     ),
     _objects("InternLM", "<|action_start|><|plugin|>", "<|action_end|>"),
     _objects("LongCat", "<longcat_tool_call>", "</longcat_tool_call>"),
+    _objects("GigaChat 3.1", "<|function_call|>"),
     _objects("Phi-4-mini", "functools"),
     _objects("Llama 3, xLAM", ""),
     # A name, and a JSON object with the arguments.

@@ -7,7 +7,7 @@ const STORE = "specpool.conversation.";
 const NUMBERS = ["top_p", "top_k", "min_p", "repetition_penalty", "seed"];
 const FIELDS = ["max", "temperature", ...NUMBERS, "system", "drafter"]; // saved with the options
 const CHECKS = ["as-markdown", "mark-drafts"];
-const talks = []; // {key, title, system, session, offset, isHere, turns: [{begin, text, pieces, note, failed, runs}]}
+const talks = []; // {key, title, system, session, offset, isHere, turns: [{begin, text, thoughts, pieces, note, failed, runs}]}
 let current = null;
 let running = null; // the AbortController of the answer that runs
 let name = null;
@@ -54,7 +54,7 @@ function guarded(act) {
 function save(talk) {
   if (!talks.includes(talk)) return; // another tab has deleted it
   const { key, title, system, session, offset } = talk;
-  const turns = talk.turns.map(({ begin, text, pieces, note, failed }) => ({ begin, text, pieces, note, failed }));
+  const turns = talk.turns.map(({ begin, text, thoughts, pieces, note, failed }) => ({ begin, text, thoughts, pieces, note, failed }));
   try {
     localStorage.setItem(STORE + key, JSON.stringify({ key, title, system, session, offset, turns }));
   } catch (error) {
@@ -244,10 +244,12 @@ function draw() {
 
 function drawn(turn) {
   const node = element("div", "turn");
+  const thoughts = element("details", "thoughts");
+  thoughts.append(element("summary", "", "thoughts"), element("div"));
   const answer = element("div", turn.runs ? "answer runs" : "answer");
   const note = element("div", turn.failed ? "note bad" : "note");
-  turn.node = { answer, note };
-  node.append(element("div", "said", turn.text), answer, note);
+  turn.node = { thoughts, answer, note };
+  node.append(element("div", "said", turn.text), thoughts, answer, note);
   paint(turn);
   if (!turn.runs) {
     const isLast = turn === current.turns[current.turns.length - 1];
@@ -267,7 +269,9 @@ function paint(turn) {
     if (drafted && $("mark-drafts").checked) marked.fill(1, at, at + part.length);
     at += part.length;
   }
-  const { answer, note } = turn.node;
+  const { thoughts, answer, note } = turn.node;
+  thoughts.hidden = !turn.thoughts;
+  thoughts.lastChild.textContent = turn.thoughts || "";
   const isMarkdown = $("as-markdown").checked;
   answer.classList.toggle("plain", !isMarkdown);
   if (isMarkdown) answer.replaceChildren(markdown(text, marked));
@@ -345,7 +349,7 @@ function fields() {
 async function say(text) {
   running = new AbortController();
   const talk = current || begin();
-  const turn = { begin: null, text, pieces: [], note: "…", runs: true, failed: false };
+  const turn = { begin: null, text, thoughts: "", pieces: [], note: "…", runs: true, failed: false };
   talk.turns.push(turn);
   if (!talk.title) talk.title = text.trim().split("\n")[0].slice(0, 60);
   draw();
@@ -392,6 +396,7 @@ async function answered(talk, turn) {
     for (const [piece, isDraft] of pieces) drafted += isDraft ? [...piece].length : 0;
     if (event.choices.length && event.choices[0].finish_reason) reason = event.choices[0].finish_reason;
     if (event.usage) turn.note = live(start, event.usage);
+    for (const { delta } of event.choices) turn.thoughts += delta.reasoning_content || "";
     grow(turn, pieces);
     const all = turn.pieces.reduce((sum, [piece]) => sum + [...piece].length, 0);
     $("accepted").textContent = `${percent(drafted, all)} of the text`;

@@ -15,7 +15,8 @@ from specpool.serve.api.choice import AnswerChoice, Delta
 from specpool.serve.api.errors import bad
 from specpool.serve.api.requests import ChatRequest, Message, TokenizeRequest, Tool
 from specpool.serve.api.sampling import check_supported, params_of
-from specpool.serve.api.structured import tools_of
+from specpool.serve.api.structured import form_field, tools_of
+from specpool.serve.api.thoughts import Thoughts, begins_thoughts
 from specpool.serve.api.tool_calls import ToolCalls
 from specpool.serve.api.tool_formats import THOUGHTS_BEGIN, formats_of
 from specpool.serve.generation import tokens_of
@@ -45,10 +46,20 @@ class ChatForm:
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         template = getattr(tokenizer, "chat_template", None)
         formats = formats_of(template)
-        tail = str(tokenizer.decode(list(prompt[-_TAIL:]))).rstrip() if body.tools else ""
+        # A text in a form, and one that shows its special tokens, have no mark behind thoughts.
+        is_marked = form_field(body) is None and body.skip_special_tokens is not False
+        ids = list(prompt[-_TAIL:])
+        plain, tail = (
+            str(tokenizer.decode(ids, skip_special_tokens=skips)).rstrip()
+            for skips in (True, False)
+        )
+        is_read = is_marked and begins_thoughts(tail) and not begins_thoughts(plain)
         thinks = any(match.end() == len(tail) for match in THOUGHTS_BEGIN.finditer(tail))
-        self._tools = [ToolCalls(body, formats, thinks=thinks) for _ in range(num)]
-        self._channels = [Channels() for _ in range(num)] if has_channels(template) else None
+        self._tools = [ToolCalls(body, formats, thinks=thinks and not is_read) for _ in range(num)]
+        self._has_channels = has_channels(template)
+        self._readers: list[Channels | Thoughts] = [
+            Channels() if self._has_channels else Thoughts(thinks=is_read) for _ in range(num)
+        ]
         self._contents: list[list[str]] = [[] for _ in range(num)]
         self._thoughts: list[list[str]] = [[] for _ in range(num)]
 
@@ -100,18 +111,17 @@ class ChatForm:
         The last one gives the choice its message, if this is not the text itself.
         """
         tools, contents = self._tools[choice.index], self._contents[choice.index]
-        is_last, thoughts = delta.finish_reason is not None, ""
-        text, specials = delta.text, delta.specials
-        if self._channels is not None:
-            thoughts, text, specials = _parted(self._channels[choice.index], delta)
-            self._thoughts[choice.index].append(thoughts)
+        is_last = delta.finish_reason is not None
+        thoughts, text, specials = _parted(self._readers[choice.index], delta)
+        self._thoughts[choice.index].append(thoughts)
         content, calls = tools.push(text, is_last, specials)
         contents.append(content)
-        if is_last and (tools.calls or self._channels is not None):
+        all_thoughts = "".join(self._thoughts[choice.index]) if is_last else ""
+        if is_last and (tools.calls or all_thoughts or self._has_channels):
             message: dict[str, Any] = {"role": "assistant", "content": "".join(contents)}
             if tools.calls:
                 message["tool_calls"] = tools.calls[: self._most_calls]
-            if all_thoughts := "".join(self._thoughts[choice.index]):
+            if all_thoughts:
                 message["reasoning_content"] = all_thoughts
             choice.message = message
         return thoughts, content, calls
@@ -130,7 +140,7 @@ class ChatForm:
         return "tool_calls" if is_whole else tools.finish_reason
 
 
-def _parted(channels: Channels, delta: Delta) -> tuple[str, str, list[tuple[int, str]]]:
+def _parted(reader: Channels | Thoughts, delta: Delta) -> tuple[str, str, list[tuple[int, str]]]:
     """Return a delta's thoughts, its other text, and the special tokens in the latter.
 
     The delta's pieces, which show what was drafted, become those of the other text.
@@ -145,7 +155,7 @@ def _parted(channels: Channels, delta: Delta) -> tuple[str, str, list[tuple[int,
         num = sum(place < end or not piece for place, _ in left)
         piece_specials = [(place - start, special) for place, special in left[:num]]
         is_last = not piece and delta.finish_reason is not None
-        new = channels.push(piece, is_last, piece_specials)
+        new = reader.push(piece, is_last, piece_specials)
         thoughts += new.thoughts
         specials += [(len(text) + place, special) for place, special in new.specials]
         text += new.text
@@ -261,9 +271,8 @@ def routes(service: Service) -> APIRouter:
             temperature = service.client.ready.temperature
             return params_of(body, min(wanted or room, room), num_top, temperature)
 
-        notes_special = "tools" in variables or has_channels(template)
         generation = await call.generation(
-            [messages_of(body.messages)], params, variables, notes_special=notes_special
+            [messages_of(body.messages)], params, variables, notes_special=True
         )
         (prompt,) = generation.order.prompts
 

@@ -33,6 +33,21 @@ _IDLE_CONTENTS: dict[str, Any] = {
     "dependentRequired": {},
     "dependencies": {},
 }
+_DOMAIN = r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+#: Patterns with look-ahead, which the library refuses, and others for the same texts.
+_SAME_PATTERNS = {
+    # zod's e-mail address
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]" + _DOMAIN: (
+        r"^([A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]" + _DOMAIN
+    ),
+    # pydantic's decimal number
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
+}
+#: The formats that JSON Schema defines.
+_FORMATS = frozenset(
+    "date date-time duration email hostname idn-email idn-hostname ipv4 ipv6 iri iri-reference "
+    "json-pointer regex relative-json-pointer time uri uri-reference uri-template uuid".split()
+)
 #: The begin of a negated class in a regular expression, or an escaped character.
 _NEGATED = re.compile(r"\\.|\[\^(?!\])", re.DOTALL)
 #: Any name of a property but those with the character 0.
@@ -42,8 +57,12 @@ _STEP = 1e-12
 
 
 def plain(text: str) -> str:
-    """Return a JSON Schema without refused keywords that forbid nothing; if it has none, itself."""
-    return _rewritten(text, _drop_idle)
+    """Return a JSON Schema without some of what the library refuses; if it has none, itself.
+
+    These are keywords that forbid nothing, patterns of `_SAME_PATTERNS`, and, beside a pattern,
+    formats that JSON Schema does not define: there the pattern says what zod's mean.
+    """
+    return _rewritten(text, _make_plain)
 
 
 def exact(text: str, *, closes_names: bool = True) -> str:
@@ -81,12 +100,17 @@ def _rewritten(text: str, change: Callable[[dict[str, Any]], bool]) -> str:
         return text
 
 
-def _drop_idle(schema: dict[str, Any]) -> bool:
-    """Drop a schema's keywords that forbid nothing; return whether there was one."""
-    idle = [key for key, content in schema.items() if _is_idle(key, content)]
-    for key in idle:
+def _make_plain(schema: dict[str, Any]) -> bool:
+    """Change one schema; return whether it was changed. See `plain`."""
+    old = dict(schema)
+    for key in [key for key, content in schema.items() if _is_idle(key, content)]:
         del schema[key]
-    return bool(idle)
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        schema["pattern"] = _SAME_PATTERNS.get(pattern, pattern)
+        if isinstance(name := schema.get("format"), str) and name not in _FORMATS:
+            del schema["format"]
+    return schema != old
 
 
 def _is_idle(keyword: str, content: Any) -> bool:
