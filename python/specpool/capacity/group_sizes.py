@@ -269,11 +269,11 @@ class GroupSizes:
         }
 
     def ledger(
-        self, *, digest: bool = False, record: Path | None = None, keeps_state: bool = False
+        self, *, digest: bool = False, record: Path | None = None, state_flush: int | None = None
     ) -> Ledger:
         """Build the ledger of these groups; `Ledger` explains the options.
 
-        With `keeps_state` it has a state slot for each row.
+        With `state_flush`, that of its state group, it has a state slot for each row.
         """
         groups = [
             Group(
@@ -289,11 +289,14 @@ class GroupSizes:
         ]
         num_rows = self.num_rows + self.max_sessions
         # A row that continues a session's checkpoint needs a second slot.
-        states = [StateGroup("states", num_slots=max(num_rows, 2), eager=True)]
+        states = [
+            StateGroup("states", num_slots=max(num_rows, 2), flush=flush, eager=True)
+            for flush in ([] if state_flush is None else [state_flush])
+        ]
         return Ledger(
             groups,
             self.shapes,
-            states=states if keeps_state else [],
+            states=states,
             num_rows=num_rows,
             max_batch=self.num_rows,
             max_context_len=self.max_context_len,

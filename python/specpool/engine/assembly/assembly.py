@@ -360,7 +360,7 @@ def _pools(
         dtype=target.dtype,
         device=target.device,
         kv_bytes=kv_bytes,
-        keeps_state=target.keeps_state,
+        state_flush=None if target.mixers is None else target.mixers.flush,
         least=None if ranks is None else ranks.least,
         record=None if ranks is None else log_path(ranks),
     )

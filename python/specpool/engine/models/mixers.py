@@ -19,6 +19,9 @@ from specpool.engine.models.gate import refusal
 from specpool.engine.models.lane_states import LaneStates
 from specpool.engine.models.recurrent import MixerSpec, paged_cache, states_in
 
+# Recorded inputs that a round reads again before they are folded, at most one less.
+_FLUSH = 16
+
 Mixer = tuple[nn.Module, MixerSpec]
 
 
@@ -40,6 +43,15 @@ class Mixers:
         self._lanes: LaneStates | None = None
         for number, module in enumerate(self._modules):
             module.forward = partial(self._forward, number, module.forward)
+
+    @property
+    def flush(self) -> int:
+        """How many recorded inputs are worth a fold.
+
+        A mixer pads a few tokens to a chunk, so it reads them beside the nodes at little cost. A
+        fold costs another call. Mixers that run token by token should read none twice.
+        """
+        return _FLUSH if self.continues else 1
 
     def close(self) -> None:
         """Give the mixers their own forwards back. A second call does nothing."""
