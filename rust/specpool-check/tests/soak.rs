@@ -37,10 +37,10 @@ fn the_events_name_verified_kv_and_nothing_else() {
 #[test]
 fn recurrent_states_obey_their_laws() {
     for has_device in [false, true] {
-        let episodes = (0..12).map(|seed| Episode { seed, ops: 4_000, has_device, has_states: true, plant: None });
+        let episodes = (0..4).map(|seed| Episode { seed, ops: 4_000, has_device, has_states: true, plant: None });
         let tallies = episodes.map(|episode| run(&episode).map_err(|failure| failure.fault));
         let folds: u64 = tallies.map(|tally| tally.unwrap().folds).sum();
-        assert!(folds > 1_000, "{folds}");
+        assert!(folds > 300, "{folds}");
     }
 }
 
