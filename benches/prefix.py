@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 64
 NUM_NEW = 32  # tokens that each request generates
+INDEXED = (8_000, 100_000)  # tokens of the texts that are indexed and matched
 
 
 class PlainTree:
@@ -284,7 +285,7 @@ def prefix(
             for opened in engines:
                 opened.close()
 
-    results = [result for num in (8_000, 100_000) for result in _index(num, 3 * repeats)]
+    results = [result for num in INDEXED for result in _index(num, 3 * repeats)]
     on_and_off = [{"max_batch": num_requests, "prefix_cache": is_on} for is_on in (False, True)]
     results += cases(on_and_off, _traces(num_requests, common, max_len), "without the cache")
     pool = {"max_batch": 4, "page_size": 16, "num_pages": max_len // 16 + 4 + 2 * (common // 16)}

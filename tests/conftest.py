@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -41,6 +42,16 @@ def assert_no_page_leaked(engine: Engine) -> None:
     for pool in engine.pool_stats():
         assert pool.free_pages + pool.cached_pages == pool.num_pages, f"leaked: {pool}"
     assert engine.ledger.num_free_rows == engine.ledger.num_rows
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Search for no garbage: a million objects are made, and the searches would find none."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

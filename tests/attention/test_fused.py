@@ -320,7 +320,7 @@ def test_the_probe_of_a_model_is_without_cudnn(monkeypatch):
         depth.pop()
 
     with TargetModel.from_pretrained(resolve("specpool/tiny")) as target:
-        kind: Any = type(target._decoder)
+        kind: Any = type(target.decoder)
     forward = kind.forward
 
     def checked(self: Any, *args: Any, **options: Any) -> Any:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+import warm_kit
 
 pytest.importorskip("transformers")
 
@@ -111,6 +115,8 @@ def test_each_cell_stands_beside_the_peer(monkeypatch, capsys, drafts) -> None:
 
     trace = Trace.of("repeating", 259, 256)
     monkeypatch.setattr(peers, "Peer", start)
+    warm = SimpleNamespace(Popen=warm_kit.Popen, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(peers, "subprocess", warm)
     monkeypatch.setattr(peers, "quietness", lambda threads: 1.0)
     monkeypatch.setattr(peers.Trace, "of", staticmethod(trace_of))
     options = f"--python {sys.executable} --size tiny --trace repeating --drafts {drafts}"

@@ -6,12 +6,15 @@ import json
 
 import pytest
 
+from benches import prefix
 from benches.prefix import PAGE_SIZE, PlainTree, Trace, _least
 from cli_kit import call
 
 
-def test_the_json_has_what_is_computed_and_what_must_be(capsys):
+def test_the_json_has_what_is_computed_and_what_must_be(capsys, monkeypatch):
     """Law: with the cache fewer tokens are computed, and about as many as must be."""
+    monkeypatch.setattr(prefix, "INDEXED", (800,))
+    monkeypatch.setattr(prefix, "NUM_NEW", 4)
     options = ["--requests", "8", "--common", "60", "--repeats", "1", "--json"]
     code, out, _ = call(capsys, "benches", "prefix", *options)
     assert code == 0

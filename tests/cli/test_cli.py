@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import specpool
+import warm_kit
 from cli_kit import call
 from specpool.cli import main
 from specpool.cli.generate.printer import MARKS
@@ -177,7 +178,7 @@ def test_ctrl_c_ends_cleanly(tmp_path):
     """SIGINT in the middle of the text: exit code 130, one line, no traceback."""
     command = [sys.executable, "-m", "specpool", "generate", "-n", "1900"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
+    with warm_kit.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stdout is not None and process.stderr is not None

@@ -483,8 +483,7 @@ def test_a_group_of_options_stands_where_its_parameter_is():
 
 
 def test_no_command_prints_the_help():
-    for args in ([], ["bench"], ["benches"], ["lab"]):
-        ((code, out, err, _),) = run_all([args], [])
+    for code, out, err, _ in run_all([[], ["bench"], ["benches"], ["lab"]], []):
         assert (code, out) == (2, "") and err.startswith("Usage: ")
 
 

@@ -52,20 +52,20 @@ def test_target_and_heads_train_in_a_second_and_load(
     from transformers import LlamaForCausalLM
 
     train_head, kinds = example["train_head"], example["train_head"].Kind
-    example["train_target"].main(tmp_path / "target", minutes=0.01, hidden_size=64, num_layers=4)
+    example["train_target"].main(tmp_path / "target", minutes=0.003, hidden_size=64, num_layers=4)
     target = LlamaForCausalLM.from_pretrained(tmp_path / "target").float()
-    train_head.main(tmp_path / "target", tmp_path / "mtp", kind=kinds.mtp, minutes=0.01)
+    train_head.main(tmp_path / "target", tmp_path / "mtp", kind=kinds.mtp, minutes=0.003)
     with Engine.from_pretrained(tmp_path / "mtp", draft="mtp", max_context_len=64) as engine:
         (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8, ignore_eos=True))
     assert output.num_drafts > 0
-    train_head.main(tmp_path / "target", tmp_path / "block", kind=kinds.block, minutes=0.01)
+    train_head.main(tmp_path / "target", tmp_path / "block", kind=kinds.block, minutes=0.003)
     with Engine.from_pretrained(
         tmp_path / "target", draft=tmp_path / "block", max_context_len=64
     ) as engine:
         (output,) = engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=8, ignore_eos=True))
     assert output.num_drafts > 0
     for kind in (kinds.eagle, kinds.eagle3):
-        train_head.main(tmp_path / "target", tmp_path / kind.value, kind=kind, minutes=0.01)
+        train_head.main(tmp_path / "target", tmp_path / kind.value, kind=kind, minutes=0.003)
         assert load(tmp_path / kind.value, target).kind == kind.value
 
 
@@ -154,10 +154,10 @@ def test_a_target_of_another_kind_is_refused_and_nothing_is_written(
     ):
         (target / "config.json").write_text(json.dumps(tiny | change))
         with pytest.raises(SystemExit, match=says):
-            example["train_head"].main(target, out, minutes=0.01)
+            example["train_head"].main(target, out, minutes=0.003)
     (target / "config.json").write_text("{")
     with pytest.raises(SystemExit, match="is not a target"):
-        example["train_head"].main(target, out, minutes=0.01)
+        example["train_head"].main(target, out, minutes=0.003)
     assert not out.exists()
     (target / "config.json").write_text(json.dumps(tiny))
     check(target)

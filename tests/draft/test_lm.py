@@ -98,6 +98,7 @@ def test_sessions_the_prefix_cache_and_retraction_keep_the_drafts(draft, shape):
     check(logits_of(draft), [text], trees[: len(turn.accept_lens)][:6])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("options", LAYOUTS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_text_is_that_of_plain_decoding(target, options, temperature):

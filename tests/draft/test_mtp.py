@@ -108,6 +108,7 @@ class Plain:
         return self.mtp._project_to_logits(out[0, -1])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", ["DeepseekV3", "Glm4Moe"])
 @pytest.mark.parametrize(
     ("shape", "options"), [(CHAIN, LAYOUTS[0]), (TREE, LAYOUTS[1]), (TREE, LAYOUTS[2])]
@@ -342,7 +343,9 @@ def test_a_recurrent_target_is_refused(tmp_path):
         vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4, intermediate_size=64
     )
     FalconMambaForCausalLM(config).save_pretrained(tmp_path)
-    refused(tmp_path, ConfigError, "'falcon_mamba' has recurrent layers: no head drafts for it")
+    refused(
+        tmp_path, ConfigError, "'falcon_mamba' has recurrent layers: no MTP layer drafts for it"
+    )
 
 
 def test_a_layer_serves_one_engine(folder):

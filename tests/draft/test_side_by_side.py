@@ -19,7 +19,7 @@ CONFIG = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": NAMES
 @pytest.mark.parametrize(
     ("draft", "layout"),
     [
-        ("tiny-eagle", "dense"),
+        pytest.param("tiny-eagle", "dense", marks=pytest.mark.full),
         ("tiny-eagle", "holey"),
         ("tiny-draft", "dense"),
         ("tiny-block", "holey"),

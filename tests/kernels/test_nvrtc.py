@@ -20,23 +20,42 @@ KERNELS = [
     PLANTED / "prefix_sum.cu",
 ]
 # Kernels that move KV: all their bytes must go 16 at a time where alignment allows.
-MOVES = [
-    (PLANTED / "move_rows.cu", "move_rows_kernel"),
-    *(
-        (ROOT / "cuda" / "moves.cu", entry.name)
-        for entry in source.entries((ROOT / "cuda" / "moves.cu").read_text())
-    ),
-]
+MOVES = source.entries((ROOT / "cuda" / "moves.cu").read_text())
 
 archs = pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 
 
+def compiler_of(cuda):
+    if cuda not in nvrtc.installed():
+        wheel = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}[cuda]
+        pytest.skip(f"no NVRTC of CUDA {cuda}: pip install {wheel}")
+    return nvrtc.installed()[cuda]
+
+
 @pytest.fixture(params=[12, 13], ids=["cuda12", "cuda13"])
 def compiler(request):
-    if request.param not in nvrtc.installed():
-        wheel = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}[request.param]
-        pytest.skip(f"no NVRTC of CUDA {request.param}: pip install {wheel}")
-    return nvrtc.installed()[request.param]
+    return compiler_of(request.param)
+
+
+def cells():
+    """What the kernels are compiled for; `make test` takes one of them."""
+    for cuda in (12, 13):
+        for arch in ("sm_80", "sm_90", "sm_100"):
+            marks = () if (cuda, arch) == (13, "sm_90") else pytest.mark.full
+            yield pytest.param((cuda, arch), id=f"cuda{cuda}-{arch}", marks=marks)
+
+
+@pytest.fixture(scope="module", params=cells())
+def cell(request):
+    cuda, arch = request.param
+    return compiler_of(cuda), arch
+
+
+@pytest.fixture(scope="module")
+def shipped(cell):
+    """The module that is shipped, which has all kernels: its compilation takes seconds."""
+    compiler, arch = cell
+    return compiler.compile(launch.source(), arch)
 
 
 @pytest.fixture
@@ -49,68 +68,69 @@ def compiled(compiler, file, arch, **options):
     return compiler.compile(source.read(source.with_headers(file)), arch, **options)
 
 
-@pytest.mark.sample(4)
-@archs
-@pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)
-def test_every_kernel_fits_in_its_registers(compiler, file, arch):
-    program = compiled(compiler, file, arch)
-    names = [entry.name for entry in source.entries(file.read_text())]
-    assert sorted(program.usage) == sorted(names) and names
+def assert_fits(program):
     for name, usage in program.usage.items():
         assert (usage.stack, usage.spill_stores, usage.spill_loads) == (0, 0, 0), (name, usage)
         assert usage.shared <= 48 << 10
 
 
-@pytest.mark.sample(1)
-@archs
-def test_the_module_that_is_shipped_has_every_kernel(compiler, arch):
-    assert sorted(compiler.compile(launch.source(), arch).usage) == sorted(launch.entries())
+def test_the_module_that_is_shipped_has_every_kernel_and_each_fits_in_its_registers(shipped):
+    assert sorted(shipped.usage) == sorted(launch.entries())
+    assert_fits(shipped)
 
 
-@pytest.mark.sample(3)
-@archs
-@pytest.mark.parametrize(("file", "kernel"), MOVES, ids=lambda value: getattr(value, "stem", value))
-def test_moves_go_by_16_bytes(compiler, disassembler, file, kernel, arch):
-    accesses = compiled(compiler, file, arch).accesses(kernel)
+@pytest.mark.full
+@pytest.mark.parametrize("file", KERNELS, ids=lambda file: file.stem)
+def test_every_file_compiles_alone(cell, file):
+    compiler, arch = cell
+    program = compiled(compiler, file, arch)
+    names = [entry.name for entry in source.entries(file.read_text())]
+    assert sorted(program.usage) == sorted(names) and names
+    assert_fits(program)
+
+
+def assert_moves_by_16_bytes(program, kernel):
+    accesses = program.accesses(kernel)
     assert accesses["LDG", 128] and accesses["STG", 128], accesses
     assert not any(name in ("LD", "ST") for name, _ in accesses), "the address space is not known"
 
 
-@pytest.mark.sample(3)
-@archs
-@pytest.mark.parametrize("kernel", [name for file, name in MOVES if file.name == "moves.cu"])
-def test_a_thread_has_several_loads_under_way(compiler, disassembler, kernel, arch):
-    """One load at a time waits for the memory: a page read took four times as long as it need."""
-    program = compiled(compiler, ROOT / "cuda" / "moves.cu", arch)
-    assert program.in_flight(kernel) >= 4
+@pytest.mark.parametrize("kernel", [entry.name for entry in MOVES])
+def test_moves_go_by_16_bytes(shipped, disassembler, kernel):
+    """With several loads under way: one at a time waits for the memory, which took a page read
+    four times as long as it need.
+    """
+    assert_moves_by_16_bytes(shipped, kernel)
+    assert shipped.in_flight(kernel) >= 4
 
 
-@pytest.mark.sample(3)
-@archs
-def test_logits_are_read_by_16_bytes(compiler, disassembler, arch):
+def test_the_planted_move_goes_by_16_bytes(cell, disassembler):
+    compiler, arch = cell
+    program = compiled(compiler, PLANTED / "move_rows.cu", arch)
+    assert_moves_by_16_bytes(program, "move_rows_kernel")
+
+
+def test_logits_are_read_by_16_bytes(shipped, disassembler):
     """Several loads under way; few registers, so that 1,024 threads run at once on a processor."""
-    program, kernel = compiled(compiler, ROOT / "cuda" / "sample.cu", arch), "sample_tokens_kernel"
-    assert program.accesses(kernel)["LDG", 128] and program.in_flight(kernel) >= 4
-    assert program.usage[kernel].registers <= 64
+    kernel = "sample_tokens_kernel"
+    assert shipped.accesses(kernel)["LDG", 128] and shipped.in_flight(kernel) >= 4
+    assert shipped.usage[kernel].registers <= 64
 
 
-@pytest.mark.sample(3)
-@archs
 @pytest.mark.parametrize(("dim", "loads"), [(64, 4), (128, 12), (256, 12)])
-def test_attention_multiplies_on_tensor_cores_while_it_reads(
-    compiler, disassembler, dim, loads, arch
-):
+def test_attention_multiplies_on_tensor_cores_while_it_reads(shipped, disassembler, dim, loads):
     """Keys and values go by 16 bytes, many under way; two blocks fit on a processor."""
-    program, kernel = compiled(compiler, ROOT / "cuda" / "attend.cu", arch), f"attend_{dim}_kernel"
-    assert program.in_flight(kernel) >= loads
-    assert program.usage[kernel].registers <= 255 and program.usage[kernel].shared <= 24 << 10
-    products = Counter(re.findall(r"\bHMMA\.16816\.F32(\.BF16)?", program.assembly(kernel)))
+    kernel = f"attend_{dim}_kernel"
+    assert shipped.in_flight(kernel) >= loads
+    assert shipped.usage[kernel].registers <= 255 and shipped.usage[kernel].shared <= 24 << 10
+    products = Counter(re.findall(r"\bHMMA\.16816\.F32(\.BF16)?", shipped.assembly(kernel)))
     assert products[".BF16"] == products[""] == (dim + min(dim, 128)) // 8
 
 
 # --- the reading of what NVRTC says -------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @archs
 def test_the_host_runner_offers_nothing_that_cuda_has_not(compiler, arch):
     expression = "copy_kernel<long long, 3>"
@@ -148,7 +168,7 @@ def test_spills_are_read(compiler):
     assert usage.registers <= 32
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @archs
 def test_narrow_and_generic_accesses_are_told_apart(compiler, disassembler, arch):
     expression = "copy_kernel<long long, 3>"

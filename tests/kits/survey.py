@@ -212,8 +212,7 @@ def survey(model_type: str) -> Row:
     try:
         with TargetModel.from_pretrained(model) as target:
             kv_kinds = _kinds_of_kv(target)
-            is_recurrent = target.keeps_state
-        for shape in (None, Shape.eagle(3, 1, 4) if is_recurrent else Shape.eagle(4, 4, 16)):
+        for shape in (None, Shape.eagle(4, 4, 16)):
             _compare(model, reference, prompts, texts, shape)
     except ConfigError as error:
         return Row(model_type, class_name, "refused", _reason(error))
@@ -296,8 +295,8 @@ For anyone who wants to know before loading whether a model runs.
 
 specpool runs most decoders that transformers' `AutoModelForCausalLM` loads, unmodified. `make
 models` wrote this page with transformers {version}: it built each type small, with random weights,
-and compared greedy text over pages, plain and drafted (trees of 4x4x16, chains where a state
-forbids trees), with transformers' own `generate`.
+and compared greedy text over pages, plain and drafted (trees of 4x4x16), with transformers' own
+`generate`.
 
 | verdict | types |
 |---|---|

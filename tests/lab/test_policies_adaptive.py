@@ -8,6 +8,7 @@ import pytest
 
 from benches.lines import Line
 from cli_kit import call
+from lab.policies import adaptive
 from lab.policies import adaptive_model as model
 from lab.policies.adaptive import OURS, THEIRS
 from specpool import Shape
@@ -21,7 +22,8 @@ PLAIN = Shape.none()
 COSTS = model.Costs({PLAIN: {1: 1.0, 4: 2.0}, chain(1): {1: 1.5, 4: 4.0}, chain(3): {1: 2, 4: 8}})
 
 
-def test_the_json_has_both_parts(capsys):
+def test_the_json_has_both_parts(capsys, monkeypatch):
+    monkeypatch.setattr(adaptive, "NUM_ROUNDS", 4)
     code, out, err = call(capsys, *SMALL, "--rounds", "30", "--json")
     assert code == 0, err
     results = json.loads(out)["results"]

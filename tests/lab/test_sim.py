@@ -31,18 +31,18 @@ from sim_plants import give_tokens_to_dropped_lanes, lie, overlook_stop_tokens
 
 @pytest.mark.parametrize(
     ("rounds", "shown"),
-    [("6e3", "6,000"), pytest.param("2e4", "20,000", marks=pytest.mark.full)],
+    [("3e3", "3,000"), pytest.param("2e4", "20,000", marks=pytest.mark.full)],
 )
 def test_thousands_of_rounds_break_no_law(capsys, rounds, shown):
     code, out, _ = call(capsys, "lab", "sim", "--rounds", rounds, "--check", "2", "--seed", "4")
     assert code == 0 and shown in out
 
 
-def test_three_hundred_turns_of_sessions_break_no_law(capsys):
-    code, out, _ = call(capsys, "lab", "sim", "--turns", "300", "--seed", "4")
+def test_a_hundred_turns_of_sessions_break_no_law(capsys):
+    code, out, _ = call(capsys, "lab", "sim", "--turns", "100", "--seed", "4")
     assert code == 0
     turns = re.search(r"turns\s+│\s+([\d,]+)", out)
-    assert turns and int(turns[1].replace(",", "")) >= 300
+    assert turns and int(turns[1].replace(",", "")) >= 100
 
 
 def test_everything_happens():
@@ -78,7 +78,9 @@ def test_everything_happens():
     raise AssertionError((wanted - seen, tally))
 
 
-@pytest.mark.parametrize("seeds", [range(3, 12), pytest.param(range(3), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "seeds", [range(3, 7), pytest.param([*range(3), *range(7, 12)], marks=pytest.mark.full)]
+)
 def test_the_check_level_changes_nothing_that_happens(seeds):
     for seed in seeds:
         tallies = [Simulation(scenario(seed), check).run() for check in (0, 1, 2)]
@@ -356,8 +358,18 @@ def test_a_fault_between_turns_takes_no_more_than_its_own(faulty):
 PLANTS = sim_plants.PLANTS | session_plants.PLANTS
 
 
+#: Hundreds of scenarios pass before one shows it.
+SLOW = {"take_the_shortest_pin"}
+
+
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(plant, marks=[pytest.mark.full] * (plant.__name__ in SLOW), id=plant.__name__)
+        for plant in PLANTS
+    ],
+)
 def test_a_planted_bug_is_found(monkeypatch, plant):
     plant(monkeypatch)
     scenarios = itertools.chain([TIGHT, ON_HOST, *FAULTY], map(scenario, range(400)))

@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import copy
-import logging
 import random
 import re
-import types
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+import families
 from conftest import DEVICE
 from cuda_host import unavailable
 from kernel_kit import backend
 from lossless import Comparison, Reference
 from recurrent_families import FAMILIES, VOCAB, make_config, make_model
-from specpool import ConfigError, Engine, Grammar, RequestOutput, SamplingParams, Shape, ShapeError
+from specpool import ConfigError, Engine, Grammar, RequestOutput, SamplingParams, Shape
 from specpool.engine.assets import resolve
 from specpool.engine.draft import DraftTree, NgramDrafter, ScriptedDrafter
 from specpool.engine.models import TargetModel
 from specpool.engine.models.gate import RECURRENT
+from specpool.engine.models.lane_states import StateFolds
 from specpool.engine.models.outline import stated_layers
-from specpool.engine.models.recurrent import RecurrentState
-from specpool.engine.worker.recurrent_forward import StateForward
+from specpool.engine.models.recurrent import RecurrentState, StateSpec
 from specpool.kernels.launch import host_backend
 
 CHAIN = Shape.eagle(3, 1, 4)
+TREE = Shape.eagle(3, 2, 7)
+PAGE_SIZES = (1, 16, 64)
 NUM_TOKENS = 24
 # Goes on from a state many tokens at once; one by one; without any KV; with KV in every layer.
 FEW = ("mamba", "bamba", "jamba", "falcon_h1")
@@ -72,17 +75,20 @@ def drafter_of(draft: str | None, reference: Reference):
 
 
 def build(reference: Reference, draft=None, **options) -> Engine:
+    model = copy.deepcopy(reference.model)
+    return Engine.from_pretrained(model, draft=draft, **with_options(draft, options))
+
+
+def with_options(draft, options: dict[str, object]) -> dict[str, object]:
     defaults = {
         "shape": CHAIN if draft is not None else None,
         "page_size": 4,
         "max_batch": 3,
         "prefill_tokens": 16,
         "max_context_len": 80,
-        "worker": "v1",
         "busy_check": 2,
     }
-    options = {**defaults, **options}
-    return Engine.from_pretrained(copy.deepcopy(reference.model), draft=draft, **options)
+    return {**defaults, **options}
 
 
 def compare(reference: Reference, outputs, num_tokens: list[int] | None = None) -> None:
@@ -93,15 +99,31 @@ def compare(reference: Reference, outputs, num_tokens: list[int] | None = None) 
     comparison.finish()
 
 
+def family_cases():
+    """Every family with every kind of draft; page sizes, workers and depths take turns."""
+    for i, family in enumerate(FAMILIES):
+        for j, draft in enumerate((None, "ngram", "chain", "tree")):
+            yield family, draft, PAGE_SIZES[(i + j) % 3], (i // 3 + j) % 3
+    for i, family in enumerate(FAMILIES):
+        for j, draft in enumerate((None, "ngram", "chain", "tree")):
+            for page_size in PAGE_SIZES:
+                for way in range(3):
+                    if (page_size, way) != (PAGE_SIZES[(i + j) % 3], (i // 3 + j) % 3):
+                        yield pytest.param(family, draft, page_size, way, marks=pytest.mark.full)
+
+
 @pytest.mark.sample(5)
-@pytest.mark.parametrize("draft", [None, "ngram", "scripted"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_speaks_as_transformers_does(reference, draft):
+@pytest.mark.parametrize(("family", "draft", "page_size", "way"), [*family_cases()])
+def test_every_family_speaks_as_transformers_does(reference, draft, page_size, way):
     """Several prompts on three rows, in chunks; a round keeps one token, some or all."""
-    drafter = drafter_of(draft, reference)
-    with build(reference, drafter) as engine:
+    knows = draft in ("chain", "tree")
+    drafter = drafter_of("scripted" if knows else draft, reference)
+    options = [{"worker": "v1"}, {"mixed_chunks": True}, {"overlap_depth": 1}][way]
+    if draft == "tree":
+        options["shape"] = TREE
+    with build(reference, drafter, page_size=page_size, **options) as engine:
         outputs = engine.generate(PROMPTS, GREEDY)
-        if draft == "scripted":
+        if knows:
             assert {n for output in outputs for n in output.accept_lens} == {1, 2, 3, 4}
     compare(reference, outputs)
 
@@ -121,10 +143,14 @@ class Workload:
         self.prompts = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in sizes]
         self.news = [rng.randint(1, 40) for _ in self.prompts]
         self.draft, depth = rng.choice([None, "ngram", "scripted", "scripted"]), rng.choice([1, 5])
+        shapes = [Shape.eagle(depth, 1, depth + 1), Shape.eagle(depth, 3, 3 * depth)]
+        worker = rng.choice(["v1", "v2", "v2"])
         longest = max(len(p) + n for p, n in zip(self.prompts, self.news, strict=True))
         self.options = {
-            "shape": Shape.eagle(depth, 1, depth + 1) if self.draft else None,
-            "shapes": (Shape.eagle(2, 1, 3),) if self.draft else (),
+            "shape": rng.choice(shapes) if self.draft else None,
+            "shapes": (Shape.eagle(2, 1, 3), Shape.eagle(2, 2, 4)) if self.draft else (),
+            "worker": worker,
+            "overlap_depth": int(worker == "v2" and rng.random() < 0.5),
             "page_size": rng.choice([1, 3, 4, 16]),
             "policy": rng.choice(["exact", "double_buffer"]),
             "placement": rng.choice(["split", "shared"]),
@@ -249,7 +275,7 @@ def test_forms_and_penalties_hold_with_a_state(reference, drawn):
     params = [SamplingParams(max_new_tokens=60, **form, **more) for form in forms]
     prompts = [*PROMPTS, PROMPTS[0]]
     tokenizer = AutoTokenizer.from_pretrained(resolve("specpool/tiny"))
-    options = {"worker": "v1", "max_context_len": 128, "tokenizer": tokenizer}
+    options = {"max_context_len": 128, "tokenizer": tokenizer}
     with Engine.from_pretrained(reference.model, **options) as engine:
         plain = engine.generate(prompts, params)
     for forced_steps in (0, 12):
@@ -268,16 +294,17 @@ def test_forms_and_penalties_hold_with_a_state(reference, drawn):
 @pytest.mark.parametrize("family", FEW)
 def test_a_failed_forward_takes_its_rows_and_no_other(reference, monkeypatch):
     with build(reference, scripted(reference), max_batch=5) as engine:
-        forward, calls = engine.target.forward_from, [0]
+        mixers, calls = engine.target.mixers, [0]
+        load = type(mixers.specs[0].states[0]).put
 
         def failing(*args):
             calls[0] += 1
-            if calls[0] == 20:
+            if calls[0] == 60:  # some mixers have folded then, others have not
                 raise RuntimeError("no such luck")
-            return forward(*args)
+            load(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.target, "forward_from", failing)
+            patch.setattr(type(mixers.specs[0].states[0]), "put", failing)
             outputs = engine.generate(PROMPTS, GREEDY)
         assert any(output.error for output in outputs)
         compare(reference, [output for output in outputs if not output.error])
@@ -288,7 +315,7 @@ def test_a_state_that_is_no_number_ends_with_its_request():
     model = make_model(make_config("mamba2"))
     poison = 250
     model.get_input_embeddings().weight.data[poison] = torch.nan
-    with Engine.from_pretrained(model, worker="v1", max_batch=1, max_context_len=96) as engine:
+    with Engine.from_pretrained(model, max_batch=1, max_context_len=96) as engine:
         bad, good = engine.generate([[5, poison, 7], PROMPTS[1]], GREEDY)
         assert bad.finish_reason == "error" and "not finite" in bad.error
         whole = Reference(make_model(make_config("mamba2")))
@@ -297,11 +324,12 @@ def test_a_state_that_is_no_number_ends_with_its_request():
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FEW)
-def test_a_conversation_computes_each_turn_anew(reference):
-    """No row stays between turns, because its state cannot be cut to the session's tokens."""
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_conversation_goes_on_from_its_state(reference, depth):
+    """A stop within a round, a cut beyond the state and far below it, and a fork."""
     prompt, more, *_ = PROMPTS
-    drafter = NgramDrafter(min_match=0)
-    with build(reference, drafter, max_context_len=160, max_batch=2) as engine:
+    options = {"max_context_len": 160, "max_batch": 2, "overlap_depth": depth}
+    with build(reference, NgramDrafter(min_match=0), **options) as engine:
         with engine.open_session() as session:
             said: list[int] = []
             stop = reference.text(prompt, 9)[7]  # in the middle of a round
@@ -310,59 +338,105 @@ def test_a_conversation_computes_each_turn_anew(reference):
                 (more, SamplingParams(max_new_tokens=9, ignore_eos=True)),
                 (prompt[:5], SamplingParams(max_new_tokens=9, ignore_eos=True)),
             ):
+                num_computed = engine.stats().prefilled_token_ct
                 turn = session.append(text, params)
                 output = turn.output()
+                num_computed = engine.stats().prefilled_token_ct - num_computed
+                assert num_computed <= len(text) + CHAIN.max_accept_len + 1
                 said += text
                 assert output.finish_reason in ("stop", "length"), output.error
                 assert output.token_ids == reference.text(said, len(output.token_ids))
                 said += output.token_ids
                 assert session.tokens == said
-            session.rewind(20)
-            with session.fork() as other:
-                for each in (session, other):
-                    output = each.append(more, SamplingParams(max_new_tokens=5)).output()
-                    assert output.token_ids == reference.text([*said[:20], *more], 5)
+            for length in (len(said) - 1, 20):
+                session.rewind(length)
+                with session.fork() as other:
+                    for each in (session, other):
+                        params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+                        output = each.append(more, params).output()
+                        assert not output.error, output.error
+                        assert output.token_ids == reference.text([*said[:length], *more], 5)
+                session.rewind(length)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("family", FEW)
+def test_an_aborted_turn_leaves_the_turn_before(reference):
+    prompt, more, *_ = PROMPTS
+    with build(reference, scripted(reference), max_context_len=160) as engine:
+        with engine.open_session() as session:
+            said = prompt + session.append(prompt, GREEDY).output().token_ids
+            turn = session.append(more, GREEDY)
+            for _ in range(4):
+                engine.turn()
+            turn.close()
+            assert session.tokens == said
+            output = session.append(more, SamplingParams(max_new_tokens=5)).output()
+            assert output.token_ids == reference.text([*said, *more], 5)
+
+
+def wide_model(family: str):
+    """A model of the width of the shipped heads."""
+    name, arguments = FAMILIES[family]
+    arguments = {**arguments, "hidden_size": 128, "num_hidden_layers": 4}
+    if "layer_types" in arguments:
+        arguments["layer_types"] = [*arguments["layer_types"], arguments["layer_types"][0]]
+    return make_model(families.make_config(family, {family: (name, arguments)}))
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("draft", ["eagle", "eagle3", "block", "draft", "suffix"])
+@pytest.mark.parametrize("family", ["mamba", "falcon_h1", "qwen3_next", "lfm2"])
+def test_every_drafter_drafts_for_it(family, draft, shape, depth):
+    """The heads were trained for another model, so most of their drafts are refused."""
+    model = wide_model(family)
+    reference = Reference(model)
+    source = draft if draft == "suffix" else f"specpool/tiny-{draft}"
+    options = with_options(draft, {"shape": shape, "overlap_depth": depth, "dtype": "float32"})
+    with Engine.from_pretrained(model, draft=source, **options) as engine:
+        compare(reference, engine.generate(PROMPTS, GREEDY))
 
 
 # --- the guards ---------------------------------------------------------------------------------
 
 
+def skip_compaction(monkeypatch):
+    """The records of accepted nodes stay where the tree had them."""
+    monkeypatch.setattr(RecurrentState, "compact", lambda *args, **options: None)
+
+
+def fold_one_more(monkeypatch):
+    """The first draft is folded too, whether it was accepted or not."""
+    of_plans = StateFolds.of_plans
+
+    def careless(plans):
+        folds = of_plans(plans)
+        is_round = np.concatenate([np.full(len(p), p.kind == "decode") for p in plans])
+        return replace(folds, end=folds.end + (is_round & (folds.dst > 0)))
+
+    monkeypatch.setattr(StateFolds, "of_plans", careless)
+
+
+def read_late(monkeypatch):
+    """A slot is read as if it were one token shorter."""
+    of_plans = StateFolds.of_plans
+
+    def careless(plans):
+        folds = of_plans(plans)
+        return replace(folds, begin=folds.begin - (folds.src > 0))
+
+    monkeypatch.setattr(StateFolds, "of_plans", careless)
+
+
+@pytest.mark.parametrize("plant", [skip_compaction, fold_one_more, read_late])
 @pytest.mark.parametrize("family", FEW)
-def test_without_its_replay_a_text_goes_wrong(reference, monkeypatch):
-    """The state that a round has left holds the drafts that were refused."""
-
-    def careless(self, verified, lanes, length):
-        width = verified.bundle.tokens.shape[1]
-        rows = verified.bundle.rows[torch.from_numpy(lanes)]
-        self.state.put(rows, [state[lanes] for state in verified.states[width]])
-
-    monkeypatch.setattr(StateForward, "_keep", careless)
-    with build(reference, scripted(reference)) as engine:
+def test_a_state_of_another_length_gives_another_text(reference, monkeypatch, plant):
+    plant(monkeypatch)
+    with build(reference, scripted(reference), shape=TREE) as engine:
         with pytest.raises(AssertionError):
             compare(reference, engine.generate(PROMPTS, GREEDY))
-
-
-@pytest.mark.parametrize("family", ["mamba", "bamba"])
-def test_a_row_that_was_cut_is_not_gone_on_from(reference):
-    """The state holds tokens that are gone: this is an error, never a wrong text."""
-    with build(reference) as engine:
-        outputs = {}
-        engine.submit(PROMPTS[0], GREEDY, on_item=lambda n, item: outputs.__setitem__(n, item))
-        for _ in range(6):
-            engine.turn()
-        (request,) = engine.core.scheduler.requests()
-        row, length = request.row, int(engine.ledger.resolved_len[request.row])
-        assert engine.ledger.trim(row, length - 2) == length - 2
-        request.epoch = int(engine.ledger.epoch[row])
-        request.prefilled_len, request.prefill_len = length - 2, len(request.tokens)
-        running = engine.core.scheduler.state.running
-        running.prefilling[row], running.limits[row] = request, 0
-        while engine.turn():
-            pass
-        (output,) = outputs.values()
-        assert f"state of row {row} holds {length} tokens" in output.error
-        assert f"back to {length - 2}: prefill the row from 0" in output.error
-        compare(reference, engine.generate(PROMPTS, GREEDY))
 
 
 @pytest.mark.parametrize("family", ["bamba", "mamba"])
@@ -380,8 +454,8 @@ def test_it_runs_with_the_kernels_of_a_device(reference, draft):
 def test_what_cannot_go_on_many_tokens_at_once_is_found_out(reference):
     """Their scan restarts; treated as one that continues, it would give a wrong text."""
     with build(reference, scripted(reference)) as engine:
-        assert not engine.target.continues
-        engine.target.continues = True
+        assert not engine.target.mixers.continues
+        engine.target.mixers.continues = True
         with pytest.raises(AssertionError):
             compare(reference, engine.generate(PROMPTS, GREEDY))
 
@@ -390,12 +464,13 @@ def test_what_cannot_go_on_many_tokens_at_once_is_found_out(reference):
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "bamba"])
 def test_that_is_found_out_in_16_bits_too(family, dtype):
     with TargetModel.from_pretrained(make_model(make_config(family)).to(dtype)) as target:
-        assert target.continues == (family != "mamba")
+        assert target.mixers.continues == (family != "mamba")
 
 
 def test_a_model_whose_state_does_not_come_back_is_refused(monkeypatch):
     model = make_model(make_config("mamba2"))
-    monkeypatch.setattr(RecurrentState, "put", lambda self, rows, values: None)
+    put = StateSpec.put
+    monkeypatch.setattr(StateSpec, "put", lambda *args: put(*args[:-1], torch.zeros_like(args[-1])))
     with pytest.raises(ConfigError, match=r"'mamba2'.*with its states put away and brought back"):
         TargetModel.from_pretrained(model)
 
@@ -408,44 +483,27 @@ def tiny():
     return make_model(make_config("bamba"))
 
 
-def test_it_runs_on_v1_with_a_warning_that_says_why(tiny, caplog):
-    with caplog.at_level(logging.WARNING, "specpool"):
-        with Engine.from_pretrained(tiny, max_context_len=96) as engine:
-            assert engine.core.scheduler.state.config.trims_rounds
-    assert "'bamba' has recurrent layers" in caplog.text
-    assert "saved before each round and replayed" in caplog.text
-    caplog.clear()
-    with Engine.from_pretrained(tiny, max_context_len=96, worker="v1"):
+def test_it_runs_on_v2_and_says_nothing(tiny, caplog):
+    with Engine.from_pretrained(tiny, max_context_len=96) as engine:
+        assert not engine.core.scheduler.state.config.trims_rounds
         assert not caplog.text
+        (group,) = engine.ledger.states
+        assert group.num_slots == engine.ledger.num_rows and group.eager and group.flush == 16
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"worker": "v2"}, "needs worker 'v1' and overlap_depth 0, got 'v2' and 0"),
-        ({"overlap_depth": 1}, "needs worker 'v1' and overlap_depth 0, got 'auto' and 1"),
-        ({"host_bytes": 1 << 20}, "cannot wait on the host: host_bytes must be 0, got 1048576"),
-        ({"draft": "ngram", "shape": Shape.eagle(3, 2, 6)}, r"one for each node: .*topk=2"),
-        ({"draft": "ngram", "shapes": (Shape(2, 1, 4),)}, r"one for each node: .*4"),
-        (
-            {"draft": types.SimpleNamespace(propose=None, layers=(1,), reads_tokens=True)},
-            "draft with 'ngram'",
-        ),
-        (
-            {"draft": types.SimpleNamespace(propose=None, layers=(), reads_tokens=False)},
-            "draft with 'ngram'",
-        ),
-    ],
-)
-def test_what_a_state_does_not_allow_is_refused(tiny, options, message):
-    with pytest.raises(ConfigError, match=f"'bamba' has recurrent layers.*{message}"):
-        Engine.from_pretrained(tiny, max_context_len=96, **options)
-    with Engine.from_pretrained(tiny, max_context_len=96, worker="v1") as engine:
-        assert engine.generate([PROMPTS[0]], GREEDY)[0].finish_reason == "length"
+def test_a_state_does_not_wait_on_the_host(tiny):
+    with pytest.raises(ConfigError, match=r"'bamba' has recurrent layers.* be 0, got 1048576"):
+        Engine.from_pretrained(tiny, max_context_len=96, host_bytes=1 << 20)
+
+
+def test_a_closed_model_has_its_own_mixers(tiny):
+    with TargetModel.from_pretrained(tiny):
+        assert any("forward" in module.__dict__ for module in tiny.modules())
+    assert not any("forward" in module.__dict__ for module in tiny.modules())
 
 
 def test_a_text_cannot_be_pinned(tiny):
-    with Engine.from_pretrained(tiny, max_context_len=96, worker="v1") as engine:
+    with Engine.from_pretrained(tiny, max_context_len=96) as engine:
         with pytest.raises(ConfigError, match=r"recurrent layers: .* cannot be pinned"):
             engine.pin(PROMPTS[1])
 
@@ -460,12 +518,15 @@ def test_other_types_are_refused_with_the_list_of_those_that_run():
         TargetModel.from_pretrained(make_model(config))
 
 
-def test_a_tree_is_no_chain():
-    tokens = torch.tensor([[5, 6, 7], [5, 6, 7]])
-    DraftTree.chain(tokens).check_chain()
-    fork = torch.tensor([[-1, 0, 1], [-1, 0, 0]], dtype=torch.int32)
-    with pytest.raises(ShapeError, match="node 2 of a draft tree does not continue"):
-        DraftTree.from_parents(tokens.numpy(), fork.numpy()).check_chain()
+def test_a_tree_has_a_path_to_each_leaf():
+    parents = np.array([[-1, 0, 1, 0, 3, 3], [-1, 0, 1, 2, 3, 4]], np.int32)
+    tree = DraftTree.from_parents(np.arange(12, dtype=np.int64).reshape(2, 6), parents)
+    branching, chain = tree.paths()
+    assert branching.tolist() == [[0, 1, 2], [0, 3, 4], [0, 3, 5]]
+    assert chain.tolist() == [[0, 1, 2, 3, 4, 5]]
+    uneven = np.array([[-1, 0, 1, 0]], np.int32)
+    (paths,) = DraftTree.from_parents(np.zeros((1, 4), np.int64), uneven).paths()
+    assert paths.tolist() == [[0, 1, 2], [0, 3, 3]]
 
 
 def test_a_plan_says_that_it_does_not_know_states():

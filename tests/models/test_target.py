@@ -84,7 +84,7 @@ def test_every_family_over_pages_equals_plain(family: str, page_size: int) -> No
             assert_close(entering_1, theirs.hidden_states[1][0, -len(tokens) :])
             assert_close(entering_0, theirs.hidden_states[0][0, -len(tokens) :])
             with torch.inference_mode():
-                assert_close(final_norm(target._decoder)(final), out.hidden[mine])
+                assert_close(final_norm(target.decoder)(final), out.hidden[mine])
 
     extend((17, 5, 30))
     extend((3, 1, 6))

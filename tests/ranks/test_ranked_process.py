@@ -8,18 +8,27 @@ import signal
 import subprocess
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import warm_kit
 from specpool import ConfigError, SamplingParams
 from specpool.cli.deploy import launch_of
 from specpool.engine.engine import Engine
+from specpool.serve.bridge import ranked_process
 from specpool.serve.bridge.client import EngineClient
 from specpool.serve.bridge.messages import Done
 from specpool.serve.bridge.ranked_process import RankedProcess
 
 WORDS = ["--draft", "specpool/tiny-eagle", "--page-size", "4", "--max-context-len", "256"]
+#: Of `subprocess`, what starts the ranks behind the engine; they have torch from their start.
+WARM = SimpleNamespace(
+    Popen=warm_kit.Popen,
+    DEVNULL=subprocess.DEVNULL,
+    TimeoutExpired=subprocess.TimeoutExpired,
+)
 Scene = Callable[[EngineClient, RankedProcess], Awaitable[Any]]
 
 
@@ -28,7 +37,9 @@ def _play(scene: Scene, world: int = 2) -> Any:
 
     async def played() -> Any:
         launch = launch_of(WORDS, has_files=True)
-        processes = RankedProcess(launch.loading, 1, WORDS, world)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranked_process, "subprocess", WARM)
+            processes = RankedProcess(launch.loading, 1, WORDS, world)
         client = EngineClient(processes)
         try:
             return await asyncio.wait_for(scene(client, processes), 120)

@@ -126,6 +126,7 @@ def test_scenario_25_the_device_is_one_verify_ahead_at_a_page_edge():
     assert num_beyond > 3
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 5])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_scenario_26_late_results_are_dropped_by_epoch(monkeypatch, depth, num_steps):

@@ -38,11 +38,12 @@ def admit_one_by_one(admission: Admission) -> None:
 
 # Seeds 59 and 80 differ if the pages are counted once although they are shared or an idle row's.
 @pytest.mark.parametrize(
-    "first", [51, *(pytest.param(n, marks=pytest.mark.full) for n in (61, 80, 100))]
+    "first",
+    [56, *(pytest.param(n, marks=pytest.mark.full) for n in (51, 61, 66, 80, 85, 100, 105))],
 )
 def test_pages_counted_once_a_turn_admit_the_same_requests(monkeypatch, first):
     num_waits = 0
-    for seed in range(first, first + 10):
+    for seed in range(first, first + 5):
         traces = []
         for admit in (admit_all, admit_one_by_one):
             with monkeypatch.context() as patch:

@@ -39,6 +39,7 @@ def run(engine: Engine, prompts: list[list[int]]) -> list[RequestOutput]:
     return [engine.generate([prompt], PARAMS)[0] for prompt in prompts]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("draft", [*HEADS, "ngram", None])
 @pytest.mark.parametrize(
     ("placement", "layout", "shape"), [("split", "dense", CHAIN), ("shared", "holey", TREE)]

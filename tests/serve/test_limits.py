@@ -23,10 +23,10 @@ SHORT = LONG | {"max_tokens": 4}
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    """Two texts run, two wait; three seconds for each; two keys; one site; two sessions."""
+    """Two texts run, two wait; two seconds for each; two keys; one site; two sessions."""
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("first-key\nsecond-key\n")
-    options = ["--batch", "2", "--max-queue", "2", "--request-timeout", "3"]
+    options = ["--batch", "2", "--max-queue", "2", "--request-timeout", "2"]
     options += ["--api-key-file", str(keys), "--allow-origin", "https://site.example"]
     options += ["--max-open-sessions", "2", "--session-timeout", "4"]
     options += ["--name", "toy", "--name", "other", "--max-connections", "40"]

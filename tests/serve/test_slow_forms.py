@@ -28,11 +28,23 @@ def core():
 
 @pytest.fixture
 def forms(core, monkeypatch):
-    monkeypatch.setattr(module, "QUICK_SECONDS", 1.0)
-    monkeypatch.setattr(module, "MAX_SECONDS", 2.5)
+    monkeypatch.setattr(module, "QUICK_SECONDS", 0.2)
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.5)
     forms = Forms(core.compiler, core.compile)
     yield forms
     forms.close()
+
+
+@pytest.fixture
+def idle_trials(monkeypatch):
+    """Trials of `ENDLESS` forms that sleep until their limit, instead of keeping a core busy."""
+
+    def check(trial, grammar, seconds):
+        if grammar in ENDLESS:
+            time.sleep(seconds)
+            raise TimeoutError
+
+    monkeypatch.setattr(Trial, "check", check)
 
 
 def submit(key, grammar):
@@ -64,7 +76,18 @@ def test_a_trial_is_ended_at_its_limit_and_the_next_one_works(core):
         trial.close()
 
 
-def test_quick_forms_pass_slow_ones(forms, monkeypatch):
+def test_a_form_is_compiled_in_the_second_process(forms, monkeypatch):
+    """Law: an endless form is refused at its limit, and the process for the next one starts."""
+    forms.add(submit(1, ENDLESS[0]))
+    assert "took more than 0.5 s to compile: make it smaller" in str(results(forms, 1)[1])
+    monkeypatch.setattr(module, "QUICK_SECONDS", 60.0)
+    forms.add(submit(2, Grammar.regex("[a-c]{2}")))
+    forms.add(submit(3, Grammar.json_schema({"type": "nonsense"})))
+    errors = results(forms, 2)
+    assert errors[2] is None and "structured: " in str(errors[3])
+
+
+def test_quick_forms_pass_slow_ones(forms, idle_trials, monkeypatch):
     """Law: every quick form is done before the slow ones that came before it have ended."""
     for key in range(2):
         forms.add(submit(key, ENDLESS[key]))
@@ -76,7 +99,7 @@ def test_quick_forms_pass_slow_ones(forms, monkeypatch):
         if key >= 2:
             assert error is None
         else:
-            assert "took more than 2.5 s to compile: make it smaller" in str(error)
+            assert "took more than 0.5 s to compile: make it smaller" in str(error)
     assert not forms
 
     def tried_again(*_):
@@ -84,10 +107,10 @@ def test_quick_forms_pass_slow_ones(forms, monkeypatch):
 
     monkeypatch.setattr(Trial, "check", tried_again)
     forms.add(submit(9, ENDLESS[0]))
-    assert "took more than 2.5 s" in str(results(forms, 1)[9])
+    assert "took more than 0.5 s" in str(results(forms, 1)[9])
 
 
-def test_slow_forms_beyond_the_most_are_refused(forms, monkeypatch):
+def test_slow_forms_beyond_the_most_are_refused(forms, idle_trials, monkeypatch):
     monkeypatch.setattr(module, "MOST_SLOW", 2)
     for key in range(6):
         forms.add(submit(key, ENDLESS[key]))

@@ -435,7 +435,7 @@ def test_messages_may_be_changed_after_the_turn(engine):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{% for a in range(9999) %}" * 5 + "{% endfor %}" * 5, "not ended after 5 s"),
+        ("{% for a in range(9999) %}" * 5 + "{% endfor %}" * 5, "not ended after 0.5 s"),
         ("{{ 'x' * 10**11 }}", "MemoryError"),
         (
             "{% set n = namespace(s='x') %}{% for a in range(64) %}{% set n.s = n.s ~ n.s %}",
@@ -448,7 +448,8 @@ def test_messages_may_be_changed_after_the_turn(engine):
     ],
 )
 def test_a_template_that_takes_too_much_is_stopped(engine, template, monkeypatch, text, message):
-    monkeypatch.setattr("specpool.engine.text.chat_template.MOST_SECONDS", 5.0)
+    if "not ended" in message:
+        monkeypatch.setattr("specpool.engine.text.chat_template.MOST_SECONDS", 0.5)
     template(text + "{% endfor %}" if text.count("{% for") > text.count("{% end") > -1 else text)
     with pytest.raises(ConfigError, match=f"the chat template refuses prompt 0: .*{message}"):
         engine.generate(CHAT, PARAMS)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import warm_kit
 from specpool.engine.assets import resolve
-from specpool.engine.text import tokenizer_trial
+from specpool.engine.text import second_process, tokenizer_trial
 from specpool.engine.text.tokenizer import load_tokenizer
 from specpool.engine.text.tokenizer_trial import _risk, check_growth
 from specpool.errors import CheckpointError
@@ -84,9 +86,20 @@ BOMBS: dict[str, tuple[Settings, str]] = {
 }
 
 
+@pytest.fixture
+def warm_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials in processes that have transformers from their start."""
+
+    def popen(command: list[str], **options: Any) -> warm_kit.Popen:
+        return warm_kit.Popen([word for word in command if word != "-I"], **options)
+
+    pipes = {"PIPE": subprocess.PIPE, "DEVNULL": subprocess.DEVNULL}
+    monkeypatch.setattr(second_process, "subprocess", SimpleNamespace(Popen=popen, **pipes))
+
+
 @pytest.mark.sample(2)  # each starts a process
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_tokenizer_that_blows_up_is_refused(tmp_path, monkeypatch, name):
+def test_a_tokenizer_that_blows_up_is_refused(tmp_path, monkeypatch, warm_trials, name):
     monkeypatch.setattr(tokenizer_trial, "MOST_BYTES", 1 << 28)
     content, reason = BOMBS[name]
     folder = folder_of(tmp_path, settings() | content)

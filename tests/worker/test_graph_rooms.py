@@ -70,8 +70,8 @@ def test_the_room_is_of_the_pool_whatever_the_bound(case, monkeypatch):
     monkeypatch.setattr(round_graphs, "LEAST_BOUND", 1024)
     shape, options = CASES[case]
     found = []
-    for context in (700, 1600):
-        num_pages = 1700 // options["page_size"]
+    for context in (300, 620):
+        num_pages = 660 // options["page_size"]
         how = {"num_pages": num_pages, **options, "max_context_len": context}
         with graphs_run(), build(shape, **how) as engine:
             groups = engine.ledger.groups
@@ -111,7 +111,7 @@ def test_a_row_that_fills_the_pool_stands_beside_unused_lanes(case):
 @pytest.mark.parametrize("shape", [NONE, CHAIN], ids=["none", "chain"])
 def test_rows_that_share_more_than_there_is_run_eagerly(shape):
     """A page that four rows share is read four times, and there is no room for that."""
-    params = SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=1.0, seed=5, n=4)
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=1.0, seed=5, n=4)
     texts = []
     for num_pages in (80, 400):
         with graphs_run(), build(shape, page_size=4, num_pages=num_pages) as engine:

@@ -95,6 +95,7 @@ TREE_ON_PAGES = EngineConfig(
 )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["dense", "holey"])
 @pytest.mark.parametrize("placement", ["split", "shared"])
 def test_eagle1_on_pages_of_4_with_8_branches_runs_on_v1(

@@ -16,6 +16,7 @@ from specpool._core import (
     Group,
     Ledger,
     Shape,
+    StateGroup,
     sizing_most_window_pages,
     sizing_pages_needed,
     sizing_row_width,
@@ -267,8 +268,13 @@ class GroupSizes:
             "layout": group.layout,
         }
 
-    def ledger(self, *, digest: bool = False, record: Path | None = None) -> Ledger:
-        """Build the ledger of these groups; `Ledger` explains the options."""
+    def ledger(
+        self, *, digest: bool = False, record: Path | None = None, state_flush: int | None = None
+    ) -> Ledger:
+        """Build the ledger of these groups; `Ledger` explains the options.
+
+        With `state_flush`, that of its state group, it has a state slot for each row.
+        """
         groups = [
             Group(
                 group.name,
@@ -281,10 +287,17 @@ class GroupSizes:
             )
             for group in self.groups
         ]
+        num_rows = self.num_rows + self.max_sessions
+        # A row that continues a session's checkpoint needs a second slot.
+        states = [
+            StateGroup("states", num_slots=max(num_rows, 2), flush=flush, eager=True)
+            for flush in ([] if state_flush is None else [state_flush])
+        ]
         return Ledger(
             groups,
             self.shapes,
-            num_rows=self.num_rows + self.max_sessions,
+            states=states,
+            num_rows=num_rows,
             max_batch=self.num_rows,
             max_context_len=self.max_context_len,
             max_chunk=self.max_chunk,

@@ -97,10 +97,9 @@ class EngineConfig:
             greatest of `graph_sizes`.
         overlap_depth: 1 = prepare a round before the last round's results are read. 0 = after. None
             = 0, but 1 on a CUDA device unless a drafter reads the text on the host (`ngram`,
-            `suffix`), or the worker is v1.
-        worker: the worker: v2, v1 (gives back what a round reserved, after each) or auto. The text
-            is the same. `v1` needs overlap_depth 0. `auto` = v2, but v1 for a model with recurrent
-            state.
+            `suffix`), the worker is v1, or the model has recurrent layers.
+        worker: the worker: v2, v1 (gives back what a round reserved, after each) or auto (v2). The
+            text is the same. `v1` needs overlap_depth 0.
         mixed_chunks: chunks share the round's forward of the target.
         prefix_cache: requests that begin like an earlier one take over its KV, target and draft,
             for as long as no running request needs the pages. Models with recurrent state compute

@@ -233,8 +233,8 @@ def check_target(target: TargetModel) -> None:
 def refuse_states(model_type: str) -> ConfigError:
     """Return the error that refuses a target with recurrent layers."""
     return ConfigError(
-        f"cannot train a head for a model of type {model_type!r}: it has recurrent layers, whose "
-        "states an engine cannot cut back to the accepted drafts of a head"
+        f"cannot train a head for a model of type {model_type!r}: it has recurrent layers, and "
+        "training reads whole texts over pages, without their states"
     )
 
 

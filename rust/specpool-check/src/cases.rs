@@ -3,7 +3,7 @@
 //! A case without a limit is run to its last state. If a family is too large as a whole, its parts are run to their
 //! last state, and the whole is run up to its limit, nearest states first.
 
-use specpool_core::{Group, Layout, LedgerConfig, Policy, Shape};
+use specpool_core::{Group, Layout, LedgerConfig, Policy, Shape, StateGroup};
 
 use crate::events::Alphabet;
 pub use crate::explore::Case;
@@ -237,6 +237,94 @@ fn moving() -> Vec<Case> {
     cases
 }
 
+/// The settings of a state group: slots beyond the least, flush, and eager.
+type Slots = (i64, i64, bool);
+
+/// A state slot for each row, or fewer.
+fn with_slots(mut config: LedgerConfig, (more, flush, eager): Slots) -> LedgerConfig {
+    let num_slots = 1 + i64::from(config.sessions) + more;
+    config.states = vec![StateGroup { name: "states".into(), num_slots, flush, eager }];
+    config
+}
+
+/// Every (slots beyond the least, flush, eager).
+fn slots() -> impl Iterator<Item = Slots> {
+    let flushes = [0, 1].into_iter().flat_map(|more| [1, 2].map(|flush| (more, flush)));
+    flushes.flat_map(|(more, flush)| [false, true].map(|eager| (more, flush, eager)))
+}
+
+/// Recurrent states beside pages of one token: one row and rounds, so that every ring is sufficient and minimal; one
+/// row and each verb that moves a state; and two rows that compete for slots, but not for pages.
+fn states() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (depth, drafts) in [(0, true), (0, false), (1, true), (1, false)] {
+        for (more, flush, eager) in slots() {
+            let config = |num_rows: i64, sessions: bool| {
+                let (kv, shapes) = (group("kv", 1, true, Layout::Dense, None), drafts.then(|| shape(1, 1, 2)));
+                let mut config = LedgerConfig::new(vec![kv], shapes.into_iter().collect(), num_rows, 4);
+                (config.overlap_depth, config.sessions) = (depth, sessions);
+                with_slots(config, (more, flush, eager))
+            };
+            let is_small = depth == 0 && !drafts && more == 0 && flush == 1;
+            let new = |verbs: &str, config: LedgerConfig, pages: i64, alphabet: Alphabet, limit: Option<u64>| {
+                let shapes = if drafts { "1/1/2" } else { "0/1/1" };
+                let name = format!("states {verbs} {shapes} D={depth} +{more} flush={flush} eager={eager}");
+                Case { is_quick: is_small, ..case(name, config, pages, alphabet, limit) }
+            };
+            let plain = Alphabet::plain(&[1, 2], 2);
+            let rounds = Alphabet { trims: false, cancels: false, ..Alphabet::plain(&[1, 2], depth as usize + 2) };
+            let mut long = config(1, false);
+            // The ring of such a ledger is full only in its fifth round.
+            long.max_context_len += i64::from(eager && depth == 1 && flush == 2);
+            let is_quick = more == 0 && (depth == 0 || !drafts);
+            cases.push(Case { is_minimal: true, is_quick, ..new("rounds", long, 0, rounds, None) });
+            cases.push(new("cuts", config(1, false), 0, plain.clone(), None));
+            cases.push(new("turns", config(1, true), 0, Alphabet { turns: true, ..plain.clone() }, None));
+            cases.push(new("failures", config(1, false), 0, Alphabet { failures: true, ..plain.clone() }, None));
+            let limit = (depth > 0 || drafts).then_some(CUT / 3);
+            let rows = Alphabet { batches: true, trims: false, ..plain.clone() };
+            cases.push(new("rows", config(2, false), 4, rows, limit));
+            let forks = Alphabet { forks: true, trims: false, ..plain.clone() };
+            cases.push(new("forks", config(2, false), 4, forks.clone(), limit));
+            let all = Alphabet { trims: true, turns: true, failures: true, batches: true, ..forks };
+            let verbs = new("all verbs", config(2, true), 4, all, Some(CUT / 3));
+            cases.push(Case { is_quick: false, ..verbs });
+        }
+    }
+    cases
+}
+
+/// Recurrent states beside pages of several tokens, windows and sinks, and on one stream.
+fn states_beside() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (page_size, window, sink, flush) in [
+        (1, None, 0, 1),
+        (2, None, 0, 1),
+        (2, None, 0, 2),
+        (1, Some(1), 0, 2),
+        (1, Some(2), 0, 3),
+        (2, Some(1), 0, 2),
+        (1, Some(1), 1, 2),
+    ] {
+        for (num_rows, failures, page_fencing) in
+            [(1, false, true), (2, false, true), (2, true, true), (2, false, false)]
+        {
+            let kv = Group { sink, ..group("kv", page_size, true, Layout::Dense, window) };
+            let mut config = LedgerConfig::new(vec![kv], vec![], num_rows, 4);
+            (config.sessions, config.page_fencing, config.max_chunk) = (true, page_fencing, window.map(|_| 2));
+            let config = with_slots(config, (1, flush, false));
+            let alphabet = Alphabet { turns: true, forks: num_rows > 1, failures, ..Alphabet::plain(&[1, 2], 2) };
+            let name = format!(
+                "states beside P={page_size} w={window:?} sink={sink} flush={flush} rows={num_rows} \
+                 failures={failures} fencing={page_fencing}"
+            );
+            let limit = (num_rows > 1).then_some(CUT / 3);
+            cases.push(case(name, config, 2, alphabet, limit));
+        }
+    }
+    cases
+}
+
 /// Failed forwards, rounds without draft KV, pending deltas as part of the state, and the upstream policy.
 fn others() -> Vec<Case> {
     let kv_group = |page_size| vec![group("kv", page_size, true, Layout::Holey, None)];
@@ -269,5 +357,6 @@ fn others() -> Vec<Case> {
 /// Every case of the proof.
 #[must_use]
 pub fn all() -> Vec<Case> {
-    [others(), windows(), sinks(), sharing(), lending(), moving(), pools(), rounds()].concat()
+    [others(), windows(), sinks(), states(), states_beside(), sharing(), lending(), moving(), pools(), rounds()]
+        .concat()
 }

@@ -13,12 +13,15 @@
 //! ```
 
 mod lane;
+mod states;
 
 use std::sync::Arc;
 
 use specpool_core::{DeltaEntries, Group, Ledger, Page, PageState, Plan, PrefixRun, Row, Shape, StepKind};
 
 use lane::Lane;
+use states::DeviceStates;
+pub(crate) use states::LaneFold;
 
 /// What a slot holds: a token of some sequence, 0 for anything else.
 pub type Tag = u32;
@@ -73,9 +76,12 @@ pub struct Device {
     /// Per group: what the draft model's layer holds, by slot.
     pub(crate) draft: Vec<Vec<Tag>>,
     pub(crate) rows: Vec<DeviceRow>,
+    pub(crate) states: Option<DeviceStates>,
     next_tag: Tag,
     /// What the last forward reached, if it was a round.
     pub reached: Vec<Reach>,
+    /// The most records, from the oldest that it read to its last node, that a row of the last forward needed at once.
+    pub ring_reached: i64,
     /// Planted faults.
     pub(crate) plant: Option<Plant>,
 }
@@ -99,11 +105,22 @@ pub enum Plant {
     ResolveMore,
     SkipAbandon,
     HalfImport,
+    FoldOneMore,
+    FoldToRoot,
+    FoldBack,
+    WriteShared,
+    ReadRecycled,
+    RingShort,
+    SkipCompaction,
+    SkipUndo,
+    CutAnywhere,
+    KeepCheckpoint,
+    FreeAtOnce,
 }
 
 impl Plant {
     /// Every plant: its name and what it does.
-    pub const ALL: [(Self, &'static str, &'static str); 15] = [
+    pub const ALL: [(Self, &'static str, &'static str); 26] = [
         (Self::CompleteEarly, "complete-early", "the driver completes launched steps before they ran: no fence holds"),
         (Self::SkipCopies, "skip-copies", "the device ignores page copies"),
         (Self::LateCopies, "late-copies", "the device copies pages after the forward they ride on"),
@@ -119,6 +136,21 @@ impl Plant {
         (Self::ResolveMore, "resolve-more", "the driver reports one accepted token more than the device kept"),
         (Self::SkipAbandon, "skip-abandon", "the driver resolves a failed forward as if it had run"),
         (Self::HalfImport, "half-import", "the driver goes on with a row whose last page has not arrived"),
+        (Self::FoldOneMore, "fold-one-more", "a fold goes on for one token more than the plan says"),
+        (Self::FoldToRoot, "fold-to-root", "the fold of a round goes on to the device's root"),
+        (
+            Self::FoldBack,
+            "fold-back",
+            "a round behind an eager one starts from the resolved tokens, not from its state",
+        ),
+        (Self::WriteShared, "write-shared", "a fold writes the slot that it reads, whoever else has it"),
+        (Self::ReadRecycled, "read-recycled", "a row without a slot starts from what its new slot holds"),
+        (Self::RingShort, "ring-short", "a ring has one record less"),
+        (Self::SkipCompaction, "skip-compaction", "the records of accepted drafts are not moved"),
+        (Self::SkipUndo, "skip-undo", "the model leaves a row the slot and c of a step that was not launched"),
+        (Self::CutAnywhere, "cut-anywhere", "the model cuts a row below its state wherever the pages allow"),
+        (Self::KeepCheckpoint, "keep-checkpoint", "in the model, a kept state outlives a cut below it"),
+        (Self::FreeAtOnce, "free-at-once", "in the model, a slot that is given up waits for no step"),
     ];
 
     /// The plant of that name.
@@ -150,8 +182,10 @@ impl Device {
             target: facts.groups.iter().map(slots).collect(),
             draft: facts.groups.iter().map(slots).collect(),
             rows: vec![DeviceRow::default(); ledger.num_rows() + 1],
+            states: DeviceStates::new(ledger, plant),
             next_tag: 1,
             reached: Vec::new(),
+            ring_reached: 0,
             facts: Arc::new(facts),
             plant,
         }
@@ -164,6 +198,7 @@ impl Device {
     /// Starts a new request in the row, on an existing sequence (empty for a plain request).
     pub fn admit(&mut self, row: i32, sequence: Vec<Tag>) {
         self.rows[row as usize] = DeviceRow { sequence, is_lost: false };
+        self.states.iter_mut().for_each(|states| states.spoil(row as usize, 0));
     }
 
     /// Writes the pages of an imported row, as a sender would have filled them: new tags for its `len` tokens, draft KV
@@ -259,6 +294,7 @@ impl Device {
         fails: bool,
     ) -> Result<(), Fault> {
         self.reached.clear();
+        self.ring_reached = 0;
         self.apply_delta(&forward.delta);
         let plan = &*forward.plan;
         self.forget_new_pages(plan);
@@ -283,8 +319,13 @@ impl Device {
                 self.rows[row as usize].is_lost |= row != 0;
                 self.target[group][(i64::from(copy.dst) * page_size) as usize..][..page_size as usize].fill(0);
             }
-            for &row in &plan.rows {
+            for (lane, &row) in plan.rows.iter().enumerate() {
                 self.rows[row as usize].is_lost = true;
+                if let Some(fold) = self.fold(plan, lane)
+                    && let Some(states) = &mut self.states
+                {
+                    states.spoil(row as usize, fold.dst);
+                }
             }
         }
         Ok(())

@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::hash::{BuildHasherDefault, Hasher};
 use std::time::{Duration, Instant};
 
-use specpool_core::{Call, Geometry, Layout, LedgerConfig, PageNames, Reserve};
+use specpool_core::{Call, Geometry, Layout, LedgerConfig, PageNames, Reserve, StateGroup};
 
 use crate::device::{Fault, Plant};
 use crate::events::Alphabet;
@@ -114,6 +114,8 @@ struct Explorer<'a> {
     names: PageNames,
     /// (group, shape, lo, hi) -> end of the furthest write.
     reached: HashMap<(usize, usize, i32, i32), i64>,
+    /// The most records that a row needed at once.
+    ring_reached: i64,
     report: Report,
 }
 
@@ -131,6 +133,7 @@ pub fn explore(case: &Case, plant: Option<Plant>, max_states: u64) -> Result<Rep
         origins: Vec::new(),
         names: PageNames::default(),
         reached: HashMap::new(),
+        ring_reached: 0,
         report: Report::default(),
     };
     let broken = |fault, trace, states| Box::new(Broken { fault, trace, states });
@@ -185,6 +188,7 @@ impl Explorer<'_> {
             settles |= leads_home(event);
             self.report.transitions += 1;
             if matches!(event, Event::Run { .. }) {
+                self.ring_reached = self.ring_reached.max(next.device.ring_reached);
                 for &(group, shape, lo, hi, end) in &next.device.reached {
                     let farthest = self.reached.entry((group, shape, lo, hi)).or_default();
                     *farthest = end.max(*farthest);
@@ -263,7 +267,28 @@ impl Explorer<'_> {
                 return Err(format!("group {group}: a row width of {} is accepted", width - page_size));
             }
         }
+        self.check_minimal_states(&world)?;
         self.report.reserves = self.reached.len() as u64;
+        Ok(())
+    }
+
+    /// Checks that a row needed every record of its ring at once, and that the ledger refuses a smaller pool of slots
+    /// than the least.
+    fn check_minimal_states(&self, world: &World) -> Result<(), Fault> {
+        let Some(states) = self.case.config.states.first() else { return Ok(()) };
+        let ring_len = world.ledger.state_ring_len(0).map_err(|error| error.to_string())?;
+        // If every round folds its root, none leaves tokens for a later fold.
+        let is_root_only = world.ledger.shapes().iter().all(|shape| shape.num_draft_tokens == 1);
+        let folds_all = states.eager && self.case.config.overlap_depth == 0 && is_root_only;
+        let ring_len = if folds_all { ring_len - (states.flush - 1) } else { ring_len };
+        if self.ring_reached != ring_len {
+            return Err(format!("rings have {ring_len} records, {} were ever needed at once", self.ring_reached));
+        }
+        let (least, mut narrow) = (1 + i64::from(self.case.config.sessions), self.case.config.clone());
+        narrow.states = vec![StateGroup { num_slots: least - 1, ..states.clone() }];
+        if World::new(&narrow, None).is_ok() {
+            return Err(format!("a pool of {} state slots is accepted", least - 1));
+        }
         Ok(())
     }
 }

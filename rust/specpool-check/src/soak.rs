@@ -3,7 +3,9 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use specpool_core::{Call, Given, Group, Layout, Ledger, LedgerConfig, Policy, Row, Shape, Snapshots, StepKind};
+use specpool_core::{
+    Call, Given, Group, Layout, Ledger, LedgerConfig, Plan, Policy, Row, Shape, Snapshots, StateGroup, StepKind,
+};
 
 use crate::decode::{OP_BYTES, decode};
 use crate::device::{Fault, Plant};
@@ -93,6 +95,29 @@ pub fn random_config(rng: &mut Rng) -> LedgerConfig {
     config
 }
 
+/// A state group for the configuration, with slots from the least on.
+fn random_states(rng: &mut Rng, config: &LedgerConfig) -> StateGroup {
+    let num_slots = 1 + i64::from(config.sessions) + rng.below(config.num_rows + 2);
+    let flush = [1, 1, 2, 4][rng.below(4) as usize];
+    StateGroup { name: "states".into(), num_slots, flush, eager: rng.flip() }
+}
+
+/// With a state group, pins are refused. In their place come the calls that move states.
+fn instead_of_a_pin(ledger: &Ledger, op: Call<'static>) -> Call<'static> {
+    let Call::PinPrefix { row, length } = op else { return op };
+    match (length % 4, ledger.kept_state(0, Row(row))) {
+        (0, Ok(_)) => Call::EndTurn { row, length },
+        (1, Ok(kept)) => Call::Trim { row, length: kept.map_or(length, |(_, len)| len) },
+        (2, Ok(_)) => Call::Fork { row },
+        _ => op,
+    }
+}
+
+/// Lanes of the plan that write a state.
+fn num_folds(plan: &Plan) -> u64 {
+    plan.states.as_ref().map_or(0, |folds| folds.dst.iter().filter(|&&slot| slot != 0).count() as u64)
+}
+
 /// The settings of an episode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Episode {
@@ -102,6 +127,8 @@ pub struct Episode {
     pub ops: u64,
     /// Whether the model and the device run beside the ledger.
     pub has_device: bool,
+    /// Whether the ledger has a state group.
+    pub has_states: bool,
     /// A planted fault; only with a device.
     pub plant: Option<Plant>,
 }
@@ -121,6 +148,8 @@ pub struct Tally {
     pub evictions: u64,
     /// Events that a connector followed.
     pub events: u64,
+    /// States that steps write.
+    pub folds: u64,
 }
 
 impl Tally {
@@ -163,15 +192,18 @@ const AUDITED_OPS: u64 = 1024;
 impl Run {
     fn new(config: &LedgerConfig, episode: &Episode, is_thorough: bool) -> Result<Self, Fault> {
         let mut world = episode.has_device.then(|| World::new(config, episode.plant)).transpose()?;
-        world.as_mut().map_or(Ok(()), World::connect)?;
+        // Neither a connector nor the verbs that share pages know of states.
+        let has_states = !config.states.is_empty();
+        world.as_mut().filter(|_| !has_states).map_or(Ok(()), World::connect)?;
         let ledger = match &world {
             Some(_) => None,
             None => Some(Ledger::new(config.clone()).map_err(|error| error.to_string())?),
         };
         // The model knows nothing of the index; `tests/prefix_cache.rs` of the core has a device beside it.
         // Without fences, an import has to wait for launched forwards, which the decoder does not know.
-        let has_moves = world.is_none() || config.page_fencing;
-        let scene = Scene { has_index: ledger.is_some(), has_loans: true, has_moves, ..Scene::default() };
+        let has_moves = !has_states && (world.is_none() || config.page_fencing);
+        let has_index = !has_states && ledger.is_some();
+        let scene = Scene { has_index, has_loans: !has_states, has_moves, ..Scene::default() };
         Ok(Self { world, ledger, scene, tally: Tally::default(), is_thorough })
     }
 
@@ -179,7 +211,7 @@ impl Run {
         self.tally.ops += 1;
         if let Some(world) = &mut self.world {
             self.scene.read(&world.ledger);
-            let op = decode(bytes, &self.scene);
+            let op = instead_of_a_pin(&world.ledger, decode(bytes, &self.scene));
             if let Some(trace) = trace {
                 trace.push(op.clone());
             }
@@ -196,7 +228,7 @@ impl Run {
             }
         } else if let Some(ledger) = &mut self.ledger {
             self.scene.read(ledger);
-            let op = decode(bytes, &self.scene);
+            let op = instead_of_a_pin(ledger, decode(bytes, &self.scene));
             if let Some(trace) = trace {
                 trace.push(op.clone());
             }
@@ -205,6 +237,9 @@ impl Run {
             let done = op.run(ledger, None, &mut Snapshots::default());
             if let (Call::AdmitCached { .. }, Ok(Given::Row(row))) = (&op, &done) {
                 self.tally.hits += u64::from(ledger.resolved_len()[row.at()] > 0);
+            }
+            if let Ok(Given::Plan(plan)) = &done {
+                self.tally.folds += num_folds(plan);
             }
             if done.is_err() {
                 self.tally.refused += 1;
@@ -237,11 +272,26 @@ fn check_lengths(ledger: &Ledger, turn: u64) -> Result<(), Fault> {
     let unused = [ledger.free_pages(group), ledger.fenced_pages(group), ledger.cached_pages(group)];
     let free: usize = unused.into_iter().sum::<specpool_core::Result<_>>().map_err(text)?;
     if is_ordered && is_whole && free as i64 <= spec.num_pages {
-        return Ok(());
+        return check_state(ledger, at);
     }
     Err(format!(
         "row {at}, group {group}: r={r} k={k} a={a} p={p} e={e} width={width}, {free} pages free, fenced or cached"
     ))
+}
+
+/// Checks that a row has no more states than tokens, and the pool of slots.
+fn check_state(ledger: &Ledger, at: usize) -> Result<(), Fault> {
+    let Some(spec) = ledger.state_groups().first() else { return Ok(()) };
+    let text = |error: specpool_core::Error| error.to_string();
+    let (slot, len) = (ledger.state_slot(0).map_err(text)?[at], ledger.state_len(0).map_err(text)?[at]);
+    // An eager round folds its own root.
+    let most = ledger.resolved_len()[at] + i32::from(spec.eager && ledger.in_flight()[at] > 0);
+    let unused = ledger.free_state_slots(0).map_err(text)? + ledger.fenced_state_slots(0).map_err(text)?;
+    let is_held = slot != 0 && unused as i64 == spec.num_slots;
+    if (slot == 0) == (len == 0) && len <= most && unused as i64 <= spec.num_slots && !is_held {
+        return Ok(());
+    }
+    Err(format!("row {at}: slot {slot} of {len} tokens, at most {most}; {unused} slots are free or fenced"))
 }
 
 /// Makes the operation on the world as an engine could: what must have run on the device before it runs first. Returns
@@ -346,6 +396,7 @@ fn run_next(world: &mut World, rng: &mut Rng, tally: &mut Tally) -> Result<(), F
         return Ok(());
     }
     let plan = &flight.plan;
+    tally.folds += num_folds(plan);
     let shapes = world.ledger.shapes();
     let accept = |&shape: &i32| match plan.kind {
         StepKind::Extend => 1,
@@ -364,7 +415,10 @@ fn run_next(world: &mut World, rng: &mut Rng, tally: &mut Tally) -> Result<(), F
 /// The broken law with a shrunk trace.
 pub fn run(episode: &Episode) -> Result<Tally, Box<Failure>> {
     let mut rng = Rng::new(episode.seed);
-    let config = random_config(&mut rng);
+    let mut config = random_config(&mut rng);
+    if episode.has_states {
+        config.states = vec![random_states(&mut Rng::new(!episode.seed), &config)];
+    }
     let script = rng;
     let mut done = 0;
     let caught = catch_unwind(AssertUnwindSafe(|| {
@@ -427,6 +481,12 @@ fn finish(run: &mut Run) -> Result<(), Fault> {
         let (free, all) = (ledger.free_pages(group).map_err(text)?, ledger.group_spec(group).map_err(text)?.num_pages);
         if free as i64 != all {
             return Err(format!("everything is over, {free} of {all} pages of group {group} are free"));
+        }
+    }
+    for (group, spec) in ledger.state_groups().iter().enumerate() {
+        let free = ledger.free_state_slots(group).map_err(text)?;
+        if free as i64 != spec.num_slots {
+            return Err(format!("everything is over, {free} of {} state slots are free", spec.num_slots));
         }
     }
     ledger.check().map_err(text)

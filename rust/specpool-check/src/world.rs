@@ -7,10 +7,11 @@ use std::sync::Arc;
 use specpool_core::{Call, DeltaEntries, Given, Ledger, LedgerConfig, PageNames, Plan, Snapshots, StepKind};
 
 use crate::connector::Connector;
-use crate::device::{Device, Fault, Forward, Pinned, Plant, Tag};
+use crate::device::{Device, Fault, Forward, LaneFold, Pinned, Plant, Tag};
 use crate::model::Model;
 use crate::model::ask::{ask, outcome};
 use crate::model::same::same;
+use crate::model::states::{Lapse, same_folds};
 
 /// One thing that can happen next.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -110,9 +111,17 @@ impl World {
         let ledger = Ledger::new(config.clone()).map_err(|error| error.to_string())?;
         let device = Device::new(&ledger, plant);
         let tail = device.tables.clone();
+        // The ledger puts shape 0 first if it is not there; the model takes the list as it is.
+        let mut model = Model::new(&LedgerConfig { shapes: ledger.shapes().to_vec(), ..config.clone() });
+        model.lapse = plant.and_then(|plant| match plant {
+            Plant::SkipUndo => Some(Lapse::SkipUndo),
+            Plant::CutAnywhere => Some(Lapse::CutAnywhere),
+            Plant::KeepCheckpoint => Some(Lapse::KeepCheckpoint),
+            Plant::FreeAtOnce => Some(Lapse::FreeAtOnce),
+            _ => None,
+        });
         Ok(Self {
-            // The ledger puts shape 0 first if it is not there; the model takes the list as it is.
-            model: Model::new(&LedgerConfig { shapes: ledger.shapes().to_vec(), ..config.clone() }),
+            model,
             ledger,
             device,
             flights: VecDeque::new(),
@@ -154,6 +163,7 @@ impl World {
         let is_done = self.happen(event)?;
         if is_done {
             self.forget_free_pages();
+            self.forget_free_states();
         }
         Ok(is_done)
     }
@@ -235,6 +245,7 @@ impl World {
                 self.collect_pinned();
             }
             (_, Given::Plan(plan)) => {
+                self.check_taken_slots(&plan)?;
                 let is_settled = plan.kind == StepKind::Extend;
                 let copy_rows = self.copy_rows(&plan);
                 let (delta, ran, has_failed, is_complete) = (None, None, false, false);
@@ -418,6 +429,7 @@ impl World {
 
     /// Takes the delta right after the launch and enqueues it.
     fn launch(&mut self, step: u64) -> Result<(), Fault> {
+        self.check_written_slots(step)?;
         let text = |error: specpool_core::Error| error.to_string();
         let delta = self.ledger.take_delta(step).map_err(text)?;
         self.ledger.ack_delta(step).map_err(text)?;
@@ -481,6 +493,86 @@ impl World {
         }
     }
 
+    /// Forgets the states and records that nobody may use again: a row may go back to its state without its unlaunched
+    /// steps, and a launched step reads what it was prepared with.
+    fn forget_free_states(&mut self) {
+        let Self { device, ledger, flights, .. } = self;
+        let Some(mut states) = device.states.take() else { return };
+        let device = &*device;
+        let (Ok(slots), Ok(lens)) = (ledger.state_slot(0), ledger.state_len(0)) else { return };
+        let coming: Vec<(i32, LaneFold)> = (flights.iter().filter(|flight| flight.ran.is_none()))
+            .flat_map(|flight| (0..flight.plan.num_lanes()).map(|lane| (flight.plan.rows[lane], &flight.plan, lane)))
+            .filter_map(|(row, plan, lane)| Some((row, device.fold(plan, lane)?)))
+            .collect();
+        let kept = |row: usize| ledger.kept_state(0, specpool_core::Row(row as i32)).ok().flatten();
+        let is_held = |slot: usize| {
+            let has = |row: usize| slots[row] as usize == slot || kept(row).is_some_and(|(kept, _)| kept.at() == slot);
+            (1..slots.len()).any(has) || coming.iter().any(|(_, fold)| fold.src == slot || fold.dst == slot)
+        };
+        let records = |row: usize| {
+            let device_row = &device.rows[row];
+            let is_live = ledger.is_live(specpool_core::Row(row as i32));
+            let coming = coming.iter().filter(|&&(other, _)| other as usize == row).map(|(_, fold)| fold.from);
+            let first = coming.chain(is_live.then_some(i64::from(lens[row]))).min().unwrap_or(i64::MAX);
+            first..device_row.sequence.len() as i64
+        };
+        states.forget(is_held, records);
+        self.device.states = Some(states);
+    }
+
+    /// Checks that no launched, incomplete step touches a slot that the plan has taken.
+    fn check_taken_slots(&self, plan: &Plan) -> Result<(), Fault> {
+        same_folds(plan, self.model.steps.last().ok_or("the model has no step")?)?;
+        for (lane, &row) in plan.rows.iter().enumerate() {
+            let Some(LaneFold { src, dst, .. }) = self.device.fold(plan, lane) else { return Ok(()) };
+            let mut folds = self.folds_on_their_way();
+            if dst != src
+                && let Some((other, step, _)) = folds.find(|(.., fold)| dst != 0 && [fold.src, fold.dst].contains(&dst))
+            {
+                return Err(format!("row {row} takes slot {dst}, which step {step} of row {other} touches"));
+            }
+        }
+        Ok(())
+    }
+
+    /// What launched, incomplete steps do with states: (row, step, fold). With one stream, none of it matters.
+    fn folds_on_their_way(&self) -> impl Iterator<Item = (i32, u64, LaneFold)> {
+        let is_launched = |flight: &&Flight| flight.is_launched() && !flight.is_complete && self.ledger.page_fencing();
+        let plans = self.flights.iter().filter(is_launched).map(|flight| &flight.plan);
+        plans.flat_map(|plan| {
+            let fold = |lane| Some((plan.rows[lane], plan.step, self.device.fold(plan, lane)?));
+            (0..plan.num_lanes()).filter_map(fold)
+        })
+    }
+
+    /// Checks, at the launch of a step, that no checkpoint and nothing of another row has a slot that it writes, and
+    /// that no launched step of another row writes a slot that it reads.
+    fn check_written_slots(&self, step: u64) -> Result<(), Fault> {
+        let text = |error: specpool_core::Error| error.to_string();
+        let Some(flight) = self.flights.iter().find(|flight| flight.plan.step == step) else { return Ok(()) };
+        let plan = &flight.plan;
+        for (lane, &row) in plan.rows.iter().enumerate() {
+            let Some(LaneFold { src, dst, .. }) = self.device.fold(plan, lane) else { return Ok(()) };
+            let fault = |what: String| Err(format!("step {step} of row {row} {what}"));
+            for (other, step, fold) in self.folds_on_their_way().filter(|&(other, ..)| other != row) {
+                if dst != 0 && [fold.src, fold.dst].contains(&dst) {
+                    return fault(format!("writes slot {dst}, which step {step} of row {other} touches"));
+                }
+                if src != 0 && src == fold.dst {
+                    return fault(format!("reads slot {src}, which step {step} of row {other} writes"));
+                }
+            }
+            for other in (1..=self.ledger.num_rows() as i32).filter(|_| dst != 0) {
+                let slot = self.ledger.state_slot(0).map_err(text)?[other as usize] as usize;
+                let kept = self.ledger.kept_state(0, specpool_core::Row(other)).map_err(text)?;
+                if (other != row && slot == dst) || kept.is_some_and(|(kept, _)| kept.at() == dst) {
+                    return fault(format!("writes slot {dst}, which row {other} or its checkpoint has"));
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn forget_flights(&mut self) {
         self.flights.retain(|flight| !(flight.is_settled && flight.is_complete));
     }
@@ -493,6 +585,7 @@ impl World {
         self.ledger.check().map_err(|error| error.to_string())?;
         same(&self.ledger, &self.model, &mut Vec::new())?;
         self.check_pending()?;
+        self.check_quiet_states()?;
         let is_lent = self.pinned.iter().any(|pages| !pages.is_empty());
         let nothing_left = self.admitted.is_empty() && self.flights.is_empty() && !is_lent;
         for group in 0..self.pinned.len() {
@@ -502,7 +595,21 @@ impl World {
                 return Err(format!("nothing is left, but {free} of {all} pages of group {group} are free"));
             }
         }
+        for (group, spec) in self.ledger.state_groups().iter().enumerate().filter(|_| nothing_left) {
+            let free = self.ledger.free_state_slots(group).map_err(|error| error.to_string())?;
+            if free as i64 != spec.num_slots {
+                return Err(format!("nothing is left, but {free} of {} state slots are free", spec.num_slots));
+            }
+        }
         Ok(())
+    }
+
+    /// Checks that the rows of which nothing is prepared or in flight have their states.
+    fn check_quiet_states(&self) -> Result<(), Fault> {
+        let is_coming =
+            |row: &i32| self.flights.iter().any(|flight| flight.ran.is_none() && flight.plan.rows.contains(row));
+        let is_quiet = |row: &&i32| !is_coming(row) && !self.device.rows[**row as usize].is_lost;
+        self.admitted.iter().filter(is_quiet).try_for_each(|&row| self.device.check_states(&self.ledger, row))
     }
 
     /// Checks that every cell in which the device will differ from the ledger is pending.
@@ -529,8 +636,16 @@ impl World {
             let flags = [flight.is_launched(), flight.ran.is_some(), flight.has_failed, flight.is_settled];
             word(flags.iter().fold(u64::from(flight.is_complete), |bits, &flag| bits << 1 | u64::from(flag)));
             flight.ran.iter().flatten().for_each(|&len| word(len as u64));
-            let Some(delta) = flight.delta.as_ref().filter(|_| flight.ran.is_none()) else { continue };
             let plan = &flight.plan;
+            if flight.is_launched() && !flight.is_complete {
+                for fold in (0..plan.num_lanes()).filter_map(|lane| self.device.fold(plan, lane)) {
+                    // What a step that has run did with states matters only as slots that it may still touch.
+                    let ends = if flight.ran.is_none() { [fold.from as u64, fold.to as u64] } else { [0, 0] };
+                    let slots = [fold.src, fold.dst].map(|slot| names.name(self.tail.len(), slot as i32));
+                    slots.into_iter().chain(ends).for_each(&mut *word);
+                }
+            }
+            let Some(delta) = flight.delta.as_ref().filter(|_| flight.ran.is_none()) else { continue };
             let lengths = [&plan.shapes, &plan.lo, &plan.hi, &plan.start, &plan.new_len];
             let claims = [&plan.allocated_before, &plan.allocated_after];
             lengths.into_iter().chain(claims).flatten().for_each(|&len| word(len as u64));
@@ -594,6 +709,21 @@ impl World {
         }
         for loan in &self.loans {
             sequence(&loan.sequence, word);
+        }
+        if let Some(states) = &self.device.states {
+            let name = |tag: Tag| tags.iter().position(|&other| other == tag).map_or(0, |index| index as u64 + 1);
+            for ring in &states.rings {
+                for record in ring {
+                    word(record.map_or(0, |(position, tag)| (position as u64 + 1) << 32 | name(tag)));
+                }
+            }
+            let mut slots: Vec<(u64, i32)> = names.named(self.tail.len()).map(|(slot, name)| (name, slot)).collect();
+            slots.sort_unstable();
+            for (_, slot) in slots {
+                let text = states.slots[slot as usize].as_deref();
+                word(text.map_or(u64::MAX, |text| text.len() as u64));
+                text.into_iter().flatten().for_each(|&tag| word(name(tag)));
+            }
         }
         for (group, (target, draft)) in self.device.target.iter().zip(&self.device.draft).enumerate() {
             let page_size =

@@ -20,13 +20,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use decode::{OP_BYTES, decode};
 use model::ask::{ask, outcome};
 use model::same::{PageMap, same};
+use model::states::same_folds;
 use model::{Model, Outcome};
 use pools::least_pages;
 use proptest::prelude::*;
 use proptest_state_machine::{ReferenceStateMachine, StateMachineTest};
 use scene::{Scene, SceneRow, SceneStep};
 use specpool_core::{
-    Call, Error, Given, Group, Layout, Ledger, LedgerConfig, Plan, Policy, Row, Shape, Snapshots, StepState,
+    Call, Error, Given, Group, Layout, Ledger, LedgerConfig, Plan, Policy, Row, Shape, Snapshots, StateGroup, StepState,
 };
 
 /// The model, its last call and its last answer.
@@ -93,11 +94,17 @@ fn any_window() -> impl Strategy<Value = Option<i64>> {
     prop_oneof![2 => Just(None), 1 => (1_i64..12).prop_map(Some)]
 }
 
+/// In one ledger of three a state group, with slots from the least on.
+fn any_states() -> impl Strategy<Value = Option<(i64, i64, bool)>> {
+    prop_oneof![2 => Just(None), 1 => (0_i64..5, 1_i64..5, any::<bool>()).prop_map(Some)]
+}
+
 /// One or two groups of any page sizes and kinds, with pools from the smallest allowed on.
 fn any_config() -> impl Strategy<Value = LedgerConfig> {
     let group = || (1_i64..6, any_window(), 0_i64..24);
     let flags = (any::<[bool; 6]>(), 0_i64..3, 1_i64..5, prop::option::of(4_i64..20));
-    (group(), prop::option::of(group()), flags).prop_map(|(first, second, (flags, depth, num_rows, max_chunk))| {
+    (group(), prop::option::of(group()), any_states(), flags).prop_map(|(first, second, states, flags)| {
+        let (flags, depth, num_rows, max_chunk) = flags;
         let [exact, holey, draft_kv, sessions, page_fencing, one_batch] = flags;
         let layout = if holey { Layout::Holey } else { Layout::Dense };
         let of = |name: &str, (page_size, window, _): (i64, Option<i64>, i64), hosts_drafts: bool| {
@@ -120,6 +127,11 @@ fn any_config() -> impl Strategy<Value = LedgerConfig> {
         config.max_chunk = max_chunk;
         config.max_batch = (one_batch && num_rows > 1).then_some(num_rows - 1);
         config.digest = true;
+        let state_group = |(more, flush, eager): (i64, i64, bool)| {
+            let num_slots = 1 + i64::from(sessions) + more;
+            StateGroup { name: "states".into(), num_slots, flush, eager }
+        };
+        config.states = states.map(state_group).into_iter().collect();
         for (group, slack) in slack.into_iter().enumerate() {
             config.groups[group].num_pages = least_pages(&config, group) + slack;
         }
@@ -172,7 +184,7 @@ impl Followed {
     fn new(config: LedgerConfig) -> Self {
         let ledger = Ledger::new(config).unwrap();
         let device = tables(&ledger);
-        let pages = vec![BTreeMap::new(); device.len()];
+        let pages = vec![BTreeMap::new(); device.len() + 1];
         let (taken, pending) = (BTreeMap::new(), BTreeMap::new());
         Self { ledger, pages, device, device_turn: 0, taken, pending, turn: 0, history: Vec::new() }
     }
@@ -280,6 +292,9 @@ impl StateMachineTest for Followed {
         for (group, spec) in reference.config.groups.iter().enumerate() {
             assert_eq!(ledger.free_pages(group).unwrap() as i64, spec.num_pages, "a page leaked");
         }
+        for (group, spec) in reference.config.states.iter().enumerate() {
+            assert_eq!(ledger.free_state_slots(group).unwrap() as i64, spec.num_slots, "a state slot leaked");
+        }
         assert_eq!(ledger.num_free_rows(), ledger.num_rows());
         assert_eq!(ledger.check(), Ok(()));
     }
@@ -307,6 +322,7 @@ fn check_plan(followed: &Followed, model: &Model, plan: &Plan, estimate: Option<
             assert_eq!(estimate[group], taken, "the estimate is exact");
         }
     }
+    assert_eq!(same_folds(plan, step), Ok(()));
     assert_eq!(plan.page_copies.len(), step.copies.len());
     for (copy, expected) in plan.page_copies.iter().zip(&step.copies) {
         assert_eq!((copy.group as usize, i64::from(copy.tokens)), (expected.group, expected.tokens));

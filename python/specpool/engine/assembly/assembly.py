@@ -14,7 +14,6 @@ from specpool.engine.assembly.calibration import Tour, calibrate
 from specpool.engine.assembly.defaults import with_defaults
 from specpool.engine.assembly.graph_plan import graph_sizes, round_kinds
 from specpool.engine.assembly.ranked import agree_after, log_path
-from specpool.engine.assembly.worker_choice import routed
 from specpool.engine.attention import BACK_ENDS, BackEnd, check_trees, start_back_end
 from specpool.engine.attention.view import Attend
 from specpool.engine.config import EngineConfig, WorkerName
@@ -26,6 +25,7 @@ from specpool.engine.memory.host.tier import HostTier
 from specpool.engine.memory.kv_cache import KVCache
 from specpool.engine.memory.pools import Pools, kv_budget, plan_pools
 from specpool.engine.models import TargetModel
+from specpool.engine.models.recurrent import RecurrentState
 from specpool.engine.ranks.group import Ranks
 from specpool.engine.ranks.journal import RankJournal
 from specpool.engine.scheduler.config import SchedulerConfig
@@ -70,7 +70,7 @@ class Assembly:
             trims_rounds=self.kind == "v1",
             shares_prompts=not self.target.keeps_state,
             headroom=config.headroom,
-            max_idle=0 if self.target.keeps_state else config.max_sessions,
+            max_idle=config.max_sessions,
             idle_pages=config.session_pages,
             prefix_cache=config.prefix_cache and not self.target.keeps_state,
             forced_shape=forced_shape(config),
@@ -170,8 +170,7 @@ def assemble(
     controller = _controller(config, sizes, ranks)
     shape = _shape(config, drafters, controller)
     shapes = _shapes(config, drafters, shape, controller)
-    _check(config, drafters, attention, shapes)
-    kind = routed(config, target, drafters, shapes)
+    _check(config, target, drafters, attention, shapes)
     pools = _pools(config, target, draft_layers, shapes, max_context_len, kv_bytes, ranks)
     ledger, cache = pools.ledger, _cache(pools, layers, target, started.attend if started else None)
     target.capture(feature_layers(drafters))
@@ -187,6 +186,7 @@ def assemble(
         shapes=ledger.shapes,
         max_context_len=max_context_len,
         attention=attention,
+        state=_state(ledger, target),
     )
     if capture is not None and sizes:
         kinds = round_kinds(config, sizes, drafters, shape)
@@ -201,7 +201,7 @@ def assemble(
         max_context_len=max_context_len,
         ledger=ledger,
         cache=cache,
-        kind=kind,
+        kind="v2" if config.worker == "auto" else config.worker,
         worker=worker,
         host=_host_tier(config, ledger, cache),
         controller=controller,
@@ -261,12 +261,18 @@ def _shapes(
 
 def _check(
     config: EngineConfig,
+    target: TargetModel,
     drafters: Sequence[Drafter],
     attention: BackEnd,
     shapes: Sequence[Shape],
 ) -> None:
     """Raise `ConfigError` if these shapes cannot be drafted or verified with the options."""
     check_trees(attention, config.page_size, shapes)
+    if target.keeps_state and config.host_bytes:
+        raise ConfigError(
+            f"{target.config.model_type!r} has recurrent layers, and their states do not wait on "
+            f"the host: host_bytes must be 0, got {config.host_bytes}"
+        )
     if config.draft_window is not None and not any(drafter.layers for drafter in drafters):
         raise ConfigError(
             f"draft_window {config.draft_window} is of draft KV, and no draft keeps any: leave it "
@@ -317,11 +323,10 @@ def _log_changes(config: EngineConfig, target: TargetModel, longest: int, parts:
 
     `longest` is the most tokens of a sequence.
     """
-    if target.keeps_state and (config.prefix_cache or config.max_sessions):
+    if target.keeps_state and config.prefix_cache:
         _log.info(
-            "prefix_cache and max_sessions %d have no effect: the target has recurrent layers, "
-            "whose states no other request and no later turn can take over",
-            config.max_sessions,
+            "prefix_cache has no effect: the target has recurrent layers, whose states no other "
+            "request can take over",
         )
     for name, drafter in parts.drafters.items():
         if isinstance(drafter, EagleDrafter | BlockDrafter):
@@ -355,6 +360,7 @@ def _pools(
         dtype=target.dtype,
         device=target.device,
         kv_bytes=kv_bytes,
+        state_flush=None if target.mixers is None else target.mixers.flush,
         least=None if ranks is None else ranks.least,
         record=None if ranks is None else log_path(ranks),
     )
@@ -374,6 +380,19 @@ def _cache(
         dtype=target.dtype,
         device=target.device,
         attend_with=attend_with,
+    )
+
+
+def _state(ledger: Ledger, target: TargetModel) -> RecurrentState | None:
+    """Build the state slots and rings of the target's mixers; None if it has none."""
+    if target.mixers is None:
+        return None
+    return RecurrentState(
+        target.mixers.specs,
+        num_slots=ledger.states[0].num_slots,
+        num_rows=ledger.num_rows,
+        ring_len=ledger.state_ring_len(0),
+        device=target.device,
     )
 
 

@@ -99,20 +99,25 @@ class DraftTree:
             vocab_size=vocab_size,
         )
 
-    def check_chain(self) -> None:
-        """Check that each node's parent is the node before it, as recurrent targets need.
+    def paths(self) -> list[Int64]:
+        """Return each lane's paths from the root to its leaves, on the host.
 
-        Raises:
-            ShapeError: the tree branches; the message names the first node.
+        Each is int64 [number of leaves, most nodes of a path], padded with the leaf. It is of use
+        for lanes whose fields describe one tree; for others it is some nodes.
         """
-        wrong = (self.depths != torch.arange(self.depths.shape[1], device=self.depths.device)).any(
-            0
-        )
-        if wrong.any():
-            raise ShapeError(
-                f"a target with recurrent layers verifies chains: node {int(wrong.int().argmax())} "
-                "of a draft tree does not continue the node before"
-            )
+        mask, depths = self.mask.cpu().numpy(), self.depths.cpu().numpy()
+        num_nodes = mask.shape[1]
+        # Only a leaf is seen by itself alone. Lanes that are no tree may have none.
+        is_leaf = mask.sum(1) <= 1
+        is_leaf[:, -1] = True
+        by_lane = []
+        for seen, depth, leaves in zip(mask, depths, is_leaf, strict=True):
+            (ends,) = leaves.nonzero()
+            paths = np.repeat(ends[:, None], num_nodes, 1)
+            path, node = seen[ends].nonzero()
+            paths[path, depth[node]] = node
+            by_lane.append(paths[:, : int(depth[ends].max()) + 1])
+        return by_lane
 
     @classmethod
     def joined(cls, first: DraftTree, second: DraftTree) -> DraftTree:

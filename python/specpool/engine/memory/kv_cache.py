@@ -163,7 +163,10 @@ class KVCache:
         """
         for group in set(copies[:, 0].tolist()) - self._whole_groups.keys():
             layers = [i for i, g in enumerate(self.layer_groups) if g == group]
-            self._whole_groups[group] = self.fields(layers)
+            if layers:
+                self._whole_groups[group] = self.fields(layers)
+            else:  # a target of recurrent layers alone has pages, but no KV
+                copies = copies[copies[:, 0] != group]
         kernels.copy_pages(self._whole_groups, copies)
 
     def pages_of(

@@ -132,6 +132,7 @@ def plan_pools(
     dtype: torch.dtype,
     device: torch.device,
     kv_bytes: int,
+    state_flush: int | None = None,
     least: Callable[[int], int] | None = None,
     record: Path | None = None,
 ) -> Pools:
@@ -146,6 +147,7 @@ def plan_pools(
         dtype: dtype of the KV.
         device: where the KV lives.
         kv_bytes: bytes for all buffers, of `kv_budget`.
+        state_flush: of the rows' state slots; None if the target has no recurrent layers.
         least: returns the least of all ranks' values: they have the same pages; None without ranks.
         record: a file for the ledger's event log, if there are ranks.
 
@@ -161,7 +163,7 @@ def plan_pools(
         max_context_len=max_context_len,
         kv_bytes=kv_bytes,
     )
-    ledger = sizes.ledger(digest=least is not None, record=record)
+    ledger = sizes.ledger(digest=least is not None, record=record, state_flush=state_flush)
     free = free_bytes(device)
     free = free if least is None else least(free)
     if sizes.num_bytes > free:

@@ -14,7 +14,8 @@ from specpool.engine.memory.kv_cache import LayerKV
 from specpool.engine.models.gate import refusal, text_config
 
 if TYPE_CHECKING:
-    from specpool.engine.models.target_output import TargetOutput
+    from specpool.engine.models.lane_states import LaneStates
+from specpool.engine.models.target_output import TargetOutput
 
 # Keyword arguments of attention that paged attention may ignore. Any other argument that is not
 # None asks for something that it does not do.
@@ -76,16 +77,15 @@ class Probed(Protocol):
     def kv_layers(self) -> tuple[int, ...]:
         """The layers that keep KV."""
 
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch) -> TargetOutput:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        *,
+        states: LaneStates | None = None,
+    ) -> TargetOutput:
         """Run one forward over pages; see `TargetModel.forward`."""
-
-    def forward_from(
-        self, cache: Any, token_ids: Tensor, positions: Tensor, batch: AttentionBatch
-    ) -> Tensor:
-        """Run one forward from recurrent states; see `TargetModel.forward_from`."""
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of hidden states."""
 
     def plain_logits(self, token_ids: Sequence[int]) -> Tensor:
         """Return the logits of one text by the model's own attention."""

@@ -1,13 +1,15 @@
-"""`RecurrentState`: the states of recurrent layers, which they carry from token to token, by row.
+"""`RecurrentState`: the states of recurrent layers in slots, and the inputs recorded since.
 
 A state belongs to one length: it contains all tokens below, and it cannot be cut back to an earlier
-length. So a round starts from a saved state, and the accepted tokens are run again from it
-(`StateForward`). Attention layers of such a model keep their KV in pages as usual.
+length. So a slot changes only by tokens that are certain, and what the layers have read since is in
+a ring (docs/contract.md, Recurrent state). Attention layers of such a model keep their KV in pages
+as usual.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -45,11 +47,6 @@ class StateSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one row's state."""
-        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
-
     def get(self, cache: Any) -> Tensor:
         """Return the state of each lane in a cache, [B, *shape]."""
         state: Tensor = getattr(cache.layers[self.layer], f"{self.kind}_states")[self.index]
@@ -65,55 +62,78 @@ class StateSpec:
             layer.conv_kernel_size[self.index] = state.shape[-1]
             layer.dtype, layer.device = state.dtype, state.device
 
+    def drop(self, cache: Any) -> None:
+        """Let a cache hold the state no longer."""
+        getattr(cache.layers[self.layer], f"{self.kind}_states")[self.index] = None
+
+
+@dataclass(frozen=True, slots=True)
+class MixerSpec:
+    """What is kept of one recurrent mixer, a module that carries states from token to token.
+
+    Attributes:
+        states: its states.
+        width: numbers of its input for one token.
+        dtype: the dtype of its input.
+    """
+
+    states: tuple[StateSpec, ...]
+    width: int
+    dtype: torch.dtype
+
 
 class RecurrentState:
-    """The state of each recurrent layer for each row, at the row's length.
+    """The state slots of each mixer, and for each row a ring of the inputs that it has read.
 
-    A forward gathers states by lane. `put` saves the states that are to stay.
+    Attributes:
+        ring_len: R; the record of position p lies at `p % R` of its row's ring.
+        slots: for each mixer its states, each [num_slots + 1, ...]. Slot 0 stays zero.
+        rings: for each mixer, [(num_rows + 1) * R, width].
     """
 
     def __init__(
         self,
-        config: PretrainedConfig,
-        specs: Sequence[StateSpec],
+        mixers: Sequence[MixerSpec],
+        *,
+        num_slots: int,
         num_rows: int,
+        ring_len: int,
         device: torch.device,
     ) -> None:
-        """Allocate zeros for rows 0 to `num_rows`."""
-        self._config, self._specs = config, specs
-        self._by_row = [
-            torch.zeros(num_rows + 1, *spec.shape, dtype=spec.dtype, device=device)
-            for spec in specs
+        """Allocate zeros; the arguments are without slot 0 and row 0."""
+        self.ring_len = ring_len
+        self.slots = [
+            [
+                torch.zeros(num_slots + 1, *spec.shape, dtype=spec.dtype, device=device)
+                for spec in mixer.states
+            ]
+            for mixer in mixers
+        ]
+        self.rings = [
+            torch.zeros((num_rows + 1) * ring_len, mixer.width, dtype=mixer.dtype, device=device)
+            for mixer in mixers
         ]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all rows' states."""
-        return sum(state.numel() * state.element_size() for state in self._by_row)
+        """Bytes of all slots and rings."""
+        states = itertools.chain.from_iterable(self.slots)
+        return sum(state.numel() * state.element_size() for state in (*states, *self.rings))
 
-    def lanes(self, rows: Tensor, *, is_fresh: bool) -> Any:
-        """Return a transformers cache for one forward that starts from these rows' states.
+    def compact(
+        self, rows: Tensor, roots: Tensor, accept_index: Tensor, *, num_draft_tokens: int
+    ) -> None:
+        """Move the records of the accepted nodes to positions root, root + 1, ...
 
-        Args:
-            rows: int64 [B].
-            is_fresh: the rows have no token yet, so start from zeros and ignore old states.
+        The arguments are those of `kernels.compact_accepted`, which moves the KV.
         """
-        cache = paged_cache(self._config)
-        for spec, state in zip(self._specs, self._by_row, strict=True):
-            if is_fresh:
-                spec.put(cache, state.new_zeros(len(rows), *spec.shape))
-            else:
-                spec.put(cache, state.index_select(0, rows))
-        return cache
-
-    def values(self, cache: Any) -> list[Tensor]:
-        """Return copies of the states after a forward, one [B, ...] per spec."""
-        return [spec.get(cache).clone() for spec in self._specs]
-
-    def put(self, rows: Tensor, values: Sequence[Tensor]) -> None:
-        """Save states, one [B, ...] per spec, for the rows, int64 [B]."""
-        for state, value in zip(self._by_row, values, strict=True):
-            state.index_copy_(0, rows, value.to(state.dtype))
+        places = torch.arange(accept_index.shape[1], device=rows.device)
+        nodes = torch.where(accept_index < 0, places, accept_index % num_draft_tokens)
+        first, roots = rows.long().unsqueeze(1) * self.ring_len, roots.long().unsqueeze(1)
+        src = (first + (roots + nodes) % self.ring_len).view(-1)
+        dst = (first + (roots + places) % self.ring_len).view(-1)
+        for ring in self.rings:
+            ring.index_copy_(0, dst, ring.index_select(0, src))
 
 
 def paged_cache(config: PretrainedConfig) -> Any:

@@ -6,13 +6,17 @@ them. If the states are not complete, the logits differ.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specpool.capacity.layer_kv import LayerKV
+from specpool.engine.attention import AttentionBatch
 from specpool.engine.models.gate import refusal
+from specpool.engine.models.lane_states import LaneStates, StateFolds
+from specpool.engine.models.mixers import Mixer, Mixers, tracing_mixers
 from specpool.engine.models.probe import (
     PROBE_TEXTS,
     ProbeBatch,
@@ -21,13 +25,7 @@ from specpool.engine.models.probe import (
     probe_batch,
     probe_tolerance,
 )
-from specpool.engine.models.recurrent import (
-    RecurrentState,
-    StateSpec,
-    attention_layers,
-    paged_cache,
-    states_in,
-)
+from specpool.engine.models.recurrent import RecurrentState, attention_layers, paged_cache
 
 _NUM_TOKENS = 6
 _CUT = 4  # tokens of the first forward, if the text runs in parts
@@ -36,40 +34,46 @@ _CUT = 4  # tokens of the first forward, if the text runs in parts
 _SHARE = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class StateProbe:
-    """The findings of the probe; `TargetModel` documents the attributes."""
+class ProbedMixers(Probed, Protocol):
+    """The attributes of a model with recurrent layers that the probe needs."""
 
-    kv_layers: tuple[int, ...]
-    layer_kv: tuple[LayerKV, ...]
-    state_specs: tuple[StateSpec, ...]
-    continues: bool
+    mixers: Mixers | None
+
+    @property
+    def decoder(self) -> Any:
+        """The module that turns token ids into hidden states."""
+
+    def forward_from(
+        self, cache: Any, tokens: Tensor, positions: Tensor, batch: AttentionBatch
+    ) -> None:
+        """Run one forward of the decoder as it is; see `TargetModel.forward_from`."""
 
 
 @torch.inference_mode()
-def probe_states(target: Probed) -> StateProbe:
-    """Run a text at once, in two parts, and token by token after the first part.
+def probe_states(target: ProbedMixers) -> tuple[tuple[int, ...], tuple[LayerKV, ...]]:
+    """Wrap the mixers, and run a text at once, in two parts, and token by token after the first.
+
+    Returns:
+        The layers with KV, and what each keeps.
 
     Raises:
         ConfigError: the logits differ; the message has the model type and the numbers.
     """
     limit = probe_tolerance(target.dtype)
     worst = []
+    kv_layers, layer_kv, mixers = _first_forward(target)
+    target.mixers = mixers
     for start in PROBE_TEXTS:
-        text, other = (
-            [(first + 7 * i) % target.vocab_size for i in range(_NUM_TOKENS)]
-            for first in (start, 5)
-        )
-        lanes = torch.tensor([other, text], device=target.device)
-        state_probe = _first_forward(target, lanes)
-        plain = target.plain_logits(text).float()
-        whole, _ = _in_parts(target, state_probe, lanes, [_NUM_TOKENS])
-        by_token, states = _in_parts(target, state_probe, lanes, [_CUT, 1, 1])
+        lanes = _lanes(target, start)
+        plain = target.plain_logits(lanes[1].tolist()).float()
+        whole, _ = _in_parts(target, mixers, lanes, [_NUM_TOKENS])
+        by_token, states = _in_parts(target, mixers, lanes, [_CUT, 1, 1])
         differences = [
             float((logits - plain).norm() / plain.norm()) for logits in (whole, by_token)
         ]
         if not max(differences) > limit:  # NaN passes: broken weights are not a fault of states
-            return replace(state_probe, continues=_continues(target, state_probe, lanes, states))
+            mixers.continues = _continues(target, mixers, lanes, states)
+            return kv_layers, layer_kv
         worst.append(max(differences))
     raise refusal(
         target.config.model_type,
@@ -78,49 +82,66 @@ def probe_states(target: Probed) -> StateProbe:
     )
 
 
-def _continues(
-    target: Probed, state_probe: StateProbe, lanes: Tensor, expected: list[Tensor]
-) -> bool:
-    """Return whether a forward of two tokens continues from a state instead of starting anew.
+def _lanes(target: Probed, start: int) -> Tensor:
+    """Return int64 [2, n]: another text, and the one that begins with token `start`."""
+    first = torch.tensor([[5], [start]], device=target.device)
+    return (first + 7 * torch.arange(_NUM_TOKENS, device=target.device)) % target.vocab_size
+
+
+def _continues(target: ProbedMixers, mixers: Mixers, lanes: Tensor, expected: list[Tensor]) -> bool:
+    """Return whether two tokens at once continue from a state instead of starting anew.
 
     With small weights or in 16 bits a state changes the logits little, so compare states instead:
-    with `expected`, and with those of a text that begins at the cut.
+    with `expected`, and with those of a text that begins with these two tokens.
     """
-    _, states = _in_parts(target, state_probe, lanes, [_CUT, _NUM_TOKENS - _CUT])
-    _, fresh_states = _in_parts(target, state_probe, lanes[:, _CUT:], [_NUM_TOKENS - _CUT])
+    _, states = _in_parts(target, mixers, lanes, [_CUT, _NUM_TOKENS - _CUT])
+    _, fresh_states = _in_parts(target, mixers, lanes[:, _CUT - 1 :], [_NUM_TOKENS - _CUT + 1])
     return all(
         bool((state - right).norm() <= _SHARE * (wrong - right).norm())
         for state, wrong, right in zip(states, fresh_states, expected, strict=True)
     )
 
 
-def _first_forward(target: Probed, lanes: Tensor) -> StateProbe:
-    """Run a forward without earlier states, and return what the layers keep."""
-    cache = paged_cache(target.config)
+def _first_forward(
+    target: ProbedMixers,
+) -> tuple[tuple[int, ...], tuple[LayerKV, ...], Mixers]:
+    """Run a forward of the model as it is; wrap its mixers, and return the layers with KV."""
+    cache, mixers = paged_cache(target.config), list[Mixer]()
     batch, positions = probe_batch(target.device, [_NUM_TOKENS] * 2, [0, 0], None)
-    target.forward_from(cache, lanes, positions.view(2, -1), batch)
+    with tracing_mixers(target.decoder, cache, mixers):
+        lanes = _lanes(target, PROBE_TEXTS[0])
+        target.forward_from(cache, lanes, positions.view(2, -1), batch)
     kv_layers = attention_layers(cache)
     layer_kv = layers_seen(target, batch, kv_layers)
-    specs = states_in(cache)
-    if not specs:
+    if not mixers:
         raise refusal(target.config.model_type, "its recurrent layers leave no state behind")
-    return StateProbe(tuple(kv_layers), layer_kv, specs, continues=False)
+    return tuple(kv_layers), layer_kv, Mixers(target.config, mixers)
 
 
 def _in_parts(
-    target: Probed, state_probe: StateProbe, lanes: Tensor, widths: list[int]
+    target: ProbedMixers, mixers: Mixers, lanes: Tensor, widths: list[int]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Run forwards of `widths` tokens; return logits [n, V] and states of the second lane."""
-    states = RecurrentState(target.config, state_probe.state_specs, 2, target.device)
-    rows = torch.tensor([2, 1], device=target.device)
+    """Run prompts of two rows in chunks of `widths` tokens.
+
+    Returns:
+        The logits [n, V] of the second lane, and its states after all tokens but the last.
+    """
+    rows = slots = np.array([2, 1], np.int32)
+    state = RecurrentState(mixers.specs, num_slots=2, num_rows=2, ring_len=1, device=target.device)
     earlier: ProbeBatch | None = None
     start, logits = 0, []
     for width in widths:
-        cache = states.lanes(rows, is_fresh=start == 0)
+        starts = np.full(2, start, np.int32)
+        held = np.maximum(starts - 1, 0)
+        end = starts + width - 1
+        dst = np.where(end > held, slots, 0)
+        folds = StateFolds(rows, slots if start > 1 else 0 * slots, dst, held, end)
+        reads = LaneStates.build(
+            state, folds, starts, np.full(2, width, np.int32), {}, target.device
+        )
         batch, positions = probe_batch(target.device, [width] * 2, [start] * 2, earlier)
-        tokens = lanes[:, start : start + width]
-        hidden = target.forward_from(cache, tokens, positions.view(2, -1), batch)
-        states.put(rows, states.values(cache))
-        logits.append(target.compute_logits(hidden.view(2, width, -1)[1]).float())
+        tokens = lanes[:, start : start + width].reshape(-1)
+        output = target.forward(tokens, positions, batch, states=reads)
+        logits.append(output.logits.view(2, width, -1)[1].float())
         earlier, start = batch, start + width
-    return torch.cat(logits), [value[1].float() for value in states.values(cache)]
+    return torch.cat(logits), [part[1].float() for parts in state.slots for part in parts]

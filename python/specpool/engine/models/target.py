@@ -3,8 +3,7 @@
 transformers lets an attention function be registered by name. The one of this package reads and
 writes pages. It finds the batch of the running forward in a context variable, because not every
 decoder passes unknown keyword arguments to its attention. The lanes of a batch are flattened to one
-sequence: only attention mixes tokens, and it keeps lanes apart. Recurrent layers mix tokens too, so
-with them each lane is a row of the batch, and all lanes of a forward have the same width.
+sequence: only attention and recurrent mixers mix tokens, and both keep lanes apart (`Mixers`).
 """
 
 from __future__ import annotations
@@ -34,16 +33,13 @@ from specpool.engine.models.gate import (
     text_config,
 )
 from specpool.engine.models.generation_defaults import GenerationDefaults
+from specpool.engine.models.lane_states import LaneStates
+from specpool.engine.models.mixers import Mixers
 from specpool.engine.models.packed_layers import PackedLayers
 from specpool.engine.models.paged_attention import _ATTENTION, _BATCH, _register, _torch_attention
 from specpool.engine.models.placement import _parse_device, _placement, check_dtype
 from specpool.engine.models.probe import probe
-from specpool.engine.models.recurrent import (
-    ATTENDING,
-    StateSpec,
-    cache_argument,
-    check_transformers,
-)
+from specpool.engine.models.recurrent import ATTENDING, cache_argument, check_transformers
 from specpool.engine.models.state_probe import probe_states
 from specpool.engine.models.target_folder import (
     TargetFolder,
@@ -85,9 +81,8 @@ class TargetModel:
         context_reason: why it is not the config's number of positions; empty if it is.
         layer_kv: the KV that each layer of `kv_layers` keeps per token.
         kv_layers: the layers with attention, by the index that they attend with.
-        state_specs: the states that the recurrent layers keep per row; empty if there are none.
-        continues: whether a forward of several tokens may start from a state; if not, such tokens
-            run one by one.
+        decoder: the module that turns token ids into the hidden states before the output matrix.
+        mixers: the recurrent mixers; None if there are none.
         eos_token_ids: tokens that end a text; may be empty.
         media_tokens: tokens that stand for an image, a video or sound, with the config's key.
         closed: whether `close` was called.
@@ -126,6 +121,7 @@ class TargetModel:
             for module in self._torch_modules:  # each names its attention function in its config
                 module.config = copy.copy(module.config)
         self.closed = False
+        self.mixers: Mixers | None = None
         try:
             model.train(False)
             if runs_kernels(self.device):
@@ -203,7 +199,7 @@ class TargetModel:
     @property
     def keeps_state(self) -> bool:
         """Whether rows have recurrent states beside KV. Such a state cannot be cut back."""
-        return bool(self.state_specs)
+        return self.mixers is not None
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
@@ -290,6 +286,8 @@ class TargetModel:
         positions: Tensor,
         batch: AttentionBatch,
         logits_index: Tensor | None = None,
+        *,
+        states: LaneStates | None = None,
     ) -> TargetOutput:
         """Run one forward of a flattened, ragged batch.
 
@@ -298,6 +296,7 @@ class TargetModel:
             positions: int64 [T], the position of each token (in a tree, of its node).
             batch: the pages that each layer reads and writes.
             logits_index: int64 [n], tokens whose logits are wanted (may be empty); None: all.
+            states: what the lanes read of their recurrent states; None if there are no mixers.
 
         Returns:
             Logits [n, V], hidden states [T, h], and the captured features or None.
@@ -312,7 +311,13 @@ class TargetModel:
                     f"{num_tokens} token_ids, {positions.shape[0]} positions,"
                     f" {view.num_tokens} write_slots"
                 )
-        hidden = self._run(tokens.unsqueeze(0), positions.unsqueeze(0), batch, use_cache=False)
+        flat = tokens.unsqueeze(0), positions.unsqueeze(0)
+        if self.mixers is None:
+            hidden = self._run(*flat, batch, use_cache=False)
+        else:
+            assert states is not None
+            with self.mixers.reading(states):
+                hidden = self._run(*flat, batch, **self._on_cache(self.mixers.cache))
         wanted = hidden if logits_index is None else hidden.index_select(0, logits_index)
         features = None
         if self._capture_order:
@@ -323,24 +328,24 @@ class TargetModel:
     @torch.inference_mode()
     def forward_from(
         self, cache: Any, tokens: Tensor, positions: Tensor, batch: AttentionBatch
-    ) -> Tensor:
-        """Run one forward of lanes from their recurrent states.
+    ) -> None:
+        """Run one forward of lanes as transformers runs the decoder, on a cache of transformers.
 
         Args:
-            cache: from `RecurrentState.lanes`; holds the states after these tokens on return.
+            cache: of `paged_cache`; holds the states after these tokens on return.
             tokens: int64 [B, n].
             positions: int64 [B, n].
             batch: the pages that each attention layer reads and writes, lane after lane.
-
-        Returns:
-            Hidden states [B * n, h] after the final norm.
         """
-        cache_arguments = {self._cache_argument: cache, "use_cache": True}
-        return self._run(tokens, positions, batch, **cache_arguments)
+        self._run(tokens, positions, batch, **self._on_cache(cache))
+
+    def _on_cache(self, cache: Any) -> dict[str, Any]:
+        """Return the decoder's arguments for a forward on a cache of transformers."""
+        return {self._cache_argument: cache, "use_cache": True}
 
     @cached_property
     def _cache_argument(self) -> str:
-        return cache_argument(self._decoder, self.config)
+        return cache_argument(self.decoder, self.config)
 
     def _run(
         self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, **arguments: Any
@@ -356,7 +361,7 @@ class TargetModel:
         try:
             with self._torch_attention, without_cudnn(self.device):
                 name = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
-                output = self._decoder(**{name: tokens}, **arguments)
+                output = self.decoder(**{name: tokens}, **arguments)
         finally:
             _BATCH.reset(batch_before)
             ATTENDING.reset(attending_before)
@@ -385,7 +390,7 @@ class TargetModel:
         self._set_attention("eager")
         try:
             tokens = torch.tensor([list(token_ids)], device=self.device)
-            hidden: Tensor = self._decoder(input_ids=tokens, use_cache=False)[0]
+            hidden: Tensor = self.decoder(input_ids=tokens, use_cache=False)[0]
             return hidden[0].to(self.dtype)
         finally:
             self._set_attention(_ATTENTION)
@@ -397,6 +402,8 @@ class TargetModel:
             return
         self.closed = True
         self._remove_hooks()
+        if self.mixers is not None:
+            self.mixers.close()
         if self._fused_layers is not None:
             self._fused_layers.switch(on=False)
         if self._packed_layers is not None:
@@ -435,8 +442,8 @@ class TargetModel:
         if self._lm_head is None:
             raise refusal(self.config.model_type, "it has no language model head")
         self.vocab_size, self.hidden_size = self._lm_head.weight.shape
-        self._decoder = _find_decoder(self.model)
-        names = inspect.signature(self._decoder.forward).parameters
+        self.decoder = _find_decoder(self.model)
+        names = inspect.signature(self.decoder.forward).parameters
         # Llama 4 scales queries by the length of its cache plus their place in the forward.
         self._counts_by_cache = bool(getattr(text, "attn_temperature_tuning", False))
         self._takes_positions = not self._is_recurrent or "position_ids" in names
@@ -452,26 +459,22 @@ class TargetModel:
         self.media_tokens = media_tokens(self.config)
 
     def _find_layers(self) -> nn.ModuleList:
-        for child in self._decoder.children():
+        for child in self.decoder.children():
             if isinstance(child, nn.ModuleList) and len(child) == self.num_layers:
                 return child
         raise refusal(
             self.config.model_type,
-            f"its decoder {type(self._decoder).__name__} has no list of {self.num_layers} layers",
+            f"its decoder {type(self.decoder).__name__} has no list of {self.num_layers} layers",
         )
 
     def _probe(self) -> None:
         """Find out what each layer keeps, with a few short forwards."""
-        self.state_specs: tuple[StateSpec, ...] = ()
-        self.continues = True
         self.kv_layers = tuple(range(text_config(self.config).num_hidden_layers))
         if not self._is_recurrent:
             self.layer_kv = probe(self)
             return
         check_transformers(self.config)
-        state_probe = probe_states(self)
-        self.kv_layers, self.layer_kv = state_probe.kv_layers, state_probe.layer_kv
-        self.state_specs, self.continues = state_probe.state_specs, state_probe.continues
+        self.kv_layers, self.layer_kv = probe_states(self)
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

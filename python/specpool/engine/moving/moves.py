@@ -159,7 +159,7 @@ class Moves:
         state = session_state(conversation, session.max_tokens)
         with core.loop.recovering():
             try:
-                row = core.scheduler.exports.of_conversation(conversation)
+                row = core.scheduler.exports.of_conversation(conversation, takes_kv=self._takes_kv)
                 return self._export(row, conversation.tokens, state, conversation)
             except BaseException:
                 conversation.leaves = False

@@ -48,20 +48,22 @@ class Exports:
         """The ledger's prefixes that rows on their way out hold."""
         return frozenset(self._prefixes)
 
-    def of_conversation(self, conversation: Conversation) -> RowExport:
+    def of_conversation(self, conversation: Conversation, *, takes_kv: bool = True) -> RowExport:
         """Take the idle row of a conversation, which keeps its tokens and is busy until the end.
 
         No step of the row is in flight. A row with a page copy that waits for a step, such as that
-        of a new fork, or with no token, stays here until the end, and the text goes without KV.
+        of a new fork, or with no token, stays here until the end, and the text goes without KV. So
+        does every row without `takes_kv`.
         """
         conversation.leaves = True
-        if not conversation.row or not self._state.ledger.resolved_len[conversation.row]:
+        row = conversation.row
+        if not (takes_kv and row and self._state.ledger.resolved_len[row]):
             return self._without_kv()
         try:
-            export = self._of_row(conversation.row)
+            export = self._of_row(row)
         except NotReady:
             return self._without_kv()
-        self._state.conversations.forget(conversation.row)
+        self._state.conversations.forget(row)
         return export
 
     def of_request(self, request: Request, *, takes_kv: bool = True) -> RowExport:

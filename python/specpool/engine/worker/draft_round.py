@@ -65,9 +65,8 @@ class DraftRound:
             widths = [np.full(len(p.positions), p.positions.shape[1], np.int32) for p in parts]
             lanes = Lanes(self._lanes.rows, self._lanes.seq_lens, np.concatenate(widths))
             tokens = torch.cat([part.tree.tokens.view(-1) for part in parts])
-        # A node of a chain sees all tokens before it, so no mask is needed. A target that keeps a
-        # state verifies chains alone.
-        are_chains = context.keeps_state or all(part.is_chain for part in parts)
+        # A node of a chain sees all tokens before it, so no mask is needed.
+        are_chains = all(part.is_chain for part in parts)
         positions, views = context.causal_reads(lanes) if are_chains else self._tree_reads(lanes)
         return Pass(
             lanes=lanes,
@@ -75,8 +74,8 @@ class DraftRound:
             positions=positions,
             views=views,
             logits_at=None,
-            wants_features=context.followers.wants_features and not context.keeps_state,
-            is_verify=True,
+            wants_features=context.followers.wants_features,
+            trees=() if are_chains else [part.tree for part in parts],
         )
 
     def outcome(self, output: TargetOutput) -> Outcome:
@@ -96,7 +95,6 @@ class DraftRound:
 
     def follow(self) -> None:
         """Compact, and let the drafters write their KV of the accepted tokens."""
-        self._context.forward.keep(self._verdict.accept_len)
         for part, verdict in zip(self._parts, self._verdicts, strict=True):
             if not part.is_chain:
                 self._compact(part, verdict)
@@ -169,7 +167,10 @@ class DraftRound:
         )
 
     def _compact(self, part: Part, verdict: Verdict) -> None:
-        """Move the accepted nodes' KV to the slots right after the prefix, in all target layers."""
+        """Move the accepted nodes' KV to the slots right after the prefix, in all target layers.
+
+        So are the inputs that recurrent layers have recorded.
+        """
         num_nodes = part.positions.shape[1]
         if num_nodes == 1:
             return
@@ -179,6 +180,13 @@ class DraftRound:
                 fields,
                 cache.tables[group],
                 cache.page_sizes[group],
+                part.lanes.rows,
+                part.lanes.starts,
+                verdict.accept_index,
+                num_draft_tokens=num_nodes,
+            )
+        if self._context.state is not None:
+            self._context.state.compact(
                 part.lanes.rows,
                 part.lanes.starts,
                 verdict.accept_index,

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from specpool._core import Plan
+from specpool.arrays import Int64
 from specpool.engine.attention import AttentionBatch, AttentionView, JoinedView, View
 from specpool.engine.attention.lanes import Lanes
+from specpool.engine.draft.base import DraftTree
 from specpool.engine.memory.kv_cache import KVCache
+from specpool.engine.models.lane_states import LaneStates, StateFolds
+from specpool.engine.models.recurrent import RecurrentState
 from specpool.engine.models.target import TargetModel
 from specpool.engine.models.target_output import TargetOutput
 
@@ -23,10 +29,10 @@ class Pass:
         lanes: the lanes of the tokens.
         tokens: int64 [T].
         positions: int64 [T], the tokens' positions, all within the context.
-        views: a view for each group; empty if the target keeps a state, which reads lanes by width.
+        views: a view for each group.
         logits_at: int64 [n], tokens whose logits are wanted; None means all.
         wants_features: whether a drafter reads the inputs of the captured layers.
-        is_verify: whether lanes keep only some of their tokens; `Forward.keep` says how many.
+        trees: the trees of lanes that follow one another; none if all lanes' tokens are chains.
     """
 
     lanes: Lanes
@@ -35,7 +41,7 @@ class Pass:
     views: Mapping[int, AttentionView]
     logits_at: Tensor | None
     wants_features: bool
-    is_verify: bool = False
+    trees: Sequence[DraftTree] = ()
 
 
 class Forward:
@@ -48,6 +54,7 @@ class Forward:
         target_groups: Sequence[int],
         *,
         feature_layers: Sequence[int],
+        state: RecurrentState | None,
     ) -> None:
         """Run `target`.
 
@@ -56,6 +63,7 @@ class Forward:
             cache: holds the target's layers first, then the drafter's.
             target_groups: the group of each of the target's layers.
             feature_layers: the layers whose inputs the drafter reads (`Drafter.feature_layers`).
+            state: the slots and rings of the target's mixers; None if there are none.
         """
         self._target, self._cache = target, cache
         self.groups = list(target_groups)
@@ -63,16 +71,27 @@ class Forward:
         layers = zip(target.kv_layers, cache.keys, cache.values, target_groups, strict=False)
         self._layers = list(layers)  # `zip` stops before the drafter's layers
         self._feature_layers = tuple(feature_layers)
+        self._state = state
 
-    def run(self, passes: Sequence[Pass]) -> list[TargetOutput]:
-        """Run one forward for all passes, with their tokens in order; return each one's output."""
+    def run(self, passes: Sequence[Pass], plans: Sequence[Plan]) -> list[TargetOutput]:
+        """Run one forward for all passes, with their tokens in order; return each one's output.
+
+        `plans` are those of the passes; none in the capture of a graph.
+        """
         wants_features = any(part.wants_features for part in passes)
         # Captured features cost hooks in every forward.
         self._target.capture(self._feature_layers if wants_features else ())
         if len(passes) == 1:
             (part,) = passes
-            batch = self._batch(part.views)
-            return [self._target.forward(part.tokens, part.positions, batch, part.logits_at)]
+            return [
+                self._target.forward(
+                    part.tokens,
+                    part.positions,
+                    self._batch(part.views),
+                    part.logits_at,
+                    states=self._states(passes, plans),
+                )
+            ]
         logits_at, first = [], 0
         for part in passes:
             tokens = torch.arange(len(part.tokens), device=part.tokens.device)
@@ -86,6 +105,7 @@ class Forward:
             torch.cat([part.positions for part in passes]),
             self._batch(views),
             torch.cat(logits_at),
+            states=self._states(passes, plans),
         )
         outputs = []
         first_token = first_logits = 0
@@ -99,11 +119,33 @@ class Forward:
             )
         return outputs
 
-    def keep(self, accept_len: Tensor) -> None:
-        """Keep the first `accept_len` tokens of each lane, int32 [B].
-
-        This class does nothing, because compaction moves the KV. `StateForward` cuts its states.
-        """
+    def _states(self, passes: Sequence[Pass], plans: Sequence[Plan]) -> LaneStates | None:
+        """Return what the lanes of all passes read of their states; None without mixers."""
+        if self._state is None:
+            return None
+        paths: dict[int, Int64] = {}
+        first = 0
+        for part in passes:
+            lane = first
+            for tree in part.trees:
+                if not tree.is_chain:
+                    paths |= enumerate(tree.paths(), lane)
+                lane += len(tree.tokens)
+            first += len(part.lanes.seq_lens)
+        lens = [part.lanes.seq_lens for part in passes]
+        assert all(part_lens.is_exact for part_lens in lens)
+        widths = [
+            np.broadcast_to(np.asarray(part.lanes.widths), len(part_lens))
+            for part, part_lens in zip(passes, lens, strict=True)
+        ]
+        return LaneStates.build(
+            self._state,
+            StateFolds.of_plans(plans),
+            np.concatenate([part_lens.hi for part_lens in lens]),
+            np.concatenate(widths),
+            paths,
+            self._cache.device,
+        )
 
     def _batch(self, views: Mapping[int, View]) -> AttentionBatch:
         """Return the pages that each layer with attention reads and writes, by its group's view."""

@@ -36,8 +36,6 @@ class Proposer:
         drafters: Sequence[Drafter],
         vocab_size: int,
         device: torch.device,
-        *,
-        keeps_state: bool,
     ) -> None:
         """Ask `drafters` for tokens of a vocabulary of this size.
 
@@ -45,10 +43,8 @@ class Proposer:
             drafters: the engine's; without any, no round drafts.
             vocab_size: the target's.
             device: where the trees are wanted.
-            keeps_state: the target verifies chains alone.
         """
         self._drafters, self._vocab_size, self._device = drafters, vocab_size, device
-        self._keeps_state = keeps_state
 
     def propose_parts(
         self, wanted: Sequence[tuple[DraftPart, Sequence[Request]]]
@@ -206,8 +202,6 @@ class Proposer:
         if not isinstance(tree, DraftTree):
             raise ShapeError(f"a drafter proposes a DraftTree, got {shown(tree)}")
         tree.check(shape, len(roots))
-        if self._keeps_state:
-            tree.check_chain()
         if texts is not None and tree.tokens.device.type == "cpu":
             last = np.array([text[-1] for text in texts])
             return self._checked_here(tree, shape, last, requests, failures)

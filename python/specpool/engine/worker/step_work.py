@@ -12,6 +12,7 @@ from specpool._core import Shape
 from specpool.engine.attention import AttentionView
 from specpool.engine.attention.lanes import Lanes, causal_view
 from specpool.engine.memory.kv_cache import KVCache
+from specpool.engine.models.recurrent import RecurrentState
 from specpool.engine.models.target_output import TargetOutput
 from specpool.engine.scheduler.request import Request
 from specpool.engine.worker.followers import Followers
@@ -58,7 +59,7 @@ class RoundContext:
         followers: the drafters that keep KV.
         shapes: the ledger's shapes.
         target_fields: group -> the KV of the target's layers in it.
-        keeps_state: whether the target has recurrent layers, and so reads lanes by width.
+        state: the slots and rings of the target's recurrent layers; None if it has none.
         has_windows: whether some layer of the target has a window.
         last_position: positions beyond it are clamped to it.
     """
@@ -71,7 +72,7 @@ class RoundContext:
     followers: Followers
     shapes: Sequence[Shape]
     target_fields: Mapping[int, Fields]
-    keeps_state: bool
+    state: RecurrentState | None
     has_windows: bool
     last_position: int
 
@@ -81,11 +82,11 @@ class RoundContext:
         Returns:
             The tokens' positions, int64 [T], and a view for each group, as in `Pass`.
         """
-        groups = () if self.keeps_state else self.target_fields
         positions = lanes.positions
         if lanes.max_len > self.last_position + 1:
             positions = positions.clamp(max=self.last_position)
-        return positions, {group: causal_view(self.cache, group, lanes) for group in groups}
+        views = {group: causal_view(self.cache, group, lanes) for group in self.target_fields}
+        return positions, views
 
 
 def are_greedy(requests: Sequence[Request]) -> bool:

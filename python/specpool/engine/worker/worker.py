@@ -22,6 +22,7 @@ from specpool.engine.attention.cudnn import without_cudnn
 from specpool.engine.attention.lanes import Lanes
 from specpool.engine.draft.base import Drafter
 from specpool.engine.memory.kv_cache import KVCache
+from specpool.engine.models.recurrent import RecurrentState
 from specpool.engine.models.target import TargetModel
 from specpool.engine.scheduler.step import Step
 from specpool.engine.worker.draft_round import DraftRound
@@ -34,7 +35,6 @@ from specpool.engine.worker.plain_round import PlainRound
 from specpool.engine.worker.prefill_chunk import PrefillChunk
 from specpool.engine.worker.processors import Processors
 from specpool.engine.worker.proposer import Proposer
-from specpool.engine.worker.recurrent_forward import StateForward
 from specpool.engine.worker.results import Outcome, PendingStep
 from specpool.engine.worker.row_state import RowState
 from specpool.engine.worker.step_work import RoundContext, StepWork
@@ -58,6 +58,7 @@ class Worker:
         shapes: Sequence[Shape],
         max_context_len: int,
         attention: BackEnd,
+        state: RecurrentState | None = None,
     ) -> None:
         """Work on `cache`, whose first layers are the target's.
 
@@ -69,6 +70,7 @@ class Worker:
             shapes: the ledger's shapes.
             max_context_len: positions at or beyond it are clamped to the last one.
             attention: the back end; its `needs_host_lengths` makes rounds wait for their lengths.
+            state: the slots and rings of the target's recurrent layers; None if it has none.
         """
         self.graphs: Graphs | None = None
         device, num_rows = cache.device, cache.tables[0].shape[0] - 1
@@ -80,14 +82,19 @@ class Worker:
                 max(shape.num_draft_tokens for shape in shapes),
                 device,
                 # On a CPU reading the lengths costs no wait, and exact lengths save masked reads.
-                needs_host_lengths=attention.needs_host_lengths or not runs_kernels(device),
+                # Mixers read lanes that the host groups by length.
+                needs_host_lengths=attention.needs_host_lengths
+                or not runs_kernels(device)
+                or state is not None,
             ),
-            forward=(
-                StateForward(target, cache, target_groups, num_rows=num_rows)
-                if target.keeps_state
-                else Forward(target, cache, target_groups, feature_layers=followers.feature_layers)
+            forward=Forward(
+                target,
+                cache,
+                target_groups,
+                feature_layers=followers.feature_layers,
+                state=state,
             ),
-            proposer=Proposer(drafters, target.vocab_size, device, keeps_state=target.keeps_state),
+            proposer=Proposer(drafters, target.vocab_size, device),
             processors=Processors(num_rows, target.vocab_size, device),
             followers=followers,
             shapes=list(shapes),
@@ -95,7 +102,7 @@ class Worker:
                 group: cache.fields([i for i, g in enumerate(target_groups) if g == group])
                 for group in sorted(set(target_groups))
             },
-            keeps_state=target.keeps_state,
+            state=state,
             has_windows=any(cache.windows[group] is not None for group in target_groups),
             last_position=max_context_len - 1,
         )
@@ -133,7 +140,8 @@ class Worker:
                     else PrefillChunk(self._context, step.plan, step.requests)
                     for step in steps
                 ]
-                outputs = self._context.forward.run([work.launch() for work in works])
+                passes = [work.launch() for work in works]
+                outputs = self._context.forward.run(passes, [step.plan for step in steps])
                 for work, output in zip(works, outputs, strict=True):
                     # The copy to the host starts before the work that only later steps need.
                     pending.append(PendingStep(work.requests, work.outcome(output)))
@@ -156,7 +164,7 @@ class Worker:
             work = PlainRound(self._context, lanes, (), writes_draft=kind.writes_draft)
         else:
             work = DraftRound(self._context, lanes, (), runs=[(kind.shape, len(lanes.seq_lens))])
-        (output,) = self._context.forward.run([work.launch()])
+        (output,) = self._context.forward.run([work.launch()], ())
         return work.outcome(output), work.follow
 
     def _round(self, step: Step) -> StepWork:

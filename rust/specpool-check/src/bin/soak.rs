@@ -9,10 +9,11 @@ use std::time::Instant;
 use specpool_check::device::Plant;
 use specpool_check::soak::{Episode, Failure, Tally, run};
 
-const USAGE: &str = "usage: soak [--ops N] [--seed N] [--threads N] [--plant NAME]
+const USAGE: &str = "usage: soak [--ops N] [--seed N] [--threads N] [--states] [--plant NAME]
   --ops      operations in all (1e8)
   --seed     decides every configuration and operation (1)
   --threads  episodes at a time (2)
+  --states   every episode with recurrent states, in place of a quarter of them
   --plant    every episode with the device and a planted fault, which must be found: exit 0 when it is";
 
 /// Operations of one episode. An episode with the device is slower and has an eighth of them.
@@ -22,13 +23,18 @@ struct Options {
     ops: u64,
     seed: u64,
     threads: u64,
+    is_stateful: bool,
     plant: Option<Plant>,
 }
 
 fn options() -> Result<Options, String> {
-    let mut options = Options { ops: 100_000_000, seed: 1, threads: 2, plant: None };
+    let mut options = Options { ops: 100_000_000, seed: 1, threads: 2, is_stateful: false, plant: None };
     let mut args = std::env::args().skip(1);
     while let Some(arg) = args.next() {
+        if arg == "--states" {
+            options.is_stateful = true;
+            continue;
+        }
         let value = args.next().ok_or(format!("{arg} needs a value\n{USAGE}"))?;
         let number = || match value.parse::<f64>() {
             Ok(number) if number >= 0.0 => Ok(number as u64),
@@ -47,12 +53,13 @@ fn options() -> Result<Options, String> {
     Ok(options)
 }
 
-/// The episode of that number. One in eight has the device.
+/// The episode of that number. One in eight has the device, one in four has recurrent states, one in sixteen both.
 fn episode(options: &Options, number: u64) -> Episode {
     let has_device = options.plant.is_some() || number % 8 == 7;
+    let has_states = options.is_stateful || matches!(number % 16, 1 | 5 | 9 | 15);
     let seed = options.seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ number;
     let ops = if has_device { EPISODE_OPS / 8 } else { EPISODE_OPS };
-    Episode { seed, ops, has_device, plant: options.plant }
+    Episode { seed, ops, has_device, has_states, plant: options.plant }
 }
 
 fn print_failure(number: u64, failure: &Failure) {
@@ -91,6 +98,7 @@ fn main() -> ExitCode {
                             total.0.forwards += tally.forwards;
                             total.0.hits += tally.hits;
                             total.0.evictions += tally.evictions;
+                            total.0.folds += tally.folds;
                             total.1 += if episode.has_device { tally.ops } else { 0 };
                         }
                         Err(failure) => {
@@ -107,7 +115,8 @@ fn main() -> ExitCode {
     let seconds = started.elapsed().as_secs_f64();
     println!(
         "{} operations on {} configurations in {seconds:.0} s, {:.2} million a second; {} refused; {with_device} beside \
-         the model and the device, which ran {} forwards; {} hits of the prefix index, {} evictions; seed {}",
+         the model and the device, which ran {} forwards; {} hits of the prefix index, {} evictions; {} states \
+         written; seed {}",
         tally.ops,
         next.load(Ordering::Relaxed),
         tally.millions() / seconds,
@@ -115,6 +124,7 @@ fn main() -> ExitCode {
         tally.forwards,
         tally.hits,
         tally.evictions,
+        tally.folds,
         options.seed
     );
     let is_found = is_broken.load(Ordering::Relaxed);

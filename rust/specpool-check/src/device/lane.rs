@@ -16,7 +16,7 @@ pub(super) struct Lane<'a> {
 }
 
 impl Lane<'_> {
-    fn fault<T>(&self, what: &str) -> Result<T, Fault> {
+    pub(super) fn fault<T>(&self, what: &str) -> Result<T, Fault> {
         Err(format!("step {}, row {}: {what}", self.plan.step, self.row))
     }
 
@@ -155,10 +155,13 @@ impl Lane<'_> {
         state.sequence.resize(start as usize, 0);
         let (start, end) = (i64::from(start), i64::from(end));
         self.read_prefix(start, false)?;
+        self.read_state(start)?;
         for group in 0..self.device.facts.groups.len() {
             self.check_writes(group, start..end)?;
         }
-        self.keep(start, end)
+        self.keep(start, end)?;
+        self.write_state(start);
+        Ok(())
     }
 
     /// `[lo, hi]` of the lane, as the device uses it.
@@ -182,7 +185,7 @@ impl Lane<'_> {
                 self.write_round(root)?;
             }
             self.device.rows[self.row].sequence.resize(lo as usize, 0);
-            return Ok(());
+            return self.spoil_state();
         }
         let root = len.clamp(lo, hi);
         if root != len {
@@ -190,9 +193,13 @@ impl Lane<'_> {
         }
         let shape = self.device.facts.shapes[self.plan.shapes[self.at] as usize];
         self.read_prefix(root, shape.num_steps > 0 && self.device.facts.draft_kv)?;
+        self.record_nodes(root);
+        self.read_state(root)?;
         self.write_round(root)?;
         let more = i64::from(self.device.has(Plant::AcceptMore));
-        self.keep(root, root + i64::from(accept_len) + more)
+        self.keep(root, root + i64::from(accept_len) + more)?;
+        self.write_state(root);
+        Ok(())
     }
 
     /// Makes every write of one round from that root, before it keeps the accepted tokens.

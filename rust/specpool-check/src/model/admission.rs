@@ -44,7 +44,7 @@ impl Model {
         (0..window.end).filter(|column| window.contains(column) || *column < self.sinks(group)).collect()
     }
 
-    fn holds_window(&self, group: usize, held: &Holding, len: i32) -> bool {
+    pub(super) fn holds_window(&self, group: usize, held: &Holding, len: i32) -> bool {
         self.needed_columns(group, len).iter().all(|column| held.table.contains_key(column))
     }
 
@@ -122,11 +122,13 @@ impl Model {
         let row = self.live(row)?;
         let state = self.rows[row].clone();
         self.check_still(row)?;
+        let len = self.check_fork(row)?;
         self.check_free_row()?;
-        self.check_pages(&self.tails(state.resolved), &vec![0; self.groups.len()])?;
-        let child = self.take_row_on(&state.groups, state.resolved, state.drafted);
+        self.check_pages(&self.tails(len), &vec![0; self.groups.len()])?;
+        let child = self.take_row_on(&state.groups, len, state.drafted);
+        self.rows[child].state = state.state;
         for (group, spec) in self.groups.iter().enumerate() {
-            let whole = i64::from(state.resolved) / spec.page_size * spec.page_size;
+            let whole = i64::from(len) / spec.page_size * spec.page_size;
             let held = &mut self.rows[row].groups[group];
             held.protected = held.protected.max(whole);
         }
@@ -152,6 +154,7 @@ impl Model {
     }
 
     pub(crate) fn pin_prefix(&mut self, row: i32, len: i32) -> Outcome {
+        self.check_stateless()?;
         let row = self.live(row)?;
         let state = &self.rows[row];
         if len < 1 || len > state.resolved {

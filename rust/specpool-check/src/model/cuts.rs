@@ -16,7 +16,7 @@ impl Model {
             let on_edge = i64::from(len) % self.groups[group].page_size == 0;
             let holds_all = self.needed_columns(group, len).iter().all(|&column| held.has_column(column));
             holds_all && (i64::from(len) >= held.protected || on_edge)
-        })
+        }) && self.has_state_below(row, len)
     }
 
     /// Cuts the row to `len` tokens in one group. A checkpoint that does not stay is forgotten.
@@ -72,13 +72,15 @@ impl Model {
         for group in 0..self.groups.len() {
             self.cut(row, group, cut, stays);
         }
+        self.cut_states(row, cut);
         self.forget_rounds(row);
         let state = &mut self.rows[row];
         (state.resolved, state.drafted, state.has_root) = (cut, drafted, root_stands);
-        if !stays {
-            state.checkpoint = ends_turn.then_some(cut);
-        }
         state.idle = state.idle || ends_turn;
+        if !stays {
+            let checkpoint = ends_turn.then(|| self.keep_state(row));
+            self.rows[row].checkpoint = checkpoint;
+        }
         self.drop_lost_copies();
         cut
     }
@@ -92,7 +94,8 @@ impl Model {
     }
 
     pub(crate) fn end_turn(&mut self, row: i32, len: i32) -> Outcome {
-        if !self.sessions && self.groups.iter().any(|group| group.window.is_some()) {
+        let needs_sessions = self.states.is_some() || self.groups.iter().any(|group| group.window.is_some());
+        if needs_sessions && !self.sessions {
             return Err(Refusal::Config);
         }
         let row = self.live(row)?;
@@ -110,6 +113,7 @@ impl Model {
                 self.leave_fence(group, page, row);
             }
         }
+        self.drop_states(row);
         self.forget_rounds(row);
         let (epoch, life, fence) = (self.rows[row].epoch, self.rows[row].life, self.rows[row].last_launched);
         let groups = vec![Holding::default(); self.groups.len()];

@@ -30,6 +30,7 @@ impl Model {
 
     /// `name` is the ledger's page in a column of the row.
     pub(crate) fn lend(&mut self, row: i32, start: i32, end: i32, name: impl Fn(usize, i64) -> i32) -> Outcome {
+        self.check_stateless()?;
         let row = self.live(row)?;
         self.check_range(row, start, end)?;
         self.check_final(row, end)?;
@@ -79,6 +80,7 @@ impl Model {
     }
 
     pub(crate) fn rebind(&mut self, row: i32, start: i32, end: i32, pages: &[i32]) -> Outcome {
+        self.check_stateless()?;
         let row = self.live(row)?;
         self.check_range(row, start, end)?;
         let mut bound = Vec::new();
@@ -113,6 +115,7 @@ impl Model {
     }
 
     pub(crate) fn admit_lent(&mut self, pages: &[i32], len: i32) -> Outcome {
+        self.check_stateless()?;
         if len < 1 || len > self.max_context_len || !self.is_edge(len) {
             return Err(Refusal::Shape);
         }

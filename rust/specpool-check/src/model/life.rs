@@ -30,6 +30,7 @@ impl Model {
                 row.rounds.iter_mut().filter(|round| round.step == step).for_each(|round| round.launched = true);
             }
         }
+        self.launch_folds(&record);
         for copy in &record.copies {
             if self.page_fencing {
                 self.fences.insert((copy.group, copy.src), step);
@@ -92,6 +93,7 @@ impl Model {
         self.completed = self.completed.max(step);
         let completed = self.completed;
         self.fences.retain(|_, &mut fence| fence > completed);
+        self.slot_fences.retain(|_, &mut fence| fence > completed);
         let (free, fenced) = self.fenced_rows.iter().partition(|(fence, _)| *fence <= completed);
         self.fenced_rows = fenced;
         let free: Vec<(u64, usize)> = free;
@@ -109,6 +111,7 @@ impl Model {
             if self.rows[lane.row].epoch != lane.epoch {
                 continue;
             }
+            self.undo_fold(lane);
             let row = &mut self.rows[lane.row];
             for (group, held) in row.groups.iter_mut().enumerate() {
                 let (page_size, end) = (self.groups[group].page_size, lane.allocated[group]);

@@ -12,12 +12,14 @@ mod life;
 mod pages;
 mod prepare;
 pub(crate) mod same;
+pub(crate) mod states;
 mod transfer;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use specpool_core::{Geometry, LedgerConfig, Reserve};
+use states::{Lapse, ModelFold, ModelStates, SlotId, State};
 
 /// A page of the model. The tables tell which page of the ledger it is.
 pub(crate) type PageId = u32;
@@ -138,6 +140,10 @@ pub(crate) struct ModelRow {
     pub(crate) idle: bool,
     /// The length of the last finished turn.
     pub(crate) checkpoint: Option<i32>,
+    /// Its state; of 0 tokens before the first fold.
+    pub(crate) state: State,
+    /// The state that the checkpoint keeps.
+    pub(crate) kept: Option<State>,
     /// Per group.
     pub(crate) groups: Vec<Holding>,
 }
@@ -165,6 +171,8 @@ pub(crate) struct Lane {
     idle: bool,
     /// a before the step, per group.
     pub(crate) allocated: Vec<i64>,
+    /// What it does to the row's state.
+    pub(crate) fold: ModelFold,
 }
 
 /// A tail that waits to be copied, or rides on a step.
@@ -221,6 +229,9 @@ pub(crate) struct Model {
     pub(crate) groups: Arc<[ModelGroup]>,
     /// Per shape: A, and whether it drafts.
     pub(crate) shapes: Arc<[(i32, bool)]>,
+    pub(crate) states: Option<Arc<ModelStates>>,
+    /// A planted fault.
+    pub(crate) lapse: Option<Lapse>,
     max_context_len: i32,
     max_batch: usize,
     max_chunk: i32,
@@ -240,6 +251,7 @@ pub(crate) struct Model {
     pub(crate) next_step: u64,
     next_prefix: u64,
     next_page: PageId,
+    next_slot: SlotId,
     /// The last step up to which every step has finished on the device.
     pub(crate) completed: u64,
     cancelled: BTreeSet<u64>,
@@ -249,6 +261,8 @@ pub(crate) struct Model {
     pub(crate) pending: Vec<Copy>,
     /// The latest launched step of everyone who gave the page back, if it is not complete.
     fences: BTreeMap<(usize, PageId), u64>,
+    /// The same for slots.
+    slot_fences: BTreeMap<SlotId, u64>,
     /// Pages that had a second holder at some time.
     shared: BTreeSet<(usize, PageId)>,
     /// Rows that can be handed out; the last one is handed out first.
@@ -282,6 +296,8 @@ impl Model {
         };
         Self {
             shapes: config.shapes.iter().map(facts).collect(),
+            states: ModelStates::of(config).map(Arc::new),
+            lapse: None,
             max_context_len: config.max_context_len as i32,
             max_batch: config.max_batch.unwrap_or(config.num_rows) as usize,
             max_chunk: config.max_chunk.map_or(i32::MAX, |most| most as i32),
@@ -296,11 +312,13 @@ impl Model {
             next_step: 1,
             next_prefix: 1,
             next_page: 1,
+            next_slot: 0,
             completed: 0,
             cancelled: BTreeSet::new(),
             takes: BTreeSet::new(),
             pending: Vec::new(),
             fences: BTreeMap::new(),
+            slot_fences: BTreeMap::new(),
             shared: BTreeSet::new(),
             free_rows: (1..=num_rows).rev().collect(),
             fenced_rows: Vec::new(),

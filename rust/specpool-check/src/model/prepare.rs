@@ -65,6 +65,7 @@ impl Model {
         let need: Vec<i64> = (0..self.groups.len()).map(need).collect();
         let gain: Vec<usize> = (0..self.groups.len()).map(|group| self.gain(group, rows)).collect();
         self.check_pages(&need.iter().map(|&pages| pages as usize).collect::<Vec<_>>(), &gain)?;
+        let folds = self.plan_folds(is_extend, rows, shapes, wanted)?;
         let lane = |(at, &row): (usize, &usize)| {
             let state = &self.rows[row];
             let (lo, hi) = self.roots(row);
@@ -79,11 +80,13 @@ impl Model {
                 drafted: state.drafted,
                 idle: state.idle,
                 allocated: state.groups.iter().map(|held| held.allocated).collect(),
+                fold: folds[at],
             }
         };
-        let lanes = rows.iter().enumerate().map(lane).collect();
+        let mut lanes: Vec<Lane> = rows.iter().enumerate().map(lane).collect();
         let taken: Vec<Vec<_>> =
             (0..rows.len()).map(|at| (0..self.groups.len()).map(|g| pages(at, g)).collect()).collect();
+        self.claim_folds(&mut lanes);
         for (&row, taken) in rows.iter().zip(taken) {
             for (group, columns) in taken.into_iter().enumerate() {
                 self.evict(group, row);

@@ -7,7 +7,8 @@ use specpool_core::{Ledger, Page, PageState, Row};
 
 use super::{Model, PageId};
 
-/// Per group: the ledger's page of each page of the model that was seen in a table.
+/// Per group: the ledger's page of each page of the model that was seen in a table. The slots of states are those of
+/// one more group.
 pub(crate) type PageMap = Vec<BTreeMap<PageId, i32>>;
 
 #[allow(clippy::needless_pass_by_value, reason = "mostly numbers")]
@@ -38,8 +39,8 @@ pub(crate) fn same(ledger: &Ledger, model: &Model, pages: &mut PageMap) -> Resul
             equal("evicted_len", at, i64::from(ledger.evicted_len(group).map_err(text)?[at]), held.evicted)?;
         }
     }
-    pages.resize(model.groups.len(), BTreeMap::new());
-    for (group, names) in pages.iter_mut().enumerate() {
+    pages.resize(model.groups.len() + 1, BTreeMap::new());
+    for (group, names) in pages.iter_mut().enumerate().take(model.groups.len()) {
         equal("free pages", group, ledger.free_pages(group).map_err(text)?, model.free_pages(group))?;
         equal("fenced pages", group, ledger.fenced_pages(group).map_err(text)?, model.fenced_pages(group))?;
         let reclaimable = ledger.reclaimable_pages(group).map_err(text)?;
@@ -48,9 +49,36 @@ pub(crate) fn same(ledger: &Ledger, model: &Model, pages: &mut PageMap) -> Resul
         equal("lent pages", group, ledger.lent_pages(group).map_err(text)?, lent)?;
         same_pages(ledger, model, group, names)?;
     }
+    same_states(ledger, model, &mut pages[model.groups.len()])?;
     equal("free rows", 0, ledger.num_free_rows(), model.num_free_rows())?;
     equal("completed", 0, ledger.completed(), model.completed)?;
     equal("prefixes", 0, ledger.prefixes().collect::<Vec<_>>(), model.prefixes.keys().copied().collect())
+}
+
+/// Checks that rows and checkpoints have the model's states, under the ledger's names, and counts the slots.
+fn same_states(ledger: &Ledger, model: &Model, names: &mut BTreeMap<PageId, i32>) -> Result<(), String> {
+    if model.states.is_none() {
+        return Ok(());
+    }
+    let text = |error: specpool_core::Error| error.to_string();
+    names.retain(|slot, _| !model.slot_holders(*slot).is_empty());
+    for (at, row) in model.rows.iter().enumerate() {
+        let slot = ledger.state_slot(0).map_err(text)?[at];
+        equal("state_len", at, ledger.state_len(0).map_err(text)?[at], row.state.len)?;
+        let expected = if row.state.slot == 0 { 0 } else { *names.entry(row.state.slot).or_insert(slot) };
+        equal("state_slot", at, slot, expected)?;
+        let kept = ledger.kept_state(0, Row(at as i32)).map_err(text)?.map(|(slot, len)| (slot.0, len));
+        let seen = kept.map_or(0, |(slot, _)| slot);
+        let expected = row.kept.map(|state| (*names.entry(state.slot).or_insert(seen), state.len));
+        equal("kept_state", at, kept, expected)?;
+    }
+    let mut distinct: Vec<i32> = names.values().copied().collect();
+    distinct.sort_unstable();
+    distinct.dedup();
+    equal("distinct slots", 0, distinct.len(), names.len())?;
+    equal("free slots", 0, ledger.free_state_slots(0).map_err(text)?, model.free_slots())?;
+    equal("fenced slots", 0, ledger.fenced_state_slots(0).map_err(text)?, model.fenced_slots())?;
+    equal("reclaimable slots", 0, ledger.reclaimable_state_slots(0).map_err(text)?, model.reclaimable_slots())
 }
 
 /// Checks that the tables hold the model's pages under the ledger's names, each with its state and its holders.

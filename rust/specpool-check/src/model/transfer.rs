@@ -4,6 +4,7 @@ use super::{Holding, Model, ModelPrefix, Outcome, Refusal};
 
 impl Model {
     pub(crate) fn export(&mut self, row: i32) -> Outcome {
+        self.check_stateless()?;
         let at = self.live(row)?;
         let state = self.rows[at].clone();
         if state.resolved == 0 {
@@ -28,6 +29,7 @@ impl Model {
     }
 
     pub(crate) fn import_row(&mut self, len: i32, drafted: i32) -> Outcome {
+        self.check_stateless()?;
         if len < 1 || len > self.max_context_len || drafted < 0 || drafted > len {
             return Err(Refusal::Shape);
         }

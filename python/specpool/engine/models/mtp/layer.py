@@ -167,7 +167,9 @@ def _check_target(target: TargetModel) -> None:
     """
     kind = target.config.model_type
     if target.keeps_state:
-        raise ConfigError(f"a target of type {kind!r} has recurrent layers: no head drafts for it")
+        raise ConfigError(
+            f"a target of type {kind!r} has recurrent layers: no MTP layer drafts for it"
+        )
     if text_config(target.config) is not target.config:
         raise ConfigError(f"the target of type {kind!r} is multimodal: its MTP layer cannot run")
     if getattr(target.config, "quantization_config", None):

@@ -1,0 +1,184 @@
+"""Regression scenarios about recurrent states: their text, who writes it, when a slot is free.
+
+Numbers, laws and guards as in `test_scenarios_claims.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ledger_kit import CHAIN, assert_all_back, end, extend, make, prefill, start
+from specpool import Ledger, Plan, StateGroup
+
+
+def stateful(num_slots: int = 3, *, flush: int = 1, eager: bool = False, **options: Any) -> Ledger:
+    states = [StateGroup("states", num_slots=num_slots, flush=flush, eager=eager)]
+    return make(overlap_depth=1, states=states, **options)
+
+
+def folds(plan: Plan) -> tuple[int, int, int, int]:
+    """(src, dst, from, to) of a plan's only lane."""
+    names = ("state_src", "state_dst", "state_from", "state_to")
+    src, dst, begin, end = (int(getattr(plan, name)[0, 0]) for name in names)
+    return src, dst, begin, end
+
+
+def state_of(ledger: Ledger, row: int) -> tuple[int, int]:
+    """The row's slot, and the tokens of its state."""
+    return int(ledger.state_slot(0)[row]), int(ledger.state_len(0)[row])
+
+
+def launched(ledger: Ledger, row: int, length: int) -> Plan:
+    plan = ledger.prepare_extend([row], [length])
+    ledger.launch(plan.step)
+    return plan
+
+
+def assert_slots_back(ledger: Ledger) -> None:
+    assert_all_back(ledger)
+    assert ledger.free_state_slots(0) == ledger.states[0].num_slots
+
+
+def test_scenario_80_a_round_folds_what_is_resolved():
+    """Law: the host knows both ends of a fold; what is in flight is not folded."""
+    ledger = stateful()
+    row = prefill(ledger, 6)
+    first = start(ledger, row)
+    second = ledger.prepare_decode([row], [1])
+    assert folds(second) == (1, 0, 6, 6)
+    ledger.launch(second.step)
+    end(ledger, first, 3)
+    assert folds(ledger.prepare_decode([row], [1])) == (1, 1, 6, 9)
+
+
+def test_scenario_80_a_root_that_is_not_certain_is_not_folded():
+    """Law: an eager round has nothing in flight before it."""
+    ledger = stateful(eager=True)
+    row = prefill(ledger, 6)
+    start(ledger, row, shape=1)
+    assert folds(ledger.prepare_decode([row], [0])) == (1, 0, 6, 6)
+
+
+def test_scenario_80_a_round_behind_an_eager_one_does_not_fold_back():
+    """Law: a fold goes forward. The state has the root of the eager round, the row has not."""
+    ledger = stateful(eager=True)
+    row = prefill(ledger, 6)
+    start(ledger, row, shape=0)
+    assert folds(ledger.prepare_decode([row], [0])) == (1, 0, 7, 7)
+    assert state_of(ledger, row) == (1, 7)
+
+
+def test_scenario_80_a_slot_that_another_row_has_is_not_written():
+    """Law: a step reads the slot that is shared, and writes another."""
+    ledger = stateful()
+    row = prefill(ledger, 6)
+    child = ledger.fork(row)
+    assert folds(ledger.prepare_extend([child], [9])) == (1, 2, 5, 8)
+    assert state_of(ledger, row) == (1, 5)
+
+
+def test_scenario_80_a_slot_that_a_launched_step_reads_is_not_written():
+    """Law: the step of a former holder reads it, and another stream may be behind."""
+    ledger = stateful()
+    row = prefill(ledger, 6)
+    child = ledger.fork(row)
+    assert folds(launched(ledger, row, 8)) == (1, 2, 5, 7)
+    assert folds(ledger.prepare_extend([child], [9])) == (1, 3, 5, 8)
+
+
+def test_scenario_80_a_new_request_starts_from_zeros():
+    """Law: a row without a slot reads slot 0, whatever its former request left behind."""
+    ledger = stateful(num_rows=1)
+    row = prefill(ledger, 6)
+    ledger.finish(row)
+    again = ledger.admit()
+    assert again == row
+    assert folds(ledger.prepare_extend([again], [4])) == (0, 1, 0, 3)
+
+
+def test_scenario_80_a_cut_to_the_state_moves_no_slot():
+    """Law: a cut to a length from c on is a move of the cursor."""
+    ledger = stateful()
+    row = prefill(ledger, 6)
+    assert ledger.trim(row, 5) == 5
+    assert state_of(ledger, row) == (1, 5)
+
+
+def test_scenario_80_a_cut_below_the_state_goes_where_a_state_is():
+    """Law: below c a cut ends at the kept state, or at 0."""
+    ledger = stateful(sessions=True)
+    row = prefill(ledger, 6)
+    ledger.end_turn(row, 6)
+    extend(ledger, row, 12)
+    assert ledger.trim(row, 8) == 5
+    assert state_of(ledger, row) == (1, 5)
+    assert ledger.trim(row, 3) == 0
+
+
+def test_scenario_80_a_ring_has_a_place_for_all_that_may_be_in_flight():
+    """Law: R = (D + 1) A + N + flush - 1."""
+    shape = CHAIN.num_draft_tokens
+    assert stateful(flush=3).state_ring_len(0) == 2 * shape + shape + 2
+
+
+def test_scenario_80_a_cut_below_a_checkpoint_gives_its_slot_back():
+    """Law: each holder lets go of a slot once."""
+    ledger = stateful(sessions=True)
+    row = prefill(ledger, 6)
+    ledger.end_turn(row, 6)
+    assert ledger.trim(row, 2) == 0
+    assert ledger.kept_state(0, row) is None
+    ledger.finish(row)
+    assert_slots_back(ledger)
+
+
+def test_scenario_80_a_slot_waits_for_the_step_of_a_row_that_is_gone():
+    """Law: a slot is not handed out before the last step that touches it is complete."""
+    ledger = stateful(num_slots=1)
+    row = prefill(ledger, 6)
+    step = start(ledger, row)
+    ledger.finish(row)
+    assert (ledger.free_state_slots(0), ledger.fenced_state_slots(0)) == (0, 1)
+    ledger.complete(step)
+    assert_slots_back(ledger)
+
+
+def test_scenario_80_a_slot_waits_for_the_step_that_reads_it():
+    """Law: the same for a slot that a launched step reads and nobody has any more."""
+    ledger = stateful()
+    row = prefill(ledger, 6)
+    child = ledger.fork(row)
+    launched(ledger, row, 8)
+    ledger.finish(child)
+    assert (ledger.free_state_slots(0), ledger.fenced_state_slots(0)) == (1, 1)
+
+
+def test_scenario_80_a_cancel_gives_the_state_back():
+    """Law: the row has the slot and the tokens of before the prepare."""
+    ledger = stateful()
+    row = prefill(ledger, 6)
+    before = ledger.state_hash()
+    ledger.cancel(ledger.prepare_extend([row], [9]).step)
+    assert state_of(ledger, row) == (1, 5)
+    assert ledger.state_hash() == before
+
+
+def test_scenario_80_a_cut_undoes_what_is_not_launched():
+    """Law: a stale step never writes the state that it was prepared for."""
+    ledger = stateful()
+    row = prefill(ledger, 6)
+    ledger.prepare_extend([row], [9])
+    assert ledger.trim(row, 6) == 6
+    assert state_of(ledger, row) == (1, 5)
+
+
+def test_scenario_80_a_failed_step_takes_the_states_of_its_rows():
+    """Law: nobody reads a state that a failed step wrote."""
+    ledger = stateful()
+    row = prefill(ledger, 6)
+    plan = launched(ledger, row, 9)
+    ledger.abandon(plan.step)
+    assert state_of(ledger, row) == (0, 0)
+    assert ledger.fenced_state_slots(0) == 1
+    ledger.complete(plan.step)
+    assert_slots_back(ledger)
