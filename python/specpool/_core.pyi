@@ -1181,6 +1181,23 @@ class Ledger:
 
         Cost: O(1).
         """
+    def cached_state_slots(self, group: int) -> int:
+        """Return the number of state slots that only soft marks and the prefix index hold.
+
+        They can be taken too, after the free ones. Cost: O(1).
+        """
+    def soft_marks(self, group: int, row: int) -> list[tuple[int, int]]:
+        """Return the (state slot, tokens) that soft marks keep for the row, the oldest mark first.
+
+        Cost: O(soft marks of all rows).
+        """
+    def index_states(self, group: int) -> list[tuple[int, int, int]]:
+        """Return the states of the prefix index: (entry, state slot, tokens) each.
+
+        The entry is a place in `index_entries()`; it has the last of the state's tokens.
+
+        Cost: O(entries).
+        """
     def state_ring_len(self, group: int) -> int:
         """Return R, the records that the device's ring of a row must hold; p lies at `p % R`.
 
@@ -1340,10 +1357,12 @@ class Ledger:
         another row keeps its own. The row never writes its indexed tokens again. The result is
         less than n only where a page of the row is in the index as part of other tokens.
 
+        With a state group the index also takes the states that the row's soft marks keep, and the
+        row's own, if they contain no more than these tokens and no unlaunched step writes them.
+
         Cost: O(n).
 
         Raises:
-            ConfigError: the ledger has a state group.
             ShapeError: there are no tokens, more than `resolved_len`, or a salt of over 256 bytes.
             NotReady: a step that is not complete writes these tokens, or a page copy into the row
                 is not finished.
@@ -1365,7 +1384,20 @@ class Ledger:
         Cost: O(n).
 
         Raises:
-            ConfigError: the ledger has a state group.
+            ShapeError: as `admit_cached`.
+        """
+    def known_prefix(
+        self, tokens: _IntArray, salt: bytes = b"", *, limit: int | None = None
+    ) -> int:
+        """Return how many of `tokens` [n] have their KV in the prefix index, up to `limit`.
+
+        With a state group `admit_cached` may return fewer: it needs a state. End an extend of the
+        new row at `known_prefix() + 1` tokens and keep its lane, and the next text that branches
+        off there finds the state.
+
+        Cost: O(n).
+
+        Raises:
             ShapeError: as `admit_cached`.
         """
     def admit_cached(
@@ -1382,12 +1414,13 @@ class Ledger:
         It starts with up to `limit` tokens: by default all but the last, whose forward gives the
         root. The row shares whole pages and takes a page for the copy of a partly used one. The
         next prepared step carries that copy. The length goes back to one whose windows are held,
-        and with `needs_draft` to where draft KV is valid. Without a hit the row is empty.
+        and with `needs_draft` to where draft KV is valid. With a state group it goes back to the
+        longest state in the index that no incomplete step writes, and the row shares its slot.
+        Without a hit the row is empty.
 
         Cost: O(n).
 
         Raises:
-            ConfigError: the ledger has a state group.
             ShapeError: `limit` is not in 0..=n, or the salt has over 256 bytes.
             OutOfRows: no row is free.
             OutOfPages: there is no page for the tail.
@@ -1401,16 +1434,27 @@ class Ledger:
             ShapeError: the salt has over 256 bytes.
         """
     def prepare_extend(
-        self, rows: _IntArray, new_lens: _IntArray, *, writes_draft: bool = True
+        self,
+        rows: _IntArray,
+        new_lens: _IntArray,
+        *,
+        writes_draft: bool = True,
+        keep: _IntArray = (),
     ) -> Plan:
         """Prepare a prefill or a chunk of it: claim pages for `new_lens` tokens of each row.
 
         All rows get their pages, or none does. `resolved_len` becomes `new_lens` at once. The step
         is in flight until `complete`; it has no resolve.
 
+        `keep` has lanes, as ascending places in `rows`, and needs a state group. Such a lane leaves
+        a soft mark on its state of `new_len - 1` tokens: `index` takes it although later steps fold
+        on. The mark goes with a cancel, a cut below it and the row, and gives way if free and
+        cached slots do not suffice.
+
         Raises:
-            ShapeError: `new_len <= resolved_len`, or the rows are not 1..=max_batch many, or as
-                described at the class.
+            ConfigError: lanes are kept, and there is no state group.
+            ShapeError: `new_len <= resolved_len`, or the rows are not 1..=max_batch many, or `keep`
+                is not ascending or has a lane that is not there, or as described at the class.
             NotReady: a stale step is not cancelled, or the row has rounds in flight or an
                 unlaunched extend.
             ContextEnd: lists every row whose new length is past L.

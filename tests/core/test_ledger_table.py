@@ -75,6 +75,10 @@ def test_every_verb_has_a_column():
         "free_state_slots",
         "fenced_state_slots",
         "reclaimable_state_slots",
+        "cached_state_slots",
+        "soft_marks",
+        "index_states",
+        "known_prefix",
         "state_ring_len",
         # What a connector is told is no part of the state.
         "watch_kv",
@@ -114,7 +118,7 @@ def test_the_examples_run():
     names: dict = {}
     for block in BLOCKS:
         exec(block, names)
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
     chain = specpool.Shape.eagle(3, 1, 4)
     kv = specpool.Group("kv", page_size=4, num_pages=18, hosts_drafts=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -28,12 +29,22 @@ from specpool.testing import (
     ledger_configs,
     operation_codes,
 )
-from state_plants import PLANTS, HasAShorterRing, IgnoresReaders, planted
+from state_plants import (
+    PLANTS,
+    ForgetsNoStates,
+    HasAShorterRing,
+    IgnoresReaders,
+    IgnoresWindows,
+    KeepsSpoiled,
+    KeepsWhatLaterStepsSpoiled,
+    ServesWaiting,
+    planted,
+)
 
 # What a run must have met, or it proves little: every verb done, these refusals and these cases.
 VERBS = (
     "admit fork prepare_extend prepare_decode launch resolve complete cancel abandon trim end_turn "
-    "retract finish abort"
+    "retract finish abort index admit_cached forget"
 ).split()
 REFUSALS = {
     ("fork", "NotReady"),
@@ -42,10 +53,22 @@ REFUSALS = {
     ("prepare_decode", "OutOfPages"),
     ("end_turn", "ConfigError"),
     ("abandon", "OrderError"),
+    ("index", "NotReady"),
+    ("admit_cached", "OutOfRows"),
 }
 CASES = {
     "cut to a kept state",
+    "cut to a soft mark",
     "cut to no state",
+    "eviction",
+    "eviction of a mark",
+    "hit",
+    "soft mark undone",
+    "state dropped with its KV",
+    "state indexed",
+    "state known already",
+    "steal",
+    "waiting state",
     "eager round",
     "fold undone by a cut",
     "fork of a state",
@@ -82,6 +105,50 @@ def instead_of_a_pin(ledger: Ledger, operation: Operation) -> Operation:
     )[arguments["length"] % 4]
 
 
+def keeping(operation: Operation) -> Operation:
+    """Let most lanes of an extend leave soft marks."""
+    verb, arguments = operation
+    if verb != "prepare_extend":
+        return operation
+    lanes = [at for at, length in enumerate(arguments["new_lens"]) if (length + at) % 4]
+    keep = lanes if len(arguments["rows"]) == len(arguments["new_lens"]) else []
+    return verb, {**arguments, "keep": keep}
+
+
+SALTS = [b"", b"", b"tenant"]
+
+
+def of_the_index(both: Lockstep, rng: random.Random) -> Iterator[Operation]:
+    """Index rows, admit on what is indexed or make room for that, and now and then forget."""
+    oracle, lengths = both.oracle, both.ledger.resolved_len
+    assert isinstance(oracle, SlotOracle)
+    for _ in range(rng.randrange(8)):
+        both.device.run_some()
+    for row in both.ledger.live_rows().tolist():
+        # The device may not have run as far as the ledger counts, and knows no tokens then.
+        tokens = both.device.tokens(row)[: lengths[row]]
+        if len(tokens) < lengths[row] or both.device._sequence(row).failed or rng.random() < 0.3:
+            continue
+        longest = min(len(tokens), oracle._first_written(oracle.rows[row]))
+        length = longest if rng.random() < 0.8 else rng.randint(0, len(tokens))
+        if length or rng.random() < 0.1:
+            yield "index", {"row": row, "tokens": tokens[:length], "salt": rng.choice(SALTS)}
+    if rng.random() < 0.02:
+        yield "forget", {"salt": rng.choice([None, *SALTS])}
+    if rng.random() < 0.6:
+        return
+    if oracle.num_free_rows() == 0 and oracle.rows:
+        yield "finish", {"row": max(oracle.rows, key=lambda row: lengths[row] * rng.random())}
+    texts = [list(text) for _, text in oracle.indexed_states] or [[]]
+    texts += [list(entry.text) for entry in oracle.entries]
+    tokens = rng.choice(texts)
+    if rng.random() < 0.3:
+        tokens = tokens[: rng.randint(0, len(tokens))]
+    tokens = tokens + [rng.randrange(3) for _ in range(rng.randint(1, 4))]
+    limit = rng.randint(0, len(tokens) + 1) if rng.random() < 0.1 else None
+    yield "admit_cached", {"tokens": tokens, "salt": rng.choice(SALTS), "limit": limit}
+
+
 class StatesAgainstOracle(RuleBasedStateMachine):
     """The operations, the snapshots, and the device in between."""
 
@@ -97,9 +164,14 @@ class StatesAgainstOracle(RuleBasedStateMachine):
     def operate(self, codes: list[bytes], runs: int) -> None:
         for code in codes:
             ledger = self.both.ledger
-            self.both.apply(instead_of_a_pin(ledger, decode_op(ledger, code)))
+            self.both.apply(keeping(instead_of_a_pin(ledger, decode_op(ledger, code))))
             for _ in range(runs):
                 self.both.device.run_some()
+
+    @rule(code=st.integers(0, 2**32 - 1))
+    def use_index(self, code: int) -> None:
+        for operation in of_the_index(self.both, random.Random(code)):
+            self.both.apply(operation)
 
     @rule(restores=st.booleans())
     def snapshot(self, restores: bool) -> None:
@@ -446,12 +518,423 @@ def test_without_the_window_below_its_state_a_row_cannot_go_back_there():
     both.finish()
 
 
+# --- States that outlive their rows ---
+
+TEXT = list(range(12))
+
+
+def index(both: Lockstep, row: int, length: int, salt: bytes = b"") -> None:
+    tokens = both.device.tokens(row)[:length]
+    both.apply(("index", {"row": row, "tokens": tokens, "salt": salt}))
+
+
+def hit(both: Lockstep, tokens: list[int], **options: Any) -> Any:
+    return both.apply(("admit_cached", {"tokens": tokens, "salt": b"", **options}))
+
+
+def keeping_extend(both: Lockstep, row: int, length: int) -> Any:
+    arguments = {"rows": [row], "new_lens": [length], "keep": [0]}
+    plan = both.apply(("prepare_extend", arguments))
+    both.apply(("launch", {"step": plan.step}))
+    return plan
+
+
+def kept_prompt(both: Lockstep, tokens: list[int]) -> int:
+    """A row with the whole prompt, and a soft mark on its state one token before the end."""
+    row: int = hit(both, [*tokens, -1])
+    plan = keeping_extend(both, row, len(tokens))
+    both.apply(("complete", {"step": plan.step}))
+    return row
+
+
+def indexed(both: Lockstep) -> list[tuple[int, int]]:
+    """The (slot, tokens) of the states in the index."""
+    return [(slot, length) for _, slot, length in both.ledger.index_states(0)]
+
+
+def test_an_identical_prompt_computes_one_token():
+    """Counterexample to indexing alone: a round has folded the last token before the index."""
+    both = Lockstep(FULL)
+    row = kept_prompt(both, TEXT[:9])
+    decode(both, row, accept_len=2)
+    assert (state(both, row), both.ledger.soft_marks(0, row)) == ((2, 9), [(1, 8)])
+    index(both, row, 9)
+    assert sorted(indexed(both)) == [(1, 8), (2, 9)]
+    other = hit(both, TEXT[:9])
+    assert (both.ledger.resolved_len[other], state(both, other)) == (8, (1, 8))
+    both.finish()
+
+
+def test_without_keep_the_state_before_the_end_is_gone():
+    both = Lockstep(FULL)
+    row = hit(both, [*TEXT[:9], -1])
+    extend(both, row, 9)
+    decode(both, row, accept_len=2)
+    index(both, row, 9)
+    assert indexed(both) == [(1, 9)]
+    assert both.ledger.resolved_len[hit(both, TEXT[:9])] == 0
+    both.finish()
+
+
+def test_a_hit_ends_at_a_state_and_the_caller_learns_how_far_the_text_is_known():
+    both = Lockstep(FULL)
+    row = kept_prompt(both, TEXT)
+    index(both, row, 12)
+    tokens = [*TEXT[:7], 50, 51]
+    assert both.ledger.match_prefix(tokens)[0] == 0
+    assert both.ledger.known_prefix(tokens) == 7
+    branch = hit(both, tokens)
+    plan = keeping_extend(both, branch, 8)  # Cut one token behind the branching point.
+    both.apply(("complete", {"step": plan.step}))
+    index(both, branch, 8)
+    assert sorted(indexed(both)) == [(1, 11), (2, 7)]
+    assert both.ledger.match_prefix([*TEXT[:7], 60, 61])[0] == 7
+    both.finish()
+
+
+def test_the_index_has_one_state_of_a_text():
+    """Two rows computed the same prompt: the second one's slot stays its own."""
+    both = Lockstep(with_slots(FULL, 4))
+    rows = [hit(both, [*TEXT[:9], -1]) for _ in range(2)]
+    for row in rows:
+        both.apply(("complete", {"step": keeping_extend(both, row, 9).step}))
+    index(both, rows[0], 9)
+    index(both, rows[1], 9)
+    assert indexed(both) == [(1, 8)]
+    assert both.ledger.soft_marks(0, rows[1]) == []
+    assert extend(both, rows[1], 11).state_dst[0, 0] == 2
+    both.finish()
+
+
+def test_a_slot_is_in_the_index_once():
+    both = Lockstep(FULL)
+    row = kept_prompt(both, TEXT[:9])
+    index(both, row, 9)
+    index(both, row, 9, salt=b"tenant")
+    assert len(indexed(both)) == 1
+    both.finish()
+
+
+def waiting_state(lockstep: type[Lockstep]) -> tuple[Lockstep, int, Any]:
+    """The index has a state that a launched round still writes."""
+    both = lockstep(FULL)
+    row = kept_prompt(both, TEXT[:9])
+    plan = both.apply(("prepare_decode", {"rows": [row], "shapes": [1]}))
+    both.apply(("launch", {"step": plan.step}))
+    index(both, row, 9)
+    assert (2, 9) in indexed(both)
+    return both, row, plan
+
+
+def test_a_state_that_is_still_written_serves_nobody():
+    both, _, plan = waiting_state(Lockstep)
+    assert both.ledger.match_prefix([*TEXT[:9], 99])[0] == 8
+    both.apply(("complete", {"step": plan.step}))
+    assert both.ledger.match_prefix([*TEXT[:9], 99])[0] == 9
+    both.finish()
+
+
+def test_a_failed_step_takes_its_states_out_of_the_index():
+    """Also that of a row which has gone since, and not the one that a complete step wrote."""
+    for goes in (False, True):
+        both, row, plan = waiting_state(Lockstep)
+        if goes:
+            both.apply(("finish", {"row": row}))
+        both.apply(("abandon", {"step": plan.step}))
+        assert indexed(both) == [(1, 8)]
+        both.apply(("complete", {"step": plan.step}))
+        both.finish()
+
+
+def test_a_failed_step_spoils_no_states_of_other_rows():
+    both = Lockstep(with_slots(FULL, 6))
+    rows = [kept_prompt(both, [first, *TEXT[:8]]) for first in (20, 30)]
+    plans = []
+    for row in rows:
+        plans.append(both.apply(("prepare_decode", {"rows": [row], "shapes": [1]})))
+        both.apply(("launch", {"step": plans[-1].step}))
+        index(both, row, 9)
+    both.apply(("abandon", {"step": plans[0].step}))
+    assert sorted(length for _, length in indexed(both)) == [8, 8, 9]
+    both.apply(("complete", {"step": plans[1].step}))
+    assert both.ledger.match_prefix([30, *TEXT[:8], 99])[0] == 9
+    both.finish()
+
+
+def later_spoiled_state(lockstep: type[Lockstep]) -> Lockstep:
+    """A round fails behind which its row was cut, and wrote a state that the index took."""
+    both = lockstep(with_slots(FULL, 4, flush=2))
+    row = kept_prompt(both, TEXT[:9])
+    failed = both.apply(("prepare_decode", {"rows": [row], "shapes": [1]}))
+    both.apply(("launch", {"step": failed.step}))
+    both.apply(("trim", {"row": row, "length": 9}))
+    keeping_extend(both, row, 10)
+    index(both, row, 9)
+    assert sorted(indexed(both)) == [(1, 8), (2, 9)]
+    both.apply(("abandon", {"step": failed.step}))
+    return both
+
+
+def test_what_a_failed_row_wrote_later_leaves_the_index_too():
+    both = later_spoiled_state(Lockstep)
+    assert indexed(both) == [(1, 8)]
+    both.finish()
+    with pytest.raises(AssertionError):
+        later_spoiled_state(planted(KeepsWhatLaterStepsSpoiled))
+
+
+def test_the_plants_of_waiting_states_are_noticed():
+    with pytest.raises(AssertionError):
+        both, _, _ = waiting_state(planted(ServesWaiting))
+        hit(both, [*TEXT[:9], 99])
+    with pytest.raises(AssertionError):
+        both, _, plan = waiting_state(planted(KeepsSpoiled))
+        both.apply(("abandon", {"step": plan.step}))
+
+
+def test_the_index_does_not_take_what_is_not_written_yet():
+    """An extend of one token writes at r, and the state at r is its own."""
+    both = Lockstep(FULL)
+    row = kept_prompt(both, TEXT[:9])
+    plan = both.apply(("prepare_extend", {"rows": [row], "new_lens": [10], "keep": [0]}))
+    assert both.ledger.soft_marks(0, row) == [(1, 8), (2, 9)]
+    index(both, row, 9)
+    assert (indexed(both), both.ledger.soft_marks(0, row)) == ([(1, 8)], [(2, 9)])
+    both.apply(("cancel", {"step": plan.step}))
+    both.finish()
+
+
+def test_a_cancel_drops_the_mark_and_restores_the_hash():
+    both = Lockstep(FULL)
+    row = both.apply(("admit", {}))
+    for end in (6, 7):  # A fresh slot; then nothing is folded, and the slot is marked as it is.
+        before = both.ledger.state_hash()
+        plan = both.apply(("prepare_extend", {"rows": [row], "new_lens": [end], "keep": [0]}))
+        assert len(both.ledger.soft_marks(0, row)) == 1
+        both.apply(("cancel", {"step": plan.step}))
+        assert (both.ledger.soft_marks(0, row), both.ledger.state_hash()) == ([], before)
+        extend(both, row, 6) if end == 6 else None
+        both.apply(("trim", {"row": row, "length": 6}))
+    both.finish()
+
+
+def test_a_cut_below_c_goes_back_to_a_soft_mark():
+    both = Lockstep(FULL)
+    row = kept_prompt(both, TEXT[:9])
+    decode(both, row, accept_len=2)
+    assert both.apply(("trim", {"row": row, "length": 8})) == 8
+    assert state(both, row) == (1, 8)
+    assert both.apply(("trim", {"row": row, "length": 7})) == 0
+    assert both.ledger.soft_marks(0, row) == []
+    both.finish()
+
+
+def test_soft_marks_and_indexed_states_go_least_recently_used_first():
+    both = Lockstep(with_slots(FULL, 3))
+    for at in range(3):
+        row = kept_prompt(both, [20 + at, *TEXT[:8]])
+        index(both, row, 9)
+        both.apply(("finish", {"row": row}))
+    assert (both.ledger.free_state_slots(0), both.ledger.cached_state_slots(0)) == (0, 3)
+    used = hit(both, [20, *TEXT[:8]])
+    both.apply(("finish", {"row": used}))
+    row = both.apply(("admit", {}))
+    assert extend(both, row, 3).state_dst[0, 0] == 2
+    assert sorted(indexed(both)) == [(1, 8), (3, 8)]
+    both.finish()
+
+
+def test_an_index_that_finds_a_state_there_uses_it():
+    both = Lockstep(FULL)
+    for first in (20, 30):
+        row = kept_prompt(both, [first, *TEXT[:8]])
+        index(both, row, 9)
+        both.apply(("finish", {"row": row}))
+    row = both.apply(("admit", {}))
+    both.device.begin(row, prompt=[20, *TEXT[:8]])
+    extend(both, row, 9)
+    index(both, row, 9)
+    both.apply(("finish", {"row": row}))
+    slots = [extend(both, both.apply(("admit", {})), 3).state_dst[0, 0] for _ in range(2)]
+    assert slots == [3, 2]
+    both.finish()
+
+
+def test_a_row_alone_goes_on_with_one_slot():
+    """Its own slot is kept, and nothing else is there: the index and the mark give it up."""
+    both = Lockstep(with_slots(FULL, 1))
+    row = kept_prompt(both, TEXT[:9])
+    evictions = both.ledger.index_size[2]
+    plan = decode(both, row, accept_len=2)
+    assert (plan.state_dst[0, 0], both.ledger.soft_marks(0, row)) == (1, [])
+    assert both.ledger.index_size[2] == evictions + 1
+    index(both, row, 10)
+    assert indexed(both) == [(1, 9)]
+    assert decode(both, row, accept_len=1).state_dst[0, 0] == 1
+    assert indexed(both) == []
+    both.finish()
+
+
+def test_a_slot_stays_as_long_as_anything_keeps_it():
+    """The marks of two rows are on one slot, and the index takes it and gives it up."""
+    for is_indexed in (False, True):
+        both = Lockstep(FULL)
+        parent = kept_prompt(both, TEXT[:9])
+        child = both.apply(("fork", {"row": parent}))
+        both.apply(("complete", {"step": keeping_extend(both, child, 9).step}))
+        assert [both.ledger.soft_marks(0, row) for row in (parent, child)] == [[(1, 8)]] * 2
+        if is_indexed:
+            index(both, parent, 9)
+            both.apply(("forget", {}))
+        both.apply(("finish", {"row": parent}))
+        decode(both, child, accept_len=1)
+        assert (both.ledger.soft_marks(0, child), state(both, child)) == ([(1, 8)], (2, 9))
+        assert both.ledger.cached_state_slots(0) == 1
+        both.finish()
+
+
+def test_a_shortage_counts_what_is_cached():
+    both = Lockstep(with_slots(FULL, 2))
+    row = kept_prompt(both, TEXT[:9])
+    index(both, row, 9)
+    both.apply(("finish", {"row": row}))
+    rows = [both.apply(("admit", {})) for _ in range(3)]
+    with pytest.raises(OutOfPages, match="group ssm: need 3 pages, 1 free, 1 cached, 0 fenced"):
+        both.ledger.prepare_extend(rows, [3, 3, 3])
+    both.finish()
+
+
+def forgotten_text(lockstep: type[Lockstep]) -> Lockstep:
+    both = lockstep(FULL)
+    row = kept_prompt(both, TEXT[:9])
+    index(both, row, 9)
+    both.apply(("finish", {"row": row}))
+    both.apply(("forget", {}))
+    return both
+
+
+def test_a_state_goes_with_the_kv_of_its_text():
+    both = forgotten_text(Lockstep)
+    assert (both.ledger.free_state_slots(0), indexed(both)) == (3, [])
+    both.finish()
+    with pytest.raises(AssertionError):
+        forgotten_text(planted(ForgetsNoStates))
+
+
+def test_a_state_stays_while_another_entry_has_its_text():
+    """Counterexample to states of entries: two texts part behind the state, and one is dropped."""
+    both = Lockstep(with_slots(replace(FULL, groups=(Group("kv", page_size=8, num_pages=20),)), 4))
+    first = kept_prompt(both, TEXT[:4])
+    index(both, first, 4)
+    for end in (20, 30):
+        row = kept_prompt(both, [*TEXT[:3], end, *TEXT[:4]])
+        index(both, row, 8)
+        both.apply(("finish", {"row": row}))
+    both.apply(("trim", {"row": first, "length": 3}))
+    both.apply(("finish", {"row": first}))
+    assert 3 in [length for _, length in indexed(both)]
+    both.finish()
+
+
+def lost_window(lockstep: type[Lockstep]) -> Lockstep:
+    """The index has two states of a text, and the page below the newer one was evicted."""
+    windowed = Group("swa", page_size=4, num_pages=20, window=4)
+    both = lockstep(replace(with_slots(FULL, 6), groups=(*FULL.groups, windowed)))
+    row = hit(both, [*TEXT[:9], -1])
+    for end in (5, 9):
+        both.apply(("complete", {"step": keeping_extend(both, row, end).step}))
+        index(both, row, end)
+    assert sorted(length for _, length in indexed(both)) == [4, 8]
+    assert both.ledger.match_prefix([*TEXT[:9], 99])[0] == 8
+    both.apply(("finish", {"row": row}))
+    for length in (32, 32, 12):
+        extend(both, both.apply(("admit", {})), length)
+    assert (both.ledger.cached_pages(1), both.ledger.index_size[2]) == (1, 2)
+    return both
+
+
+def test_a_hit_takes_an_older_state_if_the_window_below_a_newer_one_is_not_held():
+    both = lost_window(Lockstep)
+    assert both.ledger.resolved_len[hit(both, [*TEXT[:9], 99])] == 4
+    both.finish()
+    with pytest.raises(AssertionError):
+        hit(lost_window(planted(IgnoresWindows)), [*TEXT[:9], 99])
+
+
+def test_the_slot_of_a_hit_is_held_before_pages_are_evicted():
+    """The page for the tail comes from the very entry whose state the row begins with."""
+    groups = (Group("narrow", page_size=4, num_pages=9), Group("wide", page_size=8, num_pages=20))
+    both = Lockstep(replace(with_slots(FULL, 6), groups=groups, max_context_len=24))
+    text = [*TEXT, 12, 13, 14, 15]
+    row = hit(both, [*text, -1])
+    for end in (10, 16):
+        both.apply(("complete", {"step": keeping_extend(both, row, end).step}))
+    index(both, row, 16)
+    both.apply(("finish", {"row": row}))
+    extend(both, both.apply(("admit", {})), 20)
+    assert (both.ledger.free_pages(0), both.ledger.cached_pages(0)) == (0, 4)
+    other = hit(both, [*text[:9], 99])
+    assert (both.ledger.resolved_len[other], state(both, other)) == (9, (1, 9))
+    assert indexed(both) == []
+    both.finish()
+
+
+def test_a_restored_index_has_its_states():
+    both = Lockstep(FULL)
+    row = kept_prompt(both, TEXT[:9])
+    index(both, row, 9)
+    both.snapshot()
+    both.apply(("forget", {}))
+    both.apply(("finish", {"row": row}))
+    both.restore()
+    assert indexed(both) == [(1, 8)]
+    other = hit(both, TEXT[:9])
+    assert state(both, other) == (1, 8)
+    both.finish()
+
+
+@pytest.mark.parametrize("keep", [[1], [-1], [0, 0], [1, 0]])
+def test_lanes_that_are_not_there_are_not_kept(keep):
+    ledger = FULL.build()
+    rows = [ledger.admit()]
+    with pytest.raises(ShapeError, match=r"keep must name lanes in 0\.\.1, ascending, got"):
+        ledger.prepare_extend(rows, [6], keep=keep)
+
+
+def test_without_states_nothing_is_kept():
+    ledger = replace(FULL, states=()).build()
+    row = ledger.admit()
+    with pytest.raises(ConfigError, match="keep names 1 lanes, but this ledger has no state group"):
+        ledger.prepare_extend([row], [6], keep=[0])
+    ledger.prepare_extend([row], [6], keep=())
+
+
+def test_a_log_has_the_kept_lanes_and_a_replay_finds_the_same_states(tmp_path):
+    path = tmp_path / "log"
+    ledger = FULL.build(record=path)
+    rows = [ledger.admit(), ledger.admit()]
+    plan = ledger.prepare_extend(rows, [6, 4], keep=[0], writes_draft=False)
+    ledger.launch(plan.step)
+    ledger.complete(plan.step)
+    ledger.index(rows[0], TEXT[:6])
+    ledger.admit_cached(TEXT[:6])
+    hash_at_end = ledger.state_hash()
+    ledger.close()
+    log = log_reference.read(path.read_bytes())
+    arguments = {"rows": [1, 2], "new_lengths": [6, 4], "kept_lanes": [0], "writes_draft": False}
+    assert log.records[2].arguments == arguments
+    replay = Replay(path)
+    texts = []
+    while (event := replay.advance()) is not None:
+        texts.append(event.text)
+    assert (replay.end, replay.ledger.state_hash()) == ("closed", hash_at_end)
+    assert texts[2] == "prepare_extend([1, 2], [6, 4], keep=[0], writes_draft=False) -> step 1"
+    assert replay.ledger.index_states(0) == [(1, 1, 5)]
+
+
 # --- What is refused, and what is not there ---
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "index": (1, [1, 2]),
-    "match_prefix": ([1, 2],),
-    "admit_cached": ([1, 2],),
     "pin_prefix": (1, 4),
     "export": (1,),
     "import_row": (4, 0),

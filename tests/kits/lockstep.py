@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from oracle import Oracle, Page, Refused, Step
+from oracle_index import Text
 from oracle_slots import SlotOracle
 from specpool import NotReady, Plan, SpecpoolError
 from specpool.testing import FakeDevice, LedgerConfig, Operation, apply, assert_no_page_leaked
@@ -30,7 +31,7 @@ SETTINGS = settings(
 )
 
 # Codes of `Ledger.ownership_map`.
-STATES = {"free": 0, "owned": 1, "shared": 2, "fenced": 3}
+STATES = {"free": 0, "owned": 1, "shared": 2, "fenced": 3, "cached": 4}
 
 
 class Lockstep:
@@ -67,7 +68,7 @@ class Lockstep:
         verb, arguments = self._fit(operation)
         changes = verb not in ("take_delta", "ack_delta")
         hash_before, digest_before = self.ledger.state_hash(), self.ledger.digest
-        evicted = self._evicted_lens()
+        evicted = self._evictions()
         estimate = self._estimate(verb, arguments)
         try:
             answer = apply(self.ledger, (verb, arguments))
@@ -90,19 +91,44 @@ class Lockstep:
             assert self.ledger.digest == digest_before, f"refused {verb} moved the digest"
         else:
             assert (self.ledger.digest != digest_before) == changes, f"the digest after {verb}"
+            if verb in ("admit", "fork", "admit_lent", "import_row", "admit_cached"):
+                self.oracle.seat(wanted, answer)
+            self._observe(verb, arguments, answer)
             self._follow(verb, arguments, answer, wanted, estimate)
+            if isinstance(self.oracle, SlotOracle):
+                self.oracle.note_uses()
             if verb == "cancel" and self.undo and self.undo[0] == arguments["step"]:
                 assert self.ledger.state_hash() == self.undo[1], "a cancel has not restored all"
             if changes:
                 self.undo = None
             # What has left a window does not come back; it may leave pages of a sink behind.
-            if verb in ("prepare_extend", "prepare_decode") and self._evicted_lens() == evicted:
+            if verb in ("prepare_extend", "prepare_decode") and self._evictions() == evicted:
                 self.undo = answer.step, hash_before
         self.compare()
         return answer
 
-    def _evicted_lens(self) -> list[list[int]]:
-        return [self.ledger.evicted_len(at).tolist() for at in range(len(self.ledger.groups))]
+    def _evictions(self) -> list[list[int] | int]:
+        lens = [self.ledger.evicted_len(at).tolist() for at in range(len(self.ledger.groups))]
+        return [*lens, self.ledger.index_size[2]]
+
+    def _observe(self, verb: str, arguments: dict[str, Any], answer: Any) -> None:
+        """Tell the oracle what the prefix index holds."""
+        if isinstance(self.oracle, SlotOracle):
+            seen = self.ledger.index_entries()
+            self.oracle.observe_losses(seen)
+            self._bind()
+            self.oracle.observe_gains(seen)
+            if verb == "index":
+                self._follow_index(self.oracle, answer, **arguments)
+            keepers: set[tuple[Any, ...]] = set(self._index_states(self.oracle))
+            for row in self.oracle.rows:
+                keepers |= {(row, length) for _, length in self.ledger.soft_marks(0, row)}
+            self.oracle.observe_states(keepers)
+
+    def _index_states(self, oracle: SlotOracle) -> dict[tuple[bytes, Text], int]:
+        """The ledger's states of the prefix index: their slots by salt and text."""
+        entries, states = oracle.entries, self.ledger.index_states(0)
+        return {(entries[at].salt, entries[at].text[:length]): slot for at, slot, length in states}
 
     def snapshot(self) -> None:
         """Keeps the state of all three, if nothing is in flight."""
@@ -153,6 +179,8 @@ class Lockstep:
             self.apply(("release_lent", {"group": group, "pages": lent}))
         for row in list(self.oracle.rows):
             self.apply(("finish", {"row": row}))
+        if isinstance(self.oracle, SlotOracle):
+            self.apply(("forget", {}))
         for prefix in list(self.oracle.prefixes):
             self.apply(("release_prefix", {"prefix": prefix}))
         for step in list(self.oracle.steps):
@@ -192,17 +220,27 @@ class Lockstep:
         plan = self.plans.get(arguments["step"]) if verb == "resolve" else None
         if plan is None or plan.kind == "extend" or plan.step not in self.oracle.launched:
             return operation
-        if all(step.number != plan.step for step in self.oracle.steps):
+        steps = [step for step in self.oracle.steps if step.number == plan.step]
+        if not steps:
             return operation  # Over: to be refused.
         wish = arguments["accept_lens"]
         limits = [self.ledger.shapes[shape].max_accept_len for shape in plan.shapes]
         if len(wish) != len(plan):
             return operation
-        if not all(
-            1 <= accept_len <= limit for accept_len, limit in zip(wish, limits, strict=True)
-        ):
+        # What is said of a lane whose row has moved on is not read.
+        stands = [self.oracle._stands(lane) for lane in steps[0].lanes]
+        lanes = zip(wish, limits, stands, strict=True)
+        if any(counts and not 1 <= accept_len <= limit for accept_len, limit, counts in lanes):
             return operation
-        return verb, {**arguments, "accept_lens": self.device.accept_lens(plan.step, wish)}
+        accepted = zip(self.device.accept_lens(plan.step, wish), wish, stands, strict=True)
+        accept_lens = [there if counts else said for there, said, counts in accepted]
+        return verb, {**arguments, "accept_lens": accept_lens}
+
+    def _prompt(self, tokens: Sequence[int]) -> list[int]:
+        """What a row's extends write behind the tokens that it begins with: often the same."""
+        length = self.ledger.max_context_len
+        branch = self.device._choose(4)
+        return [*tokens, *(at % 3 + 10 * branch for at in range(len(tokens), length))][:length]
 
     def _fit_loan(self, verb: str, arguments: dict[str, Any]) -> Operation:
         """If all its pages are lent, name those of one sequence: the device knows contents."""
@@ -291,8 +329,7 @@ class Lockstep:
     def _follow(
         self, verb: str, arguments: dict[str, Any], answer: Any, wanted: Any, estimate: Any
     ) -> None:
-        if verb in ("admit", "fork", "admit_lent", "import_row"):
-            self.oracle.seat(wanted, answer)
+        if verb in ("admit", "fork", "admit_lent", "import_row", "admit_cached"):
             if verb == "import_row":
                 tokens = self._arrive(answer, **without(arguments, "tag"))
             elif verb == "fork":
@@ -304,9 +341,12 @@ class Lockstep:
                     for loan in self.loans
                     if len(loan[0]) >= length and self._loaned(loan, 0, length) == pages
                 ]
+            elif verb == "admit_cached":
+                tokens = arguments["tokens"]
             else:
                 tokens = self.prefix_tokens.get(arguments.get("prefix"), [])
-            self.device.begin(answer, tokens[: wanted.resolved])
+            prompt = self._prompt(tokens) if isinstance(self.device, StateDevice) else []
+            self.device.begin(answer, tokens[: wanted.resolved], prompt=prompt)
         elif verb in ("prepare_extend", "prepare_decode"):
             self.plans[answer.step] = answer
             self._bind()
@@ -334,8 +374,19 @@ class Lockstep:
             assert answer == wanted
             length = self.ledger.prefix_len(answer)
             self.prefix_tokens[answer] = self.device.tokens(arguments["row"])[:length]
-        else:
+        elif verb != "index":
             assert answer == wanted, (verb, answer, wanted)
+
+    def _follow_index(
+        self, oracle: SlotOracle, known: int, row: int, tokens: list[int], salt: bytes
+    ) -> None:
+        text, ledger = tuple(tokens[:known]), self.ledger
+        # An entry may have no page, if a window has passed it, and is gone then.
+        has_pages = oracle.is_known(salt, text) or known == 0
+        assert has_pages or all(group.window for group in ledger.groups), text
+        protected = [int(ledger.protected_len(at)[row]) for at in range(len(ledger.groups))]
+        oracle.observe_protected(row, protected, known)
+        oracle.take_states(row, text, salt)
 
     # --- Comparison ---
 
@@ -372,17 +423,27 @@ class Lockstep:
             slots[number], lengths[number] = state.slot.number if state.slot else 0, state.length
             kept = (state.kept[0].number, state.kept[1]) if state.kept else None
             assert ledger.kept_state(0, number) == kept
+            marks = [(mark.slot.number, mark.length) for mark in state.marks]
+            assert ledger.soft_marks(0, number) == marks
             assert ledger.checkpoint_len(number) == row.checkpoint
         assert ledger.state_slot(0).tolist() == slots.tolist()
         assert ledger.state_len(0).tolist() == lengths.tolist()
         assert ledger.free_state_slots(0) == oracle.free_state_slots()
         assert ledger.fenced_state_slots(0) == len(oracle.fenced_slots())
+        assert ledger.cached_state_slots(0) == len(oracle.cached_slots())
         assert ledger.reclaimable_state_slots(0) == oracle.reclaimable_state_slots()
-        in_use = [slot.number for slot in (*oracle.held_slots(), *oracle.fenced_slots())]
+        states = self._index_states(oracle)
+        assert len(states) == len(ledger.index_states(0)), "a text has two states"
+        assert states == {key: slot.number for key, slot in oracle.indexed_states.items()}
+        all_slots = {*oracle.held_slots(), *oracle.fenced_slots(), *oracle.cached_slots()}
+        in_use = [slot.number for slot in all_slots]
         assert len(set(in_use)) == len(in_use), f"a slot is handed out twice: {sorted(in_use)}"
         assert all(1 <= slot <= oracle.group.num_slots for slot in in_use)
         assert isinstance(self.device, StateDevice)
         self.device.check_states()
+        for (_, text), slot in oracle.indexed_states.items():
+            if not oracle._is_waiting(slot):
+                self.device.check_indexed(slot.number, text)
 
     def _compare_group(self, group: int) -> None:
         ledger, oracle = self.ledger, self.oracle
@@ -395,6 +456,7 @@ class Lockstep:
             ]
             assert getattr(ledger, f"{name}_len")(group).tolist() == expected, name
         assert ledger.free_pages(group) == oracle.free_pages(group)
+        assert ledger.cached_pages(group) == oracle.cached_pages(group)
         assert ledger.fenced_pages(group) == oracle.fenced_pages(group)
         assert ledger.reclaimable_pages(group) == oracle.reclaimable_pages(group)
         table = np.zeros_like(ledger.full_table(group))

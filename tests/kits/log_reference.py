@@ -196,6 +196,8 @@ def _read_record(offset: int, body: bytes, digest: int) -> Record:
             arguments[name] = reader.number()
     if kind in (6, 7, 8, 9):
         arguments["writes_draft"] = kind % 2 == 1
+    if kind in (33, 34):
+        arguments["writes_draft"] = kind == 34
     if kind in (23, 24):
         arguments["needs_draft"] = kind == 24
     event, tag, snapshot = body[: reader.at], None, 0

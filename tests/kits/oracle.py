@@ -10,7 +10,19 @@ from collections.abc import Iterable, Sequence
 
 from oracle_lend import Lending
 from oracle_move import Moving
-from oracle_state import Copy, Lane, Page, Part, Prefix, Refused, Round, Row, Step
+from oracle_state import (
+    INDEX,
+    Copy,
+    Lane,
+    Page,
+    Part,
+    Prefix,
+    Refused,
+    Round,
+    Row,
+    Step,
+    others,
+)
 from reference import ceil_align
 
 
@@ -68,7 +80,7 @@ class Oracle(Lending, Moving):
         self, tables: list[dict[int, Page]], evicted: list[int], length: int, drafted: int
     ) -> Row:
         tails = [int(length % group.page_size != 0) for group in self.groups]
-        self._check_pages(tails, [])
+        self._check_pages(tails, [], self._taken(tables, length))
         row = Row(0, [], resolved=length, drafted=min(drafted, length))
         for at, table in enumerate(tables):
             size = self.groups[at].page_size
@@ -408,8 +420,11 @@ class Oracle(Lending, Moving):
         self.pages.append(Page(group))
         return self.pages[-1]
 
-    def _check_pages(self, need: Iterable[int], rows: list[Row]) -> None:
-        """Whether each group has the pages, with those that preparing `rows` evicts."""
+    def _check_pages(self, need: Iterable[int], rows: list[Row], taken: Sequence[int] = ()) -> None:
+        """Whether each group has the pages, with those that preparing `rows` evicts.
+
+        `taken` of each group's cached pages cannot serve, because the call itself shares them.
+        """
         holders, held_by_copy = self.holders(), self.held_by_copies()
         for at, pages in enumerate(need):
             droppers: dict[Page, list[Row]] = {}
@@ -418,19 +433,19 @@ class Oracle(Lending, Moving):
                     if column not in row.parts[at].kept:
                         droppers.setdefault(row.parts[at].table[column], []).append(row)
             freed = sum(
-                len(holders[page]) == len(leaving)
+                len(others(holders[page])) == len(leaving)
                 and page not in held_by_copy
                 and max([page.fence, *map(self._fence, leaving)]) <= self.completed
                 for page, leaving in droppers.items()
             )
-            free = self.free_pages(at) + freed
-            if pages > free:
+            free, cached = self.free_pages(at) + freed, self.cached_pages(at)
+            if pages > free + cached - (taken[at] if taken else 0):
                 raise Refused(
                     "OutOfPages",
                     group=self.groups[at].name,
                     need=pages,
                     free=free,
-                    cached=0,
+                    cached=cached,
                     fenced=self.fenced_pages(at),
                     reclaimable=self.reclaimable_pages(at),
                 )
@@ -491,12 +506,34 @@ class Oracle(Lending, Moving):
         self._sweep()
         return step
 
+    def _taken(self, tables: list[dict[int, Page]], length: int) -> list[int]:
+        """Cached pages of each group that a row of these tables begins with."""
+        cached = {
+            page for at in self._all for page, state in self.states(at).items() if state == "cached"
+        }
+        ends = [-(-length // group.page_size) for group in self.groups]
+        return [
+            sum(page in cached for column, page in table.items() if column < end)
+            for table, end in zip(tables, ends, strict=True)
+        ]
+
     def _can_end_at(self, row: Row, length: int) -> bool:
         return all(
             self._needed(at, length) <= part.table.keys() | part.kept.keys()
-            and (length >= part.protected or length % self.groups[at].page_size == 0)
+            and (
+                length >= part.protected
+                or length % self.groups[at].page_size == 0
+                or self._is_its_own(row, at, length // self.groups[at].page_size)
+            )
             for at, part in enumerate(row.parts)
         )
+
+    def _is_its_own(self, row: Row, at: int, column: int) -> bool:
+        """Whether only the row and the prefix index hold the page."""
+        part = row.parts[at]
+        page = part.table.get(column) or part.kept.get(column)
+        holders = self.holders().get(page, []) if page else []
+        return INDEX in holders and others(holders) == [row]
 
     def _drop_from(self, row: Row, at: int, slots: int, fence: int) -> None:
         """The row gives up its pages from `slots` on, its checkpoint's too."""

@@ -1,17 +1,18 @@
 """The oracle of a ledger with a state group, from docs/contract.md, Recurrent state.
 
 Slots are objects, as pages are. Nothing is counted: a slot is free when a search finds nobody who
-holds it and no fence stands. So undoing a fold is to give the row its former slot back.
+holds or keeps it and no fence stands. So undoing a fold is to give the row its former slot back.
+The index knows a state by its text, and has it as long as it knows the text.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from oracle import Oracle
+from oracle_index import IndexOracle, Match, Text
 from oracle_state import Refused, Row, Step
 
 
@@ -31,6 +32,17 @@ class Slot:
 
     number: int = 0  # The pool's number; 0 until a plan has shown it.
     fence: int = 0  # Latest launched step of everyone who dropped it.
+    writer: tuple[int, Row] | None = None  # The last launched step that writes it, and its row.
+    used: int = 0  # The operation after which it became cached, or that found it again.
+    was_cached: bool = False
+
+
+@dataclass(eq=False)
+class Mark:
+    """A soft mark: the state waits for `index`."""
+
+    slot: Slot
+    length: int
 
 
 @dataclass
@@ -40,6 +52,7 @@ class State:
     slot: Slot | None = None
     length: int = 0
     kept: tuple[Slot, int] | None = None
+    marks: list[Mark] = field(default_factory=list)
 
 
 @dataclass
@@ -52,9 +65,11 @@ class Fold:
     end: int
     dst: Slot | None  # None if nothing is folded.
     is_fresh: bool
+    can_steal: bool = False  # It may write `src` if all that keeps it gives it up.
+    mark: Mark | None = None  # The soft mark that it left.
 
 
-class SlotOracle(Oracle):
+class SlotOracle(IndexOracle):
     """The ledger with a state group, as the contract says it."""
 
     def __init__(self, *arguments: Any, states: Any, **options: Any) -> None:
@@ -65,6 +80,8 @@ class SlotOracle(Oracle):
         self.slots: list[Slot] = []  # All that were ever taken.
         self.folds: dict[int, list[Fold]] = {}  # By step; one for each lane.
         self.planned: list[Fold] | None = None  # Of the step that is being prepared.
+        self.indexed_states: dict[tuple[bytes, Text], Slot] = {}  # By salt and text.
+        self.operation = 0  # How many have succeeded.
         self.met: Counter[str] = Counter()  # What a run must have met, or it proves little.
 
     # --- What is seen from outside ---
@@ -81,6 +98,11 @@ class SlotOracle(Oracle):
             )
         return holders
 
+    def kept_slots(self) -> set[Slot]:
+        """Slots that soft marks or the index hold."""
+        marks = [mark for row in self.rows.values() for mark in self.row_states[row].marks]
+        return {mark.slot for mark in marks} | set(self.indexed_states.values())
+
     def held_slots(self) -> list[Slot]:
         return [slot for slot in self.slots if self.slot_holders(slot)]
 
@@ -88,8 +110,15 @@ class SlotOracle(Oracle):
         waiting = [slot for slot in self.slots if slot.fence > self.completed]
         return [slot for slot in waiting if not self.slot_holders(slot)]
 
+    def cached_slots(self) -> list[Slot]:
+        kept = [slot for slot in self.slots if slot in self.kept_slots()]
+        return [
+            slot for slot in kept if slot.fence <= self.completed and not self.slot_holders(slot)
+        ]
+
     def free_state_slots(self) -> int:
-        return self.group.num_slots - len(self.held_slots()) - len(self.fenced_slots())
+        in_use = {*self.held_slots(), *self.fenced_slots(), *self.cached_slots()}
+        return self.group.num_slots - len(in_use)
 
     def reclaimable_state_slots(self) -> int:
         return sum(all(row.idle for row in self.slot_holders(slot)) for slot in self.held_slots())
@@ -127,6 +156,9 @@ class SlotOracle(Oracle):
             if fold.is_fresh:
                 fold.dst = Slot()
                 self.slots.append(fold.dst)
+            elif fold.dst in self.kept_slots():
+                self._unkeep(fold.dst)
+                self.met["steal"] += 1
             state = self.row_states[fold.row]
             state.slot, state.length = fold.dst or fold.src, fold.end
             self.met["eager round"] += kind == "decode" and fold.end > fold.row.resolved
@@ -146,36 +178,70 @@ class SlotOracle(Oracle):
         state = self.row_states[row]
         if end <= state.length:
             return Fold(row, state.slot, state.length, state.length, None, is_fresh=False)
-        in_place = (
+        is_alone = (
             state.slot is not None
             and self.slot_holders(state.slot) == [row]
             and state.slot.fence <= self.completed
         )
+        in_place = is_alone and state.slot not in self.kept_slots()
         dst = state.slot if in_place else None
-        return Fold(row, state.slot, state.length, end, dst, is_fresh=not in_place)
+        can_steal = is_alone and not in_place
+        return Fold(row, state.slot, state.length, end, dst, not in_place, can_steal)
 
-    def _check_pages(self, need: Iterable[int], rows: list[Row]) -> None:
-        super()._check_pages(need, rows)
-        fresh = [fold for fold in self.planned or [] if fold.is_fresh]
-        if len(fresh) > self.free_state_slots():
+    def _check_pages(self, need: Iterable[int], rows: list[Row], taken: Sequence[int] = ()) -> None:
+        super()._check_pages(need, rows, taken)
+        if not self.planned:
+            return
+        fresh = [fold for fold in self.planned if fold.is_fresh]
+        stealing = [fold for fold in fresh if fold.can_steal]
+        lacking = max(0, len(fresh) - self.free_state_slots() - len(self.cached_slots()))
+        if lacking > len(stealing):
             waiting = [
-                fold for fold in fresh if fold.src and self.slot_holders(fold.src) == [fold.row]
+                fold
+                for fold in fresh
+                if not fold.can_steal and fold.src and self.slot_holders(fold.src) == [fold.row]
             ]
             self.met["out of slots"] += 1
             self.met["out of slots until a fence opens"] += bool(waiting)
             raise Refused(
                 "OutOfPages",
                 group=self.group.name,
-                need=len(fresh),
+                need=len(fresh) - len(stealing),
                 free=self.free_state_slots(),
-                cached=0,
+                cached=len(self.cached_slots()),
                 fenced=len(self.fenced_slots()) + len(waiting),
                 reclaimable=self.reclaimable_state_slots(),
             )
+        for fold in stealing[:lacking]:
+            fold.dst, fold.is_fresh = fold.src, False
+
+    def prepare_extend(
+        self,
+        rows: Sequence[int],
+        new_lens: Sequence[int],
+        writes_draft: bool = True,
+        keep: Sequence[int] = (),
+    ) -> Step:
+        if not all(0 <= lane < len(rows) for lane in keep) or sorted(set(keep)) != list(keep):
+            raise Refused("ShapeError")
+        step = super().prepare_extend(rows, new_lens, writes_draft)
+        for lane in keep:
+            fold = self.folds[step.number][lane]
+            self._leave_mark(fold)
+        return step
+
+    def _leave_mark(self, fold: Fold) -> None:
+        state = self.row_states[fold.row]
+        if state.slot is not None and all(mark.slot is not state.slot for mark in state.marks):
+            fold.mark = Mark(state.slot, state.length)
+            state.marks.append(fold.mark)
+            self.met["soft mark"] += 1
 
     def launch(self, step: int) -> None:
         super().launch(step)
         for fold in self.folds[step]:
+            if fold.dst is not None:
+                fold.dst.writer = step, fold.row
             if fold.is_fresh and fold.src is not None:
                 fold.src.fence = max(fold.src.fence, step if self.page_fencing else 0)
 
@@ -189,6 +255,9 @@ class SlotOracle(Oracle):
     def _undo(self, fold: Fold) -> None:
         state = self.row_states[fold.row]
         state.slot, state.length = fold.src, fold.start
+        if fold.mark in state.marks:
+            state.marks.remove(fold.mark)
+            self.met["soft mark undone"] += 1
 
     def _undo_unlaunched(self, row: Row) -> None:
         for fold in self.unlaunched_folds(row):
@@ -197,9 +266,13 @@ class SlotOracle(Oracle):
 
     def _can_end_at(self, row: Row, length: int) -> bool:
         state = self.row_states[row]
-        is_kept = state.kept is not None and state.kept[1] == length
-        has_state = length >= state.length or is_kept or length == 0
+        has_state = length >= state.length or length in self._held(state) or length == 0
         return has_state and super()._can_end_at(row, length)
+
+    def _held(self, state: State) -> dict[int, Slot]:
+        """The states that the row holds beside its own, by length."""
+        held = {mark.length: mark.slot for mark in state.marks}
+        return held | ({state.kept[1]: state.kept[0]} if state.kept else {})
 
     def trim(self, row: int, length: int, *, ends_turn: bool = False) -> int:
         record = self._row(row)
@@ -211,10 +284,12 @@ class SlotOracle(Oracle):
         if cut < state.length:
             self._drop(state.slot, record)
             is_kept = state.kept is not None and state.kept[1] == cut
-            state.slot, state.length = state.kept if is_kept and state.kept else (None, 0)
-            self.met["cut to a kept state" if is_kept else "cut to no state"] += 1
+            state.slot, state.length = self._held(state).get(cut), cut
+            case = "cut to a kept state" if is_kept else "cut to a soft mark"
+            self.met[case if state.slot else "cut to no state"] += 1
         if state.kept is not None and state.kept[1] > cut:
             state.kept = None
+        state.marks = [mark for mark in state.marks if mark.length <= cut]
         return cut
 
     def _drop(self, slot: Slot | None, row: Row) -> None:
@@ -255,6 +330,120 @@ class SlotOracle(Oracle):
         del self.row_states[record]
 
     retract = finish = abort = give_back
+
+    # --- The prefix index ---
+
+    def take_states(self, row: int, text: Text, salt: bytes) -> None:
+        """`index` found that it knows the text now."""
+        record = self.rows[row]
+        state = self.row_states[record]
+        unwritten = self._unwritten(record)
+        states = [(mark.slot, mark.length, mark) for mark in state.marks]
+        if state.slot is not None:
+            states.append((state.slot, state.length, None))
+        for slot, length, mark in states:
+            if length > len(text) or slot in unwritten:
+                continue
+            key = salt, text[:length]
+            if key in self.indexed_states:
+                self.indexed_states[key].used = self.operation
+                self.met["state known already"] += 1
+            elif slot not in self.indexed_states.values():
+                self.indexed_states[key] = slot
+                self.met["waiting state" if self._is_waiting(slot) else "state indexed"] += 1
+            if mark is not None:
+                state.marks.remove(mark)
+
+    def _unwritten(self, row: Row) -> list[Slot | None]:
+        """Slots that a step which is not launched writes."""
+        return [fold.dst for fold in self.unlaunched_folds(row)]
+
+    def _is_waiting(self, slot: Slot) -> bool:
+        return slot.writer is not None and slot.writer[0] > self.completed
+
+    def _serves(self, slot: Slot) -> bool:
+        return not self._is_waiting(slot)
+
+    def _hit_len(self, match: Match, tokens: Text, salt: bytes) -> int:
+        lengths = [
+            len(text)
+            for (other, text), slot in self.indexed_states.items()
+            if other == salt and text == tokens[: min(len(text), match.known)]
+            if self._serves(slot)
+        ]
+        longest = max(lengths, default=0)
+        held = [length for length in lengths if self._has_windows(match, length)]
+        self.met["hit"] += bool(held)
+        self.met["hit behind a window"] += max(held, default=0) < longest
+        return max(held, default=0)
+
+    def admit_cached(self, tokens: Sequence[int], salt: bytes = b"", **options: Any) -> Row:
+        row = super().admit_cached(tokens, salt, **options)
+        slot = self.indexed_states.get((salt, tuple(tokens[: row.resolved])))
+        self.row_states[row] = State(slot, row.resolved)
+        return row
+
+    def abandon(self, step: int) -> None:
+        records = [record for record in self.steps if record.number == step]
+        super().abandon(step)
+        for record in records:
+            rows = [lane.row for lane in record.lanes]
+            spoiled = [
+                key
+                for key, slot in self.indexed_states.items()
+                if slot.writer and slot.writer[0] >= step and slot.writer[1] in rows
+            ]
+            for key in spoiled:
+                del self.indexed_states[key]
+            self.met["spoiled state"] += len(spoiled)
+
+    def _unkeep(self, slot: Slot) -> None:
+        for state in self.row_states.values():
+            state.marks = [mark for mark in state.marks if mark.slot is not slot]
+        states = self.indexed_states.items()
+        self.indexed_states = {key: other for key, other in states if other is not slot}
+
+    def observe_states(self, keepers: set[tuple[Any, ...]]) -> None:
+        """The ledger has these (salt, text) and (row, length): see what it gave up."""
+        self.drop_unknown_states()
+        lacking = max(0, -self.free_state_slots())
+        cached = self.cached_slots()
+        lost = [slot for slot in cached if not self._keepers(slot) & keepers]
+        assert len(lost) == lacking, f"{len(lost)} cached slots are gone, {lacking} were lacking"
+        stay = [slot.used for slot in cached if slot not in lost]
+        for slot in lost:
+            assert all(slot.used <= used for used in stay), "a state used later was given up"
+            self.met["eviction of a mark" if self._is_marked(slot) else "eviction"] += 1
+            self._unkeep(slot)
+
+    def drop_unknown_states(self) -> None:
+        """A state goes with the KV of its text."""
+        for salt, text in list(self.indexed_states):
+            if not self.is_known(salt, text):
+                self.met["state dropped with its KV"] += 1
+                del self.indexed_states[salt, text]
+
+    def _keepers(self, slot: Slot) -> set[tuple[Any, ...]]:
+        marks = {
+            (row.number, mark.length)
+            for row, state in self.row_states.items()
+            for mark in state.marks
+            if mark.slot is slot
+        }
+        return marks | {key for key, other in self.indexed_states.items() if other is slot}
+
+    def _is_marked(self, slot: Slot) -> bool:
+        return slot not in self.indexed_states.values()
+
+    def note_uses(self) -> None:
+        """At the end of an operation: which slots have become cached."""
+        self.operation += 1
+        cached = self.cached_slots()
+        for slot in self.slots:
+            is_cached = slot in cached
+            if is_cached and not slot.was_cached:
+                slot.used = self.operation
+            slot.was_cached = is_cached
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise Refused("ConfigError")

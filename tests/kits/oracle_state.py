@@ -156,6 +156,14 @@ class Step:
     evicted: bool = False  # Its prepare gave pages back below a window.
 
 
+INDEX = "the prefix index"
+
+
+def others(holders: Sequence[Row | Prefix | str | None]) -> list[Row | Prefix | str | None]:
+    """The holders of a page without the prefix index."""
+    return [holder for holder in holders if holder is not INDEX]
+
+
 class State:
     """Everything that a ledger knows. It takes the arguments of `specpool.Ledger`."""
 
@@ -192,6 +200,7 @@ class State:
         self.prefixes: dict[int, Prefix] = {}
         self.next_prefix = 1
         self.lent: dict[Page, bool] = {}  # Held outside -> whether with draft KV.
+        self.indexed: set[Page] = set()  # Held by the prefix index.
         self.pages: list[Page] = []  # All that are not free.
         self.pending: list[Copy] = []
         self.steps: list[Step] = []
@@ -202,11 +211,15 @@ class State:
 
     # --- What is seen from outside ---
 
-    def holders(self) -> dict[Page, list[Row | Prefix | None]]:
-        """Who holds each page; None is a cache outside."""
-        holders_by_page: dict[Page, list[Row | Prefix | None]] = {page: [] for page in self.pages}
+    def holders(self) -> dict[Page, list[Row | Prefix | str | None]]:
+        """Who holds each page; None is a cache outside, `INDEX` the prefix index."""
+        holders_by_page: dict[Page, list[Row | Prefix | str | None]] = {
+            page: [] for page in self.pages
+        }
         for page in self.lent:
             holders_by_page[page].append(None)
+        for page in self.indexed:
+            holders_by_page[page].append(INDEX)
         for holder in (*self.rows.values(), *self.prefixes.values()):
             for page in holder.pages():
                 holders_by_page[page].append(holder)
@@ -229,18 +242,29 @@ class State:
         return self.groups[group].num_pages - sum(page.group == group for page in self.pages)
 
     def states(self, group: int) -> dict[Page, str]:
+        held_by_copy = self.held_by_copies()
+
+        def state(page: Page, holders: list[Row | Prefix | str | None]) -> str:
+            if others(holders):
+                return "shared" if page.shared else "owned"
+            waits = page.fence > self.completed or page in held_by_copy
+            return "cached" if holders and not waits else "fenced"
+
         return {
-            page: ("shared" if page.shared else "owned") if who else "fenced"
-            for page, who in self.holders().items()
+            page: state(page, holders)
+            for page, holders in self.holders().items()
             if page.group == group
         }
+
+    def cached_pages(self, group: int) -> int:
+        return list(self.states(group).values()).count("cached")
 
     def fenced_pages(self, group: int) -> int:
         return list(self.states(group).values()).count("fenced")
 
     def reclaimable_pages(self, group: int) -> int:
         return sum(
-            bool(who) and all(isinstance(holder, Row) and holder.idle for holder in who)
+            bool(others(who)) and all(isinstance(it, Row) and it.idle for it in others(who))
             for page, who in self.holders().items()
             if page.group == group
         )

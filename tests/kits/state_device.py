@@ -125,6 +125,14 @@ class StateDevice(FakeDevice):
                 continue
             states = [(int(ledger.state_slot(0)[row]), int(ledger.state_len(0)[row]))]
             states += [kept] if (kept := ledger.kept_state(0, row)) else []
+            states += ledger.soft_marks(0, row)
             for slot, length in states:
                 if self.slots.get(slot) != tuple(sequence.tokens[:length]):
                     raise DeviceFault(f"row {row}: slot {slot} is not its state of {length} tokens")
+
+    def check_indexed(self, slot: int, text: tuple[int, ...]) -> None:
+        """Check a state of the prefix index that may serve."""
+        if self.slots.get(slot) != text:
+            raise DeviceFault(
+                f"slot {slot} of the index is not the state of its {len(text)} tokens"
+            )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep import Lockstep
+from oracle_index import Match
 from oracle_slots import Fold, Slot, SlotOracle
 from oracle_state import Row
 from specpool import Ledger, Plan
@@ -177,6 +178,111 @@ class ForgetsTheCheckpoint(SlotOracle):
         return cut
 
 
+# --- What the oracle believes of states that are kept ---
+
+
+class CancelKeepsTheMark(SlotOracle):
+    """Undo: the soft mark of a cancelled extend stays, on a slot that was never written."""
+
+    def _undo(self, fold: Fold) -> None:
+        fold.mark = None
+        super()._undo(fold)
+
+
+class CutKeepsTheMark(SlotOracle):
+    """Conservation: a soft mark stays although the row was cut below it."""
+
+    def trim(self, row: int, length: int, *, ends_turn: bool = False) -> int:
+        marks = self.row_states[self._row(row)].marks
+        cut = super().trim(row, length, ends_turn=ends_turn)
+        self.row_states[self.rows[row]].marks = marks
+        return cut
+
+
+class ServesWaiting(SlotOracle):
+    """Hit: a state serves while a step still writes it."""
+
+    def _serves(self, slot: Slot) -> bool:
+        return True
+
+
+class KeepsSpoiled(SlotOracle):
+    """Failure: the index keeps what a failed step wrote."""
+
+    def abandon(self, step: int) -> None:
+        states = dict(self.indexed_states)
+        super().abandon(step)
+        self.indexed_states = states
+
+
+class KeepsWhatLaterStepsSpoiled(SlotOracle):
+    """Failure: the index keeps what the rows of a failed step wrote in later steps."""
+
+    def abandon(self, step: int) -> None:
+        states = dict(self.indexed_states)
+        super().abandon(step)
+        later = {key: slot for key, slot in states.items() if slot.writer and slot.writer[0] > step}
+        self.indexed_states |= later
+
+
+class IndexesTheUnwritten(SlotOracle):
+    """Hit: `index` takes a state that an unlaunched step writes."""
+
+    def _unwritten(self, row: Row) -> list[Slot | None]:
+        return []
+
+
+class WritesWhatIsKept(SlotOracle):
+    """Read-only: a row writes a slot in place that the index or a soft mark holds."""
+
+    def _fold(self, row: Row, end: int) -> Fold:
+        fold = super()._fold(row, end)
+        if fold.can_steal:
+            return Fold(row, fold.src, fold.start, end, fold.src, is_fresh=False)
+        return fold
+
+
+class NeverSteals(SlotOracle):
+    """Progress: a row does not take its own slot back from the index and from soft marks."""
+
+    def _fold(self, row: Row, end: int) -> Fold:
+        fold = super()._fold(row, end)
+        fold.can_steal = False
+        return fold
+
+
+class StealsBeforeItEvicts(SlotOracle):
+    """Progress: a row takes its own slot back although another one could be had."""
+
+    def _fold(self, row: Row, end: int) -> Fold:
+        fold = super()._fold(row, end)
+        if fold.can_steal and not self.free_state_slots():
+            return Fold(row, fold.src, fold.start, end, fold.src, is_fresh=False)
+        return fold
+
+
+class EvictsTheNewest(SlotOracle):
+    """Progress: the state that was used last goes first."""
+
+    def note_uses(self) -> None:
+        super().note_uses()
+        self.operation -= 2
+
+
+class ForgetsNoStates(SlotOracle):
+    """Conservation: a state stays in the index without the KV of its text."""
+
+    def drop_unknown_states(self) -> None:
+        pass
+
+
+class IgnoresWindows(SlotOracle):
+    """Hit: a row begins where a window below it is not held."""
+
+    def _has_windows(self, match: Match, length: int) -> bool:
+        return True
+
+
 class SparesFailedRows(SlotOracle):
     """Failure: the states that a failed step wrote are free before the step is complete."""
 
@@ -214,5 +320,12 @@ PLANTS = {
         KeepsACutCheckpoint,
         ForgetsTheCheckpoint,
         SparesFailedRows,
+        CancelKeepsTheMark,
+        CutKeepsTheMark,
+        IndexesTheUnwritten,
+        WritesWhatIsKept,
+        NeverSteals,
+        StealsBeforeItEvicts,
+        EvictsTheNewest,
     )
 }

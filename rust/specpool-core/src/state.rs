@@ -4,6 +4,7 @@ pub mod config;
 pub mod delta;
 pub mod group;
 mod indexed_pages;
+pub(crate) mod kept_states;
 pub(crate) mod lent_pages;
 pub mod page_copy;
 pub mod page_pool;

@@ -153,6 +153,11 @@ macro_rules! verbs {
                 ImportRow { length: Length, drafted_len: Length }
                     in 32 named "import_row" gives Row shown "import_row({length}, {drafted_len})"
                     runs ledger.import_row(*length, *drafted_len, tag);
+                /// Claims pages for prefill, and keeps the states of some lanes.
+                PrepareExtendKeeping { rows: Rows, new_lens: Lanes, keep: Lanes }
+                    in 33 or 34 if writes_draft, default true
+                    named "prepare_extend" gives Plan shown "prepare_extend({rows}, {new_lens}, keep={keep}{writes_draft})"
+                    runs ledger.prepare_extend_keeping(rows, new_lens, keep, *writes_draft);
             }
             unlogged {
                 /// Reads the pending changes of the tables.

@@ -133,6 +133,10 @@ fn call() -> impl Strategy<Value = Call<'static>> {
             new_lens: new_lens.into(),
             writes_draft
         }),
+        (ints(), ints(), ints(), any::<bool>()).prop_map(|(rows, new_lens, keep, writes_draft)| {
+            let (rows, new_lens) = (rows.into(), new_lens.into());
+            Call::PrepareExtendKeeping { rows, new_lens, keep: keep.into(), writes_draft }
+        }),
         (ints(), ints(), any::<bool>()).prop_map(|(rows, shapes, writes_draft)| Call::PrepareDecode {
             rows: rows.into(),
             shapes: shapes.into(),

@@ -331,6 +331,35 @@ fn states_without_memory_change_nothing() {
     assert_eq!(world.ledger.free_state_slots(0), Ok(3 * ROWS as usize - 1)); // the fork's
 }
 
+/// Each row leaves a soft mark, the index takes it, and a row begins on it.
+#[test]
+fn kept_states_without_memory_change_nothing() {
+    let states = vec![StateGroup { name: "ssm".into(), num_slots: 3 * i64::from(ROWS), flush: 1, eager: false }];
+    let mut world = World::new(Ledger::new(LedgerConfig { states, ..config() }).unwrap());
+    let rows: Vec<i32> = (0..ROWS - 20).map(|_| world.admit().0).collect();
+    let (lens, keep) = (vec![30; rows.len()], (0..rows.len() as i32).collect::<Vec<i32>>());
+    let extend = |ledger: &mut Ledger| ledger.prepare_extend_keeping(&rows, &lens, &keep, true);
+    let step = world.taking("prepare_extend", extend).step;
+    world.giving(|ledger| ledger.cancel(step));
+    let step = extend(&mut world.ledger).unwrap().step;
+    world.run(step);
+    let text = |row: i32| (0..30).map(|at| 100 * row + at).collect::<Vec<i32>>();
+    for &row in &rows {
+        assert_eq!(world.taking("index", |ledger| ledger.index(Row(row), &text(row), b"")), 30);
+    }
+    for &row in &rows {
+        world.giving(|ledger| ledger.finish(Row(row)));
+    }
+    assert_eq!(world.ledger.cached_state_slots(0), Ok(rows.len()));
+    let tokens = text(rows[3]);
+    let row = world.taking("admit_cached", |ledger| ledger.admit_cached(&tokens, b"", None, false, None));
+    assert_eq!(world.ledger.state_len(0).unwrap()[row.at()], 29);
+    world.giving(|ledger| ledger.forget(None));
+    world.giving(|ledger| ledger.finish(row));
+    world.ledger.check().unwrap();
+    assert_eq!(world.ledger.free_state_slots(0), Ok(3 * ROWS as usize));
+}
+
 /// Everything that grows with a text is taken before the first change, and giving up needs nothing.
 #[test]
 fn an_index_without_memory_changes_nothing() {

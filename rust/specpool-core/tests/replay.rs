@@ -7,7 +7,8 @@ use std::path::PathBuf;
 use kit::place;
 use proptest::prelude::*;
 use specpool_core::{
-    Call, Digest, EventLog, Group, Layout, Ledger, LedgerConfig, LogEnd, Replay, Result, Row, Shape, Snapshot, Verb,
+    Call, Digest, EventLog, Group, Layout, Ledger, LedgerConfig, LogEnd, Replay, Result, Row, Shape, Snapshot,
+    StateGroup, Verb,
 };
 
 fn config() -> LedgerConfig {
@@ -226,11 +227,39 @@ fn every_verb_is_recorded_and_replayed() {
     has("export(2) -> prefix 2", None, &[2]);
     has("end_turn(1, 12) -> 12", None, &[1]);
     assert_eq!(state(&again), state(&ledger));
-    // The prefix index has a log of its own in `prefix_cache.rs`.
-    let of_index = [Verb::Index, Verb::AdmitCached, Verb::Forget, Verb::ForgetAll];
-    for verb in Verb::LOGGED.iter().filter(|verb| !of_index.contains(verb)) {
+    // The prefix index has a log of its own in `prefix_cache.rs`, and states have the one below.
+    let of_others = [Verb::Index, Verb::AdmitCached, Verb::Forget, Verb::ForgetAll, Verb::PrepareExtendKeeping];
+    for verb in Verb::LOGGED.iter().filter(|verb| !of_others.contains(verb)) {
         assert!(verbs.contains(verb), "{verb:?} is not in {verbs:?}");
     }
+    std::fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn kept_states_are_recorded_and_replayed() {
+    let path = place("states");
+    let mut config = config();
+    config.states = vec![StateGroup { name: "ssm".into(), num_slots: 3, flush: 1, eager: false }];
+    let mut ledger = Ledger::recorded(config, &path, 1 << 20).unwrap();
+    let row = ledger.admit(None).unwrap();
+    let step = ledger.prepare_extend_keeping(&[row.0], &[9], &[0], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    ledger.complete(step).unwrap();
+    let text: Vec<i32> = (0..9).collect();
+    ledger.index(row, &text, b"").unwrap();
+    ledger.finish(row).unwrap();
+    let again = ledger.admit_cached(&text, b"", None, false, None).unwrap();
+    assert_eq!((ledger.resolved_len()[again.at()], ledger.state_slot(0).unwrap()[again.at()]), (8, 1));
+    ledger.close().unwrap();
+
+    let mut replay = Replay::open(&path).unwrap();
+    let mut copy = replay.ledger().unwrap();
+    let mut shown = Vec::new();
+    while let Some(run) = replay.advance(&mut copy).unwrap() {
+        shown.push(run.to_string());
+    }
+    assert_eq!(shown[1], "prepare_extend([1], [9], keep=[0]) -> step 1");
+    assert_eq!(state(&copy), state(&ledger));
     std::fs::remove_file(&path).unwrap();
 }
 

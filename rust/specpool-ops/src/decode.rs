@@ -60,12 +60,13 @@ static VERBS: LazyLock<Vec<Verb>> = LazyLock::new(|| {
 });
 
 /// A pattern: the verbs that no operation is. `Finish` stands for all that give a row back, and `Forget` also for a
-/// forget of everything; an operation saves no whole state; the last ones are of no ledger.
+/// forget of everything; an operation keeps no recurrent state and saves no whole one; the last ones are of no ledger.
 macro_rules! never_drawn {
     () => {
         Verb::Retract
             | Verb::Abort
             | Verb::ForgetAll
+            | Verb::PrepareExtendKeeping
             | Verb::Snapshot
             | Verb::Restore
             | Verb::None

@@ -393,6 +393,23 @@ impl Ledger {
         self.0.fenced_state_slots(self::group(group)?).map_err(to_py)
     }
 
+    #[doc = doc!("Ledger.cached_state_slots")]
+    fn cached_state_slots(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
+        self.0.cached_state_slots(self::group(group)?).map_err(to_py)
+    }
+
+    #[doc = doc!("Ledger.soft_marks")]
+    fn soft_marks(&self, group: &Bound<'_, PyAny>, row: &Bound<'_, PyAny>) -> PyResult<Vec<(i32, i32)>> {
+        let marks = self.0.soft_marks(self::group(group)?, self::row(row)?).map_err(to_py)?;
+        Ok(marks.map(|(slot, len)| (slot.0, len)).collect())
+    }
+
+    #[doc = doc!("Ledger.index_states")]
+    fn index_states(&self, group: &Bound<'_, PyAny>) -> PyResult<Vec<(usize, i32, i32)>> {
+        let states = self.0.index_states(self::group(group)?).map_err(to_py)?;
+        Ok(states.map(|(entry, slot, len)| (entry, slot.0, len)).collect())
+    }
+
     #[doc = doc!("Ledger.reclaimable_state_slots")]
     fn reclaimable_state_slots(&self, group: &Bound<'_, PyAny>) -> PyResult<usize> {
         self.0.reclaimable_state_slots(self::group(group)?).map_err(to_py)
@@ -546,6 +563,16 @@ impl Ledger {
         Ok((matched.len, matched.shared, matched.taken))
     }
 
+    #[doc = doc!("Ledger.known_prefix")]
+    #[pyo3(signature = (tokens, salt=Salt::default(), *, limit=None),
+        text_signature = "(self, tokens, salt=b'', *, limit=None)")]
+    #[allow(clippy::needless_pass_by_value, reason = "what PyO3 makes of bytes")]
+    fn known_prefix(&self, tokens: &Bound<'_, PyAny>, salt: Salt, limit: Option<&Bound<'_, PyAny>>) -> PyResult<i32> {
+        let limit = limit.map(|limit| int32("limit", limit)).transpose()?;
+        let tokens = int_array("tokens", tokens)?;
+        self.0.known_prefix(&tokens, &salt.0, limit).map_err(to_py)
+    }
+
     #[doc = doc!("Ledger.admit_cached")]
     #[pyo3(signature = (tokens, salt=Salt::default(), tag=None, *, limit=None, needs_draft=false),
         text_signature = "(self, tokens, salt=b'', tag=None, *, limit=None, needs_draft=False)")]
@@ -608,15 +635,19 @@ impl Ledger {
     }
 
     #[doc = doc!("Ledger.prepare_extend")]
-    #[pyo3(signature = (rows, new_lens, *, writes_draft=true))]
+    #[pyo3(signature = (rows, new_lens, *, writes_draft=true, keep=None),
+        text_signature = "(self, rows, new_lens, *, writes_draft=True, keep=())")]
     fn prepare_extend(
         &mut self,
         rows: &Bound<'_, PyAny>,
         new_lens: &Bound<'_, PyAny>,
         writes_draft: bool,
+        keep: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Plan> {
         let (rows, new_lens) = (int_array("rows", rows)?, int_array("new_lens", new_lens)?);
-        self.change(|ledger| ledger.prepare_extend(&rows, &new_lens, writes_draft)).map(Plan)
+        let keep = keep.map(|keep| int_array("keep", keep)).transpose()?;
+        let keep = keep.as_deref().unwrap_or_default();
+        self.change(|ledger| ledger.prepare_extend_keeping(&rows, &new_lens, keep, writes_draft)).map(Plan)
     }
 
     #[doc = doc!("Ledger.tokens_required")]

@@ -34,7 +34,8 @@ pub(crate) fn ask(model: &mut Model, op: &Call<'_>) -> Outcome {
         Call::Export { row } => model.export(*row),
         Call::ImportRow { length, drafted_len } => model.import_row(*length, *drafted_len),
         // Not in the model: the prefix index, and what saves the whole state.
-        Call::Index { .. }
+        Call::PrepareExtendKeeping { .. }
+        | Call::Index { .. }
         | Call::AdmitCached { .. }
         | Call::Forget { .. }
         | Call::ForgetAll {}

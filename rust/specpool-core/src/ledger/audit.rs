@@ -5,8 +5,9 @@ use crate::ids::{Page, Row};
 use crate::ledger::Ledger;
 use crate::memory::{self, filled, room, zeroed};
 use crate::state::group::{GroupState, Kept};
+use crate::state::kept_states::IndexedState;
 use crate::state::page_pool::{PageCounts, PageState};
-use crate::state::state_group::Fold;
+use crate::state::state_group::{Fold, StateSlots};
 use crate::state::step::StepKind;
 
 /// Lines of a report before it is cut.
@@ -336,6 +337,7 @@ impl Ledger {
                 }
             }
         }
+        self.audit_kept(states, &mut counts, report)?;
         for (slot, (counted, marked)) in counts.iter().zip(pool.counts()).enumerate() {
             if *counted != marked {
                 report.push(Finding::of(
@@ -347,13 +349,61 @@ impl Ledger {
                 ));
             }
         }
-        let (held, free, fenced, all) = (pool.num_held(), pool.num_free(), pool.num_fenced(), pool.num_pages());
-        if held + free + fenced != all {
-            let text = format!("state group {name}: {held} slots held + {free} free + {fenced} fenced are not {all}");
+        let held = pool.num_held();
+        let (free, cached, fenced, all) = (pool.num_free(), pool.num_cached(), pool.num_fenced(), pool.num_pages());
+        if held + free + cached + fenced != all {
+            let text = format!(
+                "state group {name}: {held} slots held + {free} free + {cached} cached + {fenced} fenced are not {all}"
+            );
             report.push(Finding::of(None, text));
         }
         let parts = pool.broken(self.steps.completed())?.into_iter();
         report.extend(parts.map(|(_, line)| Finding::of(None, format!("state group {name}: {line}"))));
+        Ok(())
+    }
+
+    /// A soft mark is on a state that its row has had, and a state of the index has the tokens of its entry. What keeps a
+    /// slot counts as one holder.
+    fn audit_kept(&self, states: &StateSlots, counts: &mut [PageCounts], report: &mut Vec<Finding>) -> Result<()> {
+        let (name, pool, kept) = (&states.spec.name, &states.pool, &states.kept);
+        let mut note = |text: String| report.push(Finding::of(None, format!("state group {name}: {text}")));
+        for mark in &kept.marks {
+            let max_len = states.len[mark.row.at()];
+            if mark.len < 1 || mark.len > max_len {
+                let row = self.rows.describe(mark.row);
+                note(format!("the soft mark of {row} has {} tokens, its state {max_len}", mark.len));
+            }
+            if !states.is_kept(mark.slot) {
+                note(format!("a soft mark is on slot {}, which the pool does not count", mark.slot.0));
+            }
+        }
+        for entry in self.index.all() {
+            let start = self.index.start(entry);
+            let lens = start as i32 + 1..=(start + self.index.len(entry)) as i32;
+            for state in kept.of_entry(entry, i32::MAX).filter(|state| !lens.contains(&state.len)) {
+                note(format!("slot {} has {} tokens, its entry {entry} ends {lens:?}", state.slot.0, state.len));
+            }
+        }
+        let order = |state: &IndexedState| (state.entry, state.len);
+        if !kept.indexed.is_sorted_by(|a, b| order(a) < order(b)) {
+            note("the states of the index are out of order".to_owned());
+        }
+        for state in kept.indexed.iter().filter(|state| pool.entry_of(state.slot) != state.entry) {
+            let (slot, entry) = (state.slot, pool.entry_of(state.slot));
+            note(format!("entry {} holds slot {}, which is of entry {entry}", state.entry, slot.0));
+        }
+        let entries = self.index.all().map(|entry| kept.of_entry(entry, i32::MAX).count());
+        let (in_use, all) = (entries.sum::<usize>(), kept.indexed.len());
+        if in_use != all {
+            note(format!("the entries in use have {in_use} states, {all} are indexed"));
+        }
+        let slots = kept.marks.iter().map(|mark| mark.slot).chain(kept.indexed.iter().map(|state| state.slot));
+        let mut seen = zeroed::<bool>(counts.len(), "an audit of state slots")?;
+        for slot in slots {
+            if let Some(counts) = counts.get_mut(slot.at()) {
+                counts.holders += u32::from(!std::mem::replace(&mut seen[slot.at()], true));
+            }
+        }
         Ok(())
     }
 

@@ -4,7 +4,8 @@ use crate::layout::Layout;
 use crate::shape::Shape;
 use crate::state::config::LedgerConfig;
 use crate::state::group::Group;
-use crate::state::state_group::{StateGroup, StateSlots};
+use crate::state::kept_states::{KeptStates, Writer};
+use crate::state::state_group::StateGroup;
 use crate::verb::Verb;
 
 /// One row of 10 tokens on pages of 4, with one round of shape 1 in flight.
@@ -122,6 +123,58 @@ fn every_planted_fault_of_the_states_is_reported_and_changes_the_hash() {
         assert!(text.contains(expected), "{expected:?} is not in {text:?}");
         assert_ne!(ledger.state_hash(), before, "{expected}");
     }
+}
+
+/// The index has states of 4 and 9 tokens of a row, and another row has a soft mark on slot 3.
+fn with_kept_states() -> Ledger {
+    let (plain, _) = busy();
+    let states = vec![StateGroup { name: "ssm".into(), num_slots: 5, flush: 1, eager: false }];
+    let mut ledger = Ledger::new(LedgerConfig { states, ..plain.config() }).unwrap();
+    let rows = [ledger.admit(Some("request-7")).unwrap(), ledger.admit(None).unwrap()];
+    for (row, len) in [(rows[0], 5), (rows[0], 10), (rows[1], 6)] {
+        let step = ledger.prepare_extend_keeping(&[row.0], &[len], &[0], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        ledger.complete(step).unwrap();
+        if row == rows[0] {
+            ledger.index(row, &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9][..len as usize], b"").unwrap();
+        }
+    }
+    ledger.check().unwrap();
+    ledger
+}
+
+#[test]
+fn every_planted_fault_of_kept_states_is_reported_and_changes_the_hash() {
+    type Fault = fn(&mut KeptStates);
+    let faults: [(&str, Fault); 8] = [
+        ("the soft mark of row 2 has 0 tokens, its state 5", |kept| kept.marks[0].len = 0),
+        ("the soft mark of row 2 has 6 tokens, its state 5", |kept| kept.marks[0].len = 6),
+        ("a soft mark is on slot 4, which the pool does not count", |kept| kept.marks[0].slot = Page(4)),
+        ("slot 3 of state group ssm: 1 holders, 0 of them idle, the pool counts 2 and 0", |kept| kept.marks.clear()),
+        ("slot 1 has 70 tokens, its entry", |kept| kept.indexed[0].len = 70),
+        ("the states of the index are out of order", |kept| kept.indexed.swap(0, 1)),
+        ("entry 9 holds slot 2, which is of entry", |kept| kept.indexed[1].entry = 9),
+        ("the entries in use have 1 states, 2 are indexed", |kept| kept.indexed[1].entry = 9),
+    ];
+    for (expected, plant) in faults {
+        let mut ledger = with_kept_states();
+        let before = ledger.state_hash();
+        plant(&mut states(&mut ledger).kept);
+        let text = report(&ledger);
+        assert!(text.contains(expected), "{expected:?} is not in {text:?}");
+        assert_ne!(ledger.state_hash(), before, "{expected}");
+    }
+}
+
+#[test]
+fn the_hash_sees_who_still_writes_a_kept_slot() {
+    let mut ledger = with_kept_states();
+    let mut hashes = [(9, 1), (10, 1), (10, 2)].map(|(step, row)| {
+        states(&mut ledger).kept.set_written(Page(1), Writer { step, row });
+        ledger.state_hash()
+    });
+    hashes.sort_unstable();
+    assert!(hashes.windows(2).all(|pair| pair[0] != pair[1]));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! The index (`state::prefix_index`) maps tokens to pages, and is one holder of each of its pages.
 
 use super::Ledger;
-use super::share::Start;
+use super::share::{Start, StartLens};
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
 use crate::log::call::{Call, Given};
@@ -20,6 +20,9 @@ pub(crate) const MAX_SALT: usize = 256;
 pub struct PrefixMatch {
     /// The length c of the row that [`Ledger::admit_cached`] would give.
     pub len: i32,
+    /// Tokens whose KV the index knows, at least `len`: a later text that begins with these finds their state if the
+    /// extend of this one ends one token behind them and keeps its lane.
+    pub known: i32,
     /// Per group: pages that the row would share.
     pub shared: Vec<usize>,
     /// Per group: how many pages the call takes from those that can be handed out: the cached ones that it uses, and
@@ -50,6 +53,10 @@ struct Hit {
     len: i32,
     /// Draft KV is valid below this.
     drafted: i32,
+    /// Tokens that agree, wherever the row must begin.
+    known: i32,
+    /// The state slot that contains `len` tokens; page 0 if there is none.
+    slot: Page,
 }
 
 impl Hit {
@@ -78,8 +85,13 @@ impl Ledger {
     ///
     /// An entry without draft KV gives way to a row that has it. O(tokens).
     ///
+    /// With a state group the index also takes the states that the row's soft marks keep, and the row's own, if they
+    /// contain no more than the tokens that it knows and no unlaunched step writes them. A state that a launched step
+    /// still writes serves nobody before this step is complete. Whoever indexes a state of a text first keeps its slot
+    /// there.
+    ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Config`] (a state group), [`Error::Shape`] (unknown row; more tokens
+    /// In this order, changing nothing: [`Error::Shape`] (unknown row; more tokens
     /// than `resolved_len`; none; a salt of more than 256 bytes), [`Error::NotReady`] (a step that is not complete
     /// writes these tokens; a page copy into the row is not finished), [`Error::PageState`], [`Error::OutOfMemory`].
     ///
@@ -97,7 +109,6 @@ impl Ledger {
     /// ```
     pub fn index(&mut self, row: Row, tokens: &[i32], salt: &[u8]) -> Result<i32> {
         self.gate()?;
-        self.check_stateless(Verb::Index.name())?;
         let row = self.rows.check_live(row.0)?;
         self.check_index(row, tokens, salt)?;
         let span = self.index.span();
@@ -106,6 +117,9 @@ impl Ledger {
         let path = self.whole_entries(root, tokens)?;
         let mut parent = path.last().copied().unwrap_or(root);
         self.index.make_room(parent, tokens.chunks(span).skip(path.len()).len())?;
+        if let Some(states) = &mut self.states {
+            states.kept.make_room_to_index()?;
+        }
         self.recorder.make_room(tokens.len() + salt.len(), None)?;
         let kept_salt = collected(salt.iter().copied(), "a salt")?.into_boxed_slice();
 
@@ -149,7 +163,10 @@ impl Ledger {
         for &entry in path.iter().rev() {
             self.touch(entry);
         }
-        self.prune(parent);
+        if self.states.is_some() {
+            self.take_states(row, parent, &tokens[..len]);
+        }
+        self.prune(parent, Verb::Index);
         let call = Call::Index { row: row.0, tokens: tokens.into(), salt: salt.into() };
         self.note(&call, &Given::Length(len as i32), None);
         Ok(len as i32)
@@ -274,6 +291,51 @@ impl Ledger {
         is_own
     }
 
+    /// Takes the row's states of up to `tokens` into the index. `entry` has the last of the tokens.
+    #[inline(never)]
+    fn take_states(&mut self, row: Row, entry: u32, tokens: &[i32]) {
+        let completed = self.steps.completed();
+        let mark = |ledger: &Self, place| ledger.states.as_ref()?.kept.marks_of(row).nth(place);
+        let mut place = 0;
+        while let Some((slot, len)) = mark(self, place) {
+            if !self.take_state(row, (slot, len), entry, tokens) {
+                place += 1;
+            } else if let Some(states) = &mut self.states {
+                states.end_soft_mark(row, slot, completed, Verb::Index);
+            }
+        }
+        if let Some(states) = &self.states {
+            let held = (states.slot_of(row), states.len[row.at()]);
+            self.take_state(row, held, entry, tokens);
+        }
+    }
+
+    /// Takes a state of the row into the index, if it is one of up to `tokens` and nothing unlaunched writes it. Whoever
+    /// indexed a state of the text first keeps its slot there. Returns whether the index has the state.
+    fn take_state(&mut self, row: Row, (slot, len): (Page, i32), entry: u32, tokens: &[i32]) -> bool {
+        let is_unwritten = self.unlaunched_folds(row).any(|fold| fold.dst == slot);
+        let Self { states: Some(states), index, .. } = self else { return false };
+        if len == 0 || len as usize > tokens.len() || is_unwritten {
+            return false;
+        }
+        let span = index.span();
+        let (last, level) = ((tokens.len() - 1) / span, (len as usize - 1) / span);
+        let holder = (level..last).fold(entry, |entry, _| index.parent(entry));
+        let piece = &tokens[level * span..len as usize];
+        let has_state = |child: u32, agree: usize| {
+            let is_there = agree == piece.len() && states.kept.of_entry(child, len).any(|state| state.len == len);
+            if is_there { agree } else { 0 }
+        };
+        if let Some((child, _)) = index.nearest_by(index.parent(holder), piece, has_state) {
+            let indexed = states.kept.of_entry(child, len).next().map_or(Page::SINK, |state| state.slot);
+            states.pool.touch(indexed);
+        } else if !states.is_indexed(slot) {
+            // Under another salt the slot may be there: it is in the index once.
+            states.index_state(holder, len, slot, Verb::Index);
+        }
+        true
+    }
+
     /// Makes the row's pages up to `end` tokens read-only there.
     fn protect(&mut self, row: Row, end: usize) {
         for group in &mut self.groups {
@@ -326,6 +388,10 @@ impl Ledger {
             return;
         }
         let completed = self.steps.completed();
+        if let Some(states) = &mut self.states {
+            let end = (self.index.start(entry) + len) as i32;
+            states.leave_entry(entry, end, None, completed, verb);
+        }
         for (at, group) in self.groups.iter_mut().enumerate() {
             for column in self.index.columns(at, len)..self.index.columns(at, self.index.len(entry)) {
                 let page = Page(self.index.pages(entry, at)[column]);
@@ -342,7 +408,7 @@ impl Ledger {
     /// O(tokens).
     ///
     /// # Errors
-    /// [`Error::Config`] (a state group), [`Error::Shape`] as `admit_cached`, [`Error::OutOfMemory`].
+    /// [`Error::Shape`] as `admit_cached`, [`Error::OutOfMemory`].
     pub fn match_prefix(
         &self,
         tokens: &[i32],
@@ -350,7 +416,6 @@ impl Ledger {
         limit: Option<i32>,
         needs_draft: bool,
     ) -> Result<PrefixMatch> {
-        self.check_stateless("match_prefix")?;
         let hit = self.hit(tokens, salt, limit, needs_draft)?;
         let (mut shared, mut taken) = (with_room(self.groups.len(), "a hit")?, with_room(self.groups.len(), "a hit")?);
         for (start, group) in self.starts(&hit)?.iter().zip(&self.groups) {
@@ -359,20 +424,29 @@ impl Ledger {
             shared.push(start.shared.len());
             taken.push(cached + usize::from(start.tail.is_some()));
         }
-        Ok(PrefixMatch { len: hit.len, shared, taken })
+        Ok(PrefixMatch { len: hit.len, known: hit.known, shared, taken })
+    }
+
+    /// Returns how many of the tokens, up to `limit`, have their KV in the index: `known` of
+    /// [`match_prefix`](Ledger::match_prefix). O(tokens).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] as `admit_cached`, [`Error::OutOfMemory`].
+    pub fn known_prefix(&self, tokens: &[i32], salt: &[u8], limit: Option<i32>) -> Result<i32> {
+        Ok(self.hit(tokens, salt, limit, false)?.known)
     }
 
     /// Takes a free row that begins with the KV of the longest indexed beginning of `tokens` under the salt, up to
     /// `limit` tokens (all but the last by default, because the last one gives the root). The row shares whole pages;
     /// a partly used page is copied (the next prepared step carries the copy), so a hit ends at any token. If a window
     /// below that length is not held, the length goes back to one where it is. With `needs_draft` it goes back to where
-    /// draft KV is valid. A row without a hit is an empty one. The row has no root until an extend of it has launched.
-    /// O(tokens).
+    /// draft KV is valid. With a state group it goes back to the longest state in the index whose last writer is
+    /// complete, and the row shares that slot. A row without a hit is an empty one. The row has no root until an extend
+    /// of it has launched. O(tokens).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Config`] (a state group), [`Error::Shape`] (a limit outside `0..=` the
-    /// number of tokens, a salt of more than 256 bytes), [`Error::OutOfRows`], [`Error::OutOfPages`] (no page for the
-    /// tail), [`Error::OutOfMemory`].
+    /// In this order, changing nothing: [`Error::Shape`] (a limit outside `0..=` the number of tokens, a salt of more
+    /// than 256 bytes), [`Error::OutOfRows`], [`Error::OutOfPages`] (no page for the tail), [`Error::OutOfMemory`].
     pub fn admit_cached(
         &mut self,
         tokens: &[i32],
@@ -382,11 +456,10 @@ impl Ledger {
         tag: Option<&str>,
     ) -> Result<Row> {
         self.gate()?;
-        self.check_stateless("admit_cached")?;
         let hit = self.hit(tokens, salt, limit, needs_draft)?;
         let limit = self.limit(tokens, limit)?;
-        let row =
-            self.new_row(self.starts(&hit)?, (hit.len, hit.drafted), tag, limit + salt.len(), Verb::AdmitCached)?;
+        let lens = StartLens { len: hit.len, drafted: hit.drafted, slot: hit.slot };
+        let row = self.new_row(self.starts(&hit)?, &lens, tag, limit + salt.len(), Verb::AdmitCached)?;
         let (tokens, salt, limit) = (tokens[..limit].into(), salt.into(), Some(limit as i32));
         self.note(&Call::AdmitCached { tokens, salt, needs_draft, limit }, &Given::Row(row), tag);
         Ok(row)
@@ -449,12 +522,50 @@ impl Ledger {
                 drafted = (behind + self.index.drafted(path[all_drafted])).min(len);
             }
         }
-        let mut hit = Hit { path, len: if needs_draft { drafted } else { len } as i32, drafted: drafted as i32 };
-        while let Some(shorter) = self.next_shorter(&hit) {
-            hit.len = shorter;
+        let known = len as i32;
+        let len = if needs_draft { drafted as i32 } else { known };
+        let mut hit = Hit { path, len, drafted: drafted as i32, known, slot: Page::SINK };
+        if self.states.is_some() {
+            self.go_back_to_a_state(&mut hit, root, tokens);
+        } else {
+            while let Some(shorter) = self.next_shorter(&hit) {
+                hit.len = shorter;
+            }
         }
         hit.drafted = hit.drafted.min(hit.len);
         Ok(hit)
+    }
+
+    /// Shortens the hit to the longest state that serves, and whose windows are held.
+    #[inline(never)]
+    fn go_back_to_a_state(&self, hit: &mut Hit, root: u32, tokens: &[i32]) {
+        loop {
+            (hit.slot, hit.len) = self.longest_state(hit, root, tokens).unwrap_or((Page::SINK, 0));
+            if hit.len == 0 || self.next_shorter(hit).is_none() {
+                return;
+            }
+            hit.len -= 1;
+        }
+    }
+
+    /// The slot of the longest state of up to the hit's length that serves, and its length.
+    fn longest_state(&self, hit: &Hit, root: u32, tokens: &[i32]) -> Option<(Page, i32)> {
+        let states = self.states.as_ref().filter(|states| !states.kept.indexed.is_empty())?;
+        let (span, completed) = (self.index.span(), self.steps.completed());
+        for (level, piece) in tokens[..hit.len as usize].chunks(span).enumerate().rev() {
+            let parent = level.checked_sub(1).map_or(root, |before| hit.path[before]);
+            let start = (level * span) as i32;
+            let longest = |child: u32, agree: usize| {
+                let of_entry = states.kept.of_entry(child, start + agree as i32);
+                let mut serving = of_entry.filter(|state| states.kept.writer(state.slot).step <= completed);
+                serving.next().copied()
+            };
+            let measure = |child, agree| longest(child, agree).map_or(0, |state| (state.len - start) as usize);
+            if let Some((child, len)) = self.index.nearest_by(parent, piece, measure) {
+                return longest(child, len).map(|state| (state.slot, state.len));
+            }
+        }
+        None
     }
 
     /// A shorter length to go back to, if a page of a window below the hit's length was given up.
@@ -496,7 +607,7 @@ impl Ledger {
             if let Some(column) = column {
                 self.index.set_page(entry, at, column, Page::SINK);
             }
-            self.prune(entry);
+            self.prune(entry, verb);
         }
     }
 
@@ -509,16 +620,29 @@ impl Ledger {
             }
         }
         let parent = self.index.parent(entry);
+        self.leave_entry(entry, verb);
         self.index.remove(entry);
-        self.prune(parent);
+        self.prune(parent, verb);
     }
 
     /// Removes the entry if it has neither pages nor children, then the one before it, and so on to the root.
-    fn prune(&mut self, mut entry: u32) {
+    fn prune(&mut self, mut entry: u32, verb: Verb) {
         while entry != NONE && self.index.children(entry).is_empty() && self.index.is_bare(entry) {
             let parent = self.index.parent(entry);
+            self.leave_entry(entry, verb);
             self.index.remove(entry);
             entry = parent;
+        }
+    }
+
+    /// Takes the states of an entry that goes out of the index, but for those whose text another entry has.
+    fn leave_entry(&mut self, entry: u32, verb: Verb) {
+        if let Some(states) = &mut self.states
+            && states.kept.of_entry(entry, i32::MAX).next().is_some()
+        {
+            let start = self.index.start(entry) as i32;
+            let sibling = self.index.nearest_sibling(entry).map(|(sibling, shared)| (sibling, start + shared as i32));
+            states.leave_entry(entry, 0, sibling, self.steps.completed(), verb);
         }
     }
 

@@ -3,11 +3,12 @@
 use super::Ledger;
 use crate::error::{Error, Result};
 use crate::ids::Row;
-use crate::memory::copied;
+use crate::memory::{copied, room, with_room};
 use crate::state::group::Fence;
+use crate::state::kept_states::{Marked, Writer};
 use crate::state::page_pool::PageRecord;
 use crate::state::state_group::{Fold, StateFolds, StateSlots, Target};
-use crate::state::step::{Plan, StepKind};
+use crate::state::step::{Plan, StepKind, StepRecord};
 use crate::verb::Verb;
 
 /// In a plan that is not claimed: the lane takes a slot.
@@ -25,6 +26,18 @@ impl Ledger {
         }
     }
 
+    /// Checks that the lanes whose states are to be kept are lanes of the plan, each once.
+    pub(super) fn check_keep(&self, rows: &[i32], keep: &[i32]) -> Result<()> {
+        if self.states.is_none() {
+            return Err(Error::Config(format!("keep names {} lanes, but this ledger has no state group", keep.len())));
+        }
+        let is_lane = |&lane: &i32| lane >= 0 && (lane as usize) < rows.len();
+        if !keep.iter().all(is_lane) || !keep.is_sorted_by(|a, b| a < b) {
+            return Err(Error::Shape(format!("keep must name lanes in 0..{}, ascending, got {keep:?}", rows.len())));
+        }
+        Ok(())
+    }
+
     /// Writes into the plan what each lane reads and folds, and where, and checks that there are slots for it.
     #[inline(never)]
     pub(super) fn plan_folds(&self, plan: &mut Plan) -> Result<()> {
@@ -34,6 +47,7 @@ impl Ledger {
         let (mut src, mut dst) = (numbers(&plan.rows)?, numbers(&plan.rows)?);
         let (mut from, mut to) = (numbers(&plan.rows)?, numbers(&plan.new_len)?);
         let (mut need, mut waiting) = (0, 0);
+        let mut stealable = Vec::new();
         for (lane, row) in plan.rows.iter().map(|&row| Row(row)).enumerate() {
             let at = row.at();
             to[lane] = match plan.kind {
@@ -49,34 +63,68 @@ impl Ledger {
                 Target::Nowhere => 0,
                 Target::Same(slot) => slot.0,
                 Target::Fresh => FRESH,
+                Target::FreshOrStolen(slot) => {
+                    room(&mut stealable, 1, "a plan")?;
+                    stealable.push((lane, slot));
+                    FRESH
+                }
             };
             need += usize::from(dst[lane] == FRESH);
-            waiting += usize::from(dst[lane] == FRESH && states.waits_for_fence(row));
+            let is_stealable = stealable.last().is_some_and(|&(other, _)| other == lane);
+            waiting += usize::from(dst[lane] == FRESH && !is_stealable && states.waits_for_fence(row));
         }
         let pool = &states.pool;
-        if need > pool.num_free() {
+        let lacking = need.saturating_sub(pool.num_free() + pool.num_cached());
+        if lacking > stealable.len() {
             let (group, free, reclaimable) = (states.spec.name.clone(), pool.num_free(), pool.num_reclaimable());
             // A lane whose own slot waits for a fence needs none once that step is complete.
-            let fenced = pool.num_fenced() + waiting;
-            return Err(Error::OutOfPages { group, need, free, cached: 0, fenced, reclaimable });
+            let (cached, fenced) = (pool.num_cached(), pool.num_fenced() + waiting);
+            let need = need - stealable.len();
+            return Err(Error::OutOfPages { group, need, free, cached, fenced, reclaimable });
+        }
+        for (lane, slot) in stealable.into_iter().take(lacking) {
+            dst[lane] = slot.0;
         }
         plan.states = Some(Box::new(StateFolds { src, dst, from, to }));
         Ok(())
     }
 
-    /// Takes the memory for the slots that the plan takes.
+    /// Takes the memory for the slots that the plan takes, and for the soft marks of the lanes `keep`. Returns the
+    /// memory for what the step remembers of the marks.
     #[inline(never)]
-    pub(super) fn make_room_for_folds(&mut self, plan: &Plan) -> Result<()> {
-        let (Some(states), Some(folds)) = (&mut self.states, &plan.states) else { return Ok(()) };
-        states.pool.make_room(folds.dst.iter().filter(|&&dst| dst == FRESH).count())
+    pub(super) fn make_room_for_folds(&mut self, plan: &Plan, keep: &[i32]) -> Result<Vec<Marked>> {
+        let (Some(states), Some(folds)) = (&mut self.states, &plan.states) else { return Ok(Vec::new()) };
+        let fresh = folds.dst.iter().filter(|&&dst| dst == FRESH).count();
+        states.pool.make_room(fresh)?;
+        states.kept.make_room(states.pool.num_mapped() + fresh, keep.len())?;
+        with_room(if keep.is_empty() { 0 } else { plan.num_lanes() }, "a plan")
     }
 
-    /// Takes the slots of a plan that [`plan_folds`](Self::plan_folds) checked, and moves each row's c.
+    /// Takes the slots of a plan that [`plan_folds`](Self::plan_folds) checked, and moves each row's c. The lanes `keep`
+    /// leave soft marks, which are noted in `marked`.
     #[inline(never)]
-    pub(super) fn claim_folds(&mut self, plan: &mut Plan, verb: Verb) -> Result<()> {
+    pub(super) fn claim_folds(
+        &mut self,
+        plan: &mut Plan,
+        keep: &[i32],
+        marked: &mut Vec<Marked>,
+        verb: Verb,
+    ) -> Result<()> {
+        let completed = self.steps.completed();
         let (Some(states), Some(folds)) = (&mut self.states, &mut plan.states) else { return Ok(()) };
         for (lane, row) in plan.rows.iter().map(|&row| Row(row)).enumerate() {
+            let slot = states.slot_of(row);
+            if folds.dst[lane] == slot.0 && states.is_kept(slot) {
+                states.unkeep(slot, completed, verb);
+                self.num_evictions += 1;
+            }
             if folds.dst[lane] == FRESH {
+                if states.pool.num_free() == 0
+                    && let Some(oldest) = states.pool.oldest_cached()
+                {
+                    states.unkeep(oldest, completed, verb);
+                    self.num_evictions += 1;
+                }
                 let slot = states.take(row, plan.step, verb).ok_or_else(|| {
                     let name = &states.spec.name;
                     Error::Corrupt(format!("state group {name}: the pool ran dry inside a claim that it had granted"))
@@ -84,6 +132,10 @@ impl Ledger {
                 folds.dst[lane] = slot.0;
             }
             states.len[row.at()] = folds.to[lane];
+        }
+        for &lane in keep {
+            marked.resize(plan.num_lanes(), Marked::No);
+            marked[lane as usize] = states.leave_soft_mark(Row(plan.rows[lane as usize]), verb);
         }
         Ok(())
     }
@@ -104,7 +156,8 @@ impl Ledger {
         let fence = Fence { step, completed: self.steps.completed() };
         for lane in 0..plan.num_lanes() {
             if let Some(fold) = plan.fold(lane) {
-                self.with_states(|states| states.launch(Row(plan.rows[lane]), fold, fence))?;
+                let writer = Writer { step: plan.step, row: plan.rows[lane] };
+                self.with_states(|states| states.launch(writer, fold, fence))?;
             }
         }
         Ok(())
@@ -119,10 +172,20 @@ impl Ledger {
 
     /// Undoes one lane's fold, newest first.
     #[inline(never)]
-    pub(super) fn undo_fold(&mut self, plan: &Plan, lane: usize, verb: Verb) -> Result<()> {
-        let Some(fold) = plan.fold(lane) else { return Ok(()) };
+    pub(super) fn undo_fold(&mut self, record: &StepRecord, lane: usize, verb: Verb) -> Result<()> {
+        let Some(fold) = record.fold(lane) else { return Ok(()) };
         let completed = self.steps.completed();
-        self.with_states(|states| states.undo(Row(plan.rows[lane]), fold, completed, verb))
+        self.with_states(|states| states.undo(Row(record.plan.rows[lane]), fold, completed, verb))
+    }
+
+    /// Takes the states out of the prefix index that the rows of a failed step wrote in it or in a later step.
+    #[inline(never)]
+    pub(super) fn drop_spoiled_states(&mut self, step: u64) {
+        let Self { states: Some(states), steps, .. } = self else { return };
+        let Some(record) = steps.get(step) else { return };
+        // Before the step is complete, no other request gets a row of it. A row with an unfinished copy indexes nothing.
+        let is_spoiled = |writer: Writer| writer.step >= step && record.plan.rows.contains(&writer.row);
+        states.drop_spoiled(is_spoiled, steps.completed(), Verb::Abandon);
     }
 
     /// Does something with the row's slots, if there are states, and makes an error of the record of a slot that is

@@ -4,7 +4,7 @@
 //! one more holder of a page. A lent page is read-only, as every shared page is.
 
 use super::Ledger;
-use super::share::Start;
+use super::share::{Start, StartLens};
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
 use crate::log::call::{Call, Given};
@@ -183,7 +183,8 @@ impl Ledger {
             let shared = collected(held.iter().map(|&page| Page(page)), "the pages of a row")?;
             starts.push(Start { evicted: (gone as i64 * page_size) as i32, shared, tail: None });
         }
-        let row = self.new_row(starts, (len, drafted), tag, pages.len(), Verb::AdmitLent)?;
+        let lens = StartLens { len, drafted, slot: Page::SINK };
+        let row = self.new_row(starts, &lens, tag, pages.len(), Verb::AdmitLent)?;
         self.note(&Call::AdmitLent { length: len, pages: pages.into() }, &Given::Row(row), tag);
         Ok(row)
     }

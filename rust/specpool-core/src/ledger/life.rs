@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::ids::Row;
 use crate::log::call::{Call, Given};
 use crate::state::group::Fence;
-use crate::state::step::{Plan, StepKind, StepRecord};
+use crate::state::step::{Plan, StepKind};
 use crate::verb::Verb;
 
 impl Ledger {
@@ -179,7 +179,8 @@ impl Ledger {
         if self.states.is_some() {
             lanes().filter(|&lane| stands(self, lane)).try_for_each(|lane| self.check_undo_fold(&plan, lane))?;
         }
-        let Some(StepRecord { before, .. }) = self.steps.cancel_newest() else { return Ok(()) };
+        let Some(record) = self.steps.cancel_newest() else { return Ok(()) };
+        let before = &record.before;
         // No launched step has seen the pages that the prepare took.
         let fence = Fence { step: 0, completed: self.steps.completed() };
         for lane in lanes() {
@@ -195,7 +196,7 @@ impl Ledger {
                 }
             }
             if self.states.is_some() {
-                self.undo_fold(&plan, lane, Verb::Cancel)?;
+                self.undo_fold(&record, lane, Verb::Cancel)?;
             }
         }
         for at in 0..self.groups.len() {
@@ -211,7 +212,7 @@ impl Ledger {
                 self.set_idle(Row(plan.rows[lane]), true);
             }
         }
-        self.put_copies_back(before.copies);
+        self.put_copies_back(record.before.copies);
         self.drop_orphan_copies(Verb::Cancel);
         self.note(&Call::Cancel { step }, &Given::Nothing(()), None);
         Ok(())
@@ -219,7 +220,8 @@ impl Ledger {
 
     /// Gives up a launched step whose forward failed. Retracts every row in it, and every row that a page copy of it
     /// went to, unless the row was given back since. A row that was cut since is retracted too. A decode counts as
-    /// resolved then. The pages of the rows stay fenced until [`Ledger::complete`] reaches the step; call that after a
+    /// resolved then. The prefix index gives up the states that these rows wrote in the step or later. The pages of the
+    /// rows stay fenced until [`Ledger::complete`] reaches the step; call that after a
     /// synchronize or a reset of the device.
     ///
     /// # Errors
@@ -250,6 +252,9 @@ impl Ledger {
         let dropped = checked.and_then(|()| rows.iter().try_for_each(|&row| self.drop_row(Row(row), Verb::Abandon)));
         self.lanes = rows;
         dropped?;
+        if self.states.is_some() {
+            self.drop_spoiled_states(step);
+        }
         self.steps.set_abandoned(step);
         self.note(&Call::Abandon { step }, &Given::Nothing(()), None);
         Ok(())

@@ -6,6 +6,7 @@ use super::Ledger;
 use crate::ids::{Page, Row};
 use crate::state::page_copy::TailCopy;
 use crate::state::page_pool::{PagePool, PageState};
+use crate::state::state_group::StateSlots;
 use crate::state::step::StepState;
 
 /// Names for pages, given in the order in which they are asked for. One set may serve a ledger and its successors.
@@ -113,10 +114,10 @@ impl Ledger {
                 let lengths = [&plan.hi, &plan.start, &plan.new_len, &plan.allocated_before, &plan.allocated_after];
                 let before = [&record.before.drafted, &record.before.idle];
                 lengths.into_iter().chain(before).flatten().for_each(|&len| word(len as u64));
-                for fold in (0..plan.num_lanes()).filter_map(|lane| plan.fold(lane)) {
+                for fold in (0..plan.num_lanes()).filter_map(|lane| record.fold(lane)) {
                     word(names.name(groups.len(), fold.src.0));
                     word(names.name(groups.len(), fold.dst.0));
-                    word(fold.from as u64);
+                    word((fold.from as u64) << 2 | fold.marked as u64);
                 }
             }
             for copy in record.before.copies.iter().filter(|_| !is_complete) {
@@ -134,6 +135,12 @@ impl Ledger {
                 word(u64::MAX);
             }
         }
+        self.write_index(names, word);
+    }
+
+    /// Writes the entries of the prefix index, the lists of its pages and states, and its salts.
+    fn write_index(&self, names: &mut PageNames, word: &mut impl FnMut(u64)) {
+        let groups = &self.groups;
         for entry in self.index.all() {
             word((self.index.len(entry) as u64) << 32 | self.index.drafted(entry) as u64);
             word(self.index.children(entry).len() as u64);
@@ -141,9 +148,14 @@ impl Ledger {
             for at in 0..groups.len() {
                 self.index.pages(entry, at).iter().for_each(|&page| word(names.name(at, page)));
             }
+            self.write_indexed_states(entry, names, word);
         }
         for (at, group) in groups.iter().enumerate() {
             group.pool.listed_pages().for_each(|page| word(names.name(at, page.0)));
+            word(u64::MAX);
+        }
+        if let Some(states) = &self.states {
+            states.pool.listed_pages().for_each(|slot| word(names.name(groups.len(), slot.0)));
             word(u64::MAX);
         }
         for (salt, root) in self.index.salts() {
@@ -217,6 +229,28 @@ impl Ledger {
             word(names.name(self.groups.len(), slot.0));
             word(len as u64);
         }
+        let mut num_marks = 0;
+        for (slot, len) in states.kept.marks_of(row) {
+            self.write_kept(states, slot, len, names, word);
+            num_marks += 1;
+        }
+        word(num_marks);
+    }
+
+    fn write_indexed_states(&self, entry: u32, names: &mut PageNames, word: &mut impl FnMut(u64)) {
+        let Some(states) = &self.states else { return };
+        for state in states.kept.of_entry(entry, i32::MAX) {
+            self.write_kept(states, state.slot, state.len, names, word);
+        }
+        word(u64::MAX);
+    }
+
+    /// A kept slot with its tokens and, while a step writes it, that step and its row.
+    fn write_kept(&self, states: &StateSlots, slot: Page, len: i32, names: &mut PageNames, word: &mut impl FnMut(u64)) {
+        let writer = states.kept.writer(slot);
+        let age = self.age(writer.step);
+        word(names.name(self.groups.len(), slot.0));
+        word(if age == 0 { len as u64 } else { (len as u64) << 32 | age << 16 | writer.row as u64 });
     }
 
     fn write_copy(&self, copy: &TailCopy, step: u64, names: &mut PageNames, word: &mut impl FnMut(u64)) {

@@ -9,6 +9,7 @@ use crate::ids::{Page, Row, ceil_align};
 use crate::memory::{collected, copied, filled, room, with_room};
 use crate::shape::runs;
 use crate::state::group::GroupState;
+use crate::state::kept_states::Marked;
 use crate::state::sizing;
 use crate::state::step::{Before, Plan, StepKind};
 use crate::verb::Verb;
@@ -26,7 +27,28 @@ impl Ledger {
     /// rounds in flight; an extend of the row that is not launched), [`Error::ContextEnd`] (every row whose new length
     /// is past L), [`Error::RowOverflow`], [`Error::OutOfPages`], [`Error::OutOfMemory`].
     pub fn prepare_extend(&mut self, rows: &[i32], new_lens: &[i32], writes_draft: bool) -> Result<Arc<Plan>> {
+        self.prepare_extend_keeping(rows, new_lens, &[], writes_draft)
+    }
+
+    /// Does a [`prepare_extend`](Ledger::prepare_extend) whose lanes `keep` leave a *soft mark* on their states, which
+    /// contain `new_len - 1` tokens then: [`index`](Ledger::index) takes them, although later steps fold on. A mark
+    /// goes with a cancel, a cut below it and the row. If free and cached slots do not suffice, it gives way as a
+    /// cached state does. A lane without a state leaves none.
+    ///
+    /// # Errors
+    /// As `prepare_extend`, and before its others [`Error::Config`] (lanes are kept and there is no state group) and
+    /// [`Error::Shape`] (`keep` is not ascending, or has a lane that is not in `0..` the number of rows).
+    pub fn prepare_extend_keeping(
+        &mut self,
+        rows: &[i32],
+        new_lens: &[i32],
+        keep: &[i32],
+        writes_draft: bool,
+    ) -> Result<Arc<Plan>> {
         self.gate()?;
+        if !keep.is_empty() {
+            self.check_keep(rows, keep)?;
+        }
         self.check_batch(rows, "new_lens", new_lens.len())?;
         for (&row, &new_len) in rows.iter().zip(new_lens) {
             let resolved = self.rows.resolved[row as usize];
@@ -76,7 +98,7 @@ impl Ledger {
             self.plan_folds(&mut plan)?;
         }
         let drafted = collected(rows.iter().map(|&row| self.rows.drafted[row as usize]), PLAN)?;
-        let plan = self.claim(plan, drafted, Verb::PrepareExtend)?;
+        let plan = self.claim(plan, drafted, keep, Verb::PrepareExtend)?;
         for (&row, &new_len) in rows.iter().zip(new_lens) {
             self.rows.push_extend(Row(row), new_len, writes_draft);
         }
@@ -242,7 +264,7 @@ impl Ledger {
         if self.states.is_some() {
             self.plan_folds(&mut plan)?;
         }
-        let plan = self.claim(plan, Vec::new(), Verb::PrepareDecode)?;
+        let plan = self.claim(plan, Vec::new(), &[], Verb::PrepareDecode)?;
         self.rows.push_rounds(&plan, &self.shapes);
         Ok(plan)
     }
@@ -356,7 +378,7 @@ impl Ledger {
     }
 
     /// Takes the memory for all that [`claim`](Self::claim) does, and for undoing it.
-    fn make_room(&mut self, plan: &mut Plan) -> Result<()> {
+    fn make_room(&mut self, plan: &mut Plan, keep: &[i32]) -> Result<Vec<Marked>> {
         let lanes = plan.num_lanes();
         for at in 0..self.groups.len() {
             let range = at * lanes..(at + 1) * lanes;
@@ -371,19 +393,18 @@ impl Ledger {
                 }
             }
         }
-        if self.states.is_some() {
-            self.make_room_for_folds(plan)?;
-        }
+        let marked = if self.states.is_some() { self.make_room_for_folds(plan, keep)? } else { Vec::new() };
         plan.page_copies = with_room(self.copies.len(), PLAN)?;
         self.lanes.clear();
         room(&mut self.lanes, lanes + self.copies.len(), "lanes")?;
         self.steps.make_room()?;
-        self.recorder.make_room(lanes, None)
+        self.recorder.make_room(lanes + keep.len(), None)?;
+        Ok(marked)
     }
 
-    /// Evicts and grows every lane, and puts the step, with the waiting copies, into the queue.
-    fn claim(&mut self, mut plan: Plan, drafted: Vec<i32>, verb: Verb) -> Result<Arc<Plan>> {
-        self.make_room(&mut plan)?;
+    /// Evicts and grows every lane, lets the lanes `keep` leave soft marks, and puts the step, with the waiting copies, into the queue.
+    fn claim(&mut self, mut plan: Plan, drafted: Vec<i32>, keep: &[i32], verb: Verb) -> Result<Arc<Plan>> {
+        let mut marked = self.make_room(&mut plan, keep)?;
         let mut idle = Vec::new();
         if self.rows.num_idle > 0 {
             idle = with_room(plan.num_lanes(), PLAN)?;
@@ -413,14 +434,14 @@ impl Ledger {
             })?;
         }
         if self.states.is_some() {
-            self.claim_folds(&mut plan, verb)?;
+            self.claim_folds(&mut plan, keep, &mut marked, verb)?;
         }
         self.drop_orphan_copies(verb);
         let copies = std::mem::take(&mut self.copies);
         plan.page_copies.extend(copies.iter().map(|copy| copy.copy));
         let plan = Arc::new(plan);
-        self.steps.push(Arc::clone(&plan), Before { drafted, idle, copies });
-        self.note_plan(&plan);
+        self.steps.push(Arc::clone(&plan), Before { drafted, idle, copies, marked });
+        self.note_plan(&plan, keep);
         Ok(plan)
     }
 }

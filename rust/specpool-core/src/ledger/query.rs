@@ -344,6 +344,34 @@ impl Ledger {
         Ok(self.state_slots(group)?.pool.num_reclaimable())
     }
 
+    /// State slots that only soft marks and the prefix index hold. They can be handed out, after those that are free.
+    ///
+    /// # Errors
+    /// As [`Ledger::state_slot`].
+    pub fn cached_state_slots(&self, group: usize) -> Result<usize> {
+        Ok(self.state_slots(group)?.pool.num_cached())
+    }
+
+    /// The state slots that the row's soft marks keep, and the tokens that each contains, in the order in which the
+    /// marks were left. O(soft marks).
+    ///
+    /// # Errors
+    /// As [`Ledger::state_slot`].
+    pub fn soft_marks(&self, group: usize, row: Row) -> Result<impl Iterator<Item = (Page, i32)>> {
+        Ok(self.state_slots(group)?.kept.marks_of(row))
+    }
+
+    /// The states of the prefix index: for each its entry, as a place among [`Ledger::index_entries`], its slot, and the
+    /// tokens that the slot contains; the longest state of an entry first. O(entries).
+    ///
+    /// # Errors
+    /// As [`Ledger::state_slot`].
+    pub fn index_states(&self, group: usize) -> Result<impl Iterator<Item = (usize, Page, i32)>> {
+        let kept = &self.state_slots(group)?.kept;
+        let entries = self.index.all().enumerate();
+        Ok(entries.flat_map(|(at, entry)| kept.of_entry(entry, i32::MAX).map(move |state| (at, state.slot, state.len))))
+    }
+
     /// R: records that the device's ring of one row must hold; the record of position p lies at `p % R`. It is enough
     /// also if a forward writes the records of its nodes before it reads older ones.
     ///
@@ -435,9 +463,9 @@ impl Ledger {
 
     /// A hash of everything that decides what the ledger will do, O(rows + pages in use): lengths, tables, epochs,
     /// page states, the order of free and cached pages and of free rows, waiting copies, prefixes, the prefix index,
-    /// state slots, and steps in flight. It leaves out
-    /// tags, deltas, the counters of steps, prefixes and snapshots, the step that a page was taken for, and the
-    /// digest. So a cancel restores it, unless the prepare evicted pages.
+    /// state slots, what keeps them, and steps in flight. It leaves out tags, deltas, the counters of steps, prefixes and
+    /// snapshots, the step that a page was taken for, and the digest. So a cancel restores it, unless the prepare
+    /// evicted pages or states.
     #[must_use]
     pub fn state_hash(&self) -> u64 {
         let mut digest = Digest::new();
@@ -448,7 +476,7 @@ impl Ledger {
             group.hash(&mut digest);
         }
         if let Some(states) = &self.states {
-            states.hash(&mut digest);
+            states.hash(&mut digest, self.index.all(), self.steps.completed());
         }
         for (id, prefix) in &self.prefixes {
             digest.word(*id);

@@ -87,13 +87,19 @@ impl Ledger {
     }
 
     /// Notes a step that was prepared. Nothing is made of the plan where nothing is recorded.
-    pub(super) fn note_plan(&mut self, plan: &Arc<Plan>) {
+    pub(super) fn note_plan(&mut self, plan: &Arc<Plan>, keep: &[i32]) {
         if self.recorder.digest.is_none() {
             return;
         }
         let (rows, writes_draft) = (plan.rows.as_slice().into(), plan.writes_draft);
         let call = match plan.kind {
-            StepKind::Extend => Call::PrepareExtend { rows, new_lens: plan.new_len.as_slice().into(), writes_draft },
+            StepKind::Extend => {
+                let new_lens = plan.new_len.as_slice().into();
+                match keep {
+                    [] => Call::PrepareExtend { rows, new_lens, writes_draft },
+                    _ => Call::PrepareExtendKeeping { rows, new_lens, keep: keep.into(), writes_draft },
+                }
+            }
             StepKind::Decode => Call::PrepareDecode { rows, shapes: plan.shapes.as_slice().into(), writes_draft },
         };
         self.note(&call, &Given::Plan(Arc::clone(plan)), None);
@@ -139,6 +145,9 @@ impl Ledger {
             for group in &self.groups {
                 let columns = i64::from(group.allocated[row.at()]) / group.page_size;
                 digest.ints(&group.table.row(*row)[..columns as usize]);
+            }
+            if let (Call::AdmitCached { .. }, Some(states)) = (call, &self.states) {
+                digest.word(states.slot_of(*row).0 as u64);
             }
         }
         if let Given::Plan(plan) = given {

@@ -52,6 +52,14 @@ impl Prefix {
     }
 }
 
+/// What a new row starts with, besides its pages.
+pub(super) struct StartLens {
+    pub(super) len: i32,
+    pub(super) drafted: i32,
+    /// The state slot that contains its tokens; page 0 if there is none.
+    pub(super) slot: Page,
+}
+
 /// What a new row starts with in one group.
 pub(super) struct Start {
     pub(super) evicted: i32,
@@ -217,7 +225,8 @@ impl Ledger {
             let page = |column: usize| pages.held[if column < sinks { column } else { column - first + sinks }];
             starts.push(Self::start(group, evicted, len, page)?);
         }
-        let row = self.new_row(starts, (len, drafted.min(len)), tag, 0, Verb::AdmitOn)?;
+        let lens = StartLens { len, drafted: drafted.min(len), slot: Page::SINK };
+        let row = self.new_row(starts, &lens, tag, 0, Verb::AdmitOn)?;
         self.note(&Call::AdmitOn { prefix, length: Some(len) }, &Given::Row(row), tag);
         Ok(row)
     }
@@ -268,8 +277,8 @@ impl Ledger {
             self.check_pages_of(group_at, parent, &start.shared)?;
             starts.push(start);
         }
-        let row = self.new_row(starts, (len, drafted.min(len)), tag, 0, Verb::Fork)?;
-        self.with_states(|states| states.fork(parent, row))?;
+        let slot = self.states.as_ref().map_or(Page::SINK, |states| states.slot_of(parent));
+        let row = self.new_row(starts, &StartLens { len, drafted: drafted.min(len), slot }, tag, 0, Verb::Fork)?;
         for group in &mut self.groups {
             let whole = i64::from(len) / group.page_size * group.page_size;
             group.protected[at] = group.protected[at].max(whole as i32);
@@ -291,7 +300,7 @@ impl Ledger {
     pub(super) fn new_row(
         &mut self,
         starts: Vec<Start>,
-        (len, drafted): (i32, i32),
+        &StartLens { len, drafted, slot }: &StartLens,
         tag: Option<&str>,
         noted: usize,
         verb: Verb,
@@ -316,6 +325,8 @@ impl Ledger {
         let riding: usize = self.steps.unlaunched().map(|record| record.before.copies.len()).sum();
         room(&mut self.copies, riding + starts.len(), "page copies")?;
         self.rows.admit(tag, step);
+        // Before pages are evicted, which may take the slot from the index.
+        self.with_states(|states| states.start(row, slot, len, verb))?;
         for (at, start) in starts.iter().enumerate() {
             self.share(at, &start.shared, verb)?;
             start.tail.iter().for_each(|&src| self.groups[at].pool.hold(src));

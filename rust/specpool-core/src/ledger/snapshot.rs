@@ -99,7 +99,7 @@ impl Ledger {
         let (lists, prefixes) = (state.rows.try_clone_lists()?, state.try_clone_prefixes()?);
         let copies = copied(&state.copies, "page copies")?;
         let index = state.index.try_clone()?;
-        let slots = state.states.as_ref().map(|states| states.pool.try_clone()).transpose()?;
+        let slots = state.states.as_ref().map(StateSlots::try_clone).transpose()?;
         let mut pools = with_room(self.groups.len(), "a snapshot")?;
         for (group, other) in self.groups.iter_mut().zip(&state.groups) {
             let cells = group.table.cells().iter().zip(other.table.cells());
@@ -123,8 +123,8 @@ impl Ledger {
             group.set_kept(kept);
             group.pool = pool;
         }
-        if let (Some(states), Some(other), Some(pool)) = (&mut self.states, &state.states, slots) {
-            states.restore(other, pool);
+        if let (Some(states), Some(other)) = (&mut self.states, slots) {
+            states.restore(other);
         }
         self.rows.restore(&state.rows, lists);
         self.steps.skip_to(&state.steps);

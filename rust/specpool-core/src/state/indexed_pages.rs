@@ -90,6 +90,11 @@ impl PagePool {
         self.line(page).state == PageState::Cached
     }
 
+    /// Whether one row owns the page.
+    pub(crate) fn is_owned(&self, page: Page) -> bool {
+        self.line(page).state == PageState::Owned
+    }
+
     /// Adds the prefix index as a holder of a page that is held and that is not indexed.
     pub(crate) fn index(&mut self, page: Page, entry: u32, verb: Verb) {
         self.set_shared(page);
@@ -103,6 +108,18 @@ impl PagePool {
     /// Makes a page that a row holds read-only.
     pub(crate) fn freeze(&mut self, page: Page) {
         self.set_shared(page);
+    }
+
+    /// Names another entry as the holder of an indexed page.
+    pub(crate) fn set_entry(&mut self, page: Page, entry: u32) {
+        self.map[page.at()].entry = entry;
+    }
+
+    /// Takes back [`index`](Self::index) of a page that one row owned before, and holds alone now.
+    pub(crate) fn unindex_owned(&mut self, page: Page, verb: Verb) {
+        self.unindex(page, 0, verb);
+        self.num_shared -= 1;
+        self.map[page.at()].state = PageState::Owned;
     }
 
     /// Drops the prefix index as a holder.

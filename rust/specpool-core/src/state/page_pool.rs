@@ -130,7 +130,7 @@ pub struct PagePool {
     /// Pages whose every holder is an idle row.
     num_reclaimable: usize,
     /// Pages that are shared.
-    num_shared: usize,
+    pub(super) num_shared: usize,
     /// Free pages that were handed out before; the last one is handed out first.
     returned: Vec<Page>,
     /// Pages that were given back: free once their fence is complete and no copy holds them.

@@ -122,6 +122,12 @@ impl PrefixIndex {
         self.entries[entry as usize].parent
     }
 
+    /// Tokens before an entry that has a root. O(entries before it).
+    pub(crate) fn start(&self, entry: u32) -> usize {
+        let before = std::iter::successors(Some(self.parent(entry)), |&entry| Some(self.parent(entry)));
+        before.take_while(|&entry| self.parent(entry) != NONE).count() * self.span
+    }
+
     /// The root of the entry's salt. O(1).
     pub(crate) fn root_of(&self, entry: u32) -> u32 {
         self.entries[entry as usize].root
@@ -192,6 +198,17 @@ impl PrefixIndex {
 
     /// The child that knows the draft KV of most of `tokens`, and of how many; nothing if none knows any.
     pub(crate) fn nearest_drafted(&self, parent: u32, tokens: &[i32]) -> Option<(u32, usize)> {
+        self.nearest_by(parent, tokens, |child, agree| self.drafted(child).min(agree))
+    }
+
+    /// The child with the greatest measure, and that measure; nothing if none is above 0. The measure of a child that
+    /// agrees with a number of tokens is at most this number.
+    pub(crate) fn nearest_by(
+        &self,
+        parent: u32,
+        tokens: &[i32],
+        measure: impl Fn(u32, usize) -> usize,
+    ) -> Option<(u32, usize)> {
         let children = self.children(parent);
         let index = children.partition_point(|&child| self.tokens(child) < tokens);
         let (before, after) = children.split_at(index);
@@ -203,12 +220,23 @@ impl PrefixIndex {
                 if agree <= best_len {
                     break;
                 }
-                if self.drafted(child).min(agree) > best_len {
-                    best = Some((child, self.drafted(child).min(agree)));
+                let measured = measure(child, agree);
+                if measured > best_len {
+                    best = Some((child, measured));
                 }
             }
         }
         best
+    }
+
+    /// Another child of the entry's parent that begins with most of the entry's tokens, and with how many; nothing if
+    /// none begins with any.
+    pub(crate) fn nearest_sibling(&self, entry: u32) -> Option<(u32, usize)> {
+        let siblings = self.children(self.parent(entry));
+        let index = siblings.partition_point(|&child| self.tokens(child) < self.tokens(entry));
+        let beside = [index.checked_sub(1), Some(index + 1)].into_iter().flatten().filter_map(|at| siblings.get(at));
+        let agreeing = beside.map(|&child| (child, common(self.tokens(child), self.tokens(entry))));
+        agreeing.filter(|&(_, agree)| agree > 0).max_by_key(|&(_, agree)| agree)
     }
 
     /// Takes the memory for `num` more entries, each behind the one before, under `parent` (or under a new root), and

@@ -18,6 +18,7 @@ use crate::ids::{Page, Row};
 use crate::memory::{self, zeroed};
 use crate::shape::Shape;
 use crate::state::group::Fence;
+use crate::state::kept_states::{KeptStates, Marked, Writer};
 use crate::state::page_pool::{PagePool, PageRecord};
 use crate::verb::Verb;
 
@@ -74,6 +75,8 @@ pub(crate) struct Fold {
     /// Page 0 if nothing is folded, and so nothing is written.
     pub(crate) dst: Page,
     pub(crate) from: i32,
+    /// The soft mark that the lane left.
+    pub(crate) marked: Marked,
 }
 
 impl Fold {
@@ -97,6 +100,8 @@ pub(crate) enum Target {
     Same(Page),
     /// In a slot that the row must take.
     Fresh,
+    /// In a slot that the row must take; or in place in this one, if the prefix index and soft marks give it up.
+    FreshOrStolen(Page),
 }
 
 /// The slots of a ledger's rows.
@@ -112,6 +117,8 @@ pub(crate) struct StateSlots {
     mark_slot: Vec<i32>,
     /// `int32 [num_rows + 1]`: tokens that the kept slot contains, at most c.
     mark_len: Vec<i32>,
+    /// The states that wait for `index`, and those of the prefix index.
+    pub(crate) kept: KeptStates,
 }
 
 type Held = std::result::Result<(), PageRecord>;
@@ -132,6 +139,7 @@ impl StateSlots {
             len: lengths()?,
             mark_slot: lengths()?,
             mark_len: lengths()?,
+            kept: KeptStates::default(),
             spec,
         })
     }
@@ -146,12 +154,14 @@ impl StateSlots {
             len: copied(&self.len)?,
             mark_slot: copied(&self.mark_slot)?,
             mark_len: copied(&self.mark_len)?,
+            kept: self.kept.try_clone()?,
         })
     }
 
-    /// Takes over another group's numbers, in place because Python has views of them.
-    pub(crate) fn restore(&mut self, other: &Self, pool: PagePool) {
-        self.pool = pool;
+    /// Takes over a copy of another group's numbers, in place because Python has views of them.
+    pub(crate) fn restore(&mut self, other: Self) {
+        self.pool = other.pool;
+        self.kept = other.kept;
         self.slot.copy_from_slice(&other.slot);
         self.len.copy_from_slice(&other.len);
         self.mark_slot.copy_from_slice(&other.mark_slot);
@@ -176,22 +186,25 @@ impl StateSlots {
     }
 
     /// Where a fold that ends at `to` writes. A slot is written in place only if nobody else holds it, and no launched
-    /// step of another holder may still read it.
+    /// step of another holder may still read it. What only the prefix index and soft marks hold beside the row can be
+    /// stolen from them.
     pub(crate) fn target(&self, row: Row, to: i32, completed: u64) -> Target {
         let slot = self.slot_of(row);
         if to <= self.len[row.at()] {
             Target::Nowhere
-        } else if slot != Page::SINK && self.pool.holders_if_unfenced(slot, completed) == Some(1) {
-            Target::Same(slot)
-        } else {
+        } else if slot == Page::SINK || self.pool.holders_if_unfenced(slot, completed) != Some(1) {
             Target::Fresh
+        } else if self.is_kept(slot) {
+            Target::FreshOrStolen(slot)
+        } else {
+            Target::Same(slot)
         }
     }
 
-    /// Whether the row could write its slot in place, were it not for the fences of former holders.
+    /// Whether the row could write its slot in place, or steal it, were it not for the fences of former holders.
     pub(crate) fn waits_for_fence(&self, row: Row) -> bool {
         let slot = self.slot_of(row);
-        slot != Page::SINK && self.pool.counts_of(slot).holders == 1
+        slot != Page::SINK && self.pool.counts_of(slot).holders == 1 + u32::from(self.is_kept(slot))
     }
 
     pub(crate) fn slot_of(&self, row: Row) -> Page {
@@ -213,7 +226,14 @@ impl StateSlots {
     /// Returns `len` if a row whose slot contains `state_len` tokens can go on from there. Otherwise returns the
     /// greatest shorter length at which a state is held; 0 if none is.
     pub(crate) fn next_cut(&self, row: Row, state_len: i32, len: i32) -> i32 {
-        if len >= state_len { len } else { self.mark(row).map_or(0, |(_, mark)| if mark <= len { mark } else { 0 }) }
+        if len >= state_len { len } else { self.held_below(row, len).1 }
+    }
+
+    /// The slot of the greatest length up to `len` at which the row holds a state, and that length; page 0 and 0 if it
+    /// holds none.
+    fn held_below(&self, row: Row, len: i32) -> (Page, i32) {
+        let held = self.mark(row).into_iter().chain(self.kept.marks_of(row));
+        held.filter(|&(_, mark)| mark <= len).max_by_key(|&(_, mark)| mark).unwrap_or((Page::SINK, 0))
     }
 
     /// Takes a slot for the row's fold. The caller has checked that one is free.
@@ -230,6 +250,7 @@ impl StateSlots {
 
     /// Takes back a fold that was not launched: no launched step has seen the slot that the row took for it.
     pub(crate) fn undo(&mut self, row: Row, fold: Fold, completed: u64, verb: Verb) -> Held {
+        self.unmark(row, fold.marked, verb);
         if fold.moves() {
             self.pool.release(fold.dst, row, 0, completed, verb)?;
             self.slot[row.at()] = fold.src.0;
@@ -243,11 +264,12 @@ impl StateSlots {
         if fold.held() == Page::SINK { Ok(()) } else { self.pool.check_held(fold.held(), row) }
     }
 
-    /// Marks the fold as enqueued: the step gives up the slot that it reads, behind the fence.
-    pub(crate) fn launch(&mut self, row: Row, fold: Fold, fence: Fence) -> Held {
+    /// Marks the fold as enqueued by `writer`: the step gives up the slot that it reads, behind the fence.
+    pub(crate) fn launch(&mut self, writer: Writer, fold: Fold, fence: Fence) -> Held {
+        self.kept.set_written(fold.dst, writer);
         match fold.held() {
             Page::SINK => Ok(()),
-            slot => self.pool.release(slot, row, fence.step, fence.completed, Verb::Launch),
+            slot => self.pool.release(slot, Row(writer.row), fence.step, fence.completed, Verb::Launch),
         }
     }
 
@@ -261,13 +283,14 @@ impl StateSlots {
         let at = row.at();
         if len < self.len[at] {
             let beyond = self.slot_of(row);
-            let (slot, state_len) = self.mark(row).filter(|&(_, mark)| mark <= len).unwrap_or((Page::SINK, 0));
+            let (slot, state_len) = self.held_below(row, len);
             if slot != Page::SINK {
                 self.pool.share(slot, verb)?;
             }
             self.pool.release(beyond, row, fence.step, fence.completed, verb)?;
             (self.slot[at], self.len[at]) = (slot.0, state_len);
         }
+        self.drop_soft_marks(row, len, fence.completed, verb);
         if self.mark(row).is_some_and(|(_, mark)| mark > len) { self.drop_mark(row, fence, verb) } else { Ok(()) }
     }
 
@@ -298,6 +321,7 @@ impl StateSlots {
     /// Gives back all slots of a row without unlaunched folds.
     pub(crate) fn clear(&mut self, row: Row, fence: Fence, verb: Verb) -> Held {
         self.drop_mark(row, fence, verb)?;
+        self.drop_soft_marks(row, 0, fence.completed, verb);
         if self.slot_of(row) != Page::SINK {
             self.pool.release(self.slot_of(row), row, fence.step, fence.completed, verb)?;
         }
@@ -305,13 +329,12 @@ impl StateSlots {
         Ok(())
     }
 
-    /// Lets `child` read the slot of `parent`.
-    pub(crate) fn fork(&mut self, parent: Row, child: Row) -> Held {
-        let slot = self.slot_of(parent);
+    /// Lets a new row of `len` tokens share the slot that contains them; page 0 if there are none.
+    pub(crate) fn start(&mut self, row: Row, slot: Page, len: i32, verb: Verb) -> Held {
         if slot != Page::SINK {
-            self.pool.share(slot, Verb::Fork)?;
+            self.pool.share(slot, verb)?;
         }
-        (self.slot[child.at()], self.len[child.at()]) = (slot.0, self.len[parent.at()]);
+        (self.slot[row.at()], self.len[row.at()]) = (slot.0, len);
         Ok(())
     }
 
@@ -322,10 +345,12 @@ impl StateSlots {
     }
 
     /// Adds every number that decides what the group will do.
-    pub(crate) fn hash(&self, digest: &mut Digest) {
+    /// `entries` are those of the prefix index, in the order of its trees.
+    pub(crate) fn hash(&self, digest: &mut Digest, entries: impl Iterator<Item = u32>, completed: u64) {
         for numbers in [&self.slot, &self.len, &self.mark_slot, &self.mark_len] {
             digest.ints(numbers);
         }
         self.pool.hash(digest);
+        self.kept.hash(digest, entries, completed);
     }
 }

@@ -11,6 +11,7 @@ use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::ids::{Page, Row};
 use crate::memory;
+use crate::state::kept_states::Marked;
 use crate::state::page_copy::{PageCopy, TailCopy};
 use crate::state::state_group::{Fold, StateFolds};
 
@@ -78,7 +79,7 @@ impl Plan {
     /// The lane's fold; `None` without a state group.
     pub(crate) fn fold(&self, lane: usize) -> Option<Fold> {
         let StateFolds { src, dst, from, .. } = self.states.as_deref()?;
-        Some(Fold { src: Page(src[lane]), dst: Page(dst[lane]), from: from[lane] })
+        Some(Fold { src: Page(src[lane]), dst: Page(dst[lane]), from: from[lane], marked: Marked::No })
     }
 }
 
@@ -91,6 +92,8 @@ pub(crate) struct Before {
     pub(crate) idle: Vec<i32>,
     /// The copies of its plan, with their rows.
     pub(crate) copies: Vec<TailCopy>,
+    /// Per lane: the soft mark that it left. Empty if no lane was to leave one.
+    pub(crate) marked: Vec<Marked>,
 }
 
 /// A step that is not over.
@@ -107,6 +110,12 @@ pub(crate) struct StepRecord {
 }
 
 impl StepRecord {
+    /// The lane's fold, with the mark that it left; `None` without a state group.
+    pub(crate) fn fold(&self, lane: usize) -> Option<Fold> {
+        let fold = self.plan.fold(lane)?;
+        Some(Fold { marked: self.before.marked.get(lane).copied().unwrap_or_default(), ..fold })
+    }
+
     /// Its forward failed.
     pub(crate) fn is_abandoned(&self) -> bool {
         self.abandoned
@@ -259,6 +268,9 @@ impl Steps {
             for before in [&record.before.drafted, &record.before.idle] {
                 digest.ints(before);
             }
+            if !record.before.marked.is_empty() {
+                digest.numbers(record.before.marked.iter().map(|&marked| marked as i64));
+            }
             record.before.copies.iter().for_each(|copy| copy.hash(digest));
         }
     }
@@ -291,7 +303,7 @@ impl Steps {
     pub(crate) fn unlaunched_folds(&self, row: Row, epoch: u64) -> impl Iterator<Item = Fold> {
         self.unlaunched().rev().filter_map(move |record| {
             let lane = record.plan.rows.iter().position(|&other| other == row.0)?;
-            if record.plan.epochs[lane] == epoch { record.plan.fold(lane) } else { None }
+            if record.plan.epochs[lane] == epoch { record.fold(lane) } else { None }
         })
     }
 
