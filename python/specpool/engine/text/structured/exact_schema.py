@@ -186,8 +186,8 @@ def _without_ahead(pattern: str) -> list[str]:
             rf"^[+-]?0*[\d.]{{1,{number['length']}}}0*$",
         ]
     if ahead := _WHOLE_AHEAD.fullmatch(pattern):
-        # The group also anchors a second alternative.
-        return [f"^(?:{ahead[2]})", f"^{ahead[1]}"]
+        # A second alternative must match it too.
+        return [f"^{ahead[2]}", f"^{ahead[1]}"]
     return [_same(pattern)]
 
 
