@@ -143,6 +143,11 @@ def test_a_field_that_asks_for_nothing_is_not_named(model, body, names):
     assert outcome(model, body | harmless, "") == outcome(model, body, "")
 
 
+def json_object(schema):
+    """A field as llama.cpp's and Together's clients send it."""
+    return {"response_format": {"type": "json_object", "schema": schema}}
+
+
 @pytest.mark.parametrize(
     ("given", "kind", "text"),
     [
@@ -156,7 +161,11 @@ def test_a_field_that_asks_for_nothing_is_not_named(model, body, names):
         ({"guided_grammar": "start: A"}, "ebnf", "start: A"),
         ({"guided_json_object": True}, "json_object", ""),
         ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}}, "json_schema", "{}"),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "json_schema", "{}"),
+        (json_object({}), "json_schema", '{"type": "object"}'),
+        (json_object(True), "json_schema", '{"type": "object"}'),
+        (json_object({"title": "a"}), "json_schema", '{"type": "object", "title": "a"}'),
+        (json_object({"$ref": "#/a"}), "json_schema", '{"$ref": "#/a"}'),
+        (json_object({"type": "array"}), "json_schema", '{"type": "array"}'),
         ({"response_format": {"type": "json_object", "schema": None}}, "json_object", ""),
     ],
 )

@@ -45,6 +45,14 @@ def root_ids(matcher: Matcher) -> set[int]:
     return ids_of(bits[0])
 
 
+def decimal_pattern(max_digits, places):
+    """The pattern of pydantic 2.12 for a decimal number."""
+    whole = max_digits if places is None else max(0, max_digits - places)
+    number = r"\d*\.\d*" if places is None else rf"\d{{0,{whole}}}\.\d{{0,{places}}}"
+    ahead = rf"(?=[\d.]{{1,{max_digits + 1}}}0*$)"
+    return rf"^(?!^[-+.]*$)[+-]?0*(?:\d{{0,{whole}}}|{ahead}{number}0*$)"
+
+
 #: Schemas that llguidance itself takes too widely, texts that they allow, and texts that not.
 EXACT = [
     ({"type": "string", "pattern": '^[^"]*$'}, ['"a"', r'"\\"', r'"\n"'], [r'"a\"b"', r'"\u0022"']),
@@ -109,6 +117,76 @@ EXACT = [
         {"pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$", "type": "string"},
         ['"0"', '"-007"', '"+1."', '".5"', '"0.50"'],
         ['""', '"-"', '"."', '"+."', '"1.2.3"', '"1e5"', '"--1"'],
+    ),
+    (  # as pydantic writes a decimal number of 2 places
+        {"pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d{0,2}0*$", "type": "string"},
+        ['"0"', '"-12345.67"', '"+1."', '".5"', '"0.50000"'],
+        ['""', '"-"', '"."', '"0.001"', '"1.2.3"', '"1e5"', '".a"'],
+    ),
+    (  # as pydantic writes names that are such numbers
+        {
+            "patternProperties": {
+                r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d{0,2}0*$": {"type": "null"},
+            },
+            "additionalProperties": False,
+        },
+        ['{"1.25":null}', "{}"],
+        ['{"1.25":1}', '{"1.255":null}', '{"":null}'],
+    ),
+    (  # as zod 4 writes a time
+        {
+            "format": "time",
+            "pattern": r"^(?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d(?:\.\d+)?)?$",
+            "type": "string",
+        },
+        ['"10:00"', '"23:59:59.123"'],
+        ['"10:00:00Z"', '"24:00"'],
+    ),
+    (
+        {
+            "format": "time",
+            "pattern": r"^([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d+)?$",
+            "type": "string",
+        },
+        ['"10:00:00"'],
+        ['"10:00"', '"10:00:00Z"'],
+    ),
+    (  # as zod 4 writes a date and a time without seconds
+        {"format": "date-time", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\dZ$", "type": "string"},
+        ['"2026-01-02T10:00Z"'],
+        ['"2026-01-02T10:00:00Z"'],
+    ),
+    (
+        {
+            "format": "time",
+            "allOf": [{"pattern": r"^\d\d:"}, {"pattern": r"\d$"}],
+            "type": "string",
+        },
+        ['"10:00:00+01:00"'],
+        ['"10:00:00Z"'],
+    ),
+    (  # as zod 4 writes a host name
+        {
+            "pattern": r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+            r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$",
+            "type": "string",
+        },
+        ['"a"', '"a-b.c"', '"a.b."', f'"{"a." * 126}a"', f'"{"a." * 126}a."'],
+        ['""', '"-a"', '"a..b"', f'"{"a." * 126}ab"', f'"{"a." * 127}a"'],
+    ),
+    (  # a look-ahead before two alternatives
+        {"pattern": "^(?=.{2}$)a*|^ab?$", "type": "string", "maxLength": 3},
+        ['"aa"', '"ab"', '"xy"'],
+        ['"aaa"', '"c"', '""'],
+    ),
+    (  # as zod 4 writes a duration, but for its format
+        {
+            "pattern": r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
+            r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$",
+            "type": "string",
+        },
+        ['"P1W"', '"P1Y2D"', '"P10MT3S"', '"PT1H"', '"PT1,5S"', '"P1DT2M0.25S"'],
+        ['"P"', '"PT"', '"P1DT"', '"P1W1D"', '"P1H"', '"PT1.S"', '"P1D1M"', '"1D"'],
     ),
     (
         {"properties": {"pattern": {"pattern": '^[^"]$'}}, "additionalProperties": False},
@@ -211,6 +289,8 @@ def test_a_keyword_that_forbids_something_is_refused(compiler, keywords):
     [
         ({"format": "e164", "pattern": "^a$"}, False),  # as zod writes a telephone number
         ({"format": "e164"}, True),
+        ({"format": "e164", "allOf": [{"pattern": "^a"}, {"pattern": "a$"}]}, False),
+        ({"format": "e164", "allOf": [{"minLength": 1}]}, True),
         ({"format": "uri-reference", "pattern": "^a$"}, True),
         ({"format": 1, "pattern": "^a$"}, True),
     ],
@@ -225,6 +305,68 @@ def test_a_format_of_ones_own_is_an_annotation_beside_a_pattern(compiler, schema
         matcher = compiler.matcher(grammar)
         matcher.follow([*text.encode()], 0)
         assert (matcher.error is None) is is_allowed
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "others"),
+    [
+        ({"format": "time", "pattern": "Z$"}, ["10:00:00Z"], ["10:00:00+01:00", "Z"]),
+        (  # as zod 4 writes a duration: the format has no comma, and no gap
+            {
+                "format": "duration",
+                "pattern": r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
+                r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$",
+            },
+            ["P1W", "P1Y2M3DT1H2M3S", "PT5M"],
+            ["PT1,5S", "P", "PT"],
+        ),
+        (  # a host name of zod: the format has no point at its end
+            {"format": "hostname", "pattern": r"^(?=.{1,9}\.?$)[a-z]+(?:\.[a-z]+)*\.?$"},
+            ["a.b", "abcdefg.h"],
+            ["abcdefgh.i", "a..b", "-"],
+        ),
+    ],
+)
+def test_a_format_holds_beside_a_pattern_that_it_fits(compiler, schema, allowed, others):
+    start = compiler.matcher(Grammar.json_schema({"type": "string"} | schema))
+    for text in [*allowed, *others]:
+        matcher = start.fresh()
+        matcher.follow([*f'"{text}"'.encode()], 0)
+        assert (matcher.error is None) is (text in allowed), text
+
+
+@pytest.mark.parametrize(
+    ("max_digits", "places"),
+    [(10, 2), (5, None), (3, 3), (2, 4), (4, 0), (1, None), (0, None), (0, 0), (38, 10)],
+)
+def test_a_decimal_number_has_no_more_digits_than_pydantic_allows(compiler, max_digits, places):
+    """Law: a form may be narrower than its pattern, and never wider; each number is allowed.
+
+    The pattern itself matches any text with a digit, as its first alternative has no end.
+    """
+    pattern = decimal_pattern(max_digits, places)
+    start = compiler.matcher(Grammar.json_schema({"type": "string", "pattern": pattern}))
+    rng, seen = random.Random(17), set()
+    for _ in range(400):
+        alphabet = rng.choice(["0123456789", "01", "0123456789" * 3 + "+-.a", "00.1"])
+        texts = ["".join(rng.choices(alphabet, k=rng.randint(0, max_digits // 2 + 2)))]
+        texts.append(f"{rng.choice(['', '-', '+', '00'])}{texts[0]}{rng.choice(['', '.'])}")
+        texts.append(f"{texts[1]}.{''.join(rng.choices('0123', k=rng.randint(0, 3)))}00")
+        for text in texts:
+            matcher = start.fresh()
+            matcher.follow([*f'"{text}"'.encode()], 0)
+            is_allowed = matcher.error is None and EOS in root_ids(matcher)
+            number = re.fullmatch(r"[+-]?0*(\d*)(?:\.(\d*?)0*)?", text)
+            is_number = number is not None and any(digit.isdigit() for digit in text)
+            if is_number:
+                whole, fraction = len(number[1]), len(number[2] or "")
+                is_number = whole + fraction <= max_digits
+                if places is not None:
+                    is_number &= whole <= max(0, max_digits - places) and fraction <= places
+            assert is_allowed is is_number, text
+            assert not is_allowed or re.search(pattern, text), text
+            seen.add(is_allowed)
+    assert seen == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -351,6 +493,21 @@ for _ in range(300):
         (Grammar.json_schema({"$ref": "http://127.0.0.1/x"}), "retrieving it failed"),
         (Grammar.json_schema(DEEP), "recursion limit exceeded"),
         (Grammar.json_schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+        (  # a narrower pattern of names would free the others
+            Grammar.json_schema({"patternProperties": {decimal_pattern(4, 2): {"type": "null"}}}),
+            "look-around",
+        ),
+        (
+            Grammar.json_schema(
+                {
+                    "patternProperties": {
+                        r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": {"type": "null"},
+                        r"^[+-]?(\d+\.?\d*|\.\d+)$": {"type": "integer"},
+                    }
+                }
+            ),
+            "look-around",
+        ),
         (Grammar.regex("[a-z"), "unclosed character class"),
         (Grammar.regex(r"(a)\1"), "backreferences are not supported"),
         (Grammar.ebnf('root ::= "a" missing'), "missing"),

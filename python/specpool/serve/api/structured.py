@@ -31,6 +31,8 @@ _FIELDS = {
 }
 #: Options of `structured_outputs` that say how a form is compiled, or what is done anyway.
 _OPTIONS = {"disable_any_whitespace", "disable_fallback"}
+#: Keywords of a JSON Schema that say of which type a value is, or may.
+_TYPED = {"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
 
 
 def grammar_of(request: GenerationBody) -> Grammar | None:
@@ -90,6 +92,10 @@ def _of_format(response_format: dict[str, Any] | None) -> tuple[str, Any] | None
         schema = held.get("schema") if isinstance(held, dict) else None
         if not isinstance(schema, dict | bool):
             raise bad(f"{path}.schema must be a JSON schema", "response_format")
+        if kind == "json_object" and schema is True:
+            schema = {}
+        if kind == "json_object" and isinstance(schema, dict) and not _TYPED & schema.keys():
+            schema = {"type": "object"} | schema
         return "json_schema", schema
     raise bad(
         f"response_format.type must be text, json_object or json_schema, got {kind!r:.40}",

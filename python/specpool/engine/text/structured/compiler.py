@@ -314,7 +314,9 @@ def _library() -> Any:
 def _source(library: Any, grammar: Grammar) -> str:
     """Return the grammar in llguidance's own notation."""
     if grammar.kind in ("json_schema", "json_object"):
-        schema = plain(grammar.text) if grammar.kind == "json_schema" else '{"type": "object"}'
+        schema = '{"type": "object"}'
+        if grammar.kind == "json_schema":
+            schema = plain(grammar.text, partial(_contradicts, library))
         # No blanks between the tokens of the text: they would allow a second token everywhere.
         options = {"whitespace_flexible": False}
         schema = "{}" if schema.strip() == "true" else schema
@@ -325,6 +327,14 @@ def _source(library: Any, grammar: Grammar) -> str:
                 break
         return source
     return str(library.grammar_from(grammar.kind, grammar.text))
+
+
+def _contradicts(library: Any, name: str, patterns: list[str]) -> bool:
+    """Return whether no text has both a format of JSON Schema and all of these patterns."""
+    schema = {"type": "string", "format": name, "allOf": [{"pattern": text} for text in patterns]}
+    source = library.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    message: str = library.LLMatcher.validate_grammar(source)
+    return "Unsatisfiable schema" in message
 
 
 def _location(grammar: Grammar, message: str) -> str:

@@ -34,6 +34,8 @@ _IDLE_CONTENTS: dict[str, Any] = {
     "dependencies": {},
 }
 _DOMAIN = r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+_SECONDS = r"\d+([.,]\d+)?S"
+_TIME = rf"T(\d+H(\d+M)?({_SECONDS})?|\d+M({_SECONDS})?|{_SECONDS})"
 #: Patterns with look-ahead, which the library refuses, and others for the same texts.
 _SAME_PATTERNS = {
     # zod's e-mail address
@@ -42,7 +44,32 @@ _SAME_PATTERNS = {
     ),
     # pydantic's decimal number
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
+    # zod's duration
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
+    r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(\d+W|(\d+Y(\d+M)?(\d+D)?|\d+M(\d+D)?|\d+D)({_TIME})?|{_TIME})$"
+    ),
 }
+_DECIMAL = re.escape(r"^(?!^[-+.]*$)[+-]?0*")
+#: pydantic's decimal numbers: of so many digits before and behind the point, of so many digits in
+#: all, and of so many behind the point.
+_PLACES, _DIGITS, _FRACTION = (
+    re.compile(
+        _DECIMAL
+        + re.escape(rest)
+        .replace("WHOLE", r"(?P<whole>\d{1,5})", 1)
+        .replace("WHOLE", "(?P=whole)")
+        .replace("LENGTH", r"(?P<length>\d{1,5})")
+        .replace("PLACES", r"(?P<places>\d{1,5})")
+    )
+    for rest in (
+        r"(?:\d{0,WHOLE}|(?=[\d.]{1,LENGTH}0*$)\d{0,WHOLE}\.\d{0,PLACES}0*$)",
+        r"(?:\d{0,WHOLE}|(?=[\d.]{1,LENGTH}0*$)\d*\.\d*0*$)",
+        r"\d*\.?\d{0,PLACES}0*$",
+    )
+)
+#: A pattern that begins with a look-ahead over the whole text, such as that of zod's host name.
+_WHOLE_AHEAD = re.compile(r"\^\(\?=((?:[^()\[\]|\\]|\\.)*\$)\)(.*)", re.DOTALL)
 #: The formats that JSON Schema defines.
 _FORMATS = frozenset(
     "date date-time duration email hostname idn-email idn-hostname ipv4 ipv6 iri iri-reference "
@@ -56,13 +83,18 @@ _ANY_NAME = r"^[^\x00]*$"
 _STEP = 1e-12
 
 
-def plain(text: str) -> str:
+def plain(text: str, contradicts: Callable[[str, list[str]], bool]) -> str:
     """Return a JSON Schema without some of what the library refuses; if it has none, itself.
 
-    These are keywords that forbid nothing, patterns of `_SAME_PATTERNS`, and, beside a pattern,
-    formats that JSON Schema does not define: there the pattern says what zod's mean.
+    These are keywords that forbid nothing, look-ahead in patterns of zod and pydantic, and, beside
+    a pattern, formats that JSON Schema does not define, or that no text of the pattern has: there
+    the pattern says what zod's mean.
+
+    Args:
+        text: the schema.
+        contradicts: returns whether no text has both a format and all of these patterns.
     """
-    return _rewritten(text, _make_plain)
+    return _rewritten(text, lambda schema: _make_plain(schema, contradicts))
 
 
 def exact(text: str, *, closes_names: bool = True) -> str:
@@ -100,17 +132,68 @@ def _rewritten(text: str, change: Callable[[dict[str, Any]], bool]) -> str:
         return text
 
 
-def _make_plain(schema: dict[str, Any]) -> bool:
+def _make_plain(schema: dict[str, Any], contradicts: Callable[[str, list[str]], bool]) -> bool:
     """Change one schema; return whether it was changed. See `plain`."""
     old = dict(schema)
     for key in [key for key, content in schema.items() if _is_idle(key, content)]:
         del schema[key]
-    pattern = schema.get("pattern")
-    if isinstance(pattern, str):
-        schema["pattern"] = _SAME_PATTERNS.get(pattern, pattern)
-        if isinstance(name := schema.get("format"), str) and name not in _FORMATS:
+    pattern, names = schema.get("pattern"), schema.get("patternProperties")
+    parts = schema.get("allOf", [])
+    if isinstance(pattern, str) and isinstance(parts, list):
+        schema["pattern"], *others = _without_ahead(pattern)
+        if others:
+            parts = schema["allOf"] = [*parts, *({"pattern": other} for other in others)]
+    if isinstance(names, dict):
+        # Here a narrower pattern would allow more, as names of no pattern are free.
+        same_names = {_same(name): names[name] for name in names}
+        if len(same_names) == len(names):
+            schema["patternProperties"] = same_names
+    patterns = [
+        part["pattern"]
+        for part in [schema, *(parts if isinstance(parts, list) else [])]
+        if isinstance(part, dict) and isinstance(part.get("pattern"), str)
+    ]
+    if patterns and isinstance(name := schema.get("format"), str):
+        patterns = [other for pattern in patterns for other in _without_ahead(pattern)]
+        if name not in _FORMATS or contradicts(name, patterns):
             del schema["format"]
     return schema != old
+
+
+def _same(pattern: str) -> str:
+    """Return a pattern without look-ahead for the same texts; if none is known, the pattern."""
+    if number := _FRACTION.fullmatch(pattern):
+        places = int(number["places"])
+        return rf"^[+-]?(\d+(\.\d{{0,{places}}}0*)?|\.{_some(places)}0*)$"
+    return _SAME_PATTERNS.get(pattern, pattern)
+
+
+def _without_ahead(pattern: str) -> list[str]:
+    r"""Return patterns without look-ahead that together allow what a pattern does, or less.
+
+    pydantic's patterns with a number of digits have no `$` behind their first alternative. So they
+    match whatever has a character but `-+.`. The new patterns allow only the numbers they mean.
+    """
+    if number := _PLACES.fullmatch(pattern):
+        whole = int(number["whole"])
+        places = min(int(number["places"]), int(number["length"]) - 1)
+        fraction = rf"\.\d{{0,{places}}}0*"
+        return [rf"^[+-]?(0*{_some(whole)}({fraction})?|\.{_some(places)}0*)$"]
+    if number := _DIGITS.fullmatch(pattern):
+        # The second pattern counts the digits of a number with a point, and the point.
+        return [
+            rf"^[+-]?(0*{_some(int(number['whole']))}|\d+\.\d*|\.\d+)$",
+            rf"^[+-]?0*[\d.]{{1,{number['length']}}}0*$",
+        ]
+    if ahead := _WHOLE_AHEAD.fullmatch(pattern):
+        # A second alternative must match it too.
+        return [f"^{ahead[2]}", f"^{ahead[1]}"]
+    return [_same(pattern)]
+
+
+def _some(num_digits: int) -> str:
+    """Return a pattern of 1 to `num_digits` digits; of a 0 alone if there may be none."""
+    return rf"\d{{1,{num_digits}}}" if num_digits else "0"
 
 
 def _is_idle(keyword: str, content: Any) -> bool:
