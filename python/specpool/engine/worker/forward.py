@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -81,17 +82,13 @@ class Forward:
         wants_features = any(part.wants_features for part in passes)
         # Captured features cost hooks in every forward.
         self._target.capture(self._feature_layers if wants_features else ())
+        forward = self._target.forward
+        if self._state is not None:
+            forward = partial(forward, states=self._states(self._state, passes, plans))
         if len(passes) == 1:
             (part,) = passes
-            return [
-                self._target.forward(
-                    part.tokens,
-                    part.positions,
-                    self._batch(part.views),
-                    part.logits_at,
-                    states=self._states(passes, plans),
-                )
-            ]
+            batch = self._batch(part.views)
+            return [forward(part.tokens, part.positions, batch, part.logits_at)]
         logits_at, first = [], 0
         for part in passes:
             tokens = torch.arange(len(part.tokens), device=part.tokens.device)
@@ -100,12 +97,11 @@ class Forward:
         views = {
             group: JoinedView([part.views[group] for part in passes]) for group in passes[0].views
         }
-        joined = self._target.forward(
+        joined = forward(
             torch.cat([part.tokens for part in passes]),
             torch.cat([part.positions for part in passes]),
             self._batch(views),
             torch.cat(logits_at),
-            states=self._states(passes, plans),
         )
         outputs = []
         first_token = first_logits = 0
@@ -119,10 +115,10 @@ class Forward:
             )
         return outputs
 
-    def _states(self, passes: Sequence[Pass], plans: Sequence[Plan]) -> LaneStates | None:
-        """Return what the lanes of all passes read of their states; None without mixers."""
-        if self._state is None:
-            return None
+    def _states(
+        self, state: RecurrentState, passes: Sequence[Pass], plans: Sequence[Plan]
+    ) -> LaneStates:
+        """Return what the lanes of all passes read of their states."""
         paths: dict[int, Int64] = {}
         first = 0
         for part in passes:
@@ -139,7 +135,7 @@ class Forward:
             for part, part_lens in zip(passes, lens, strict=True)
         ]
         return LaneStates.build(
-            self._state,
+            state,
             StateFolds.of_plans(plans),
             np.concatenate([part_lens.hi for part_lens in lens]),
             np.concatenate(widths),
