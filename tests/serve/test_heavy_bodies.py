@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_scripted_engine import scripted
 
 from serve_kit import SMALL, Server
 from specpool.serve.api.errors import ApiError
@@ -90,6 +91,21 @@ def test_a_heavy_body_is_refused_and_holds_up_nobody(server, parsing_seconds, na
     assert answer["error"]["message"]
     assert spent < 3 * parsing_seconds
     assert server.ask("GET", "/health")[0] == 200
+
+
+def test_a_large_body_that_has_come_is_refused_without_a_wait():
+    """Law: only a body that still comes holds its connection; its size need not be in its head."""
+
+    class NothingMore:
+        async def wait(self):
+            raise AssertionError("the body has come, and more is waited for")
+
+    async def test(front):
+        for path in ("/v1/sessions", "/v1/completions"):
+            status, _ = await front.ask({"x": "a" * 66_000}, path=path, leaves=NothingMore())
+            assert status == 413 and front.headers["connection"] == "close"
+
+    scripted(test, max_body=1024)
 
 
 def test_a_path_without_texts_takes_small_bodies_only(server):

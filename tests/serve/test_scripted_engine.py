@@ -36,6 +36,7 @@ class Scripted:
         self.wire, self.ready = Wire() if wire is None else wire, ready
         self.client = EngineClient(self.wire)
         self.config = ServeConfig(**options)
+        self.headers = {}  # of the latest answer
 
     async def start(self):
         await self.wire.come(self.ready)
@@ -84,6 +85,7 @@ class Scripted:
             receive,
             send,
         )
+        self.headers = {key.decode(): value.decode() for key, value in sent[0]["headers"]}
         content = b"".join(message.get("body", b"") for message in sent[1:])
         is_json = content[:1] == b"{"
         return sent[0]["status"], json.loads(content) if is_json else content.decode()
@@ -116,6 +118,18 @@ def scripted(test, **options):
         await asyncio.wait_for(test(front), 60)
 
     asyncio.run(run())
+
+
+def test_the_list_of_models_may_end_with_a_slash():
+    """Law: it is no name of a model."""
+
+    async def test(front):
+        lists = [
+            await front.ask(None, path=path, method="GET") for path in ("/v1/models", "/v1/models/")
+        ]
+        assert lists[0] == lists[1] and lists[0][1]["object"] == "list"
+
+    scripted(test)
 
 
 def test_forms_that_take_long_to_compile_hold_up_nobody_else():

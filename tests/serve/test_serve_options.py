@@ -101,7 +101,12 @@ def test_drafts_from_texts_of_all_are_refused_between_keys(
         *(("hosts", value, "hosts must be a tuple of names") for value in ("abc", 5, None)),
         *(("origins", (origin,), "an origin is . or what browsers send") for origin in
           ("", 5, "null", "https://", "https://a/", "https://a/b", "https://A.example", "HTTPS://a",
-           "https://a:443", "http://a:80", "https://a:", "https://a b", "https://u@a")),
+           "https://a:443", "http://a:80", "https://a:", "https://a b", "https://u@a",
+           "https://*.example.com", "https://münchen.de", "http://127.1", "http://1.2.3.256",
+           "https://a.b?x", "https://a.b#", "https://a.b:99999", "https://a:65536", "https://a:080",
+           "https://a\\b", "https://a%41.b", "https://a<b", "https://[::1", "https://[::g]",
+           "https://[1.2.3.4]", "https://[0::1]", "https://a;b", "app://ü", "https://a..b",
+           "https://a\n")),
         ("origins", "*", "origins must be a tuple of names"),
         ("proxies", "10.0.0.1", "proxies must be a tuple of names"),
         *(("proxies", (proxy,), "proxies must be addresses or networks") for proxy in
@@ -121,7 +126,9 @@ def test_origins_are_as_browsers_send_them():
     """Law: an origin that no browser sends is refused; pages of programs have schemes of theirs."""
     ServeConfig(
         origins=("https://a.example", "http://a:8080", "http://a:443", "http://[::1]:3000",
-                 "https://xn--bcher-kva.example", "app://obsidian.md", "tauri://localhost",
+                 "https://xn--bcher-kva.example", "https://a_b.example", "https://a.example.",
+                 "https://a.b:65535", "http://a:0", "http://127.0.0.1:1", "https://1.a",
+                 "http://[::ffff:7f00:1]", "vscode-webview://12", "app://obsidian.md", "tauri://localhost",
                  "chrome-extension://abc", "vscode-webview://0a1b", "*")
     )  # fmt: skip
 
@@ -132,10 +139,29 @@ def test_a_name_of_a_loopback_server_has_no_case():
         _check_host("other", ServeConfig(hosts=("boX.example",)))
 
 
-@pytest.mark.parametrize("host", ["127.0.1.1:8000", "[::1]:8000", "[::ffff:127.0.0.1]", "box:80"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.1.1:8000",
+        "[::1]:8000",
+        "::1",
+        "[::ffff:127.0.0.1]",
+        "box:80",
+        "localhost.",
+        "Box.:80",
+    ],
+)
 def test_a_loopback_server_answers_to_each_loopback_address(host):
     _check_host(host, ServeConfig(host="box"))
-    for strange in ("box.evil.example", "127.0.0.1.evil.example", "10.0.0.1", "0.0.0.0", "[::]"):
+    for strange in (
+        "box.evil.example",
+        "127.0.0.1.evil.example",
+        "localhost..",
+        "::2",
+        "10.0.0.1",
+        "0.0.0.0",
+        "[::]",
+    ):
         with pytest.raises(ApiError, match="listens on loopback and is called"):
             _check_host(strange, ServeConfig(host="box"))
 

@@ -180,3 +180,31 @@ def test_an_answer_may_be_sent_back_with_its_thoughts():
         assert f"[A][T]Hm.{GEMMA_CALL}" in tokenizer.decode(asked.prompt)
 
     run(tokenizer, test)
+
+
+def test_thoughts_that_the_template_does_not_read_are_named():
+    """Law: in a chat and in its tokens; where the template reads them, nothing is named."""
+    shown = "{% if m.reasoning_content %}[T]{{ m.reasoning_content }}{% endif %}"
+    reading = GEMMA.template.replace("[A]{{ m.content", f"[A]{shown}{{{{ m.content")
+    part = {"type": "thinking", "thinking": "Hm."}
+    answers = (
+        ({"content": "", "reasoning_content": "Hm."}, "messages.reasoning_content"),
+        ({"content": "a", "reasoning": "Hm."}, "messages.reasoning"),
+        ({"content": [part]}, "messages.content.thinking"),
+        ({"content": "a", "reasoning_content": ""}, None),
+        ({"content": "a"}, None),
+    )
+
+    for template in (GEMMA.template, reading):
+        tokenizer = byte_tokenizer(GEMMA_MARKS, template)
+
+        async def test(front, template=template):
+            for message, name in answers:
+                history = [*ASK["messages"], {"role": "assistant", **message}, *ASK["messages"]]
+                expected = name if template == GEMMA.template else None
+                await answer(front, {"messages": history}, [[97]])
+                assert front.headers.get("x-specpool-ignored") == expected, message
+                status, _ = await front.ask({"messages": history}, path="/tokenize")
+                assert (status, front.headers.get("x-specpool-ignored")) == (200, expected)
+
+        run(tokenizer, test)

@@ -121,6 +121,23 @@ def test_special_tokens_are_no_content_where_no_call_is_read():
     run(tokenizer, test)
 
 
+def test_the_drafts_of_a_text_are_its_content_however_it_is_held():
+    """Law: a text that could have begun a call is told late, and its drafts with it."""
+    tokenizer = byte_tokenizer(FAMILIES["qwen"].specials, FAMILIES["qwen"].template)
+    text = 'So <tool_ca is no call, {"name": 5} neither. <tool'
+    ids = tokenizer.encode(text, add_special_tokens=False)
+
+    async def test(front):
+        body = ASK | {"stream": True, "include_drafts": True}
+        for split in ([ids], [[i] for i in ids]):
+            stream, _ = await answer(front, body, split)
+            assert joined(stream)[0] == text
+            pieces = [piece for part in [*events(stream)][:-1] for piece in part.get("drafts", [])]
+            assert "".join(piece for piece, _ in pieces) == text
+
+    run(tokenizer, test)
+
+
 def test_a_call_that_the_length_cuts_off_says_so():
     family = FAMILIES["mistral_v13"]
     tokenizer = byte_tokenizer(family.specials, family.template)

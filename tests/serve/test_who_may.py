@@ -27,6 +27,7 @@ WHO = {
     ("GET", "/health"): "anyone",
     ("GET", "/openapi.json"): "key",
     ("GET", "/v1/models"): "key",
+    ("GET", "/v1/models/"): "key",
     ("GET", "/v1/models/{name:path}"): "key",
     ("POST", "/tokenize"): "own",
     ("POST", "/detokenize"): "own",

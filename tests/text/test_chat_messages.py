@@ -57,6 +57,45 @@ KIMI = (
     "{% endfor %}"
 )
 
+#: How templates read thoughts elsewhere than in a field: as parts, whose value is a text or a list,
+#: as blocks, which each answer then has, or in a field of another name.
+_CALLS = "{% for c in m.tool_calls or [] %}<{{ c.function.name }}>{% endfor %};{% endfor %}"
+_REFUSES = (
+    "{% if m.role == 'assistant' and not m.content and not m.tool_calls %}"
+    "{{ raise_exception('empty answer') }}{% endif %}"
+)
+_AS_PARTS = (
+    "{% for m in messages %}{{ m.role }}:" + _REFUSES + "{% if m.content is string %}"
+    "{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'text' %}"
+    "{{ part.text }}{% else %}{{ '(' + THOUGHT + ')' }}{% endif %}{% endfor %}{% endif %}" + _CALLS
+)
+_AS_BLOCKS = (
+    "{% set ns = namespace(kind=none) %}{% for m in messages %}{{ m.role }}:"
+    "{% if m.role != 'assistant' %}{{ m.content }}{% else %}"
+    "{% set kind = 'text' if m.content is string else 'blocks' %}"
+    "{% if ns.kind and ns.kind != kind %}{{ raise_exception('mixed') }}{% endif %}"
+    "{% set ns.kind = kind %}{% if kind == 'text' %}{{ m.content }}{% else %}"
+    "{% for block in m.content.blocks %}{% if block.type == 'thoughts' %}({{ block.text }})"
+    "{% else %}{{ block.text }}{% endif %}{% endfor %}{% endif %}{% endif %}" + _CALLS
+)
+_AS_FIELD = (
+    "{% for m in messages %}{{ m.role }}:{% if m.NAME is defined %}({{ m.NAME }}){% endif %}"
+    "{{ m.content }}" + _CALLS
+)
+#: These show no thoughts; they refuse an empty answer, or print a content that is not a text.
+_UNREAD = {
+    "refused": "{% for m in messages %}{{ m.role }}:" + _REFUSES + "{{ m.content }}" + _CALLS,
+    "printed": "{% for m in messages %}{{ m.role }}:{{ m.content if m.content is string "
+    "else m.content | tojson }}" + _CALLS,
+}
+THINKING = {
+    "texts": _AS_PARTS.replace("THOUGHT", "part.thinking"),
+    "lists": _AS_PARTS.replace("THOUGHT", "part.thinking[0].text"),
+    "blocks": _AS_BLOCKS,
+    **{name: _AS_FIELD.replace("NAME", name) for name in
+       ("reasoning_content", "thinking", "thought", "tool_plan")},
+}  # fmt: skip
+
 
 def call(arguments, **more):
     return {
@@ -490,6 +529,86 @@ def test_a_template_that_reads_results_as_lists_of_parts_gets_such():
     assert rendered(template, [USER, history("{}")[1] | {"content": None}, RESULT, USER]) == (
         '[user]Weather?[assistant]f[tool]{"type": "text", "text": "18 C"};[user]Weather?'
     )
+
+
+@pytest.mark.parametrize("kind", THINKING)
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_thoughts_come_back_in_the_form_that_the_template_reads(kind, has_tools):
+    """Law: beside a text and beside a call, and where the answer was cut off within them."""
+    texts = texts_of(THINKING[kind])
+    variables = {"tools": [TOOL]} if has_tools else {}
+    cut = {"role": "assistant", "content": "", "reasoning_content": "Hm"}
+    called = {**cut, "tool_calls": [call("{}")]}
+    said = {**cut, "content": "So."}
+    plain = {"role": "assistant", "content": "Yes."}
+    chat = [USER, cut, USER, called, RESULT, said, USER, plain, USER]
+    assert texts.render(0, texts.messages(0, chat), variables) == (
+        "user:Weather?;assistant:(Hm);user:Weather?;assistant:(Hm)<f>;tool:18 C;"
+        "assistant:(Hm)So.;user:Weather?;assistant:Yes.;user:Weather?;"
+    )
+    assert texts.reads_thoughts(variables)
+
+
+@pytest.mark.parametrize("kind", _UNREAD)
+def test_thoughts_that_a_template_does_not_read_make_it_refuse_nothing(kind):
+    """Law: the chat goes on, and says that they were not read; other refusals stay as they are."""
+    texts = texts_of(_UNREAD[kind])
+    cut = {"role": "assistant", "content": "", "reasoning_content": "Hm"}
+    called = {**cut, "tool_calls": [call("{}")]}
+    space = " " if kind == "refused" else ""
+    for answer, shown in ((cut, space), (called, "<f>"), ({**cut, "content": "So."}, "So.")):
+        text = texts.render(0, texts.messages(0, [USER, answer, USER]), {})
+        assert text == f"user:Weather?;assistant:{shown};user:Weather?;"
+        assert not texts.reads_thoughts({})
+    refusal = "{{ raise_exception('not <' ~ messages[1].content ~ '>') }}"
+    with pytest.raises(ConfigError, match="not <>"):
+        rendered(refusal + _UNREAD[kind], [USER, cut, USER])
+
+
+def test_a_chat_that_was_not_rendered_costs_no_probe(monkeypatch):
+    """Law: whether thoughts are read is known from the chat that has them."""
+    texts = texts_of(THINKING["texts"])
+    monkeypatch.setattr(texts_module, "render_template", None)
+    assert texts.reads_thoughts({})
+
+
+def test_an_empty_answer_that_is_to_go_on_stays_empty():
+    """Law: a space that the client did not send would begin the answer."""
+    cut = {"role": "assistant", "content": "", "reasoning_content": "Hm"}
+    going_on = {"add_generation_prompt": False, "continue_final_message": True}
+    for kind, shown in (("texts", "(Hm)"), ("lists", "(Hm)"), ("blocks", ""), ("thinking", "(Hm)")):
+        texts = texts_of(THINKING[kind])
+        for content in ("", "So"):
+            chat = texts.messages(0, [USER, {**cut, "content": content}])
+            text = texts.render(0, chat, going_on)
+            assert text == f"user:Weather?;assistant:{shown}{content}"
+        # transformers goes on with a text or with parts, and not with blocks
+        assert texts.reads_thoughts(going_on) is (kind != "blocks")
+    refuses_all = "{% if messages[1].content[:1] != ' ' %}{{ raise_exception('no') }}{% endif %}"
+    with pytest.raises(ConfigError, match="no"):
+        rendered(refuses_all + _UNREAD["printed"], [USER, cut], **going_on)
+
+
+def test_parts_with_thoughts_are_the_thoughts_of_an_answer():
+    """Parts as Mistral's interface has them: a text, or a list of parts with texts."""
+    texts = texts_of(THINKING["reasoning_content"])
+    text_part = {"type": "text", "text": "So."}
+    for thinking in ("Hm", [{"type": "text", "text": "H"}, {"type": "text", "text": "m"}]):
+        part = {"type": "thinking", "thinking": thinking}
+        for more in ({}, {"reasoning_content": "Hm"}):
+            said = {"role": "assistant", "content": [part, text_part]} | more
+            text = texts.render(0, texts.messages(0, [USER, said]), {})
+            assert text == "user:Weather?;assistant:(Hm)So.;"
+    both = {"role": "assistant", "content": [part], "reasoning": "A. "}
+    text = texts.render(0, texts.messages(0, [USER, both]), {})
+    assert text == "user:Weather?;assistant:(A. Hm);"
+    for role, strange, says in (
+        ("user", part, "is the type 'thinking': only text can be read"),
+        ("assistant", {"type": "thinking"}, "is {'type': 'thinking'}: thoughts are read as"),
+        ("assistant", {"type": "thinking", "thinking": [5]}, "part 0 .* is 5: only text"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            texts.messages(0, [USER, {"role": role, "content": [strange]}])
 
 
 NAMED = {name: CHATML + name for name in ("default", "tool_use", "rag")}

@@ -23,10 +23,14 @@ from specpool.engine.text.chat_messages import (
     RESULT_ROLES,
     SEAM,
     CallForm,
+    ThoughtForm,
     call_form,
     prepared,
     template_of,
+    thought_form,
+    thoughts_of,
     tool_forms,
+    with_blank_answers,
     with_seams,
 )
 from specpool.engine.text.chat_template import TemplateError, TemplateLimitError
@@ -87,6 +91,8 @@ class Texts:
         self._wants_parts: dict[str, bool] = {}  # by chat template; see `_has_parts`
         #: By chat template and whether there are tools; see `_call_form`.
         self._call_forms: dict[tuple[str, bool], CallForm] = {}
+        #: By the same; see `_thought_form`.
+        self._thought_forms: dict[tuple[str, bool], ThoughtForm | None] = {}
 
     def chat_params(
         self, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int
@@ -197,8 +203,13 @@ class Texts:
             if not isinstance(message, Mapping):
                 raise ConfigError(f"{name} must be a dict, got {shown(message)}")
             copy = dict(message)
-            if isinstance(message.get("content"), list | tuple):
-                copy["content"] = _text_of_parts(name, message["content"])
+            if isinstance(parts := message.get("content"), list | tuple):
+                if message.get("role") == "assistant" and any(map(_is_thought, parts)):
+                    thoughts = _thoughts_of_parts(name, parts)
+                    if thoughts != (field := thoughts_of(message)):
+                        copy["reasoning_content"] = field + thoughts
+                    parts = [part for part in parts if not _is_thought(part)]
+                copy["content"] = _text_of_parts(name, parts)
             if copy.get("role") == "assistant" and copy.get("content") is None:
                 copy["content"] = ""  # an answer that was calls alone
             for key in ("role", "content"):
@@ -237,12 +248,10 @@ class Texts:
         self, index: int, messages: Sequence[Message], variables: Mapping[str, Any] | None
     ) -> str:
         """Render messages; an error names the prompt."""
-        from transformers import PreTrainedTokenizerBase
-
         tokenizer = self._tokenizer
         assert tokenizer is not None
         try:
-            if type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
+            if _renders_templates(tokenizer):
                 templates = cast("str | dict[str, str]", tokenizer.chat_template)
                 template = template_of(templates, variables or {})
                 return self._rendered(template, messages, variables or {})
@@ -270,6 +279,29 @@ class Texts:
     ) -> str:
         """Render messages in the form that the template expects.
 
+        If the template refuses an empty answer, a space stands in its place, but not in that of a
+        last message which is to go on.
+
+        Raises:
+            TemplateError: see `render_template`.
+        """
+        try:
+            return self._in_forms(template, messages, variables)
+        except TemplateLimitError:
+            raise
+        except TemplateError:
+            end = len(messages) - bool(variables.get("continue_final_message"))
+            filled = [*with_blank_answers(messages[:end]), *messages[end:]]
+            if filled != list(messages):
+                with contextlib.suppress(TemplateError):
+                    return self._in_forms(template, filled, variables)
+            raise
+
+    def _in_forms(
+        self, template: str, messages: Sequence[Message], variables: Mapping[str, Any]
+    ) -> str:
+        """Render messages whose calls and thoughts have the form that the template expects.
+
         A template that shows no call in a short chat may still join the arguments of calls to other
         text, which is a `TypeError` if they are objects; it gets them as JSON text.
 
@@ -283,16 +315,24 @@ class Texts:
         form = CallForm()
         if any(message.get("tool_calls") for message in messages):
             form = self._call_form(template, special, bool(variables.get("tools")), has_parts)
+        thoughts: ThoughtForm | None = ThoughtForm.FIELD
+        if any(map(thoughts_of, messages)):
+            thoughts = self._thought_form(template, special, variables)
         if any(message.get("role") in RESULT_ROLES for message in messages):
             tokens = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
             added = {str(token.content): bool(token.special) for token in tokens}
             messages = with_seams(messages, template, added)
-        chat = prepared(messages, template, form=form, has_parts=has_parts)
+
+        def in_form(form: CallForm) -> list[dict[str, Any]]:
+            return prepared(
+                messages, template, form=form, thought_form=thoughts, has_parts=has_parts
+            )
+
+        chat = in_form(form)
         try:
             return self._with_tools(template, chat, variables)
         except TemplateError as error:
-            form = dataclasses.replace(form, has_objects=not form.has_objects)
-            other_chat = prepared(messages, template, form=form, has_parts=has_parts)
+            other_chat = in_form(dataclasses.replace(form, has_objects=not form.has_objects))
             if not str(error).startswith("TypeError") or other_chat == chat:
                 raise
             try:
@@ -333,15 +373,67 @@ class Texts:
 
             def render(messages: Sequence[Message], form: CallForm) -> str | None:
                 chat = prepared(messages, template, form=form, has_parts=has_parts)
-                try:
-                    return self._with_tools(template, chat, variables)
-                except TemplateLimitError:
-                    raise
-                except TemplateError:
-                    return None
+                return self._probed(template, chat, variables)
 
             self._call_forms[key] = call_form(render)
         return self._call_forms[key]
+
+    def reads_thoughts(self, variables: Mapping[str, Any]) -> bool:
+        """Return whether the chat template reads the thoughts of answers in a chat's history.
+
+        A tokenizer class with its own `apply_chat_template` is not looked at: it may.
+
+        Args:
+            variables: of a chat with thoughts that has been rendered; see `render`.
+        """
+        tokenizer = self._tokenizer
+        assert tokenizer is not None
+        if not _renders_templates(tokenizer):
+            return True
+        template = template_of(cast("str | dict[str, str]", tokenizer.chat_template), variables)
+        if (template, bool(variables.get("tools"))) not in self._thought_forms:
+            return True  # no chat had thoughts so far
+        return self._thought_form(template, tokenizer.special_tokens_map, variables) is not None
+
+    def _thought_form(
+        self, template: str, special: Mapping[str, Any], variables: Mapping[str, Any]
+    ) -> ThoughtForm | None:
+        """Return how a template expects thoughts; the first call renders a few short chats.
+
+        transformers cannot go on with a content of blocks, so such a chat has no thoughts.
+        """
+        has_tools = bool(variables.get("tools"))
+        key = template, has_tools
+        if key not in self._thought_forms:
+            probed = {
+                **special,
+                "add_generation_prompt": False,
+                **({"tools": [PROBE_TOOL]} if has_tools else {}),
+            }
+            has_parts = self._has_parts(template, special)
+            form = self._call_form(template, special, has_tools, has_parts)
+
+            def render(messages: Sequence[Message], thoughts: ThoughtForm) -> str | None:
+                chat = prepared(
+                    messages, template, form=form, thought_form=thoughts, has_parts=has_parts
+                )
+                return self._probed(template, chat, probed)
+
+            self._thought_forms[key] = thought_form(template, render)
+        thoughts = self._thought_forms[key]
+        is_continued = bool(variables.get("continue_final_message"))
+        return None if thoughts is ThoughtForm.BLOCKS and is_continued else thoughts
+
+    def _probed(
+        self, template: str, chat: Sequence[Message], variables: Mapping[str, Any]
+    ) -> str | None:
+        """Render a chat that shows how a template reads it; None if the template refuses it."""
+        try:
+            return self._with_tools(template, chat, variables)
+        except TemplateLimitError:
+            raise
+        except TemplateError:
+            return None
 
     def _has_parts(self, template: str, special: Mapping[str, Any]) -> bool:
         """Return whether a template reads contents only as lists of parts, as of images and text.
@@ -508,6 +600,13 @@ class Texts:
                 )
 
 
+def _renders_templates(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether transformers renders a tokenizer's template, not the tokenizer's own code."""
+    from transformers import PreTrainedTokenizerBase
+
+    return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+
+
 def token_ids(value: object, law: str) -> list[int]:
     """Return token ids as a list. A set has no order, bytes are a text, and a bool is not an id.
 
@@ -543,6 +642,29 @@ def _text_of_parts(name: str, parts: Sequence[object]) -> str:
                 "{'type': 'text', 'text': '...'}"
             )
         texts.append(text)
+    return "".join(texts)
+
+
+def _is_thought(part: object) -> bool:
+    """Return whether a message's part has thoughts, as in Mistral's chat interface."""
+    return isinstance(part, Mapping) and part.get("type") == "thinking"
+
+
+def _thoughts_of_parts(name: str, parts: Sequence[object]) -> str:
+    """Join the thoughts among the parts of a message's content: texts, or lists of text parts."""
+    texts = []
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping) or not _is_thought(part):
+            continue
+        value = part.get("thinking")
+        if isinstance(value, list | tuple):
+            value = _text_of_parts(f"the thoughts in part {number} of {name}", value)
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"part {number} of the content of {name} is {shown(part)}: thoughts are read as "
+                "{'type': 'thinking', 'thinking': '...'}"
+            )
+        texts.append(value)
     return "".join(texts)
 
 

@@ -1,5 +1,6 @@
 """`ServeConfig`: the options of the server, apart from those of its engine."""
 
+import contextlib
 import ipaddress
 import math
 import re
@@ -19,9 +20,11 @@ LOOPBACK = "127.0.0.1"
 # A name or an address as it stands in a Host header, without the port.
 _HOST = re.compile(r"[^\s/:\[\]]+|\[[0-9A-Fa-f:.]+\]")
 # A site as it stands in an Origin header: without a path, capital letters or the scheme's own port.
+# Names are in ASCII, with other characters in Punycode.
 _ORIGIN = re.compile(
     r"(?!http://.*:80$|https://.*:443$)"
-    r"[a-z][a-z0-9+.-]*://([^\s/:@\[\]A-Z]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?"
+    r"[a-z][a-z0-9+.-]*://(?:(?P<name>[a-z0-9_-]+(?:\.[a-z0-9_-]+)*)\.?|\[(?P<address>[0-9a-f:]+)\])"
+    r"(?::(?P<port>0|[1-9][0-9]{0,4}))?"
 )
 
 
@@ -32,6 +35,22 @@ def is_loopback_address(text: str) -> bool:
     except ValueError:
         return False
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def _is_origin(text: str) -> bool:
+    """Return whether a browser sends a text as the site of a page."""
+    match = _ORIGIN.fullmatch(text)
+    if match is None or int(match["port"] or 0) > 65535:
+        return False
+    name, address = match["name"], match["address"]
+    with contextlib.suppress(ValueError):
+        if address is None:
+            # An address has one form, to which browsers turn others, such as 127.1.
+            is_name = not text.startswith("http") or not name.rpartition(".")[2].isdecimal()
+            return is_name or str(ipaddress.IPv4Address(name)) == name
+        six = ipaddress.IPv6Address(address)
+        return six.ipv4_mapped is not None or str(six) == address
+    return False
 
 
 def _read_timeout(_name: str, seconds: float) -> float | None:
@@ -141,7 +160,7 @@ class ServeConfig:
                 f"on {self.host} answers to every name: leave them out"
             )
         for origin in self.origins:
-            if origin != "*" and not _ORIGIN.fullmatch(str(origin)):
+            if origin != "*" and not _is_origin(str(origin)):
                 raise ConfigError(
                     "an origin is * or what browsers send, such as https://app.example or "
                     "http://localhost:3000: in small letters, without a path, a slash at its end "

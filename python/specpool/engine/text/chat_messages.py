@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache
 from typing import Any
 
@@ -28,8 +29,11 @@ _DEVELOPER = re.compile(r"""(["'])developer\1""")
 _KIMI = "<|tool_call_begin|>"
 #: The mark of gpt-oss' form, in which each message names its channel.
 CHANNEL = "<|channel|>"
-#: Templates of that form refuse an answer of calls that has both thoughts and a content.
-_THOUGHTS = ("reasoning_content", "reasoning")
+#: Names of a message's thoughts, as transformers reads them. Templates of gpt-oss' form refuse an
+#: answer of calls that has both thoughts and a content.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+#: Where a template may read thoughts only with variables of the request, such as `reasoning`.
+_NAMES_THOUGHTS = re.compile(r"reasoning_content|\.(?:thinking|reasoning)\b")
 #: Half of a character, which a model can escape in the arguments of a call; no text may have it.
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 
@@ -50,6 +54,16 @@ class CallForm:
     empty_content: str | None = ""
     has_both: bool = True
     has_several: bool = True
+
+
+class ThoughtForm(Enum):
+    """How a chat template expects the thoughts of an assistant's message."""
+
+    FIELD = "a field of the message, as transformers has it"
+    OTHER_FIELD = "a field of another name"
+    TEXT_PART = "a part of the content, with a text"
+    LIST_PART = "a part of the content, with a list of parts"
+    BLOCKS = "a block of the content, which has blocks in each answer"
 
 
 #: A chat whose rendering shows how a template reads calls.
@@ -143,6 +157,61 @@ def _prints_python(text: str) -> bool:
     return python in text.replace(f"'arguments': {python}", "")
 
 
+_PROBE_THOUGHT = "probe-thought"
+#: A content that is not a text, as Python or JSON write it.
+_PRINTED_PARTS = re.compile(r"""(["'])(?:thinking|thoughts)\1""")
+
+
+def thoughts_of(message: Message) -> str:
+    """Return the thoughts of an assistant's message; "" if it has none."""
+    if message.get("role") != "assistant":
+        return ""
+    values = (message.get(name) for name in THOUGHTS)
+    thoughts = next((value for value in values if value is not None), "")
+    return thoughts if isinstance(thoughts, str) else ""
+
+
+def thought_form(
+    template: str, render: Callable[[Sequence[Message], ThoughtForm], str | None]
+) -> ThoughtForm | None:
+    """Return the form of thoughts that a template shows; None if it shows none.
+
+    Most templates read a field. Ministral's read a part of the content, Apertus' a block. A form
+    counts only if the message's content or call is shown beside the thoughts.
+
+    Args:
+        template: Jinja.
+        render: renders messages in a form; None if the template refuses them.
+    """
+    thinks = {"reasoning_content": _PROBE_THOUGHT}
+    said = {"role": "assistant", "content": PROBE_CONTENT} | thinks
+    chats = (
+        ([PROBE_USER, said], PROBE_CONTENT),
+        ([PROBE_USER, PROBE_CALLED | thinks, PROBE_RESULT], PROBE_FUNCTION),
+    )
+    for form in ThoughtForm:
+        for chat, mark in chats:
+            text = render(chat, form) or ""
+            if _PROBE_THOUGHT in text and mark in text and not _PRINTED_PARTS.search(text):
+                return form
+    return ThoughtForm.FIELD if _NAMES_THOUGHTS.search(template) else None
+
+
+def with_blank_answers(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return copies in which each assistant's message without content and calls is a space.
+
+    Some templates refuse an empty one, which is what an answer is that was cut off in its thoughts.
+    """
+    return [
+        {**message, "content": " "}
+        if message.get("role") == "assistant"
+        and not message.get("content")
+        and not message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
+
+
 def tool_forms(variables: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield a template's variables, and then with the tools as templates want them that refuse.
 
@@ -203,6 +272,7 @@ def prepared(
     template: str,
     *,
     form: CallForm = CallForm(),
+    thought_form: ThoughtForm | None = ThoughtForm.FIELD,
     has_parts: bool = False,
 ) -> list[dict[str, Any]]:
     """Return copies of messages in the form that a template expects.
@@ -219,6 +289,7 @@ def prepared(
         messages: plain data; each content is a string.
         template: Jinja.
         form: how the template expects calls.
+        thought_form: how it expects thoughts; None if it does not read them.
         has_parts: each content becomes a list of one text part.
     """
     has_nine = _NINE.search(template) is not None
@@ -234,12 +305,14 @@ def prepared(
         if isinstance(calls := copy.get("tool_calls"), list):
             copy["tool_calls"] = [_call(call, form.has_objects) for call in calls]
             if CHANNEL in template and copy.get("content"):
-                copy = {key: value for key, value in copy.items() if key not in _THOUGHTS}
+                copy = {key: value for key, value in copy.items() if key not in THOUGHTS}
         if has_nine:
             copy = _with_short_ids(copy)
         for part in _with_shown_calls(copy, form):
-            if has_parts:
-                part["content"] = [{"type": "text", "text": part.get("content") or ""}]
+            part = _with_shown_thoughts(part, thought_form)
+            content = part.get("content")
+            if has_parts and (content is None or isinstance(content, str)):
+                part["content"] = [{"type": "text", "text": content or ""}]
             copies.append(part)
     return _with_kimi_ids(copies) if _KIMI in template else copies
 
@@ -308,6 +381,28 @@ def _with_shown_calls(message: dict[str, Any], form: CallForm) -> list[dict[str,
         return [message]
     said = {key: value for key, value in message.items() if key != "tool_calls"}
     return [said, {"role": "assistant", "content": form.empty_content, "tool_calls": calls}]
+
+
+def _with_shown_thoughts(message: dict[str, Any], form: ThoughtForm | None) -> dict[str, Any]:
+    """Return a message whose thoughts stand where a template reads them."""
+    if message.get("role") != "assistant" or form in (None, ThoughtForm.FIELD):
+        return message
+    thoughts, content = thoughts_of(message), message.get("content")
+    if form is ThoughtForm.BLOCKS:
+        pairs = (("thoughts", thoughts), ("response", content))
+        blocks = [{"type": kind, "text": text} for kind, text in pairs if text]
+        return message | {"content": {"blocks": blocks}}
+    if not thoughts:
+        return message
+    if form is ThoughtForm.OTHER_FIELD:
+        return dict.fromkeys(("thought", "tool_plan"), thoughts) | message
+    text_part = {"type": "text", "text": thoughts}
+    parts = [
+        {"type": "thinking", "thinking": thoughts if form is ThoughtForm.TEXT_PART else [text_part]}
+    ]
+    if content or not message.get("tool_calls"):  # a text that may go on
+        parts.append({"type": "text", "text": content or ""})
+    return message | {"content": parts}
 
 
 def _with_single_calls(messages: Sequence[Message]) -> Iterator[Message]:

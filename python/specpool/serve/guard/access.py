@@ -61,9 +61,11 @@ class AccessGuard:
 def _check_host(host: str, config: ServeConfig) -> None:
     """Refuse a strange name for a loopback server: a web page may have made it point here."""
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-    if is_loopback_address(name.strip("[]")):  # no site can make an address point elsewhere
+    # No site can make an address point elsewhere. Some clients write IPv6 without brackets.
+    if is_loopback_address(host) or is_loopback_address(name.strip("[]")):
         return
-    if name.lower() not in map(str.lower, ("localhost", config.host, *config.hosts)):
+    names = (known.lower().removesuffix(".") for known in ("localhost", config.host, *config.hosts))
+    if name.lower().removesuffix(".") not in names:
         raise ApiError(
             403,
             f"the server listens on loopback and is called {name!r:.100}: start it with "

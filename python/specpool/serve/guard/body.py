@@ -45,10 +45,18 @@ class BodyGuard:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body and go on; work waits for its turn."""
+        is_whole = False
+
+        async def receive_part() -> Message:
+            nonlocal is_whole
+            message = await receive()
+            is_whole = not message.get("more_body", False)
+            return message
+
         try:
-            body = await self._read(scope, receive)
+            body = await self._read(scope, receive_part)
         except ApiError as error:
-            if error.status == 413:
+            if error.status == 413 and not is_whole:
                 await refuse(error, scope, receive, send, self._config.max_body)
                 return
             response = error.response()

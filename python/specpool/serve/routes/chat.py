@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from specpool.engine.sampling_params import SamplingParams
+from specpool.engine.text.chat_messages import THOUGHTS
 from specpool.engine.text.chat_template import RESERVED
 from specpool.serve.api.channels import Channels, has_channels
 from specpool.serve.api.choice import AnswerChoice, Delta
@@ -62,6 +63,7 @@ class ChatForm:
         ]
         self._contents: list[list[str]] = [[] for _ in range(num)]
         self._thoughts: list[list[str]] = [[] for _ in range(num)]
+        self._pieces: list[list[tuple[str, bool]]] = [[] for _ in range(num)]  # of no part so far
 
     def first(self, choice: AnswerChoice) -> dict[str, Any] | None:
         """Return the part that names the role."""
@@ -78,8 +80,11 @@ class ChatForm:
             new["content"] = content
         if calls:
             new["tool_calls"] = calls
+        pieces = self._pieces[choice.index]
+        pieces += delta.pieces
         if not new and not is_last and not (self._num_top is not None and delta.entries):
             return None
+        delta.pieces, self._pieces[choice.index] = pieces, []
         return _part(choice, new, self._logprobs(choice, delta), self._reason(tools, delta))
 
     def whole(self, choice: AnswerChoice, deltas: list[Delta]) -> dict[str, Any]:
@@ -251,6 +256,18 @@ def _unread(body: ChatRequest, template: str) -> list[str]:
     return names
 
 
+def unread_thoughts(
+    service: Service, messages: list[dict[str, Any]], variables: Mapping[str, Any]
+) -> list[str]:
+    """Return the fields with thoughts of a rendered chat, if the template does not read them."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    names = {f"messages.{name}" for name in THOUGHTS for answer in answers if answer.get(name)}
+    contents = [answer["content"] for answer in answers if isinstance(answer["content"], list)]
+    if any(part.get("type") == "thinking" for content in contents for part in content):
+        names.add("messages.content.thinking")
+    return sorted(names) if names and not service.texts.reads_thoughts(variables) else []
+
+
 def routes(service: Service) -> APIRouter:
     """Return the route of chats."""
     router = reading(service.read_aside)
@@ -271,9 +288,9 @@ def routes(service: Service) -> APIRouter:
             temperature = service.client.ready.temperature
             return params_of(body, min(wanted or room, room), num_top, temperature)
 
-        generation = await call.generation(
-            [messages_of(body.messages)], params, variables, notes_special=True
-        )
+        messages = messages_of(body.messages)
+        generation = await call.generation([messages], params, variables, notes_special=True)
+        call.ignored = sorted({*ignored, *unread_thoughts(service, messages, variables)})
         (prompt,) = generation.order.prompts
 
         def form() -> ChatForm:

@@ -23,6 +23,7 @@ def routes(service: Service) -> APIRouter:
             raise shutting_down()
         return json_response({"status": "ok"})
 
+    @router.get("/v1/models/", include_in_schema=False)
     @router.get("/v1/models", summary="The model's names")
     async def models() -> Response:
         return json_response(

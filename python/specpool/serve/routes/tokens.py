@@ -11,7 +11,7 @@ from specpool.engine.texts import num_characters
 from specpool.serve.api.errors import bad, json_response
 from specpool.serve.api.requests import DetokenizeRequest, TokenizeRequest
 from specpool.serve.api.sampling import ignored_header
-from specpool.serve.routes.chat import messages_of, template_variables
+from specpool.serve.routes.chat import messages_of, template_variables, unread_thoughts
 from specpool.serve.routes.reading import reading
 from specpool.serve.service import Service
 
@@ -40,7 +40,10 @@ def routes(service: Service) -> APIRouter:
         ids = await service.convert_aside(work)
         max_context_len = service.client.ready.max_context_len
         content = {"count": len(ids), "max_model_len": max_context_len, "tokens": ids}
-        return json_response(content, headers=ignored_header(sorted(body.model_extra or ())))
+        ignored = [*(body.model_extra or ())]
+        if body.messages is not None:
+            ignored += unread_thoughts(service, prompt, variables)
+        return json_response(content, headers=ignored_header(sorted(ignored)))
 
     @router.post("/detokenize", summary="Turn tokens into text")
     async def detokenize(body: DetokenizeRequest) -> Response:
