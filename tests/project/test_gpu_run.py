@@ -28,6 +28,13 @@ def gpu(monkeypatch) -> ModuleType:
     return module
 
 
+def test_a_bare_machine_has_time_to_import_and_one_card_is_not_crowded(gpu):
+    """The first process imports torch, CuPy and transformers cold, and compiles the kernels."""
+    first = gpu.STAGES["first"][0]
+    assert first == "probe" and gpu.PARTS[first].seconds >= 150
+    assert max(part.workers for part in gpu.PARTS.values()) <= 8
+
+
 def test_a_part_without_tests_is_found(gpu, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(
