@@ -262,7 +262,7 @@ OTHERS = [
     (["serve", "--request-timeout", "-1"], "--request-timeout must be seconds above 0, got -1.0"),
     (["serve", "--trust-proxy", "x"], "--trust-proxy must be addresses or networks such as"),
     (["serve", "--host", ""], "--host must be an address, got ''"),
-    (["serve", "--allow-origin", ""], "an origin is * or begins with http:// or https://, got ''"),
+    (["serve", "--allow-origin", ""], "or the scheme's own port, got ''"),
     *(
         (["serve", "--allow-host", "a", "--allow-host", name], f"without a port, got {name!r}")
         for name in ("", " ", "a b", "http://a", "a:80", "::1", "a/b")

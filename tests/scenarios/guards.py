@@ -508,14 +508,14 @@ GUARDS = [
     guard(
         66,
         "no extend over a round in flight",
-        "ledger/prepare.rs::prepare_extend",
+        "ledger/prepare.rs::prepare_extend_keeping",
         "            if rounds > 0 {\n",
         "            if rounds > 99 {\n",
     ),
     guard(
         67,
         "one unlaunched extend a row",
-        "ledger/prepare.rs::prepare_extend",
+        "ledger/prepare.rs::prepare_extend_keeping",
         "            if self.rows.has_unlaunched_extend(row) {\n",
         "            if self.rows.has_unlaunched_extend(row) && rounds > 99 {\n",
     ),
@@ -644,7 +644,7 @@ GUARDS = [
     guard(
         77,
         "an extend counts from what is allocated",
-        "ledger/prepare.rs::prepare_extend",
+        "ledger/prepare.rs::prepare_extend_keeping",
         "let allocated = i64::from(group.allocated[row as usize]);\n                let after = ceil_align",
         """let allocated = ceil_align(self.rows.resolved[row as usize].into(), group.page_size);
                 let after = ceil_align""",
@@ -758,15 +758,15 @@ GUARDS = [
         80,
         "only the holder of a slot writes it",
         "state/state_group.rs::target",
-        "self.pool.holders_if_unfenced(slot, completed) == Some(1)",
-        "self.pool.holders_if_unfenced(slot, completed).is_some()",
+        "self.pool.holders_if_unfenced(slot, completed) != Some(1)",
+        "self.pool.holders_if_unfenced(slot, completed).is_none()",
     ),
     guard(
         80,
         "a slot is not written under a reader",
         "state/state_group.rs::target",
-        "self.pool.holders_if_unfenced(slot, completed) == Some(1)",
-        "completed < u64::MAX && self.pool.counts_of(slot).holders == 1",
+        "self.pool.holders_if_unfenced(slot, completed) != Some(1)",
+        "completed == u64::MAX || !self.waits_for_fence(row)",
     ),
     guard(
         80,
@@ -786,8 +786,8 @@ GUARDS = [
         80,
         "a cut below c needs a state",
         "state/state_group.rs::next_cut",
-        "if mark <= len { mark } else { 0 }",
-        "if mark <= len { mark.max(len) } else { 0 }",
+        "self.held_below(row, len).1",
+        "self.held_below(row, len).1.max(len)",
     ),
     guard(
         80,
@@ -814,8 +814,8 @@ GUARDS = [
         80,
         "a slot waits for the step that reads it",
         "state/state_group.rs::launch",
-        "self.pool.release(slot, row, fence.step, fence.completed, Verb::Launch)",
-        "self.pool.release(slot, row, 0, fence.completed, Verb::Launch)",
+        "self.pool.release(slot, Row(writer.row), fence.step, fence.completed, Verb::Launch)",
+        "self.pool.release(slot, Row(writer.row), 0, fence.completed, Verb::Launch)",
     ),
     guard(
         80,
