@@ -152,7 +152,7 @@ check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the
 	cargo test --quiet -p specpool-core --lib
 	$(PYTEST) -m "not full" -k "not nvrtc and not agrees_with_the_oracle and not few_bytes and not run_of_the_engine" -q $(CHECKED)
 
-test: $(VENV)/.dev ## install if needed, and run the tests (12 to 14 minutes on two cores)
+test: $(VENV)/.dev ## install if needed, and run the tests (12 to 15 minutes on two cores)
 	cargo test --quiet -p specpool-core -p specpool-check -p specpool-capi
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
 	$(PYTEST) -m "not full and not ray"
