@@ -193,7 +193,7 @@ sanitize: $(VENV)/.dev ## the kernels' tests on a CUDA device under memcheck, th
 guards: $(VENV)/.dev ## remove the guard of each scenario: its test must fail (5 minutes)
 	$(BIN)/python tests/scenarios/run_guards.py
 
-prove: ## enumerate every interleaving of small ledgers (10 minutes; CASE=text for some of them)
+prove: ## enumerate every interleaving of small ledgers (CASE=text for some of them)
 	cargo run --release --quiet -p specpool-check --bin prove -- $(if $(CASE),--case "$(CASE)",)
 	$(if $(CASE),,SPECPOOL_STATES=1000000 cargo test --release --quiet -p specpool-core --test prefix_cache every_state -- --nocapture)
 

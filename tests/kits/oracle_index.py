@@ -133,8 +133,8 @@ class IndexOracle(Oracle):
             rest = tokens[known:]
             children = [it for it in self.entries if it.before == (salt, tokens[:known])]
             children.sort(key=lambda entry: entry.tokens)
-            place = bisect_left([entry.tokens for entry in children], rest)
-            beside = children[max(0, place - 1) : place + 1]
+            index = bisect_left([entry.tokens for entry in children], rest)
+            beside = children[max(0, index - 1) : index + 1]
             if not rest or not beside:
                 break
             nearest = max(beside, key=lambda it: (common(it.tokens, rest), it.tokens))
@@ -152,8 +152,8 @@ class IndexOracle(Oracle):
 
     def _page_at(self, match: Match, at: int, column: int) -> Page | None:
         size = self.groups[at].page_size
-        of_entry, place = divmod(column, -(-self.span // size))
-        number = match.path[of_entry].pages[at][place]
+        level, entry_column = divmod(column, -(-self.span // size))
+        number = match.path[level].pages[at][entry_column]
         return next(
             (page for page in self.indexed if (page.group, page.number) == (at, number)), None
         )

@@ -111,9 +111,11 @@ class SlotOracle(IndexOracle):
         return [slot for slot in waiting if not self.slot_holders(slot)]
 
     def cached_slots(self) -> list[Slot]:
-        kept = [slot for slot in self.slots if slot in self.kept_slots()]
+        keeping = self.kept_slots()
         return [
-            slot for slot in kept if slot.fence <= self.completed and not self.slot_holders(slot)
+            slot
+            for slot in self.slots
+            if slot in keeping and slot.fence <= self.completed and not self.slot_holders(slot)
         ]
 
     def free_state_slots(self) -> int:

@@ -288,11 +288,11 @@ class GroupSizes:
             for group in self.groups
         ]
         num_rows = self.num_rows + self.max_sessions
-        # A row that continues a session's checkpoint needs a second slot.
-        states = [
-            StateGroup("states", num_slots=max(num_rows, 2), flush=flush, eager=True)
-            for flush in ([] if state_flush is None else [state_flush])
-        ]
+        states = []
+        if state_flush is not None:
+            # A row that continues a session's checkpoint needs a second slot.
+            num_slots = max(num_rows, 2)
+            states.append(StateGroup("states", num_slots=num_slots, flush=state_flush, eager=True))
         return Ledger(
             groups,
             self.shapes,

@@ -165,18 +165,18 @@ class _Builder:
             lanes_by_kind.setdefault(kind, []).append(lane)
         groups = []
         for (num_records, num_own, is_fresh), lanes in lanes_by_kind.items():
-            own = np.concatenate([self._own(lane, 0, num_own) for lane in lanes])
+            tokens = np.concatenate([self._tokens(lane, 0, num_own) for lane in lanes])
             records = [self._places(lane, int(folds.begin[lane]), num_records) for lane in lanes]
-            self.outputs[own] = np.arange(self.num_outputs, self.num_outputs + len(own))
-            self.num_outputs += len(own)
-            src, dst, places, tokens = upload(
+            self.outputs[tokens] = np.arange(self.num_outputs, self.num_outputs + len(tokens))
+            self.num_outputs += len(tokens)
+            src, dst, places, indices = upload(
                 self.device,
                 folds.src[lanes].astype(np.int64),
                 folds.dst[lanes].astype(np.int64),
                 np.concatenate(records),
-                own,
+                tokens,
             )
-            groups.append(FoldGroup(src, dst, places, tokens, is_fresh))
+            groups.append(FoldGroup(src, dst, places, indices, is_fresh))
         return groups
 
     def run_group(self, paths: Mapping[int, Int64]) -> RunGroup | None:
@@ -196,11 +196,11 @@ class _Builder:
             pending = np.arange(num_inputs, num_inputs + root - begin)
             num_inputs += len(pending)
             records.append(self._places(lane, begin, root - begin))
-            own = self._own(lane, num_own, width)
-            recorded.append(own)
+            unfolded = self._tokens(lane, num_own, width)
+            recorded.append(unfolded)
             places.append(self._places(lane, root + num_own, width - num_own))
             tree = paths.get(lane)
-            for path in [own] if tree is None else self.firsts[lane] + tree:
+            for path in [unfolded] if tree is None else self.firsts[lane] + tree:
                 sequences.append(np.concatenate([pending, path]))
                 pending_lens.append(len(pending))
                 slots.append(int(folds.dst[lane] or folds.src[lane]))
@@ -224,7 +224,7 @@ class _Builder:
         )
         return RunGroup(*upload(self.device, *arrays))
 
-    def _own(self, lane: int, begin: int, end: int) -> Int64:
+    def _tokens(self, lane: int, begin: int, end: int) -> Int64:
         """Return the numbers of the lane's own tokens `[begin, end)` in the forward."""
         return np.arange(self.firsts[lane] + begin, self.firsts[lane] + end)
 

@@ -93,9 +93,9 @@ class Mixers:
 
         for fold in lanes.folds:
             records = ring.index_select(0, fold.records).view(len(fold.src), -1, width)
-            own = tokens.index_select(0, fold.tokens).view(len(fold.src), -1, width)
+            inputs = tokens.index_select(0, fold.tokens).view(len(fold.src), -1, width)
             at_once = self.continues or fold.is_fresh
-            folded = advance(torch.cat([records, own], 1), fold.src, at_once=at_once)
+            folded = advance(torch.cat([records, inputs], 1), fold.src, at_once=at_once)
             for spec, slot in zip(states, slots, strict=True):
                 slot.index_copy_(0, fold.dst, spec.get(self.cache).to(slot.dtype))
             outputs.append([out[:, records.shape[1] :].flatten(0, 1) for out in folded])

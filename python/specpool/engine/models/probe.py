@@ -15,7 +15,7 @@ from specpool.engine.models.gate import refusal, text_config
 
 if TYPE_CHECKING:
     from specpool.engine.models.lane_states import LaneStates
-from specpool.engine.models.target_output import TargetOutput
+    from specpool.engine.models.target_output import TargetOutput
 
 # Keyword arguments of attention that paged attention may ignore. Any other argument that is not
 # None asks for something that it does not do.

@@ -9,7 +9,6 @@ as usual.
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -113,12 +112,6 @@ class RecurrentState:
             torch.zeros((num_rows + 1) * ring_len, mixer.width, dtype=mixer.dtype, device=device)
             for mixer in mixers
         ]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all slots and rings."""
-        states = itertools.chain.from_iterable(self.slots)
-        return sum(state.numel() * state.element_size() for state in (*states, *self.rings))
 
     def compact(
         self, rows: Tensor, roots: Tensor, accept_index: Tensor, *, num_draft_tokens: int

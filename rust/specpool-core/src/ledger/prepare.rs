@@ -402,7 +402,8 @@ impl Ledger {
         Ok(marked)
     }
 
-    /// Evicts and grows every lane, lets the lanes `keep` leave soft marks, and puts the step, with the waiting copies, into the queue.
+    /// Evicts and grows every lane, lets the lanes `keep` leave soft marks, and puts the step, with the waiting copies,
+    /// into the queue.
     fn claim(&mut self, mut plan: Plan, drafted: Vec<i32>, keep: &[i32], verb: Verb) -> Result<Arc<Plan>> {
         let mut marked = self.make_room(&mut plan, keep)?;
         let mut idle = Vec::new();

@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from specpool.engine.text.structured.exact_schema import MAPS, VALUES, exact, plain
@@ -316,7 +316,7 @@ def _source(library: Any, grammar: Grammar) -> str:
     if grammar.kind in ("json_schema", "json_object"):
         schema = '{"type": "object"}'
         if grammar.kind == "json_schema":
-            schema = plain(grammar.text, partial(_contradicts, library))
+            schema = plain(grammar.text, cache(partial(_contradicts, library)))
         # No blanks between the tokens of the text: they would allow a second token everywhere.
         options = {"whitespace_flexible": False}
         schema = "{}" if schema.strip() == "true" else schema
@@ -329,7 +329,7 @@ def _source(library: Any, grammar: Grammar) -> str:
     return str(library.grammar_from(grammar.kind, grammar.text))
 
 
-def _contradicts(library: Any, name: str, patterns: list[str]) -> bool:
+def _contradicts(library: Any, name: str, patterns: tuple[str, ...]) -> bool:
     """Return whether no text has both a format of JSON Schema and all of these patterns."""
     schema = {"type": "string", "format": name, "allOf": [{"pattern": text} for text in patterns]}
     source = library.LLMatcher.grammar_from_json_schema(json.dumps(schema))

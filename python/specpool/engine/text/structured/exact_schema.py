@@ -83,7 +83,7 @@ _ANY_NAME = r"^[^\x00]*$"
 _STEP = 1e-12
 
 
-def plain(text: str, contradicts: Callable[[str, list[str]], bool]) -> str:
+def plain(text: str, contradicts: Callable[[str, tuple[str, ...]], bool]) -> str:
     """Return a JSON Schema without some of what the library refuses; if it has none, itself.
 
     These are keywords that forbid nothing, look-ahead in patterns of zod and pydantic, and, beside
@@ -132,7 +132,9 @@ def _rewritten(text: str, change: Callable[[dict[str, Any]], bool]) -> str:
         return text
 
 
-def _make_plain(schema: dict[str, Any], contradicts: Callable[[str, list[str]], bool]) -> bool:
+def _make_plain(
+    schema: dict[str, Any], contradicts: Callable[[str, tuple[str, ...]], bool]
+) -> bool:
     """Change one schema; return whether it was changed. See `plain`."""
     old = dict(schema)
     for key in [key for key, content in schema.items() if _is_idle(key, content)]:
@@ -154,8 +156,8 @@ def _make_plain(schema: dict[str, Any], contradicts: Callable[[str, list[str]], 
         if isinstance(part, dict) and isinstance(part.get("pattern"), str)
     ]
     if patterns and isinstance(name := schema.get("format"), str):
-        patterns = [other for pattern in patterns for other in _without_ahead(pattern)]
-        if name not in _FORMATS or contradicts(name, patterns):
+        plain_patterns = (other for pattern in patterns for other in _without_ahead(pattern))
+        if name not in _FORMATS or contradicts(name, tuple(plain_patterns)):
             del schema["format"]
     return schema != old
 
