@@ -43,7 +43,7 @@ from sglang_traffic import Traffic
 from sglang_worker import EagleWorker, Worker
 
 import specpool.plugins.drift
-from specpool.plugins.sglang import drift
+from specpool.plugins.sglang import drift, pages_proof
 
 Shape = tuple[int, int, int]
 
@@ -464,8 +464,12 @@ def run(
 @functools.cache
 def _digests() -> dict[str, str]:
     """The digests of SGLang's texts: `inspect` parses whole modules, longer than a run takes."""
-    texts = drift.BODIES | drift.RESERVE_BODIES | drift.ROWS_BODIES
+    texts = drift.RESERVE_BODIES | drift.ROWS_BODIES
     return {target: specpool.plugins.drift.text_digest(target) for target in texts}
+
+
+#: What the proof finds at a load: the same in each child.
+_difference = functools.cache(pages_proof.difference)
 
 
 #: The same for the same arguments: files of tests share runs that change nothing.
@@ -490,6 +494,7 @@ def _child(setup: Setup, prepare: Callable[[Loop], None] | None, out: Any) -> No
         os.environ["SPECPOOL_SGLANG"] = setup.level
         os.environ["SPECPOOL_SGLANG_DRIFT"] = "exit"
         specpool.plugins.drift.text_digest = _digests().__getitem__
+        pages_proof.difference = _difference
         load_plugins()
         sglang_torch.install()
         with accelerated(setup) as accelerator:

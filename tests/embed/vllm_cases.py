@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 import random
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from vllm_plugin import SIZE, held, ours, with_plugin
 
 from benches.vllm_setup import OWN_POOL, admit, manager, request
 from specpool import BlockPool, PageStateError
-from specpool.plugins import drift
+from specpool.plugins import drift, proof
 from specpool.plugins.vllm import register, releases
 from specpool.testing import assert_no_page_leaked
 
@@ -270,28 +273,108 @@ def test_this_vllm_is_known() -> None:
 
 
 def test_what_wraps_a_call_has_its_parameters_and_defaults() -> None:
-    """It names them one by one."""
     from specpool.plugins.vllm import pool
 
-    own = inspect.signature(pool.own_allocate_slots).parameters.values()
-    mine = inspect.signature(pool._allocate_slots, follow_wrapped=False).parameters.values()
-    assert [(p.kind, p.default) for p in mine] == [(p.kind, p.default) for p in own]
-    assert [p.name for p in mine][1:] == [p.name for p in own][1:]
+    own, mine = (
+        inspect.signature(function, follow_wrapped=False)
+        for function in (pool.own_allocate_slots, pool.allocate_slots)
+    )
+    assert [(p.name, p.kind, p.default) for p in mine.parameters.values()] == [
+        (p.name, p.kind, p.default) for p in own.parameters.values()
+    ]
 
 
-def test_a_change_of_vllm_is_drift(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_pool, "BlockPool", OWN_POOL)
+def frees_in_another_order(own: Any) -> Any:
+    return lambda self, ordered_blocks: own.free_blocks(self, list(ordered_blocks)[::-1])
 
-    def touch(self: Any, blocks: Any, why: str) -> None: ...
 
-    with monkeypatch.context() as patch:
-        patch.setattr(OWN_POOL, "touch", touch)
-        (line,) = releases.differences()
-        assert "touch has the parameters (self, blocks, why), known are (self, blocks)" in line
-    monkeypatch.setattr(block_pool, "BlockPool", type("Changed", (OWN_POOL,), {}))
+def takes_the_newest(own: Any) -> Any:
+    def get_new_blocks(self: Any, num_blocks: int) -> Any:
+        if 0 < num_blocks < self.get_num_free_blocks():
+            self.free_block_queue.append(self.free_block_queue.popleft())
+        return own.get_new_blocks(self, num_blocks)
+
+    return get_new_blocks
+
+
+def raises_another_error(own: Any) -> Any:
+    def get_new_blocks(self: Any, num_blocks: int) -> Any:
+        if num_blocks > self.get_num_free_blocks():
+            raise KeyError(num_blocks)
+        return own.get_new_blocks(self, num_blocks)
+
+    return get_new_blocks
+
+
+def says_no_more_events(own: Any) -> Any:
+    def get_new_blocks(self: Any, num_blocks: int) -> Any:
+        count = len(self.kv_event_queue)
+        new = own.get_new_blocks(self, num_blocks)
+        del self.kv_event_queue[count:]
+        return new
+
+    return get_new_blocks
+
+
+def keeps_the_watchers(own: Any) -> Any:
+    def reset_prefix_cache(self: Any) -> bool:
+        watchers = dict(self._reuse_watchers)
+        self._reuse_watchers.clear()
+        is_reset: bool = own.reset_prefix_cache(self)
+        self._reuse_watchers.update(watchers)
+        return is_reset
+
+    return reset_prefix_cache
+
+
+#: The first operation that differs, and in what.
+PLANTS = [
+    (takes_the_newest, "get_new_blocks", r"get_new_blocks\(\d+\): it.*: the engine's own gives "),
+    (raises_another_error, "get_new_blocks", "gives KeyError: .*, ours ValueError: "),
+    (says_no_more_events, "get_new_blocks", r"take_events\(\): it.*BlockRemoved"),
+    (frees_in_another_order, "free_blocks", r"free_blocks\(.*\): the order of free blocks"),
+    (keeps_the_watchers, "reset_prefix_cache", "AssertionError: a reader is not told"),
+]
+
+
+@pytest.mark.parametrize(("plant", "name", "expected"), PLANTS)
+def test_the_proof_names_the_first_operation_that_differs(
+    plant: Callable[..., Any], name: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = SimpleNamespace(**{name: vars(OWN_POOL)[name]})
+    monkeypatch.setattr(OWN_POOL, name, plant(own))
     (line,) = releases.differences()
-    assert "has the text" in line
-    assert releases.differences(bodies=False) == []
+    assert re.search(expected, line), line
+
+
+def test_a_new_parameter_or_an_unseen_way_to_change_the_pool_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    touch = OWN_POOL.touch
+    with monkeypatch.context() as patch:
+        patch.setattr(OWN_POOL, "touch", lambda self, blocks, why=None: touch(self, blocks))
+        assert releases.differences() == ["BlockPool.touch: parameter 'why' is new"]
+
+    def steal(self: Any) -> Any:
+        return self.free_block_queue.popleft()
+
+    def count(self: Any) -> int:
+        return len(self.kv_event_queue)
+
+    monkeypatch.setattr(OWN_POOL, "count", count, raising=False)
+    assert releases.differences() == []
+    monkeypatch.setattr(OWN_POOL, "steal", steal, raising=False)
+    (line,) = releases.differences()
+    assert re.fullmatch(r".*steal: no operation of the proof runs its line \d+", line)
+
+
+def test_the_proof_takes_less_than_three_seconds_of_cpu() -> None:
+    """It stops by itself; here all of its operations fit."""
+    from specpool.plugins.vllm import pool_proof
+
+    start = time.thread_time()
+    assert pool_proof.difference() is None
+    assert time.thread_time() - start < proof.SECONDS
 
 
 def test_a_file_is_read_as_the_module_would_be() -> None:

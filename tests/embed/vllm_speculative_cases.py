@@ -217,3 +217,36 @@ def test_a_round_has_the_slots_that_its_drafter_writes_and_no_block_more(
         last = verified + len(range(num_steps - 1))
         blocks = managed.get_block_ids("r")[0]
         assert len(blocks) == last // block_size + 1
+
+
+def test_a_stale_hit_and_none_at_all_are_refused_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    from specpool.plugins.vllm import speculative, speculative_proof
+
+    assert speculative_proof.difference() is None
+    monkeypatch.setattr(speculative, "_proved", lambda pool, block, token: block)
+    line = speculative_proof.difference()
+    assert line is not None and line.startswith("KV cache hits, seed ")
+    assert "the last block was computed for another text" in line
+    monkeypatch.setattr(speculative, "_proved", lambda pool, block, token: None)
+    assert speculative_proof.difference() == (
+        "KV cache hits: no operation of the proof kept the last block of a hit"
+    )
+
+
+def test_drafters_of_another_text_keep_vllms_reserve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from specpool.plugins.vllm import releases, speculative
+
+    target = next(iter(releases.DRAFTERS))
+    monkeypatch.setitem(releases.DRAFTERS, target, {"0.33.0": "another"})
+    scheduler = SimpleNamespace(kv_cache_manager=manager(ours(), 8, SIZE))
+    for trusted, spare in ((None, 0), ("trust", 1)):
+        speculative._unknown_drafters.cache_clear()
+        if trusted:
+            monkeypatch.setenv("SPECPOOL_VLLM_DRIFT", trusted)
+        speculative._init_scheduler(lambda *args: None, scheduler, settings_of())
+        assert scheduler.kv_cache_manager.spare_lookahead == spare
+    speculative._unknown_drafters.cache_clear()
+    (line,) = caplog.messages
+    assert "a round reserves as much as vLLM does: " + target in line

@@ -38,7 +38,7 @@ class BlockPool:
     def get_num_free_blocks(self) -> int:
         return self.free_block_queue.num_free_blocks
 
-    def cache_full_blocks(self, request, blocks, first, end, block_size, group, mask) -> None:
+    def cache_full_blocks(self, request, blocks, first, end, block_size, group) -> None:
         for block, key in zip(blocks[first:end], request.block_hashes[first:end], strict=True):
             self._insert_block_hash(key, block, None)
 

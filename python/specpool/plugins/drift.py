@@ -27,6 +27,8 @@ def differences(
 ) -> list[str]:
     """Return how the engine differs from the known releases, a line each; empty if it does not.
 
+    What cannot be found is one line, whatever else would be: nothing more is imported.
+
     Args:
         signatures: for each `module:name` its parameters, separated by commas.
         texts: for each `module:name` the digest of its text in each known release.
@@ -37,8 +39,7 @@ def differences(
         try:
             now = ", ".join(inspect.signature(pkgutil.resolve_name(target)).parameters)
         except (ImportError, AttributeError, ValueError) as error:
-            lines.append(f"{target}: {error}")
-            continue
+            return [f"{target}: {error}"]
         if now != expected:
             lines.append(f"{target} has the parameters ({now}), known are ({expected})")
     if lines:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from specpool.errors import one_line
+from specpool.plugins import notice
 
 
 def switch_on(
@@ -17,7 +18,7 @@ def switch_on(
     on_drift: str,
     log: logging.Logger,
 ) -> bool:
-    """Install a plug-in's parts if the engine is a known release; return whether that was done.
+    """Install a plug-in's parts if the engine is as they need it; return whether that was done.
 
     An engine's import may raise anything, for example because a driver is missing. All parts are
     imported before the first one changes the engine.
@@ -26,7 +27,7 @@ def switch_on(
         engine: the engine's name.
         fallback: the part of the engine that serves otherwise.
         names: modules with a function `install`, in their order.
-        differences: returns how the engine differs from the known releases, a line each.
+        differences: returns how the engine differs from what the parts need, a line each.
         on_drift: one of `ON_DRIFT`.
         log: gets the reason.
 
@@ -42,7 +43,7 @@ def switch_on(
     if reasons:
         if on_drift == "exit":
             raise SystemExit(f"specpool: {engine} is not as known: {'; '.join(reasons)}")
-        log.error("specpool: %s serves: %s", fallback, "; ".join(reasons))
+        notice.own_code_serves(engine, f"specpool: {fallback} serves: {'; '.join(reasons)}", log)
         return False
     for part in parts:
         try:
@@ -52,4 +53,5 @@ def switch_on(
                 f"specpool: {part.__name__} cannot be installed: {one_line(error)}; a part of "
                 f"{engine} is replaced already"
             ) from None
+    notice.ours_serves(engine)
     return True

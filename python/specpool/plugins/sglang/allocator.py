@@ -6,7 +6,7 @@ plug-in only, because it imports SGLang and torch.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
 from typing import Any
@@ -62,6 +62,7 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         self.is_on_host = torch.device(device).type == "cpu"
         self.is_strict = os.environ.get("SPECPOOL_SGLANG_STRICT") == "1"
         self.is_recorded = bool(os.environ.get("SPECPOOL_SGLANG_RECORD"))
+        self.free_group = None
         self.clear()
 
     def resize(self, config: Any) -> None:
@@ -286,13 +287,33 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         elif page_ids.numel():
             self._give(page_ids)
 
+    def free_group_begin(self) -> None:
+        """Keep what is freed from here on until `free_group_end`.
+
+        Raises:
+            AllocatorError: a group of frees is open.
+        """
+        self._refuse_in_group("free_group_begin")
+        self.free_group = []
+
+    @property
+    def is_not_in_free_group(self) -> bool:
+        """Whether no group of frees is open, as SGLang before 0.5.17 asks."""
+        return self.free_group is None
+
+    @is_not_in_free_group.setter
+    def is_not_in_free_group(self, value: bool) -> None:
+        pass
+
     def free_group_end(self) -> None:
         """Free what was named since `free_group_begin`."""
         try:
-            super().free_group_end()
-            pending, self.page_group = self.page_group, []
-            if pending:
-                self.free_page_ids(torch.cat(pending))
+            slots_pending, self.free_group = self.free_group, None
+            if slots_pending:
+                self.free(torch.cat(slots_pending))
+            pages_pending, self.page_group = self.page_group, []
+            if pages_pending:
+                self.free_page_ids(torch.cat(pages_pending))
             for index, tokens, request in self.freers:
                 self.history.freed(_host(index) // tokens, request)
         finally:
@@ -300,7 +321,7 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
 
     def _defer(self, group: list[torch.Tensor], index: torch.Tensor, tokens: int) -> None:
         """Keep a free for the group's end, with its request; reading a device here would wait."""
-        index_copy = self._copy_for_free_group(index)
+        index_copy = index.clone()  # the caller may change it
         group.append(index_copy)
         if self.history.freer is not None and self.is_on_host:
             self.freers.append((index_copy, tokens, self.history.freer))
@@ -343,25 +364,13 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
 
     # The KV itself.
 
-    def get_cpu_copy(
-        self, indices: Any, mamba_indices: Any = None, req_pool_index: Any = None
-    ) -> Any:
+    def get_cpu_copy(self, indices: Any, *rest: Any, **named: Any) -> Any:
         """Return a copy of the KV at these slots, on the host."""
-        return self._kvcache.get_cpu_copy(
-            indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index
-        )
+        return self._kvcache.get_cpu_copy(indices, *rest, **named)
 
-    def load_cpu_copy(
-        self,
-        kv_cache_cpu: Any,
-        indices: Any,
-        mamba_indices: Any = None,
-        req_pool_index: Any = None,
-    ) -> Any:
+    def load_cpu_copy(self, kv_cache_cpu: Any, indices: Any, *rest: Any, **named: Any) -> Any:
         """Put a copy of `get_cpu_copy` back."""
-        return self._kvcache.load_cpu_copy(
-            kv_cache_cpu, indices, mamba_indices=mamba_indices, req_pool_index=req_pool_index
-        )
+        return self._kvcache.load_cpu_copy(kv_cache_cpu, indices, *rest, **named)
 
 
 class SpecpoolTokenAllocator(SpecpoolPagedAllocator):
@@ -376,7 +385,9 @@ class SpecpoolTokenAllocator(SpecpoolPagedAllocator):
 def install() -> None:
     """Put both classes in the place of SGLang's."""
     # It derives from SGLang's class, whose lists it changes: it has to derive before the exchange.
-    importlib.import_module(_ALLOCATOR + "page_interleave")
+    # Before SGLang 0.5.20 there is none.
+    if importlib.util.find_spec(_ALLOCATOR + "page_interleave") is not None:
+        importlib.import_module(_ALLOCATOR + "page_interleave")
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, cls in (

@@ -5,7 +5,9 @@ A call only appends a line. Lines become arrays by page now and then, or when an
 
 from __future__ import annotations
 
+import pkgutil
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -95,46 +97,52 @@ class History:
         self._takes.clear()
 
 
-def alloc_for_extend(original: Any, batch: Any) -> Any:
+#: A release may keep a request's row or lengths elsewhere. Then an error names no request.
+_left_out = suppress(AttributeError, IndexError, KeyError, TypeError, ValueError)
+
+
+def alloc_for_extend(original: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's: name the requests that a prefill takes pages for."""
-    history = _history_of(batch.token_to_kv_pool_allocator)
-    if history is None:
-        return original(batch)
-    call = history.call
-    out = original(batch)
-    for req in batch.reqs:
-        history.admit(req.kv.req_pool_idx, req.rid)
-    history.note_rows(call, out[2], batch.extend_lens)
+    history = _history_of(batch)
+    call = 0 if history is None else history.call
+    out = original(batch, *args, **kwargs)
+    if history is not None:
+        with _left_out:
+            for req in batch.reqs:
+                history.admit(req.kv.req_pool_idx, req.rid)
+            history.note_rows(call, out[2], batch.extend_lens)
     return out
 
 
-def alloc_for_decode(original: Any, batch: Any, token_per_req: int) -> Any:
+def alloc_for_decode(original: Any, batch: Any, token_per_req: int, *args: Any) -> Any:
     """Around SGLang's: name the requests of a plain decode step."""
-    history = _history_of(batch.token_to_kv_pool_allocator)
+    history = _history_of(batch)
     call = 0 if history is None else history.call
-    out = original(batch, token_per_req)
+    out = original(batch, token_per_req, *args)
     if history is not None:
-        history.note_rows(call, _rows(batch), np.full(len(batch.reqs), token_per_req, np.int64))
+        with _left_out:
+            history.note_rows(call, _rows(batch), np.full(len(batch.reqs), token_per_req, np.int64))
     return out
 
 
 def alloc_for_spec_decode(original: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's: name the requests of a round."""
-    history, batch = _history_of(tree_cache.token_to_kv_pool_allocator), kwargs.get("batch")
+    history, batch = _history_of(tree_cache), kwargs.get("batch")
     call = 0 if history is None else history.call
     out = original(tree_cache, *args, **kwargs)
     if history is not None and batch is not None:
-        counts = kwargs["nxt_kv_lens_cpu"] - kwargs["cur_kv_lens_cpu"]
-        history.note_rows(call, _rows(batch), counts)
+        with _left_out:
+            counts = kwargs["nxt_kv_lens_cpu"] - kwargs["cur_kv_lens_cpu"]
+            history.note_rows(call, _rows(batch), counts)
     return out
 
 
 def release_kv_cache(original: Any, req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's: name the request that gives its pages back."""
-    history = _history_of(tree_cache.token_to_kv_pool_allocator)
+    history = _history_of(tree_cache)
     if history is None:
         return original(req, tree_cache, *args, **kwargs)
-    history.freer = req.rid
+    history.freer = getattr(req, "rid", None)
     try:
         return original(req, tree_cache, *args, **kwargs)
     finally:
@@ -142,7 +150,7 @@ def release_kv_cache(original: Any, req: Any, tree_cache: Any, *args: Any, **kwa
 
 
 def install() -> None:
-    """Put the four functions around SGLang's."""
+    """Put the functions around those of SGLang's that this release has at these places."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     cache = "sglang.srt.mem_cache."
@@ -152,12 +160,16 @@ def install() -> None:
         ("allocation.alloc_for_spec_decode", alloc_for_spec_decode),
         ("common.release_kv_cache", release_kv_cache),
     ):
+        try:
+            pkgutil.resolve_name(cache + target)
+        except (ImportError, AttributeError):
+            continue
         HookRegistry.register(cache + target, hook, HookType.AROUND)
 
 
-def _history_of(allocator: Any) -> History | None:
-    """Return the history of one of this plug-in's allocators; None for another allocator."""
-    history = getattr(allocator, "history", None)
+def _history_of(holder: Any) -> History | None:
+    """Return the history of a batch's or a tree's allocator, if that is one of this plug-in's."""
+    history = getattr(getattr(holder, "token_to_kv_pool_allocator", None), "history", None)
     return history if isinstance(history, History) else None
 
 

@@ -7,7 +7,6 @@ unless `SPECPOOL_VLLM` is set. Nothing here imports vLLM before vLLM calls `regi
 from __future__ import annotations
 
 import logging
-import sys
 
 from specpool.plugins.drift import ON_DRIFT
 from specpool.plugins.settings import setting
@@ -19,6 +18,8 @@ LEVELS = ("off", "blocks", "speculative")
 ON_FAULT = ("raise", "log")
 
 _POOL = "specpool.plugins.vllm.pool"
+#: The level of the first call of this process that asked for one.
+_calls: list[str] = []
 
 
 def register() -> None:
@@ -33,8 +34,9 @@ def register() -> None:
     level = setting("SPECPOOL_VLLM", LEVELS)
     on_drift = setting("SPECPOOL_VLLM_DRIFT", ON_DRIFT)
     setting("SPECPOOL_VLLM_FAULTS", ON_FAULT)
-    if level == "off" or _POOL in sys.modules:
+    if level == "off" or _calls:
         return
+    _calls.append(level)
     from specpool.plugins.vllm import releases
 
     parts = (_POOL, f"{__name__}.speculative") if level == "speculative" else (_POOL,)
@@ -42,7 +44,7 @@ def register() -> None:
         "vLLM",
         "vLLM's own block pool",
         parts,
-        lambda: releases.differences(level, bodies=on_drift != "trust"),
+        lambda: releases.differences(level),
         on_drift,
         _log,
     ):

@@ -8,6 +8,7 @@ the plug-in only, because it imports vLLM.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +32,8 @@ own_allocate_slots: Any = KVCacheManager.allocate_slots
 class SpecpoolBlock(KVCacheBlock):  # type: ignore[misc] # no stubs
     """A block whose count of holders is the core's. Two blocks are equal if they are the same."""
 
-    __slots__ = ()
+    # Older releases of vLLM have no slot for the pool.
+    __slots__ = () if "pool" in KVCacheBlock.__slots__ else ("pool",)
     pool: SpecpoolBlockPool
     # vLLM's property of this name only reads the slot. The slot itself is read without a call.
     block_hash = KVCacheBlock._block_hash
@@ -95,6 +97,8 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
 
     def __init__(self, num_gpu_blocks: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(num_gpu_blocks, *args, **kwargs)
+        if not hasattr(self, "_reuse_watchers"):  # before vLLM 0.33
+            self._reuse_watchers = {}
         self.core = _new_core(num_gpu_blocks)
         self.blocks = [SpecpoolBlock(block, self) for block in range(num_gpu_blocks)]
         self.null_block: Any = self.blocks[0]
@@ -212,32 +216,24 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         num_cached_blocks: int,
         num_full_blocks: int,
         block_size: int,
-        kv_cache_group_id: int,
-        block_mask: list[bool] | None = None,
+        *rest: Any,
+        **named: Any,
     ) -> None:
         """Note what a request's blocks hold: `blocks[num_cached_blocks:num_full_blocks]`.
 
         Raises:
             PageStateError: a block is not held.
         """
+        first, end = num_cached_blocks, num_full_blocks
         new: list[int] = []
         self._new = new
         try:
-            _original_cache(
-                self,
-                request,
-                blocks,
-                num_cached_blocks,
-                num_full_blocks,
-                block_size,
-                kv_cache_group_id,
-                block_mask,
-            )
+            _original_cache(self, request, blocks, first, end, block_size, *rest, **named)
         finally:
             self._new = None
-        self.core.keep(new)
+            self.core.keep(new)
         if self.next_tokens is not None:
-            self.note_next(request, blocks, num_cached_blocks, num_full_blocks, block_size)
+            self.note_next(request, blocks, first, end, block_size)
 
     def note_next(self, request: Any, blocks: Any, first: int, end: int, block_size: int) -> None:
         """Note the tokens behind blocks `first` to `end` of a request; see `speculative`."""
@@ -245,11 +241,13 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
     def note_allocation(self, request: Any, num_new_computed: int, num_external: int) -> None:
         """Note what is known before a request gets blocks; see `speculative`."""
 
-    def _insert_block_hash(self, key: Any, block: SpecpoolBlock, num_tokens: int | None) -> None:
+    def _insert_block_hash(
+        self, block_hash_with_group_id: Any, block: SpecpoolBlock, *rest: Any, **named: Any
+    ) -> None:
         if block.pool is not self:
             raise ForeignBlockError(f"cache of block {block.block_id}: it is not of this pool")
         new, is_new = self._new, block._block_hash is None
-        _original_insert(self, key, block, num_tokens)
+        _original_insert(self, block_hash_with_group_id, block, *rest, **named)
         if new is not None:
             new.append(block.block_id)
         elif is_new:
@@ -286,51 +284,43 @@ def install() -> None:
         module.BlockPool = SpecpoolBlockPool
     # Of managers and pools that were made before, and of pools that are vLLM's own.
     KVCacheManager.spare_lookahead, OwnBlockPool.next_tokens = 0, None
-    KVCacheManager.allocate_slots = _allocate_slots
+    if "pool" not in KVCacheBlock.__slots__:
+        KVCacheBlock.pool = None  # blocks of no pool, before vLLM 0.32
+    KVCacheManager.allocate_slots = allocate_slots
 
 
-# The parameters are named one by one, because `*args, **kwargs` would cost a tenth of vLLM's call.
-# The defaults are vLLM's own. The two conditions are those of level `speculative`.
-@functools.wraps(own_allocate_slots)
-def _allocate_slots(
-    manager: Any,
-    request: Any,
-    num_new_tokens: Any,
-    num_new_computed_tokens: Any,
-    new_computed_blocks: Any,
-    num_lookahead_tokens: Any,
-    num_external_computed_tokens: Any,
-    delay_cache_blocks: Any,
-    num_encoder_tokens: Any,
-    full_sequence_must_fit: Any,
-    reserved_blocks: Any,
-    has_scheduled_reqs: Any,
-    skip_zeroing_group_ids: Any,
-) -> Any:
-    pool = manager.block_pool
+def _noting(original: Any) -> Any:
+    """Return vLLM's `allocate_slots` with notes of the request, and of what it need not reserve.
+
+    The wrapper has the parameters of this release, named one by one, because `*args, **kwargs`
+    would cost a tenth of vLLM's call. The two conditions are those of level `speculative`.
+    """
+    signature = inspect.signature(original)
+    bare = [
+        parameter.replace(annotation=parameter.empty, default=parameter.empty)
+        for parameter in signature.parameters.values()
+    ]
+    names = [
+        f"{part.name}={part.name}" if part.kind is part.KEYWORD_ONLY else part.name for part in bare
+    ]
+    source = f"""
+def allocate_slots{inspect.Signature(bare)}:
+    pool = self.block_pool
     pool.tag = request.request_id
     if num_lookahead_tokens:
-        num_lookahead_tokens -= manager.spare_lookahead
+        num_lookahead_tokens -= self.spare_lookahead
     if pool.next_tokens is not None:
         pool.note_allocation(request, num_new_computed_tokens, num_external_computed_tokens)
-    return own_allocate_slots(
-        manager,
-        request,
-        num_new_tokens,
-        num_new_computed_tokens,
-        new_computed_blocks,
-        num_lookahead_tokens,
-        num_external_computed_tokens,
-        delay_cache_blocks,
-        num_encoder_tokens,
-        full_sequence_must_fit,
-        reserved_blocks,
-        has_scheduled_reqs,
-        skip_zeroing_group_ids,
-    )
+    return original({", ".join(names)})
+"""
+    parts: dict[str, Any] = {"original": original}
+    exec(source, parts)
+    wrapper = functools.wraps(original)(parts["allocate_slots"])
+    wrapper.__defaults__, wrapper.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
+    return wrapper
 
 
-_allocate_slots.__defaults__ = own_allocate_slots.__defaults__  # type: ignore[attr-defined]
+allocate_slots: Any = _noting(own_allocate_slots)
 
 
 def _new_core(num_gpu_blocks: int) -> BlockPool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from specpool.plugins.vllm import releases
 from specpool.plugins.vllm.pool import SpecpoolBlockPool
 
 _log = logging.getLogger("specpool.plugins.vllm")
@@ -34,6 +36,11 @@ def install() -> None:
     wrap(Scheduler, "__init__", _init_scheduler)
     wrap(KVCacheManager, "__init__", _init_manager)
     wrap(KVCacheManager, "get_computed_blocks", _get_computed_blocks)
+    note()
+
+
+def note() -> None:
+    """Note what follows each block, and ask the notes where vLLM drops the last block of a hit."""
     original = FullAttentionManager.find_longest_cache_hit.__func__
 
     def find(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,6 +81,14 @@ def _why_none_is_spare(spec: Any) -> str | None:
 
 
 @functools.cache
+def _unknown_drafters() -> list[str]:
+    """Return in what vLLM's drafters differ from those whose writes are known, a line each."""
+    if os.environ.get("SPECPOOL_VLLM_DRIFT") == "trust":
+        return []
+    return releases.drafter_differences()
+
+
+@functools.cache
 def _say(text: str) -> None:
     """Log once per process that vLLM itself does something which the level could do."""
     _log.warning("specpool: %s", text)
@@ -83,9 +98,15 @@ def _init_scheduler(
     original: Any, scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any
 ) -> None:
     original(scheduler, vllm_config, *args, **kwargs)
-    scheduler.kv_cache_manager.spare_lookahead = spare_lookahead(vllm_config)
     spec = vllm_config.speculative_config
-    if spec is not None and vllm_config.num_lookahead_tokens > 0:
+    if spec is None:
+        return
+    unknown = _unknown_drafters()
+    if unknown:
+        _say(f"a round reserves as much as vLLM does: {unknown[0]}")
+        return
+    scheduler.kv_cache_manager.spare_lookahead = spare_lookahead(vllm_config)
+    if vllm_config.num_lookahead_tokens > 0:
         why = _why_none_is_spare(spec)
         if why:
             _say(f"a round reserves as much as vLLM does: {why}")
@@ -94,7 +115,7 @@ def _init_scheduler(
 def _init_manager(original: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
     original(manager, *args, **kwargs)
     coordinator, pool = manager.coordinator, manager.block_pool
-    if not manager.enable_caching or not coordinator.drop_eagle_group_ids:
+    if not manager.enable_caching or not _dropping_groups(coordinator):
         return  # no hit drops a block
     why = _why_no_hit_is_proved(coordinator, pool)
     if why:
@@ -103,12 +124,18 @@ def _init_manager(original: Any, manager: Any, *args: Any, **kwargs: Any) -> Non
         pool.next_tokens = {}
 
 
+def _dropping_groups(coordinator: Any) -> Any:
+    """Return the groups whose hits drop a block; before vLLM 0.33 these are all of a drafter."""
+    name = "drop_eagle_group_ids"
+    return getattr(coordinator, name if hasattr(coordinator, name) else "eagle_group_ids")
+
+
 def _why_no_hit_is_proved(coordinator: Any, pool: Any) -> str | None:
     if not isinstance(pool, SpecpoolBlockPool):
         return f"the pool is a {type(pool).__name__}"
     if type(coordinator) is not UnitaryKVCacheCoordinator:
         return "the model has several groups of KV"
-    if coordinator.num_reprefillable_tokens:
+    if getattr(coordinator, "num_reprefillable_tokens", 0):  # since vLLM 0.28
         return "the drafter reads more than the next token"
     if type(coordinator.single_type_managers[0]) is not FullAttentionManager:
         return f"its group is a {type(coordinator.single_type_managers[0]).__name__}'s"
