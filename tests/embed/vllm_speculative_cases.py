@@ -236,10 +236,10 @@ def test_a_stale_hit_and_none_at_all_are_refused_at_load(monkeypatch: pytest.Mon
 def test_drafters_of_another_text_keep_vllms_reserve(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from specpool.plugins.vllm import releases, speculative
+    from specpool.plugins.vllm import drafters, speculative
 
-    target = next(iter(releases.DRAFTERS))
-    monkeypatch.setitem(releases.DRAFTERS, target, {"0.33.0": "another"})
+    target = next(iter(drafters.DRAFTERS))
+    monkeypatch.setitem(drafters.DRAFTERS, target, {"0.33.0": "another"})
     scheduler = SimpleNamespace(kv_cache_manager=manager(ours(), 8, SIZE))
     for trusted, spare in ((None, 0), ("trust", 1)):
         speculative._unknown_drafters.cache_clear()

@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
-from specpool.plugins.vllm import releases
+from specpool.plugins.vllm import drafters
 from specpool.plugins.vllm.pool import SpecpoolBlockPool
 
 _log = logging.getLogger("specpool.plugins.vllm")
@@ -85,7 +85,7 @@ def _unknown_drafters() -> list[str]:
     """Return in what vLLM's drafters differ from those whose writes are known, a line each."""
     if os.environ.get("SPECPOOL_VLLM_DRIFT") == "trust":
         return []
-    return releases.drafter_differences()
+    return drafters.differences()
 
 
 @functools.cache
