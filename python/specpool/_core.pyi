@@ -315,6 +315,16 @@ class StateGroup:
     @property
     def eager(self) -> bool:
         """Whether a round of one node with nothing in flight folds its root too."""
+    def ring_len(self, shapes: Sequence[Shape], *, overlap_depth: int = 0) -> int:
+        """Return R, the records of a row's ring; see `Ledger.state_ring_len`.
+
+        Args:
+            shapes: all that may run.
+            overlap_depth: rounds prepared ahead.
+
+        Raises:
+            ConfigError: `overlap_depth` is below 0 or above 2^31 - 1.
+        """
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...

@@ -793,7 +793,7 @@ GUARDS = [
         80,
         "a ring counts the tokens that wait for a flush",
         "state/state_group.rs::ring_len",
-        "i64::from(nodes) + self.spec.flush - 1",
+        "i64::from(nodes) + self.flush - 1",
         "i64::from(nodes)",
     ),
     guard(

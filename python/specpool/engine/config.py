@@ -104,6 +104,10 @@ class EngineConfig:
         prefix_cache: requests that begin like an earlier one take over its KV, target and draft,
             for as long as no running request needs the pages. Models with recurrent state compute
             all tokens anyway.
+        cached_states: recurrent states that the prefix cache keeps. They are beside those of rows
+            and sessions. None = one for each of `max_batch`. With `kv_bytes`, sessions and the
+            prefix cache get fewer if theirs would take more than a quarter of what the rows' states
+            leave.
         prefill_tokens: most tokens of one prefill step; longer prompts come in chunks. Running
             requests go on between the chunks.
         headroom: tokens that a row must have room for beyond its next round. Another request is
@@ -115,9 +119,9 @@ class EngineConfig:
         num_pages: pages per group. None = what `kv_bytes` holds, at most `max_batch` full rows. A
             window group has the pages of `max_batch` windows and one prefill step, at most
             `num_pages`.
-        kv_bytes: memory for KV. In bytes; None = half of the free memory, but on a CUDA device all
-            of it apart from 12 % of the device, and from what CUDA graphs read KV into, if that is
-            more.
+        kv_bytes: memory for KV and recurrent states. In bytes; None = half of the free memory, but
+            on a CUDA device all of it apart from 12 % of the device, and from what CUDA graphs read
+            KV into, if that is more.
         host_bytes: host memory for the KV of retracted requests. In bytes. Idle sessions and the
             prefix cache's texts go there too. 0 = none, so their KV is computed again.
         offload: what goes to host memory: KV whose copies beat a prefill, all, or none. The copies
@@ -182,6 +186,9 @@ class EngineConfig:
     worker: Annotated[WorkerName, Option("Advanced")] = "auto"
     mixed_chunks: Annotated[bool, Option("Scheduling")] = False
     prefix_cache: bool = True
+    cached_states: Annotated[
+        int | None, Within(0, 1 << 16), Option("Memory", default="one for each row")
+    ] = None
     prefill_tokens: Annotated[int, Within(1, 1 << 30), Option("Scheduling")] = 1024
     headroom: Annotated[int, Within(0, 1 << 30), Option("Scheduling")] = HEADROOM
     attention: Annotated[str, Option("Advanced")] = "auto"

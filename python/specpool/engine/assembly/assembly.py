@@ -57,6 +57,7 @@ class Assembly:
     worker: Worker
     host: HostTier | None
     controller: Controller | None
+    state: RecurrentState | None  # of the target's recurrent layers
     ranks: Ranks | None = None
 
     def scheduler_config(self) -> SchedulerConfig:
@@ -164,7 +165,7 @@ def assemble(
         itemsize=target.dtype.itemsize,
         max_context_len=max_context_len,
         kv_bytes=kv_bytes,
-        keeps_state=target.keeps_state,
+        states=target.state_bytes,
     )
     sizes = sizes_of(config)
     controller = _controller(config, sizes, ranks)
@@ -178,6 +179,7 @@ def assemble(
     for drafter in drafters:
         drafter.attach(cache, first_layer, pools.draft_group, layout, shapes)
         first_layer += len(drafter.layers)
+    state = _state(ledger, target)
     worker = Worker(
         target,
         drafters,
@@ -186,7 +188,7 @@ def assemble(
         shapes=ledger.shapes,
         max_context_len=max_context_len,
         attention=attention,
-        state=_state(ledger, target),
+        state=state,
     )
     if capture is not None and sizes:
         kinds = round_kinds(config, sizes, drafters, shape)
@@ -205,6 +207,7 @@ def assemble(
         worker=worker,
         host=_host_tier(config, ledger, cache),
         controller=controller,
+        state=state,
         ranks=ranks,
     )
     _log_changes(config, target, max_context_len, parts)
@@ -360,7 +363,7 @@ def _pools(
         dtype=target.dtype,
         device=target.device,
         kv_bytes=kv_bytes,
-        state_flush=None if target.mixers is None else target.mixers.flush,
+        states=target.state_bytes,
         least=None if ranks is None else ranks.least,
         record=None if ranks is None else log_path(ranks),
     )

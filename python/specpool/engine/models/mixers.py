@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specpool.capacity.state_sizes import StateBytes
 from specpool.engine.models.gate import refusal
 from specpool.engine.models.lane_states import LaneStates
 from specpool.engine.models.recurrent import MixerSpec, paged_cache, states_in
@@ -52,6 +53,15 @@ class Mixers:
         fold costs another call. Mixers that run token by token should read none twice.
         """
         return _FLUSH if self.continues else 1
+
+    @property
+    def state_bytes(self) -> StateBytes:
+        """What a row keeps of all mixers."""
+        return StateBytes(
+            slot=sum(state.num_bytes for spec in self.specs for state in spec.states),
+            record=sum(spec.record_bytes for spec in self.specs),
+            flush=self.flush,
+        )
 
     def close(self) -> None:
         """Give the mixers their own forwards back. A second call does nothing."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from specpool.capacity.state_sizes import StateBytes
 from specpool.engine.attention import AttentionBatch
 from specpool.engine.attention.cudnn import without_cudnn
 from specpool.engine.models.decoder import _find_decoder, _isolate_configs, _no_model, _Standing
@@ -200,6 +201,11 @@ class TargetModel:
     def keeps_state(self) -> bool:
         """Whether rows have recurrent states beside KV. Such a state cannot be cut back."""
         return self.mixers is not None
+
+    @property
+    def state_bytes(self) -> StateBytes | None:
+        """What a row keeps of the recurrent mixers; None if there are none."""
+        return None if self.mixers is None else self.mixers.state_bytes
 
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
