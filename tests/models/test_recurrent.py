@@ -24,8 +24,8 @@ from specpool.engine.draft import DraftTree, NgramDrafter, ScriptedDrafter
 from specpool.engine.models import TargetModel
 from specpool.engine.models.gate import RECURRENT
 from specpool.engine.models.lane_states import StateFolds
-from specpool.engine.models.outline import stated_layers
 from specpool.engine.models.recurrent import RecurrentState, StateSpec
+from specpool.engine.models.state_outline import outline_states
 from specpool.kernels.launch import host_backend
 
 CHAIN = Shape.eagle(3, 1, 4)
@@ -530,6 +530,11 @@ def test_a_tree_has_a_path_to_each_leaf():
     assert paths.tolist() == [[0, 1, 2], [0, 3, 3]]
 
 
-def test_a_plan_says_that_it_does_not_know_states():
-    with pytest.raises(ConfigError, match=r"has recurrent layers, .* give --layers"):
-        stated_layers(make_config("bamba"))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_says_what_the_model_keeps(family):
+    """Law: without weights a plan knows the KV, states and records of the loaded model."""
+    config = make_config(family)
+    outline = outline_states(config, torch.float32)
+    with TargetModel(make_model(config)) as target:
+        assert (outline.layers, outline.states) == (target.layer_kv, target.state_bytes)
+        assert outline.num_parameters == sum(p.numel() for p in target.model.parameters())

@@ -22,6 +22,8 @@ Offload = Literal["cost", "always", "never"]
 
 #: The default of `EngineConfig.headroom`, in tokens.
 HEADROOM = 16
+#: The default of `EngineConfig.max_sessions`.
+MAX_SESSIONS = 16
 
 
 #: The most requests that run at once on a CUDA device where no option says how many.
@@ -221,7 +223,7 @@ class EngineConfig:
         ),
     ] = 0
     offload: Annotated[Offload, Option("Memory")] = "cost"
-    max_sessions: Annotated[int, Within(0, 1 << 16), Option("Memory")] = 16
+    max_sessions: Annotated[int, Within(0, 1 << 16), Option("Memory")] = MAX_SESSIONS
     session_pages: Annotated[
         int | None, Within(0, 1 << 31), Option("Memory", default="all free")
     ] = None

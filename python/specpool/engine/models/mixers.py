@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from specpool.capacity.state_sizes import StateBytes
 from specpool.engine.models.gate import refusal
 from specpool.engine.models.lane_states import LaneStates
-from specpool.engine.models.recurrent import MixerSpec, paged_cache, states_in
+from specpool.engine.models.recurrent import MixerSpec, bytes_of_mixers, paged_cache, states_in
 
 # Recorded inputs that a round reads again before they are folded, at most one less.
 _FLUSH = 16
@@ -57,11 +57,7 @@ class Mixers:
     @property
     def state_bytes(self) -> StateBytes:
         """What a row keeps of all mixers."""
-        return StateBytes(
-            slot=sum(state.num_bytes for spec in self.specs for state in spec.states),
-            record=sum(spec.record_bytes for spec in self.specs),
-            flush=self.flush,
-        )
+        return bytes_of_mixers(self.specs, self.flush)
 
     def close(self) -> None:
         """Give the mixers their own forwards back. A second call does nothing."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specpool.capacity.state_sizes import StateBytes
 from specpool.engine.models.gate import refusal, text_config
 
 if TYPE_CHECKING:
@@ -90,6 +91,15 @@ class MixerSpec:
     def record_bytes(self) -> int:
         """Bytes of its input for one token."""
         return self.width * self.dtype.itemsize
+
+
+def bytes_of_mixers(mixers: Sequence[MixerSpec], flush: int) -> StateBytes:
+    """Return what a row keeps of these mixers, with the state group's `flush`."""
+    return StateBytes(
+        slot=sum(state.num_bytes for mixer in mixers for state in mixer.states),
+        record=sum(mixer.record_bytes for mixer in mixers),
+        flush=flush,
+    )
 
 
 class RecurrentState:

@@ -61,7 +61,7 @@ def probe_states(target: ProbedMixers) -> tuple[tuple[int, ...], tuple[LayerKV, 
     """
     limit = probe_tolerance(target.dtype)
     worst = []
-    kv_layers, layer_kv, mixers = _first_forward(target)
+    kv_layers, layer_kv, mixers = first_forward(target)
     target.mixers = mixers
     for start in PROBE_TEXTS:
         lanes = _lanes(target, start)
@@ -102,7 +102,7 @@ def _continues(target: ProbedMixers, mixers: Mixers, lanes: Tensor, expected: li
     )
 
 
-def _first_forward(
+def first_forward(
     target: ProbedMixers,
 ) -> tuple[tuple[int, ...], tuple[LayerKV, ...], Mixers]:
     """Run a forward of the model as it is; wrap its mixers, and return the layers with KV."""

@@ -38,7 +38,7 @@ from specpool.engine.models.lane_states import LaneStates
 from specpool.engine.models.mixers import Mixers
 from specpool.engine.models.packed_layers import PackedLayers
 from specpool.engine.models.paged_attention import _ATTENTION, _BATCH, _register, _torch_attention
-from specpool.engine.models.placement import _parse_device, _placement, check_dtype
+from specpool.engine.models.placement import _parse_device, check_dtype, placement_of
 from specpool.engine.models.probe import probe
 from specpool.engine.models.recurrent import ATTENDING, cache_argument, check_transformers
 from specpool.engine.models.state_probe import probe_states
@@ -104,7 +104,7 @@ class TargetModel:
                 " that engine first"
             )
         self.model = model
-        self.dtype, self.device = _placement(model)
+        self.dtype, self.device = self._place(model)
         self._captured: dict[int, Tensor] = {}
         self._capture_order: tuple[int, ...] = ()
         self._hooks: list[Any] = []
@@ -472,6 +472,9 @@ class TargetModel:
             self.config.model_type,
             f"its decoder {type(self.decoder).__name__} has no list of {self.num_layers} layers",
         )
+
+    def _place(self, model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
+        return placement_of(model)
 
     def _probe(self) -> None:
         """Find out what each layer keeps, with a few short forwards."""
