@@ -195,6 +195,30 @@ def reserve(
         reserve(**options)
 
 
+@app.command("states")
+def states(
+    memory: Annotated[
+        str | None, typer.Option(help="Bytes of KV and states. [default: 32GiB]")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests of the trace.")] = 1024,
+    overlap_depth: OverlapDepth = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the trace.")] = 0,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Recurrent states in slots and rings, beside a whole state for each draft token."""
+    from benches.states import states as run
+
+    run(
+        memory=memory,
+        requests=requests,
+        overlap_depth=overlap_depth,
+        seed=seed,
+        json=json,
+        plot=plot,
+    )
+
+
 @app.command("ledger")
 def ledger(
     batch: Annotated[
