@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, DynamicCache
 
 import families
 from conftest import DEVICE
@@ -21,10 +21,10 @@ from recurrent_families import FAMILIES, VOCAB, make_config, make_model
 from specpool import ConfigError, Engine, Grammar, RequestOutput, SamplingParams, Shape
 from specpool.engine.assets import resolve
 from specpool.engine.draft import DraftTree, NgramDrafter, ScriptedDrafter
-from specpool.engine.models import TargetModel
+from specpool.engine.models import TargetModel, state_probe
 from specpool.engine.models.gate import RECURRENT
-from specpool.engine.models.lane_states import StateFolds
-from specpool.engine.models.recurrent import RecurrentState, StateSpec
+from specpool.engine.models.lane_states import LaneStates, StateFolds
+from specpool.engine.models.recurrent import RecurrentState, StateSpec, cache_argument
 from specpool.engine.models.state_outline import outline_states
 from specpool.kernels.launch import host_backend
 
@@ -473,6 +473,44 @@ def test_a_model_whose_state_does_not_come_back_is_refused(monkeypatch):
     monkeypatch.setattr(StateSpec, "put", lambda *args: put(*args[:-1], torch.zeros_like(args[-1])))
     with pytest.raises(ConfigError, match=r"'mamba2'.*with its states put away and brought back"):
         TargetModel.from_pretrained(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_scenario_86_a_fold_is_the_mixers_own_forward(family, monkeypatch):
+    """Law: recorded inputs, folded in parts, give the state of one forward of the whole text."""
+    model = make_model(make_config(family))
+    with TargetModel(model) as target:
+        lanes, specs = state_probe._lanes(target, 17), states_of(target)
+        name = cache_argument(target.decoder, target.config)
+
+        def folded() -> list[torch.Tensor]:
+            return state_probe._in_parts(target, target.mixers, lanes, [2, 1, 2, 1])[1]
+
+        ours, build = folded(), LaneStates.build
+
+        def altered(state, *args):
+            for ring in state.rings:
+                ring *= 1.001
+            return build(state, *args)
+
+        monkeypatch.setattr(LaneStates, "build", altered)
+        derived = folded()
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model.get_decoder()(lanes[1:, :-1], **{name: cache, "use_cache": True})
+    own = [spec.get(cache)[0] for spec in specs]
+    for states, limit in ((ours, 1e-5), (derived, 1e-2)):
+        assert max(difference(pair) for pair in zip(states, own, strict=True)) <= limit
+    assert max(difference(pair) for pair in zip(derived, own, strict=True)) > 1e-4
+
+
+def states_of(target: TargetModel) -> list[StateSpec]:
+    return [state for mixer in target.mixers.specs for state in mixer.states]
+
+
+def difference(pair: tuple[torch.Tensor, torch.Tensor]) -> float:
+    states, own = pair
+    return float((states - own).norm() / own.norm())
 
 
 # --- the way there ------------------------------------------------------------------------------
