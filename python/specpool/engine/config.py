@@ -102,8 +102,7 @@ class EngineConfig:
             text is the same. `v1` needs overlap_depth 0.
         mixed_chunks: chunks share the round's forward of the target.
         prefix_cache: requests that begin like an earlier one take over its KV, target and draft,
-            for as long as no running request needs the pages. Models with recurrent state compute
-            all tokens anyway.
+            for as long as no running request needs the pages.
         prefill_tokens: most tokens of one prefill step; longer prompts come in chunks. Running
             requests go on between the chunks.
         headroom: tokens that a row must have room for beyond its next round. Another request is
