@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cli_kit import call
-from lab.sim.device import BrokenLaw
+from lab.sim.broken_law import BrokenLaw
 from lab.sim.ranks import FAULTS, RanksSimulation, RanksTally, SimRank
 from specpool.engine.ranks.journal import RankJournal
 from specpool.errors import CorruptState, RankError

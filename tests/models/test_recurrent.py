@@ -141,6 +141,9 @@ class Workload:
         self.family = rng.choice(sorted(FAMILIES))
         sizes = [rng.randint(1, 40) for _ in range(rng.randint(1, 6))]
         self.prompts = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in sizes]
+        for i in range(1, len(self.prompts)):  # some begin alike
+            start = rng.choice(self.prompts[:i])
+            self.prompts[i] = (start[: rng.randint(0, 40)] + self.prompts[i])[:40]
         self.news = [rng.randint(1, 40) for _ in self.prompts]
         self.draft, depth = rng.choice([None, "ngram", "scripted", "scripted"]), rng.choice([1, 5])
         shapes = [Shape.eagle(depth, 1, depth + 1), Shape.eagle(depth, 3, 3 * depth)]
@@ -212,8 +215,8 @@ def test_random_workloads_speak_as_alone(seed, references):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FEW)
-def test_a_retracted_row_begins_anew(reference):
-    """A pool of little more than one row: its state goes with its pages."""
+def test_a_retracted_row_comes_back(reference):
+    """A pool of little more than one row: what is kept of its pages and states gives way."""
     with build(reference, scripted(reference), num_pages=24, headroom=0) as engine:
         compare(reference, engine.generate(PROMPTS, GREEDY))
         assert engine.core.scheduler.num_retracted > 1
@@ -248,7 +251,7 @@ def test_rows_of_several_kinds_run_side_by_side(reference):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("family", FEW)
 def test_samples_draw_the_same_with_and_without_drafts(reference):
-    """Each sample of a prompt computes the prompt: a fork would have pages but no state."""
+    """Samples run on forks of the row, which share its state."""
     params = SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.8, seed=5, n=3)
     texts = []
     for draft in (None, NgramDrafter(min_match=0)):

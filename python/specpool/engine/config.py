@@ -104,8 +104,7 @@ class EngineConfig:
             text is the same. `v1` needs overlap_depth 0.
         mixed_chunks: chunks share the round's forward of the target.
         prefix_cache: requests that begin like an earlier one take over its KV, target and draft,
-            for as long as no running request needs the pages. Models with recurrent state compute
-            all tokens anyway.
+            for as long as no running request needs the pages.
         cached_states: recurrent states that the prefix cache keeps. They are beside those of rows
             and sessions. None = one for each of `max_batch`. With `kv_bytes`, sessions and the
             prefix cache get fewer if theirs would take more than a quarter of what the rows' states

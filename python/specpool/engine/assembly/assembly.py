@@ -69,11 +69,10 @@ class Assembly:
             keeps_draft_kv=any(drafter.layers for drafter in drafters),
             reads_tokens=any(drafter.reads_tokens for drafter in drafters),
             trims_rounds=self.kind == "v1",
-            shares_prompts=not self.target.keeps_state,
             headroom=config.headroom,
             max_idle=config.max_sessions,
             idle_pages=config.session_pages,
-            prefix_cache=config.prefix_cache and not self.target.keeps_state,
+            prefix_cache=config.prefix_cache,
             forced_shape=forced_shape(config),
         )
 
@@ -210,7 +209,7 @@ def assemble(
         state=state,
         ranks=ranks,
     )
-    _log_changes(config, target, max_context_len, parts)
+    _log_changes(max_context_len, parts)
     return parts
 
 
@@ -321,16 +320,11 @@ def _context_len(config: EngineConfig, target: TargetModel, named: Mapping[str, 
     return longest
 
 
-def _log_changes(config: EngineConfig, target: TargetModel, longest: int, parts: Assembly) -> None:
+def _log_changes(longest: int, parts: Assembly) -> None:
     """Log, in a line each, where this engine departs from its configuration.
 
     `longest` is the most tokens of a sequence.
     """
-    if target.keeps_state and config.prefix_cache:
-        _log.info(
-            "prefix_cache has no effect: the target has recurrent layers, whose states no other "
-            "request can take over",
-        )
     for name, drafter in parts.drafters.items():
         if isinstance(drafter, EagleDrafter | BlockDrafter):
             made_for = drafter.head.config.max_position_embeddings

@@ -18,7 +18,6 @@ class SchedulerConfig:
         reads_tokens: the drafter reads the rows' tokens, so a drafting row has at most one round in
             flight.
         trims_rounds: after each round, each row gives the round's reserve back (v1).
-        shares_prompts: a prompt's samples run on forks of its row; if False, each computes it.
         headroom: tokens beyond its next round that every row must have room for before another
             request is admitted.
         max_idle: the most rows that conversations keep between their turns.
@@ -34,7 +33,6 @@ class SchedulerConfig:
     keeps_draft_kv: bool = False
     reads_tokens: bool = False
     trims_rounds: bool = False
-    shares_prompts: bool = True
     headroom: int = 0
     max_idle: int = 0
     idle_pages: int | None = None
