@@ -171,6 +171,7 @@ PLANTS = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_bug_of_one_rank_is_found(plant: Callable[[SimRank], None]) -> None:
     for seed in range(40):
