@@ -111,7 +111,7 @@ def test_samples_compute_their_prompt_once(
     """Law: a sample computes at most two tokens of its prompt. As many rows part with one state as
     there are slots; none is retracted for that."""
     params = SamplingParams(max_new_tokens=5, temperature=0.8, seed=1, n=4, ignore_eos=True)
-    options = {"prefix_cache": prefix_cache, "max_sessions": 0}
+    options = {"prefix_cache": prefix_cache, "max_sessions": 0, "cached_states": 0}
     with running(references, "bamba", **options) as runner:
         num_computed, outputs = runner.run([PROMPT], params)
         assert num_computed == 90 + 3 * 2
