@@ -21,7 +21,7 @@ from specpool.engine.models.target_folder import empty_model
 
 # Types whose mixers start their scan anew in each forward of several tokens. A loaded model is
 # asked (`Mixers.continues`), but a model without numbers cannot answer.
-_RESTARTING = ("falcon_mamba", "jamba", "mamba", "zamba")
+_RESTARTING = ("falcon_mamba", "jamba", "mamba", "zamba", "zaya")
 
 
 @dataclass(frozen=True, slots=True)
