@@ -155,6 +155,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("case", "drawn"), RUNS)
 def test_the_text_is_that_of_plain_decoding(make, case, drawn):
     rng = random.Random(f"{case} {drawn}")
