@@ -158,6 +158,7 @@ def test_a_step_never_waits_for_the_device(case, kind, card, monkeypatch):
         assert steps[0] > 4
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", ["chain", "chain_split", "dense", "holey"])
 def test_each_forward_finds_the_tables_of_its_plan(case, monkeypatch):
     """One launch of all groups' deltas in a step, before its forward; no launch for no news."""

@@ -74,11 +74,9 @@ EAGER = {
     "several": (CHAIN, {"draft": SEVERAL}, PARAMS),
 }
 SLICE = {  # the rest is for `make test-full`
-    ("chain", "bfloat16", "overlapped"),
     ("holey", "float32", "captured and overlapped"),
     ("small model, tree", "bfloat16", "captured and overlapped"),
     ("block tree", "bfloat16", "captured"),
-    ("host tier", "bfloat16", "captured"),
     ("mixed, tree", "bfloat16", "eager"),
     ("penalties, tree", "float32", "overlapped"),
 }

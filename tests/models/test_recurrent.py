@@ -440,6 +440,7 @@ def test_a_state_of_another_length_gives_another_text(reference, monkeypatch, pl
             compare(reference, engine.generate(PROMPTS, GREEDY))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ["bamba", "mamba"])
 @pytest.mark.parametrize("draft", [None, "scripted"])
 def test_it_runs_with_the_kernels_of_a_device(reference, draft):

@@ -196,6 +196,7 @@ def test_a_sample_moves_while_a_page_copy_into_its_row_waits():
             assert_no_page_leaked(engine.ledger)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kind", ["eagle chain", "plain"])
 def test_a_form_goes_along(kind, depth):
@@ -566,6 +567,7 @@ def test_a_full_engine_takes_the_text_alone():
         session.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_an_engine_decodes_on_while_a_row_arrives(monkeypatch, depth, params):
@@ -630,6 +632,7 @@ def test_a_row_that_breaks_off_leaves_nothing_and_ends_no_other(monkeypatch, end
         assert_no_page_leaked(two.ledger)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["session", "request"])
 @pytest.mark.parametrize("loses", ["its pages to a request", "nothing to Ctrl-C elsewhere"])
 def test_a_row_may_lose_its_place_while_it_arrives(monkeypatch, kind, loses):
