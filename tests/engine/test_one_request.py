@@ -372,6 +372,7 @@ def test_a_text_that_cannot_be_decoded_ends_its_request_alone(
     assert_no_page_leaked(engine)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -450,6 +451,7 @@ EXTREME = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", EXTREME)
 def test_extreme_parameters_change_no_neighbour(target, undisturbed, name):
     engine = make(target, overlap_depth=1)

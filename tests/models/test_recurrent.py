@@ -112,7 +112,7 @@ def family_cases():
                         yield pytest.param(family, draft, page_size, way, marks=pytest.mark.full)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("family", "draft", "page_size", "way"), [*family_cases()])
 def test_every_family_speaks_as_transformers_does(reference, draft, page_size, way):
     """Several prompts on three rows, in chunks; a round keeps one token, some or all."""
@@ -248,7 +248,7 @@ def test_rows_of_several_kinds_run_side_by_side(reference):
         compare(reference, [o for o in outputs.values() if o.finish_reason == "length"])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FEW)
 def test_samples_draw_the_same_with_and_without_drafts(reference):
     """Samples run on forks of the row, which share its state."""
@@ -261,7 +261,7 @@ def test_samples_draw_the_same_with_and_without_drafts(reference):
     assert len({tuple(text) for text in texts[0]}) == 6
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FEW)
 @pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
 def test_forms_and_penalties_hold_with_a_state(reference, drawn):
@@ -325,7 +325,7 @@ def test_a_state_that_is_no_number_ends_with_its_request():
         assert good.token_ids == whole.text(PROMPTS[1], NUM_TOKENS)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FEW)
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_conversation_goes_on_from_its_state(reference, depth):
@@ -387,7 +387,7 @@ def wide_model(family: str):
     return make_model(families.make_config(family, {family: (name, arguments)}))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("draft", ["eagle", "eagle3", "block", "draft", "suffix"])
@@ -433,6 +433,7 @@ def read_late(monkeypatch):
     monkeypatch.setattr(StateFolds, "of_plans", careless)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("plant", [skip_compaction, fold_one_more, read_late])
 @pytest.mark.parametrize("family", FEW)
 def test_a_state_of_another_length_gives_another_text(reference, monkeypatch, plant):
@@ -442,6 +443,7 @@ def test_a_state_of_another_length_gives_another_text(reference, monkeypatch, pl
             compare(reference, engine.generate(PROMPTS, GREEDY))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", ["bamba", "mamba"])
 @pytest.mark.parametrize("draft", [None, "scripted"])
 def test_it_runs_with_the_kernels_of_a_device(reference, draft):
