@@ -1,4 +1,4 @@
-"""The prefix cache of targets with recurrent layers: how many tokens are computed, and the texts."""
+"""The prefix cache of targets with recurrent layers: what is computed, and that texts are equal."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def running(references: dict[str, Reference], family: str, **options: Any) -> It
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("draft", [None, "ngram"])
-@pytest.mark.parametrize("family", ["bamba", "jamba", "zaya"])
+@pytest.mark.parametrize("family", ["bamba", "qwen3_next", "lfm2"])
 def test_a_hit_computes_what_it_must(
     references: dict[str, Reference], family: str, draft: str | None, depth: int
 ) -> None:
@@ -156,6 +156,19 @@ def test_a_rewound_session_goes_on_from_the_end_of_its_turn(
                         assert runner.computed() - before <= 3 + 2
                         assert output.token_ids == runner.reference.text([*said, 5, 6, 7], 20)
                 session.rewind(end)
+
+
+def test_a_hit_is_taken_where_it_is_quicker(references: dict[str, Reference]) -> None:
+    """Law: a target that goes on one token at a time computes a prompt anew if much is left of it,
+    and no prompt is cut for others."""
+    with running(references, "jamba") as runner:
+        assert runner.run([PROMPT])[0] == 90
+        assert runner.run([PROMPT])[0] == 1
+        assert runner.run([[*PROMPT, 5, 6, 7, 8]])[0] == 5
+        assert runner.run([[*PROMPT, *[9] * 10]])[0] == 100
+        before = runner.engine.stats().prefill_ct
+        assert runner.run([[*PROMPT[:60], 5, 6]])[0] == 62
+        assert runner.engine.stats().prefill_ct == before + 1
 
 
 def test_salts_share_no_state(references: dict[str, Reference]) -> None:

@@ -62,7 +62,7 @@ class Assembly:
 
     def scheduler_config(self) -> SchedulerConfig:
         """Return the options of a scheduler for these parts."""
-        config, drafters = self.config, [*self.drafters.values()]
+        config, drafters, mixers = self.config, [*self.drafters.values()], self.target.mixers
         return SchedulerConfig(
             max_batch=self.ledger.max_batch,
             prefill_tokens=config.prefill_tokens,
@@ -73,6 +73,7 @@ class Assembly:
             max_idle=config.max_sessions,
             idle_pages=config.session_pages,
             prefix_cache=config.prefix_cache,
+            goes_on_slowly=mixers is not None and not mixers.continues,
             forced_shape=forced_shape(config),
         )
 

@@ -24,6 +24,7 @@ class SchedulerConfig:
         idle_pages: the most pages of each group that these rows keep; None means all.
         prefix_cache: texts that were computed stay in the ledger's index until their pages are
             needed, and requests that begin alike share them.
+        goes_on_slowly: behind a state the target reads one token after the other.
         forced_shape: the chain for spans that the form of a request's text forces, if they are
             longer than the request's own shape; None if they are drafted within that.
     """
@@ -37,4 +38,5 @@ class SchedulerConfig:
     max_idle: int = 0
     idle_pages: int | None = None
     prefix_cache: bool = False
+    goes_on_slowly: bool = False
     forced_shape: Shape | None = None

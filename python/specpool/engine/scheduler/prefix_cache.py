@@ -78,8 +78,7 @@ class PrefixCache:
         """
         self._ledger, self._config, self._running = ledger, config, running
         self._handles = handles
-        has_states = bool(ledger.states)
-        self.cuts = StateCuts(ledger, running, is_on=config.prefix_cache and has_states)
+        self.cuts = StateCuts(ledger, config, running)
         self._hit_ct = self._host_ct = self._miss_ct = 0
         zeros = np.zeros(len(ledger.groups), np.int64)
         self._no_hit = Hit(0, zeros, zeros)
@@ -96,7 +95,7 @@ class PrefixCache:
         length, shared, taken = self._ledger.match_prefix(
             request.token_array(), request.salt, needs_draft=self._needs_draft(request)
         )
-        if not length:
+        if not length or not self.cuts.pays(request, length):
             return self._no_hit
         return Hit(length, np.array(shared), taken - self._ledger.tail_pages(length))
 
@@ -109,7 +108,9 @@ class PrefixCache:
             OutOfMemory: there is no memory.
         """
         tag = str(request.request_id)
-        if not self._can_use_index(request):
+        if not self._can_use_index(request) or (
+            self.cuts.is_slow and not self.match(request).length
+        ):
             return self._ledger.admit(tag), 0
         tokens, needs_draft = request.token_array(), self._needs_draft(request)
         row = self._ledger.admit_cached(tokens, request.salt, tag, needs_draft=needs_draft)
