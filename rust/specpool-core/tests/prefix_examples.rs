@@ -279,7 +279,9 @@ fn tokens_that_a_round_behind_a_failed_one_may_write_are_not_indexed() {
     let row = ledger.admit(None).unwrap();
     extend(&mut ledger, row, 4, true);
     let steps = [0; 3].map(|_| ledger.prepare_decode(&[row.0], &[1], true).unwrap());
-    steps.iter().for_each(|plan| ledger.launch(plan.step).unwrap());
+    for plan in &steps {
+        ledger.launch(plan.step).unwrap();
+    }
     ledger.resolve(steps[0].step, &[3]).unwrap();
     ledger.complete(steps[0].step).unwrap();
     assert_eq!((ledger.resolved_len()[row.at()], steps[2].lo[0]), (7, 6));
