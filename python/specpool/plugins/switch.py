@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 
 from specpool.errors import one_line
 
+#: For each engine why its own code serves, a line each.
+refusals: dict[str, list[str]] = {}
+
 
 def switch_on(
     engine: str,
@@ -42,6 +45,7 @@ def switch_on(
     if reasons:
         if on_drift == "exit":
             raise SystemExit(f"specpool: {engine} is not as known: {'; '.join(reasons)}")
+        refusals[engine] = reasons
         log.error("specpool: %s serves: %s", fallback, "; ".join(reasons))
         return False
     for part in parts:
