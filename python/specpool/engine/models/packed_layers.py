@@ -1,10 +1,10 @@
 """`PackedLayers`: linear layers through oneDNN's packed weights, for the row counts where it pays.
 
 On a CPU torch multiplies by MKL, which is slow for a few dozen rows: 8 rows through a matrix of
-768 x 3072 took three times as long as through oneDNN with a weight in its own order. A single row,
-which only waits for memory, is as quick by MKL; so are prompts, except on processors that MKL does
-not favour. The rows from `LEAST_ROWS` to `MOST_ROWS` are fixed, so that two starts give the same
-text. Whether prompts are packed too is measured once, by a wide margin.
+768 x 3072 took three times as long as through oneDNN with a weight in its own order. A single row
+and prompts are as quick by MKL, except on processors that MKL does not favour, where a row waits
+twice as long for memory. The rows from `LEAST_ROWS` to `MOST_ROWS` are fixed, so that two starts
+give the same text. Whether fewer and more are packed too is measured once, by a wide margin.
 
 A packed weight is a second copy. It is made of the weight as it was then: a layer whose weight was
 replaced or written to since (`Tensor._version`) runs as it is. A write through `Tensor.data`, which
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 #: Rows of the products that are packed on any processor, both included.
 LEAST_ROWS, MOST_ROWS = 4, 64
 #: Bytes of the smallest weight that is packed. A call of oneDNN costs microseconds by itself.
-MIN_BYTES = 1 << 20
-#: oneDNN's time over MKL's below which prompts are packed too. It is 1.0 to 1.2 where MKL is at
-#: home, and 0.3 to 0.8 elsewhere.
-_MAX_RATIO = 0.9
+MIN_BYTES = 1 << 19
+#: oneDNN's time over MKL's below which other numbers of rows are packed too. It is 1.0 to 1.2 where
+#: MKL is at home, and 0.3 to 0.92 elsewhere.
+_MAX_RATIO = 0.95
 
 
 class PackedLayers:
@@ -73,7 +73,7 @@ class _PackedLayer:
     def __init__(self, module: Any, packed: Tensor) -> None:
         self.module = module
         self._packed = packed
-        self._most_rows = sys.maxsize if packs_prompts() else MOST_ROWS
+        self._least_rows, self._most_rows = packed_rows()
         self._weight: Tensor = module.weight
         self._width = self._weight.shape[1]
         self._version, self._address = self._weight._version, self._weight.data_ptr()
@@ -82,7 +82,7 @@ class _PackedLayer:
         """Return x [..., in] times the weight, plus the bias: [..., out]."""
         module = self.module
         if (
-            LEAST_ROWS <= x.numel() // self._width <= self._most_rows
+            self._least_rows <= x.numel() // self._width <= self._most_rows
             and x.dtype == torch.float32
             and not torch.is_grad_enabled()
             and self._is_fresh(module.weight)
@@ -100,15 +100,23 @@ class _PackedLayer:
 
 
 @cache
-def packs_prompts() -> bool:
-    """Return whether oneDNN is clearly quicker for prompts on this processor too, in 30 ms."""
-    weight, x = torch.ones(1024, 384), torch.ones(512, 384)
+def packed_rows() -> tuple[int, int]:
+    """Return the least and the most rows that are packed on this processor; takes some 50 ms."""
+    # A single row waits for memory by either way, so two rows tell.
+    least_rows = 1 if _is_quicker(torch.ones(4096, 512), num_rows=2) else LEAST_ROWS
+    most_rows = sys.maxsize if _is_quicker(torch.ones(1024, 384), num_rows=128) else MOST_ROWS
+    return least_rows, most_rows
+
+
+def _is_quicker(weight: Tensor, num_rows: int) -> bool:
+    """Return whether oneDNN is clearly quicker than MKL for so many rows."""
+    x = torch.ones(num_rows, weight.shape[1])
     with torch.inference_mode():
         packed = _pack(weight)
         if packed is None:
             return False
         seconds: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(5):  # in turns, so that other load slows both
+        for _ in range(9):  # in turns, so that other load slows both
             for is_packed in seconds:
                 began = time.perf_counter()
                 _product(x, packed, None) if is_packed else F.linear(x, weight)
