@@ -174,6 +174,48 @@ def test_small_weights_are_never_packed() -> None:
     assert len(packed_of(nn.Linear(256, 512, bias=False))) == 1
 
 
+class Gated(nn.Module):
+    """A layer gated by an activation, as transformers has them."""
+
+    def __init__(self, act_fn: nn.Module, *, bias: bool) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(12, 20, bias=bias) for _ in range(2))
+        self.down_proj, self.act_fn = nn.Linear(20, 12, bias=bias), act_fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_gated_layer_is_two_products_and_a_changed_one_runs_as_it_is(
+    always, products, bias
+) -> None:
+    torch.manual_seed(0)
+    layer = Gated(nn.SiLU(), bias=bias)
+    packed = packed_of(layer)
+    for x in (torch.randn(1, 9, 12), torch.randn(2, 3, 12), torch.randn(5, 12)):
+        with torch.inference_mode():
+            torch.testing.assert_close(layer(x), Gated.forward(layer, x))
+            products.clear()
+            layer(x)
+        assert len(products) == 1  # of the layer's end: the others have silu and a factor in them
+    with torch.no_grad():
+        layer.up_proj.weight.mul_(2)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x), Gated.forward(layer, x))
+        torch.testing.assert_close(layer(x[:3]), Gated.forward(layer, x[:3]))  # too few rows
+    packed.switch(on=False)
+    assert not any("forward" in module.__dict__ for module in layer.modules())
+
+
+def test_a_layer_with_another_gate_is_none(always, products) -> None:
+    layer = Gated(nn.GELU(), bias=False)
+    packed_of(layer)
+    with torch.inference_mode():
+        layer(torch.randn(9, 12))
+    assert len(products) == 3
+
+
 def test_gradients_need_the_layer_itself(always, products) -> None:
     layer = nn.Linear(8, 8)
     packed_of(layer)

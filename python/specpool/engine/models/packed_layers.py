@@ -1,10 +1,12 @@
 """`PackedLayers`: linear layers through oneDNN's packed weights, for the row counts where it pays.
 
 On a CPU torch multiplies by MKL, which is slow for a few dozen rows: 8 rows through a matrix of
-768 x 3072 took three times as long as through oneDNN with a weight in its own order. A single row
-and prompts are as quick by MKL, except on processors that MKL does not favour, where a row waits
-twice as long for memory. The rows from `LEAST_ROWS` to `MOST_ROWS` are fixed, so that two starts
-give the same text. Whether fewer and more are packed too is measured once, by a wide margin.
+768 x 3072 took three times as long as through oneDNN with a weight in its own order. Fewer rows
+and prompts are as quick by MKL, except on processors that MKL does not favour: there two rows took
+twice as long. The rows from `LEAST_ROWS` to `MOST_ROWS` are fixed, so that two starts give the same
+text. Whether fewer and more are packed too is measured once, by a wide margin.
+
+oneDNN also applies silu to a gate, and the gate to the other half, while a product is in the cache.
 
 A packed weight is a second copy. It is made of the weight as it was then: a layer whose weight was
 replaced or written to since (`Tensor._version`) runs as it is. A write through `Tensor.data`, which
@@ -21,6 +23,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
+
+from specpool.engine.models.fused_layers import fused_gate
 
 #: Rows of the products that are packed on any processor, both included.
 LEAST_ROWS, MOST_ROWS = 4, 64
@@ -54,13 +58,21 @@ class PackedLayers:
                 packed_weights[id(weight)] = packed
                 self.num_bytes += weight.nbytes
             self._layers.append(_PackedLayer(module, packed_weights[id(weight)]))
+        by_module = {layer.module: layer for layer in self._layers}
+        self._gates: list[_PackedGate] = []
+        for module in model.modules():
+            layers = [
+                by_module.get(getattr(module, name, None)) for name in ("gate_proj", "up_proj")
+            ]
+            if None not in layers and "forward" not in module.__dict__ and fused_gate(module):
+                self._gates.append(_PackedGate(module, *layers))
 
     def __len__(self) -> int:
         return len(self._layers)
 
     def switch(self, *, on: bool) -> None:
         """Put the packed forwards in place, or the modules' own."""
-        for layer in self._layers:
+        for layer in (*self._layers, *self._gates):
             if on:
                 layer.module.forward = layer.forward
             else:
@@ -72,7 +84,7 @@ class _PackedLayer:
 
     def __init__(self, module: Any, packed: Tensor) -> None:
         self.module = module
-        self._packed = packed
+        self.packed = packed
         self._least_rows, self._most_rows = packed_rows()
         self._weight: Tensor = module.weight
         self._width = self._weight.shape[1]
@@ -80,15 +92,18 @@ class _PackedLayer:
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias: [..., out]."""
-        module = self.module
-        if (
+        if self.serves(x):
+            return _product(x, self.packed, self.module.bias)
+        return F.linear(x, self.module.weight, self.module.bias)
+
+    def serves(self, x: Tensor) -> bool:
+        """Return whether the packed weight is for x [..., in]."""
+        return (
             self._least_rows <= x.numel() // self._width <= self._most_rows
             and x.dtype == torch.float32
             and not torch.is_grad_enabled()
-            and self._is_fresh(module.weight)
-        ):
-            return _product(x, self._packed, module.bias)
-        return F.linear(x, module.weight, module.bias)
+            and self._is_fresh(self.module.weight)
+        )
 
     def _is_fresh(self, weight: Tensor) -> bool:
         """Return whether the module's weight is still the one that was packed."""
@@ -97,6 +112,25 @@ class _PackedLayer:
             and weight._version == self._version
             and weight.data_ptr() == self._address
         )
+
+
+class _PackedGate:
+    """A layer gated by silu, whose gate and other half have packed weights."""
+
+    def __init__(self, module: Any, gate: _PackedLayer, up: _PackedLayer) -> None:
+        self.module = module
+        self._gate, self._up = gate, up
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layer on x [..., h]."""
+        gate, up, module = self._gate, self._up, self.module
+        if not gate.serves(x) or not up.serves(x):
+            return type(module).forward(module, x)  # type: ignore[no-any-return]
+        ops, gate_bias, up_bias = torch.ops.mkldnn, gate.module.bias, up.module.bias
+        factor = ops._linear_pointwise(x, gate.packed, gate_bias, "swish", [], "")
+        product = ops._linear_pointwise.binary(x, factor, up.packed, up_bias, "mul")
+        down: Tensor = module.down_proj(product)
+        return down
 
 
 @cache
