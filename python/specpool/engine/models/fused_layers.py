@@ -14,7 +14,8 @@ must be the fused one's. A module that computes anything else runs as it is. Nor
 rounding of their dtype, since transformers rounds before it multiplies with the weight, and torch
 only after it. Rotations agree to the bit, gates but for the last bit of an exponential function.
 
-A CPU's forwards are not fused in this way: there a launch costs little. `PackedLayers` has its gates.
+A CPU's forwards are not fused in this way: there a launch costs little. `PackedLayers` has its
+gates.
 """
 
 from __future__ import annotations

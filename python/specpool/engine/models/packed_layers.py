@@ -61,18 +61,24 @@ class PackedLayers:
         by_module = {layer.module: layer for layer in self._layers}
         self._gates: list[_PackedGate] = []
         for module in model.modules():
-            layers = [
-                by_module.get(getattr(module, name, None)) for name in ("gate_proj", "up_proj")
-            ]
-            if None not in layers and "forward" not in module.__dict__ and fused_gate(module):
-                self._gates.append(_PackedGate(module, *layers))
+            gate, up = (
+                by_module.get(getattr(module, f"{part}_proj", None)) for part in ("gate", "up")
+            )
+            if (
+                gate is not None
+                and up is not None
+                and "forward" not in module.__dict__
+                and fused_gate(module)
+            ):
+                self._gates.append(_PackedGate(module, gate, up))
 
     def __len__(self) -> int:
         return len(self._layers)
 
     def switch(self, *, on: bool) -> None:
         """Put the packed forwards in place, or the modules' own."""
-        for layer in (*self._layers, *self._gates):
+        layers: list[_PackedLayer | _PackedGate] = [*self._layers, *self._gates]
+        for layer in layers:
             if on:
                 layer.module.forward = layer.forward
             else:
