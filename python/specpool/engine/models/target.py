@@ -318,8 +318,10 @@ class TargetModel:
                 )
         flat = tokens.unsqueeze(0), positions.unsqueeze(0)
         if self.mixers is None:
-            last_rows = None if wants_hidden or logits_index is None else self._last_rows
-            with nullcontext() if last_rows is None else last_rows.only(logits_index):
+            some_rows: Any = nullcontext()
+            if not wants_hidden and logits_index is not None and self._last_rows is not None:
+                some_rows = self._last_rows.only(logits_index)
+            with some_rows:
                 hidden = self._run(*flat, batch, use_cache=False)
         else:
             assert states is not None
