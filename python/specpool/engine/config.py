@@ -136,8 +136,9 @@ class EngineConfig:
             batch is padded to the next size. () = no graphs; None = 1, 2, 4, 8, then every 8 to
             64, every 16 beyond, and `max_batch`, on a CUDA device, if back end and models allow it.
         packed_weight_bytes: memory for a second copy of weights in oneDNN's order, on a CPU in
-            float32. In bytes; 0 = none. It makes batches of 4 to 64 tokens quicker, with a model
-            from a folder. Rounding differs by the last bits, as it does between batch sizes.
+            float32. In bytes; 0 = none. It makes batches of 4 to 64 tokens quicker (on some
+            processors any), with a model from a folder. Rounding differs by the last bits, as it
+            does between batch sizes.
         busy_check: before each turn: 1 = sums, 2 = full audit. 0 = only the checks of every call.
             Sums are those of pools and rows; the audit is of every page and of the device's page
             tables. The default is the environment's SPECPOOL_BUSY_CHECK, else 0.

@@ -35,6 +35,7 @@ from specpool.engine.models.gate import (
 )
 from specpool.engine.models.generation_defaults import GenerationDefaults
 from specpool.engine.models.lane_states import LaneStates
+from specpool.engine.models.last_rows import LastRows
 from specpool.engine.models.mixers import Mixers
 from specpool.engine.models.packed_layers import PackedLayers
 from specpool.engine.models.paged_attention import _ATTENTION, _BATCH, _register, _torch_attention
@@ -112,6 +113,7 @@ class TargetModel:
         self._configs = _isolate_configs(model)
         self._fused_layers: FusedLayers | None = None
         self._packed_layers: PackedLayers | None = None
+        self._last_rows: LastRows | None = None
         self._torch_modules: list[Any] = []
         self._torch_attention: Any = nullcontext()
         if text_config(model.config).model_type in CALLS_TORCH:
@@ -294,6 +296,7 @@ class TargetModel:
         logits_index: Tensor | None = None,
         *,
         states: LaneStates | None = None,
+        wants_hidden: bool = True,
     ) -> TargetOutput:
         """Run one forward of a flattened, ragged batch.
 
@@ -303,6 +306,8 @@ class TargetModel:
             batch: the pages that each layer reads and writes.
             logits_index: int64 [n], tokens whose logits are wanted (may be empty); None: all.
             states: what the lanes read of their recurrent states; None if there are no mixers.
+            wants_hidden: whether the hidden states of tokens without logits are read; otherwise
+                they may be left out, and then hold any numbers.
 
         Returns:
             Logits [n, V], hidden states [T, h], and the captured features or None.
@@ -319,7 +324,11 @@ class TargetModel:
                 )
         flat = tokens.unsqueeze(0), positions.unsqueeze(0)
         if self.mixers is None:
-            hidden = self._run(*flat, batch, use_cache=False)
+            some_rows: Any = nullcontext()
+            if not wants_hidden and logits_index is not None and self._last_rows is not None:
+                some_rows = self._last_rows.only(logits_index)
+            with some_rows:
+                hidden = self._run(*flat, batch, use_cache=False)
         else:
             assert states is not None
             with self.mixers.reading(states):
@@ -481,6 +490,7 @@ class TargetModel:
         self.kv_layers = tuple(range(text_config(self.config).num_hidden_layers))
         if not self._is_recurrent:
             self.layer_kv = probe(self)
+            self._last_rows = LastRows(self, self._layers[-1])
             return
         check_transformers(self.config)
         self.kv_layers, self.layer_kv = probe_states(self)
