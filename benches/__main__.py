@@ -195,6 +195,30 @@ def reserve(
         reserve(**options)
 
 
+@app.command("states")
+def states(
+    memory: Annotated[
+        str | None, typer.Option(help="Bytes of KV and states. [default: 32GiB]")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests of the trace.")] = 1024,
+    overlap_depth: OverlapDepth = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the trace.")] = 0,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Recurrent states in slots and rings, beside a whole state for each draft token."""
+    from benches.states import states as run
+
+    run(
+        memory=memory,
+        requests=requests,
+        overlap_depth=overlap_depth,
+        seed=seed,
+        json=json,
+        plot=plot,
+    )
+
+
 @app.command("ledger")
 def ledger(
     batch: Annotated[
@@ -493,6 +517,35 @@ def peers(
         json=json,
         plot=plot,
     )
+
+
+@app.command("vllm-engine")
+def vllm_engine(
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Size of the model: tiny (the shipped pair) or a random Llama of 25m parameters; "
+            "may be repeated. [default: both]"
+        ),
+    ] = None,
+    mode: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Drafts: plain, ngram or eagle (tiny alone); may be repeated. [default: all]"
+        ),
+    ] = None,
+    level: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Level of the plug-in: off, blocks or speculative; may be repeated. [default: all]"
+        ),
+    ] = None,
+) -> None:
+    """vLLM's whole engine on a CPU: equal texts at each level, and a planted double free."""
+    from benches.vllm_engine import LEVELS, MODES, SIZES
+    from benches.vllm_engine import vllm_engine as run
+
+    run(sizes=size or SIZES, modes=mode or MODES, levels=level or LEVELS)
 
 
 @app.command("prefix")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import statistics
 import sys
 import time
@@ -34,6 +35,7 @@ def load(name: str, title: str, path: Path | None, *, repeats: int, plot: Path |
     if not (path / name).is_dir():
         raise ConfigError(f"--path: {path} has no {title}: `make engines`")
     sys.path.insert(0, str(path))
+    os.environ.setdefault("SPECPOOL_STATUS", "off")  # no engine serves
 
 
 def clock_ns() -> float:

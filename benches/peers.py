@@ -262,7 +262,7 @@ def peers(
     results: list[Result] = []
     for size, num_drafts, number in itertools.product(sizes, drafts, threads):
         with ExitStack() as stack:
-            model = _model(size, stack)
+            model = model_folder(size, stack)
             options = {"threads": number, "drafts": num_drafts}
             sides = (
                 stack.enter_context(
@@ -271,7 +271,7 @@ def peers(
                 stack.enter_context(Peer(python, PEERS[peer][1], model, **options)),
             )
             for kind in traces:
-                trace = Trace.of(kind, *_sizes(model))
+                trace = Trace.of(kind, *model_sizes(model))
                 name = f"{size}: {kind}, drafts {num_drafts}, threads {number}"
                 take = partial(_pair, sides, trace, number)
                 check_texts(name, take(True))  # and warm
@@ -295,7 +295,7 @@ def _pair(sides: tuple[Peer, Peer], trace: Trace, threads: int, is_first: bool) 
     return Pair(turns[sides[0]], turns[sides[1]], max(before, quietness(threads)))
 
 
-def _model(size: str, stack: ExitStack) -> Path:
+def model_folder(size: str, stack: ExitStack) -> Path:
     """Return the folder of a model; a random one is deleted with `stack`."""
     from specpool.engine.assets import resolve
 
@@ -318,7 +318,7 @@ def _model(size: str, stack: ExitStack) -> Path:
     return folder
 
 
-def _sizes(model: Path) -> tuple[int, int]:
+def model_sizes(model: Path) -> tuple[int, int]:
     """Return a model's vocabulary and the longest prompt of its traces, in tokens."""
     config = json.loads((model / "config.json").read_text())
     return config["vocab_size"], config["max_position_embeddings"] // 2

@@ -212,7 +212,7 @@ def run_trace(machinery: Machinery, way: Way, traffic: Traffic) -> Run:
         policy=way.policy,
         shapes=tuple((s.num_steps, s.topk, s.num_draft_tokens) for s in sizes.shapes[1:]),
         overlap_depth=machinery.overlap_depth,
-        max_batch=MAX_BATCH,
+        max_batch=sizes.num_rows,
         prefill_tokens=PREFILL_TOKENS,
         max_context_len=traffic.max_context_len,
     )
@@ -221,7 +221,7 @@ def run_trace(machinery: Machinery, way: Way, traffic: Traffic) -> Run:
     scheduler = Scheduler(
         ledger,
         SchedulerConfig(
-            max_batch=MAX_BATCH,
+            max_batch=sizes.num_rows,
             prefill_tokens=PREFILL_TOKENS,
             keeps_draft_kv=True,
             headroom=machinery.headroom,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from vllm.v1.request import Request
 init_none_hash(sha256)
 # Looked at when this is imported, so before the plug-in puts its own in place.
 OWN_POOL = kv_cache_coordinator.BlockPool
+_OWN_METHODS = {
+    name: getattr(kv_cache_coordinator.KVCacheCoordinator, name)
+    for name in ("allocate_new_blocks", "allocate_new_computed_blocks")
+}
 
 
 def config(num_blocks: int, block_size: int, window: int | None = None) -> Any:
@@ -39,10 +44,10 @@ def config(num_blocks: int, block_size: int, window: int | None = None) -> Any:
 
 
 def manager(pool: type, num_blocks: int, block_size: int, **settings: Any) -> Any:
-    """Return vLLM's manager of KV blocks on a class of block pools."""
+    """Return vLLM's manager of KV blocks on a class of block pools; all of `OWN_POOL` is vLLM's."""
     before, kv_cache_coordinator.BlockPool = kv_cache_coordinator.BlockPool, pool
     try:
-        return KVCacheManager(
+        managed: Any = KVCacheManager(
             config(num_blocks, block_size, settings.pop("window", None)),
             max_model_len=1 << 20,
             scheduler_block_size=block_size,
@@ -51,6 +56,10 @@ def manager(pool: type, num_blocks: int, block_size: int, **settings: Any) -> An
         )
     finally:
         kv_cache_coordinator.BlockPool = before
+    if pool is OWN_POOL:
+        for name, method in _OWN_METHODS.items():
+            setattr(managed.coordinator, name, MethodType(method, managed.coordinator))
+    return managed
 
 
 def request(

@@ -64,6 +64,9 @@ def sim(
             help="Requests differ in who drafts: some drafters read tokens, some skip rounds.",
         ),
     ] = False,
+    states: Annotated[
+        bool, typer.Option("--states", help="The target has recurrent layers.")
+    ] = False,
 ) -> None:
     """Test the scheduler and the ledger on a simulated device. Exit code 1: a law is broken."""
     from lab.sim.command import sim as run
@@ -72,6 +75,8 @@ def sim(
     if ranks != 1:
         if mixed_drafters:
             raise ConfigError("--mixed-drafters runs one process: leave --ranks out")
+        if states:
+            raise ConfigError("--states runs one process: leave --ranks out")
         if turns is not None:
             raise ConfigError("--turns runs one process: leave --ranks out")
         if check is not None:
@@ -84,7 +89,14 @@ def sim(
         raise ConfigError("--rounds and --turns both say when to end: give one")
     num_rounds = 2e4 if rounds is None else rounds
     level = 2 if check is None else check
-    if not run(seed=seed, rounds=num_rounds, check=level, turns=turns, mixes=mixed_drafters):
+    if not run(
+        seed=seed,
+        rounds=num_rounds,
+        check=level,
+        turns=turns,
+        mixes=mixed_drafters,
+        has_states=states,
+    ):
         raise typer.Exit(1)
 
 

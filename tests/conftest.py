@@ -37,10 +37,13 @@ _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def assert_no_page_leaked(engine: Engine) -> None:
-    """Every page of every group is free or cached, every row is back, and the audit agrees."""
+    """Every page and state slot is free or cached, every row is back, and the audit agrees."""
     engine.ledger.check()
     for pool in engine.pool_stats():
         assert pool.free_pages + pool.cached_pages == pool.num_pages, f"leaked: {pool}"
+    for index, states in enumerate(engine.ledger.states):
+        free = engine.ledger.free_state_slots(index) + engine.ledger.cached_state_slots(index)
+        assert free == states.num_slots, f"leaked: {states.num_slots - free} state slots"
     assert engine.ledger.num_free_rows == engine.ledger.num_rows
 
 

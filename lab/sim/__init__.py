@@ -4,7 +4,8 @@
 """
 
 from lab.sim.arrivals import Arrival, Text
-from lab.sim.device import BrokenLaw, SimDevice
+from lab.sim.broken_law import BrokenLaw
+from lab.sim.device import SimDevice
 from lab.sim.settings import Settings
 from lab.sim.shrink import Failure, broken_law, shrink
 from lab.sim.simulation import Simulation

@@ -15,12 +15,18 @@ from specpool.checks import check_int
 
 
 def sim(
-    *, seed: int, rounds: float, check: int, turns: float | None = None, mixes: bool = False
+    *,
+    seed: int,
+    rounds: float,
+    check: int,
+    turns: float | None = None,
+    mixes: bool = False,
+    has_states: bool = False,
 ) -> bool:
     """Simulate, then print a table, and the first broken law with its shrunk scenario.
 
     With `turns`, simulate sessions until that many turns have ended; else run for `rounds`. With
-    `mixes`, each request has its own drafter.
+    `mixes`, each request has its own drafter; with `has_states`, the target has recurrent layers.
 
     Returns:
         Whether every law held.
@@ -43,7 +49,12 @@ def sim(
             number = seed * SEEDS + tally.scenarios
             max_rounds = int(rounds) - tally.rounds if turns is None else None
             failure = _run_scenario(
-                scenario(number, talks_only=turns is not None, mixes_drafters=mixes),
+                scenario(
+                    number,
+                    talks_only=turns is not None,
+                    mixes_drafters=mixes,
+                    has_states=has_states,
+                ),
                 max_rounds,
                 check,
                 tally,

@@ -16,17 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.sim.arrivals import Text
+from lab.sim.broken_law import BrokenLaw
 from lab.sim.settings import Settings
+from lab.sim.states import SimStates
 from specpool._core import Ledger, Plan
 from specpool.engine.memory.host.handle import Moves
 from specpool.engine.scheduler.step import Step, StepResult
 
 Ints = npt.NDArray[np.int64]
 Delta = Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]]
-
-
-class BrokenLaw(AssertionError):  # noqa: N818 - what a simulation finds
-    """The error for a broken law; the message says which law, where and when."""
 
 
 @dataclass(eq=False, slots=True)
@@ -102,6 +100,7 @@ class SimDevice:
         num_rows = ledger.num_rows + 1
         self.tables = [ledger.full_table(g).astype(np.int64) for g in range(len(self._groups))]
         # For each group, what each slot holds, as in `Text.words`; negative = a step's drafts.
+        self._states = SimStates(ledger) if ledger.states else None
         self._memory = [np.zeros((g.num_pages + 1) * g.page_size, np.int64) for g in self._groups]
         self._sizes = np.array(
             [(shape.num_steps, shape.topk, shape.num_draft_tokens) for shape in ledger.shapes]
@@ -256,6 +255,7 @@ class SimDevice:
                 f"{self.roots[rows][wrong]} tokens of them"
             )
         self._touch(forward, chosen, starts, ends, [ends] * len(self._groups))
+        self._fold(forward, chosen, starts, ends, ends - starts)
         self.roots[rows] = ends
 
     def _run_decode(self, forward: _Forward, chosen: Ints, rows: npt.NDArray[np.int32]) -> None:
@@ -276,7 +276,28 @@ class SimDevice:
         forward.roots[chosen], forward.accept_len[chosen] = roots, accept_len
         ends = [self._reach(g, shapes, roots) for g in range(len(self._groups))]
         self._touch(forward, chosen, roots, roots + accept_len, ends)
+        _, _, nodes = self._sizes[shapes].T
+        self._fold(forward, chosen, roots, roots + accept_len, nodes)
         self.roots[rows] = roots + accept_len
+
+    def _fold(
+        self, forward: _Forward, chosen: Ints, starts: Ints, keeps: Ints, widths: Ints
+    ) -> None:
+        """Run the lanes' states over `widths` tokens, of which those below `keeps` are right."""
+        if self._states is None or not self._has_memory:
+            return
+        lanes = zip(*(array.tolist() for array in (chosen, starts, keeps, widths)), strict=True)
+        for lane, start, keep, width in lanes:
+            broken = bool(self._is_broken[forward.plan.rows[lane]])
+            self._states.run(
+                forward.plan,
+                lane,
+                forward.texts[lane],
+                root=start,
+                width=width,
+                keep=keep - start,
+                broken=broken,
+            )
 
     def _touch(
         self, forward: _Forward, chosen: Ints, starts: Ints, keeps: Ints, ends: list[Ints]

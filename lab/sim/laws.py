@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lab.sim.arrivals import Arrival
-from lab.sim.device import BrokenLaw
+from lab.sim.broken_law import BrokenLaw
 from lab.sim.indexed import Indexed
 from lab.sim.source import Scenario
 from lab.sim.talks import Talks
@@ -110,8 +110,9 @@ class Laws:
         starts = {shared_len(request.tokens, pins) for pins in (pinned, self.pins.pinned)}
         if known_len:
             starts = {max(start, known_len) for start in starts}
-            has_window = self.scenario.settings.window is not None
-            if has_window or self.indexed.has_changed:  # some of it may be gone
+            if (
+                self.scenario.settings.may_go_back or self.indexed.has_changed
+            ):  # some of it may be gone
                 return range(max(starts) + 1)
         return tuple(starts)
 

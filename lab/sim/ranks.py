@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from lab.sim.device import BrokenLaw
+from lab.sim.broken_law import BrokenLaw
 from lab.sim.settings import Settings
 from specpool._core import Plan, Shape
 from specpool.engine.ranks.following import Follower

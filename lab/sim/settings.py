@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from specpool._core import Group, Ledger, Shape, sizing_most_window_pages, sizing_row_width
+from specpool._core import (
+    Group,
+    Ledger,
+    Shape,
+    StateGroup,
+    sizing_most_window_pages,
+    sizing_row_width,
+)
 from specpool.capacity.group_sizes import Placement, Policy
 
 
@@ -32,6 +39,7 @@ class Settings:
     prefix_cache: bool = False
     forgets: float = 0.0  # the share of turns in which the index gives up a salt's texts, or all
     max_sessions: int = 0
+    state_flush: int = 0  # of the rows' states; 0 if the target has none
     session_pages: int | None = None
     host_pages: tuple[int, ...] = ()  # of each group; () if there is no host tier
     copy_faults: float = 0.0  # share of copies to the host and back that fail
@@ -62,6 +70,11 @@ class Settings:
         """The sink of each group; 0 means none."""
         return (*[0] * (len(self.page_sizes) - 1), self.sink)
 
+    @property
+    def may_go_back(self) -> bool:
+        """Whether a cut row or a hit may have fewer tokens than there is KV of."""
+        return self.window is not None or bool(self.state_flush)
+
     def ledger(self) -> Ledger:
         """Build a ledger for these settings."""
         groups = [
@@ -78,10 +91,15 @@ class Settings:
                 zip(self.page_sizes, self.num_pages, self.hosts_drafts, strict=True)
             )
         ]
+        num_rows, states = self.max_batch + self.max_sessions, list[StateGroup]()
+        if self.state_flush:
+            flush = self.state_flush
+            states = [StateGroup("states", num_slots=max(num_rows, 2), flush=flush, eager=True)]
         return Ledger(
             groups,
             [Shape.none(), *(Shape(*shape) for shape in self.shapes)],
-            num_rows=self.max_batch + self.max_sessions,
+            states=states,
+            num_rows=num_rows,
             max_batch=self.max_batch,
             max_context_len=self.max_context_len,
             overlap_depth=self.overlap_depth,

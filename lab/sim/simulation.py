@@ -7,8 +7,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from lab.sim.arrivals import Arrival, Text
+from lab.sim.broken_law import BrokenLaw
 from lab.sim.controllers import simulated_controller
-from lab.sim.device import BrokenLaw, Delta, SimDevice, SimHost
+from lab.sim.device import Delta, SimDevice, SimHost
 from lab.sim.indexed import Indexed
 from lab.sim.laws import Laws
 from lab.sim.settings import Settings
@@ -295,7 +296,10 @@ class Simulation:
             if sibling.row and sibling.request_id in self._watches:  # it lacks only the last token
                 self._note(f"request {sibling.request_id} is forked (row {sibling.row})")
                 watch = self._watches[sibling.request_id]
-                self._laws.admit(watch, (sibling.prompt_len - 1,), self._turn)
+                lens = (sibling.prompt_len - 1,)
+                if self.scenario.settings.state_flush:  # the state has a token less
+                    lens = (max(sibling.prompt_len - 2, 0),)
+                self._laws.admit(watch, lens, self._turn)
                 self.tally.forks += 1
 
     def _come_back(self, step: Step, handles: list[Handle]) -> None:

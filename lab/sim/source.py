@@ -43,11 +43,18 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
 
 
-def scenario(seed: int, *, talks_only: bool = False, mixes_drafters: bool = False) -> Scenario:
+def scenario(
+    seed: int,
+    *,
+    talks_only: bool = False,
+    mixes_drafters: bool = False,
+    has_states: bool = False,
+) -> Scenario:
     """Make the scenario of a seed; its pools are small, so that requests are retracted.
 
     With `talks_only` there are sessions in any case, and no samples, pins or stop strings. With
-    `mixes_drafters` each request has its own drafter (see `Settings.mixes_drafters`).
+    `mixes_drafters` each request has its own drafter (see `Settings.mixes_drafters`). With
+    `has_states` the target has recurrent layers, so there are no pins and no host tier.
     """
     rng = random.Random(seed)
     settings = _settings(rng)
@@ -107,6 +114,10 @@ def scenario(seed: int, *, talks_only: bool = False, mixes_drafters: bool = Fals
         arrivals = [_adapt(adapting, arrival, arrivals) for arrival in arrivals]
     if mixes_drafters:
         settings, arrivals = _mix(random.Random(seed ^ 0xD4AF7), settings, arrivals)
+    if has_states:
+        flush = random.Random(seed ^ 0x57A7E).choice([1, 3, 16])
+        settings = replace(settings, state_flush=flush, host_pages=(), copy_faults=0.0)
+        arrivals = [replace(arrival, is_pin=False, unpin_after=None) for arrival in arrivals]
     return Scenario(seed, settings, tuple(arrivals), faults)
 
 

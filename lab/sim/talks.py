@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lab.sim.arrivals import STOP, Arrival
-from lab.sim.device import BrokenLaw
+from lab.sim.broken_law import BrokenLaw
 from lab.sim.indexed import Indexed
 from lab.sim.settings import Settings
 from lab.sim.watch import Tally, Watch
@@ -139,7 +139,7 @@ class Talks:
                 drop_ct, num_found = self._before[number]
                 assert talk.conversation is not None
                 if talk.conversation.drop_ct == drop_ct and known_len <= num_found:
-                    if self._settings.window is not None:  # the row may keep less than `num_found`
+                    if self._settings.may_go_back:  # the row may keep less than `num_found`
                         return range(num_found + 1)
                     talk.start, talk.drop_ct = num_found, drop_ct
                     return (num_found,)
@@ -208,8 +208,8 @@ class Talks:
         if row:
             expected = self._cut_to(row, min(self._kept_len(talk.conversation), offset))
         kept_len = self._conversations.cut(talk.conversation, offset)
-        has_window = self._settings.window is not None  # its pages may be gone there
-        if kept_len > expected or (kept_len < expected and not has_window):
+        # Pages of a window, or the state, may be gone there.
+        if kept_len > expected or (kept_len < expected and not self._settings.may_go_back):
             raise BrokenLaw(f"a rewind to {offset} leaves KV of {kept_len} tokens, not {expected}")
         self._check(talk, "rewind")
 

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.sim.arrivals import Arrival, Text
-from lab.sim.device import BrokenLaw, Ints
+from lab.sim.broken_law import BrokenLaw
+from lab.sim.device import Ints
 from specpool._core import Ledger
 from specpool.engine.scheduler.pins import Pin
 from specpool.engine.scheduler.request import Request

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, Literal, TypeAlias, final, overload
+from typing import Any, Literal, TypeAlias, TypeVar, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,7 @@ __all__ = [
 ]
 
 # int32 or int64, 1-D; a sequence of ints is converted.
+_T = TypeVar("_T")
 _IntArray: TypeAlias = NDArray[np.int32] | NDArray[np.int64] | Sequence[int]
 _I32: TypeAlias = NDArray[np.int32]
 _I64: TypeAlias = NDArray[np.int64]
@@ -315,6 +316,16 @@ class StateGroup:
     @property
     def eager(self) -> bool:
         """Whether a round of one node with nothing in flight folds its root too."""
+    def ring_len(self, shapes: Sequence[Shape], *, overlap_depth: int = 0) -> int:
+        """Return R, the records of a row's ring; see `Ledger.state_ring_len`.
+
+        Args:
+            shapes: all that may run.
+            overlap_depth: rounds prepared ahead.
+
+        Raises:
+            ConfigError: `overlap_depth` is below 0 or above 2^31 - 1.
+        """
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
@@ -475,6 +486,14 @@ class BlockPool:
         Raises:
             RecordError: the log cannot be written; another call tries again.
         """
+    def sync(self) -> None:
+        """Write the calls that wait in memory to the log, if there is one.
+
+        The file can then be read up to the latest call, as the log of a writer that still runs.
+
+        Raises:
+            RecordError: the log cannot be written; another call tries again.
+        """
     def __enter__(self) -> BlockPool: ...
     def __exit__(self, *_error: object) -> None: ...
     @property
@@ -501,6 +520,8 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Blocks that nobody holds and whose content is known; they can be taken too. O(1)."""
+    def available(self) -> int:
+        """Return how many blocks can be taken: `num_free + num_cached`. O(1)."""
     @property
     def num_fenced(self) -> int:
         """Blocks that were dropped and that a step may still touch. O(1)."""
@@ -523,6 +544,7 @@ class BlockPool:
         count: int,
         hold: _IntArray | None = None,
         tag: str | None = None,
+        of: None = None,
         *,
         int64: Literal[True],
     ) -> _I64: ...
@@ -530,8 +552,19 @@ class BlockPool:
     def take(
         self,
         count: int,
+        hold: _IntArray | None,
+        tag: str | None,
+        of: list[_T],
+        *,
+        int64: Literal[False] = False,
+    ) -> list[_T]: ...
+    @overload
+    def take(
+        self,
+        count: int,
         hold: _IntArray | None = None,
         tag: str | None = None,
+        of: None = None,
         *,
         int64: Literal[False] = False,
     ) -> _I32:
@@ -545,18 +578,28 @@ class BlockPool:
             hold: ids of held or cached blocks.
             tag: the request's name, which errors and records give for the new blocks. Blocks of
                 `hold` keep the name of the request that took them.
+            of: the engine's own object of each block, by its id.
             int64: return int64, for an engine whose slots are.
 
         Returns:
-            ids of the new blocks, int32 [count].
+            ids of the new blocks, int32 [count]; with `of` a list of their objects, which for a few
+            blocks takes less time than an array.
 
         Cost: O(count + len(hold)).
 
         Raises:
-            ShapeError: `count` is negative; the pool has no such block.
+            ShapeError: `count` is negative; the pool has no such block; `of` is too short.
             PageStateError: a block of `hold` is neither held nor cached.
             OutOfPages: `count` is more than free and cached blocks, those of `hold` not counted.
             OutOfMemory: the machine has no memory for it.
+        """
+    def hold(self, blocks: _IntArray | int) -> None:
+        """Hold a block, or blocks, once more, all of them or none: `take(0, blocks)` in less time.
+
+        Cost: O(len(blocks)).
+
+        Raises:
+            ShapeError, PageStateError: as `take`.
         """
     def preview(self, count: int | None = None) -> _I32:
         """Return the blocks that `take(count)` would give, in order, int32 [n]; change nothing.
@@ -625,8 +668,8 @@ class BlockPool:
             PageStateError: a block is not held, is named twice, or is known to hold other tokens.
             OutOfMemory: the machine has no memory for it.
         """
-    def keep(self, blocks: _IntArray) -> None:
-        """Note that an index of your own knows what blocks hold.
+    def keep(self, blocks: _IntArray | int) -> None:
+        """Note that an index of your own knows what a block holds, or blocks.
 
         When nobody holds such a block any more it is cached, not free: `take` gives it up after
         the free ones, the least recently used first, and you forget it when `take` returns it.

@@ -46,7 +46,7 @@ def test_a_round_is_timed_with_its_graph_and_without(monkeypatch, tmp_path, caps
     monkeypatch.setattr(bench_graphs, "round_results", rounds)
     where = {"device": "No GPU", "date": "2000-01-01"}
     monkeypatch.setattr(bench_graphs, "cuda_machine", lambda device: where)
-    assert bench_graphs.main(["--repeats", "3", "--json", "--write", str(tmp_path)]) == 0
+    assert bench_graphs.main(["--repeats", "1", "--json", "--write", str(tmp_path)]) == 0
     printed = json.loads(capsys.readouterr().out)
     path = tmp_path / "2000-01-01-no-gpu-graphs.json"
     assert json.loads(path.read_text()) == printed

@@ -133,7 +133,7 @@ def test_each_cell_stands_beside_the_peer(monkeypatch, capsys, drafts) -> None:
 def test_llama_cpp_writes_the_texts_of_this_engine(tmp_path) -> None:
     trace = Trace([prompt[:40] for prompt in Trace.of("ragged-8", 200, 256).prompts], 12)
     with ExitStack() as stack:
-        model = peers._model("25m", stack)
+        model = peers.model_folder("25m", stack)
         ours, theirs = (
             stack.enter_context(Peer(python, module, model, threads=1, drafts=0)).turn(trace)
             for python, module in (

@@ -11,7 +11,6 @@ import pytest
 
 from cli_kit import call
 from specpool import Engine
-from specpool.cli.generate import generate
 from specpool.engine.assets import corpus, resolve
 from specpool.engine.worker.draft_round import DraftRound
 
@@ -219,7 +218,6 @@ def test_texts_that_rounding_parts_are_the_same(capsys, monkeypatch):
         comparison["line"].startswith("same up to bfloat16 rounding: token ")
         for comparison in apart
     )
-    monkeypatch.setattr(generate, "MAX_RUNS", 2)
     code, out, err = call(capsys, "generate", "--compare", *options)
     assert code == 0 and not err
     flat = " ".join(out.replace("│", " ").split())

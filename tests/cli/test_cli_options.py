@@ -30,7 +30,7 @@ from specpool.engine.assets import resolve
 
 # Runs commands one after the other in one process: [code, stdout, stderr, heavy modules] of each.
 RUNNER = """
-import contextlib, importlib.abc, io, json, sys
+import contextlib, functools, importlib.abc, io, json, sys
 
 blocked = json.loads(sys.argv[2])
 
@@ -43,7 +43,9 @@ sys.meta_path.insert(0, Block())
 from benches.__main__ import main as run_bench
 from lab.__main__ import main as run_lab
 from specpool.cli import main
+import typer.main
 
+typer.main.get_command = functools.cache(typer.main.get_command)  # see cli_kit
 found = []
 for args in json.loads(sys.argv[1]):
     run = {"benches": run_bench, "lab": run_lab}.get(args[0] if args else "", main)
@@ -303,7 +305,7 @@ TRAIN = [
 _TRAIN = ["train", "--target", "specpool/tiny", "--data", __file__, "--out", "/tmp/no-such-head"]
 REFUSED = [
     *((["generate", *args], text) for args, text in [*ENGINE, *GENERATE]),
-    *((["chat", *args], text) for args, text in ENGINE),
+    *((["chat", *args], text) for args, text in ENGINE[::4]),  # the same options
     *(
         (["chat", *args], text)
         for args, text in [(["--max-sessions", "-1"], "--max-sessions must")]

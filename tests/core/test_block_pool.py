@@ -192,9 +192,13 @@ class World:
                 self.pool.take(count, hold)
             assert self.pool.state_hash() == before
             return
-        taken = self.pool.take(count, self.array(hold), tag="r", int64=self.rng.random() < 0.5)
-        assert taken.dtype in (np.int32, np.int64)
-        new = taken.tolist()
+        if self.rng.random() < 0.3:
+            objects = [(block,) for block in range(self.pool.first_id + self.pool.num_blocks)]
+            new = [block for (block,) in self.pool.take(count, self.array(hold), "r", objects)]
+        else:
+            taken = self.pool.take(count, self.array(hold), tag="r", int64=self.rng.random() < 0.5)
+            assert taken.dtype in (np.int32, np.int64)
+            new = taken.tolist()
         assert new == self.plain.take(count, hold)
         self.rows.append((tokens, hold + new, len(hold), salt))
 
@@ -213,7 +217,8 @@ class World:
         whole = blocks[:noted] + given + blocks[noted + len(given) :]
         new = [block for block, own in zip(whole, blocks, strict=True) if block != own]
         old = [own for block, own in zip(whole, blocks, strict=True) if block != own]
-        self.pool.take(0, new)
+        for block in new:
+            self.pool.hold(block if self.rng.random() < 0.5 else self.array([block]))
         self.plain.take(0, new)
         self.pool.drop(old)
         self.plain.drop(old, 0)
@@ -259,6 +264,7 @@ class World:
         self.rng.choice(acts)()
         pool, plain = self.pool, self.plain
         pool.check()
+        assert pool.available() == pool.num_free + pool.num_cached
         counts = pool.num_free, pool.num_cached, pool.num_fenced, pool.index_size[0]
         fenced = len(plain.fenced) + len(plain.waiting)
         known = len(plain.known) + len(plain.kept)
@@ -589,3 +595,38 @@ def test_the_environment_records_pools(tmp_path, monkeypatch) -> None:
     lens = sorted(len(BlockPool.replay(log)[0].taken()) for log in logs)
     assert lens == [0, 1]
     assert BlockPool.replay(own)[0].taken().tolist() == [0, 1]
+
+
+def test_objects_for_too_few_blocks_are_refused() -> None:
+    pool = BlockPool(4, 1, first_id=1)
+    before = pool.state_hash()
+    with pytest.raises(ShapeError, match="of must have an object for each block up to 4, got 4"):
+        pool.take(1, None, None, [None] * 4)
+    assert pool.state_hash() == before
+    assert pool.take(1, None, None, list("-abcd")) == ["a"]
+
+
+def test_a_hold_is_recorded_as_the_take_that_it_is(tmp_path: Path) -> None:
+    logs = []
+    for name in ("hold", "take"):
+        pool = BlockPool(4, 1, record=tmp_path / name)
+        pool.take(2)
+        pool.hold([0, 1, 1]) if name == "hold" else pool.take(0, [0, 1, 1])
+        with pytest.raises(PageStateError, match="take of block 3: nobody holds it"):
+            pool.hold([0, 3])
+        pool.keep(1)
+        pool.close()
+        logs.append((tmp_path / name).read_bytes())
+    assert logs[0] == logs[1]
+
+
+def test_a_log_can_be_read_up_to_now(tmp_path: Path) -> None:
+    pool = BlockPool(4, 1, record=tmp_path / "log")
+    pool.take(2, tag="r")
+    pool.sync()
+    again, calls, end = BlockPool.replay(tmp_path / "log")
+    assert (again.state_hash(), calls, end) == (pool.state_hash(), 1, "open")
+    pool.drop([1])
+    pool.close()
+    pool.sync()
+    assert BlockPool.replay(tmp_path / "log")[1:] == (2, "closed")

@@ -187,13 +187,14 @@ def test_the_states_agree_with_the_oracle():
     counts, met = StatesAgainstOracle.counts, StatesAgainstOracle.met
     counts.clear()
     met.clear()
-    examples = settings(SETTINGS, max_examples=SOAK or 300)
+    examples = settings(SETTINGS, max_examples=SOAK or 150)
     run_state_machine_as_test(StatesAgainstOracle, settings=examples)
     assert not [verb for verb in VERBS if not counts[verb, "ok"]]
     assert not [refusal for refusal in REFUSALS if not counts[refusal]]
     assert not [case for case in CASES if not met[case]]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_broken_rule_is_noticed(plant):
     """Each plant breaks one rule, in the oracle or in what the device is told."""

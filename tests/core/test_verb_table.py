@@ -12,9 +12,8 @@ from specpool import Ledger, _core
 from verb_table import ENTRIES, METHODS
 
 INCLUDE = ROOT / "rust/specpool-capi/include"
-#: A snapshot is a value of the process that took it; the C interface has no handle for one. It
-#: builds no state groups either, so no lane of it keeps a state.
-NOT_IN_C = {"snapshot", "restore", "prepare_extend_keeping"}
+#: A snapshot is a value of the process that took it; the C interface has no handle for one.
+NOT_IN_C = {"snapshot", "restore"}
 #: They fill arrays of the caller, which `specpool.h` takes as it is.
 NOT_IN_CPP = {"take_delta", "ack_delta"}
 

@@ -86,7 +86,7 @@ def test_their_memory_is_told_cuda():
 # --- what counts calls, over the double too -----------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @on_cards
 @pytest.mark.parametrize("case", CASES)
 def test_a_hundred_rounds_allocate_nothing(case, card, monkeypatch):

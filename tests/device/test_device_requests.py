@@ -120,7 +120,7 @@ def plain(build: Build, params: Any) -> list[list[int]]:
         return texts(engine, params)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @on_devices
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith("model")])
@@ -144,7 +144,7 @@ def test_a_small_model_drafts_on_a_device(case, kind, where, build, monkeypatch)
     assert found == drafted if where == "kernels" else abs(count(found) - count(drafted)) < 4
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable() or "")
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("case", ["model, chain", "model, dense", "model, holey"])
@@ -181,7 +181,7 @@ NAMES = ["none", "chain:1", "chain:3", "tree:3x4x16", "tree:2x2x5"]
 BUDGET = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": NAMES}})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @on_devices
 @pytest.mark.parametrize("layout", ["dense", "holey"])
 @pytest.mark.parametrize("draft", [HEAD, SMALL])
@@ -223,7 +223,7 @@ def test_each_lane_has_its_own_drafter(kind, where, build):
         assert texts(engine, params) == expected
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @on_devices
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("case", ["head, dense", "head, chain", "model, holey"])
@@ -253,7 +253,7 @@ def test_processors_on_a_device(case, seed, where, build, monkeypatch):
 ENDS = {34: 9.0, 125: 7.0, 93: 7.0, 44: -5.0, 257: 12.0}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @on_devices
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("case", ["head, dense", "model, chain D=1"])

@@ -74,11 +74,9 @@ EAGER = {
     "several": (CHAIN, {"draft": SEVERAL}, PARAMS),
 }
 SLICE = {  # the rest is for `make test-full`
-    ("chain", "bfloat16", "overlapped"),
     ("holey", "float32", "captured and overlapped"),
     ("small model, tree", "bfloat16", "captured and overlapped"),
     ("block tree", "bfloat16", "captured"),
-    ("host tier", "bfloat16", "captured"),
     ("mixed, tree", "bfloat16", "eager"),
     ("penalties, tree", "float32", "overlapped"),
 }
@@ -148,7 +146,9 @@ def test_rounds_that_no_graph_serves_run_on_a_card(case, dtype, how, card):
         run(engine, params)
 
 
-@pytest.mark.parametrize("how", ["eager", "captured and overlapped"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("eager", marks=pytest.mark.full), "captured and overlapped"]
+)
 def test_a_session_runs_on_a_card(how, card):
     with build(TREE, dtype="bfloat16", **HOW[how]) as engine, engine.open_session() as session:
         assert session.append(PROMPTS[0], GREEDY).output().error is None

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.allocator import paged, token
 from sglang.srt.plugins import load_plugins
 
 from specpool import BlockPool
-from specpool.plugins import proof
+from specpool.plugins import proof, status
 from specpool.plugins.sglang import allocator, drift
 
 # Not names of this module: the plug-in loader rebinds those in every module.
@@ -171,18 +171,64 @@ def free_after_clear(pool: Any) -> None:
     pool.free(row)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(
-    "fault",
-    [double_free, foreign_free, padding_free, one_page_twice, one_slot_twice, free_after_clear],
-)
-def test_a_wrong_free_is_refused_at_the_call(fault: Callable[[Any], None], page_size: int) -> None:
+def both_of(page_size: int) -> tuple[Any, Any]:
+    """Return SGLang's own allocator of 64 pages, and ours."""
     if page_size == 1:
-        pool = allocator.SpecpoolTokenAllocator(64, *SETTINGS)
-        own = OWN["token"](64, *SETTINGS)
-    else:
-        pool = allocator.SpecpoolPagedAllocator(64 * page_size, page_size, *SETTINGS)
-        own = OWN["paged"](64 * page_size, page_size, *SETTINGS)
+        own, ours = OWN["token"], allocator.SpecpoolTokenAllocator
+        return own(64, *SETTINGS), ours(64, *SETTINGS)
+    sizes = 64 * page_size, page_size
+    return OWN["paged"](*sizes, *SETTINGS), allocator.SpecpoolPagedAllocator(*sizes, *SETTINGS)
+
+
+# Each with the pages that go into quarantine.
+FAULTS: dict[Callable[[Any], None], set[int]] = {
+    double_free: {1, 2},
+    foreign_free: set(),
+    padding_free: set(),
+    one_page_twice: {1},
+    one_slot_twice: {1},
+    free_after_clear: {1},
+}
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_page_that_is_freed_wrongly_is_kept_from_everybody(
+    fault: Callable[[Any], None],
+    page_size: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("SPECPOOL_STATUS", str(tmp_path))
+    monkeypatch.setattr(status, "_statuses", {})
+    _, pool = both_of(page_size)
+    fault(pool)
+    shut = set(pool.quarantine.blocks)
+    assert shut == FAULTS[fault]
+    assert caplog.messages and "sglang_cases.py:" in caplog.messages[0]
+    assert len(list(tmp_path.glob("sglang-*.log"))) == len(caplog.messages)
+    pool.pool.check()
+    assert set(pool.pool.taken().tolist()) == shut
+    assert pool.available_size() + len(shut) * page_size == pool.size
+    assert shut.isdisjoint(pool.get_all_free_pages().tolist())
+    rest = pool.alloc(pool.available_size())
+    assert shut.isdisjoint((rest // page_size).tolist())
+    for page in shut:  # once more
+        pool.free_page_ids(lens(page))
+    pool.free(rest)
+    assert set(pool.pool.taken().tolist()) == shut
+    pool.clear()
+    assert (pool.quarantine.blocks, pool.available_size()) == ({}, pool.size)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_free_can_raise(
+    fault: Callable[[Any], None], page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECPOOL_SGLANG_FAULTS", "raise")
+    own, pool = both_of(page_size)
     with pytest.raises(AssertionError, match=r"block|\d") as caught:
         fault(pool)
     assert isinstance(caught.value, allocator.AllocatorError)
@@ -192,7 +238,10 @@ def test_a_wrong_free_is_refused_at_the_call(fault: Callable[[Any], None], page_
     fault(own)  # SGLang's own is silent
 
 
-def test_a_refused_free_names_the_page_and_the_call_that_gave_it() -> None:
+def test_a_refused_free_names_the_page_and_the_call_that_gave_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPECPOOL_SGLANG_FAULTS", "raise")
     pool = allocator.SpecpoolPagedAllocator(64, 4, *SETTINGS)
     row = pool.alloc(4)
     pool.free(row)
@@ -238,7 +287,8 @@ def test_sizes_that_fit_no_page() -> None:
         empty.free(lens(4))
 
 
-def test_nothing_begins_anew_inside_a_group_of_frees() -> None:
+def test_nothing_begins_anew_inside_a_group_of_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECPOOL_SGLANG_FAULTS", "raise")
     pool = allocator.SpecpoolPagedAllocator(64, 4, *SETTINGS)
     row = pool.alloc(8)
     pool.free_group_begin()
@@ -327,6 +377,7 @@ def test_only_the_oldest_frees_are_waited_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_few_copies_are_on_their_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECPOOL_SGLANG_FAULTS", "raise")
     pool = slow_pool(monkeypatch, 200)
     rows = [pool.alloc(4) for _ in range(150)]
     for row in rows:

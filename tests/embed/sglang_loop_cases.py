@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -131,7 +132,10 @@ FULL = pytest.mark.full
         pytest.param(16, (3, 1, 4), marks=FULL),
     ],
 )
-def test_a_free_too_many_names_the_requests(page_size: int, shape: Any) -> None:
+def test_a_free_too_many_names_the_requests(
+    page_size: int, shape: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECPOOL_SGLANG_FAULTS", "raise")
     setup = Setup(
         level="pages", page_size=page_size, shape=shape, cache=False, num_tokens=NUM_TOKENS[shape]
     )
@@ -144,6 +148,29 @@ def test_a_free_too_many_names_the_requests(page_size: int, shape: Any) -> None:
     ), outcome.error
     if shape is None:  # SGLang's own is silent
         assert run(replace(setup, level="off"), prepare=_steal).error == ""
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_free_too_many_stops_nothing(
+    cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own sums of its pool count the page too, or they would end the process."""
+    monkeypatch.setenv("SPECPOOL_STATUS", str(tmp_path))
+    setup = Setup(level="pages", shape=(3, 4, 8), cache=cache, num_tokens=NUM_TOKENS[3, 4, 8])
+    outcome = run(setup, prepare=_steal)
+    assert not outcome.error, outcome.error
+    (path,) = tmp_path.glob("sglang-*.json")
+    status = json.loads(path.read_text("utf-8"))
+    (pool,) = status["pools"]
+    assert (pool["quarantined"], status["wrong_frees"]) == (1, 1)
+    (line,) = status["latest"]
+    # The tree frees for nobody.
+    assert line["owner"] and (cache or line["request"])
+    assert line["caller"].startswith("sglang/srt/"), line
+    assert Path(line["report"]).is_file()
+    # Only the sum of this test's own loop misses it, at the end.
+    size = setup.num_tokens // 16 * 16
+    assert outcome.leaks == [f"{size - 16} of {size} slots are free"]
 
 
 def test_a_log_of_the_loop_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ def library():
         "tests/hostile.c",
         "tests/lend.cpp",
         "tests/moved.cpp",
+        "tests/states.c",
     ]
 )
 def program(request, library, tmp_path):
@@ -92,6 +93,7 @@ LAST_LINE = {
     "hostile.c": "every call was done or refused",
     "lend.cpp": "every lent page came back",
     "moved.cpp": "every row arrived or came back",
+    "states.c": "every state was that of its tokens",
 }
 
 

@@ -19,7 +19,7 @@ from vllm_stand_in import KVCacheBlock, stand_in
 
 @pytest.mark.timeout(SECONDS)
 def test_on_vllm() -> None:
-    run_cases("vllm", ["vllm_cases.py", "vllm_speculative_cases.py"])
+    run_cases("vllm", ["vllm_cases.py", "vllm_quarantine_cases.py", "vllm_speculative_cases.py"])
 
 
 def test_vllm_finds_the_entry_point() -> None:
@@ -49,7 +49,7 @@ def unknown(tmp_path: Path) -> str:
     [
         ({"SPECPOOL_VLLM": "block"}, "SPECPOOL_VLLM='block' is not one of off, blocks, spec"),
         ({"SPECPOOL_VLLM_DRIFT": "x"}, "SPECPOOL_VLLM_DRIFT='x' is not one of own, exit, trust"),
-        ({"SPECPOOL_VLLM_FAULTS": "x"}, "SPECPOOL_VLLM_FAULTS='x' is not one of raise, log"),
+        ({"SPECPOOL_VLLM_FAULTS": "x"}, "SPECPOOL_VLLM_FAULTS='x' is not one of quarantine, raise"),
         ({"SPECPOOL_VLLM": "blocks", "SPECPOOL_VLLM_DRIFT": "exit"}, "vLLM is not as known: "),
     ],
 )
@@ -73,16 +73,18 @@ def test_an_unknown_vllm_keeps_its_own_pool(level: str, unknown: str) -> None:
 
 
 def take(made: Any, name: str, count: int) -> list[Any]:
-    return made.manager.allocate_slots(SimpleNamespace(request_id=name), count)
+    blocks: list[Any] = made.coordinator.allocate_new_blocks(name, count)
+    return blocks
 
 
 @pytest.fixture
-def made():
+def made(monkeypatch):
+    monkeypatch.setenv("SPECPOOL_STATUS", "off")
+    monkeypatch.setenv("SPECPOOL_VLLM_FAULTS", "raise")
     with stand_in() as vllm:
         pool = vllm.kv_cache_coordinator.BlockPool(9)
-        yield SimpleNamespace(
-            pool=pool, manager=vllm.kv_cache_manager.KVCacheManager(pool), module=vllm.pool
-        )
+        coordinator = vllm.kv_cache_coordinator.KVCacheCoordinator(pool)
+        yield SimpleNamespace(pool=pool, coordinator=coordinator, module=vllm.pool)
 
 
 def test_a_stand_ins_blocks_are_counted_found_and_given_up(made: Any) -> None:

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 from vllm import plugins
 from vllm.v1.core import block_pool, kv_cache_coordinator
-from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm_plugin import SIZE, held, ours, with_plugin
 
 from benches.vllm_setup import OWN_POOL, admit, manager, request
-from specpool import BlockPool, PageStateError
+from specpool import BlockPool
 from specpool.plugins import drift, proof
 from specpool.plugins.vllm import register, releases
 from specpool.testing import assert_no_page_leaked
@@ -32,12 +31,12 @@ __all__ = ["with_plugin"]
 
 def test_vllm_loads_it_and_may_load_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kv_cache_coordinator.BlockPool is block_pool.BlockPool is ours()
-    wrapped = KVCacheManager.allocate_slots
+    wrapped = KVCacheCoordinator.allocate_new_blocks
     monkeypatch.setenv("SPECPOOL_VLLM", "speculative")
     register()
     monkeypatch.setattr(plugins, "plugins_loaded", False)
     plugins.load_general_plugins()
-    assert KVCacheManager.allocate_slots is wrapped
+    assert KVCacheCoordinator.allocate_new_blocks is wrapped
     assert kv_cache_coordinator.BlockPool is ours()
 
 
@@ -140,84 +139,6 @@ def test_random_requests_get_the_blocks_hits_and_evictions_of_vllms_own_pool() -
     assert evictions > 500
 
 
-def double_free(pool: Any, blocks: list[Any]) -> None:
-    pool.free_blocks(blocks)
-    pool.free_blocks(blocks[2:])
-
-
-def twice_in_a_call(pool: Any, blocks: list[Any]) -> None:
-    pool.free_blocks([blocks[0], blocks[2], blocks[2]])
-
-
-def foreign_free(pool: Any, blocks: list[Any]) -> None:
-    pool.free_blocks([blocks[0], KVCacheBlock(2)])
-
-
-def free_of_another_pool(pool: Any, blocks: list[Any]) -> None:
-    pool.free_blocks([manager(ours(), 8, SIZE).block_pool.blocks[1]])
-
-
-def hold_of_a_free_block(pool: Any, blocks: list[Any]) -> None:
-    pool.touch([blocks[0], pool.blocks[7]])
-
-
-def count_below_zero(pool: Any, blocks: list[Any]) -> None:
-    blocks[2].ref_cnt -= 2
-
-
-def cache_of_a_foreign_block(pool: Any, blocks: list[Any]) -> None:
-    pool.cache_full_blocks(request("x", range(8), SIZE), [KVCacheBlock(2)], 0, 1, SIZE, 0)
-
-
-FAULTS = [
-    cache_of_a_foreign_block,
-    double_free,
-    twice_in_a_call,
-    foreign_free,
-    free_of_another_pool,
-    hold_of_a_free_block,
-    count_below_zero,
-]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_free_is_refused_at_the_call(fault: Callable[..., None]) -> None:
-    pool, blocks = held()
-    if fault is double_free:
-        pool.free_blocks(blocks)
-        fault = lambda pool, blocks: pool.free_blocks(blocks[2:])  # noqa: E731
-    before = pool.core.state_hash(), pool.core.taken().tolist()
-    with pytest.raises((PageStateError, ValueError), match=r"blocks? \d"):
-        fault(pool, blocks)
-    assert (pool.core.state_hash(), pool.core.taken().tolist()) == before
-
-
-@pytest.mark.parametrize("fault", [double_free, twice_in_a_call, hold_of_a_free_block])
-def test_vllms_own_pool_is_silent(fault: Callable[..., None]) -> None:
-    managed = manager(OWN_POOL, 8, SIZE)
-    admit(managed, request("r", range(11), SIZE))
-    fault(managed.block_pool, managed.get_blocks("r").blocks[0])
-
-
-def test_an_error_names_the_request() -> None:
-    pool, blocks = held()
-    pool.free_blocks(blocks)
-    with pytest.raises(PageStateError, match=r'drop of block 3: nobody holds it; .*last tag "r"'):
-        pool.free_blocks([blocks[2]])
-    assert pool.core.record_of(1)[2] == "r"
-
-
-def test_faults_can_be_logged_and_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("SPECPOOL_VLLM_FAULTS", "log")
-    pool, blocks = held()
-    pool.free_blocks([blocks[2], blocks[1], blocks[2]])
-    assert pool.core.taken().tolist() == [1]
-    (line,) = caplog.messages
-    assert "left out: drop of block 3: nobody holds it" in line
-
-
 def test_a_free_block_that_is_forgotten_is_given_before_those_that_are_known() -> None:
     lost = []
     for cls in (OWN_POOL, ours()):
@@ -273,11 +194,12 @@ def test_this_vllm_is_known() -> None:
 
 
 def test_what_wraps_a_call_has_its_parameters_and_defaults() -> None:
-    from specpool.plugins.vllm import pool
+    """They are those of this release, by name."""
+    from specpool.plugins.vllm import speculative
 
     own, mine = (
         inspect.signature(function, follow_wrapped=False)
-        for function in (pool.own_allocate_slots, pool.allocate_slots)
+        for function in (speculative.own_allocate_slots, speculative.allocate_slots)
     )
     assert [(p.name, p.kind, p.default) for p in mine.parameters.values()] == [
         (p.name, p.kind, p.default) for p in own.parameters.values()

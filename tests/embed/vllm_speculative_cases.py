@@ -159,10 +159,13 @@ def test_the_spare_slot_is_of_drafters_that_write_step_by_step() -> None:
     assert scheduler.kv_cache_manager.spare_lookahead == 1
 
 
-def test_what_stays_vllms_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_stays_vllms_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specpool.plugins import status
     from specpool.plugins.vllm import speculative
 
-    speculative._say.cache_clear()
+    monkeypatch.setattr(status, "_statuses", {})
     scheduler = SimpleNamespace(kv_cache_manager=manager(ours(), 8, SIZE))
     for changes in (
         {},

@@ -11,6 +11,7 @@ import torch
 
 from specpool import EngineConfig
 from specpool.capacity.layer_kv import LayerKV
+from specpool.capacity.state_sizes import StateBytes
 from specpool.engine.assembly.defaults import with_defaults
 from specpool.engine.draft import Drafter, NgramDrafter
 from specpool.engine.memory.pools import kv_budget
@@ -30,7 +31,7 @@ def resolved(
     device: torch.device, *drafters: Drafter, kv_bytes: int = 50 * GIB, **options: Any
 ) -> tuple[int | None, int | None]:
     how = {"max_context_len": options.pop("max_context_len", 1 << 17)}
-    how |= {"keeps_state": options.pop("keeps_state", False)}
+    how |= {"states": options.pop("states", None)}
     config = with_defaults(
         EngineConfig(**options), device, drafters, LAYERS, itemsize=2, kv_bytes=kv_bytes, **how
     )
@@ -52,16 +53,17 @@ def test_a_cpu_runs_eight_rows_without_overlap():
         (1 * GIB, {"max_context_len": 512}, 16),
         (0, {"num_pages": 4096}, 32),
         (1 * GIB, {"graph_sizes": (1, 24)}, 24),
+        (10 * GIB, {"states": StateBytes(slot=256 << 20, record=1 << 10)}, 16),  # 20 of 512 MiB
     ],
 )
 def test_on_a_card_memory_gives_the_batch(kv_bytes, options, max_batch):
-    assert resolved(CUDA, kv_bytes=kv_bytes, **options) == (max_batch, 1)
+    assert resolved(CUDA, kv_bytes=kv_bytes, **options)[0] == max_batch
 
 
 def test_rounds_overlap_on_a_card_unless_the_host_must_read_first():
     assert resolved(CUDA, NgramDrafter())[1] == 0
     assert resolved(CUDA, worker="v1")[1] == 0
-    assert resolved(CUDA, keeps_state=True)[1] == 0
+    assert resolved(CUDA, states=StateBytes(slot=1, record=1))[1] == 0
     assert resolved(CUDA)[1] == 1
 
 

@@ -218,6 +218,7 @@ def test_a_drafter_that_raises_returns_every_page(target, texts, monkeypatch, me
     assert tokens_of(engine.generate(*JOB)) == texts
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(("shape", "layout"), [((3, 1, 4), "dense"), ((4, 4, 16), "holey")])
 @pytest.mark.parametrize("draft", [EagleDrafter, BlockDrafter])
@@ -453,7 +454,7 @@ def test_ctrl_c_at_any_line_loses_no_request(target, part):
     head = eagle(target).head
     lines = interrupted(target, head, None)
     assert lines > 5_000
-    for at in random.Random(part).sample(range(1, lines), 20):
+    for at in random.Random(part).sample(range(1, lines), 10):
         interrupted(target, head, at)
 
 
@@ -490,9 +491,8 @@ def test_a_failed_prefill_makes_the_round_behind_it_stale(target, texts):
     for turns in range(2, 12):
         config = EngineConfig(overlap_depth=1, max_context_len=128, max_batch=3)
         engine = Engine(target, config=config)
-        (whole,) = engine.generate([PROMPTS[0]], PARAMS)
-        stop = whole.token_ids[8]
-        first = whole.token_ids.index(stop)
+        stop = texts[0][8]
+        first = texts[0].index(stop)
         outputs: dict[int, Any] = {}
         params = dataclasses.replace(PARAMS, stop_token_ids=(stop,))
         cancel = engine.core.scheduler.cancel
@@ -510,7 +510,7 @@ def test_a_failed_prefill_makes_the_round_behind_it_stale(target, texts):
         while engine.turn():
             pass
         stopped, other, failed = (outputs[n] for n in sorted(outputs))
-        assert stopped.token_ids == whole.token_ids[: first + 1]
+        assert stopped.token_ids == texts[0][: first + 1]
         assert other.finish_reason in ("stop", "length") and failed.finish_reason == "error"
     assert cancelled
 

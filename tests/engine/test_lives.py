@@ -309,7 +309,7 @@ class _Ledger:
         return self._life._failing(value, name) if name in VERBS else value
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seeds", SEEDS, ids=str)
 def test_lives_of_engines(
     seeds: list[int],

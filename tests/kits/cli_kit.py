@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 
 import pytest
+import typer.main
 
 from benches.__main__ import main as run_bench
 from lab.__main__ import main as run_lab
 from specpool.cli import main
+from specpool.cli.generate import generate
+
+# Typer would build all commands for each call, which takes longer than most calls do.
+typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 def call(capsys: pytest.CaptureFixture[str], *args: str, stdin: str | None = None):
     """Run the command in this process; returns (exit code, stdout, stderr).
 
+    With `--compare` each kind runs twice; a user's runs go on for two seconds.
     "benches" or "lab" for a first word stands for `python -m` and it, else it is `specpool`.
     """
     import io
 
     run = {"benches": run_bench, "lab": run_lab}.get(args[0] if args else "", main)
+    most_runs, generate.MAX_RUNS = generate.MAX_RUNS, 2
     before, sys.argv = sys.argv, [*args] if run is not main else ["specpool", *args]
     old_stdin = sys.stdin
     if stdin is not None:
@@ -30,5 +38,6 @@ def call(capsys: pytest.CaptureFixture[str], *args: str, stdin: str | None = Non
         code = error.code or 0
     finally:
         sys.argv, sys.stdin = before, old_stdin
+        generate.MAX_RUNS = most_runs
     out = capsys.readouterr()
     return code, out.out, out.err

@@ -19,8 +19,9 @@ SECONDS = 900
 
 
 def run(*args: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run Python without the settings of this process that are specpool's."""
+    """Run Python without the settings of this process that are specpool's, and without a status."""
     clean = {name: value for name, value in os.environ.items() if "SPECPOOL_" not in name}
+    clean["SPECPOOL_STATUS"] = "off"
     return subprocess.run(
         [sys.executable, *args],
         env=clean | settings,

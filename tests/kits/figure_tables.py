@@ -1,6 +1,6 @@
-"""The tables of figures in docs/embed.md, gpu.md, sglang.md and vllm.md, from the newest records.
+"""The tables of figures in the docs, from the newest records.
 
-A record is what `python -m benches embed|sglang|vllm --json` printed, in
+A record is what `python -m benches embed|sglang|states|vllm --json` printed, in
 `benches/results/DATE-cpu-NAME.json`, or what `make gpu` or `make engine-releases` wrote; the newest
 one of each name counts.
 `python tests/kits/figure_tables.py` prints the tables; `--write` puts them into the pages between
@@ -276,9 +276,43 @@ def device_kernels(record: Record) -> Iterator[str]:
     yield f"\n{record.said()}"
 
 
+def states(record: Record) -> Iterator[str]:
+    models = ("Qwen3-Next-80B-A3B", "Qwen3.5-397B-A17B", "Nemotron-H-8B", "Nemotron-3-Nano-30B-A3B",
+              "Falcon-Mamba-7B", "LFM2-1.2B")  # fmt: skip
+
+    def size(num_bytes: float) -> str:
+        if num_bytes < 1e6:
+            return f"{num_bytes / 2**10:,.0f} KiB"
+        return f"{num_bytes / 2**20:,.{0 if num_bytes > 1e8 else 1}f} MiB"
+
+    rows = {}
+    for model in models:
+        token = f"{model}: bytes of a draft token"
+        in_rows = [f"{model}: a row, {shape}" for shape in ("chain of 4", "tree of 32")]
+        rows[model] = [
+            size(record.value(token)),
+            size(record.reference(token)),
+            times(record.ratio(token)),
+            *(f"{size(record.value(row))}, {size(record.reference(row))}" for row in in_rows),
+        ]
+    columns = ("a record", "a state", "times", "a row with a chain of 4: here, with snapshots",
+               "with a tree of 32")  # fmt: skip
+    yield from table("model, bfloat16", columns, rows)
+    name = "Qwen3-Next, 3x1x4, prompt 2048, output 256: running, mean"
+    ours, theirs = record.value(name), record.reference(name)
+    yield (
+        f"\nOn 32 GiB of KV and states, {ours:.0f} requests run at once on Qwen3-Next with chains"
+        f" of 4, and {theirs:.0f} with snapshots ({ours / theirs:.2f} times; a trace of prompts of"
+        " 2,048"
+        "\nand outputs of 256 tokens on average, on the scheduler and a simulated device)."
+    )
+    yield f"\n{record.said()}"
+
+
 #: For each page: its tables by their marks, each with the record that it is of.
 PAGES: dict[str, dict[str, tuple[str, Callable[[Record], Iterator[str]]]]] = {
     "embed": {"verbs": ("cpu-embed", verbs), "managers": ("cpu-embed", managers)},
+    "engine": {"states": ("cpu-states", states)},
     "gpu": {
         "rounds": ("nvidia-h200-rounds", device_rounds),
         "kernels": ("nvidia-h200-kernels", device_kernels),

@@ -412,8 +412,10 @@ class Oracle(Lending, Moving):
             for lane in step.lanes:
                 runs = step.number > self.completed and (step.launched or self._stands(lane))
                 if runs and lane.row is row:
-                    waits = step.kind == "decode" and not step.resolved and self._stands(lane)
-                    first = min(first, max(lane.lo, row.resolved) if waits else lane.lo)
+                    # The oldest round starts at r, a younger one at its lo if an older one fails.
+                    oldest = row.rounds[0].step if row.rounds else 0
+                    is_oldest = self._stands(lane) and step.number == oldest
+                    first = min(first, max(lane.lo, row.resolved) if is_oldest else lane.lo)
         return first
 
     def _take(self, group: int) -> Page:

@@ -1,6 +1,6 @@
 """The part of vLLM's interface that the plug-in's pool takes over, in its plainest form.
 
-It stands in for vLLM where that is not installed: a pool, its blocks, and a manager of one group.
+It stands in for vLLM where that is not installed: a pool, its blocks, and what names requests.
 """
 
 from __future__ import annotations
@@ -27,12 +27,19 @@ class KVCacheBlock:
         self._block_hash = self._block_hash_num_tokens = None
 
 
+class KnownBlocks(dict[str, Any]):
+    def insert(self, key: str, block: Any) -> None:
+        self[key] = block
+
+
 class BlockPool:
     def __init__(self, num_gpu_blocks: int, enable_caching: bool = True) -> None:
         self.num_gpu_blocks, self.enable_caching = num_gpu_blocks, enable_caching
         self.metrics_collector = None
         self._reuse_watchers: dict[int, Any] = {}
-        self.known: dict[str, Any] = {}
+        self.known = KnownBlocks()
+        self.cached_block_hash_to_block = self.known
+        self.enable_kv_cache_events = True
         self.removed: list[str] = []
 
     def get_num_free_blocks(self) -> int:
@@ -61,27 +68,14 @@ class BlockPool:
         return True
 
 
-class KVCacheManager:
+class KVCacheCoordinator:
     def __init__(self, block_pool: Any) -> None:
         self.block_pool = block_pool
 
-    # vLLM's parameters. The stand-in takes a block for each new token, and reads no other.
-    def allocate_slots(
-        self,
-        request: Any,
-        num_new_tokens: int,
-        num_new_computed_tokens: int = 0,
-        new_computed_blocks: Any = None,
-        num_lookahead_tokens: int = 0,
-        num_external_computed_tokens: int = 0,
-        delay_cache_blocks: bool = False,
-        num_encoder_tokens: int = 0,
-        full_sequence_must_fit: bool = False,
-        reserved_blocks: int = 0,
-        has_scheduled_reqs: bool = True,
-        skip_zeroing_group_ids: tuple[int, ...] = (),
-    ) -> Any:
-        return self.block_pool.get_new_blocks(num_new_tokens)
+    def allocate_new_computed_blocks(self, request_id: str) -> None: ...
+
+    def allocate_new_blocks(self, request_id: str, count: int) -> Any:
+        return self.block_pool.get_new_blocks(count)
 
 
 @contextmanager
@@ -89,8 +83,10 @@ def stand_in():
     """Put the stand-in in place of vLLM; yield the plug-in's pool module, installed on it."""
     parts = {
         "block_pool": {"BlockPool": BlockPool},
-        "kv_cache_coordinator": {"BlockPool": BlockPool},
-        "kv_cache_manager": {"KVCacheManager": type("Manager", (KVCacheManager,), {})},
+        "kv_cache_coordinator": {
+            "BlockPool": BlockPool,
+            "KVCacheCoordinator": type("Coordinator", (KVCacheCoordinator,), {}),
+        },
         "kv_cache_utils": {"KVCacheBlock": KVCacheBlock},
     }
     before = {name: sys.modules.get(name) for name in sys.modules if name.startswith("vllm")}

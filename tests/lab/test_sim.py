@@ -79,7 +79,7 @@ def test_everything_happens():
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(3, 7), pytest.param([*range(3), *range(7, 12)], marks=pytest.mark.full)]
+    "seeds", [range(3, 5), pytest.param([*range(3), *range(5, 12)], marks=pytest.mark.full)]
 )
 def test_the_check_level_changes_nothing_that_happens(seeds):
     for seed in seeds:
@@ -359,7 +359,7 @@ PLANTS = sim_plants.PLANTS | session_plants.PLANTS
 
 
 #: Hundreds of scenarios pass before one shows it.
-SLOW = {"take_the_shortest_pin"}
+SLOW = {"take_the_shortest_pin", "take_a_pin_for_what_it_is_not"}
 
 
 @pytest.mark.sample(5)

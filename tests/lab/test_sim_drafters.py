@@ -29,9 +29,9 @@ def test_rounds_of_mixed_drafters_break_no_law(capsys, rounds):
 
 
 def test_sessions_of_mixed_drafters_break_no_law(capsys):
-    args = ("--mixed-drafters", "--turns", "30", "--check", "1")
+    args = ("--mixed-drafters", "--turns", "12", "--check", "1")
     code, table, _ = call(capsys, "lab", "sim", *args)
-    assert code == 0 and number("turns", table) >= 30
+    assert code == 0 and number("turns", table) >= 12
 
 
 def test_drafters_are_mixed_in_every_way():
@@ -90,9 +90,7 @@ def test_each_law_of_a_drafter_is_seen_to_fail(monkeypatch, plant):
             assert found is None, found
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(3, 5), pytest.param([*range(3), 5], marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("seeds", [[3], pytest.param([*range(3), 4, 5], marks=pytest.mark.full)])
 def test_the_check_level_changes_nothing_that_happens_to_mixed_drafters(seeds):
     for seed in seeds:
         found = scenario(seed, mixes_drafters=True)

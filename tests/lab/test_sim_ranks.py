@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cli_kit import call
-from lab.sim.device import BrokenLaw
+from lab.sim.broken_law import BrokenLaw
 from lab.sim.ranks import FAULTS, RanksSimulation, RanksTally, SimRank
 from specpool.engine.ranks.journal import RankJournal
 from specpool.errors import CorruptState, RankError
@@ -171,6 +171,7 @@ PLANTS = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_bug_of_one_rank_is_found(plant: Callable[[SimRank], None]) -> None:
     for seed in range(40):

@@ -354,7 +354,7 @@ def test_the_level_comes_from_the_environment(monkeypatch):
 # --- never a false alarm -------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(100, 124))
 def test_random_workloads_raise_no_alarm(seed, target, heads):
     """Runs all drafters, tight pools, aborts, samples and pins: a false alarm would raise here."""
@@ -375,7 +375,7 @@ def test_random_workloads_raise_no_alarm(seed, target, heads):
     assert not engine.findings and engine.stats().round_ct
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(12))
 def test_failures_and_interrupts_raise_no_alarm(seed, target, heads, monkeypatch):
     rng = random.Random(seed)

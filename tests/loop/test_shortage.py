@@ -107,6 +107,7 @@ def ran(engine: Engine, verb: str) -> tuple[dict[int, Any], list[int], ShortLedg
 
 
 # The fourth waits for a row; the first two decode while the third is prefilled.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("verb", "ended"), [("prepare_extend", {2}), ("prepare_decode", {0, 1}), ("admit", set())]
 )
@@ -120,6 +121,7 @@ def test_a_shortage_ends_the_requests_of_the_step_alone(
     assert_no_page_leaked(engine)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("verb", ["prepare_extend", "prepare_decode", "admit"])
 def test_a_shortage_without_end_ends_all_and_the_engine_goes_on(engine: Engine, verb: str) -> None:
     wanted = [engine.generate([prompt], PARAMS)[0] for prompt in PROMPTS]

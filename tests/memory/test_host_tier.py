@@ -214,7 +214,7 @@ class HostAgainstOracle:
                 self.world.tier.drop(handle)
 
 
-@pytest.mark.parametrize("num_runs", [50, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("num_runs", [25, pytest.param(200, marks=pytest.mark.full)])
 def test_what_comes_back_is_what_went_byte_by_byte(num_runs):
     counts: Counter[str] = Counter()
     for seed in range(num_runs):

@@ -265,13 +265,14 @@ def test_conversations_keep_their_windows(targets, family, page_size, depth):
 
 
 def test_abort_gives_windows_back(targets):
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
     for family in FAMILIES:
         for depth in (0, 1):
             config = EngineConfig(page_size=4, overlap_depth=depth, prefill_tokens=6, busy_check=2)
             engine = Engine(targets[family], config=config)
             rng = random.Random(depth)
-            for turns in range(1, 30, 3):
-                number = engine.submit(prompt(rng, 33), SamplingParams(max_new_tokens=60))
+            for turns in range(1 + 3 * depth, 30, 6):
+                number = engine.submit(prompt(rng, 33), params)
                 other = engine.submit(prompt(rng, 5), SamplingParams(max_new_tokens=9))
                 for _ in range(turns):
                     engine.turn()

@@ -71,7 +71,7 @@ def compare(reference: Reference, outputs) -> None:
     comparison.finish()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("page_size", "layout"), [(1, "dense"), (16, "holey"), (4, "dense")])
 @pytest.mark.parametrize(
     ("draft", "shape"),

@@ -85,9 +85,15 @@ def ours(model: Any, expected: list[list[int]] | None, **given: Any) -> list[lis
     return [output.token_ids for output in outputs]
 
 
-def cases(model: Any) -> dict[str, dict[str, Any]]:
-    """Values of each key that is taken, which change the model's texts."""
-    first, early = theirs(model, PROMPTS[0]), theirs(model, PROMPTS[0])[5]
+@pytest.fixture(scope="module")
+def plain(model: Any) -> list[list[int]]:
+    """What the model says before a file says anything."""
+    return [theirs(model, prompt) for prompt in PROMPTS]
+
+
+def cases(first: list[int]) -> dict[str, dict[str, Any]]:
+    """Values of each key that is taken, which change the model's texts; `first` is one of them."""
+    early = first[5]
     pairs = [list(pair) for pair in itertools.pairwise(first)]
     return {
         "repetition_penalty": {"repetition_penalty": 1.7},
@@ -138,10 +144,9 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_greedy_text_is_that_of_generate(model, says, case):
+def test_a_greedy_text_is_that_of_generate(model, plain, says, case):
     """Plain, drafted, and by the door; a file's own values change the text, or are idle in both."""
-    plain = [theirs(model, prompt) for prompt in PROMPTS]
-    values = cases(model)[case]
+    values = cases(plain[0])[case]
     says(**values)
     wanted = [theirs(model, prompt) for prompt in PROMPTS]
     assert (wanted == plain) == (case == "temperature without do_sample")
@@ -154,8 +159,7 @@ def test_a_greedy_text_is_that_of_generate(model, says, case):
         assert found[0, len(prompt) :].tolist() == text
 
 
-def test_a_request_comes_before_the_file(model, says):
-    plain = [theirs(model, prompt) for prompt in PROMPTS]
+def test_a_request_comes_before_the_file(model, plain, says):
     says(
         repetition_penalty=1.7,
         no_repeat_ngram_size=2,

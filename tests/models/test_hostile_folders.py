@@ -76,6 +76,7 @@ def generate(engine: Engine) -> None:
         assert output.token_ids or output.error, output
 
 
+@pytest.mark.sample(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", SEEDS)
 def test_a_hostile_target_runs_or_is_one_error(first: int, tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ def test_a_hostile_target_runs_or_is_one_error(first: int, tmp_path: Path) -> No
         shutil.rmtree(root)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", SEEDS)
 def test_a_hostile_head_runs_or_is_one_error(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True, temperature=0.0)
 
 @pytest.fixture
 def always(monkeypatch) -> None:
-    """Small weights are packed too, and prompts, whatever the clock says."""
-    monkeypatch.setattr(packed_layers, "packs_prompts", lambda: True)
+    """Small weights are packed too, and prompts but no single row, whatever the clock says."""
+    monkeypatch.setattr(packed_layers, "packed_rows", lambda: (4, sys.maxsize))
     monkeypatch.setattr(packed_layers, "MIN_BYTES", 0)
 
 
@@ -69,38 +70,45 @@ def test_any_layer_and_number_of_rows_gives_the_product(always, products) -> Non
         assert (len(products) > before) == (x.numel() // width >= 4)
 
 
-@pytest.mark.parametrize("packs_prompts", [True, False])
-def test_prompts_are_packed_where_that_is_quicker(monkeypatch, products, packs_prompts) -> None:
+@pytest.mark.parametrize("limits", [(4, 64), (1, 64), (4, sys.maxsize)])
+def test_other_numbers_of_rows_are_packed_where_that_is_quicker(
+    monkeypatch, products, limits
+) -> None:
     """A batch is on any processor, so that two starts give the same text."""
-    monkeypatch.setattr(packed_layers, "packs_prompts", lambda: packs_prompts)
+    monkeypatch.setattr(packed_layers, "packed_rows", lambda: limits)
     layer = nn.Linear(512, 512)
     packed_of(layer)
+    least, most = limits
+    numbers = (1, 3, 4, 64, 65, 4096)
     with torch.inference_mode():
-        for rows in (1, 3, 4, 64, 65, 4096):
+        for rows in numbers:
             layer(torch.ones(rows, 512))
-    assert products == ([4, 64, 65, 4096] if packs_prompts else [4, 64])
+    assert products == [rows for rows in numbers if least <= rows <= most]
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1e-6])
-def test_the_clock_says_whether_prompts_are_packed(monkeypatch, seconds) -> None:
-    """A clock by which one of the two takes no time."""
+@pytest.mark.parametrize("is_quick", [{2}, {128}, set(), {2, 128}])
+def test_the_clock_says_which_other_rows_are_packed(monkeypatch, is_quick) -> None:
+    """A clock by which the packed product of some numbers of rows takes no time."""
     now = 0.0
     product, linear = packed_layers._product, F.linear
 
-    def slow_product(*arguments):
+    def timed_product(x, *arguments):
         nonlocal now
-        now += seconds
-        return product(*arguments)
+        now += 0.0 if len(x) in is_quick else 1e-6
+        return product(x, *arguments)
 
-    def slow_linear(*arguments):
+    def timed_linear(*arguments):
         nonlocal now
         now += 5e-7
         return linear(*arguments)
 
-    monkeypatch.setattr(packed_layers, "_product", slow_product)
-    monkeypatch.setattr(packed_layers.F, "linear", slow_linear)
+    monkeypatch.setattr(packed_layers, "_product", timed_product)
+    monkeypatch.setattr(packed_layers.F, "linear", timed_linear)
     monkeypatch.setattr(packed_layers.time, "perf_counter", lambda: now)
-    assert packed_layers.packs_prompts.__wrapped__() == (seconds == 0.0)
+    assert packed_layers.packed_rows.__wrapped__() == (
+        1 if 2 in is_quick else packed_layers.LEAST_ROWS,
+        sys.maxsize if 128 in is_quick else packed_layers.MOST_ROWS,
+    )
 
 
 @pytest.mark.parametrize("max_bytes", [0, 255, 256, 511, 512, 700, 768, 1 << 20])
@@ -162,8 +170,50 @@ def test_what_is_not_a_plain_layer_runs_as_it_is(always) -> None:
 
 
 def test_small_weights_are_never_packed() -> None:
-    assert len(packed_of(nn.Linear(512, 511, bias=False))) == 0
-    assert len(packed_of(nn.Linear(512, 512, bias=False))) == 1
+    assert len(packed_of(nn.Linear(256, 511, bias=False))) == 0
+    assert len(packed_of(nn.Linear(256, 512, bias=False))) == 1
+
+
+class Gated(nn.Module):
+    """A layer gated by an activation, as transformers has them."""
+
+    def __init__(self, act_fn: nn.Module, *, bias: bool) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(12, 20, bias=bias) for _ in range(2))
+        self.down_proj, self.act_fn = nn.Linear(20, 12, bias=bias), act_fn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_gated_layer_is_two_products_and_a_changed_one_runs_as_it_is(
+    always, products, bias
+) -> None:
+    torch.manual_seed(0)
+    layer = Gated(nn.SiLU(), bias=bias)
+    packed = packed_of(layer)
+    for x in (torch.randn(1, 9, 12), torch.randn(2, 3, 12), torch.randn(5, 12)):
+        with torch.inference_mode():
+            torch.testing.assert_close(layer(x), Gated.forward(layer, x))
+            products.clear()
+            layer(x)
+        assert len(products) == 1  # of the layer's end: the others have silu and a factor in them
+    with torch.no_grad():
+        layer.up_proj.weight.mul_(2)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer(x), Gated.forward(layer, x))
+        torch.testing.assert_close(layer(x[:3]), Gated.forward(layer, x[:3]))  # too few rows
+    packed.switch(on=False)
+    assert not any("forward" in module.__dict__ for module in layer.modules())
+
+
+def test_a_layer_with_another_gate_is_none(always, products) -> None:
+    layer = Gated(nn.GELU(), bias=False)
+    packed_of(layer)
+    with torch.inference_mode():
+        layer(torch.randn(9, 12))
+    assert len(products) == 3
 
 
 def test_gradients_need_the_layer_itself(always, products) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ledger_kit import CHAIN, assert_all_back, end, extend, make, prefill, start
-from specpool import Ledger, Plan, StateGroup
+from ledger_kit import CHAIN, assert_all_back, end, extend, make, prefill, refuses, start
+from specpool import Ledger, OutOfPages, Plan, StateGroup
 
 
 def stateful(num_slots: int = 3, *, flush: int = 1, eager: bool = False, **options: Any) -> Ledger:
@@ -182,3 +182,120 @@ def test_scenario_80_a_failed_step_takes_the_states_of_its_rows():
     assert ledger.fenced_state_slots(0) == 1
     ledger.complete(plan.step)
     assert_slots_back(ledger)
+
+
+# --- What is published: states of the prefix index ----------------------------------------------
+
+TEXT = list(range(12))
+
+
+def prompt(ledger: Ledger, tokens: list[int]) -> int:
+    """A row with the whole prompt, and a soft mark on its state one token before the end."""
+    row = ledger.admit_cached([*tokens, -1])
+    plan = ledger.prepare_extend([row], [len(tokens)], keep=[0])
+    ledger.launch(plan.step)
+    ledger.complete(plan.step)
+    return row
+
+
+def published(ledger: Ledger) -> list[tuple[int, int]]:
+    """The (slot, tokens) of the states in the index."""
+    return [(slot, length) for _, slot, length in ledger.index_states(0)]
+
+
+def test_scenario_81_a_published_state_is_not_written():
+    """Law: the row goes on in another slot, and the state stays that of its own tokens."""
+    ledger = stateful()
+    row = prompt(ledger, TEXT[:9])
+    ledger.index(row, TEXT[:9])
+    assert published(ledger) == [(1, 8)]
+    assert folds(ledger.prepare_decode([row], [1])) == (1, 2, 8, 9)
+    assert state_of(ledger, row) == (2, 9)
+    assert published(ledger) == [(1, 8)]
+
+
+def test_scenario_82_an_extend_folds_its_own_tokens_but_the_last():
+    """Law: a chunk of one token, beside lanes of any width, folds the token before it."""
+    ledger = stateful()
+    start(ledger, prefill(ledger, 6))
+    row = prefill(ledger, 6)
+    assert folds(launched(ledger, row, 7)) == (2, 2, 5, 6)
+    assert folds(ledger.prepare_decode([row], [1])) == (2, 2, 6, 7)
+
+
+def test_scenario_82_each_lane_reads_the_slot_of_its_row():
+    """Law: a state is found by its row, in whatever order the lanes are."""
+    ledger = stateful()
+    rows = [prefill(ledger, length) for length in (6, 9)]
+    plan = ledger.prepare_decode(rows[::-1], [1, 1])
+    assert plan.state_src[0].tolist() == [2, 1]
+    assert plan.state_from[0].tolist() == [8, 5]
+
+
+def test_scenario_83_an_identical_prompt_computes_one_token():
+    """Law: the state before a prompt's last token is kept until the index takes it."""
+    ledger = stateful()
+    row = prompt(ledger, TEXT[:9])
+    end(ledger, start(ledger, row), 2)
+    ledger.index(row, TEXT[:9])
+    again = ledger.admit_cached(TEXT[:9])
+    assert int(ledger.resolved_len[again]) == 8
+    assert state_of(ledger, again) == (1, 8)
+
+
+def test_scenario_83_a_second_branch_begins_at_the_branching_token():
+    """Law: the first branch learns how far its text is known, and leaves a state there."""
+    ledger = stateful(num_rows=4)
+    ledger.index(prompt(ledger, TEXT), TEXT)
+    branch = [*TEXT[:7], 50, 51]
+    assert (ledger.match_prefix(branch)[0], ledger.known_prefix(branch)) == (0, 7)
+    ledger.index(prompt(ledger, branch[:8]), branch[:8])
+    assert ledger.match_prefix([*TEXT[:7], 60])[0] == 7
+
+
+def test_scenario_84_kv_without_a_state_is_no_hit():
+    """Law: a hit ends where a state is; without one the request starts from zeros."""
+    ledger = stateful()
+    row = prefill(ledger, 12)
+    ledger.index(row, TEXT[:9])
+    assert published(ledger) == []
+    other = ledger.admit_cached(TEXT[:10])
+    assert int(ledger.resolved_len[other]) == 0
+    assert folds(ledger.prepare_extend([other], [4])) == (0, 2, 0, 3)
+
+
+def test_scenario_84_a_state_that_is_still_written_serves_nobody():
+    """Law: a hit goes back to a state whose writer is complete."""
+    ledger = stateful()
+    row = prompt(ledger, TEXT[:9])
+    step = start(ledger, row)
+    ledger.index(row, TEXT[:9])
+    assert published(ledger) == [(1, 8), (2, 9)]
+    assert ledger.match_prefix([*TEXT[:9], 99])[0] == 8
+    ledger.complete(step)
+    assert ledger.match_prefix([*TEXT[:9], 99])[0] == 9
+
+
+def test_scenario_84_what_a_failed_step_wrote_is_not_served():
+    """Law: `abandon` takes it out of the index."""
+    ledger = stateful()
+    row = prompt(ledger, TEXT[:9])
+    step = start(ledger, row)
+    ledger.index(row, TEXT[:9])
+    ledger.abandon(step)
+    ledger.complete(step)
+    assert published(ledger) == [(1, 8)]
+
+
+def test_scenario_85_the_state_of_a_hit_is_not_recycled():
+    """Law: a request holds the state that it goes on from, also under pressure."""
+    ledger = stateful(2, num_rows=3)
+    row = prompt(ledger, TEXT[:9])
+    ledger.index(row, TEXT[:9])
+    ledger.finish(row)
+    hit = ledger.admit_cached(TEXT[:9])
+    assert ledger.cached_state_slots(0) == 0
+    prefill(ledger, 6)
+    row = ledger.admit()
+    refuses(ledger, OutOfPages, ledger.prepare_extend, [row], [6], match="states")
+    assert folds(ledger.prepare_extend([hit], [9]))[0] == 1

@@ -11,11 +11,9 @@ import pytest
 import torch
 
 from lossless import Comparison, Reference
-from recurrent_families import make_config, make_model
 from specpool import ConfigError, Engine, SamplingParams, Shape
 from specpool.engine.assets import corpus
 from specpool.engine.config import EngineConfig
-from specpool.engine.models import TargetModel
 from specpool.engine.output import RequestOutput
 
 Build = Callable[..., Engine]
@@ -287,16 +285,6 @@ def test_it_can_be_turned_off(build: Build) -> None:
         assert output.num_reused == 0
     assert engine.stats().prefix is None
     assert all(group.free_pages == group.num_pages for group in engine.pool_stats())
-
-
-def test_a_model_with_recurrent_state_computes_all() -> None:
-    model = TargetModel(make_model(make_config("mamba")))
-    engine = Engine(model, config=EngineConfig(max_context_len=128))
-    prompt = [5, 6, 7, 8] * 8
-    first, second = (engine.generate([prompt], PARAMS)[0] for _ in range(2))
-    assert first.token_ids == second.token_ids and second.num_reused == 0
-    assert engine.stats().prefix is None
-    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("is_tight", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("draft", "shape", "options"), CASES)
@@ -181,7 +181,7 @@ def test_random_sessions_say_what_a_fresh_prefill_says(
             assert pool.free_pages == pool.num_pages
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("draft", "shape"), [(None, None), (HEADS[0], CHAIN), ("ngram", TREE)])

@@ -335,6 +335,7 @@ def test_a_format_holds_beside_a_pattern_that_it_fits(compiler, schema, allowed,
         assert (matcher.error is None) is (text in allowed), text
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("max_digits", "places"),
     [(10, 2), (5, None), (3, 3), (2, 4), (4, 0), (1, None), (0, None), (0, 0), (38, 10)],

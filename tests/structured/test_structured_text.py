@@ -155,6 +155,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("case", "drawn"), RUNS)
 def test_the_text_is_that_of_plain_decoding(make, case, drawn):
     rng = random.Random(f"{case} {drawn}")
@@ -184,7 +185,7 @@ def test_each_keyword_gives_valid_texts(make, part):
     _all_are_valid(make("eagle-3 tree D=1", max_batch=5), schemas, seed=part)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("part", range(10))
 def test_two_hundred_generated_schemas_give_valid_texts(make, part):
     schemas = [generated(seed) for seed in range(20 * part, 20 * part + 20)]
@@ -273,7 +274,7 @@ BANS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("case", DRAFTING)
 def test_bans_yield_to_a_form_that_they_leave_no_token(make, target, monkeypatch, case, drawn):

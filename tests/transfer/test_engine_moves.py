@@ -196,6 +196,7 @@ def test_a_sample_moves_while_a_page_copy_into_its_row_waits():
             assert_no_page_leaked(engine.ledger)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kind", ["eagle chain", "plain"])
 def test_a_form_goes_along(kind, depth):
@@ -372,7 +373,7 @@ def in_mid_turn(engine: Engine, num_before: int, num_turns: int, params: Samplin
     return session, told
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("kind", ["plain", "eagle chain", "eagle tree", "ngram"])
 @pytest.mark.parametrize("depth", [0, 1])
@@ -478,6 +479,7 @@ def test_a_moved_turn_that_is_aborted_leaves_the_session_as_it_was_before():
         assert_no_page_leaked(two.ledger)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("leaves", [0, 1, 2])
 @pytest.mark.parametrize("turns", [0, 1, 4])
 def test_one_of_several_samples_moves_alone(leaves, turns):
@@ -509,6 +511,7 @@ def test_one_of_several_samples_moves_alone(leaves, turns):
             assert_no_page_leaked(engine.ledger)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("family", ["mamba", "bamba"])
 def test_the_text_of_a_row_with_recurrent_state_moves_alone(family, params):
@@ -564,6 +567,7 @@ def test_a_full_engine_takes_the_text_alone():
         session.close()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_an_engine_decodes_on_while_a_row_arrives(monkeypatch, depth, params):
@@ -628,6 +632,7 @@ def test_a_row_that_breaks_off_leaves_nothing_and_ends_no_other(monkeypatch, end
         assert_no_page_leaked(two.ledger)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["session", "request"])
 @pytest.mark.parametrize("loses", ["its pages to a request", "nothing to Ctrl-C elsewhere"])
 def test_a_row_may_lose_its_place_while_it_arrives(monkeypatch, kind, loses):

@@ -16,11 +16,11 @@ from specpool._core import (
     Group,
     Ledger,
     Shape,
-    StateGroup,
     sizing_most_window_pages,
     sizing_pages_needed,
     sizing_row_width,
 )
+from specpool.capacity.state_sizes import StateBytes, StateSize, state_group
 from specpool.errors import ConfigError
 from specpool.num_bytes import show_bytes
 
@@ -30,6 +30,10 @@ Layout = Literal["auto", "dense", "holey"]
 
 #: The default of `EngineConfig.max_batch` on a CPU.
 DEFAULT_BATCH = 8
+# The part of the bytes beside the running rows' states that sessions and the prefix cache may take
+# for states.
+_SHARE_OF_KEPT_STATES = 4
+_LEAST_SLOTS = 2  # of a row that runs from its session's checkpoint
 
 
 class SizingOptions(Protocol):
@@ -57,6 +61,10 @@ class SizingOptions(Protocol):
     def prefill_tokens(self) -> int: ...  # noqa: D102
     @property
     def num_pages(self) -> int | None: ...  # noqa: D102
+    @property
+    def prefix_cache(self) -> bool: ...  # noqa: D102
+    @property
+    def cached_states(self) -> int | None: ...  # noqa: D102
 
 
 class _Reserves(TypedDict):
@@ -114,6 +122,7 @@ class GroupSizes:
         overlap_depth: rounds prepared ahead.
         policy: `exact` or `double_buffer`: how much a round reserves.
         keeps_draft_kv: whether the draft model has layers.
+        states: the slots and rings of recurrent layers; None if there are none.
     """
 
     groups: tuple[GroupSize, ...]
@@ -126,11 +135,17 @@ class GroupSizes:
     overlap_depth: int
     policy: Policy
     keeps_draft_kv: bool
+    states: StateSize | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(group.num_bytes for group in self.groups)
+        """Bytes of all buffers, and of the states."""
+        return sum(group.num_bytes for group in self.groups) + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the slots and rings of recurrent layers."""
+        return 0 if self.states is None else self.states.num_bytes
 
     @property
     def most_rows(self) -> int:
@@ -268,13 +283,8 @@ class GroupSizes:
             "layout": group.layout,
         }
 
-    def ledger(
-        self, *, digest: bool = False, record: Path | None = None, state_flush: int | None = None
-    ) -> Ledger:
-        """Build the ledger of these groups; `Ledger` explains the options.
-
-        With `state_flush`, that of its state group, it has a state slot for each row.
-        """
+    def ledger(self, *, digest: bool = False, record: Path | None = None) -> Ledger:
+        """Build the ledger of these groups; `Ledger` explains the options."""
         groups = [
             Group(
                 group.name,
@@ -287,17 +297,12 @@ class GroupSizes:
             )
             for group in self.groups
         ]
-        num_rows = self.num_rows + self.max_sessions
-        states = []
-        if state_flush is not None:
-            # A row that continues a session's checkpoint needs a second slot.
-            num_slots = max(num_rows, 2)
-            states.append(StateGroup("states", num_slots=num_slots, flush=state_flush, eager=True))
+        states = self.states
         return Ledger(
             groups,
             self.shapes,
-            states=states,
-            num_rows=num_rows,
+            states=[] if states is None else [state_group(states.num_slots, states.flush)],
+            num_rows=self.num_rows + self.max_sessions,
             max_batch=self.num_rows,
             max_context_len=self.max_context_len,
             max_chunk=self.max_chunk,
@@ -318,8 +323,9 @@ def size_groups(
     shapes: Sequence[Shape],
     max_context_len: int,
     kv_bytes: int,
+    states: StateBytes | None = None,
 ) -> GroupSizes:
-    """Size the groups: a full one, one for each window, and the draft's own if it has one.
+    """Size the groups: a full one, one for each window, the draft's own, and the states.
 
     Args:
         options: an `EngineConfig`, or anything else that has these options.
@@ -328,10 +334,12 @@ def size_groups(
         draft_bytes: bytes of a token's KV in all layers of the draft model; 0 = it keeps none.
         shapes: the shapes that will run beside shape 0.
         max_context_len: the most tokens of a sequence.
-        kv_bytes: bytes for all buffers; ignored if `options.num_pages` is given.
+        kv_bytes: bytes for all buffers and states; ignored if `options.num_pages` is given.
+        states: what the target's recurrent layers keep; None if it has none.
 
     Raises:
-        ConfigError: `kv_bytes` does not hold one row of the whole context.
+        ConfigError: `kv_bytes` does not hold one row of the whole context, with the states of all
+            rows.
     """
     groups, draft_group = _without_pages(
         options, target_bytes, draft_bytes, shapes, max_context_len
@@ -348,9 +356,27 @@ def size_groups(
         policy=options.policy,
         keeps_draft_kv=draft_bytes > 0,
     ).with_widths()
+    if states is not None:
+        sizes = replace(sizes, states=_all_states(options, sizes, states))
     if options.num_pages is None:
         return _fit(sizes, kv_bytes)
     return _with_pages(sizes, options.num_pages)
+
+
+def _all_states(options: SizingOptions, sizes: GroupSizes, states: StateBytes) -> StateSize:
+    """Return the states of all rows that run, of all sessions, and of the prefix cache.
+
+    Sessions and the prefix cache share the slots that rows do not use.
+    """
+    num_cached = sizes.num_rows if options.cached_states is None else options.cached_states
+    num_kept = sizes.max_sessions + (num_cached if options.prefix_cache else 0)
+    return states.size(
+        sizes.shapes,
+        num_slots=max(sizes.num_rows + num_kept, _LEAST_SLOTS),
+        num_rows=sizes.num_rows,
+        num_sessions=sizes.max_sessions,
+        overlap_depth=sizes.overlap_depth,
+    )
 
 
 def _without_pages(
@@ -418,20 +444,44 @@ def _fit(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
     """Give the groups as many pages as the bytes hold, at most enough for all rows.
 
     Raises:
-        ConfigError: `kv_bytes` does not hold one row of the whole context.
+        ConfigError: `kv_bytes` does not hold one row of the whole context, with the states of all
+            rows.
     """
+    sizes = _fit_states(sizes, kv_bytes)
+    kv_bytes -= sizes.state_bytes
     budget = _Budget(sizes, kv_bytes)
-    if budget.bytes_of_rows(1) > budget.room:
-        need = kv_bytes - budget.room + budget.bytes_of_rows(1)
-        raise ConfigError(
-            f"one row of {sizes.max_context_len} tokens needs {show_bytes(need)} of KV, "
-            f"{show_bytes(kv_bytes)} are to be had: lower max_context_len or the dtype, or raise "
-            "kv_bytes"
-        )
     draft = sizes.groups[sizes.draft_group]
     if draft.window is None or not draft.hosts_drafts:
         return sizes.with_rows(*budget.rows_and_windows(), sizes.most_steps)
     return _fit_draft_window(sizes, kv_bytes)
+
+
+def _fit_states(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:
+    """Give the rows that run a state slot each; sessions and the prefix cache get what is left.
+
+    What is left for them is a part of the bytes beside the rows' states, so that most are for KV.
+
+    Raises:
+        ConfigError: as `_fit`.
+    """
+    budget, states, least = _Budget(sizes, kv_bytes), sizes.states, None
+    row_bytes = kv_bytes - budget.room + budget.bytes_of_rows(1)
+    beside = ""
+    if states is not None:
+        least = replace(states, num_slots=max(sizes.num_rows, _LEAST_SLOTS))
+        beside = f", {sizes.num_rows} rows {show_bytes(least.num_bytes)} of recurrent states"
+    spare = kv_bytes - (0 if least is None else least.num_bytes)
+    if row_bytes > spare:
+        raise ConfigError(
+            f"one row of {sizes.max_context_len} tokens needs {show_bytes(row_bytes)} of KV"
+            f"{beside}, {show_bytes(kv_bytes)} are to be had: lower max_context_len or the dtype, "
+            "or raise kv_bytes"
+        )
+    if states is None or least is None:
+        return sizes
+    kept_bytes = min(spare // _SHARE_OF_KEPT_STATES, spare - row_bytes)
+    num_slots = least.num_slots + kept_bytes // least.slot_bytes
+    return replace(sizes, states=replace(states, num_slots=min(num_slots, states.num_slots)))
 
 
 def _fit_draft_window(sizes: GroupSizes, kv_bytes: int) -> GroupSizes:

@@ -208,6 +208,28 @@ def info(json: Json = False) -> None:
     show(json=json)
 
 
+@app.command()
+def doctor(
+    engine: Annotated[str, typer.Option(help="Engine with the plug-in: vllm or sglang.")],
+    level: Annotated[
+        str | None,
+        typer.Option(
+            "--try", help="Load the plug-in at this level in a process, and say whether it serves."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show whether the plug-in of an engine is on here, at which level, and what it has done.
+
+    It reads what the plug-in's processes write to the folder SPECPOOL_STATUS. Exit code 1: the
+    plug-in is not on, or an engine freed wrongly.
+    """
+    from specpool.cli.doctor import doctor as run
+
+    if not run(engine, level=level, json=json):
+        raise typer.Exit(1)
+
+
 Log = Annotated[Path, typer.Argument(help="An event log: Ledger(record=...), SPECPOOL_RECORD.")]
 
 

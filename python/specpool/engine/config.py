@@ -22,6 +22,8 @@ Offload = Literal["cost", "always", "never"]
 
 #: The default of `EngineConfig.headroom`, in tokens.
 HEADROOM = 16
+#: The default of `EngineConfig.max_sessions`.
+MAX_SESSIONS = 16
 
 
 #: The most requests that run at once on a CUDA device where no option says how many.
@@ -102,8 +104,11 @@ class EngineConfig:
             text is the same. `v1` needs overlap_depth 0.
         mixed_chunks: chunks share the round's forward of the target.
         prefix_cache: requests that begin like an earlier one take over its KV, target and draft,
-            for as long as no running request needs the pages. Models with recurrent state compute
-            all tokens anyway.
+            for as long as no running request needs the pages.
+        cached_states: recurrent states that the prefix cache keeps. They are beside those of rows
+            and sessions. None = one for each of `max_batch`. With `kv_bytes`, sessions and the
+            prefix cache get fewer if theirs would take more than a quarter of what the rows' states
+            leave.
         prefill_tokens: most tokens of one prefill step; longer prompts come in chunks. Running
             requests go on between the chunks.
         headroom: tokens that a row must have room for beyond its next round. Another request is
@@ -115,9 +120,9 @@ class EngineConfig:
         num_pages: pages per group. None = what `kv_bytes` holds, at most `max_batch` full rows. A
             window group has the pages of `max_batch` windows and one prefill step, at most
             `num_pages`.
-        kv_bytes: memory for KV. In bytes; None = half of the free memory, but on a CUDA device all
-            of it apart from 12 % of the device, and from what CUDA graphs read KV into, if that is
-            more.
+        kv_bytes: memory for KV and recurrent states. In bytes; None = half of the free memory, but
+            on a CUDA device all of it apart from 12 % of the device, and from what CUDA graphs read
+            KV into, if that is more.
         host_bytes: host memory for the KV of retracted requests. In bytes. Idle sessions and the
             prefix cache's texts go there too. 0 = none, so their KV is computed again.
         offload: what goes to host memory: KV whose copies beat a prefill, all, or none. The copies
@@ -131,8 +136,9 @@ class EngineConfig:
             batch is padded to the next size. () = no graphs; None = 1, 2, 4, 8, then every 8 to
             64, every 16 beyond, and `max_batch`, on a CUDA device, if back end and models allow it.
         packed_weight_bytes: memory for a second copy of weights in oneDNN's order, on a CPU in
-            float32. In bytes; 0 = none. It makes batches of 4 to 64 tokens quicker, with a model
-            from a folder. Rounding differs by the last bits, as it does between batch sizes.
+            float32. In bytes; 0 = none. It makes batches of 4 to 64 tokens quicker (on some
+            processors any), with a model from a folder. Rounding differs by the last bits, as it
+            does between batch sizes.
         busy_check: before each turn: 1 = sums, 2 = full audit. 0 = only the checks of every call.
             Sums are those of pools and rows; the audit is of every page and of the device's page
             tables. The default is the environment's SPECPOOL_BUSY_CHECK, else 0.
@@ -182,6 +188,9 @@ class EngineConfig:
     worker: Annotated[WorkerName, Option("Advanced")] = "auto"
     mixed_chunks: Annotated[bool, Option("Scheduling")] = False
     prefix_cache: bool = True
+    cached_states: Annotated[
+        int | None, Within(0, 1 << 16), Option("Memory", default="one for each row")
+    ] = None
     prefill_tokens: Annotated[int, Within(1, 1 << 30), Option("Scheduling")] = 1024
     headroom: Annotated[int, Within(0, 1 << 30), Option("Scheduling")] = HEADROOM
     attention: Annotated[str, Option("Advanced")] = "auto"
@@ -214,7 +223,7 @@ class EngineConfig:
         ),
     ] = 0
     offload: Annotated[Offload, Option("Memory")] = "cost"
-    max_sessions: Annotated[int, Within(0, 1 << 16), Option("Memory")] = 16
+    max_sessions: Annotated[int, Within(0, 1 << 16), Option("Memory")] = MAX_SESSIONS
     session_pages: Annotated[
         int | None, Within(0, 1 << 31), Option("Memory", default="all free")
     ] = None

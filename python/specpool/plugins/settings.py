@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+#: What to do with a wrong free: keep its block from everybody and go on, or raise.
+ON_FAULT = ("quarantine", "raise")
+
 
 def setting(name: str, allowed: tuple[str, ...]) -> str:
     """Return the value of an environment variable; the first allowed one if it is not set.

@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from specpool.errors import one_line
 from specpool.plugins import notice
 
+#: For each engine why its own code serves, a line each.
+refusals: dict[str, list[str]] = {}
+
 
 def switch_on(
     engine: str,
@@ -43,6 +46,7 @@ def switch_on(
     if reasons:
         if on_drift == "exit":
             raise SystemExit(f"specpool: {engine} is not as known: {'; '.join(reasons)}")
+        refusals[engine] = reasons
         notice.own_code_serves(engine, f"specpool: {fallback} serves: {'; '.join(reasons)}", log)
         return False
     for part in parts:

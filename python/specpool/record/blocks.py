@@ -7,6 +7,7 @@ from pathlib import Path
 from specpool import BlockPool
 from specpool.checks import check_int
 from specpool.errors import RecordError
+from specpool.plugins.wrong_free import MARK
 from specpool.record.terminal import printable
 
 MAGIC = b"\x89SPBLK\r\n"  # how such a log begins
@@ -39,7 +40,7 @@ def replay(log: Path, *, quiet: bool) -> None:
 
 
 def show(log: Path, *, at: int | None) -> None:
-    """Print a summary and the blocks that are in use, at the log's end or right after call `at`.
+    """Print a summary, wrong frees, and the blocks in use, at the log's end or after call `at`.
 
     Raises:
         RecordError: the log has no such call, or cannot be replayed up to it.
@@ -47,12 +48,18 @@ def show(log: Path, *, at: int | None) -> None:
     """
     if at is not None:
         check_int("at", at, 0, 1 << 62)
-    pool, calls, end = BlockPool.replay(log, most=at)
+    wrong: list[str] = []
+
+    def note(index: int, text: str, tag: str | None) -> None:
+        if tag is not None and tag.startswith(MARK):
+            wrong.append(f"call {index}: {printable(tag)}")
+
+    pool, calls, end = BlockPool.replay(log, most=at, show=note)
     if at is not None and calls < at:
         raise RecordError(f"{log} has {calls} calls, there is no call {at}")
     _summary(log, pool, calls, end)
     print(f"{pool!r}".strip("<>"))
-    print("\n".join(_in_use(pool)))
+    print("\n".join([*wrong, *_in_use(pool)]))
 
 
 def _print_call(index: int, text: str, tag: str | None) -> None:

@@ -58,8 +58,8 @@ def still_out(ledger: Ledger, kept_prefixes: Iterable[int] = ()) -> list[str]:
             )
             report += _pages_in_use(ledger, index)
     for index, states in enumerate(ledger.states):
-        out = states.num_slots - ledger.free_state_slots(index)
-        if out:
+        at_rest = ledger.free_state_slots(index) + ledger.cached_state_slots(index)
+        if out := states.num_slots - at_rest:
             report.append(
                 f"state group {states.name}: {out} of {states.num_slots} slots are not free, "
                 f"{ledger.fenced_state_slots(index)} of them fenced"

@@ -123,6 +123,42 @@ typedef struct {
   uint64_t digest;
 } specpool_pool_info;
 
+// Pages, rows and lengths, and the rules between them (docs/contract.md). {0} is no ledger.
+typedef struct {
+  // The number behind the handle.
+  uint64_t id;
+} specpool_ledger;
+
+// The state of a state group: free + cached + fenced + held = num_slots.
+typedef struct {
+  // State slots in all.
+  size_t num_slots;
+  // Slots that hold nothing.
+  size_t num_free;
+  // Slots that only soft marks and the prefix index keep.
+  size_t num_cached;
+  // Slots given back that a launched step may still touch.
+  size_t num_fenced;
+  // Slots whose every holder is idle.
+  size_t num_reclaimable;
+  // R: records that the device's ring of one row must hold. Position p lies at p % R.
+  int64_t ring_len;
+} specpool_state_group_info;
+
+// The states of a row. Slot 0 is a state of no tokens.
+typedef struct {
+  // The row's slot.
+  int32_t slot;
+  // c: tokens that it contains.
+  int32_t len;
+  // The slot that specpool_ledger_end_turn keeps for the row.
+  int32_t kept_slot;
+  // Tokens that this contains.
+  int32_t kept_len;
+  // Soft marks that wait for specpool_ledger_index.
+  size_t num_soft_marks;
+} specpool_row_state_info;
+
 // A group: layers that share one page table.
 typedef struct {
   // The name in errors.
@@ -150,6 +186,19 @@ typedef struct {
   // N: nodes verified, including the root.
   uint32_t num_draft_tokens;
 } specpool_shape;
+
+// A state group: one slot a row for the states of all recurrent layers. A ledger has one at most.
+typedef struct {
+  // The name in errors.
+  const char *name;
+  // State slots, besides slot 0: at least 1, with sessions 2.
+  int64_t num_slots;
+  // A round folds if at least this many resolved tokens are not in the slot, at least 1. A greater number saves writes
+  // of states, and makes the ring longer.
+  int64_t flush;
+  // Whether a round of one node with nothing in flight folds its root too.
+  bool eager;
+} specpool_state_group_config;
 
 // What a ledger is built from. Start with specpool_ledger_config_default().
 typedef struct {
@@ -185,13 +234,11 @@ typedef struct {
   const char *record;
   // Most bytes of the log.
   uint64_t record_limit;
+  // The state groups of a hybrid model; NULL: none.
+  const specpool_state_group_config *states;
+  // Their number, at most 1.
+  size_t num_states;
 } specpool_ledger_config;
-
-// Pages, rows and lengths, and the rules between them (docs/contract.md). {0} is no ledger.
-typedef struct {
-  // The number behind the handle.
-  uint64_t id;
-} specpool_ledger;
 
 // The state of a row.
 typedef struct {
@@ -281,6 +328,16 @@ typedef struct {
   const int32_t *allocated_before;
   // [num_groups, b]: slots that it has now.
   const int32_t *allocated_after;
+  // Number of state groups: 0 or 1. Without one the four pointers that follow are NULL.
+  size_t num_states;
+  // [num_states, b]: the state slot that each lane reads; 0 is a state of zeros.
+  const int32_t *state_src;
+  // [num_states, b]: the state slot that each lane writes; 0 if it folds nothing.
+  const int32_t *state_dst;
+  // [num_states, b]: tokens that state_src contains.
+  const int32_t *state_from;
+  // [num_states, b]: each lane folds the tokens from state_from up to here.
+  const int32_t *state_to;
   // Copies to be made in this order, before the step's forward.
   const specpool_page_copy *page_copies;
   // Their number.
@@ -418,6 +475,17 @@ specpool_status specpool_pool_check(specpool_pool pool);
 // Ends the event log and writes it out. Verbs are refused from then on.
 specpool_status specpool_pool_close(specpool_pool pool);
 
+// The state of a state group. O(1).
+// `info` points to the structure.
+specpool_status specpool_ledger_state_group(specpool_ledger ledger, size_t group, specpool_state_group_info *info);
+
+// The states of a row in a state group. O(soft marks).
+// `info` points to the structure.
+specpool_status specpool_ledger_row_state(specpool_ledger ledger,
+                                          size_t group,
+                                          int32_t row,
+                                          specpool_row_state_info *info);
+
 // A configuration of a synchronous ledger with the exact policy. The arrays must live until the ledger is made.
 // The pointers are only kept here.
 specpool_ledger_config specpool_ledger_config_default(const specpool_group_config *groups,
@@ -461,6 +529,18 @@ specpool_status specpool_ledger_match_prefix(specpool_ledger ledger,
                                              size_t salt_len,
                                              int64_t limit,
                                              bool needs_draft,
+                                             int32_t *len);
+
+// How many of the tokens, up to `limit` (-1: all but the last), have their KV in the prefix index, whatever the states
+// that it has: end an extend one token behind them and keep its lane, and the next text that begins with them finds its
+// state. O(tokens).
+// The arrays have the lengths that are said; `len` points to a number.
+specpool_status specpool_ledger_known_prefix(specpool_ledger ledger,
+                                             const int32_t *tokens,
+                                             size_t num_tokens,
+                                             const uint8_t *salt,
+                                             size_t salt_len,
+                                             int64_t limit,
                                              int32_t *len);
 
 // Adds the row's tokens to the prefix index and writes how many the index knows. O(tokens).
@@ -619,6 +699,18 @@ specpool_status specpool_ledger_prepare_extend(specpool_ledger ledger,
                                                size_t num_rows,
                                                bool writes_draft,
                                                specpool_plan *plan);
+
+// A specpool_ledger_prepare_extend whose lanes `keep`, ascending, leave a soft mark on their states, of new_len - 1
+// tokens each: specpool_ledger_index then finds them, although a round has folded on before.
+// `rows` and `new_lens` have `num_rows` entries, `keep` has `num_kept`; `plan` points to its structure.
+specpool_status specpool_ledger_prepare_extend_keeping(specpool_ledger ledger,
+                                                       const int32_t *rows,
+                                                       const int32_t *new_lens,
+                                                       size_t num_rows,
+                                                       const int32_t *keep,
+                                                       size_t num_kept,
+                                                       bool writes_draft,
+                                                       specpool_plan *plan);
 
 // Claims pages for one round of every row. All rows or none.
 // The arrays have `num_rows` entries; `plan` points to its structure.

@@ -139,6 +139,12 @@ class Ledger : public Owner<specpool_ledger, specpool_ledger_destroy> {
     must(specpool_ledger_index(handle_, row, tokens.data(), tokens.size(), bytes(salt), salt.size(), &known));
     return known;
   }
+  // How many of the tokens have their KV in the index, whatever its states.
+  int32_t known_prefix(const Ints &tokens, const std::string &salt = {}, int64_t limit = -1) const {
+    int32_t len;
+    must(specpool_ledger_known_prefix(handle_, tokens.data(), tokens.size(), bytes(salt), salt.size(), limit, &len));
+    return len;
+  }
   void forget(const std::string &salt) { must(specpool_ledger_forget(handle_, bytes(salt), salt.size())); }
   void forget_all() { must(specpool_ledger_forget_all(handle_)); }
   int32_t fork(int32_t parent, const char *tag = nullptr) {
@@ -212,6 +218,15 @@ class Ledger : public Owner<specpool_ledger, specpool_ledger_destroy> {
     must(specpool_ledger_prepare_extend(handle_, rows.data(), new_lens.data(), rows.size(), writes_draft, &plan));
     return plan;
   }
+  // The lanes `keep` leave a soft mark on their states, for `index`.
+  specpool_plan prepare_extend_keeping(const Ints &rows, const Ints &new_lens, const Ints &keep,
+                                       bool writes_draft = true) {
+    same_size(rows, new_lens, "new_lens");
+    specpool_plan plan;
+    must(specpool_ledger_prepare_extend_keeping(handle_, rows.data(), new_lens.data(), rows.size(), keep.data(),
+                                                keep.size(), writes_draft, &plan));
+    return plan;
+  }
   specpool_plan prepare_decode(const Ints &rows, const Ints &shapes, bool writes_draft = true) {
     same_size(rows, shapes, "shapes");
     specpool_plan plan;
@@ -247,6 +262,16 @@ class Ledger : public Owner<specpool_ledger, specpool_ledger_destroy> {
   specpool_group_info group(size_t group) const {
     specpool_group_info info;
     must(specpool_ledger_group(handle_, group, &info));
+    return info;
+  }
+  specpool_state_group_info state_group(size_t group = 0) const {
+    specpool_state_group_info info;
+    must(specpool_ledger_state_group(handle_, group, &info));
+    return info;
+  }
+  specpool_row_state_info row_state(int32_t row, size_t group = 0) const {
+    specpool_row_state_info info;
+    must(specpool_ledger_row_state(handle_, group, row, &info));
     return info;
   }
   void check() const { must(specpool_ledger_check(handle_)); }

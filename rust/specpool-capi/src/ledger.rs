@@ -3,10 +3,11 @@
 use std::ffi::c_char;
 use std::path::Path;
 
-use specpool_core::{Group, Layout, Ledger as Core, LedgerConfig, Policy, Row, Shape};
+use specpool_core::{Group, Layout, Ledger as Core, LedgerConfig, Policy, Row, Shape, StateGroup};
 
 use crate::handle::{Table, guard};
 use crate::slice::{given, has_room, optional, put, read, text, write};
+use crate::state::StateGroupConfig;
 use crate::status::{Outcome, Status, bad_argument};
 
 pub(crate) static LEDGERS: Table<Core> = Table::new();
@@ -87,6 +88,10 @@ pub struct LedgerSettings {
     pub record: *const c_char,
     /// Most bytes of the log.
     pub record_limit: u64,
+    /// The state groups of a hybrid model; NULL: none.
+    pub states: *const StateGroupConfig,
+    /// Their number, at most 1.
+    pub num_states: usize,
 }
 
 /// The state of a row.
@@ -160,6 +165,8 @@ pub unsafe extern "C" fn specpool_ledger_config_default(
         digest: plain.digest,
         record: std::ptr::null(),
         record_limit: 1 << 30,
+        states: std::ptr::null(),
+        num_states: 0,
     }
 }
 
@@ -194,6 +201,14 @@ unsafe fn settings(config: &LedgerSettings) -> Outcome<LedgerConfig> {
         let window = Some(window).filter(|&window| window != 0);
         groups.push(Group { name: name.into(), page_size, num_pages, hosts_drafts, layout, window, sink });
     }
+    let mut states = Vec::new();
+    for group in unsafe { read("states", config.states, config.num_states)? } {
+        let Some(name) = (unsafe { text("the name of a state group", group.name)? }) else {
+            return bad_argument(format!("state group {} has no name", states.len()));
+        };
+        let &StateGroupConfig { num_slots, flush, eager, .. } = group;
+        states.push(StateGroup { name: name.into(), num_slots, flush, eager });
+    }
     let shapes = unsafe { read("shapes", config.shapes, config.num_shapes)? };
     let shapes = shapes.iter().map(|shape| Shape::new(shape.num_steps, shape.topk, shape.num_draft_tokens));
     let plain = LedgerConfig::new(groups, shapes.collect::<Result<_, _>>()?, config.num_rows, config.max_context_len);
@@ -206,6 +221,7 @@ unsafe fn settings(config: &LedgerSettings) -> Outcome<LedgerConfig> {
         sessions: config.sessions,
         page_fencing: config.page_fencing,
         digest: config.digest,
+        states,
         ..plain
     })
 }
@@ -281,6 +297,29 @@ pub unsafe extern "C" fn specpool_ledger_match_prefix(
         let limit = length_limit(limit)?;
         let hit = LEDGERS.with(ledger.id, |ledger| Ok(ledger.match_prefix(tokens, salt, limit, needs_draft)?))?;
         put("len", hit.len, len)
+    })
+}
+
+/// How many of the tokens, up to `limit` (-1: all but the last), have their KV in the prefix index, whatever the states
+/// that it has: end an extend one token behind them and keep its lane, and the next text that begins with them finds its
+/// state. O(tokens).
+///
+/// # Safety
+/// The arrays have the lengths that are said; `len` points to a number.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn specpool_ledger_known_prefix(
+    ledger: Ledger,
+    tokens: *const i32,
+    num_tokens: usize,
+    salt: *const u8,
+    salt_len: usize,
+    limit: i64,
+    len: *mut i32,
+) -> Status {
+    guard(|| unsafe {
+        let (tokens, salt) = (read("tokens", tokens, num_tokens)?, read("salt", salt, salt_len)?);
+        let limit = length_limit(limit)?;
+        put("len", LEDGERS.with(ledger.id, |ledger| Ok(ledger.known_prefix(tokens, salt, limit)?))?, len)
     })
 }
 
@@ -451,7 +490,7 @@ pub unsafe extern "C" fn specpool_ledger_row_pages(
     })
 }
 
-fn check_row(ledger: &Core, row: i32) -> Outcome {
+pub(crate) fn check_row(ledger: &Core, row: i32) -> Outcome {
     if row < 1 || row as usize > ledger.num_rows() {
         return bad_argument(format!("row {row} is not in 1..={}", ledger.num_rows()));
     }

@@ -2,7 +2,7 @@
 
 use std::mem::{align_of, size_of};
 
-use specpool_core::{PageCopy, Plan};
+use specpool_core::{PageCopy, Plan, StateFolds};
 
 use crate::handle::guard;
 use crate::ledger::{LEDGERS, Ledger};
@@ -58,6 +58,16 @@ pub struct StepPlan {
     pub allocated_before: *const i32,
     /// [num_groups, b]: slots that it has now.
     pub allocated_after: *const i32,
+    /// Number of state groups: 0 or 1. Without one the four pointers that follow are NULL.
+    pub num_states: usize,
+    /// [num_states, b]: the state slot that each lane reads; 0 is a state of zeros.
+    pub state_src: *const i32,
+    /// [num_states, b]: the state slot that each lane writes; 0 if it folds nothing.
+    pub state_dst: *const i32,
+    /// [num_states, b]: tokens that state_src contains.
+    pub state_from: *const i32,
+    /// [num_states, b]: each lane folds the tokens from state_from up to here.
+    pub state_to: *const i32,
     /// Copies to be made in this order, before the step's forward.
     pub page_copies: *const CopyOfPage,
     /// Their number.
@@ -86,6 +96,33 @@ pub unsafe extern "C" fn specpool_ledger_prepare_extend(
     })
 }
 
+/// A specpool_ledger_prepare_extend whose lanes `keep`, ascending, leave a soft mark on their states, of new_len - 1
+/// tokens each: specpool_ledger_index then finds them, although a round has folded on before.
+///
+/// # Safety
+/// `rows` and `new_lens` have `num_rows` entries, `keep` has `num_kept`; `plan` points to its structure.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn specpool_ledger_prepare_extend_keeping(
+    ledger: Ledger,
+    rows: *const i32,
+    new_lens: *const i32,
+    num_rows: usize,
+    keep: *const i32,
+    num_kept: usize,
+    writes_draft: bool,
+    plan: *mut StepPlan,
+) -> Status {
+    guard(|| unsafe {
+        has_room("plan", plan, 1, 1)?;
+        let (rows, new_lens) = (read("rows", rows, num_rows)?, read("new_lens", new_lens, num_rows)?);
+        let keep = read("keep", keep, num_kept)?;
+        let prepared = LEDGERS.with(ledger.id, |ledger| {
+            Ok(plan_for_c(&*ledger.prepare_extend_keeping(rows, new_lens, keep, writes_draft)?))
+        })?;
+        put("plan", prepared, plan)
+    })
+}
+
 /// Claims pages for one round of every row. All rows or none.
 ///
 /// # Safety
@@ -110,6 +147,9 @@ pub unsafe extern "C" fn specpool_ledger_prepare_decode(
 
 /// The ledger keeps the plan until its step is over, so the pointers stay valid until then.
 fn plan_for_c(plan: &Plan) -> StepPlan {
+    let states = plan.states.as_deref();
+    let of_states =
+        |numbers: fn(&StateFolds) -> &Vec<i32>| states.map_or(std::ptr::null(), |states| numbers(states).as_ptr());
     StepPlan {
         step: plan.step,
         num_lanes: plan.num_lanes(),
@@ -122,6 +162,11 @@ fn plan_for_c(plan: &Plan) -> StepPlan {
         new_len: plan.new_len.as_ptr(),
         allocated_before: plan.allocated_before.as_ptr(),
         allocated_after: plan.allocated_after.as_ptr(),
+        num_states: usize::from(states.is_some()),
+        state_src: of_states(|states| &states.src),
+        state_dst: of_states(|states| &states.dst),
+        state_from: of_states(|states| &states.from),
+        state_to: of_states(|states| &states.to),
         page_copies: plan.page_copies.as_ptr().cast(),
         num_page_copies: plan.page_copies.len(),
     }

@@ -117,6 +117,18 @@ int main(void) {
   REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_CONFIG, "sink must be in [0, 2147483647], got -1");
   sinking.sink = INT64_MAX;
   REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_CONFIG, "got 9223372036854775807");
+  specpool_state_group_config states = {.name = "states", .num_slots = 2, .flush = 1};
+  bad = config, bad.num_states = 1;
+  REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_BAD_ARGUMENT, "states is NULL, and should have 1 entries");
+  bad.states = &states, states.flush = 0;
+  REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_CONFIG, "flush must be in [1, 2147483647], got 0");
+  states.flush = 1, states.num_slots = INT64_MIN;
+  REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_CONFIG, "got -9223372036854775808");
+  states.num_slots = 2, states.name = NULL;
+  REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_BAD_ARGUMENT, "state group 0 has no name");
+  specpool_state_group_config two[2] = {{.name = "a", .num_slots = 2, .flush = 1}, {.name = "b", .num_slots = 2, .flush = 1}};
+  bad.states = two, bad.num_states = 2;
+  REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_CONFIG, "2");
   bad = config, bad.record = "/nowhere/at/all.log";
   REFUSED(specpool_ledger_create(&bad, &no_ledger), SPECPOOL_RECORD, "/nowhere/at/all.log");
 
@@ -169,6 +181,16 @@ int main(void) {
   REFUSED(specpool_ledger_prepare_extend(ledger, &row, (int32_t[]){41}, 1, true, &plan), SPECPOOL_CONTEXT_END, "40");
   if (specpool_error_rows(&hit, 1) != 1 || hit != row) return 1;
   REFUSED(specpool_ledger_launch(ledger, 77), SPECPOOL_ORDER, "77");
+  // A ledger without states.
+  specpool_state_group_info group_of_states;
+  specpool_row_state_info state_of_row;
+  REFUSED(specpool_ledger_state_group(ledger, 0, &group_of_states), SPECPOOL_BAD_ARGUMENT, "0");
+  REFUSED(specpool_ledger_row_state(ledger, 0, row, &state_of_row), SPECPOOL_BAD_ARGUMENT, "0");
+  REFUSED(specpool_ledger_row_state(ledger, 0, 9, &state_of_row), SPECPOOL_BAD_ARGUMENT, "row 9");
+  REFUSED(specpool_ledger_prepare_extend_keeping(ledger, &row, (int32_t[]){9}, 1, (int32_t[]){0}, 1, true, &plan), SPECPOOL_CONFIG, "keep names 1 lanes");
+  REFUSED(specpool_ledger_prepare_extend_keeping(ledger, &row, (int32_t[]){9}, 1, NULL, 1, true, &plan), SPECPOOL_BAD_ARGUMENT, "keep is NULL");
+  REFUSED(specpool_ledger_known_prefix(ledger, NULL, 3, NULL, 0, -1, &hit), SPECPOOL_BAD_ARGUMENT, "tokens is NULL");
+  REFUSED(specpool_ledger_known_prefix(ledger, (int32_t[]){1, 2}, 2, NULL, 0, 3, &hit), SPECPOOL_BAD_ARGUMENT, "[0, 2], got 3");
   REFUSED(specpool_ledger_take_delta(ledger, 1, 5, NULL, NULL, NULL, 0, &count), SPECPOOL_BAD_ARGUMENT, "group 5");
   DONE(specpool_ledger_prepare_extend(ledger, &row, (int32_t[]){9}, 1, true, &plan));
   if (plan.num_lanes != 1 || plan.new_len[0] != 9 || plan.allocated_after[0] != 12) return 1;

@@ -7,7 +7,7 @@ use std::path::Path;
 fn the_header_is_up_to_date() {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
     let config = cbindgen::Config::from_file(here.join("cbindgen.toml")).unwrap();
-    let names = ["status", "pool", "ledger", "lend", "transfer", "step", "event"];
+    let names = ["status", "pool", "state", "ledger", "lend", "transfer", "step", "event"];
     let files = names.map(|name| here.join(format!("src/{name}.rs")));
     let builder = files.iter().fold(cbindgen::Builder::new().with_config(config), cbindgen::Builder::with_src);
     let mut header = Vec::new();

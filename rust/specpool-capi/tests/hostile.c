@@ -14,6 +14,7 @@ static specpool_pool pool;
 static specpool_ledger ledger;
 static int num_calls[64][2];  // by function: refused, done
 static size_t num_events;
+static bool has_states;
 static int32_t row;  // the latest
 
 static uint32_t any(uint32_t below) {
@@ -75,6 +76,9 @@ static uint64_t state(void) {
     if (specpool_ledger_group(ledger, group, &of_group) != SPECPOOL_OK) abort();
     found = found * 31 + of_group.num_free + of_group.num_cached * 64 + of_group.num_fenced * 4096;
   }
+  specpool_state_group_info of_states;
+  if (specpool_ledger_state_group(ledger, 0, &of_states) != (has_states ? SPECPOOL_OK : SPECPOOL_BAD_ARGUMENT)) abort();
+  if (has_states) found = found * 31 + of_states.num_free + of_states.num_cached * 64 + of_states.num_fenced * 4096;
   return found;
 }
 
@@ -89,10 +93,14 @@ static void make(void) {
   specpool_ledger_config config = specpool_ledger_config_default(groups, 1 + 1, shapes, 2, 5, 40);
   config.overlap_depth = any(2), config.double_buffer = any(2), config.sessions = true, config.draft_kv = any(2);
   config.page_fencing = any(2), config.digest = true;
+  static specpool_state_group_config states = {.name = "states", .num_slots = 3, .flush = 2};
+  states.eager = any(2);
+  has_states = any(2);
+  if (has_states) config.states = &states, config.num_states = 1;
   specpool_pool_config of_pool = specpool_pool_config_default(40, 4);
   of_pool.caching = any(2), of_pool.fencing = any(2), of_pool.digest = true, of_pool.first_id = any(2);
   if (specpool_pool_create(&of_pool, &pool) != SPECPOOL_OK || specpool_ledger_create(&config, &ledger) != SPECPOOL_OK ||
-      specpool_ledger_watch_kv(ledger) != SPECPOOL_OK) {
+      specpool_ledger_watch_kv(ledger) != (has_states ? SPECPOOL_CONFIG : SPECPOOL_OK)) {
     fprintf(stderr, "%s\n", specpool_error_message());
     abort();
   }
@@ -106,6 +114,8 @@ int main(int argc, char **argv) {
   static specpool_row_info row_info;
   static specpool_group_info group_info;
   static specpool_prefix_info prefix_info;
+  static specpool_state_group_info states_info;
+  static specpool_row_state_info row_states_info;
   static uint64_t digest;
   static uint32_t refs;
   static bool fits;
@@ -126,8 +136,8 @@ int main(int argc, char **argv) {
     const int32_t *one = list(a), *two = list(b), *told = tokens(c);
     specpool_status status = SPECPOOL_OK;
     bool reads = false;  // the call changes nothing if it succeeds
-    uint32_t which = any(72);
-    if (which > 55) which = (uint32_t[]){44, 51, 53, 47, 51, 52, 53, 15, 44, 51, 53, 47, 51, 52, 53, 20}[which - 56];
+    uint32_t which = any(76);
+    if (which > 59) which = (uint32_t[]){44, 51, 53, 47, 51, 52, 53, 15, 56, 51, 53, 47, 51, 52, 53, 20}[which - 60];
     size_t n = count_of(one && two ? one : NULL, true), m = count_of(told, true);
     int32_t *into = out(a);
     size_t room = into ? any(4) ? MOST : any(3) : count_of(NULL, false);
@@ -191,6 +201,16 @@ int main(int argc, char **argv) {
       case 52: status = specpool_ledger_resolve(l, a_step, one, any(8) && one ? 1 : count_of(one, true)); break;
       case 53: status = specpool_ledger_complete(l, a_step); break;
       case 54: status = any(3) ? specpool_ledger_cancel(l, a_step) : specpool_ledger_abandon(l, a_step); break;
+      case 56:
+        for (int at = 0; at < MOST; at++) b[at] = length();
+        for (int at = 0; at < MOST; at++) c[at] = any(20) ? at : small();
+        if (any(6)) a[0] = row, n = one && two ? 1 : n;
+        status = specpool_ledger_prepare_extend_keeping(l, one, two, n, told, any(4) && told ? any(2) : count_of(told, true), any(4) > 0, out(&plan));
+        if (status == SPECPOOL_OK) step = plan.step;
+        break;
+      case 57: reads = true, status = specpool_ledger_known_prefix(l, told, m, salt, salt_len, number(), out(&len)); break;
+      case 58: reads = true, status = specpool_ledger_state_group(l, any(4) ? 0 : (size_t)number(), out(&states_info)); break;
+      case 59: reads = true, status = specpool_ledger_row_state(l, any(4) ? 0 : (size_t)number(), some_row(), out(&row_states_info)); break;
       case 55:
         if (any(2)) {
           reads = true, status = specpool_ledger_take_delta(l, a_step, group, out(a), out(b), out(c), any(4) ? MOST : any(3), out(&count));
@@ -221,7 +241,7 @@ int main(int argc, char **argv) {
     }
   }
   if (argc > 3) {
-    for (int which = 0; which < 56; which++) printf("%2d: %d refused, %d done\n", which, num_calls[which][0], num_calls[which][1]);
+    for (int which = 0; which < 60; which++) printf("%2d: %d refused, %d done\n", which, num_calls[which][0], num_calls[which][1]);
     printf("%zu events\n", num_events);
   }
   if (specpool_pool_destroy(pool) != SPECPOOL_OK || specpool_ledger_destroy(ledger) != SPECPOOL_OK) return 1;

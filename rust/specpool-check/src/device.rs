@@ -78,6 +78,9 @@ pub struct Device {
     pub(crate) rows: Vec<DeviceRow>,
     pub(crate) states: Option<DeviceStates>,
     next_tag: Tag,
+    /// Per row: the tokens that it computes, if tokens are known. Their tags then say what lies before them too, so equal
+    /// texts have equal tags.
+    texts: Option<Vec<Vec<i32>>>,
     /// What the last forward reached, if it was a round.
     pub reached: Vec<Reach>,
     /// The most records, from the oldest that it read to its last node, that a row of the last forward needed at once.
@@ -116,11 +119,19 @@ pub enum Plant {
     CutAnywhere,
     KeepCheckpoint,
     FreeAtOnce,
+    KeepCancelledMark,
+    KeepCutMark,
+    ServeWaiting,
+    ServeOtherText,
+    KeepSpoiled,
+    OutliveKv,
+    EvictNewest,
+    NeverSteal,
 }
 
 impl Plant {
     /// Every plant: its name and what it does.
-    pub const ALL: [(Self, &'static str, &'static str); 26] = [
+    pub const ALL: [(Self, &'static str, &'static str); 34] = [
         (Self::CompleteEarly, "complete-early", "the driver completes launched steps before they ran: no fence holds"),
         (Self::SkipCopies, "skip-copies", "the device ignores page copies"),
         (Self::LateCopies, "late-copies", "the device copies pages after the forward they ride on"),
@@ -151,6 +162,14 @@ impl Plant {
         (Self::CutAnywhere, "cut-anywhere", "the model cuts a row below its state wherever the pages allow"),
         (Self::KeepCheckpoint, "keep-checkpoint", "in the model, a kept state outlives a cut below it"),
         (Self::FreeAtOnce, "free-at-once", "in the model, a slot that is given up waits for no step"),
+        (Self::KeepCancelledMark, "keep-cancelled-mark", "in the model, a soft mark outlives the cancel of its step"),
+        (Self::KeepCutMark, "keep-cut-mark", "in the model, a soft mark outlives a cut below it"),
+        (Self::ServeWaiting, "serve-waiting", "in the model, a hit takes a state that a launched step still writes"),
+        (Self::ServeOtherText, "serve-other-text", "in the model, a hit takes a state of as many other tokens"),
+        (Self::KeepSpoiled, "keep-spoiled", "in the model, the states of a failed step stay in the index"),
+        (Self::OutliveKv, "outlive-kv", "in the model, a state stays in the index without the KV of its text"),
+        (Self::EvictNewest, "evict-newest", "in the model, the slots that were used last are given up first"),
+        (Self::NeverSteal, "never-steal", "in the model, a row does not take its slot from what only keeps it"),
     ];
 
     /// The plant of that name.
@@ -184,6 +203,7 @@ impl Device {
             rows: vec![DeviceRow::default(); ledger.num_rows() + 1],
             states: DeviceStates::new(ledger, plant),
             next_tag: 1,
+            texts: None,
             reached: Vec::new(),
             ring_reached: 0,
             facts: Arc::new(facts),
@@ -199,6 +219,32 @@ impl Device {
     pub fn admit(&mut self, row: i32, sequence: Vec<Tag>) {
         self.rows[row as usize] = DeviceRow { sequence, is_lost: false };
         self.states.iter_mut().for_each(|states| states.spoil(row as usize, 0));
+    }
+
+    /// From now on every row computes a text that is told beforehand.
+    pub(crate) fn tell_texts(&mut self) {
+        self.texts = Some(vec![Vec::new(); self.rows.len()]);
+    }
+
+    /// The tokens that the row has and will compute, `len` of them; `None` if tokens are not known.
+    pub(crate) fn text(&self, row: i32, len: usize) -> Option<Vec<i32>> {
+        let mut text = self.texts.as_ref()?[row as usize].clone();
+        text.resize(len, 0);
+        Some(text)
+    }
+
+    /// The row computes this text from here on.
+    pub(crate) fn set_text(&mut self, row: i32, text: &[i32]) {
+        self.texts.iter_mut().for_each(|texts| texts[row as usize] = text.to_vec());
+    }
+
+    /// The tag of the row's token at a position.
+    fn tag(&mut self, row: usize, position: usize) -> Tag {
+        if let Some(text) = self.text(row as i32, position + 1) {
+            return tag_of(&text);
+        }
+        self.next_tag += 1;
+        self.next_tag - 1
     }
 
     /// Writes the pages of an imported row, as a sender would have filled them: new tags for its `len` tokens, draft KV
@@ -405,6 +451,16 @@ impl Device {
         }
         Ok(())
     }
+}
+
+/// The tag of the last token of a text, which stands for all of them.
+fn tag_of(text: &[i32]) -> Tag {
+    text.iter().fold(0x811C_9DC5, |tag: Tag, &token| (tag ^ (token as u32 + 1)).wrapping_mul(0x0100_0193)) | 1
+}
+
+/// The tags of a text's tokens.
+pub(crate) fn tags_of(text: &[i32]) -> Vec<Tag> {
+    (1..=text.len()).map(|len| tag_of(&text[..len])).collect()
 }
 
 /// Pages that pinned prefixes hold, per group, as the driver saw them in the rows' tables.

@@ -35,6 +35,12 @@ pub struct Alphabet {
     pub undrafted: bool,
     /// Whether the pending deltas count as state.
     pub deltas: bool,
+    /// Whether extends that keep the states of their lanes are used, beside those that do not.
+    pub keeps: bool,
+    /// The texts that requests begin with; none leaves the prefix index out.
+    pub texts: Vec<Vec<i32>>,
+    /// Whether `forget` is used.
+    pub forgets: bool,
 }
 
 impl Alphabet {
@@ -55,6 +61,9 @@ impl Alphabet {
             failures: false,
             undrafted: false,
             deltas: false,
+            keeps: false,
+            texts: Vec::new(),
+            forgets: false,
         }
     }
 
@@ -65,8 +74,14 @@ impl Alphabet {
         let ledger = &world.ledger;
         let rows: Vec<i32> = (1..=ledger.num_rows() as i32).filter(|&row| ledger.is_live(Row(row))).collect();
         let has_row = rows.len() < ledger.num_rows();
-        if has_row {
+        if has_row && self.texts.is_empty() {
             ops.push(Call::Admit {});
+        }
+        if has_row {
+            self.hit_ops(&mut ops);
+        }
+        if self.forgets && ledger.index_size().0 > 0 {
+            ops.push(Call::ForgetAll {});
         }
         // Without fences, an import has to wait for what was launched: its pages may be those of a row before it.
         let is_clear = ledger.page_fencing() || world.flights.iter().all(|flight| flight.ran.is_some());
@@ -116,7 +131,21 @@ impl Alphabet {
         if ledger.prefixes().count() < self.max_prefixes {
             ops.extend((1..=resolved).map(|length| Call::PinPrefix { row, length }));
         }
+        if !self.texts.is_empty() {
+            let texts = (1..=resolved).filter_map(|len| world.text(row, len));
+            ops.extend(texts.map(|text| Call::Index { row, tokens: text.into(), salt: Vec::new().into() }));
+        }
         ops.push(Call::Retract { row });
+    }
+
+    /// A request of each text, which takes all but its last token from the index, and one that takes none.
+    fn hit_ops(&self, ops: &mut Vec<Call<'static>>) {
+        let hit = |text: &[i32], limit| {
+            let (tokens, salt) = (text.to_vec().into(), Vec::new().into());
+            Call::AdmitCached { tokens, salt, needs_draft: false, limit: Some(limit) }
+        };
+        ops.extend(self.texts.iter().map(|text| hit(text, text.len() as i32 - 1)));
+        ops.extend(self.texts.first().map(|text| hit(text, 0)));
     }
 
     /// What a cache outside can do: lend what is behind p, bind rows to what it has, begin rows on it, give it up.
@@ -158,6 +187,10 @@ impl Alphabet {
                 for add in self.extend_by.iter().filter(|&&add| new_len(row, add) <= ledger.max_context_len()) {
                     let new_lens = vec![new_len(row, *add)].into();
                     ops.push(Call::PrepareExtend { rows: vec![row].into(), new_lens, writes_draft });
+                    if self.keeps {
+                        let (rows, new_lens) = (vec![row].into(), vec![new_len(row, *add)].into());
+                        ops.push(Call::PrepareExtendKeeping { rows, new_lens, keep: vec![0].into(), writes_draft });
+                    }
                 }
                 ops.extend((0..shapes).map(|shape| Call::PrepareDecode {
                     rows: vec![row].into(),

@@ -30,6 +30,20 @@ pub struct Case {
     pub is_minimal: bool,
 }
 
+impl Case {
+    /// The world that the enumeration starts from.
+    ///
+    /// # Errors
+    /// As [`World::new`].
+    pub fn world(&self, plant: Option<Plant>) -> Result<World, Fault> {
+        let mut world = World::new(&self.config, plant)?;
+        if !self.alphabet.texts.is_empty() {
+            world.tell_texts();
+        }
+        Ok(world)
+    }
+}
+
 /// What an enumeration found.
 #[derive(Debug, Clone, Default)]
 pub struct Report {
@@ -137,7 +151,7 @@ pub fn explore(case: &Case, plant: Option<Plant>, max_states: u64) -> Result<Rep
         report: Report::default(),
     };
     let broken = |fault, trace, states| Box::new(Broken { fault, trace, states });
-    let start = World::new(&case.config, plant).map_err(|fault| broken(fault, Vec::new(), 0))?;
+    let start = case.world(plant).map_err(|fault| broken(fault, Vec::new(), 0))?;
     explorer.is_new(&start, (0, 0));
     let mut work: VecDeque<(World, u32)> = VecDeque::from([(start, 0)]);
     while let Some((world, number)) = work.pop_front() {
@@ -219,7 +233,7 @@ impl Explorer<'_> {
             places.push(usize::from(index));
             at = parent;
         }
-        let Ok(mut world) = World::new(&self.case.config, self.plant) else { return Vec::new() };
+        let Ok(mut world) = self.case.world(self.plant) else { return Vec::new() };
         let mut trace = Vec::new();
         for index in places.into_iter().rev() {
             let Some(event) = self.case.alphabet.events(&world).into_iter().nth(index) else { break };
@@ -312,9 +326,11 @@ fn leads_home(event: &Event) -> bool {
 /// Checks that a single request that lacks pages can always be served in the end.
 fn check_starved(world: &World, event: &Event) -> Result<(), Fault> {
     match event {
-        Event::Call(op @ (Call::PrepareExtend { rows, .. } | Call::PrepareDecode { rows, .. })) if rows.len() == 1 => {
-            check_progress(world, op, rows[0])
-        }
+        Event::Call(
+            op @ (Call::PrepareExtend { rows, .. }
+            | Call::PrepareExtendKeeping { rows, .. }
+            | Call::PrepareDecode { rows, .. }),
+        ) if rows.len() == 1 => check_progress(world, op, rows[0]),
         _ => Ok(()),
     }
 }

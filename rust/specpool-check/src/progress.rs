@@ -7,11 +7,11 @@ use specpool_core::{Call, Error, Snapshots, StepState};
 use crate::device::Fault;
 use crate::world::{Event, World};
 
-/// What the refused call lacks, in the first group that is short: (group, need, free, fenced); `None` if it would lack
-/// nothing.
+/// What the refused call lacks, in the first group that is short: (group, need, free and cached, fenced); `None` if it
+/// would lack nothing.
 fn shortage(world: &World, op: &Call<'static>) -> Option<(String, usize, usize, usize)> {
     match op.run(&mut world.ledger.clone(), None, &mut Snapshots::default()) {
-        Err(Error::OutOfPages { group, need, free, fenced, .. }) => Some((group, need, free, fenced)),
+        Err(Error::OutOfPages { group, need, free, cached, fenced, .. }) => Some((group, need, free + cached, fenced)),
         _ => None,
     }
 }

@@ -113,6 +113,31 @@ fn instead_of_a_pin(ledger: &Ledger, op: Call<'static>) -> Call<'static> {
     }
 }
 
+/// Whether the model knows the prefix index of such a ledger.
+fn has_small_pages(config: &LedgerConfig) -> bool {
+    matches!(&config.groups[..], [group] if group.page_size == 1 && group.window.is_none())
+}
+
+/// In a world whose texts are known, the index gets a row's own tokens, and has one salt.
+fn with_its_text(world: &World, op: Call<'static>) -> Call<'static> {
+    match op {
+        Call::Index { row, tokens, salt } => {
+            let is_row = (1..=world.ledger.num_rows() as i32).contains(&row);
+            let own = if is_row { world.text(row, tokens.len() as i32) } else { None };
+            Call::Index { row, tokens: own.map_or(tokens, Into::into), salt: one_salt(&salt) }
+        }
+        Call::AdmitCached { tokens, salt, limit, .. } => {
+            Call::AdmitCached { tokens, salt: one_salt(&salt), limit, needs_draft: false }
+        }
+        op => op,
+    }
+}
+
+/// The empty salt, unless the given one is refused.
+fn one_salt(salt: &[u8]) -> std::borrow::Cow<'static, [u8]> {
+    if salt.len() > 256 { salt.to_vec().into() } else { Vec::new().into() }
+}
+
 /// Lanes of the plan that write a state.
 fn num_folds(plan: &Plan) -> u64 {
     plan.states.as_ref().map_or(0, |folds| folds.dst.iter().filter(|&&slot| slot != 0).count() as u64)
@@ -199,11 +224,13 @@ impl Run {
             Some(_) => None,
             None => Some(Ledger::new(config.clone()).map_err(|error| error.to_string())?),
         };
-        // The model knows nothing of the index; `tests/prefix_cache.rs` of the core has a device beside it.
+        // The model's index has pages of one token; `tests/prefix_cache.rs` of the core has a device beside the others.
+        let has_texts = has_states && has_small_pages(config);
+        world.as_mut().filter(|_| has_texts).into_iter().for_each(World::tell_texts);
         // Without fences, an import has to wait for launched forwards, which the decoder does not know.
         let has_moves = !has_states && (world.is_none() || config.page_fencing);
-        let has_index = !has_states && ledger.is_some();
-        let scene = Scene { has_index, has_loans: !has_states, has_moves, ..Scene::default() };
+        let (has_index, keeps_states) = (ledger.is_some() || has_texts, has_states);
+        let scene = Scene { has_index, keeps_states, has_loans: !has_states, has_moves, ..Scene::default() };
         Ok(Self { world, ledger, scene, tally: Tally::default(), is_thorough })
     }
 
@@ -211,13 +238,17 @@ impl Run {
         self.tally.ops += 1;
         if let Some(world) = &mut self.world {
             self.scene.read(&world.ledger);
-            let op = instead_of_a_pin(&world.ledger, decode(bytes, &self.scene));
+            let op = with_its_text(world, instead_of_a_pin(&world.ledger, decode(bytes, &self.scene)));
             if let Some(trace) = trace {
                 trace.push(op.clone());
             }
             // The device draws from the operation's own bytes, so leaving one operation out does not change the others.
             let mut rng = Rng::new(bytes.iter().fold(0, |word: u64, &byte| word.rotate_left(8) ^ u64::from(byte)));
+            let admits = matches!(op, Call::AdmitCached { .. });
             let done = drive(world, op, &mut rng, &mut self.tally)?;
+            if admits && done {
+                self.tally.hits += u64::from(world.last_admitted_len() > 0);
+            }
             self.tally.refused += u64::from(!done);
             // A connector that looks rarely must find the same.
             if bytes[0].is_multiple_of(4) {
@@ -286,12 +317,13 @@ fn check_state(ledger: &Ledger, at: usize) -> Result<(), Fault> {
     let (slot, len) = (ledger.state_slot(0).map_err(text)?[at], ledger.state_len(0).map_err(text)?[at]);
     // An eager round folds its own root.
     let most = ledger.resolved_len()[at] + i32::from(spec.eager && ledger.in_flight()[at] > 0);
-    let unused = ledger.free_state_slots(0).map_err(text)? + ledger.fenced_state_slots(0).map_err(text)?;
+    let counts = [ledger.free_state_slots(0), ledger.fenced_state_slots(0), ledger.cached_state_slots(0)];
+    let unused: usize = counts.into_iter().sum::<specpool_core::Result<_>>().map_err(text)?;
     let is_held = slot != 0 && unused as i64 == spec.num_slots;
     if (slot == 0) == (len == 0) && len <= most && unused as i64 <= spec.num_slots && !is_held {
         return Ok(());
     }
-    Err(format!("row {at}: slot {slot} of {len} tokens, at most {most}; {unused} slots are free or fenced"))
+    Err(format!("row {at}: slot {slot} of {len} tokens, at most {most}; {unused} slots are free, fenced or cached"))
 }
 
 /// Makes the operation on the world as an engine could: what must have run on the device before it runs first. Returns
@@ -417,7 +449,14 @@ pub fn run(episode: &Episode) -> Result<Tally, Box<Failure>> {
     let mut rng = Rng::new(episode.seed);
     let mut config = random_config(&mut rng);
     if episode.has_states {
-        config.states = vec![random_states(&mut Rng::new(!episode.seed), &config)];
+        let mut rng = Rng::new(!episode.seed);
+        if episode.has_device && rng.flip() {
+            config.groups.truncate(1);
+            (config.groups[0].page_size, config.groups[0].window, config.groups[0].sink) = (1, None, 0);
+            let least = least_pages(&config, 0);
+            config.groups[0].num_pages = least + rng.below(least * config.num_rows);
+        }
+        config.states = vec![random_states(&mut rng, &config)];
     }
     let script = rng;
     let mut done = 0;

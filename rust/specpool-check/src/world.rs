@@ -7,9 +7,10 @@ use std::sync::Arc;
 use specpool_core::{Call, DeltaEntries, Given, Ledger, LedgerConfig, PageNames, Plan, Snapshots, StepKind};
 
 use crate::connector::Connector;
-use crate::device::{Device, Fault, Forward, LaneFold, Pinned, Plant, Tag};
+use crate::device::{Device, Fault, Forward, LaneFold, Pinned, Plant, Tag, tags_of};
 use crate::model::Model;
 use crate::model::ask::{ask, outcome};
+use crate::model::kept::texts_of;
 use crate::model::same::same;
 use crate::model::states::{Lapse, same_folds};
 
@@ -118,6 +119,14 @@ impl World {
             Plant::CutAnywhere => Some(Lapse::CutAnywhere),
             Plant::KeepCheckpoint => Some(Lapse::KeepCheckpoint),
             Plant::FreeAtOnce => Some(Lapse::FreeAtOnce),
+            Plant::KeepCancelledMark => Some(Lapse::KeepCancelledMark),
+            Plant::KeepCutMark => Some(Lapse::KeepCutMark),
+            Plant::ServeWaiting => Some(Lapse::ServeWaiting),
+            Plant::ServeOtherText => Some(Lapse::ServeOtherText),
+            Plant::KeepSpoiled => Some(Lapse::KeepSpoiled),
+            Plant::OutliveKv => Some(Lapse::OutliveKv),
+            Plant::EvictNewest => Some(Lapse::EvictNewest),
+            Plant::NeverSteal => Some(Lapse::NeverSteal),
             _ => None,
         });
         Ok(Self {
@@ -133,6 +142,24 @@ impl World {
             admitted: Vec::new(),
             connector: None,
         })
+    }
+
+    /// From now on the tokens of every row are known beforehand, so that the prefix index can be used: those that
+    /// `admit_cached` names, and zeros behind them. A cut to an odd length toggles the token behind it between 0 and 1.
+    pub fn tell_texts(&mut self) {
+        self.device.tell_texts();
+    }
+
+    /// The row's first `len` tokens, if they are known.
+    #[must_use]
+    pub fn text(&self, row: i32, len: i32) -> Option<Vec<i32>> {
+        self.device.text(row, len as usize)
+    }
+
+    /// Tokens of the row that was admitted last, 0 if it is gone.
+    #[must_use]
+    pub fn last_admitted_len(&self) -> i32 {
+        self.admitted.last().map_or(0, |&row| self.ledger.resolved_len()[row as usize])
     }
 
     /// Puts a connector beside the ledger.
@@ -201,6 +228,7 @@ impl World {
             return Err(format!("{op:?}: the ledger says {said:?}, the contract {expected:?}"));
         }
         let Ok(given) = answer else { return Ok(false) };
+        self.model.observe(&self.ledger)?;
         if let (Given::Plan(plan), Some(estimate)) = (&given, estimate) {
             check_estimate(plan, &estimate)?;
         }
@@ -217,10 +245,19 @@ impl World {
                 let sequence = self.prefixes[prefix].sequence[..len].to_vec();
                 self.seat(row.0, sequence);
             }
+            (Call::AdmitCached { tokens, .. }, Given::Row(row)) => {
+                let len = self.ledger.resolved_len()[row.at()] as usize;
+                self.seat(row.0, tags_of(&tokens[..len]));
+                self.device.set_text(row.0, tokens);
+            }
             (Call::Fork { row: parent }, Given::Row(row)) => {
                 let len = self.ledger.resolved_len()[row.at()];
                 let sequence = self.device.sequence(*parent, len);
                 self.seat(row.0, sequence);
+                let text = self.text(*parent, self.ledger.max_context_len());
+                if let Some(text) = text {
+                    self.device.set_text(row.0, &text);
+                }
             }
             (Call::PinPrefix { row, .. } | Call::Export { row }, Given::Prefix(prefix)) => self.pin(*row, prefix)?,
             (Call::ImportRow { length, drafted_len }, Given::Row(row)) => {
@@ -270,6 +307,7 @@ impl World {
                 if !self.ledger.has_root(specpool_core::Row(*row)) =>
             {
                 self.resets.insert(*row, len);
+                self.toggle(*row, len);
                 self.reset_lengths();
             }
             _ => {}
@@ -277,6 +315,16 @@ impl World {
         let ledger = &self.ledger;
         self.admitted.retain(|&row| ledger.is_live(specpool_core::Row(row)));
         Ok(())
+    }
+
+    /// What follows a cut to an odd length is another text than before.
+    fn toggle(&mut self, row: i32, len: i32) {
+        if let Some(mut text) = self.text(row, self.ledger.max_context_len()).filter(|_| len % 2 == 1)
+            && let Some(token) = text.get_mut(len as usize)
+        {
+            *token = i32::from(*token == 0);
+            self.device.set_text(row, &text);
+        }
     }
 
     /// The row whose table has the page that each copy writes; 0 if there is none.
@@ -309,6 +357,7 @@ impl World {
         let copy_rows = self.flights.iter_mut().flat_map(|flight| &mut flight.copy_rows);
         copy_rows.filter(|target| **target == row).for_each(|target| *target = 0);
         self.device.admit(row, sequence);
+        self.device.set_text(row, &[]);
         self.admitted.retain(|&other| other != row);
         self.admitted.push(row);
     }
@@ -505,9 +554,14 @@ impl World {
             .filter_map(|(row, plan, lane)| Some((row, device.fold(plan, lane)?)))
             .collect();
         let kept = |row: usize| ledger.kept_state(0, specpool_core::Row(row as i32)).ok().flatten();
+        let marks = (1..slots.len()).filter_map(|row| ledger.soft_marks(0, specpool_core::Row(row as i32)).ok());
+        let indexed = ledger.index_states(0).into_iter().flatten().map(|(_, slot, _)| slot.at());
+        let kept_slots: Vec<usize> = marks.flatten().map(|(slot, _)| slot.at()).chain(indexed).collect();
         let is_held = |slot: usize| {
             let has = |row: usize| slots[row] as usize == slot || kept(row).is_some_and(|(kept, _)| kept.at() == slot);
-            (1..slots.len()).any(has) || coming.iter().any(|(_, fold)| fold.src == slot || fold.dst == slot)
+            kept_slots.contains(&slot)
+                || (1..slots.len()).any(has)
+                || coming.iter().any(|(_, fold)| fold.src == slot || fold.dst == slot)
         };
         let records = |row: usize| {
             let device_row = &device.rows[row];
@@ -545,14 +599,14 @@ impl World {
         })
     }
 
-    /// Checks, at the launch of a step, that no checkpoint and nothing of another row has a slot that it writes, and
-    /// that no launched step of another row writes a slot that it reads.
+    /// Checks, at the launch of a step, that no checkpoint, no soft mark but its own, not the index and nothing of another
+    /// row has a slot that it writes, and that no launched step of another row writes a slot that it reads.
     fn check_written_slots(&self, step: u64) -> Result<(), Fault> {
         let text = |error: specpool_core::Error| error.to_string();
         let Some(flight) = self.flights.iter().find(|flight| flight.plan.step == step) else { return Ok(()) };
         let plan = &flight.plan;
         for (lane, &row) in plan.rows.iter().enumerate() {
-            let Some(LaneFold { src, dst, .. }) = self.device.fold(plan, lane) else { return Ok(()) };
+            let Some(LaneFold { src, dst, to, .. }) = self.device.fold(plan, lane) else { return Ok(()) };
             let fault = |what: String| Err(format!("step {step} of row {row} {what}"));
             for (other, step, fold) in self.folds_on_their_way().filter(|&(other, ..)| other != row) {
                 if dst != 0 && [fold.src, fold.dst].contains(&dst) {
@@ -568,6 +622,13 @@ impl World {
                 if (other != row && slot == dst) || kept.is_some_and(|(kept, _)| kept.at() == dst) {
                     return fault(format!("writes slot {dst}, which row {other} or its checkpoint has"));
                 }
+                let mut marks = self.ledger.soft_marks(0, specpool_core::Row(other)).map_err(text)?;
+                if marks.any(|(slot, len)| slot.at() == dst && (other != row || i64::from(len) != to)) {
+                    return fault(format!("writes slot {dst}, which a soft mark of row {other} keeps"));
+                }
+            }
+            if dst != 0 && self.ledger.index_states(0).map_err(text)?.any(|(_, slot, _)| slot.at() == dst) {
+                return fault(format!("writes slot {dst}, which the index keeps"));
             }
         }
         Ok(())
@@ -586,17 +647,20 @@ impl World {
         same(&self.ledger, &self.model, &mut Vec::new())?;
         self.check_pending()?;
         self.check_quiet_states()?;
+        self.check_index()?;
         let is_lent = self.pinned.iter().any(|pages| !pages.is_empty());
         let nothing_left = self.admitted.is_empty() && self.flights.is_empty() && !is_lent;
         for group in 0..self.pinned.len() {
             let all = self.ledger.group_spec(group).map_err(|error| error.to_string())?.num_pages;
-            let free = self.ledger.free_pages(group).map_err(|error| error.to_string())?;
+            let free = self.ledger.free_pages(group).map_err(|error| error.to_string())?
+                + self.ledger.cached_pages(group).map_err(|error| error.to_string())?;
             if nothing_left && free as i64 != all {
                 return Err(format!("nothing is left, but {free} of {all} pages of group {group} are free"));
             }
         }
         for (group, spec) in self.ledger.state_groups().iter().enumerate().filter(|_| nothing_left) {
-            let free = self.ledger.free_state_slots(group).map_err(|error| error.to_string())?;
+            let free = self.ledger.free_state_slots(group).map_err(|error| error.to_string())?
+                + self.ledger.cached_state_slots(group).map_err(|error| error.to_string())?;
             if free as i64 != spec.num_slots {
                 return Err(format!("nothing is left, but {free} of {} state slots are free", spec.num_slots));
             }
@@ -610,6 +674,35 @@ impl World {
             |row: &i32| self.flights.iter().any(|flight| flight.ran.is_none() && flight.plan.rows.contains(row));
         let is_quiet = |row: &&i32| !is_coming(row) && !self.device.rows[**row as usize].is_lost;
         self.admitted.iter().filter(is_quiet).try_for_each(|&row| self.device.check_states(&self.ledger, row))
+    }
+
+    /// Checks that every page of the index holds the KV of its text, and every slot the state of its text, unless the
+    /// step that writes it has not run or has failed.
+    fn check_index(&self) -> Result<(), Fault> {
+        if self.device.text(0, 0).is_none() {
+            return Ok(());
+        }
+        let texts = texts_of(&self.ledger);
+        for (text, page) in &texts {
+            let (found, tag) = (self.device.target[0][*page as usize], tags_of(text).pop());
+            if Some(found) != tag {
+                return Err(format!("page {page} of the index has KV of {found}, not of {text:?}"));
+            }
+        }
+        let is_uncertain = |slot: i32| {
+            let flights = self.flights.iter().filter(|flight| flight.ran.is_none() || flight.has_failed);
+            let mut folds = flights.filter_map(|flight| flight.plan.states.as_ref());
+            folds.any(|folds| folds.dst.contains(&slot))
+        };
+        for (group, _) in self.ledger.state_groups().iter().enumerate() {
+            for (place, slot, len) in self.ledger.index_states(group).map_err(|error| error.to_string())? {
+                let text = tags_of(&texts[place].0[..len as usize]);
+                let checked = self.device.check_slot(slot.at(), &text);
+                checked
+                    .or_else(|fault| if is_uncertain(slot.0) { Ok(()) } else { Err(format!("the index: {fault}")) })?;
+            }
+        }
+        Ok(())
     }
 
     /// Checks that every cell in which the device will differ from the ledger is pending.
@@ -701,6 +794,8 @@ impl World {
             if self.admitted.contains(&(at as i32)) || self.flights.iter().any(waits) {
                 word(u64::from(row.is_lost) << 32 | self.resets.get(&(at as i32)).map_or(0, |&len| len as u64 + 1));
                 sequence(&row.sequence, word);
+                let text = self.text(at as i32, self.ledger.max_context_len());
+                text.into_iter().flatten().for_each(|token| word(token as u64));
             }
         }
         for prefix in self.prefixes.values() {

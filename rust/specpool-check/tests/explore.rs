@@ -27,7 +27,7 @@ fn worlds_with_one_key_have_one_future() {
     for case in cases::all().into_iter().filter(|case| case.config.page_fencing && case.config.num_rows < 3).step_by(4)
     {
         let mut names = PageNames::default();
-        let start = World::new(&case.config, None).unwrap();
+        let start = case.world(None).unwrap();
         let mut seen = HashMap::from([(key(&start, &case.alphabet, &mut names), start.clone())]);
         let mut work = VecDeque::from([start]);
         let mut pairs_left = 20;

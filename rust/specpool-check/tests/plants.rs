@@ -1,4 +1,4 @@
-//! The proof finds faults: every fault planted in the device or its driver breaks a law, within the quick slice.
+//! The proof finds faults: every fault planted in the device, its driver or the model breaks a law, within 20,000 states.
 
 use specpool_check::cases;
 use specpool_check::device::Plant;
@@ -22,14 +22,19 @@ fn finder(plant: Plant) -> Case {
         }
         Plant::FoldToRoot => "states rounds 0/1/1 D=1 +0 flush=1 eager=false",
         Plant::FoldBack => "states rounds 0/1/1 D=1 +0 flush=1 eager=true",
-        Plant::SkipUndo | Plant::CutAnywhere => "states cuts 0/1/1 D=0 +0 flush=1 eager=false",
+        Plant::SkipUndo | Plant::CutAnywhere => "states failures 0/1/1 D=0 +0 flush=1 eager=false",
         Plant::KeepCheckpoint | Plant::WriteShared => "states turns 0/1/1 D=0 +0 flush=1 eager=false",
+        Plant::KeepCancelledMark => "states kept cancels 0/1/1 D=0 rows=1 +0 flush=1 eager=false pages=+0",
+        Plant::KeepCutMark => "states kept trims 0/1/1 D=0 rows=1 +0 flush=1 eager=false pages=+0",
+        Plant::KeepSpoiled => "states kept failures 0/1/1 D=0 rows=1 +0 flush=1 eager=false pages=+0",
+        Plant::ServeOtherText | Plant::OutliveKv | Plant::NeverSteal => {
+            "states kept plain 0/1/1 D=0 rows=1 +0 flush=1 eager=false pages=+0"
+        }
+        Plant::EvictNewest => "states kept plain 0/1/1 D=0 rows=1 +1 flush=1 eager=false pages=+3",
+        Plant::ServeWaiting => "states kept plain 0/1/1 D=0 rows=2 +1 flush=1 eager=false pages=+3",
         Plant::SkipAbandon => "sharing P=[2] L=2 prefixes+failures fencing=true",
     };
-    cases::all()
-        .into_iter()
-        .find(|case| case.is_quick && case.name == name)
-        .unwrap_or_else(|| panic!("no case {name:?}"))
+    cases::all().into_iter().find(|case| case.name == name).unwrap_or_else(|| panic!("no case {name:?}"))
 }
 
 #[test]
@@ -53,10 +58,11 @@ fn a_case_without_a_plant_is_clean() {
 }
 
 #[test]
-fn neither_a_checkpoint_nor_another_row_loses_its_state_to_a_write() {
+fn neither_a_checkpoint_nor_a_soft_mark_nor_another_row_loses_its_state_to_a_write() {
     for (name, why) in [
         ("states turns 0/1/1 D=0 +0 flush=1 eager=false", "which row 1 or its checkpoint has"),
         ("states forks 0/1/1 D=0 +1 flush=1 eager=false", "which row 2 or its checkpoint has"),
+        ("states kept plain 0/1/1 D=0 rows=1 +1 flush=1 eager=false pages=+0", "which a soft mark of row 1 keeps"),
     ] {
         let case = cases::all().into_iter().find(|case| case.name == name).unwrap();
         let broken = explore(&case, Some(Plant::WriteShared), 20_000).unwrap_err();

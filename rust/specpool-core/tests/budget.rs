@@ -211,7 +211,7 @@ prop_compose! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
+    #![proptest_config(ProptestConfig::with_cases(200))]
 
     /// Without pages, and if several shapes take no more than their parts, the choice is the best there is.
     #[test]

@@ -1,7 +1,8 @@
 //! Law: the bytes and digests of an event log never change within its format version. The logs in `golden` were
 //! recorded before the verbs became one table. A script calls every verb with every kind of argument in
-//! `every_call.log`; `random.log` has 900 random operations on windows, sinks and a double buffer; `block_pool.log`
-//! calls every verb of a pool. No program writes these files again.
+//! `every_call.log`; `random.log` has 900 random operations on windows, sinks and a double buffer, `states.log` as many on
+//! a window, recurrent states and a prefix index; `block_pool.log` calls every verb of a pool. No program writes these
+//! files again.
 
 mod kit;
 
@@ -67,6 +68,21 @@ fn random_operations_run_to_their_digest_and_are_written_with_the_same_bytes() {
     let (written, digest, _) = run_again("random.log");
     assert_eq!(digest, 0xbd15_ad14_8c3e_1f99);
     assert_eq!(records(&written), records(&std::fs::read(golden("random.log")).unwrap()));
+}
+
+#[test]
+fn recurrent_states_run_to_their_digest_and_are_written_with_the_same_bytes() {
+    let (written, digest, lines) = run_again("states.log");
+    assert_eq!(digest, 0xc8de_6e8f_7316_b898);
+    let log = std::fs::read(golden("states.log")).unwrap();
+    assert_eq!(records(&written), records(&log));
+    assert!(lines.contains("keep=") && lines.contains("index("), "the log keeps states and indexes them");
+    let mut reader = LogReader::from_bytes(log.clone()).unwrap();
+    let mut kinds = BTreeSet::new();
+    while let Some(record) = reader.next_record().unwrap() {
+        kinds.insert(log[varint(&log, record.offset as usize).1]);
+    }
+    assert!(kinds.is_superset(&BTreeSet::from([33, 34])), "{kinds:?}");
 }
 
 /// Reads the calls and encodes them by themselves, without a ledger. The log has the first kinds of the table; a verb

@@ -346,7 +346,7 @@ fn evicted_lens(ledger: &Ledger) -> Vec<Vec<i32>> {
 }
 
 proptest_state_machine::prop_state_machine! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn random_operations_agree_with_the_model(sequential 1..200 => Followed);

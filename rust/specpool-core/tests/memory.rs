@@ -101,7 +101,7 @@ fn pure<T>(name: &str, mut call: impl FnMut() -> Result<T, Error>) -> T {
     given
 }
 
-const ROWS: i32 = 600;
+const ROWS: i32 = 300;
 
 fn groups() -> Vec<Group> {
     let group = |name: &str, page_size, hosts_drafts, layout, window| Group {

@@ -270,6 +270,30 @@ fn pages_that_a_launched_step_reads_are_not_cached_before_it_is_complete() {
     ledger.check().unwrap();
 }
 
+/// If the older of two rounds fails, the younger one starts anywhere in its `[lo, hi]`, which may reach below r by then.
+#[test]
+fn tokens_that_a_round_behind_a_failed_one_may_write_are_not_indexed() {
+    let mut config = config(vec![group(1, 60, None)]);
+    config.overlap_depth = 2;
+    let mut ledger = Ledger::new(config).unwrap();
+    let row = ledger.admit(None).unwrap();
+    extend(&mut ledger, row, 4, true);
+    let steps = [0; 3].map(|_| ledger.prepare_decode(&[row.0], &[1], true).unwrap());
+    for plan in &steps {
+        ledger.launch(plan.step).unwrap();
+    }
+    ledger.resolve(steps[0].step, &[3]).unwrap();
+    ledger.complete(steps[0].step).unwrap();
+    assert_eq!((ledger.resolved_len()[row.at()], steps[2].lo[0]), (7, 6));
+    assert!(matches!(ledger.index(row, &tokens(0, 7), b""), Err(Error::NotReady(_))));
+    assert!(matches!(ledger.pin_prefix(row, 7), Err(Error::NotReady(_))));
+    assert_eq!(ledger.index(row, &tokens(0, 6), b""), Ok(6));
+    // With the older one resolved, the younger one starts at r.
+    ledger.resolve(steps[1].step, &[1]).unwrap();
+    ledger.complete(steps[1].step).unwrap();
+    assert_eq!(ledger.index(row, &tokens(0, 8), b""), Ok(8));
+}
+
 #[test]
 fn tokens_that_a_round_in_flight_may_write_are_not_indexed() {
     let mut ledger = ledger(vec![group(4, 40, None)]);

@@ -60,7 +60,8 @@ static VERBS: LazyLock<Vec<Verb>> = LazyLock::new(|| {
 });
 
 /// A pattern: the verbs that no operation is. `Finish` stands for all that give a row back, and `Forget` also for a
-/// forget of everything; an operation keeps no recurrent state and saves no whole one; the last ones are of no ledger.
+/// forget of everything, and `PrepareExtend` for those that keep recurrent states; an operation saves no whole state; the
+/// last ones are of no ledger.
 macro_rules! never_drawn {
     () => {
         Verb::Retract
@@ -233,7 +234,9 @@ impl<'a> Able<'a> {
                     scene.resolved(row) + (add + 1).min(room)
                 };
                 let new_lens = rows.iter().map(new_len).collect();
-                Call::PrepareExtend { rows: rows.into(), new_lens, writes_draft }
+                let is_kept = |_: &i32| scene.keeps_states && bytes.is_rare(8);
+                let keep: Vec<i32> = (0..rows.len() as i32).filter(is_kept).collect();
+                extend(rows, new_lens, keep, writes_draft)
             }
             Verb::PrepareDecode => {
                 let writes_draft = !bytes.is_rare(1);
@@ -303,6 +306,16 @@ impl<'a> Able<'a> {
             #[allow(clippy::unnested_or_patterns, reason = "a macro gives the others")]
             Verb::Admit | never_drawn!() => Call::Admit {},
         }
+    }
+}
+
+/// An extend that keeps the states of the lanes `keep`, if it names any.
+fn extend(rows: Vec<i32>, new_lens: Vec<i32>, keep: Vec<i32>, writes_draft: bool) -> Call<'static> {
+    let (rows, new_lens) = (rows.into(), new_lens.into());
+    if keep.is_empty() {
+        Call::PrepareExtend { rows, new_lens, writes_draft }
+    } else {
+        Call::PrepareExtendKeeping { rows, new_lens, keep: keep.into(), writes_draft }
     }
 }
 
@@ -394,7 +407,9 @@ fn anything(verb: Verb, bytes: &mut Bytes, scene: &Scene) -> Call<'static> {
             let writes_draft = !bytes.is_rare(4);
             if matches!(verb, Verb::PrepareExtend) {
                 let new_lens = (0..num_entries).map(|_| len(bytes)).collect();
-                Call::PrepareExtend { rows: rows.into(), new_lens, writes_draft }
+                let num_kept = if scene.keeps_states { bytes.below(3) } else { 0 };
+                let keep = (0..num_kept).map(|_| bytes.below(4) as i32 - 1).collect();
+                extend(rows, new_lens, keep, writes_draft)
             } else {
                 let num_shapes = scene.max_accept_lens.len();
                 let shapes = (0..num_entries).map(|_| bytes.below(num_shapes + 2) as i32 - 1).collect();

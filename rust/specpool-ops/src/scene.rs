@@ -49,6 +49,8 @@ pub struct Scene {
     pub has_sessions: bool,
     /// Whether the verbs of the prefix index are among the operations. Reading a ledger leaves it as it is.
     pub has_index: bool,
+    /// Whether extends may keep the states of their lanes.
+    pub keeps_states: bool,
     /// Whether the verbs for a prefix cache outside are.
     pub has_loans: bool,
     /// Whether those for rows that move to another ledger are.

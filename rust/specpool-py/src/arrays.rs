@@ -262,6 +262,11 @@ fn tensor<'py>(value: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>>
 /// `ShapeError`.
 pub fn int_array(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
     // A list of a few numbers is usual, and each question whether it is an array takes as long as its numbers.
+    if let Ok(list) = value.cast_exact::<PyList>()
+        && let Some(numbers) = plain(list)?
+    {
+        return Ok(numbers);
+    }
     if !value.is_instance_of::<PyList>() {
         if let Ok(array) = value.cast::<PyArray1<i32>>() {
             return elements(name, array);
@@ -297,8 +302,26 @@ pub fn int_array(name: &str, value: &Bound<'_, PyAny>) -> PyResult<Vec<i32>> {
     }
 }
 
+/// The numbers of a list, if each is an `int` that fits; none if [`int_array`] has to look closer.
+fn plain(list: &Bound<'_, PyList>) -> PyResult<Option<Vec<i32>>> {
+    let len = list.len();
+    if len > MAX_LANES {
+        return Ok(None);
+    }
+    let mut numbers = memory::with_room(len, "the array of a batch").map_err(to_py)?;
+    for item in list.iter().take(len) {
+        let Ok(number) = item.cast_exact::<PyInt>() else { return Ok(None) };
+        let Ok(number) = number.extract::<i32>() else { return Ok(None) };
+        numbers.push(number);
+    }
+    Ok(Some(numbers))
+}
+
 /// As [`int_array`], but an array that can be read as it lies is not copied.
 pub fn ints<'a>(name: &str, value: &'a Bound<'_, PyAny>) -> PyResult<Cow<'a, [i32]>> {
+    if value.is_exact_instance_of::<PyList>() {
+        return int_array(name, value).map(Cow::Owned);
+    }
     let Ok(array) = value.cast::<PyArray1<i32>>() else { return int_array(name, value).map(Cow::Owned) };
     in_place(name, array)?.map_or_else(|| elements(name, array).map(Cow::Owned), |entries| Ok(Cow::Borrowed(entries)))
 }

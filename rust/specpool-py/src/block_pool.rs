@@ -6,11 +6,11 @@ use std::path::{Path, PathBuf};
 
 use numpy::PyArray1;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PySlice, PyTuple};
+use pyo3::types::{PyInt, PyList, PySlice, PyTuple};
 use specpool_core::{BlockPoolConfig, Error as CoreError, Result as CoreResult};
 
 use crate::arrays::{ConfigInt, Salt, ShapeInt, at_least, copied, int_array, int32, ints, name, step, widened};
-use crate::errors::{guarded, to_py};
+use crate::errors::{guarded, shape_error, to_py};
 use crate::recording::built;
 
 #[doc = doc!("BlockPool")]
@@ -29,6 +29,16 @@ impl BlockPool {
 
     fn size(&self) -> usize {
         self.0.config().block_size as usize
+    }
+
+    /// Checks that the list has an object for each block.
+    fn check_objects(&self, list: &Bound<'_, PyList>) -> PyResult<()> {
+        let config = self.0.config();
+        let (len, need) = (list.len(), config.first_id + config.num_blocks);
+        if len as i64 >= need {
+            return Ok(());
+        }
+        Err(shape_error(format!("of must have an object for each block up to {}, got {len}", need - 1)))
     }
 }
 
@@ -99,6 +109,11 @@ impl BlockPool {
         self.0.close().map_err(to_py)
     }
 
+    #[doc = doc!("BlockPool.sync")]
+    fn sync(&mut self) -> PyResult<()> {
+        self.0.sync().map_err(to_py)
+    }
+
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
         slf
     }
@@ -150,6 +165,11 @@ impl BlockPool {
         self.0.num_cached()
     }
 
+    #[doc = doc!("BlockPool.available")]
+    fn available(&self) -> usize {
+        self.0.num_free() + self.0.num_cached()
+    }
+
     #[doc = doc!("BlockPool.num_fenced")]
     #[getter]
     fn num_fenced(&self) -> usize {
@@ -175,18 +195,32 @@ impl BlockPool {
     }
 
     #[doc = doc!("BlockPool.take")]
-    #[pyo3(signature = (count, hold=None, tag=None, *, int64=false))]
+    #[pyo3(signature = (count, hold=None, tag=None, of=None, *, int64=false))]
     fn take<'py>(
         &mut self,
         py: Python<'py>,
         count: ShapeInt,
         hold: Option<&Bound<'_, PyAny>>,
         tag: Option<&Bound<'_, PyAny>>,
+        of: Option<&Bound<'py, PyList>>,
         int64: bool,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (count, hold, tag) = (at_least("count", count, 0)?, blocks("hold", hold)?, tag.map(name).transpose()?);
+        of.map_or(Ok(()), |list| self.check_objects(list))?;
         let taken = self.change(|pool| pool.take(count, &hold, tag).map_err(|error| error.by(tag)))?;
-        Ok(if int64 { widened(py, &taken)?.into_any() } else { copied(py, &taken)?.into_any() })
+        Ok(match of {
+            Some(list) => {
+                let objects: PyResult<Vec<_>> = taken.iter().map(|&block| list.get_item(block as usize)).collect();
+                PyList::new(py, objects?)?.into_any()
+            }
+            None if int64 => widened(py, &taken)?.into_any(),
+            None => copied(py, &taken)?.into_any(),
+        })
+    }
+
+    #[doc = doc!("BlockPool.hold")]
+    fn hold(&mut self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
+        one_or_more("hold", blocks, |blocks| self.change(|pool| pool.take(0, blocks, None).map(drop)))
     }
 
     #[doc = doc!("BlockPool.preview")]
@@ -251,8 +285,7 @@ impl BlockPool {
 
     #[doc = doc!("BlockPool.keep")]
     fn keep(&mut self, blocks: &Bound<'_, PyAny>) -> PyResult<()> {
-        let blocks = ints("blocks", blocks)?;
-        self.change(|pool| pool.keep(&blocks))
+        one_or_more("blocks", blocks, |blocks| self.change(|pool| pool.keep(blocks)))
     }
 
     #[doc = doc!("BlockPool.unkeep")]
@@ -323,6 +356,11 @@ fn behind<'py>(values: &Bound<'py, PyAny>, from: usize) -> PyResult<Bound<'py, P
         Ok(list) => Ok(list.get_slice(from, list.len()).into_any()),
         Err(_) => values.get_item(PySlice::new(values.py(), from as isize, isize::MAX, 1)),
     }
+}
+
+/// Calls with the one block, or with those of an array or a list: a single one is the usual case in some calls.
+fn one_or_more<R>(name: &str, value: &Bound<'_, PyAny>, call: impl FnOnce(&[i32]) -> PyResult<R>) -> PyResult<R> {
+    if value.is_exact_instance_of::<PyInt>() { call(&[int32(name, value)?]) } else { call(&ints(name, value)?) }
 }
 
 /// The blocks of an optional argument.

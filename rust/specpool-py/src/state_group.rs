@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 
 use crate::arrays::ConfigInt;
 use crate::errors::to_py;
+use crate::shape::Shape;
 
 #[doc = doc!("StateGroup")]
 #[pyclass(frozen, eq, hash, from_py_object, module = "specpool._core")]
@@ -44,6 +45,13 @@ impl StateGroup {
     #[getter]
     fn eager(&self) -> bool {
         self.0.eager
+    }
+
+    #[doc = doc!("StateGroup.ring_len")]
+    #[pyo3(signature = (shapes, *, overlap_depth=ConfigInt::of(0)), text_signature = "($self, shapes, *, overlap_depth=0)")]
+    fn ring_len(&self, shapes: Vec<Shape>, overlap_depth: ConfigInt) -> PyResult<i64> {
+        let shapes: Vec<_> = shapes.into_iter().map(|shape| shape.0).collect();
+        self.0.ring_len(&shapes, overlap_depth.get("overlap_depth")?).map_err(to_py)
     }
 
     fn __repr__(&self) -> String {

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specpool.capacity.layer_kv import LayerKV, bytes_by_window
+from specpool.capacity.state_sizes import StateBytes
 from specpool.checks import check_choice, check_int
 from specpool.cli.plan.question import Question
 from specpool.engine.assets import resolve
@@ -36,6 +37,7 @@ class Model:
     vocab_size: int | None  # None if not known
     notes: tuple[str, ...] = ()  # assumptions, for the user
     context_reason: str = ""  # why the context is not the target's own; empty if it is
+    states: StateBytes | None = None  # of the target's recurrent layers
 
     def token_bytes(self) -> tuple[dict[int | None, int], int]:
         """Return a token's KV bytes in the target's layers, by window, and in the draft's."""
@@ -156,7 +158,11 @@ def model_of_files(question: Question) -> Model:
     if draft == "none":
         draft = None
     is_lookup_draft = draft is not None and is_lookup(draft)
-    target = target_outline(question.target, trust_remote_code=question.trust_remote_code)
+    target = target_outline(
+        question.target, trust_remote_code=question.trust_remote_code, dtype=question.dtype
+    )
+    if target.states is not None:
+        _check_recurrent(question)
     head, longest, reason = None, target.max_context_len, target.context_reason
     if draft is not None and draft != MTP and not is_lookup_draft:
         head, is_whole = _draft_outline(draft, question)
@@ -222,12 +228,28 @@ def model_of_files(question: Question) -> Model:
         context_reason=reason,
         vocab_size=target.vocab_size,
         notes=tuple(notes),
+        states=target.states,
     )
+
+
+def _check_recurrent(question: Question) -> None:
+    """Raise `ConfigError` for what an engine refuses of a target with recurrent layers."""
+    if question.tp > 1:
+        raise ConfigError(
+            f"tp: a target with recurrent layers runs on one device, not {question.tp}"
+        )
+    if question.draft == MTP:
+        raise ConfigError("--draft mtp: MTP layers of a target with recurrent layers do not run")
 
 
 def _planned_layers(question: Question, target: Outline) -> tuple[LayerKV, ...]:
     """Return the layers of a planned draft model; sizes that are not set are the target's."""
-    last = target.layers[-1]
+    if not target.layers and None in (question.draft_kv_heads, question.draft_head_dim):
+        raise ConfigError(
+            "the target has no layer with attention that a draft layer could be like: give "
+            "--draft-kv-heads and --draft-head-dim"
+        )
+    last = target.layers[-1] if target.layers else LayerKV(0, 0, 0)
     heads = last.num_kv_heads if question.draft_kv_heads is None else question.draft_kv_heads
     dim = last.k_head_dim if question.draft_head_dim is None else question.draft_head_dim
     check_int("draft_kv_heads", heads, 1, 1 << 16)
@@ -248,5 +270,8 @@ def _draft_outline(draft: str, question: Question) -> tuple[Outline, bool]:
     from specpool.engine.models.outline import head_outline, target_outline
 
     if is_language_model(resolve(draft)):
-        return target_outline(draft, trust_remote_code=question.trust_remote_code), True
+        outline = target_outline(draft, trust_remote_code=question.trust_remote_code)
+        if outline.states is not None:
+            raise ConfigError(f"--draft {draft} has recurrent layers, so it cannot draft")
+        return outline, True
     return head_outline(resolve(draft)), False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.table import Table
 from specpool._core import Shape
 from specpool.capacity.capacity import Capacity, Fit
 from specpool.capacity.group_sizes import GroupSizes, size_groups
+from specpool.capacity.state_sizes import StateSize
 from specpool.checks import check_choice, check_int
 from specpool.cli.options.checks import warn
 from specpool.cli.plan.mixed import (
@@ -48,6 +49,7 @@ class PlanLine:
     question: str
     shape: Shape
     fit: Fit
+    num_with_snapshots: int | None = None  # requests with a state for each draft token
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ def plan(question: Question, *, as_json: bool) -> None:
     console = Console(highlight=False)
     console = Console(highlight=False, width=max(console.width, 112))
     console.print(_groups_table(answer))
+    if answer.sizes.states is not None:
+        console.print(_states_table(answer.sizes, answer.sizes.states))
     console.print(_fits_table(answer))
     if answer.mixed:
         console.print(mixed_table(answer.sizes.shapes, answer.mixed, answer.acceptance))
@@ -125,7 +129,8 @@ def answered(question: Question) -> Answer:
     _check_lengths(question, max_context_len)
     row_logits = _row_logits(model, shapes)
     max_rows = question.max_batch
-    if max_rows is None and (row_logits or question.draft_window is not None):
+    shares_bytes = row_logits or question.draft_window is not None or model.states is not None
+    if max_rows is None and shares_bytes:
         max_rows = _most_rows(question, model, shapes, max_context_len, kv_bytes, row_logits)
     logits = (max_rows or 0) * row_logits
     if logits >= kv_bytes:
@@ -145,8 +150,13 @@ def answered(question: Question) -> Answer:
         if shape in shapes:
             fits = _fits(question, capacity, max_context_len, index)
             lines += [
-                PlanLine(text, shape, _named(question, fit, max_rows, logits)) for text, fit in fits
+                PlanLine(text, shape, _named(question, model, fit, max_rows, logits))
+                for text, fit in fits
             ]
+    if model.states is not None:
+        lines = _with_snapshots(
+            question, model, shapes, max_context_len, kv_bytes + logits, row_logits, lines
+        )
     acceptance = ACCEPTANCE if question.acceptance is None else question.acceptance
     mixes = []
     if question.adaptive is not None:
@@ -195,6 +205,8 @@ def _config(question: Question, max_batch: int) -> EngineConfig:
         draft_sink=question.draft_sink,
         overlap_depth=question.overlap_depth,
         max_batch=max_batch,
+        max_sessions=question.max_sessions,
+        cached_states=question.cached_states,
         headroom=question.headroom,
         max_context_len=question.max_context_len,
     )
@@ -233,7 +245,7 @@ def _most_rows(
     """Return how many rows fit with their logits, for the shortest requests asked about.
 
     Logits and KV share the memory: more rows have more logits, and leave less for pages. So do the
-    windows of draft KV, which all rows have.
+    windows of draft KV and recurrent states, which all rows have.
     """
     tokens = [length for length in (question.prompt, *(question.live or ())) if length is not None]
     shortest = min(tokens, default=max_context_len - 1)
@@ -251,12 +263,49 @@ def _most_rows(
     return max(1, bisect.bisect_left(range(1, max_rows + 1), True, key=lambda n: not has_room(n)))
 
 
-def _named(question: Question, fit: Fit, max_rows: int | None, logits: int) -> Fit:
+def _named(question: Question, model: Model, fit: Fit, max_rows: int | None, logits: int) -> Fit:
     """Rename the limit of a fit, if `max_batch` was computed here and not given by the user."""
     if question.max_batch is None and fit.limit == f"max_batch {max_rows}":
-        together = "logits and pages" if logits else "pages of all groups"
+        parts = ["logits"] * bool(logits) + ["states"] * (model.states is not None)
+        together = f"{', '.join(parts)} and pages" if parts else "pages of all groups"
         return replace(fit, limit=f"{together} together")
     return fit
+
+
+def _with_snapshots(
+    question: Question,
+    model: Model,
+    shapes: Sequence[Shape],
+    max_context_len: int,
+    room: int,
+    row_logits: int,
+    lines: Sequence[PlanLine],
+) -> list[PlanLine]:
+    """Return the lines with what fits if each draft token has a state; see `StateBytes.snapshots`.
+
+    `room` is the memory for KV, states and logits.
+    """
+    assert model.states is not None
+    theirs = replace(model, states=replace(model.states, snapshots=True))
+    max_rows = question.max_batch
+    if max_rows is None:
+        max_rows = _most_rows(question, theirs, shapes, max_context_len, room, row_logits)
+    try:
+        kv_bytes = room - max_rows * row_logits
+        sizes = _sizes(question, theirs, shapes, max_context_len, kv_bytes, max_rows)
+    except ConfigError:
+        return [replace(line, num_with_snapshots=0) for line in lines]
+    capacity = Capacity(sizes, reads_tokens=model.reads_tokens, headroom=question.headroom)
+    fits = [
+        fit
+        for index, shape in enumerate(sizes.shapes)
+        if shape in shapes
+        for _, fit in _fits(question, capacity, max_context_len, index)
+    ]
+    return [
+        replace(line, num_with_snapshots=fit.num_requests)
+        for line, fit in zip(lines, fits, strict=True)
+    ]
 
 
 def _lengths(question: Question) -> list[tuple[str, int]]:
@@ -316,6 +365,7 @@ def _sizes(
             shapes=shapes,
             max_context_len=max_context_len,
             kv_bytes=kv_bytes,
+            states=model.states,
         )
 
     if max_batch is None:
@@ -386,9 +436,11 @@ def _object(answer: Answer) -> dict[str, Any]:
                 "num_requests": line.fit.num_requests,
                 "pages": list(line.fit.pages),
                 "limit": line.fit.limit,
+                "num_with_snapshots": line.num_with_snapshots,
             }
             for line in answer.lines
         ],
+        "states": None if sizes.states is None else asdict(sizes.states),
         "acceptance": answer.acceptance,
         "mixed": mixed_object(answer.sizes.shapes, answer.mixed),
     }
@@ -401,12 +453,13 @@ def _groups_table(answer: Answer) -> Table:
         unused = f"; {show_bytes(answer.unused)} of it unused: raise --max-batch"
         unused += "" if sizes.num_rows < sizes.most_rows else ", or lower --max-context-len"
     shared = f", each of {answer.model.tp} devices" if answer.model.tp > 1 else ""
+    states = "" if sizes.states is None else " and states"
     assumed = " (a tenth of it; --workspace)" if answer.assumes_workspace else ""
     table = Table(
         title=f"plan: {answer.model.name}, {answer.model.dtype}{shared}",
         caption=f"{show_bytes(answer.memory)} - weights {show_bytes(answer.model.weight_bytes)} - "
         f"workspace {show_bytes(answer.workspace)}{assumed} - logits {show_bytes(answer.logits)} = "
-        f"{show_bytes(answer.kv_bytes)} of KV "
+        f"{show_bytes(answer.kv_bytes)} of KV{states} "
         f"(kv_bytes={answer.kv_bytes}), page 0 of each group included{unused}; row width in slots",
     )
     table.add_column("group")
@@ -426,6 +479,30 @@ def _groups_table(answer: Answer) -> Table:
     return table
 
 
+def _states_table(sizes: GroupSizes, states: StateSize) -> Table:
+    ratio = states.slot_bytes / states.record_bytes
+    table = Table(
+        title=f"recurrent states: {show_bytes(states.num_bytes)}",
+        caption=f"a draft token takes a record of {states.record_bytes:,} bytes; a whole state for "
+        f"each, as vLLM 0.33 keeps 1 + num_speculative_tokens a request, takes {ratio:,.1f} times "
+        f"as much; a row folds {states.flush} records at a time",
+    )
+    table.add_column("what")
+    for column in ("number", "bytes each", "bytes"):
+        table.add_column(column, justify="right")
+    num_kept = states.num_slots - sizes.num_rows
+    ring_bytes = states.ring_len * states.record_bytes
+    for what, number, num_bytes in (
+        ("slots of rows that run", sizes.num_rows, states.slot_bytes),
+        ("slots of sessions and of the prefix cache", num_kept, states.slot_bytes),
+        ("slot 0, zeros", 1, states.slot_bytes),
+        (f"rings of {states.ring_len} records", states.num_rings, ring_bytes),
+        ("a row that runs: slot and ring", 1, states.row_bytes),
+    ):
+        table.add_row(what, f"{number:,}", f"{num_bytes:,}", show_bytes(number * num_bytes))
+    return table
+
+
 def _fits_table(answer: Answer) -> Table:
     sizes = answer.sizes
     table = Table(
@@ -437,6 +514,8 @@ def _fits_table(answer: Answer) -> Table:
     table.add_column("shape")
     table.add_column("pages each", justify="right")
     table.add_column("fit", justify="right")
+    if sizes.states is not None:
+        table.add_column("with snapshots", justify="right")
     table.add_column("limit")
     for line in answer.lines:
         shape = line.shape
@@ -445,6 +524,7 @@ def _fits_table(answer: Answer) -> Table:
             f"{shape.num_steps}x{shape.topk}x{shape.num_draft_tokens}",
             " + ".join(f"{pages:,}" for pages in line.fit.pages),
             f"{line.fit.num_requests:,}",
+            *([] if line.num_with_snapshots is None else [f"{line.num_with_snapshots:,}"]),
             line.fit.limit,
         )
     return table

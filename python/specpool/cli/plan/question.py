@@ -11,7 +11,7 @@ from specpool.capacity.group_sizes import Layout, Policy
 from specpool.cli.options import types as o
 from specpool.cli.options.derived import option_of
 from specpool.cli.plan.mixed import ACCEPTANCE
-from specpool.engine.config import HEADROOM, EngineConfig
+from specpool.engine.config import HEADROOM, MAX_SESSIONS, EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +135,8 @@ class Question:
             rich_help_panel="Scheduling",
         ),
     ] = None
+    max_sessions: Annotated[int, option_of(EngineConfig, "max_sessions")] = MAX_SESSIONS
+    cached_states: Annotated[int | None, option_of(EngineConfig, "cached_states")] = None
     headroom: Annotated[int, option_of(EngineConfig, "headroom")] = HEADROOM
     prompt: Annotated[int | None, typer.Option(help="Tokens of a prompt.")] = None
     output: Annotated[int | None, typer.Option(help="Tokens that a request generates.")] = None

@@ -57,22 +57,23 @@ class Assembly:
     worker: Worker
     host: HostTier | None
     controller: Controller | None
+    state: RecurrentState | None  # of the target's recurrent layers
     ranks: Ranks | None = None
 
     def scheduler_config(self) -> SchedulerConfig:
         """Return the options of a scheduler for these parts."""
-        config, drafters = self.config, [*self.drafters.values()]
+        config, drafters, mixers = self.config, [*self.drafters.values()], self.target.mixers
         return SchedulerConfig(
             max_batch=self.ledger.max_batch,
             prefill_tokens=config.prefill_tokens,
             keeps_draft_kv=any(drafter.layers for drafter in drafters),
             reads_tokens=any(drafter.reads_tokens for drafter in drafters),
             trims_rounds=self.kind == "v1",
-            shares_prompts=not self.target.keeps_state,
             headroom=config.headroom,
             max_idle=config.max_sessions,
             idle_pages=config.session_pages,
-            prefix_cache=config.prefix_cache and not self.target.keeps_state,
+            prefix_cache=config.prefix_cache,
+            goes_on_slowly=mixers is not None and not mixers.continues,
             forced_shape=forced_shape(config),
         )
 
@@ -164,7 +165,7 @@ def assemble(
         itemsize=target.dtype.itemsize,
         max_context_len=max_context_len,
         kv_bytes=kv_bytes,
-        keeps_state=target.keeps_state,
+        states=target.state_bytes,
     )
     sizes = sizes_of(config)
     controller = _controller(config, sizes, ranks)
@@ -178,6 +179,7 @@ def assemble(
     for drafter in drafters:
         drafter.attach(cache, first_layer, pools.draft_group, layout, shapes)
         first_layer += len(drafter.layers)
+    state = _state(ledger, target)
     worker = Worker(
         target,
         drafters,
@@ -186,7 +188,7 @@ def assemble(
         shapes=ledger.shapes,
         max_context_len=max_context_len,
         attention=attention,
-        state=_state(ledger, target),
+        state=state,
     )
     if capture is not None and sizes:
         kinds = round_kinds(config, sizes, drafters, shape)
@@ -205,9 +207,10 @@ def assemble(
         worker=worker,
         host=_host_tier(config, ledger, cache),
         controller=controller,
+        state=state,
         ranks=ranks,
     )
-    _log_changes(config, target, max_context_len, parts)
+    _log_changes(max_context_len, parts)
     return parts
 
 
@@ -318,16 +321,11 @@ def _context_len(config: EngineConfig, target: TargetModel, named: Mapping[str, 
     return longest
 
 
-def _log_changes(config: EngineConfig, target: TargetModel, longest: int, parts: Assembly) -> None:
+def _log_changes(longest: int, parts: Assembly) -> None:
     """Log, in a line each, where this engine departs from its configuration.
 
     `longest` is the most tokens of a sequence.
     """
-    if target.keeps_state and config.prefix_cache:
-        _log.info(
-            "prefix_cache has no effect: the target has recurrent layers, whose states no other "
-            "request can take over",
-        )
     for name, drafter in parts.drafters.items():
         if isinstance(drafter, EagleDrafter | BlockDrafter):
             made_for = drafter.head.config.max_position_embeddings
@@ -360,7 +358,7 @@ def _pools(
         dtype=target.dtype,
         device=target.device,
         kv_bytes=kv_bytes,
-        state_flush=None if target.mixers is None else target.mixers.flush,
+        states=target.state_bytes,
         least=None if ranks is None else ranks.least,
         record=None if ranks is None else log_path(ranks),
     )

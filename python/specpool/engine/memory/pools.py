@@ -12,6 +12,7 @@ import torch
 from specpool._core import Ledger, Shape
 from specpool.capacity.group_sizes import size_groups
 from specpool.capacity.layer_kv import LayerKV, bytes_by_window
+from specpool.capacity.state_sizes import StateBytes
 from specpool.engine.config import EngineConfig
 from specpool.errors import ConfigError
 from specpool.num_bytes import show_bytes
@@ -94,7 +95,7 @@ def kv_budget(
     least: Callable[[int], int] | None = None,
     sharers: int = 1,
 ) -> int:
-    """Return the bytes for KV: what an option says, else a share of the device's free memory.
+    """Return the bytes for KV and states: what an option says, else a share of free memory.
 
     Half of what is free. On a CUDA device, where prompts and logits take less than that, all but
     12 % of the device if that is more.
@@ -132,7 +133,7 @@ def plan_pools(
     dtype: torch.dtype,
     device: torch.device,
     kv_bytes: int,
-    state_flush: int | None = None,
+    states: StateBytes | None = None,
     least: Callable[[int], int] | None = None,
     record: Path | None = None,
 ) -> Pools:
@@ -146,8 +147,8 @@ def plan_pools(
         max_context_len: the most tokens of a sequence.
         dtype: dtype of the KV.
         device: where the KV lives.
-        kv_bytes: bytes for all buffers, of `kv_budget`.
-        state_flush: of the rows' state slots; None if the target has no recurrent layers.
+        kv_bytes: bytes for all buffers and states, of `kv_budget`.
+        states: what the target's recurrent layers keep; None if it has none.
         least: returns the least of all ranks' values: they have the same pages; None without ranks.
         record: a file for the ledger's event log, if there are ranks.
 
@@ -162,15 +163,21 @@ def plan_pools(
         shapes=shapes,
         max_context_len=max_context_len,
         kv_bytes=kv_bytes,
+        states=states,
     )
-    ledger = sizes.ledger(digest=least is not None, record=record, state_flush=state_flush)
+    ledger = sizes.ledger(digest=least is not None, record=record)
     free = free_bytes(device)
     free = free if least is None else least(free)
     if sizes.num_bytes > free:
         num_pages = " + ".join(str(group.num_pages) for group in sizes.groups)
+        states_text = ""
+        if sizes.states is not None:
+            num_slots = sizes.states.num_slots
+            states_text = f" and {num_slots} recurrent states {show_bytes(sizes.state_bytes)}"
         raise ConfigError(
-            f"{num_pages} pages need {show_bytes(sizes.num_bytes)} of KV, {show_bytes(free)} are "
-            "free: lower num_pages, kv_bytes or page_size"
+            f"{num_pages} pages need {show_bytes(sizes.num_bytes - sizes.state_bytes)} of KV"
+            f"{states_text}, {show_bytes(free)} are free: lower num_pages, kv_bytes, page_size or "
+            "max_batch"
         )
     target_groups = [sizes.group_of(layer.window) for layer in target_layers]
     layer_groups = target_groups + [sizes.draft_group] * len(draft_layers)

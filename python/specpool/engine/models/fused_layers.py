@@ -7,15 +7,15 @@ round, whatever it computes, and there are dozens in each layer:
 |---|---|---|---|
 | RMSNorm | 7 or 8 | 1: `torch.nn.functional.rms_norm` (Gemma's in 16 bits: 3) | `_fused_norm` |
 | rotary embedding | 10 | 1: `kernels.rotate_heads` | `_Rotation` |
-| silu of a gate, times the other half | 2 | 1: `kernels.gated_silu` | `_fused_gate` |
+| silu of a gate, times the other half | 2 | 1: `kernels.gated_silu` | `fused_gate` |
 
 What a module computes says whether it is fused, not its name: its own result for random numbers
 must be the fused one's. A module that computes anything else runs as it is. Norms agree up to the
 rounding of their dtype, since transformers rounds before it multiplies with the weight, and torch
 only after it. Rotations agree to the bit, gates but for the last bit of an exponential function.
 
-A CPU's forwards are not fused. There a launch costs little, and modules of torch's own operators
-are at their fastest.
+A CPU's forwards are not fused in this way: there a launch costs little. `PackedLayers` has its
+gates.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FusedLayers:
         for module in model.modules():
             if "forward" in module.__dict__:  # somebody else's
                 continue
-            forward = _fused_norm(module) or _fused_gate(module)
+            forward = _fused_norm(module) or fused_gate(module)
             kind = type(module)
             if kind not in rotating:
                 rotating[kind] = _with_rotation(kind.forward)
@@ -122,7 +122,7 @@ def _computes_norm(module: nn.Module, weight: Tensor, candidate: Callable[..., T
 # --- gated layers -------------------------------------------------------------------------------
 
 
-def _fused_gate(module: nn.Module) -> MethodType | None:
+def fused_gate(module: nn.Module) -> MethodType | None:
     """Return the forward of a layer gated by silu; None if the module is none."""
     parts = [module._modules.get(name) for name in ("gate_proj", "up_proj", "down_proj")]
     activation = getattr(module, "act_fn", None)

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specpool.capacity.state_sizes import StateBytes
 from specpool.engine.models.gate import refusal
 from specpool.engine.models.lane_states import LaneStates
-from specpool.engine.models.recurrent import MixerSpec, paged_cache, states_in
+from specpool.engine.models.recurrent import MixerSpec, bytes_of_mixers, paged_cache, states_in
 
 # Recorded inputs that a round reads again before they are folded, at most one less.
 _FLUSH = 16
@@ -52,6 +53,11 @@ class Mixers:
         fold costs another call. Mixers that run token by token should read none twice.
         """
         return _FLUSH if self.continues else 1
+
+    @property
+    def state_bytes(self) -> StateBytes:
+        """What a row keeps of all mixers."""
+        return bytes_of_mixers(self.specs, self.flush)
 
     def close(self) -> None:
         """Give the mixers their own forwards back. A second call does nothing."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specpool.capacity.layer_kv import LayerKV
+from specpool.capacity.state_sizes import StateBytes
 from specpool.engine.models.block.config import BlockConfig
 from specpool.engine.models.eagle.config import EagleConfig
 from specpool.engine.models.files.checkpoint import (
@@ -47,6 +48,7 @@ class Outline:
     max_context_len: int
     vocab_size: int | None
     context_reason: str = ""  # why the context is not the config's; empty if it is
+    states: StateBytes | None = None  # of recurrent layers, whose KV is not in `layers`
 
     def loaded_bytes(self, dtype: str) -> int | None:
         """Return the bytes of the weights in `dtype`, by the files or else by the config."""
@@ -58,13 +60,17 @@ class Outline:
         return self.weight_bytes * ITEMSIZES[dtype] // ITEMSIZES[self.dtype]
 
 
-def target_outline(source: str, *, trust_remote_code: bool = False) -> Outline:
+def target_outline(
+    source: str, *, trust_remote_code: bool = False, dtype: str | None = None
+) -> Outline:
     """Return the outline of a decoder; from the hub only the config is fetched.
 
     Args:
         source: a folder or a hub name.
         trust_remote_code: run Python code of the checkpoint; if False, a model that needs it is
             refused.
+        dtype: what the weights are loaded in; None: as stored, or float32 if that is not known.
+            Recurrent states depend on it.
 
     Raises:
         ConfigError: there is no model at `source`, or it cannot run over pages.
@@ -74,26 +80,28 @@ def target_outline(source: str, *, trust_remote_code: bool = False) -> Outline:
     raw = read_config(folder)
     check_counts(source, raw)
     plain = PlainConfig.parse(raw)
+    stored_dtype, dtype_from = _dtype(raw, folder)
     if plain is None:
-        plain = _by_transformers(source, folder, trust_remote_code)
+        loaded_dtype = dtype or stored_dtype or "float32"
+        plain = _by_transformers(source, folder, trust_remote_code, loaded_dtype)
     if local_folder is None:
         _fetch_index(source)
-    dtype, dtype_from = _dtype(raw, folder)
     try:
         num_bytes = weight_bytes(folder)
-        if plain.is_part and dtype in ITEMSIZES and not raw.get("quantization_config"):
-            num_bytes = min(num_bytes, plain.num_parameters * ITEMSIZES[dtype])
+        if plain.is_part and stored_dtype in ITEMSIZES and not raw.get("quantization_config"):
+            num_bytes = min(num_bytes, plain.num_parameters * ITEMSIZES[stored_dtype])
     except CheckpointError:
         num_bytes = None
     return Outline(
         layers=plain.layers,
-        dtype=dtype,
+        dtype=stored_dtype,
         dtype_from=dtype_from,
         weight_bytes=num_bytes,
         num_parameters=plain.num_parameters or None,
         max_context_len=plain.max_context_len,
         vocab_size=plain.vocab_size or None,
         context_reason=plain.context_reason,
+        states=plain.states,
     )
 
 
@@ -135,14 +143,14 @@ def _dtype(raw: dict[str, Any], folder: Path) -> tuple[str | None, str]:
     return (dtype, "weights") if dtype in ITEMSIZES else (None, "")
 
 
-def _by_transformers(source: str, folder: Path, trust_remote_code: bool) -> PlainConfig:
-    """Read a config with transformers.
+def _by_transformers(source: str, folder: Path, trust_remote_code: bool, dtype: str) -> PlainConfig:
+    """Read a config with transformers. `dtype` is as in `target_outline`.
 
     Raises:
         ConfigError: transformers is not installed, or the model cannot run over pages.
     """
     try:
-        import torch  # noqa: F401
+        import torch
         import transformers  # noqa: F401
     except ImportError:
         raise ConfigError(
@@ -150,7 +158,7 @@ def _by_transformers(source: str, folder: Path, trust_remote_code: bool) -> Plai
             "give --layers, --kv-heads and --head-dim instead; without it these types are read, if "
             f"no key is missing: {', '.join(FAMILIES)}"
         ) from None
-    from specpool.engine.models.gate import context_limit, text_config
+    from specpool.engine.models.gate import context_limit, has_recurrent_layers, text_config
     from specpool.engine.models.target_folder import (
         TargetFolder,
         empty_model,
@@ -160,9 +168,23 @@ def _by_transformers(source: str, folder: Path, trust_remote_code: bool) -> Plai
 
     config = load_config(TargetFolder(source, folder, trust_remote_code))
     vocab_size = _integer(text_config(config), "vocab_size")
-    layers, num_parameters = stated_layers(config), 0
     longest, reason = context_limit(config)
     is_part = text_config(config) is not config and not runs_own_code(config)
+    if has_recurrent_layers(config):
+        from specpool.engine.models.state_outline import outline_states
+
+        with reading(f"{source}: no model can be built of its config.json", ConfigError):
+            outline = outline_states(config, getattr(torch, dtype))
+        return PlainConfig(
+            outline.layers,
+            longest,
+            vocab_size,
+            outline.num_parameters,
+            reason,
+            is_part,
+            outline.states,
+        )
+    layers, num_parameters = stated_layers(config), 0
     if is_part:  # the files hold more than is loaded
         with reading(f"{source}: no model can be built of its config.json", ConfigError):
             parameters = empty_model(config).parameters()
@@ -174,18 +196,13 @@ def stated_layers(config: Any) -> tuple[LayerKV, ...]:
     """Return the KV of each layer by a config that `check_config` has passed.
 
     Raises:
-        ConfigError: the config does not state it in the usual keys, or has recurrent layers.
+        ConfigError: the config does not state it in the usual keys.
     """
     from specpool.engine.models import torch_attention
-    from specpool.engine.models.gate import has_recurrent_layers, text_config
+    from specpool.engine.models.gate import text_config
     from specpool.engine.models.probe import chunk_size
 
     text = text_config(config)
-    if has_recurrent_layers(config):
-        raise ConfigError(
-            f"the config of type {config.model_type!r} has recurrent layers, whose states are no"
-            " KV: give --layers, --kv-heads and --head-dim of those with attention instead"
-        )
     refusal = ConfigError(
         f"the config of type {config.model_type!r} does not state in the usual keys what its layers"
         " keep: give --layers, --kv-heads and --head-dim instead"

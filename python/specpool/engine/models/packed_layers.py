@@ -1,10 +1,12 @@
 """`PackedLayers`: linear layers through oneDNN's packed weights, for the row counts where it pays.
 
 On a CPU torch multiplies by MKL, which is slow for a few dozen rows: 8 rows through a matrix of
-768 x 3072 took three times as long as through oneDNN with a weight in its own order. A single row,
-which only waits for memory, is as quick by MKL; so are prompts, except on processors that MKL does
-not favour. The rows from `LEAST_ROWS` to `MOST_ROWS` are fixed, so that two starts give the same
-text. Whether prompts are packed too is measured once, by a wide margin.
+768 x 3072 took three times as long as through oneDNN with a weight in its own order. Fewer rows
+and prompts are as quick by MKL, except on processors that MKL does not favour: there two rows took
+twice as long. The rows from `LEAST_ROWS` to `MOST_ROWS` are fixed, so that two starts give the same
+text. Whether fewer and more are packed too is measured once, by a wide margin.
+
+oneDNN also applies silu to a gate, and the gate to the other half, while a product is in the cache.
 
 A packed weight is a second copy. It is made of the weight as it was then: a layer whose weight was
 replaced or written to since (`Tensor._version`) runs as it is. A write through `Tensor.data`, which
@@ -22,13 +24,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
+from specpool.engine.models.fused_layers import fused_gate
+
 #: Rows of the products that are packed on any processor, both included.
 LEAST_ROWS, MOST_ROWS = 4, 64
 #: Bytes of the smallest weight that is packed. A call of oneDNN costs microseconds by itself.
-MIN_BYTES = 1 << 20
-#: oneDNN's time over MKL's below which prompts are packed too. It is 1.0 to 1.2 where MKL is at
-#: home, and 0.3 to 0.8 elsewhere.
-_MAX_RATIO = 0.9
+MIN_BYTES = 1 << 19
+#: oneDNN's time over MKL's below which other numbers of rows are packed too. It is 1.0 to 1.2 where
+#: MKL is at home, and 0.3 to 0.92 elsewhere.
+_MAX_RATIO = 0.95
 
 
 class PackedLayers:
@@ -54,13 +58,27 @@ class PackedLayers:
                 packed_weights[id(weight)] = packed
                 self.num_bytes += weight.nbytes
             self._layers.append(_PackedLayer(module, packed_weights[id(weight)]))
+        by_module = {layer.module: layer for layer in self._layers}
+        self._gates: list[_PackedGate] = []
+        for module in model.modules():
+            gate, up = (
+                by_module.get(getattr(module, f"{part}_proj", None)) for part in ("gate", "up")
+            )
+            if (
+                gate is not None
+                and up is not None
+                and "forward" not in module.__dict__
+                and fused_gate(module)
+            ):
+                self._gates.append(_PackedGate(module, gate, up))
 
     def __len__(self) -> int:
         return len(self._layers)
 
     def switch(self, *, on: bool) -> None:
         """Put the packed forwards in place, or the modules' own."""
-        for layer in self._layers:
+        layers: list[_PackedLayer | _PackedGate] = [*self._layers, *self._gates]
+        for layer in layers:
             if on:
                 layer.module.forward = layer.forward
             else:
@@ -72,23 +90,26 @@ class _PackedLayer:
 
     def __init__(self, module: Any, packed: Tensor) -> None:
         self.module = module
-        self._packed = packed
-        self._most_rows = sys.maxsize if packs_prompts() else MOST_ROWS
+        self.packed = packed
+        self._least_rows, self._most_rows = packed_rows()
         self._weight: Tensor = module.weight
         self._width = self._weight.shape[1]
         self._version, self._address = self._weight._version, self._weight.data_ptr()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x [..., in] times the weight, plus the bias: [..., out]."""
-        module = self.module
-        if (
-            LEAST_ROWS <= x.numel() // self._width <= self._most_rows
+        if self.serves(x):
+            return _product(x, self.packed, self.module.bias)
+        return F.linear(x, self.module.weight, self.module.bias)
+
+    def serves(self, x: Tensor) -> bool:
+        """Return whether the packed weight is for x [..., in]."""
+        return (
+            self._least_rows <= x.numel() // self._width <= self._most_rows
             and x.dtype == torch.float32
             and not torch.is_grad_enabled()
-            and self._is_fresh(module.weight)
-        ):
-            return _product(x, self._packed, module.bias)
-        return F.linear(x, module.weight, module.bias)
+            and self._is_fresh(self.module.weight)
+        )
 
     def _is_fresh(self, weight: Tensor) -> bool:
         """Return whether the module's weight is still the one that was packed."""
@@ -99,16 +120,43 @@ class _PackedLayer:
         )
 
 
+class _PackedGate:
+    """A layer gated by silu, whose gate and other half have packed weights."""
+
+    def __init__(self, module: Any, gate: _PackedLayer, up: _PackedLayer) -> None:
+        self.module = module
+        self._gate, self._up = gate, up
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layer on x [..., h]."""
+        gate, up, module = self._gate, self._up, self.module
+        if not gate.serves(x) or not up.serves(x):
+            return type(module).forward(module, x)  # type: ignore[no-any-return]
+        ops, gate_bias, up_bias = torch.ops.mkldnn, gate.module.bias, up.module.bias
+        factor = ops._linear_pointwise(x, gate.packed, gate_bias, "swish", [], "")
+        product = ops._linear_pointwise.binary(x, factor, up.packed, up_bias, "mul")
+        down: Tensor = module.down_proj(product)
+        return down
+
+
 @cache
-def packs_prompts() -> bool:
-    """Return whether oneDNN is clearly quicker for prompts on this processor too, in 30 ms."""
-    weight, x = torch.ones(1024, 384), torch.ones(512, 384)
+def packed_rows() -> tuple[int, int]:
+    """Return the least and the most rows that are packed on this processor; takes some 50 ms."""
+    # A single row waits for memory by either way, so two rows tell.
+    least_rows = 1 if _is_quicker(torch.ones(4096, 512), num_rows=2) else LEAST_ROWS
+    most_rows = sys.maxsize if _is_quicker(torch.ones(1024, 384), num_rows=128) else MOST_ROWS
+    return least_rows, most_rows
+
+
+def _is_quicker(weight: Tensor, num_rows: int) -> bool:
+    """Return whether oneDNN is clearly quicker than MKL for so many rows."""
+    x = torch.ones(num_rows, weight.shape[1])
     with torch.inference_mode():
         packed = _pack(weight)
         if packed is None:
             return False
         seconds: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(5):  # in turns, so that other load slows both
+        for _ in range(9):  # in turns, so that other load slows both
             for is_packed in seconds:
                 began = time.perf_counter()
                 _product(x, packed, None) if is_packed else F.linear(x, weight)

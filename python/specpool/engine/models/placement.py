@@ -56,7 +56,7 @@ def _advice(device: torch.device | str) -> str:
     return f"; there are {torch.cuda.device_count()} CUDA devices, from cuda:0 on"
 
 
-def _placement(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
+def placement_of(model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
     """Return the dtype and the device of a model; raise `ConfigError` if it cannot run there."""
     for name, module in model.named_modules():
         if type(module).__module__.startswith(("torch.ao.nn", "torch.nn.quantized")):

@@ -9,6 +9,7 @@ as usual.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from specpool.capacity.state_sizes import StateBytes
 from specpool.engine.models.gate import refusal, text_config
 
 if TYPE_CHECKING:
@@ -45,6 +47,11 @@ class StateSpec:
     index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one row's state."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def get(self, cache: Any) -> Tensor:
         """Return the state of each lane in a cache, [B, *shape]."""
@@ -80,6 +87,20 @@ class MixerSpec:
     width: int
     dtype: torch.dtype
 
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of its input for one token."""
+        return self.width * self.dtype.itemsize
+
+
+def bytes_of_mixers(mixers: Sequence[MixerSpec], flush: int) -> StateBytes:
+    """Return what a row keeps of these mixers, with the state group's `flush`."""
+    return StateBytes(
+        slot=sum(state.num_bytes for mixer in mixers for state in mixer.states),
+        record=sum(mixer.record_bytes for mixer in mixers),
+        flush=flush,
+    )
+
 
 class RecurrentState:
     """The state slots of each mixer, and for each row a ring of the inputs that it has read.
@@ -112,6 +133,12 @@ class RecurrentState:
             torch.zeros((num_rows + 1) * ring_len, mixer.width, dtype=mixer.dtype, device=device)
             for mixer in mixers
         ]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all slots and rings."""
+        buffers = [*self.rings, *(state for states in self.slots for state in states)]
+        return sum(buffer.nbytes for buffer in buffers)
 
     def compact(
         self, rows: Tensor, roots: Tensor, accept_index: Tensor, *, num_draft_tokens: int

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from specpool.capacity.state_sizes import StateBytes
 from specpool.engine.attention import AttentionBatch
 from specpool.engine.attention.cudnn import without_cudnn
 from specpool.engine.models.decoder import _find_decoder, _isolate_configs, _no_model, _Standing
@@ -34,10 +35,11 @@ from specpool.engine.models.gate import (
 )
 from specpool.engine.models.generation_defaults import GenerationDefaults
 from specpool.engine.models.lane_states import LaneStates
+from specpool.engine.models.last_rows import LastRows
 from specpool.engine.models.mixers import Mixers
 from specpool.engine.models.packed_layers import PackedLayers
 from specpool.engine.models.paged_attention import _ATTENTION, _BATCH, _register, _torch_attention
-from specpool.engine.models.placement import _parse_device, _placement, check_dtype
+from specpool.engine.models.placement import _parse_device, check_dtype, placement_of
 from specpool.engine.models.probe import probe
 from specpool.engine.models.recurrent import ATTENDING, cache_argument, check_transformers
 from specpool.engine.models.state_probe import probe_states
@@ -103,7 +105,7 @@ class TargetModel:
                 " that engine first"
             )
         self.model = model
-        self.dtype, self.device = _placement(model)
+        self.dtype, self.device = self._place(model)
         self._captured: dict[int, Tensor] = {}
         self._capture_order: tuple[int, ...] = ()
         self._hooks: list[Any] = []
@@ -111,6 +113,7 @@ class TargetModel:
         self._configs = _isolate_configs(model)
         self._fused_layers: FusedLayers | None = None
         self._packed_layers: PackedLayers | None = None
+        self._last_rows: LastRows | None = None
         self._torch_modules: list[Any] = []
         self._torch_attention: Any = nullcontext()
         if text_config(model.config).model_type in CALLS_TORCH:
@@ -201,6 +204,11 @@ class TargetModel:
         """Whether rows have recurrent states beside KV. Such a state cannot be cut back."""
         return self.mixers is not None
 
+    @property
+    def state_bytes(self) -> StateBytes | None:
+        """What a row keeps of the recurrent mixers; None if there are none."""
+        return None if self.mixers is None else self.mixers.state_bytes
+
     @cached_property
     def generation_defaults(self) -> GenerationDefaults:
         """What the model's generation_config says of texts.
@@ -288,6 +296,7 @@ class TargetModel:
         logits_index: Tensor | None = None,
         *,
         states: LaneStates | None = None,
+        wants_hidden: bool = True,
     ) -> TargetOutput:
         """Run one forward of a flattened, ragged batch.
 
@@ -297,6 +306,8 @@ class TargetModel:
             batch: the pages that each layer reads and writes.
             logits_index: int64 [n], tokens whose logits are wanted (may be empty); None: all.
             states: what the lanes read of their recurrent states; None if there are no mixers.
+            wants_hidden: whether the hidden states of tokens without logits are read; otherwise
+                they may be left out, and then hold any numbers.
 
         Returns:
             Logits [n, V], hidden states [T, h], and the captured features or None.
@@ -313,7 +324,11 @@ class TargetModel:
                 )
         flat = tokens.unsqueeze(0), positions.unsqueeze(0)
         if self.mixers is None:
-            hidden = self._run(*flat, batch, use_cache=False)
+            some_rows: Any = nullcontext()
+            if not wants_hidden and logits_index is not None and self._last_rows is not None:
+                some_rows = self._last_rows.only(logits_index)
+            with some_rows:
+                hidden = self._run(*flat, batch, use_cache=False)
         else:
             assert states is not None
             with self.mixers.reading(states):
@@ -467,11 +482,15 @@ class TargetModel:
             f"its decoder {type(self.decoder).__name__} has no list of {self.num_layers} layers",
         )
 
+    def _place(self, model: PreTrainedModel) -> tuple[torch.dtype, torch.device]:
+        return placement_of(model)
+
     def _probe(self) -> None:
         """Find out what each layer keeps, with a few short forwards."""
         self.kv_layers = tuple(range(text_config(self.config).num_hidden_layers))
         if not self._is_recurrent:
             self.layer_kv = probe(self)
+            self._last_rows = LastRows(self, self._layers[-1])
             return
         check_transformers(self.config)
         self.kv_layers, self.layer_kv = probe_states(self)

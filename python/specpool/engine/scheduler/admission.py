@@ -52,6 +52,7 @@ class Admission:
                     return
                 row, length = start
                 self._start(request, row, length)
+                state.prefix_cache.cuts.start(request)
             except BaseException as error:
                 self._reclaim.fault(request, error)
                 continue
@@ -197,7 +198,7 @@ class Admission:
     def fork(self, request: Request) -> None:
         """Fork the request's row for its siblings, once all but the prompt's last token has KV.
 
-        Siblings that find no row or page wait.
+        If the row has a state, they begin where that is. Siblings that find no row or page wait.
         """
         state = self._state
         while request.siblings:
@@ -207,7 +208,7 @@ class Admission:
                     row = state.ledger.fork(request.row, str(sibling.request_id))
             if row:
                 try:
-                    self._start(sibling, row, request.prefilled_len)
+                    self._start(sibling, row, int(state.ledger.resolved_len[row]))
                 except BaseException as error:
                     state.waiting.add(sibling)
                     self._reclaim.fault(sibling, error)

@@ -52,9 +52,11 @@ class Prefill:
                 and budget > 0
                 and len(chosen) < state.ledger.max_batch
             ):
+                end = request.prefilled_len + min(num_left, budget)
+                end = state.prefix_cache.cuts.chunk_end(request, end)
                 chosen.append(request)
-                ends.append(request.prefilled_len + min(num_left, budget))
-                budget -= min(num_left, budget)
+                ends.append(end)
+                budget -= end - request.prefilled_len
         writes_draft = state.config.keeps_draft_kv and any(r.shape_index for r in chosen)
         plan = self._extend(chosen, ends, writes_draft)
         return None if plan is None else Step(plan, chosen)
@@ -62,9 +64,10 @@ class Prefill:
     def _extend(self, chosen: list[Request], ends: list[int], writes_draft: bool) -> Plan | None:
         """Prepare the extends of these requests, without the last ones if they find no pages."""
         while chosen:
+            keep = [lane for lane, r in enumerate(chosen) if ends[lane] in r.cuts]
             try:
                 plan = self._state.ledger.prepare_extend(
-                    [r.row for r in chosen], ends, writes_draft=writes_draft
+                    [r.row for r in chosen], ends, writes_draft=writes_draft, keep=keep
                 )
             except OutOfPages as shortage:
                 if not self._reclaim.drop_idle(shortage):

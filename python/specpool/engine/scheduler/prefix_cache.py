@@ -13,6 +13,7 @@ from specpool.engine.scheduler.config import SchedulerConfig
 from specpool.engine.scheduler.queues import Running
 from specpool.engine.scheduler.request import Request
 from specpool.engine.scheduler.rows import HostHandles
+from specpool.engine.scheduler.state_cuts import WORTH_WAITING, StateCuts
 from specpool.errors import SpecpoolError
 
 
@@ -42,10 +43,6 @@ class PrefixStats:
     num_bytes: int
 
 
-# A request waits for another one's prefill if that saves it more than this many tokens.
-_WORTH_WAITING = 32
-
-
 @dataclass(frozen=True, slots=True)
 class Hit:
     """What a request finds in the index.
@@ -62,7 +59,11 @@ class Hit:
 
 
 class PrefixCache:
-    """The part of the scheduler that keeps texts in the ledger's index, and finds them."""
+    """The part of the scheduler that keeps texts in the ledger's index, and finds them.
+
+    Attributes:
+        cuts: where prefills leave states, if the target has some.
+    """
 
     def __init__(
         self, ledger: Ledger, config: SchedulerConfig, running: Running, handles: HostHandles
@@ -77,6 +78,7 @@ class PrefixCache:
         """
         self._ledger, self._config, self._running = ledger, config, running
         self._handles = handles
+        self.cuts = StateCuts(ledger, config, running)
         self._hit_ct = self._host_ct = self._miss_ct = 0
         zeros = np.zeros(len(ledger.groups), np.int64)
         self._no_hit = Hit(0, zeros, zeros)
@@ -93,7 +95,7 @@ class PrefixCache:
         length, shared, taken = self._ledger.match_prefix(
             request.token_array(), request.salt, needs_draft=self._needs_draft(request)
         )
-        if not length:
+        if not length or not self.cuts.pays(request, length):
             return self._no_hit
         return Hit(length, np.array(shared), taken - self._ledger.tail_pages(length))
 
@@ -106,7 +108,9 @@ class PrefixCache:
             OutOfMemory: there is no memory.
         """
         tag = str(request.request_id)
-        if not self._can_use_index(request):
+        if not self._can_use_index(request) or (
+            self.cuts.is_slow and not self.match(request).length
+        ):
             return self._ledger.admit(tag), 0
         tokens, needs_draft = request.token_array(), self._needs_draft(request)
         row = self._ledger.admit_cached(tokens, request.salt, tag, needs_draft=needs_draft)
@@ -132,7 +136,9 @@ class PrefixCache:
         """
         if not self._can_use_index(request):
             return False
-        end, tokens = length + _WORTH_WAITING, request.tokens
+        if self.cuts.is_on:
+            return self.cuts.is_coming(request, length)
+        end, tokens = length + WORTH_WAITING, request.tokens
         if len(tokens) <= end:
             return False
         return any(
@@ -145,8 +151,13 @@ class PrefixCache:
         )
 
     def index(self, request: Request, end: int | None = None) -> None:
-        """Keep the text of a running request whose KV is final: at most `end` tokens."""
+        """Keep the text of a running request whose KV is final: at most `end` tokens.
+
+        If the target has states, a text that goes on is kept at its cuts.
+        """
         if not self.is_on or request.tainted or not request.row:
+            return
+        if self.cuts.is_on and end is not None and end not in request.cuts:
             return
         num_tokens = min(len(request.tokens), int(self._ledger.resolved_len[request.row]))
         num_tokens = num_tokens if end is None else min(num_tokens, end)

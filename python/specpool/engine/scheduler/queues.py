@@ -21,9 +21,8 @@ class Waiting:
     Joining, leaving and finding the next request cost O(log n) for n waiting requests.
     """
 
-    def __init__(self, *, shares_prompts: bool) -> None:
-        """Start empty; see `SchedulerConfig` for the option."""
-        self._shares_prompts = shares_prompts
+    def __init__(self) -> None:
+        """Start empty."""
         self._requests: dict[int, Request] = {}  # the waiting requests, by number
         # A heap of their orders. A request that has left stays until it comes first, or `tidy`.
         self._orders: list[tuple[int, int]] = []
@@ -54,7 +53,7 @@ class Waiting:
 
         A second call does nothing.
         """
-        shares = self._shares_prompts and len(request.tokens) > 1 and request.finish_reason is None
+        shares = len(request.tokens) > 1 and request.finish_reason is None
         siblings = [] if shares else request.siblings
         for sample in [request, *siblings]:
             if sample.finish_reason is None and sample not in self:
@@ -135,7 +134,7 @@ class Running:
             request.times.started = time.perf_counter()
         request.row, request.epoch = row, int(self._ledger.epoch[row])
         request.prefilled_len, request.prefill_len = prefilled_len, len(request.tokens)
-        request.shared_len, request.indexed_len = prefilled_len, 0
+        request.shared_len, request.indexed_len, request.cuts = prefilled_len, 0, set()
         if request.handle is None:
             _count_start(request)
         self.by_row[row] = request

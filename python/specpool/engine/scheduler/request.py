@@ -186,6 +186,7 @@ class Request:
     prefilled_len: int = 0  # positions in prefill steps so far
     indexed_len: int = 0  # tokens that the prefix cache has been given since the row was taken
     skips_cache: bool = False  # it takes nothing from the prefix cache
+    cuts: set[int] = field(default_factory=set)  # see `StateCuts`
     num_retractions: int = 0
     finish_reason: str | None = None  # "stop", "length", "error", "abort"
     error: str | None = None

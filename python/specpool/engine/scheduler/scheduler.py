@@ -485,11 +485,22 @@ class Scheduler:
             if request.prefilled_len == request.prefill_len - 1:  # no prefill will fork them
                 self.state.waiting.part(request)
 
+    def _most_with_states(self, shortage: OutOfPages, num_rows: int) -> int:
+        """Return how many rows' rounds may find state slots if that many found too few.
+
+        Rows that share a state part with their next round. Where slots lack, some do so later: of
+        the last two that share one, the second can write it.
+        """
+        if all(shortage.group != states.name for states in self.state.ledger.states):
+            return 0
+        num_lacking = shortage.need - shortage.free - shortage.cached
+        return max(num_rows - max(num_lacking, 1), 0)
+
     def _decode(self, shape_of: Int32, order: npt.NDArray[np.int64]) -> Step | None:
         """Prepare one round of every row that is ready; see `RoundShapes.choose`."""
-        state = self.state
+        state, most = self.state, self.state.ledger.max_batch
         while True:
-            rows = state.running.ready(shape_of, order)
+            rows = state.running.ready(shape_of, order)[:most]
             self._is_starved = False
             if not len(rows):
                 return None
@@ -501,8 +512,10 @@ class Scheduler:
                 if narrowed := self.round_shapes.narrow(state.running.limits):
                     shape_of, order = narrowed  # width gives way before any row
                 elif not self._reclaim.drop_idle(shortage):
-                    self._is_starved = True
-                    return None
+                    most = self._most_with_states(shortage, len(rows))
+                    if not most:
+                        self._is_starved = True
+                        return None
             except OutOfMemory as shortage:
                 self._reclaim.give_up(state.running.by_row[rows].tolist(), shortage)
                 return None

@@ -54,7 +54,7 @@ class State:
             ledger.shapes, ledger.num_rows + 1, controller, config.forced_shape
         )
         self.needs = PageNeeds(ledger, config.headroom, self.round_shapes.page_choices)
-        self.waiting = Waiting(shares_prompts=config.shares_prompts)
+        self.waiting = Waiting()
         self.running = Running(ledger, self.round_shapes, reads_tokens=config.reads_tokens)
         self.pins = Pins(ledger)
         self.handles = HostHandles(host, keeps_draft_kv=config.keeps_draft_kv)

@@ -33,6 +33,7 @@ class Pass:
         views: a view for each group.
         logits_at: int64 [n], tokens whose logits are wanted; None means all.
         wants_features: whether a drafter reads the inputs of the captured layers.
+        wants_hidden: whether the hidden states of tokens without logits are read.
         trees: the trees of lanes that follow one another; none if all lanes' tokens are chains.
     """
 
@@ -42,6 +43,7 @@ class Pass:
     views: Mapping[int, AttentionView]
     logits_at: Tensor | None
     wants_features: bool
+    wants_hidden: bool = False
     trees: Sequence[DraftTree] = ()
 
 
@@ -82,7 +84,8 @@ class Forward:
         wants_features = any(part.wants_features for part in passes)
         # Captured features cost hooks in every forward.
         self._target.capture(self._feature_layers if wants_features else ())
-        forward = self._target.forward
+        wants_hidden = any(part.wants_hidden for part in passes)
+        forward = partial(self._target.forward, wants_hidden=wants_hidden)
         if self._state is not None:
             forward = partial(forward, states=self._states(self._state, passes, plans))
         if len(passes) == 1:

@@ -67,13 +67,15 @@ class PrefillChunk:
         )
         context.rows.put_params(self._lanes, self.requests)
         positions, views = context.causal_reads(self._lanes)
+        wants_features = self._followers is not None and self._followers.wants_features
         return Pass(
             lanes=self._lanes,
             tokens=self._tokens,
             positions=positions,
             views=views,
             logits_at=self._lanes.last_indices,
-            wants_features=self._followers is not None and self._followers.wants_features,
+            wants_features=wants_features,
+            wants_hidden=wants_features or context.has_windows,
         )
 
     def outcome(self, output: TargetOutput) -> Outcome:

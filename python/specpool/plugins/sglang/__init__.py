@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 
 from specpool.plugins.drift import ON_DRIFT
-from specpool.plugins.settings import setting
-from specpool.plugins.switch import switch_on
+from specpool.plugins.settings import ON_FAULT, setting
+from specpool.plugins.status import status_of
+from specpool.plugins.switch import refusals, switch_on
 
 _log = logging.getLogger("specpool.plugins.sglang")
 
@@ -30,6 +31,7 @@ def register() -> None:
     if level == "off":
         return
     on_drift = setting("SPECPOOL_SGLANG_DRIFT", ON_DRIFT)
+    setting("SPECPOOL_SGLANG_FAULTS", ON_FAULT)
     from specpool.plugins.sglang import drift
 
     parts = {"rows": ("rows",), "pages": ("allocator", "history")}
@@ -42,7 +44,9 @@ def register() -> None:
         on_drift,
         _log,
     ):
+        status_of("sglang").decide(level, refusals["SGLang"])
         return
+    status_of("sglang").decide(level, [])
     if level == "rows":
         _log.warning("specpool: SGLang's rows and KV pages are those of specpool's ledger")
     else:

@@ -1,7 +1,7 @@
 """SGLang's allocators of KV slots, on `specpool.BlockPool`.
 
-A page freed twice, or one that was never handed out, is refused at that call. Imported by the
-plug-in only, because it imports SGLang and torch.
+A page freed twice, or one that was never handed out, is seen at that call, and kept from everybody.
+Imported by the plug-in only, because it imports SGLang and torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 
 from specpool import BlockPool, OutOfPages, SpecpoolError
 from specpool.plugins import record
-from specpool.plugins.sglang import slots
+from specpool.plugins.quarantine import Quarantine
+from specpool.plugins.sglang import leaks, slots
 from specpool.plugins.sglang.frees import MOST_COPIES, FreesInFlight
 from specpool.plugins.sglang.history import VERBS, History
+from specpool.plugins.status import status_of
 
 _ALLOCATOR = "sglang.srt.mem_cache.allocator."
 _ALLOC, _EXTEND, _DECODE = range(len(VERBS))
@@ -42,6 +44,8 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
     call took a page, and for which request if SGLang's own functions made the call.
     """
 
+    #: Whether a proof tries the class: then wrong frees raise, and no log is written.
+    is_tried = False
     # Of the base, which has no types.
     size: int
     page_size: int
@@ -88,7 +92,19 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         if self.pool is not None:
             self.pool.close()
         self.num_pages = self.size // self.page_size
-        self.pool = _new_pool(self.num_pages, self.page_size)
+        log = None if self.is_tried else record.log_path("SPECPOOL_SGLANG_RECORD")
+        self.pool = _new_pool(self.num_pages, self.page_size, log)
+        # None if a wrong free raises.
+        self.quarantine: Quarantine | None = None
+        is_raising = self.is_tried or os.environ.get("SPECPOOL_SGLANG_FAULTS") == "raise"
+        if self.pool is not None and not is_raising:
+            self.quarantine = Quarantine(
+                status_of("sglang"),
+                self.pool,
+                log,
+                owner_of=lambda page: self.history.owner(page),
+                freer_of=lambda page: " and ".join(self._freers(page)),
+            )
         self.free_group = None
         self.page_group: list[torch.Tensor] = []
         self.freers: list[tuple[torch.Tensor, int, str]] = []
@@ -279,6 +295,9 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
     def free_page_ids(self, page_ids: torch.Tensor) -> None:
         """Free these pages; inside a group, at its end.
 
+        A page that is free, or is named twice, goes into quarantine, and the rest is freed. If
+        `SPECPOOL_SGLANG_FAULTS` is raise, the call changes nothing.
+
         Raises:
             AllocatorError: a page is free, is named twice, or is none of the pool's.
         """
@@ -340,11 +359,23 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
     def _drop(self, pages: npt.NDArray[np.int64]) -> None:
         if self.pool is None:
             raise AllocatorError(f"free of pages {pages.tolist()}: the pool has no page")
-        try:
-            self.pool.drop(pages)
-        except SpecpoolError as error:
-            raise AllocatorError(self._with_history(str(error))) from error
+        quarantine = self.quarantine
+        if quarantine is not None and quarantine.has_any(pages):
+            pages = self._drop_each(quarantine, pages)
+        else:
+            try:
+                self.pool.drop(pages)
+            except SpecpoolError as error:
+                if quarantine is None or not leaks.counts_quarantine():
+                    raise AllocatorError(self._with_history(str(error))) from error
+                pages = self._drop_each(quarantine, pages)
         self.history.freed(pages, self.history.freer)
+
+    def _drop_each(
+        self, quarantine: Quarantine, pages: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """Free the pages that are held, and put the others into quarantine; return the former."""
+        return np.array(quarantine.drop(pages.tolist(), self._with_history), np.int64)
 
     def _with_history(self, message: str) -> str:
         """Return a refusal with the history of its page, and the requests that free it now."""
@@ -352,15 +383,18 @@ class SpecpoolPagedAllocator(BaseTokenToKVPoolAllocator):  # type: ignore[misc] 
         if named is None:
             return message
         page = int(named[1])
-        askers = [
+        freers = self._freers(page)
+        requests = f"; freed now by request {' and '.join(freers)}" if freers else ""
+        return f"{message}; {self.history.tell(page)}{requests}"
+
+    def _freers(self, page: int) -> list[str]:
+        """Return the requests that free a page now, as far as that is known."""
+        freers = [
             request
             for index, tokens, request in self.freers
             if (_host(index) // tokens == page).any()
         ]
-        if self.history.freer is not None:
-            askers.append(self.history.freer)
-        requests = f"; freed now by request {' and '.join(askers)}" if askers else ""
-        return f"{message}; {self.history.tell(page)}{requests}"
+        return freers if self.history.freer is None else [*freers, self.history.freer]
 
     # The KV itself.
 
@@ -397,12 +431,11 @@ def install() -> None:
         HookRegistry.register(_ALLOCATOR + target, cls, HookType.REPLACE)
 
 
-def _new_pool(num_pages: int, page_size: int) -> BlockPool | None:
+def _new_pool(num_pages: int, page_size: int, log: str | None) -> BlockPool | None:
     if not num_pages:
         return None
-    path = record.log_path("SPECPOOL_SGLANG_RECORD")
-    pool = BlockPool(num_pages, page_size, first_id=1, caching=False, record=path)
-    if path:
+    pool = BlockPool(num_pages, page_size, first_id=1, caching=False, record=log)
+    if log:
         record.close_at_exit(pool)
     return pool
 

@@ -80,6 +80,11 @@ class History:
                 break
         return line
 
+    def owner(self, page: int) -> str | None:
+        """Return the request that a page was taken for last, as far as that is known."""
+        self._write()
+        return self._request(int(self._row_of[page]), int(self._take_of[page]) // len(VERBS))
+
     def _request(self, row: int, call: int) -> str | None:
         # A row is filled before its request is noted, in the call that admits it.
         requests = [name for since, name in self._requests.get(row, ()) if since <= call]

@@ -35,20 +35,34 @@ EPISODES = 24
 Slot = tuple[int, int]
 
 
+class TriedPagedAllocator(plugin.SpecpoolPagedAllocator):
+    """Ours with wrong frees that raise."""
+
+    is_tried = True
+
+
+class TriedTokenAllocator(plugin.SpecpoolTokenAllocator):
+    """The same of pages of one token."""
+
+    is_tried = True
+
+
+_OURS = {"paged": TriedPagedAllocator, "token": TriedTokenAllocator}
+
+
 def difference() -> str | None:
     """Return the first thing in which ours differs from SGLang's allocators; None if nothing.
 
     It takes less than `proof.SECONDS` of CPU.
     """
     functions = set()
-    ours = {"paged": plugin.SpecpoolPagedAllocator, "token": plugin.SpecpoolTokenAllocator}
     for kind, cls in _OWN.items():
         for name in dir(cls):
             function = inspect.getattr_static(cls, name)
             if not inspect.isfunction(function) or "debug" in name:  # run in its debug mode only
                 continue
             functions.add(function)
-            replacement = inspect.getattr_static(ours[kind], name, None)
+            replacement = inspect.getattr_static(_OURS[kind], name, None)
             if replacement is None and not name.startswith("_"):
                 return f"{cls.__name__}.{name}: ours has no such method"
             if replacement not in (None, function):
@@ -245,8 +259,7 @@ class AllocatorCase:
         own = _OWN[self.kind](*arguments)
         if hasattr(own, "use_triton_kernels"):
             own.use_triton_kernels = rng.random() < 0.5
-        ours = {"paged": plugin.SpecpoolPagedAllocator, "token": plugin.SpecpoolTokenAllocator}
-        return AllocatorSide(own), AllocatorSide(ours[self.kind](*arguments))
+        return AllocatorSide(own), AllocatorSide(_OURS[self.kind](*arguments))
 
     def operations(self, rng: random.Random) -> Operations:
         rows: list[list[Slot]] = []

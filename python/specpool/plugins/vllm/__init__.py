@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 
 from specpool.plugins.drift import ON_DRIFT
-from specpool.plugins.settings import setting
-from specpool.plugins.switch import switch_on
+from specpool.plugins.settings import ON_FAULT, setting
+from specpool.plugins.status import status_of
+from specpool.plugins.switch import refusals, switch_on
 
 _log = logging.getLogger("specpool.plugins.vllm")
 
 LEVELS = ("off", "blocks", "speculative")
-ON_FAULT = ("raise", "log")
 
 _POOL = "specpool.plugins.vllm.pool"
 #: The level of the first call of this process that asked for one.
@@ -48,7 +48,9 @@ def register() -> None:
         on_drift,
         _log,
     ):
+        status_of("vllm").decide(level, refusals["vLLM"])
         return
+    status_of("vllm").decide(level, [])
     _log.warning("specpool: vLLM's KV blocks come from specpool's pool")
     if level == "speculative":
         _log.warning("specpool: a round reserves what it can write, and keeps a proved hit")

@@ -12,7 +12,7 @@ import inspect
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -113,6 +113,12 @@ def settings_of(function: Any, **wanted: Any) -> dict[str, Any]:
     """Return those settings that this release's function has."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in wanted.items() if name in known}
+
+
+class TriedPool(plugin.SpecpoolBlockPool):
+    """Ours with wrong frees that raise, as vLLM's own do."""
+
+    is_tried = True
 
 
 class PoolSide:
@@ -319,7 +325,7 @@ class BlockCase:
             return PoolSide(made, known)
 
         self.hash_counts = [len(request.block_hashes) for request in known]
-        return side(plugin.OwnBlockPool), side(plugin.SpecpoolBlockPool)
+        return side(plugin.OwnBlockPool), side(TriedPool)
 
     def operations(self, rng: random.Random) -> Operations:
         held: list[SimpleNamespace] = []
@@ -524,17 +530,17 @@ class QueueCase:
 
 
 class ManagerSide(PoolSide):
-    """vLLM's KV cache manager on a pool; `allocate` is its `allocate_slots`, or the plug-in's."""
+    """vLLM's KV cache manager on a pool."""
 
-    def __init__(self, managed: Any, requests: Sequence[Any], allocate: Any) -> None:
+    def __init__(self, managed: Any, requests: Sequence[Any]) -> None:
         super().__init__(managed.block_pool, requests)
-        self.managed, self.allocate = managed, allocate
+        self.managed = managed
 
     def admit(self, index: int) -> Any:
         """Look a request's hit up and give it blocks, as vLLM's scheduler does."""
         request = self.requests[index]
         blocks, known = self.managed.get_computed_blocks(request)[:2]
-        new = self.allocate(self.managed, request, request.num_tokens - known, known, blocks)
+        new = self.managed.allocate_slots(request, request.num_tokens - known, known, blocks)
         if new is None:
             return None
         request.num_computed_tokens = request.num_tokens
@@ -542,7 +548,7 @@ class ManagerSide(PoolSide):
 
     def grow(self, index: int, drafts: int, tokens: list[int]) -> Any:
         request = self.requests[index]
-        new = self.allocate(self.managed, request, 1 + drafts, num_lookahead_tokens=drafts)
+        new = self.managed.allocate_slots(request, 1 + drafts, num_lookahead_tokens=drafts)
         if new is None:
             return None
         request.append_output_token_ids(tokens)
@@ -573,12 +579,9 @@ class ManagerCase:
         )
         num_blocks = rng.randint(4, 24)
         sides = []
-        for cls, allocate in (
-            (plugin.OwnBlockPool, plugin.own_allocate_slots),
-            (plugin.SpecpoolBlockPool, plugin.allocate_slots),
-        ):
+        for cls in (plugin.OwnBlockPool, TriedPool):
             known = requests(random.Random(seed))  # a manager changes them: each side has its own
-            sides.append(ManagerSide(manager(cls, num_blocks, window, settings), known, allocate))
+            sides.append(ManagerSide(manager(cls, num_blocks, window, settings), known))
         return sides[0], sides[1]
 
     def operations(self, rng: random.Random) -> Operations:
@@ -607,16 +610,19 @@ class ManagerCase:
 
 
 def manager(cls: type, num_blocks: int, window: int | None, settings: dict[str, Any]) -> Any:
-    """Return vLLM's manager of KV blocks on a class of block pools."""
+    """Return vLLM's manager of KV blocks on a class of block pools, with what goes with ours."""
     groups = [KVCacheGroupSpec([name], spec) for name, spec in _specs(window)]
     config = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     before, kv_cache_coordinator.BlockPool = kv_cache_coordinator.BlockPool, cls
     try:
         managed = KVCacheManager(config, max_model_len=1 << 10, **settings)
-        managed.spare_lookahead = 0  # as the class has when the plug-in is on
-        return managed
     finally:
         kv_cache_coordinator.BlockPool = before
+    if cls is TriedPool:
+        coordinator = managed.coordinator
+        for name in ("allocate_new_blocks", "allocate_new_computed_blocks"):
+            setattr(coordinator, name, MethodType(getattr(plugin, name), coordinator))
+    return managed
 
 
 def _specs(window: int | None) -> Iterator[tuple[str, Any]]:

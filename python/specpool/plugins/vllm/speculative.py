@@ -12,23 +12,27 @@ noted, and a hit whose text goes on with the same token keeps the block: nothing
 from __future__ import annotations
 
 import functools
-import logging
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from specpool.plugins.status import status_of
 from specpool.plugins.vllm import drafters
 from specpool.plugins.vllm.pool import SpecpoolBlockPool
 
-_log = logging.getLogger("specpool.plugins.vllm")
-
 #: Methods whose drafters are known to write as above.
 METHODS = ("eagle", "eagle3", "mtp")
+
+own_allocate_slots: Any = KVCacheManager.allocate_slots
+_managers: WeakSet[Any] = WeakSet()
+_kept_hits = [0]
 
 
 def install() -> None:
@@ -36,7 +40,13 @@ def install() -> None:
     wrap(Scheduler, "__init__", _init_scheduler)
     wrap(KVCacheManager, "__init__", _init_manager)
     wrap(KVCacheManager, "get_computed_blocks", _get_computed_blocks)
+    KVCacheManager.spare_lookahead = 0  # of managers that were made before
+    KVCacheManager.allocate_slots = allocate_slots
     note()
+    _kept_hits[0] = 0  # those of the proof do not count
+    gains = status_of("vllm").gains
+    gains["slots that running requests do not reserve now"] = _num_spare_slots
+    gains["blocks of hits that were kept"] = lambda: _kept_hits[0]
 
 
 def note() -> None:
@@ -51,6 +61,13 @@ def note() -> None:
     SpecpoolBlockPool.note_allocation = _note_allocation  # type: ignore[assignment, method-assign]
 
 
+def _num_spare_slots() -> int:
+    return sum(
+        manager.spare_lookahead * len(manager.coordinator.single_type_managers[0].req_to_blocks)
+        for manager in list(_managers)
+    )
+
+
 def wrap(owner: Any, name: str, outer: Callable[..., Any]) -> None:
     """Make `owner.name(...)` call `outer(original, ...)`."""
     original = getattr(owner, name)
@@ -60,6 +77,39 @@ def wrap(owner: Any, name: str, outer: Callable[..., Any]) -> None:
         return outer(original, *args, **kwargs)
 
     setattr(owner, name, wrapper)
+
+
+def _noting(original: Any) -> Any:
+    """Return vLLM's `allocate_slots` with notes of the request, and of what it need not reserve.
+
+    The wrapper has the parameters of this release, named one by one, because `*args, **kwargs`
+    would cost a tenth of vLLM's call.
+    """
+    signature = inspect.signature(original)
+    bare = [
+        parameter.replace(annotation=parameter.empty, default=parameter.empty)
+        for parameter in signature.parameters.values()
+    ]
+    names = [
+        f"{part.name}={part.name}" if part.kind is part.KEYWORD_ONLY else part.name for part in bare
+    ]
+    source = f"""
+def allocate_slots{inspect.Signature(bare)}:
+    pool = self.block_pool
+    if num_lookahead_tokens:
+        num_lookahead_tokens -= self.spare_lookahead
+    if pool.next_tokens is not None:
+        pool.note_allocation(request, num_new_computed_tokens, num_external_computed_tokens)
+    return original({", ".join(names)})
+"""
+    parts: dict[str, Any] = {"original": original}
+    exec(source, parts)
+    wrapper = functools.wraps(original)(parts["allocate_slots"])
+    wrapper.__defaults__, wrapper.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
+    return wrapper
+
+
+allocate_slots: Any = _noting(own_allocate_slots)
 
 
 def spare_lookahead(vllm_config: Any) -> int:
@@ -88,10 +138,9 @@ def _unknown_drafters() -> list[str]:
     return drafters.differences()
 
 
-@functools.cache
 def _say(text: str) -> None:
     """Log once per process that vLLM itself does something which the level could do."""
-    _log.warning("specpool: %s", text)
+    status_of("vllm").leave_alone(text)
 
 
 def _init_scheduler(
@@ -106,6 +155,7 @@ def _init_scheduler(
         _say(f"a round reserves as much as vLLM does: {unknown[0]}")
         return
     scheduler.kv_cache_manager.spare_lookahead = spare_lookahead(vllm_config)
+    _managers.add(scheduler.kv_cache_manager)
     if vllm_config.num_lookahead_tokens > 0:
         why = _why_none_is_spare(spec)
         if why:
@@ -212,6 +262,7 @@ def _find_longest_cache_hit(
     if proved is None:
         return original(cls, *args, block_pool=block_pool, **kwargs)
     blocks[-1] = proved
+    _kept_hits[0] += 1
     return whole
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -17,8 +18,8 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from specpool.plugins import proof
 from specpool.plugins.proof import Operation, Operations
 from specpool.plugins.vllm import pool_proof, speculative
-from specpool.plugins.vllm.pool import SpecpoolBlockPool, allocate_slots
-from specpool.plugins.vllm.pool_proof import HASH_SIZE, ManagerSide
+from specpool.plugins.vllm.pool import SpecpoolBlockPool
+from specpool.plugins.vllm.pool_proof import HASH_SIZE, ManagerSide, TriedPool
 
 EPISODES = 48
 _own_computed: Any = KVCacheManager.get_computed_blocks
@@ -56,7 +57,7 @@ class HitSide(ManagerSide):
     """vLLM's lookup, on its manager with our pool."""
 
     def __init__(self, managed: Any, requests: Sequence[Any]) -> None:
-        super().__init__(managed, requests, allocate_slots)
+        super().__init__(managed, requests)
         #: For each block whose KV is computed: its request, and the position behind it.
         self.contents: dict[int, tuple[Any, int]] = {}
         self.known: dict[int, int] = {}
@@ -71,7 +72,7 @@ class HitSide(ManagerSide):
         """Admit a request with the hit of ours; return whether it had room."""
         request, managed = self.requests[index], self.managed
         blocks, known = speculative._get_computed_blocks(_own_computed, managed, request)[:2]
-        new = self.allocate(managed, request, request.num_tokens - known, known, blocks)
+        new = managed.allocate_slots(request, request.num_tokens - known, known, blocks)
         if new is not None:
             request.num_computed_tokens = request.num_tokens
             self.known[index] = known
@@ -153,7 +154,9 @@ class HitCase:
             enable_caching=True,
             use_eagle=True,
         )
-        managed = pool_proof.manager(SpecpoolBlockPool, rng.randint(12, 40), None, settings)
+        managed = pool_proof.manager(TriedPool, rng.randint(12, 40), None, settings)
+        managed.spare_lookahead = 0  # as the class has when the level is on
+        managed.allocate_slots = MethodType(speculative.allocate_slots, managed)
         managed.block_pool.next_tokens = {}
         own = HitSide(managed, pool_proof.requests(rng))
         self.lookups.append(LookupSide(own))

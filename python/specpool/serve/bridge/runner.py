@@ -272,6 +272,7 @@ def ready_of(engine: Engine) -> Ready:
             "page_size": config.page_size,
             "overlap_depth": engine.ledger.overlap_depth,
             "kv_bytes": engine.kv_bytes,
+            "state_bytes": engine.state_bytes,
             "drafters": [*engine.drafters],
         },
         tokenizer=None if engine.tokenizer is None else str(engine.tokenizer.name_or_path),

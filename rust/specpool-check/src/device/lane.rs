@@ -127,8 +127,7 @@ impl Lane<'_> {
     /// Writes tokens `[start, end)` as the row's next ones: new tags, in every layer that the forward writes.
     fn keep(&mut self, start: i64, end: i64) -> Result<(), Fault> {
         for position in start..end {
-            let tag = self.device.next_tag;
-            self.device.next_tag += 1;
+            let tag = self.device.tag(self.row, self.device.rows[self.row].sequence.len());
             self.device.rows[self.row].sequence.push(tag);
             for group in 0..self.device.facts.groups.len() {
                 if self.device.facts.has_target[group] {

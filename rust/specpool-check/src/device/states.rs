@@ -107,23 +107,39 @@ impl Device {
         Some(fold)
     }
 
-    /// Checks that a row has its state, and the one that its checkpoint keeps. Nothing of it is in flight.
+    /// Checks that a row has its state, and those that its checkpoint and soft marks keep. Nothing of it is in flight.
     ///
     /// # Errors
     /// The slot that has another text.
     pub(crate) fn check_states(&self, ledger: &Ledger, row: i32) -> Result<(), Fault> {
-        let Some(states) = &self.states else { return Ok(()) };
+        if self.states.is_none() {
+            return Ok(());
+        }
         let text = |error: specpool_core::Error| error.to_string();
         let its = (ledger.state_slot(0).map_err(text)?[row as usize], ledger.state_len(0).map_err(text)?[row as usize]);
         let kept = ledger.kept_state(0, Row(row)).map_err(text)?.map(|(slot, len)| (slot.0, len));
         let sequence = &self.rows[row as usize].sequence;
-        for (slot, len) in [its].into_iter().chain(kept) {
-            let text = &states.slots[slot as usize];
-            if text.is_none() || text.as_deref() != sequence.get(..len as usize) {
-                return Err(format!("row {row}: slot {slot} has the state of {text:?}, not of {len} tokens"));
-            }
+        let marks = ledger.soft_marks(0, Row(row)).map_err(text)?.map(|(slot, len)| (slot.0, len));
+        for (slot, len) in [its].into_iter().chain(kept).chain(marks) {
+            let Some(text) = sequence.get(..len as usize) else {
+                return Err(format!("row {row}: slot {slot} has {len} tokens, the row {}", sequence.len()));
+            };
+            self.check_slot(slot as usize, text).map_err(|fault| format!("row {row}: {fault}"))?;
         }
         Ok(())
+    }
+
+    /// Checks that the slot has the state of this text.
+    ///
+    /// # Errors
+    /// The text of which it has the state.
+    pub(crate) fn check_slot(&self, slot: usize, text: &[Tag]) -> Result<(), Fault> {
+        let found = self.states.as_ref().and_then(|states| states.slots[slot].as_deref());
+        if found == Some(text) {
+            Ok(())
+        } else {
+            Err(format!("slot {slot} has the state of {found:?}, not of {text:?}"))
+        }
     }
 }
 

@@ -144,9 +144,10 @@ impl Model {
                 lane.row == row && lane.life == state.life && (step.launched || lane.epoch == state.epoch)
             };
             step.lanes.iter().find(its).map(|lane| {
-                // A round that waits for its resolve writes behind all tokens that are resolved by now.
-                let waits = !step.is_extend && !step.resolved && lane.epoch == state.epoch;
-                i64::from(if waits { lane.lo.max(state.resolved) } else { lane.lo })
+                // The oldest round in flight starts at r, a younger one at its lo if an older one fails.
+                let oldest = state.rounds.first().map(|round| round.step);
+                let is_oldest = oldest == Some(step.step) && lane.epoch == state.epoch;
+                i64::from(if is_oldest { lane.lo.max(state.resolved) } else { lane.lo })
             })
         };
         let incomplete = self.steps.iter().filter(|step| step.step > self.completed);

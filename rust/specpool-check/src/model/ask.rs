@@ -33,14 +33,17 @@ pub(crate) fn ask(model: &mut Model, op: &Call<'_>) -> Outcome {
         Call::ReleaseLent { group, pages } => model.release_lent(*group as usize, pages),
         Call::Export { row } => model.export(*row),
         Call::ImportRow { length, drafted_len } => model.import_row(*length, *drafted_len),
-        // Not in the model: the prefix index, and what saves the whole state.
-        Call::PrepareExtendKeeping { .. }
-        | Call::Index { .. }
-        | Call::AdmitCached { .. }
-        | Call::Forget { .. }
-        | Call::ForgetAll {}
-        | Call::Snapshot {}
-        | Call::Restore {} => Err(Refusal::Never(format!("the model has no {}", op.method()))),
+        Call::PrepareExtendKeeping { rows, new_lens, keep, writes_draft } => {
+            model.prepare_extend_keeping(rows, new_lens, keep, *writes_draft)
+        }
+        Call::Index { row, tokens, salt } => model.index(*row, tokens, salt),
+        Call::AdmitCached { tokens, salt, limit, needs_draft } => {
+            model.admit_cached(tokens, salt, *limit, *needs_draft)
+        }
+        Call::Forget { salt } => model.forget(Some(salt)),
+        Call::ForgetAll {} => model.forget(None),
+        // Not in the model: what saves the whole state.
+        Call::Snapshot {} | Call::Restore {} => Err(Refusal::Never(format!("the model has no {}", op.method()))),
     }
 }
 
@@ -50,9 +53,10 @@ pub(crate) fn outcome(answer: &Result<Given, Error>) -> Outcome {
         Ok(given) => {
             return Ok(given.id().map_or(0, |id| id as i64));
         }
-        Err(Error::OutOfPages { group, need, free, fenced, reclaimable, .. }) => {
-            let (group, [need, free, fenced, reclaimable]) = (group.clone(), [*need, *free, *fenced, *reclaimable]);
-            Refusal::OutOfPages { group, need, free, fenced, reclaimable }
+        Err(Error::OutOfPages { group, need, free, cached, fenced, reclaimable }) => {
+            let group = group.clone();
+            let [need, free, cached, fenced, reclaimable] = [*need, *free, *cached, *fenced, *reclaimable];
+            Refusal::OutOfPages { group, need, free, cached, fenced, reclaimable }
         }
         Err(Error::OutOfRows { fenced, .. }) => Refusal::OutOfRows { fenced: *fenced },
         Err(Error::ContextEnd { rows, .. }) => Refusal::ContextEnd(rows.clone()),

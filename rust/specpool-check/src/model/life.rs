@@ -152,6 +152,7 @@ impl Model {
                 self.give_back(row as i32)?;
             }
         }
+        self.drop_spoiled(&record);
         self.steps[at].abandoned = true;
         self.steps[at].resolved = true;
         Ok(0)

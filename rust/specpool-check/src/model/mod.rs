@@ -7,6 +7,8 @@
 mod admission;
 pub(crate) mod ask;
 mod cuts;
+mod index;
+pub(crate) mod kept;
 mod lend;
 mod life;
 mod pages;
@@ -18,6 +20,8 @@ mod transfer;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use index::Entry;
+use kept::Kept;
 use specpool_core::{Geometry, LedgerConfig, Reserve};
 use states::{Lapse, ModelFold, ModelStates, SlotId, State};
 
@@ -32,6 +36,7 @@ pub(crate) enum Refusal {
         group: String,
         need: usize,
         free: usize,
+        cached: usize,
         fenced: usize,
         reclaimable: usize,
     },
@@ -230,6 +235,10 @@ pub(crate) struct Model {
     /// Per shape: A, and whether it drafts.
     pub(crate) shapes: Arc<[(i32, bool)]>,
     pub(crate) states: Option<Arc<ModelStates>>,
+    /// What soft marks and the index keep of the states.
+    pub(crate) kept: Kept,
+    /// The prefix index, by text.
+    pub(crate) entries: BTreeMap<Vec<i32>, Entry>,
     /// A planted fault.
     pub(crate) lapse: Option<Lapse>,
     max_context_len: i32,
@@ -297,6 +306,8 @@ impl Model {
         Self {
             shapes: config.shapes.iter().map(facts).collect(),
             states: ModelStates::of(config).map(Arc::new),
+            kept: Kept::default(),
+            entries: BTreeMap::new(),
             lapse: None,
             max_context_len: config.max_context_len as i32,
             max_batch: config.max_batch.unwrap_or(config.num_rows) as usize,

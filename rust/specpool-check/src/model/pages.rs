@@ -34,6 +34,21 @@ impl Model {
         inside.map(|(who, _)| who).chain(outside).collect()
     }
 
+    /// Whether the prefix index holds the page.
+    pub(crate) fn is_indexed(&self, group: usize, page: PageId) -> bool {
+        group == 0 && self.entries.values().any(|entry| entry.page == page)
+    }
+
+    /// Pages that the prefix index alone holds, and that no step and no copy may touch.
+    pub(crate) fn cached(&self, group: usize) -> BTreeSet<PageId> {
+        if group > 0 || self.entries.is_empty() {
+            return BTreeSet::new();
+        }
+        let held = self.held_pages(group);
+        let is_cached = |page: &PageId| !held.contains(page) && !self.is_touched(group, *page);
+        self.indexed_pages().into_iter().filter(is_cached).collect()
+    }
+
     /// Every page that someone holds.
     pub(crate) fn held_pages(&self, group: usize) -> BTreeSet<PageId> {
         self.holdings(group).flat_map(|(_, held)| held.pages()).chain(self.lent_pages(group)).collect()
@@ -54,7 +69,7 @@ impl Model {
     }
 
     /// Whether a launched step that is not complete, or a copy, may touch the page.
-    fn is_touched(&self, group: usize, page: PageId) -> bool {
+    pub(crate) fn is_touched(&self, group: usize, page: PageId) -> bool {
         self.is_copied(group, page) || self.fences.get(&(group, page)).is_some_and(|&step| step > self.completed)
     }
 
@@ -69,7 +84,8 @@ impl Model {
 
     /// Pages that can be handed out.
     pub(crate) fn free_pages(&self, group: usize) -> usize {
-        self.groups[group].num_pages - self.held_pages(group).len() - self.fenced_pages(group)
+        let in_use = self.held_pages(group).len() + self.fenced_pages(group) + self.cached(group).len();
+        self.groups[group].num_pages - in_use
     }
 
     /// Pages whose every holder is an idle row.
@@ -105,12 +121,13 @@ impl Model {
     /// itself.
     pub(super) fn check_pages(&self, need: &[usize], gained: &[usize]) -> Result<(), Refusal> {
         for (group, spec) in self.groups.iter().enumerate() {
-            let free = self.free_pages(group) + gained[group];
-            if need[group] > free {
+            let (free, cached) = (self.free_pages(group) + gained[group], self.cached(group).len());
+            if need[group] > free + cached {
                 return Err(Refusal::OutOfPages {
                     group: spec.name.clone(),
                     need: need[group],
                     free,
+                    cached,
                     fenced: self.fenced_pages(group),
                     reclaimable: self.reclaimable_pages(group),
                 });

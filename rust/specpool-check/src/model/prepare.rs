@@ -108,6 +108,29 @@ impl Model {
         Ok(step as i64)
     }
 
+    pub(crate) fn prepare_extend_keeping(
+        &mut self,
+        rows: &[i32],
+        lens: &[i32],
+        keep: &[i32],
+        writes_draft: bool,
+    ) -> Outcome {
+        if !keep.is_empty() && self.states.is_none() {
+            return Err(Refusal::Config);
+        }
+        let is_ascending = keep.windows(2).all(|pair| pair[0] < pair[1]);
+        if !is_ascending || keep.iter().any(|&lane| lane < 0 || lane as usize >= rows.len()) {
+            return Err(Refusal::Shape);
+        }
+        let step = self.prepare_extend(rows, lens, writes_draft)?;
+        let Some(mut record) = self.steps.pop() else { return Ok(step) };
+        for &lane in keep {
+            self.leave_mark(&mut record.lanes[lane as usize]);
+        }
+        self.steps.push(record);
+        Ok(step)
+    }
+
     pub(crate) fn prepare_extend(&mut self, rows: &[i32], lens: &[i32], writes_draft: bool) -> Outcome {
         let rows = self.check_batch(rows, lens.len())?;
         let grows = |(&row, &len): (&usize, &i32)| {

@@ -5,6 +5,7 @@ use std::fmt::Debug;
 
 use specpool_core::{Ledger, Page, PageState, Row};
 
+use super::kept::texts_of;
 use super::{Model, PageId};
 
 /// Per group: the ledger's page of each page of the model that was seen in a table. The slots of states are those of
@@ -42,6 +43,7 @@ pub(crate) fn same(ledger: &Ledger, model: &Model, pages: &mut PageMap) -> Resul
     pages.resize(model.groups.len() + 1, BTreeMap::new());
     for (group, names) in pages.iter_mut().enumerate().take(model.groups.len()) {
         equal("free pages", group, ledger.free_pages(group).map_err(text)?, model.free_pages(group))?;
+        equal("cached pages", group, ledger.cached_pages(group).map_err(text)?, model.cached(group).len())?;
         equal("fenced pages", group, ledger.fenced_pages(group).map_err(text)?, model.fenced_pages(group))?;
         let reclaimable = ledger.reclaimable_pages(group).map_err(text)?;
         equal("reclaimable pages", group, reclaimable, model.reclaimable_pages(group))?;
@@ -61,7 +63,8 @@ fn same_states(ledger: &Ledger, model: &Model, names: &mut BTreeMap<PageId, i32>
         return Ok(());
     }
     let text = |error: specpool_core::Error| error.to_string();
-    names.retain(|slot, _| !model.slot_holders(*slot).is_empty());
+    let kept = model.kept_slots();
+    names.retain(|slot, _| kept.contains(slot) || !model.slot_holders(*slot).is_empty());
     for (at, row) in model.rows.iter().enumerate() {
         let slot = ledger.state_slot(0).map_err(text)?[at];
         equal("state_len", at, ledger.state_len(0).map_err(text)?[at], row.state.len)?;
@@ -71,21 +74,43 @@ fn same_states(ledger: &Ledger, model: &Model, names: &mut BTreeMap<PageId, i32>
         let seen = kept.map_or(0, |(slot, _)| slot);
         let expected = row.kept.map(|state| (*names.entry(state.slot).or_insert(seen), state.len));
         equal("kept_state", at, kept, expected)?;
+        let marks: Vec<_> =
+            ledger.soft_marks(0, Row(at as i32)).map_err(text)?.map(|(slot, len)| (slot.0, len)).collect();
+        let mut seen = marks.iter().map(|&(slot, _)| slot);
+        let expected =
+            model.marks_of(at).map(|state| (*names.entry(state.slot).or_insert(seen.next().unwrap_or(0)), state.len));
+        equal("soft_marks", at, &marks, &expected.collect())?;
     }
+    same_index_states(ledger, model, names)?;
     let mut distinct: Vec<i32> = names.values().copied().collect();
     distinct.sort_unstable();
     distinct.dedup();
     equal("distinct slots", 0, distinct.len(), names.len())?;
     equal("free slots", 0, ledger.free_state_slots(0).map_err(text)?, model.free_slots())?;
+    equal("cached slots", 0, ledger.cached_state_slots(0).map_err(text)?, model.cached_slots())?;
     equal("fenced slots", 0, ledger.fenced_state_slots(0).map_err(text)?, model.fenced_slots())?;
     equal("reclaimable slots", 0, ledger.reclaimable_state_slots(0).map_err(text)?, model.reclaimable_slots())
+}
+
+/// Checks that the index has the model's states, each of its own text.
+fn same_index_states(ledger: &Ledger, model: &Model, names: &mut BTreeMap<PageId, i32>) -> Result<(), String> {
+    let texts = texts_of(ledger);
+    let indexed = ledger.index_states(0).map_err(|error| error.to_string())?;
+    let actual: BTreeMap<_, _> =
+        indexed.map(|(place, slot, len)| (texts[place].0[..len as usize].to_vec(), slot.0)).collect();
+    let mut expected = BTreeMap::new();
+    for (text, slot) in model.entries.iter().filter_map(|(text, entry)| Some((text, entry.state?))) {
+        let seen = actual.get(text).copied().unwrap_or(0);
+        expected.insert(text.clone(), *names.entry(slot).or_insert(seen));
+    }
+    equal("index_states", 0, actual, expected)
 }
 
 /// Checks that the tables hold the model's pages under the ledger's names, each with its state and its holders.
 fn same_pages(ledger: &Ledger, model: &Model, group: usize, names: &mut BTreeMap<PageId, i32>) -> Result<(), String> {
     let text = |error: specpool_core::Error| error.to_string();
     let held = model.held_pages(group);
-    names.retain(|page, _| held.contains(page));
+    names.retain(|page, _| held.contains(page) || model.is_indexed(group, *page));
     let table = ledger.page_table(group).map_err(text)?;
     for (at, row) in model.rows.iter().enumerate() {
         for (column, &cell) in table.row(Row(at as i32)).iter().enumerate() {
@@ -97,14 +122,25 @@ fn same_pages(ledger: &Ledger, model: &Model, group: usize, names: &mut BTreeMap
     for (&(_, name), &(page, _)) in model.lent.iter().filter(|((at, _), _)| *at == group) {
         equal("a lent page", group, *names.entry(page).or_insert(name), name)?;
     }
+    let texts: BTreeMap<_, _> = if group == 0 { texts_of(ledger).into_iter().collect() } else { BTreeMap::new() };
+    let entries = model.entries.iter().filter(|_| group == 0);
+    equal("indexed texts", group, texts.keys().collect::<Vec<_>>(), entries.clone().map(|(text, _)| text).collect())?;
+    for (text, entry) in entries {
+        equal("an indexed page", group, texts[text], *names.entry(entry.page).or_insert(texts[text]))?;
+    }
     let mut distinct: Vec<i32> = names.values().copied().collect();
     distinct.sort_unstable();
     distinct.dedup();
     equal("distinct pages", group, distinct.len(), names.len())?;
     for (&page, &name) in names.iter() {
         let record = ledger.page_record(group, Page(name)).map_err(text)?;
-        let state = if model.is_shared(group, page) { PageState::Shared } else { PageState::Owned };
-        let holders = model.holders(group, page).len();
+        let state = match (held.contains(&page), model.is_shared(group, page), model.is_touched(group, page)) {
+            (true, true, _) => PageState::Shared,
+            (true, false, _) => PageState::Owned,
+            (false, _, true) => PageState::Fenced,
+            (false, _, false) => PageState::Cached,
+        };
+        let holders = model.holders(group, page).len() + usize::from(model.is_indexed(group, page));
         equal("state and holders", name as usize, (record.state, record.holders as usize), (state, holders))?;
     }
     Ok(())

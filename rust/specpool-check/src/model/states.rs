@@ -17,7 +17,7 @@ const FRESH: SlotId = SlotId::MAX;
 #[derive(Debug, Clone)]
 pub(crate) struct ModelStates {
     name: String,
-    num_slots: usize,
+    pub(super) num_slots: usize,
     flush: i32,
     eager: bool,
     /// Per shape: whether a round has its root and nothing else.
@@ -48,6 +48,8 @@ pub(crate) struct State {
 pub(crate) struct ModelFold {
     pub(crate) before: State,
     pub(crate) after: State,
+    /// Whether the lane left a soft mark on the state after it.
+    pub(crate) is_marked: bool,
 }
 
 impl ModelFold {
@@ -92,6 +94,22 @@ pub(crate) enum Lapse {
     KeepCheckpoint,
     /// A slot that is given up waits for no step.
     FreeAtOnce,
+    /// A soft mark outlives the cancel of its step.
+    KeepCancelledMark,
+    /// A soft mark outlives a cut below it.
+    KeepCutMark,
+    /// A hit takes a state that a launched step still writes.
+    ServeWaiting,
+    /// A hit takes a state of as many tokens, whatever they are.
+    ServeOtherText,
+    /// The states of a failed step stay in the index.
+    KeepSpoiled,
+    /// A state stays in the index without the KV of its text.
+    OutliveKv,
+    /// The slots that were used last are given up first.
+    EvictNewest,
+    /// A row does not take its slot from the index and soft marks.
+    NeverSteal,
 }
 
 impl Model {
@@ -105,7 +123,7 @@ impl Model {
     }
 
     /// The folds of the row that are prepared and not launched, oldest first, each with its step.
-    fn waiting_folds(&self, row: usize) -> impl Iterator<Item = (u64, ModelFold)> {
+    pub(super) fn waiting_folds(&self, row: usize) -> impl Iterator<Item = (u64, ModelFold)> {
         let lanes = self.steps.iter().filter(|step| !step.launched).flat_map(|step| {
             let lanes = step.lanes.iter().filter(move |lane| lane.row == row && self.stands(lane));
             lanes.map(|lane| (step.step, lane.fold))
@@ -132,12 +150,12 @@ impl Model {
         self.slots_held().filter(|&(other, _)| other == slot).map(|(_, holder)| holder).collect()
     }
 
-    fn held_slots(&self) -> BTreeSet<SlotId> {
+    pub(super) fn held_slots(&self) -> BTreeSet<SlotId> {
         self.slots_held().map(|(slot, _)| slot).collect()
     }
 
     /// Whether a launched step of someone who gave the slot up may still touch it.
-    fn slot_waits(&self, slot: SlotId) -> bool {
+    pub(super) fn slot_waits(&self, slot: SlotId) -> bool {
         self.slot_fences.get(&slot).is_some_and(|&step| step > self.completed)
     }
 
@@ -150,7 +168,7 @@ impl Model {
     /// Slots that can be taken.
     pub(crate) fn free_slots(&self) -> usize {
         let all = self.states.as_ref().map_or(0, |states| states.num_slots);
-        all - self.held_slots().len() - self.fenced_slots()
+        all - self.held_slots().len() - self.fenced_slots() - self.cached_slots()
     }
 
     /// Slots whose every holder is an idle row.
@@ -182,7 +200,8 @@ impl Model {
         wanted: &[Vec<i64>],
     ) -> Result<Vec<ModelFold>, Refusal> {
         let Some(states) = &self.states else { return Ok(vec![ModelFold::default(); rows.len()]) };
-        let (mut folds, mut need, mut waiting) = (Vec::new(), 0, 0);
+        let (mut folds, mut need, mut waiting, mut stealing) = (Vec::new(), 0_usize, 0, Vec::new());
+        let kept = self.kept_slots();
         for (lane, &row) in rows.iter().enumerate() {
             let before = self.rows[row].state;
             let len = if is_extend {
@@ -193,19 +212,26 @@ impl Model {
             };
             let is_alone = self.slot_holders(before.slot).into_iter().eq([SlotHolder::Row(row)]);
             let is_its_own = before.slot != 0 && is_alone;
-            let slot = if len == before.len || (is_its_own && !self.slot_waits(before.slot)) {
+            let can_write = is_its_own && !self.slot_waits(before.slot);
+            let slot = if len == before.len || (can_write && !kept.contains(&before.slot)) {
                 before.slot
             } else {
                 need += 1;
-                waiting += usize::from(is_its_own);
+                waiting += usize::from(is_its_own && !can_write);
+                stealing.extend(Some(lane).filter(|_| can_write && self.lapse != Some(Lapse::NeverSteal)));
                 FRESH
             };
-            folds.push(ModelFold { before, after: State { slot, len } });
+            folds.push(ModelFold { before, after: State { slot, len }, is_marked: false });
         }
         let (group, free, reclaimable) = (states.name.clone(), self.free_slots(), self.reclaimable_slots());
-        if need > free {
-            let fenced = self.fenced_slots() + waiting;
-            return Err(Refusal::OutOfPages { group, need, free, fenced, reclaimable });
+        let cached = self.cached_slots();
+        let lacking = need.saturating_sub(free + cached);
+        if lacking > stealing.len() {
+            let (need, fenced) = (need - stealing.len(), self.fenced_slots() + waiting);
+            return Err(Refusal::OutOfPages { group, need, free, cached, fenced, reclaimable });
+        }
+        for lane in stealing.into_iter().take(lacking) {
+            folds[lane].after.slot = folds[lane].before.slot;
         }
         Ok(folds)
     }
@@ -216,6 +242,8 @@ impl Model {
             if lane.fold.after.slot == FRESH {
                 self.next_slot += 1;
                 lane.fold.after.slot = self.next_slot;
+            } else if lane.fold.written() != 0 {
+                self.unkeep(lane.fold.written());
             }
             self.rows[lane.row].state = lane.fold.after;
         }
@@ -223,6 +251,7 @@ impl Model {
 
     /// The launched step gives up the slots that it only reads.
     pub(super) fn launch_folds(&mut self, step: &ModelStep) {
+        self.note_writers(step);
         for lane in &step.lanes {
             self.leave_slot(lane.fold.only_read(), step.step);
         }
@@ -240,7 +269,14 @@ impl Model {
     /// Puts the state of a cancelled lane back.
     pub(super) fn undo_fold(&mut self, lane: &Lane) {
         if self.lapse != Some(Lapse::SkipUndo) {
+            self.undo_mark(lane.row, lane.fold);
             self.rows[lane.row].state = lane.fold.before;
+        }
+    }
+
+    fn undo_mark(&mut self, row: usize, fold: ModelFold) {
+        if fold.is_marked {
+            self.unmark(row, fold.after.slot);
         }
     }
 
@@ -252,22 +288,33 @@ impl Model {
 
     /// Whether the row can go on from `len` tokens: its state has no more, or a state of just these is held.
     pub(super) fn has_state_below(&self, row: usize, len: i32) -> bool {
-        let is_kept = self.rows[row].kept.is_some_and(|kept| kept.len == len);
+        let is_kept = self.states_kept_for(row).any(|kept| kept.len == len);
         let is_lenient = self.lapse == Some(Lapse::CutAnywhere);
         is_lenient || len == 0 || is_kept || self.settled_state(row).len <= len
+    }
+
+    /// The states that the row can go back to: that of its checkpoint, and those of its soft marks.
+    fn states_kept_for(&self, row: usize) -> impl Iterator<Item = State> {
+        self.rows[row].kept.into_iter().chain(self.marks_of(row))
     }
 
     /// Cuts the row's states to `len` tokens. Its steps are stale from here on.
     pub(super) fn cut_states(&mut self, row: usize, len: i32) {
         let (settled, fence) = (self.settled_state(row), self.rows[row].last_launched);
+        for (_, fold) in self.waiting_folds(row).collect::<Vec<_>>() {
+            self.undo_mark(row, fold);
+        }
         self.rows[row].state = settled;
         if settled.len > len {
             self.leave_slot(settled.slot, fence);
-            let kept = self.rows[row].kept.filter(|kept| kept.len <= len);
+            let kept = self.states_kept_for(row).filter(|kept| kept.len <= len).max_by_key(|kept| kept.len);
             self.rows[row].state = kept.unwrap_or_default();
         }
         let outlives = self.lapse == Some(Lapse::KeepCheckpoint);
         self.rows[row].kept = self.rows[row].kept.filter(|kept| kept.len <= len || outlives);
+        if self.lapse != Some(Lapse::KeepCutMark) {
+            self.drop_marks(row, len);
+        }
     }
 
     /// Keeps the row's state for its checkpoint, and returns how many tokens that has.
@@ -284,6 +331,7 @@ impl Model {
     pub(super) fn drop_states(&mut self, row: usize) {
         let (state, fence) = (self.settled_state(row), self.rows[row].last_launched);
         self.leave_slot(state.slot, fence);
+        self.drop_marks(row, 0);
     }
 
     /// Refuses a fork of a row whose state has tokens below which a window is gone. Returns the tokens of the fork.
@@ -303,7 +351,7 @@ pub(crate) fn same_folds(plan: &specpool_core::Plan, step: &ModelStep) -> Result
     for (at, lane) in step.lanes.iter().enumerate() {
         let (src, dst) = (folds.src[at], folds.dst[at]);
         let plan = (src != 0, dst != 0, dst == src, folds.from[at], folds.to[at]);
-        let ModelFold { before, after } = lane.fold;
+        let ModelFold { before, after, .. } = lane.fold;
         let written = lane.fold.written();
         let model = (before.slot != 0, written != 0, written == before.slot, before.len, after.len);
         if plan != model {

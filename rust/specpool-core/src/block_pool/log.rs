@@ -270,6 +270,14 @@ impl BlockPool {
         self.recorder.digest.map(crate::Digest::value)
     }
 
+    /// Writes the calls that wait in memory to the log, if there is one; its file can then be read up to this call.
+    ///
+    /// # Errors
+    /// [`Error::Record`] when the log cannot be written; another call tries again.
+    pub fn sync(&mut self) -> Result<()> {
+        self.recorder.sync()
+    }
+
     /// Ends the pool's work: the log is written out, and verbs are refused from now on. Queries stay. A second call
     /// has no further effect.
     ///

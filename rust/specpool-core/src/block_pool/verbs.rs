@@ -28,6 +28,11 @@ impl BlockPool {
         }
         let mut blocks = with_room(count, "the blocks of a take")?;
         self.recorder.make_room(hold.len(), tag)?;
+        if count == 0 {
+            self.share_each(hold);
+            self.note(&BlockCall::Take { count, hold: hold.into() }, &blocks, tag);
+            return Ok(blocks);
+        }
         let kept_tag = tag.map(|tag| text(tag, "a tag").map(|tag| Arc::new(Tag(tag)))).transpose()?;
         self.pool.make_room(count)?;
         let max_blocks = self.pool.num_mapped() + count;
@@ -40,10 +45,7 @@ impl BlockPool {
         }
 
         // Nothing is refused from here on.
-        for &block in hold {
-            let page = self.page_of_block(block);
-            let _ = self.pool.share(page, Verb::Take);
-        }
+        self.share_each(hold);
         self.take_free(count, &mut blocks);
         while blocks.len() < count {
             self.evict();
@@ -64,21 +66,34 @@ impl BlockPool {
         Ok(blocks)
     }
 
+    /// Holds blocks once more that can be held.
+    fn share_each(&mut self, blocks: &[i32]) {
+        for &block in blocks {
+            let page = self.page_of_block(block);
+            let _ = self.pool.share(page, Verb::Take);
+        }
+    }
+
     /// Takes up to `count` free blocks; returns how many.
     fn take_free(&mut self, count: usize, blocks: &mut Vec<i32>) -> usize {
         let first = self.config.first_id as i32 - 1;
         self.pool.take_each(count, OWNER, 0, Verb::Take, |page| blocks.push(page.0 + first))
     }
 
+    /// How often a page is held, the index not counted.
+    fn refs_of(&self, page: Page) -> u32 {
+        self.pool.seen(page).holders.saturating_sub(u32::from(self.pool.entry_of(page) != NONE))
+    }
+
     /// How many different cached blocks are among `hold`, which must be held, cached, or fenced with known content.
     pub(super) fn num_cached_of(&mut self, verb: &str, hold: &[i32]) -> Result<usize> {
         let mut num_cached = 0;
         self.check_each(verb, hold, |pool, page, num_named| {
-            let line = pool.line(page);
-            if line.refs == 0 && !line.is_indexed {
+            let seen = pool.pool.seen(page);
+            if seen.holders == 0 {
                 return Err(pool.refusal(verb, page, "nobody holds it and it is not cached"));
             }
-            num_cached += usize::from(line.state == PageState::Cached && num_named == 0);
+            num_cached += usize::from(seen.state == PageState::Cached && num_named == 0);
             Ok(())
         })?;
         Ok(num_cached)
@@ -203,7 +218,7 @@ impl BlockPool {
     }
 
     fn check_drop(&mut self, blocks: &[i32]) -> Result<()> {
-        self.check_each("drop", blocks, |pool, page, num_named| match pool.line(page).refs {
+        self.check_each("drop", blocks, |pool, page, num_named| match pool.refs_of(page) {
             0 => Err(pool.refusal("drop", page, "nobody holds it")),
             refs if num_named >= refs => {
                 let why = format!("it is named more often than the {refs} times that it is held");
@@ -313,7 +328,7 @@ impl BlockPool {
         if ![NONE, entry].contains(&self.pool.entry_of(page)) {
             return Err(self.refusal("put", page, "it is known to hold other tokens"));
         }
-        if is_new && self.line(page).refs == 0 {
+        if is_new && self.refs_of(page) == 0 {
             return Err(self.refusal("put", page, "nobody holds it"));
         }
         Ok(())
@@ -344,7 +359,7 @@ impl BlockPool {
             return Ok(());
         }
         self.check_each("keep", blocks, |pool, page, _| match pool.pool.entry_of(page) {
-            _ if pool.line(page).refs == 0 => Err(pool.refusal("keep", page, "nobody holds it")),
+            _ if pool.refs_of(page) == 0 => Err(pool.refusal("keep", page, "nobody holds it")),
             NONE | KEPT => Ok(()),
             _ => Err(pool.refusal("keep", page, "the pool's own index knows it")),
         })?;

@@ -378,7 +378,7 @@ impl Ledger {
     /// # Errors
     /// As [`Ledger::state_slot`].
     pub fn state_ring_len(&self, group: usize) -> Result<i64> {
-        Ok(self.state_slots(group)?.ring_len(&self.shapes, self.overlap_depth))
+        self.state_slots(group)?.spec.ring_len(&self.shapes, self.overlap_depth.into())
     }
 
     /// The embedder's name for the row's request, also after its release.

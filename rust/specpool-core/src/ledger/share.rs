@@ -11,7 +11,7 @@ use crate::log::call::{Call, Given};
 use crate::memory::{copied, room, with_room};
 use crate::state::group::{Columns, GroupState};
 use crate::state::page_copy::{PageCopy, TailCopy};
-use crate::state::step::{StepKind, StepRecord};
+use crate::state::step::StepRecord;
 use crate::verb::Verb;
 
 /// Pages that are kept for later requests, whatever becomes of the row that wrote them.
@@ -411,9 +411,9 @@ impl Ledger {
         let plan = &record.plan;
         let (row, stands) = (Row(plan.rows[lane]), plan.epochs[lane] == self.rows.epoch[plan.rows[lane] as usize]);
         let is_its = if self.steps.is_launched(plan.step) { self.rows.is_resident(row.0, plan.step) } else { stands };
-        // Tokens that were resolved since are final: a round that waits for its resolve writes behind them.
-        let waits = plan.kind == StepKind::Decode && !record.resolved && stands;
-        let from = if waits { plan.lo[lane].max(self.rows.resolved[row.at()]) } else { plan.lo[lane] };
+        // The row's oldest round in flight starts at r. A younger one may start at its lo, if an older one fails.
+        let is_oldest = stands && self.rows.oldest_round(row) == plan.step;
+        let from = if is_oldest { plan.lo[lane].max(self.rows.resolved[row.at()]) } else { plan.lo[lane] };
         is_its.then_some(from)
     }
 

@@ -154,7 +154,11 @@ impl EventLog {
         std::process::id() != self.process
     }
 
-    fn flush(&mut self) -> Result<()> {
+    /// Writes what waits in memory.
+    ///
+    /// # Errors
+    /// [`Error::Record`] when the disk refuses; another call tries again.
+    pub fn flush(&mut self) -> Result<()> {
         if self.is_a_childs() {
             self.buffer.clear();
             self.is_over = true;

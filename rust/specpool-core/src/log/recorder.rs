@@ -46,6 +46,11 @@ impl Recorder {
         self.log.as_mut().map_or(Ok(()), EventLog::make_room)
     }
 
+    /// Writes the gathered calls to the log.
+    pub(crate) fn sync(&mut self) -> Result<()> {
+        self.log.as_mut().map_or(Ok(()), EventLog::flush)
+    }
+
     /// Ends the log and writes it out.
     pub(crate) fn close(&mut self) -> Result<()> {
         match (&mut self.log, self.digest) {

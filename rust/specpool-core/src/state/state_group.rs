@@ -52,6 +52,18 @@ impl StateGroup {
             None => Ok(()),
         }
     }
+
+    /// Records that a row's ring must hold, if a forward may write the records of its nodes before it reads older ones.
+    /// `shapes` are all that may run.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if `overlap_depth` is out of its range.
+    pub fn ring_len(&self, shapes: &[Shape], overlap_depth: i64) -> Result<i64> {
+        in_range("overlap_depth", overlap_depth, 0, i32::MAX.into())?;
+        let accepts = shapes.iter().map(Shape::max_accept_len).max().unwrap_or(1);
+        let nodes = shapes.iter().map(|shape| shape.num_draft_tokens).max().unwrap_or(1);
+        Ok((overlap_depth + 1) * i64::from(accepts) + i64::from(nodes) + self.flush - 1)
+    }
 }
 
 /// What the lanes of a plan do with their rows' states: `int32 [num_states, b]` each.
@@ -166,13 +178,6 @@ impl StateSlots {
         self.len.copy_from_slice(&other.len);
         self.mark_slot.copy_from_slice(&other.mark_slot);
         self.mark_len.copy_from_slice(&other.mark_len);
-    }
-
-    /// Records that a row's ring must hold, if a forward may write the records of its nodes before it reads older ones.
-    pub(crate) fn ring_len(&self, shapes: &[Shape], overlap_depth: i32) -> i64 {
-        let accepts = shapes.iter().map(Shape::max_accept_len).max().unwrap_or(1);
-        let nodes = shapes.iter().map(|shape| shape.num_draft_tokens).max().unwrap_or(1);
-        (i64::from(overlap_depth) + 1) * i64::from(accepts) + i64::from(nodes) + self.spec.flush - 1
     }
 
     /// Where the fold of a round of `nodes` nodes ends, for a row of `resolved` tokens. It never goes back: behind an

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specpool.capacity.layer_kv import LayerKV
+from specpool.capacity.state_sizes import StateBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class PlainConfig:
         num_parameters: about; without norms and biases. Tied embeddings count once.
         context_reason: why `max_context_len` is below the config's; empty if it is not.
         is_part: the files hold other parts beside the decoder, which are not counted.
+        states: what recurrent layers keep; None if there are none.
     """
 
     layers: tuple[LayerKV, ...]
@@ -96,6 +98,7 @@ class PlainConfig:
     num_parameters: int
     context_reason: str = ""
     is_part: bool = False
+    states: StateBytes | None = None
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> PlainConfig | None:

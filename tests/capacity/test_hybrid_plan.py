@@ -1,0 +1,113 @@
+"""`specpool plan` of a target with recurrent layers, from its config alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recurrent_families import make_config, make_model
+from specpool import Engine
+from specpool.cli import main
+
+OPTIONS = {"page_size": 4, "max_context_len": 128, "max_batch": 5, "max_sessions": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("hybrid")
+    make_config("qwen3_next").save_pretrained(path)
+    return path
+
+
+def ask(monkeypatch, capsys, folder: Path, *args: str) -> tuple[int, str, str]:
+    how = ("--target", str(folder), "--workspace", "0", "--weights", "0", "--dtype", "float32")
+    monkeypatch.setattr("sys.argv", ["specpool", "plan", *how, *args])
+    code = 0
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code or 0
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def answer(monkeypatch, capsys, folder: Path, *args: str) -> dict:
+    code, out, err = ask(monkeypatch, capsys, folder, *args, "--json")
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("memory", ["600kB", "100MB"])
+def test_an_engine_has_the_states_that_were_planned(monkeypatch, capsys, folder, memory):
+    """Law: the plan has the config alone; the engine has the model, and allocates."""
+    args = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    how = ("--draft", "ngram", "--memory", memory, "--cached-states", "2")
+    plan = answer(monkeypatch, capsys, folder, *how, *args)
+    kv_bytes = plan["kv_bytes"]
+    with Engine.from_pretrained(
+        make_model(make_config("qwen3_next")),
+        draft="ngram",
+        kv_bytes=kv_bytes,
+        cached_states=2,
+        **OPTIONS,
+    ) as engine:
+        states, ledger = plan["states"], engine.ledger
+        assert states["num_slots"] == ledger.states[0].num_slots
+        assert states["ring_len"] == ledger.state_ring_len(0)
+        assert [group["num_pages"] for group in plan["groups"]] == [
+            group.num_pages for group in ledger.groups
+        ]
+        slots = (states["num_slots"] + 1) * states["slot_bytes"]
+        rings = states["num_rings"] * states["ring_len"] * states["record_bytes"]
+        assert engine.state_bytes == slots + rings
+        assert engine.kv_bytes + engine.state_bytes <= kv_bytes
+
+
+def test_requests_are_counted_beside_those_with_snapshots(monkeypatch, capsys, folder):
+    """Law: n requests fit, with a slot and a ring each or with N states, and no n + 1."""
+    how = ("--shape", "3", "--draft", "ngram", "--max-sessions", "0", "--cached-states", "0")
+    sizes = ("--memory", "8MB", "--page-size", "1", "--headroom", "0", "--live", "40")
+    plan = answer(monkeypatch, capsys, folder, *how, *sizes, "--max-context-len", "64")
+    (fit, _), states, (group,) = plan["fits"], plan["states"], plan["groups"]
+    row_bytes = (40 + 4) * group["page_bytes"] + 4 * 259 * 4  # and logits
+    slot = states["slot_bytes"]
+    for num_requests, state_bytes, aside in (
+        (fit["num_requests"], slot + states["ring_len"] * states["record_bytes"], states),
+        (fit["num_with_snapshots"], 4 * slot, None),
+    ):
+        ring = 0 if aside is None else states["ring_len"] * states["record_bytes"]
+        room = 8_000_000 - group["page_bytes"] - slot - ring
+        assert num_requests == room // (row_bytes + state_bytes)
+    assert fit["limit"] == "logits, states and pages together"
+
+
+def test_the_tables_have_each_part(monkeypatch, capsys, folder):
+    how = ("--memory", "8MB", "--draft", "ngram", "--max-batch", "2", "--max-context-len", "64")
+    code, out, err = ask(monkeypatch, capsys, folder, *how)
+    assert code == 0 and "Traceback" not in err and "falling back" not in err
+    words = " ".join(out.split())
+    for part in ("slots of rows that run │ 2", "slots of sessions and of the prefix cache │ 18",
+                 "rings of 23 records │ 19", "of KV and states", "with snapshots"):  # fmt: skip
+        assert part in words
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--tp", "2"], "error: --tp: a target with recurrent layers runs on one device, not 2"),
+        (["--draft", "mtp"], "error: --draft mtp: MTP layers of a target with recurrent layers"),
+        (["--memory", "40kB", "--max-batch", "4"], "4 rows 109.2 KiB of recurrent states, 35.02"),
+    ],
+)
+def test_what_an_engine_would_refuse_is_one_line(monkeypatch, capsys, folder, args, message):
+    memory = [] if "--memory" in args else ["--memory", "1MB"]
+    code, out, err = ask(monkeypatch, capsys, folder, "--max-context-len", "64", *memory, *args)
+    assert (code, out) == (2, "") and message in err
+
+
+def test_a_recurrent_model_does_not_draft(monkeypatch, capsys, folder, tmp_path):
+    make_model(make_config("lfm2")).save_pretrained(tmp_path)
+    code, _, err = ask(monkeypatch, capsys, folder, "--memory", "1MB", "--draft", str(tmp_path))
+    assert code == 2 and f"--draft {tmp_path} has recurrent layers" in err

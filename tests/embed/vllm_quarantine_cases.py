@@ -1,0 +1,216 @@
+"""Wrong frees by the real vLLM's classes: what the pool does with their blocks, and what it says.
+
+`test_vllm.py` runs this file in a new process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm_plugin import SIZE, held, ours, with_plugin
+
+from benches.vllm_setup import OWN_POOL, admit, manager, request
+from specpool import PageStateError
+from specpool.plugins import status
+from specpool.record import blocks as block_log
+
+__all__ = ["with_plugin"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of reports; no wrong free was counted yet."""
+    monkeypatch.setenv("SPECPOOL_STATUS", str(tmp_path))
+    monkeypatch.setattr(status, "_statuses", {})
+    return tmp_path
+
+
+def double_free(pool: Any, blocks: list[Any]) -> None:
+    pool.free_blocks(blocks)
+    pool.free_blocks(blocks[2:])
+
+
+def twice_in_a_call(pool: Any, blocks: list[Any]) -> None:
+    pool.free_blocks([blocks[0], blocks[2], blocks[2]])
+
+
+def count_below_zero(pool: Any, blocks: list[Any]) -> None:
+    blocks[2].ref_cnt -= 2
+
+
+def unpin_of_a_free_block(pool: Any, blocks: list[Any]) -> None:
+    pool.free_blocks(blocks[2:])
+    pool.unpin_blocks(blocks[1:], lambda block: None)
+
+
+def cache_of_a_free_block(pool: Any, blocks: list[Any]) -> None:
+    pool.free_blocks(blocks[2:])
+    pool.cache_full_blocks(request("r", range(12), SIZE), blocks, 2, 3, SIZE, 0)
+
+
+def foreign_free(pool: Any, blocks: list[Any]) -> None:
+    pool.free_blocks([blocks[0], KVCacheBlock(2)])
+
+
+def cache_of_a_foreign_block(pool: Any, blocks: list[Any]) -> None:
+    pool.cache_full_blocks(request("x", range(8), SIZE), [KVCacheBlock(2)], 0, 1, SIZE, 0)
+
+
+def free_of_another_pool(pool: Any, blocks: list[Any]) -> None:
+    pool.free_blocks([manager(ours(), 8, SIZE).block_pool.blocks[1]])
+
+
+def hold_of_a_free_block(pool: Any, blocks: list[Any]) -> None:
+    pool.touch([blocks[0], pool.blocks[7]])
+
+
+Fault = Callable[[Any, list[Any]], None]
+# Block 3 goes into quarantine.
+OF_BLOCK_3: list[Fault] = [
+    double_free,
+    twice_in_a_call,
+    count_below_zero,
+    unpin_of_a_free_block,
+    cache_of_a_free_block,
+]
+OF_NO_BLOCK: list[Fault] = [foreign_free, cache_of_a_foreign_block]
+
+
+@pytest.mark.parametrize("fault", [*OF_BLOCK_3, *OF_NO_BLOCK, free_of_another_pool])
+def test_a_wrong_free_can_raise(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECPOOL_VLLM_FAULTS", "raise")
+    pool, blocks = held()
+    with pytest.raises((PageStateError, ValueError), match=r"blocks? \d"):
+        fault(pool, blocks)
+    pool.core.check()
+
+
+@pytest.mark.parametrize("name", ["quarantine", "raise"])
+def test_a_hold_of_a_block_that_holds_nothing_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECPOOL_VLLM_FAULTS", name)
+    pool, blocks = held()
+    before = pool.core.state_hash()
+    with pytest.raises(PageStateError, match="take of block 7: nobody holds it"):
+        hold_of_a_free_block(pool, blocks)
+    assert pool.core.state_hash() == before
+
+
+@pytest.mark.parametrize("fault", [double_free, twice_in_a_call, hold_of_a_free_block])
+def test_vllms_own_pool_is_silent(fault: Fault) -> None:
+    managed = manager(OWN_POOL, 8, SIZE)
+    admit(managed, request("r", range(11), SIZE))
+    fault(managed.block_pool, managed.get_blocks("r").blocks[0])
+
+
+@pytest.mark.parametrize("fault", OF_BLOCK_3)
+def test_a_block_that_is_freed_wrongly_is_kept_from_everybody(
+    fault: Fault, folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, blocks = held()
+    fault(pool, blocks)
+    assert list(pool.quarantine.blocks) == [3]
+    (line,) = caplog.messages
+    names = [
+        " of block 3: nobody holds it",
+        "owned by request r",
+        f"{__name__}.py:",
+        fault.__name__,
+    ]
+    assert all(name in line for name in names), line
+    pool.core.check()
+
+    # The rest of the call is done, and the pool adds up.
+    held_now = [block.block_id for block in blocks if block.ref_cnt and block.block_id != 3]
+    assert pool.core.taken().tolist() == sorted([*held_now, 3])
+    assert pool.get_num_free_blocks() + len(held_now) + 1 == 7
+    pool.free_blocks([pool.blocks[3]])  # a third time
+    assert list(pool.quarantine.blocks) == [3]
+    rest = pool.get_new_blocks(pool.get_num_free_blocks())
+    assert 3 not in [block.block_id for block in rest]
+
+    # Nobody holds a block: a reset lets it out.
+    assert not pool.reset_prefix_cache()
+    pool.free_blocks([*rest, *(pool.blocks[block] for block in held_now)])
+    assert pool.reset_prefix_cache()
+    assert (pool.quarantine.blocks, pool.get_num_free_blocks()) == ({}, 7)
+    pool.free_blocks(pool.get_new_blocks(7))
+
+    report, _ = sorted(folder.glob("vllm-*.log"))
+    block_log.show(report, at=None)
+    shown = capsys.readouterr().out
+    assert "3  held 1 times, last verb take  # wrong free: " in shown
+    assert all(name in shown for name in names)
+
+
+@pytest.mark.parametrize("fault", OF_NO_BLOCK)
+def test_a_block_of_no_pool_is_left_out_and_said(
+    fault: Fault, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool, blocks = held()
+    fault(pool, blocks)
+    assert pool.quarantine.blocks == {}
+    (report,) = folder.glob("vllm-*.log")
+    block_log.show(report, at=None)
+    shown = capsys.readouterr().out
+    assert "wrong free: " in shown and f"{__name__}.py:" in shown
+    pool.core.check()
+
+
+def test_a_free_of_another_pool_is_that_pools_wrong_free() -> None:
+    pool, _ = held()
+    other = manager(ours(), 40, SIZE).block_pool
+    pool.free_blocks([other.blocks[1]])
+    assert (pool.quarantine.blocks, list(other.quarantine.blocks)) == ({}, [1])
+
+
+def test_a_report_has_the_calls_before_it_if_they_are_recorded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPECPOOL_VLLM_RECORD", str(folder / "blocks"))
+    pool, blocks = held()
+    double_free(pool, blocks)
+    (report,) = folder.glob("vllm-*.log")
+    block_log.replay(report, quiet=False)
+    shown = capsys.readouterr().out
+    assert "take(3) -> [1, 2, 3]  # r" in shown
+    assert "take(1) -> [3]  # wrong free: drop of block 3" in shown
+
+
+def test_a_request_that_is_freed_twice_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """By vLLM's own manager, whose list of the request's blocks was not emptied."""
+    managed = manager(ours(), 200, SIZE)
+    rng, rows, ct = random.Random(3), [], 0
+    for turn in range(400):
+        if rng.random() < 0.6:
+            tokens = [rng.choice([0, 0, 7]) for _ in range(rng.randint(1, 30))]
+            wanted = request(f"r{turn}", tokens, SIZE)
+            if admit(managed, wanted) is not None:
+                rows.append(wanted)
+        elif rows:
+            wanted = rows.pop(rng.randrange(len(rows)))
+            blocks = list(managed.get_blocks(wanted.request_id).blocks[0])
+            managed.free(wanted)
+            if rng.random() < 0.03:
+                (single,) = managed.coordinator.single_type_managers
+                # As far as the second free takes no other request's hold, which nobody can see.
+                single.req_to_blocks[wanted.request_id] = [b for b in blocks if not b.ref_cnt]
+                ct += len(single.req_to_blocks[wanted.request_id])
+                managed.free(wanted)
+        core, quarantine = managed.block_pool.core, managed.block_pool.quarantine
+        held_now = {
+            b.block_id for row in rows for b in managed.get_blocks(row.request_id).blocks[0]
+        }
+        assert held_now.isdisjoint(quarantine.blocks)
+        assert core.taken().tolist() == sorted([*held_now, *quarantine.blocks])
+        core.check()
+    assert ct > 12 == len(quarantine.blocks)  # one of 16
+    assert "single_type_kv_cache_manager.py:" in caplog.text
+    assert KVCacheManager.free.__name__ in caplog.text
