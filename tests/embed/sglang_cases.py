@@ -18,7 +18,7 @@ from sglang.srt.plugins import load_plugins
 
 from specpool import BlockPool
 from specpool.plugins import proof, status
-from specpool.plugins.sglang import allocator, drift
+from specpool.plugins.sglang import allocator, drift, pages_proof
 
 # Not names of this module: the plug-in loader rebinds those in every module.
 OWN = {"paged": paged.PagedTokenToKVPoolAllocator, "token": token.TokenToKVPoolAllocator}
@@ -468,3 +468,15 @@ def test_a_new_parameter_or_method_of_sglangs_is_refused(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(OWN["token"], "steal", steal, raising=False)
     assert drift.differences() == ["TokenToKVPoolAllocator.steal: ours has no such method"]
+
+
+def test_a_wrong_free_in_the_proof_raises_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECPOOL_SGLANG_RECORD", str(tmp_path / "log"))
+    monkeypatch.setenv("SPECPOOL_STATUS", str(tmp_path))
+    for kind in OWN:
+        _, side = pages_proof.AllocatorCase(kind).sides(random.Random(0))
+        with pytest.raises(allocator.AllocatorError):
+            side.allocator.free(torch.tensor([side.page_size]))
+    assert not list(tmp_path.iterdir())

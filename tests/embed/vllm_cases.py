@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm_plugin import SIZE, held, ours, with_plugin
 
 from benches.vllm_setup import OWN_POOL, admit, manager, request
-from specpool import BlockPool
+from specpool import BlockPool, PageStateError
 from specpool.plugins import drift, proof
 from specpool.plugins.vllm import register, releases
 from specpool.testing import assert_no_page_leaked
@@ -288,6 +288,19 @@ def test_a_new_parameter_or_an_unseen_way_to_change_the_pool_is_refused(
     monkeypatch.setattr(OWN_POOL, "steal", steal, raising=False)
     (line,) = releases.differences()
     assert re.fullmatch(r".*steal: no operation of the proof runs its line \d+", line)
+
+
+def test_a_wrong_free_in_the_proof_raises_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specpool.plugins.vllm import pool_proof
+
+    monkeypatch.setenv("SPECPOOL_VLLM_RECORD", str(tmp_path / "log"))
+    monkeypatch.setenv("SPECPOOL_STATUS", str(tmp_path))
+    _, side = pool_proof.BlockCase().sides(random.Random(0))
+    with pytest.raises(PageStateError):
+        side.change_ref_cnt(side.get_new_blocks(1)[0], -2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_proof_takes_less_than_three_seconds_of_cpu() -> None:

@@ -66,8 +66,8 @@ def difference() -> str | None:
             if replacement is None and not name.startswith("_"):
                 return f"{cls.__name__}.{name}: ours has no such method"
             if replacement not in (None, function):
-                for line in proof.unknown_parameters(function, replacement):
-                    return f"{cls.__name__}.{name}: {line}"
+                for unknown in proof.unknown_parameters(function, replacement):
+                    return f"{cls.__name__}.{name}: {unknown}"
     with _loops_for_kernels(), proof.Reach(functions, REPLACED) as reach:
         line = proof.first_difference(
             [AllocatorCase("paged"), AllocatorCase("token")], episodes=EPISODES

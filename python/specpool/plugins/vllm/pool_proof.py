@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 from vllm.v1.core.kv_cache_utils import (
     FreeKVCacheBlockQueue,
+    KVCacheBlock,
     get_block_hash,
     get_group_id,
     make_block_hash_with_group_id,
@@ -64,8 +65,8 @@ def difference(seconds: float = proof.SECONDS) -> str | None:
     for name in vars(ours):
         function = vars(own).get(name)
         if inspect.isfunction(function):
-            for line in proof.unknown_parameters(function, vars(ours)[name]):
-                return f"BlockPool.{name}: {line}"
+            for unknown in proof.unknown_parameters(function, vars(ours)[name]):
+                return f"BlockPool.{name}: {unknown}"
     functions = [part for part in vars(own).values() if inspect.isfunction(part)]
     with proof.Reach(functions, REPLACED) as reach:
         line = proof.first_difference(_cases(), episodes=EPISODES, seconds=seconds)
@@ -245,13 +246,16 @@ class PoolSide:
 
     def take_events(self) -> Any:
         events = self.pool.take_events()
-        for event in events if self.stored is not None else ():
+        stored = self.stored
+        if stored is None:
+            return events
+        for event in events:
             if isinstance(event, AllBlocksCleared):
-                self.stored.clear()
+                stored.clear()
                 continue
             more = 1 if isinstance(event, BlockStored) else -1
             for key in event.block_hashes:
-                self.stored[key, event.group_idx] += more
+                stored[key, event.group_idx] += more
         return events
 
     def _hashes(self, block: Any) -> list[Any]:
@@ -390,7 +394,7 @@ class BlockCase:
             yield Operation("unpin_blocks", (ids[:cut],))
         elif kind < 0.4:
             yield Operation("free_blocks", ([*ids[:cut], 0],))
-        elif kind < 0.5 and "pool" in plugin.KVCacheBlock.__slots__:
+        elif kind < 0.5 and "pool" in KVCacheBlock.__slots__:
             yield Operation("free_blocks_of_two", (ids[:cut],))
         else:
             yield Operation("free_blocks", (ids[:cut],))
@@ -412,8 +416,8 @@ class BlockCase:
             if rng.random() < 0.5:
                 yield Operation("move_block_hashes", (block, new[0]), _WRONG)
             else:  # half a block, then all of it
-                for part in (1, 1, 2)[: rng.choice([1, 3])]:
-                    half = row.request, new[0], part * HASH_SIZE, 2 * HASH_SIZE, {}
+                for count in (1, 1, 2)[: rng.choice([1, 3])]:
+                    half = row.request, new[0], count * HASH_SIZE, 2 * HASH_SIZE, dict[str, Any]()
                     yield Operation("cache_partial_block", half, _WRONG)
                 whole = row.request, new, 0, 1, 2 * HASH_SIZE, 0
                 yield Operation("cache_full_blocks", whole, _WRONG)
@@ -456,7 +460,7 @@ class QueueSide:
     """vLLM's queue of free blocks, by the ids of its blocks."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.blocks = [plugin.KVCacheBlock(block) for block in range(num_blocks)]
+        self.blocks = [KVCacheBlock(block) for block in range(num_blocks)]
         self.queue = FreeKVCacheBlockQueue(self.blocks)
 
     def call(self, name: str, ids: list[int], count: int) -> list[int]:

@@ -103,8 +103,8 @@ def allocate_slots{inspect.Signature(bare)}:
     return original({", ".join(names)})
 """
     parts: dict[str, Any] = {"original": original}
-    exec(source, parts)
-    wrapper = functools.wraps(original)(parts["allocate_slots"])
+    exec(compile(source, __file__, "exec"), parts)  # ours, in the frames of a wrong free
+    wrapper: Any = functools.wraps(original)(parts["allocate_slots"])
     wrapper.__defaults__, wrapper.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
     return wrapper
 
