@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run install engines engine-releases vllm-cpu engine-cpu llama-cpp-cpu build capi crate fmt lint lint-rust lint-python check test test-rust test-python coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install engines engine-releases lab-engines vllm-cpu engine-cpu llama-cpp-cpu build capi crate fmt lint lint-rust lint-python check test test-rust test-python coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -67,6 +67,12 @@ engines: .engines/sglang .engines/vllm ## install SGLang (a wheel of 40 MB) and 
 engine-releases: engines ## fetch the releases of SGLang and vLLM (1 GB), and write down which of them each level of the plug-ins accepts
 	$(BIN)/python tests/embed/run_releases.py
 	$(BIN)/python tests/kits/figure_tables.py --write
+
+# The releases in which published faults were last bad and first good, and today's.
+RELEASES ?= vllm-0.14.1 vllm-0.16.0 vllm-0.21.0 vllm-0.22.0 vllm-0.22.1 vllm-0.23.0 vllm-0.24.0 vllm-0.25.1 vllm-0.26.0 \
+	vllm-0.33.0 sglang-0.5.23
+lab-engines: engines ## unpack releases of engines side by side, for `python -m lab engines` (RELEASES="vllm-0.33.0 ...")
+	$(BIN)/python -m lab.engines.releases $(RELEASES)
 
 # vLLM's engine for a CPU, for `python -m benches peers`. It wants torch 2.13.0+cpu, which PyPI lacks; it runs on PyPI's 2.13.0
 # (with NVIDIA's libraries, some GB), so its requirements are installed without torch's. No trace has a picture or a sound.

@@ -198,6 +198,7 @@ def _no_forward(
     positions: Tensor,
     batch: AttentionBatch,
     logits_index: Tensor | None = None,
+    **_: Any,
 ) -> TargetOutput:
     num_tokens = len(token_ids)
     num_logits = num_tokens if logits_index is None else len(logits_index)

@@ -222,6 +222,59 @@ def ancestry(
     )
 
 
+engines = typer.Typer(
+    cls=NamingGroup,
+    help="Break the schedulers of other engines: releases that `make lab-engines` has unpacked.",
+)
+app.add_typer(engines, name="engines")
+
+
+@engines.command()
+def hunt(
+    release: Annotated[str, typer.Argument(help="Such as vllm-0.33.0.")],
+    family: Annotated[
+        str,
+        typer.Option(
+            help="What is served: plain; window or connector with vLLM; sessions with SGLang."
+        ),
+    ] = "plain",
+    seed: Annotated[int, typer.Option(help="The first case.")] = 0,
+    seconds: Annotated[float, typer.Option(help="How long.")] = 60.0,
+    cases: Annotated[float, typer.Option(help="The most cases, such as 1e4.")] = 1e9,
+    jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
+    known: Annotated[
+        bool, typer.Option("--known", help="Tell faults that are published as if they were not.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="A folder for a report of each fault.")] = None,
+) -> None:
+    """Run random cases, and make what breaks a law smaller. Exit code 1: an unknown fault."""
+    from lab.engines.command import hunt as run
+
+    if not run(
+        release=release,
+        family=family,
+        seed=seed,
+        seconds=seconds,
+        cases=cases,
+        jobs=jobs,
+        known=known,
+        out=out,
+    ):
+        raise typer.Exit(1)
+
+
+@engines.command()
+def replay(
+    path: Annotated[Path, typer.Argument(help="A case.json of a report.")],
+    release: Annotated[str, typer.Option(help="Such as vllm-0.33.0.")],
+) -> None:
+    """Replay a written case. Exit code 1: it breaks a law."""
+    from lab.engines.command import replay as run
+
+    if not run(release=release, path=path):
+        raise typer.Exit(1)
+
+
 @app.command()
 def house(
     root: Annotated[

@@ -282,8 +282,8 @@ def test_a_failed_request_ends_with_exit_code_2(capsys, monkeypatch):
 
     forward = TargetModel.forward
 
-    def failing(self, token_ids, positions, batch, logits_index=None):
-        output = forward(self, token_ids, positions, batch, logits_index)
+    def failing(self, token_ids, positions, batch, logits_index=None, **options):
+        output = forward(self, token_ids, positions, batch, logits_index, **options)
         if logits_index is None:
             output.logits = output.logits.clone()
             output.logits[positions == 9] = torch.nan

@@ -203,9 +203,12 @@ def test_the_environment_sets_the_busy_check(capsys, monkeypatch):
 
 
 def test_texts_that_rounding_parts_are_the_same(capsys, monkeypatch):
-    """One line gives the verdict and the dtype, one line each text; the exit code is 0."""
+    """One line gives the verdict and the dtype, one line each text; the exit code is 0.
+
+    A fifth of the texts differ; which ones, depends on the processor.
+    """
     options = ["-n", "60", "--dtype", "bfloat16"]
-    for prompt in corpus.prompts(6):
+    for prompt in corpus.prompts(24):
         options += ["-p", bytes(prompt).decode()]
     code, out, err = call(capsys, "generate", "--json", "--compare", *options)
     assert code == 0 and not err
@@ -221,7 +224,7 @@ def test_texts_that_rounding_parts_are_the_same(capsys, monkeypatch):
     code, out, err = call(capsys, "generate", "--compare", *options)
     assert code == 0 and not err
     flat = " ".join(out.replace("│", " ").split())
-    count = f"{len(apart)} of 6 texts differ"
+    count = f"{len(apart)} of 24 texts differ"
     assert f"identical to plain decoding same up to bfloat16 rounding: {count}" in flat
     assert f"prompt {apart[0]['index'] + 1} token {apart[0]['num_same']} is " in flat
     assert flat.count(", 2 runs)") == 2  # a speed has a range

@@ -1,0 +1,161 @@
+"""Faults of engines that are published or open, by release, so that they are told from new ones.
+
+An alarm is known if its law is the fault's and the case has what the fault needs. It is counted,
+and no more. Each has a thread of the engine, or what was read in the release that mends it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from lab.engines.case import Case
+from lab.engines.device import Finding
+
+#: What silently wrong KV breaks, whoever looks first.
+WRONG_KV = ("cache truth", "content", "text")
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownFault:
+    """A fault of releases `first` to `last`, both included."""
+
+    name: str
+    engine: str
+    first: str
+    last: str
+    laws: tuple[str, ...]
+    needs: Callable[[Case], bool]
+    thread: str
+    where: str = ""  # what the place of the alarm says
+
+    def explains(self, release: str, case: Case, finding: Finding) -> bool:
+        """Return whether an alarm of a release may be this fault."""
+        engine, _, version = release.partition("-")
+        if engine != self.engine or finding.law not in self.laws or self.where not in finding.where:
+            return False
+        if not self.needs(case):
+            return False
+        return _parts(self.first) <= _parts(version) <= _parts(self.last)
+
+
+def known_fault(release: str, case: Case, finding: Finding) -> KnownFault | None:
+    """Return the known fault that explains an alarm."""
+    return next((fault for fault in KNOWN if fault.explains(release, case, finding)), None)
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    """0.5.10.post1 is behind 0.5.10 and before 0.5.11."""
+    return tuple(int(part.removeprefix("post")) for part in version.split("."))
+
+
+def _restarts(case: Case) -> bool:
+    """Whether running requests start again, with results of theirs in flight."""
+    return any(
+        (verb.name == "reset" and verb.given["running"])
+        or (verb.name == "pause" and verb.given["clears"])
+        for verb in case.verbs
+    )
+
+
+def _drafts_late(case: Case) -> bool:
+    return bool(case.settings["asynchronous"] and case.settings["drafts"])
+
+
+def _plays(case: Case, name: str, times: int = 1) -> bool:
+    return sum(verb.name == name for verb in case.verbs) >= times
+
+
+def _loads_late(case: Case) -> bool:
+    return bool(case.settings["connector"] and case.settings["connector"]["is_async"])
+
+
+KNOWN = (
+    KnownFault(
+        "an abort frees blocks into which a load is under way",
+        "vllm",
+        "0.10.0",
+        "0.14.1",
+        ("order", "content", "cache truth"),
+        _loads_late,
+        "vLLM #32255",
+    ),
+    KnownFault(
+        "blocks that a launched step uses are given to a load",
+        "vllm",
+        "0.14.0",
+        "0.23.0",
+        ("order", "content", "cache truth"),
+        lambda case: _loads_late(case) and case.settings["asynchronous"],
+        "vLLM #45357",
+        "late write",
+    ),
+    KnownFault(
+        "loads hold blocks that none of them can do without, for ever",
+        "vllm",
+        "0.10.0",
+        "0.25.1",
+        ("progress",),
+        _loads_late,
+        "read: loads reserve blocks in 0.33.0",
+    ),
+    KnownFault(
+        "a reset of running requests drops a result although none is in flight",
+        "vllm",
+        "0.14.0",
+        "0.21.0",
+        ("lengths", "text", "progress", "content", "exception"),
+        lambda case: case.settings["asynchronous"] and _restarts(case),
+        "vLLM #42043, #42117",
+    ),
+    KnownFault(
+        "the block that a lookup with drafts drops is never cached in a group with a window",
+        "vllm",
+        "0.22.0",
+        "0.22.1",
+        ("usefulness",),
+        lambda case: case.settings["drafter"] == "eagle",
+        "vLLM #44082",
+    ),
+    KnownFault(
+        "a session's turn that ends inside a round keeps the KV of a rejected draft",
+        "sglang",
+        "0.5.22",
+        "0.5.23",
+        ("content",),
+        lambda case: bool(case.settings["shape"]) and _plays(case, "turn", 2),
+        "docs/sglang.md",
+        "of a session's turn",
+    ),
+    KnownFault(
+        "a victim of the priority policy that was scheduled in the same step leaves hashes of "
+        "blocks that nobody writes",
+        "vllm",
+        "0.10.0",
+        "0.33.0",
+        WRONG_KV,
+        lambda case: case.settings["policy"] == "priority" and case.settings["caching"],
+        "vLLM #43569, #57580 (open)",
+    ),
+    KnownFault(
+        "a reset of running requests drops results by their tokens and not by their steps",
+        "vllm",
+        "0.22.0",
+        "0.25.1",
+        ("lengths", "text", "content", "progress", "exception"),
+        lambda case: _drafts_late(case) and _restarts(case),
+        "read: `async_tokens_to_discard` until 0.25.1",
+    ),
+    KnownFault(
+        "a window is moved by drafts that are not accepted yet",
+        "vllm",
+        "0.14.0",
+        "0.25.1",
+        WRONG_KV,
+        lambda case: (
+            _drafts_late(case)
+            and any(group["kind"] == "window" for group in case.settings["groups"])
+        ),
+        "read: `remove_skipped_blocks` counts tokens in flight since 0.26.0",
+    ),
+)

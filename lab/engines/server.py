@@ -1,0 +1,163 @@
+"""`python -m lab.engines.server`: hunts in one release, in a process that has imported it once.
+
+`command` starts it with the release on the path, and gives it a job as JSON. Each worker is a fork
+and runs its cases one after another; what breaks a law is sent back, sorted, and made smaller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lab.engines import shim
+from lab.engines.case import Case
+from lab.engines.device import Finding
+from lab.engines.known import KnownFault, known_fault
+from lab.engines.shrink import shrunk
+
+#: Seconds after which a case hangs.
+CASE_SECONDS = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """What runs the cases of one engine."""
+
+    generate: Callable[[int, str], Case]
+    run: Callable[[Case], list[Finding]]
+    plain: dict[str, Any]  # settings that a reader expects
+
+
+class HangError(Exception):
+    """A case took longer than `CASE_SECONDS`."""
+
+
+def load(engine: str) -> Engine:
+    """Import an engine, and return what runs its cases."""
+    logging.disable(logging.WARNING)
+    shim.install()
+    if engine == "vllm":
+        from lab.engines.vllm_cases import PLAIN, vllm_case
+        from lab.engines.vllm_loop import run_vllm
+
+        return Engine(vllm_case, run_vllm, PLAIN)
+    if engine == "sglang":
+        from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
+        from lab.engines.sglang_cases import sglang_case
+        from lab.engines.sglang_loop import run_sglang
+
+        return Engine(sglang_case, run_sglang, SGLANG_PLAIN)
+    raise ValueError(f"engine must be vllm or sglang, got {engine!r}")
+
+
+def guarded(run: Callable[[Case], list[Finding]]) -> Callable[[Case], list[Finding]]:
+    """Return `run` with a finding where a case hangs."""
+
+    def stop(*_: Any) -> None:
+        raise HangError
+
+    def run_within(case: Case) -> list[Finding]:
+        signal.signal(signal.SIGALRM, stop)
+        signal.alarm(CASE_SECONDS)
+        try:
+            return run(case)
+        except HangError:
+            return [Finding("progress", "hang", f"the case runs for {CASE_SECONDS} s")]
+        finally:
+            signal.alarm(0)
+
+    return run_within
+
+
+def hunt(release: str, job: dict[str, Any], engine: Engine) -> Iterator[dict[str, Any]]:
+    """Run seeds for some seconds; yield an object for each alarm, then one with the counts."""
+    run, jobs = guarded(engine.run), job["jobs"]
+    pipes = []
+    for worker in range(jobs):
+        here, there = os.pipe()
+        if not os.fork():
+            os.close(here)
+            with open(there, "w", encoding="utf-8") as out:
+                _work(release, job, engine, run, range(worker, 1 << 40, jobs), out)
+            os._exit(0)
+        os.close(there)
+        pipes.append(open(here, encoding="utf-8"))
+    counts: dict[str, Any] = {"cases": 0, "cpu": 0.0, "known": {}}
+    for pipe in pipes:
+        for line in pipe:
+            told = json.loads(line)
+            if "alarm" in told:
+                yield told
+                continue
+            counts["cases"] += told["cases"]
+            counts["cpu"] += told["cpu"]
+            for name, number in told["known"].items():
+                counts["known"][name] = counts["known"].get(name, 0) + number
+    while jobs:
+        os.wait()
+        jobs -= 1
+    yield counts
+
+
+def _work(
+    release: str,
+    job: dict[str, Any],
+    engine: Engine,
+    run: Callable[[Case], list[Finding]],
+    seeds: range,
+    out: Any,
+) -> None:
+    until, cases, known = time.monotonic() + job["seconds"], 0, dict[str, int]()
+    for at in seeds:
+        if time.monotonic() > until or at >= job["cases"]:
+            break
+        case = engine.generate(job["seed"] + at, job["family"])
+        findings = run(case)
+        cases += 1
+        if not findings:
+            continue
+        fault: KnownFault | None = known_fault(release, case, findings[0])
+        if fault is not None and not job["known"]:
+            known[fault.thread] = known.get(fault.thread, 0) + 1
+        else:
+            told = {"alarm": dataclasses.asdict(findings[0]), "seed": case.seed}
+            print(json.dumps(told), file=out, flush=True)
+    cpu = time.process_time()
+    print(json.dumps({"cases": cases, "cpu": cpu, "known": known}), file=out, flush=True)
+
+
+def main() -> None:
+    """Take a job from the command line, and print what comes of it, one JSON object a line."""
+    release, job = sys.argv[1], json.loads(sys.argv[2])
+    engine = load(release.partition("-")[0])
+    if "replay" in job:
+        case = Case.read(Path(job["replay"]))
+        for finding in guarded(engine.run)(case):
+            print(json.dumps({"alarm": dataclasses.asdict(finding), "seed": case.seed}))
+        return
+    first: dict[tuple[str, str], int] = {}
+    for told in hunt(release, job, engine):
+        if "alarm" in told:
+            first.setdefault((told["alarm"]["law"], told["alarm"]["where"]), told["seed"])
+        print(json.dumps(told), flush=True)
+    for (law, where), seed in sorted(first.items()):
+        case, run = engine.generate(seed, job["family"]), guarded(engine.run)
+        findings = run(case)
+        if not findings or (findings[0].law, findings[0].where) != (law, where):
+            print(json.dumps({"unsteady": [law, where], "seed": seed}), flush=True)
+            continue
+        small, finding = shrunk(case, findings[0], run, engine.plain, job["shrink"])
+        told = {"shrunk": dataclasses.asdict(small), "finding": dataclasses.asdict(finding)}
+        print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""`sglang_case`: hostile random traffic and settings for SGLang's scheduler, from a seed."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from lab.engines.case import Case, Verb
+
+FAMILIES = ("plain", "sessions")
+#: What a shrunk case has, where its fault does not need something else.
+PLAIN = {
+    "page": 1,
+    "shape": None,
+    "overlap": False,
+    "num_tokens": 1024,
+    "rows": 8,
+    "chunk": None,
+    "mixed": False,
+    "conservativeness": 1.0,
+}
+
+
+def sglang_case(seed: int, family: str) -> Case:
+    """Return the case of a seed."""
+    rng = random.Random(f"{family} {seed}")
+    shape = rng.choice((None, (3, 1, 4), (3, 1, 4), (2, 1, 3)))
+    settings: dict[str, Any] = {
+        "page": rng.choice((1, 1, 4, 16)),
+        "shape": shape and list(shape),
+        "overlap": rng.random() < 0.5,
+        "num_tokens": rng.choice((256, 512, 1024)),
+        "rows": rng.choice((3, 8)),
+        "chunk": rng.choice((None, None, 48)),
+        "mixed": False,
+        "conservativeness": rng.choice((0.3, 1.0)),
+        "sessions": rng.randint(1, 2) if family == "sessions" else 0,
+    }
+    return Case("sglang", family, seed, settings, tuple(_verbs(rng, settings)))
+
+
+def _verbs(rng: random.Random, settings: dict[str, Any]) -> list[Verb]:
+    verbs: list[Verb] = []
+    turn, number = 1, 0
+    for _ in range(rng.randint(2, 14)):
+        given: dict[str, Any] = {}
+        names = ["send", "send", "follow", "abort", "abort", "pause", "flush"]
+        if settings["sessions"]:
+            names += ["turn"] * 6 + ["close"]
+        name = rng.choice(names)
+        if name in ("send", "follow", "turn"):
+            length = rng.randint(1, 60)
+            given = {"number": number, "length": length, "most": rng.randint(1, 30)}
+            if name == "send":
+                given |= {"stem": rng.randint(0, 1), "shared": rng.randint(0, length)}
+            elif name == "follow":
+                given["of"] = rng.randint(0, max(0, number - 1))
+            else:
+                given["session"] = rng.randrange(settings["sessions"])
+            number += 1
+        elif name == "abort":
+            given = {"number": max(0, number - 1 - rng.choice((0, 0, 0, 1, 2)))}
+        elif name == "pause":
+            given = {"mode": rng.choice(("in_place", "retract")), "turns": rng.randint(0, 6)}
+        elif name == "close":
+            given = {"session": rng.randrange(settings["sessions"])}
+        verbs.append(Verb(turn, name, given))
+        turn += rng.choice((0, 0, 1, 2, 4, 8, 30))
+    return verbs

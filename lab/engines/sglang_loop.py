@@ -1,0 +1,278 @@
+"""`run_sglang`: SGLang's scheduler over the device of `tests/embed`, driven by a case.
+
+The loop, the device and the fake models are those that the tests of the plug-in run; here they play
+verbs. Content is checked at every read. Sums are SGLang's own, when it is idle and at the end:
+there is no own accounting of its pools yet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import traceback
+from array import array
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import sglang_loop
+import sglang_torch
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    CloseSessionReqInput,
+    ContinueGenerationReqInput,
+    OpenSessionReqInput,
+    PauseGenerationReqInput,
+    SessionParams,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from lab.engines.case import Case
+from lab.engines.content import STOP, VOCABULARY, Text, tokens_of
+from lab.engines.device import Finding
+
+#: Turns after which a case that still runs is endless.
+MOST_TURNS = 3000
+PACKAGE = "/sglang/srt/"
+#: The first request's id: aborts name requests by the beginning of an id, so all are as long.
+FIRST = 1000
+
+
+def run_sglang(case: Case) -> list[Finding]:
+    """Run a case in a fork, whose settings nobody else sees; return what it broke."""
+    here, there = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(here)
+        findings = _run(case)
+        with open(there, "w", encoding="utf-8") as out:
+            json.dump([[found.law, found.where, found.text] for found in findings], out)
+        os._exit(0)
+    os.close(there)
+    try:
+        with open(here, encoding="utf-8") as told:
+            text = told.read()
+    except BaseException:
+        os.kill(child, 9)
+        raise
+    finally:
+        os.waitpid(child, 0)
+    if not text:
+        return [Finding("exception", "the process", "the process ended")]
+    return [Finding(*parts) for parts in json.loads(text)]
+
+
+def _run(case: Case) -> list[Finding]:
+    findings: list[Finding] = []
+    player = None
+    try:
+        sglang_torch.install()
+        player = Player(case)
+        loop = player.loop
+        (loop.event_loop_overlap if case.settings["overlap"] else loop.event_loop_normal)()
+        loop.finish()
+    except Exception as error:  # an engine that dies has broken a law
+        frames = traceback.extract_tb(error.__traceback__)
+        place = frames[-1]
+        where = f"{place.filename.rpartition(PACKAGE)[2]}, {place.name}"
+        if PACKAGE not in place.filename:
+            where = "the loop"
+        if str(error).startswith(sglang_loop.STUCK):
+            findings.append(Finding("progress", "turn", str(error)))
+        else:
+            text = "".join(traceback.format_tb(error.__traceback__)[-2:])
+            findings.append(Finding("exception", where, f"{type(error).__name__}: {error}\n{text}"))
+    if player is None:
+        return findings
+    outcome = player.loop.outcome
+    seen = dict.fromkeys(player.loop.simulated.faults)
+    read = [_content(text, player.turns) for text in seen]
+    # What reaches a request outside of the session is the worse fault.
+    read.sort(key=lambda found: "turn" in found.where)
+    leaks = [Finding("conservation", "idle", text) for text in outcome.leaks]
+    return [*read, *player.findings, *leaks, *findings]
+
+
+def _content(text: str, turns: set[str]) -> Finding:
+    """Sort a fault of the device: by the model whose slots were read, and by who read them."""
+    reader = "a session's turn" if text.partition(" ")[0] in turns else "a plain request"
+    kind = re.search(r"(draft|target) slots wrongly", text)
+    if kind:
+        return Finding("content", f"{kind[1]} KV read of {reader}", text)
+    if "is fed" in text:
+        return Finding("content", f"tokens fed to {reader}", text)
+    return Finding("rows", f"a step of {reader}", text)
+
+
+class Player:
+    """Stands for the traffic of the loop: plays the verbs, and looks at what is said."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, settings = case, case.settings
+        setup = sglang_loop.Setup(
+            page_size=settings["page"],
+            shape=settings["shape"] and tuple(settings["shape"]),
+            overlap=settings["overlap"],
+            num_tokens=settings["num_tokens"],
+            num_rows=settings["rows"],
+            chunk=settings["chunk"],
+            conservativeness=settings["conservativeness"],
+            num_requests=0,
+            num_sessions=settings["sessions"],
+            seed=case.seed,
+        )
+        self.loop: Any = sglang_loop.Loop(setup)
+        self.rank = get_parallel().override(tp_rank=0)  # after the settings are published
+        self.rank.__enter__()
+        self.loop._pause_intervals = deque()
+        self.loop.traffic = self
+        self.loop.mm_receiver = None
+        self.loop.grammar_manager = SimpleNamespace(
+            has_waiting_grammars=lambda: False,
+            grammar_queue=[],
+            abort_requests=lambda _: None,
+            clear=lambda: None,
+        )
+        self.loop.model_worker.clear_cache_pool = lambda: None
+        self.findings: list[Finding] = []
+        self.verbs = deque(case.verbs)
+        self.tick = self.quiet = 0
+        self.resumes = 0  # the turn in which a pause ends
+        self.most: dict[str, int] = {}
+        self.running: dict[str, Any] = {}
+        self.ended: dict[str, list[int]] = {}  # prompt and answer
+        self.turns: set[str] = set()  # requests that are turns of sessions
+        self.open = set(range(settings["sessions"]))
+
+    # What the loop calls.
+
+    def turn(self) -> None:
+        """Take what ended, and play what is due."""
+        self.tick += 1
+        for name, req in list(self.running.items()):
+            if req.finished():
+                self._end(name, req)
+        if self.resumes and self.tick >= self.resumes:
+            self.resumes = 0
+            self.loop.continue_generation(ContinueGenerationReqInput())
+        if self.tick > MOST_TURNS:
+            raise RuntimeError(f"{sglang_loop.STUCK}: {MOST_TURNS} turns, and work is left")
+        while self.verbs and self.verbs[0].turn <= self.tick:
+            verb = self.verbs.popleft()
+            getattr(self, f"play_{verb.name}")(**verb.given)
+        if not self.verbs and not self.running and self.quiet < 3:
+            self.quiet += 1
+            self._probe(self.quiet)
+
+    def is_over(self) -> bool:
+        """Whether all has been sent and has ended."""
+        return not self.verbs and not self.running and self.quiet >= 3
+
+    def close(self) -> None:
+        """Close all sessions, also those that waited for a turn, as SGLang does each second."""
+        for session in sorted(self.open):
+            self.play_close(session)
+        self.loop.session_controller.maybe_reap(time.monotonic() + 10)
+
+    def _end(self, name: str, req: Any) -> None:
+        del self.running[name]
+        said = list(req.output_ids)
+        if req.finished_len is not None:
+            said = said[: req.finished_len]
+        self.ended[name] = list(req.origin_input_ids) + said
+        wanted = self.loop.model_worker.texts[name].answer(self.most[name])
+        if not isinstance(req.finished_reason, FINISH_ABORT) and said != wanted:
+            self.findings.append(
+                Finding("text", "end", f"{name} says {said}; alone it says {wanted}")
+            )
+
+    # What a server calls.
+
+    def play_send(self, number: int, length: int, most: int, stem: int, shared: int) -> None:
+        """A request: `shared` tokens of a stem, and own ones up to its length."""
+        own = tokens_of(self.case.seed, 1000 + number, length)
+        self._request(number, tokens_of(self.case.seed, stem, shared) + own[shared:], most)
+
+    def play_follow(self, number: int, length: int, most: int, of: int) -> None:
+        """A request whose prompt is all that another one read and said, and `length` tokens."""
+        before = self.ended.get(str(FIRST + of), [])
+        self._request(number, before + tokens_of(self.case.seed, 1000 + number, length), most)
+
+    def play_turn(self, number: int, length: int, most: int, session: int) -> None:
+        """A turn of a session, whether or not another one still runs."""
+        name, at = str(FIRST + number), self.loop.session_controller.get(f"s{session}")
+        if session not in self.open:
+            return
+        if at is None:
+            opened = OpenSessionReqInput(
+                capacity_of_str_len=1 << 20, session_id=f"s{session}", streaming=True
+            )
+            self.loop.session_controller.open(opened)
+            at = self.loop.session_controller.get(f"s{session}")
+        asked = TokenizedGenerateReqInput(
+            rid=name,
+            input_text="",
+            input_embeds=None,
+            token_type_ids=None,
+            input_ids=array("q", tokens_of(self.case.seed, 1000 + number, length)),
+            mm_inputs=None,
+            sampling_params=self._sampling(most),
+            return_logprob=False,
+            logprob_start_len=-1,
+            top_logprobs_num=0,
+            token_ids_logprob=None,
+            stream=False,
+            session_params=SessionParams(id=f"s{session}"),
+        )
+        self.turns.add(name)
+        self._queue(name, at.create_req(asked, None, VOCABULARY, eos_token_ids={STOP}))
+
+    def play_abort(self, number: int) -> None:
+        """The client of a request leaves."""
+        if str(FIRST + number) in self.running:
+            self.loop.abort_request(AbortReq(rid=str(FIRST + number)))
+
+    def play_pause(self, mode: str, turns: int) -> None:
+        """Generation is paused for some turns; `retract` gives all KV back."""
+        if not self.resumes:
+            self.loop.pause_generation(PauseGenerationReqInput(mode=mode))
+            self.resumes = self.tick + 1 + turns
+
+    def play_flush(self) -> None:
+        """The caches are emptied, if the engine thinks that it is idle."""
+        self.loop.flush_cache(empty_cache=False)
+
+    def play_close(self, session: int) -> None:
+        """A session is closed."""
+        if self.loop.session_controller.get(f"s{session}") is not None:
+            self.loop.session_controller.close(CloseSessionReqInput(session_id=f"s{session}"))
+        self.open.discard(session)
+
+    def _probe(self, at: int) -> None:
+        """When all is done, ask once more for the longest texts: what is cached must be true."""
+        texts = sorted(self.ended.values(), key=len, reverse=True)
+        if len(texts) >= at:
+            length = self.case.settings["num_tokens"] - 40
+            self._request(900 + at, [*texts[at - 1][:length], 5, 7], 2)
+
+    def _sampling(self, most: int) -> Any:
+        sampling = SamplingParams(max_new_tokens=most, temperature=0, stop_token_ids=[STOP])
+        sampling.normalize(None)
+        return sampling
+
+    def _request(self, number: int, tokens: list[int], most: int) -> None:
+        name = str(FIRST + number)
+        given: dict[str, Any] = {"eos_token_ids": {STOP}, "vocab_size": VOCABULARY}
+        self._queue(name, Req(name, "", array("q", tokens), self._sampling(most), **given))
+
+    def _queue(self, name: str, req: Any) -> None:
+        self.loop.init_req_max_new_tokens(req)
+        self.loop.model_worker.texts[name] = Text(list(req.origin_input_ids))
+        self.most[name] = req.sampling_params.max_new_tokens
+        self.running[name] = req
+        self.loop._add_request_to_queue(req)

@@ -1,0 +1,114 @@
+"""`vllm_case`: hostile random traffic and settings for vLLM's scheduler, from a seed.
+
+The generator is told a family of models and deployments, never a fault: `plain` has one group of
+full attention, `window` a second one with a sliding window, `connector` loads prefixes from
+outside.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from lab.engines.case import Case, Verb
+
+FAMILIES = ("plain", "window", "connector")
+#: What a shrunk case has, where its fault does not need something else.
+PLAIN = {
+    "spare": 120,
+    "long_prefill": 0,
+    "policy": "fcfs",
+    "rows": 6,
+    "asynchronous": False,
+    "is_late": True,
+    "drafter": None,
+    "drafts": 0,
+    "accepted": 100,
+    "budget": 64,
+    "caching": True,
+    "most_len": 96,
+}
+
+
+def vllm_case(seed: int, family: str) -> Case:
+    """Return the case of a seed."""
+    rng = random.Random(f"{family} {seed}")
+    settings = _settings(rng, family)
+    return Case("vllm", family, seed, settings, tuple(_verbs(rng, settings)))
+
+
+def _settings(rng: random.Random, family: str) -> dict[str, Any]:
+    block = rng.choice((1, 2, 4, 8))
+    groups: list[dict[str, Any]] = [{"kind": "full", "block": block}]
+    if family == "window":
+        finer = rng.choice([size for size in (1, 2, 4, 8) if size <= block])
+        window = rng.randint(2, rng.choice((4, 24)))
+        groups.append({"kind": "window", "block": finer, "window": window})
+    settings: dict[str, Any] = {
+        "groups": groups,
+        "most_len": rng.choice((48, 64, 96)),
+        "rows": rng.randint(1, 6),
+        "budget": rng.choice((8, 16, 24, 64)),
+        "long_prefill": rng.choice((0, 0, 0, 7)),
+        "caching": rng.random() < 0.85,
+        "policy": rng.choice(("fcfs", "priority")),
+        "asynchronous": rng.random() < 0.6,
+        "is_late": rng.random() < 0.8,  # a step runs as late as it can
+        "drafter": rng.choice((None, "eagle", "ngram")),
+        "drafts": rng.randint(1, 4),
+        "accepted": rng.choice((0, 50, 50, 100)),  # percent of the drafts
+        "spare": rng.choice((0, 0, 3, 10, 40, 120)),  # blocks beyond the least pool
+        "connector": None,
+    }
+    if settings["asynchronous"] and settings["drafter"] == "ngram":
+        settings["drafter"] = "eagle"
+    if settings["drafter"] is None:
+        settings["drafts"] = 0
+    if family == "connector":
+        if settings["drafter"] == "eagle":  # what is loaded has no draft KV
+            settings |= {"drafter": None, "drafts": 0}
+        settings["connector"] = {
+            "is_async": rng.random() < 0.8,
+            "latest": rng.choice((1, 4, 12)),  # turns until a transfer has landed
+            "hits": rng.choice((50, 100)),  # percent of the requests
+        }
+    return settings
+
+
+def _verbs(rng: random.Random, settings: dict[str, Any]) -> list[Verb]:
+    verbs: list[Verb] = []
+    sent = rng.randint(1, 10)
+    last = rng.choice((1, 8, 30, 60))
+    for number in range(sent):
+        length = rng.randint(1, settings["most_len"] - 2)
+        given: dict[str, Any] = {
+            "number": number,
+            "stem": rng.randint(0, 2),
+            "shared": rng.randint(0, length),  # tokens that others with this stem have too
+            "length": length,
+            "most": rng.randint(1, settings["most_len"] - length),
+        }
+        if rng.random() < 0.15:
+            given["salt"] = rng.randint(1, 2)
+        if settings["policy"] == "priority":
+            given["priority"] = rng.randint(0, 2)
+        verbs.append(Verb(rng.randint(1, last), "send", given))
+    rate = rng.choice((0.0, 0.3, 1.0))
+    hostile: dict[str, Callable[[], dict[str, Any]]] = {
+        "abort": lambda: {"number": rng.randrange(sent)},
+        "reset": lambda: {"running": rng.random() < 0.5},
+        "pause": lambda: {
+            "mode": rng.choice(("keep", "abort", "wait")),
+            "clears": rng.random() < 0.7,
+        },
+        "resume": dict,
+    }
+    names = ["abort", "abort", "reset", "pause", "resume", "resume"]
+    if settings["connector"]:  # vLLM says that it cannot reset while a load is under way
+        hostile["pause"] = lambda: {"mode": rng.choice(("keep", "abort", "wait")), "clears": False}
+        names.remove("reset")
+    for _ in range(int(rate * rng.randint(0, 12))):
+        name = rng.choice(names)
+        verbs.append(Verb(rng.randint(1, last + 40), name, hostile[name]()))
+    return sorted(verbs, key=lambda verb: verb.turn)

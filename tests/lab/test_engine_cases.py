@@ -1,0 +1,137 @@
+"""Cases of the laboratory of engines: drawn, shrunk, told from known faults, written."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from lab.engines.case import Case, Verb
+from lab.engines.command import tell
+from lab.engines.device import Finding
+from lab.engines.known import KNOWN, known_fault
+from lab.engines.releases import RELEASES, ROOT, fetch, release_path
+from lab.engines.report import write_report
+from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
+from lab.engines.sglang_cases import sglang_case
+from lab.engines.shrink import shrunk
+from lab.engines.vllm_cases import PLAIN, vllm_case
+
+REPORTS = ROOT / "lab" / "reports"
+#: For the reports on published faults: the first release without it.
+FIRST_GOOD = {
+    "vllm-0.14.1-order-landing": "vllm-0.16.0",
+    "vllm-0.21.0-lengths-turn": "vllm-0.22.0",
+    "vllm-0.22.1-usefulness-same-prompt-twice": "vllm-0.23.0",
+    "vllm-0.23.0-order-late-write": "vllm-0.24.0",
+}
+
+
+@pytest.mark.parametrize("family", ["plain", "window", "connector"])
+def test_a_seed_gives_one_case_that_a_file_keeps(family: str, tmp_path: Path) -> None:
+    cases = [vllm_case(seed, family) for seed in range(40)]
+    assert cases == [vllm_case(seed, family) for seed in range(40)]
+    assert len({json.dumps(case.settings) for case in cases}) > 30
+    assert all(PLAIN.keys() <= case.settings.keys() for case in cases)
+    verbs = {verb.name for case in cases for verb in case.verbs}
+    assert verbs == {"send", "abort", "pause", "resume"} | (
+        set() if family == "connector" else {"reset"}
+    )
+    cases[0].write(tmp_path / "case.json")
+    assert Case.read(tmp_path / "case.json") == cases[0]
+
+
+def test_sessions_overlap_and_are_aborted_paused_and_closed() -> None:
+    cases = [sglang_case(seed, "sessions") for seed in range(40)]
+    assert cases == [sglang_case(seed, "sessions") for seed in range(40)]
+    assert {verb.name for case in cases for verb in case.verbs} == {
+        *("send", "follow", "turn", "abort", "pause", "flush", "close")
+    }
+    turns = [[verb.turn for verb in case.verbs if verb.name == "turn"] for case in cases]
+    assert any(len(set(at)) < len(at) for at in turns)
+    assert SGLANG_PLAIN.keys() - cases[0].settings.keys() == set()
+
+
+def toy_run(case: Case) -> list[Finding]:
+    """A reset behind a prompt of five tokens breaks a law; without late steps another one."""
+    names = [verb.name for verb in case.verbs]
+    long = [verb.given.get("length", 0) >= 5 for verb in case.verbs]
+    if "reset" not in names or not any(long[: names.index("reset")]):
+        return []
+    return [Finding("text" if case.settings["is_late"] else "rows", "turn", "broken")]
+
+
+def test_a_case_shrinks_while_the_same_law_breaks_at_the_same_place() -> None:
+    case = next(
+        case
+        for case in (vllm_case(seed, "plain") for seed in range(400))
+        if (found := toy_run(case)) and found[0].law == "text" and len(case.verbs) > 8
+    )
+    small, finding = shrunk(case, toy_run(case)[0], toy_run, PLAIN | {"is_late": False})
+    assert finding.law == "text" and small.settings["is_late"]
+    assert [verb.name for verb in small.verbs] == ["send", "reset"]
+    assert small.verbs[0].given["length"] == 5 and small.verbs[0].given["most"] == 1
+    assert all(small.settings[name] == value for name, value in PLAIN.items() if name != "is_late")
+
+
+def test_a_known_fault_explains_its_law_in_its_releases_with_its_settings() -> None:
+    case = vllm_case(0, "plain")
+    case = dataclasses.replace(
+        case, settings=case.settings | {"policy": "priority", "caching": True}, verbs=()
+    )
+    fcfs = dataclasses.replace(case, settings=case.settings | {"policy": "fcfs"})
+    truth = Finding("cache truth", "turn", "")
+    fault = known_fault("vllm-0.33.0", case, truth)
+    assert fault is not None and "#57580" in fault.thread
+    assert known_fault("vllm-0.33.1", case, truth) is None
+    assert known_fault("vllm-0.33.0", fcfs, truth) is None
+    assert known_fault("vllm-0.33.0", case, Finding("one owner", "take", "")) is None
+    assert known_fault("sglang-0.33.0", case, truth) is None
+    assert all(fault.thread and fault.laws for fault in KNOWN)
+
+
+def test_a_report_has_the_law_the_events_and_a_script_that_stands_alone(tmp_path: Path) -> None:
+    verbs = (Verb(4, "send", {"number": 8, "length": 1}), Verb(5, "reset", {"running": True}))
+    case = dataclasses.replace(vllm_case(1, "window"), verbs=verbs)
+    folder = write_report(tmp_path, "vllm-0.21.0", case, Finding("lengths", "turn", "2 of 2"))
+    assert folder.name == "vllm-0.21.0-lengths-turn"
+    page = (folder / "report.md").read_text()
+    for part in ("2 of 2", "turn 5: reset(running=True)", "--max-model-len", "and a window of"):
+        assert part in page
+    script = (folder / "replay.py").read_text()
+    tree = ast.parse(script)
+    imported = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert not [name for name in imported if name and name.startswith(("lab", "specpool"))]
+    assert json.dumps(case.seed) in script and '"running": true' in script
+    turns = sglang_case(1, "sessions")
+    folder = write_report(tmp_path, "sglang-0.5.23", turns, Finding("progress", "turn", ""))
+    assert not (folder / "replay.py").exists()
+    assert "--enable-streaming-session" in (folder / "report.md").read_text()
+
+
+def test_a_release_that_is_not_there_or_has_another_name_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"make lab-engines RELEASES=vllm-9\.9\.9"):
+        release_path("vllm-9.9.9")
+    with pytest.raises(
+        SystemExit, match=r"named like vllm-0\.21\.0 or sglang-0\.5\.23, got 'vllm'"
+    ):
+        fetch(["vllm"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", FIRST_GOOD)
+def test_a_published_fault_is_in_its_last_bad_release_and_not_in_its_first_good_one(
+    name: str,
+) -> None:
+    case = REPORTS / name / "case.json"
+    bad = "-".join(name.split("-")[:2])
+    for release in (bad, FIRST_GOOD[name]):
+        if not (RELEASES / release).exists():
+            pytest.skip(f"{release} is not unpacked: make lab-engines")
+    found = list(tell(bad, {"replay": str(case)}))
+    law = found[0]["alarm"]
+    assert name == f"{bad}-{law['law']}-{law['where']}".replace(" ", "-")
+    assert list(tell(FIRST_GOOD[name], {"replay": str(case)})) == []
