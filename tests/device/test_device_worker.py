@@ -274,8 +274,8 @@ def test_a_lane_with_nan_fails_alone(case, monkeypatch):
     with kernels_run(), make(case) as engine:
         forward, calls = engine.target.forward, []
 
-        def spoiled(tokens, positions, batch, logits_at=None):
-            output = forward(tokens, positions, batch, logits_at)
+        def spoiled(tokens, positions, batch, logits_at=None, **options):
+            output = forward(tokens, positions, batch, logits_at, **options)
             calls.append(output)
             if len(calls) == 3:  # the second round of decoding
                 for values in (output.logits, output.hidden, output.features):

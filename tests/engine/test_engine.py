@@ -361,8 +361,8 @@ def test_nan_in_the_middle_of_a_text_names_the_position(model, monkeypatch):
         expected = engine.generate(prompts, SamplingParams(max_new_tokens=30))
         forward = engine.target.forward
 
-        def failing(token_ids, positions, batch, logits_index):
-            output = forward(token_ids, positions, batch, logits_index)
+        def failing(token_ids, positions, batch, logits_index, **options):
+            output = forward(token_ids, positions, batch, logits_index, **options)
             if logits_index is None:
                 lane = torch.arange(len(positions)) < len(positions) // 2
                 output.logits[(positions == 50) & lane] = torch.nan
@@ -384,8 +384,8 @@ def test_nan_under_overlap_ends_one_request_and_no_other(monkeypatch, draft):
         expected = engine.generate(prompts, params)
         forward = engine.target.forward
 
-        def failing(token_ids, positions, batch, logits_index):
-            output = forward(token_ids, positions, batch, logits_index)
+        def failing(token_ids, positions, batch, logits_index, **options):
+            output = forward(token_ids, positions, batch, logits_index, **options)
             if logits_index is None and len(positions) > 1:
                 lane = torch.arange(len(positions)) < len(positions) // 2
                 output.logits[(positions == 50) & lane] = torch.nan
@@ -418,10 +418,10 @@ def test_a_forward_that_raises_returns_every_page(engine, monkeypatch):
     for fail_at in (0, 1, 4):
         calls = itertools.count()
 
-        def failing(*args, calls=calls, fail_at=fail_at):
+        def failing(*args, calls=calls, fail_at=fail_at, **options):
             if next(calls) == fail_at:
                 raise RuntimeError("the device is gone")
-            return forward(*args)
+            return forward(*args, **options)
 
         monkeypatch.setattr(engine.target, "forward", failing)
         for output in engine.generate(prompts, SamplingParams(max_new_tokens=30)):

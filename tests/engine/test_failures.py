@@ -121,11 +121,11 @@ def test_a_failed_step_ends_its_streams_with_the_reason(target, texts, monkeypat
         assert isinstance(next(first), Chunk) and isinstance(next(second), Chunk)
     third, forward, calls = engine.stream(PROMPTS[2], PARAMS), engine.target.forward, []
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **options: Any) -> Any:
         calls.append(args)
         if len(calls) == 1:
             raise RuntimeError("the device is gone")
-        return forward(*args)
+        return forward(*args, **options)
 
     monkeypatch.setattr(engine.target, "forward", failing)
     *_, last = third

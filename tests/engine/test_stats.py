@@ -92,7 +92,7 @@ def test_every_end_is_counted_once(monkeypatch):
         assert {o.finish_reason for o in outputs} == {"length"}
         assert one.stats().retracted_ct > 0
 
-        def failing(*args):
+        def failing(*args, **options):
             raise RuntimeError("the device is gone")
 
         monkeypatch.setattr(one.target, "forward", failing)
@@ -112,11 +112,11 @@ def test_no_counter_goes_down(monkeypatch):
 
         before, calls, forward = counters(), [], one.target.forward
 
-        def interrupted(*args):
+        def interrupted(*args, **options):
             calls.append(args)
             if len(calls) % 7 == 0:
                 raise KeyboardInterrupt
-            return forward(*args)
+            return forward(*args, **options)
 
         monkeypatch.setattr(one.target, "forward", interrupted)
         for _ in range(3):

@@ -28,7 +28,7 @@ from kernel_kit import backend
 from specpool.capacity.layer_kv import LayerKV
 from specpool.engine.draft import NgramDrafter, SuffixDrafter
 from specpool.engine.draft.base import DraftTree
-from specpool.engine.models import TargetModel, fused_layers
+from specpool.engine.models import TargetModel, fused_layers, last_rows
 from specpool.engine.models import target as target_module
 from specpool.engine.models.eagle import head
 from specpool.engine.models.files.checkpoint import Weights
@@ -189,6 +189,7 @@ class Card:
             patch.setattr(head, "is_copy", lambda table, targets: True)
             # So is what a model's modules compute: here each is what it may be.
             patch.setattr(fused_layers, "_agrees", lambda *results, **how: True)
+            patch.setattr(last_rows, "_agree", lambda *logits: True)
             patch.setattr(torch, "empty", unpinned)
             patch.setattr(Tensor, "pin_memory", lambda tensor, *device: tensor)
             patch.setattr(FakeTensor, "data_ptr", _address)
