@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import recurrent_families
 from specpool import Engine
 from specpool.engine.assets import resolve
 
@@ -29,16 +28,3 @@ def test_positions_beyond_a_heads_own_are_said(
     assert said(caplog, text) == 0
     Engine.from_pretrained(draft=str(head), max_context_len=100).close()
     assert said(caplog, f"{text} 100 tokens") == 1
-
-
-def test_options_that_recurrent_layers_leave_without_effect_are_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO", logger="specpool")
-    model = recurrent_families.make_model(recurrent_families.make_config("lfm2"))
-    options = {"draft": "ngram", "num_pages": 40, "max_context_len": 64}
-    Engine.from_pretrained(model, **options).close()
-    assert said(caplog, "prefix_cache has no effect") == 1
-    caplog.clear()
-    Engine.from_pretrained(model, prefix_cache=False, **options).close()
-    assert said(caplog, "has no effect") == 0

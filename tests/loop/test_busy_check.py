@@ -383,10 +383,10 @@ def test_failures_and_interrupts_raise_no_alarm(seed, target, heads, monkeypatch
     work.options["busy_check"] = 2
     engine, forward = work.tight(target, heads), target.forward
 
-    def unreliable(*args: Any) -> Any:
+    def unreliable(*args: Any, **options: Any) -> Any:
         if rng.random() < 0.05:
             raise rng.choice([RuntimeError("the device is gone"), KeyboardInterrupt()])
-        return forward(*args)
+        return forward(*args, **options)
 
     monkeypatch.setattr(target, "forward", unreliable)
     for _ in range(6):

@@ -62,9 +62,9 @@ def test_mixed_forwards_speak_as_plain_decoding(case, depth, reference, monkeypa
         forwards = [0]
         forward = engine.target.forward
 
-        def counted(*args):
+        def counted(*args, **options):
             forwards[0] += 1
-            return forward(*args)
+            return forward(*args, **options)
 
         monkeypatch.setattr(engine.target, "forward", counted)
         steps = []

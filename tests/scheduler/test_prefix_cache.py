@@ -253,8 +253,8 @@ def test_a_text_with_a_nan_is_forgotten(build: Build, monkeypatch: pytest.Monkey
     engine.generate([SYSTEM], SamplingParams(max_new_tokens=4, cache_salt="other"))
     forward, calls = engine.target.forward, []
 
-    def failing(*args: Any) -> Any:
-        output = forward(*args)
+    def failing(*args: Any, **options: Any) -> Any:
+        output = forward(*args, **options)
         calls.append(args)
         return replace(output, logits=output.logits * float("nan")) if len(calls) == 3 else output
 

@@ -273,9 +273,9 @@ def computed(engine: Engine, monkeypatch) -> list[int]:
     """Tokens of each of the target's forwards from now on."""
     forward, counts = engine.target.forward, []
 
-    def counting(tokens, *args):
+    def counting(tokens, *args, **options):
         counts.append(len(tokens))
-        return forward(tokens, *args)
+        return forward(tokens, *args, **options)
 
     monkeypatch.setattr(engine.target, "forward", counting)
     return counts

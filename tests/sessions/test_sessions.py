@@ -305,8 +305,8 @@ def test_a_turn_that_saw_nan_keeps_no_kv(build, reference, monkeypatch, depth):
     engine = build("specpool/tiny-eagle3", Shape.eagle(3, 4, 12), overlap_depth=depth)
     forward, rounds = engine.target.forward, []
 
-    def spoiled(token_ids, positions, batch, logits_index):
-        output = forward(token_ids, positions, batch, logits_index)
+    def spoiled(token_ids, positions, batch, logits_index, **options):
+        output = forward(token_ids, positions, batch, logits_index, **options)
         if logits_index is None:
             rounds.append(len(positions))
             if len(rounds) == 1:
