@@ -122,9 +122,18 @@ class Scheduler:
         self.waiting.appendleft(request)
         self.num_retractions += 1
 
+    def final_len(self, request: Request) -> int:
+        """Return how many tokens no round in flight writes again.
+
+        The oldest round starts at `resolved_len`. If it fails, the next ones may start at their
+        `lo`, which is less if results came in since they were prepared: at depths above 1.
+        """
+        flying = [(plan, batch) for _, plan, batch in self.flying if request in batch]
+        starts = [int(plan.lo[batch.index(request)]) for plan, batch in flying]
+        return min([int(self.ledger.resolved_len[request.row]), *starts[1:]])
+
     def release(self, request: Request, verb: Callable[[int], None]) -> None:
-        length = int(self.ledger.resolved_len[request.row])
-        self.ledger.index(request.row, request.tokens[:length])
+        self.ledger.index(request.row, request.tokens[: self.final_len(request)])
         self.running.remove(request)
         verb(request.row)
 

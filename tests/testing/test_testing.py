@@ -139,8 +139,7 @@ def _planted(example) -> dict[str, tuple[type, type, str]]:
 
     class IndexesAnotherText(Scheduler):
         def release(self, request, verb):
-            length = int(self.ledger.resolved_len[request.row])
-            self.ledger.index(request.row, [0, *request.tokens][:length])
+            self.ledger.index(request.row, [0, *request.tokens][: self.final_len(request)])
             self.running.remove(request)
             verb(request.row)
 
@@ -161,7 +160,7 @@ def _planted(example) -> dict[str, tuple[type, type, str]]:
         "complete before it has run": (CompletesAtLaunch, FakeDevice, "true root|KV at position"),
         "no complete": (NeverCompletesPrefills, FakeDevice, f"not at rest|{unread}"),
         "delta not taken": (Scheduler, NoDelta, "has no page in group"),
-        "index of uncomputed tokens": (IndexesUncomputedTokens, FakeDevice, "tokens, got"),
+        "index of uncomputed tokens": (IndexesUncomputedTokens, FakeDevice, "tokens, got|complete, got"),
         "index of another text": (IndexesAnotherText, FakeDevice, "target KV at position"),
         "retract while steps are in flight": (RetractsAtOnce, FakeDevice, unread),
         "a row that found no pages stays": (KeepsTheRow, FakeDevice, "rows are out|not at rest"),
