@@ -160,7 +160,11 @@ def _planted(example) -> dict[str, tuple[type, type, str]]:
         "complete before it has run": (CompletesAtLaunch, FakeDevice, "true root|KV at position"),
         "no complete": (NeverCompletesPrefills, FakeDevice, f"not at rest|{unread}"),
         "delta not taken": (Scheduler, NoDelta, "has no page in group"),
-        "index of uncomputed tokens": (IndexesUncomputedTokens, FakeDevice, "tokens, got|complete, got"),
+        "index of uncomputed tokens": (
+            IndexesUncomputedTokens,
+            FakeDevice,
+            "(tokens|complete), got",
+        ),
         "index of another text": (IndexesAnotherText, FakeDevice, "target KV at position"),
         "retract while steps are in flight": (RetractsAtOnce, FakeDevice, unread),
         "a row that found no pages stays": (KeepsTheRow, FakeDevice, "rows are out|not at rest"),
