@@ -168,6 +168,18 @@ def test_blocks_that_are_still_read_go_last() -> None:
     assert told == [3]
 
 
+def test_a_block_that_another_holds_still_is_freed_by_it_as_usual() -> None:
+    from specpool.plugins.vllm import pool_proof
+
+    pool = block_pool.BlockPool(8, True, 4)
+    blocks = pool.get_new_blocks(3)
+    pool.touch([blocks[1]])
+    pool.unpin_blocks([blocks[1]], lambda block: None)
+    pool.free_blocks([blocks[1]])
+    assert pool.get_new_blocks(1) == [blocks[1]]  # before the others: nothing is known of it
+    assert pool_proof.longer_difference(times=4) is None
+
+
 def test_a_log_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECPOOL_VLLM_RECORD", str(tmp_path / "blocks"))
     pool, blocks = held()

@@ -256,6 +256,9 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         self._keep_held([block.block_id for block in held])  # so that free blocks go before them
         ids = [block.block_id for block in held if block.pool is self]
         self._drop(ids[::-1])
+        for block in held:  # others hold it, whose free is as usual
+            if block.pool is self and block.ref_cnt and block._block_hash is None:
+                self.core.unkeep([block.block_id])
         self._reuse_watchers.update(dict.fromkeys(ids, on_reuse))
 
     # What blocks hold: vLLM's index, and whether the core caches them.
