@@ -14,6 +14,7 @@ from typing import Any
 
 from lab.engines.case import Case
 from lab.engines.device import Finding
+from lab.engines.releases import ROOT
 from lab.engines.vllm_home import least_blocks
 
 _SCRIPT = Path(__file__).with_name("vllm_script.py")
@@ -113,7 +114,7 @@ def _page(release: str, case: Case, finding: Finding, has_script: bool) -> str:
 
 **Law:** {_LAWS[finding.law]}.
 
-**Seen:** {finding.text}
+**Seen:** {finding.text.replace(f"{ROOT}/", "")}
 
 **Settings:** {groups}`{" ".join(flags(case))}`; a step runs {
         "as late as it can" if late else "when it is launched"

@@ -78,9 +78,9 @@ def _run(case: Case) -> list[Finding]:
         loop.finish()
     except Exception as error:  # an engine that dies has broken a law
         frames = traceback.extract_tb(error.__traceback__)
-        place = frames[-1]
-        where = f"{place.filename.rpartition(PACKAGE)[2]}, {place.name}"
-        if PACKAGE not in place.filename:
+        last = frames[-1]
+        where = f"{last.filename.rpartition(PACKAGE)[2]}, {last.name}"
+        if PACKAGE not in last.filename:
             where = "the loop"
         if str(error).startswith(sglang_loop.STUCK):
             findings.append(Finding("progress", "turn", str(error)))

@@ -41,11 +41,11 @@ def run_vllm(case: Case) -> list[Finding]:
     except Exception as error:  # an engine that dies has broken a law
         frames = traceback.extract_tb(error.__traceback__)
         inside = [frame for frame in frames if PACKAGE in frame.filename]
-        place = inside[-1] if inside and frames[-1] in inside else None
-        where = f"{place.filename.rpartition(PACKAGE)[2]}, {place.name}" if place else "the loop"
+        last = inside[-1] if inside and frames[-1] in inside else None
+        where = f"{last.filename.rpartition(PACKAGE)[2]}, {last.name}" if last else "the loop"
         seen = loop.device.findings if loop is not None else []
-        text = f"{type(error).__name__}: {error} ({where}:{place.lineno if place else ''})"
-        if place is None:
+        text = f"{type(error).__name__}: {error} ({where}:{last.lineno if last else ''})"
+        if last is None:
             text += "".join(traceback.format_tb(error.__traceback__)[-3:])
         return [*seen, Finding("exception", where, text)]
     return loop.device.findings

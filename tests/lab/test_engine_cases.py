@@ -107,7 +107,9 @@ def test_a_report_has_the_law_the_events_and_a_script_that_stands_alone(tmp_path
     assert not [name for name in imported if name and name.startswith(("lab", "specpool"))]
     assert json.dumps(case.seed) in script and '"running": true' in script
     turns = sglang_case(1, "sessions")
-    folder = write_report(tmp_path, "sglang-0.5.23", turns, Finding("progress", "turn", ""))
+    trace = f'File "{ROOT}/.engines/sglang/a.py", line 1'
+    folder = write_report(tmp_path, "sglang-0.5.23", turns, Finding("progress", "turn", trace))
+    assert str(ROOT) not in (folder / "report.md").read_text()
     assert not (folder / "replay.py").exists()
     assert "--enable-streaming-session" in (folder / "report.md").read_text()
 
