@@ -14,7 +14,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help run install engines engine-releases lab-engines vllm-cpu engine-cpu llama-cpp-cpu build capi crate fmt lint lint-rust lint-python check test test-rust test-python coverage test-full test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
+.PHONY: help run install engines engine-releases lab-engines vllm-cpu engine-cpu llama-cpp-cpu build capi crate fmt lint lint-rust lint-python check test test-rust test-python coverage test-full test-card test-gpu gpu ray sanitize guards prove soak soak-serve fuzz mutants models bench bench-gpu docs all clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -195,6 +195,17 @@ coverage: $(VENV)/.dev ## print which lines of Python and Rust the tests run (ha
 	cargo tarpaulin --engine llvm --packages specpool-core --lib --tests --include-files 'rust/specpool-core/src/*' \
 	--target-dir target/coverage --skip-clean --timeout 600 --out Stdout
 
+# The versions of the machine of docs/gpu.md. This torch is for CUDA 13 (3 GB), and needs no card.
+CARD := torch==2.11.0 transformers==5.17.0 numpy==2.5.2
+CARD_PYTHON ?= 3.12
+.engines/card: $(UV) pyproject.toml Cargo.toml $(CORE)
+	rm -rf $@
+	$(UV) venv --quiet --python $(CARD_PYTHON) $@
+	$(UV) pip install --quiet --compile-bytecode --python $@/bin/python $(CARD) --editable '.[dev]'
+
+test-card: .engines/card ## the tests of worker, attention and devices with the versions of a machine that had a card (3 GB; without a card)
+	OMP_NUM_THREADS=1 $</bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not full" tests/worker tests/attention tests/device
+
 test-gpu: $(VENV)/.dev ## the kernels', the worker's and the losslessness tests on a CUDA device
 	$(BIN)/pytest -k cuda tests/device tests/attention/test_flashinfer.py
 	SPECPOOL_TEST_DEVICE=cuda $(BIN)/pytest -m "not full" tests/engine/test_lossless.py
@@ -205,7 +216,7 @@ ray: $(VENV)/.dev ## install Ray (142 MB), and run the tests of replicas on a cl
 	$(BIN)/pytest -n 0 -q -s -m ray tests/replicas
 
 # For a machine with Python, torch, CuPy and pytest alone: carry the tree and a wheel in dist/, and run this by its python3.
-gpu: ## on a CUDA machine, without .venv: a stage within nine minutes (PARTS=first, tests, benches, sanitizer or flashinfer; OUT=folder)
+gpu: ## on a CUDA machine, without .venv: a stage within nine minutes (PARTS=first, tests, benches, sanitizer, hybrids or flashinfer; OUT=folder)
 	$(PYTHON) tests/gpu.py --out $(or $(OUT),out) $(if $(PARTS),--parts $(PARTS),)
 
 # Without torch's cache every tensor is its own allocation, so memcheck knows where each one ends.

@@ -155,6 +155,13 @@ PARTS = {
         tool="racecheck",
         needs=("compute-sanitizer",),
     ),
+    "hybrids": Part(  # transformers 5.23 or later
+        300,
+        ["-k", "every_family", "-m", "not full", "tests/models/test_recurrent.py"],
+        _WORKERS,
+        needs=("transformers",),
+        environment={"SPECPOOL_TEST_DEVICE": "cuda"},
+    ),
     "flashinfer": Part(  # it compiles its kernels at first use
         300,
         ["-k", "cuda", *_FLASHINFER],
@@ -166,6 +173,7 @@ STAGES = {  # what one run takes, in the order in which they teach most
     "tests": ("engine", "attention", "requests", "memory", "lossless"),
     "benches": ("bench_kernels", "bench_graphs"),
     "sanitizer": ("memcheck", "racecheck"),
+    "hybrids": ("hybrids",),
     "flashinfer": ("flashinfer",),
 }
 BUDGET = 540  # seconds of one run

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import cuda_host
+import recurrent_families
 from cuda_host.errors import ArgumentError
 from fake_cuda import DEVICE, Card
 from graph_kit import CHAIN, NONE, PROMPTS, TREE, make
@@ -154,6 +155,31 @@ def test_a_session_runs_on_a_card(how, card):
         assert session.append(PROMPTS[0], GREEDY).output().error is None
         session.rewind(session.num_tokens - 3)
         assert session.append(PROMPTS[2], DRAWN).output().error is None
+
+
+@pytest.mark.parametrize(
+    ("family", "draft", "how"),
+    [
+        pytest.param(family, draft, how, marks=() if family == "bamba" else pytest.mark.full)
+        for family in recurrent_families.FAMILIES
+        for draft, how in (("ngram", "eager"), (None, "overlapped"))
+    ],
+)
+def test_states_stay_on_a_card(family, draft, how):
+    """Law: no step of recurrent layers is on the wrong device, or waits for it."""
+    config = recurrent_families.make_config(family)
+    if config is None:
+        pytest.skip("not in this transformers")
+    card = Card().probe(recurrent_families.make_model(config))
+    options = {"draft": draft, "shape": CHAIN if draft else None, "page_size": 4, "max_batch": 3}
+    with card.running():
+        with torch.device(DEVICE):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with Engine.from_pretrained(model.eval(), busy_check=0, **options, **HOW[how]) as engine:
+            outputs = engine.generate([[5, 6, 7, 8] * 4, [9] * 5, [3, 4] * 10, [3, 4] * 11], GREEDY)
+            num_cached = engine.ledger.cached_state_slots(0)
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    assert num_cached > 0
 
 
 def test_what_no_option_says_follows_from_the_card(card, caplog):

@@ -32,6 +32,7 @@ from specpool.engine.models import TargetModel, fused_layers, last_rows
 from specpool.engine.models import target as target_module
 from specpool.engine.models.eagle import head
 from specpool.engine.models.files.checkpoint import Weights
+from specpool.engine.models.state_probe import first_forward
 from specpool.kernels import launch
 
 DEVICE = torch.device("cuda", 0)
@@ -158,18 +159,27 @@ class Card:
         kernels: the kernels' back end.
         cuda: the double of torch's captures, through which `CudaCapture` itself runs.
         layer_kv: what the layers of models keep, by `kind_of`. It is found by numbers, so on a CPU.
+        continues: so is whether recurrent mixers of several tokens start from a state.
     """
 
     def __init__(self) -> None:
         self.kernels, self.cuda = Kernels(), FakeCuda()
         self.layer_kv: dict[tuple[Any, ...], Sequence[LayerKV]] = {}
+        self.continues: dict[tuple[Any, ...], bool] = {}
 
     def probe(self, *sources: Any) -> Card:
         """Probe models, so that they can run."""
         for source in sources:
             with TargetModel.from_pretrained(source) as target:
                 self.layer_kv[kind_of(target)] = target.layer_kv
+                if target.mixers is not None:
+                    self.continues[kind_of(target)] = target.mixers.continues
         return self
+
+    def _probe_states(self, target: TargetModel) -> tuple[tuple[int, ...], tuple[LayerKV, ...]]:
+        layers, layer_kv, target.mixers = first_forward(target)
+        target.mixers.continues = self.continues[kind_of(target)]
+        return layers, layer_kv
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -185,6 +195,7 @@ class Card:
             self.cuda.install(patch, holds_tensors=True)
             patch.setattr(launch, "_cuda", self.kernels)
             patch.setattr(target_module, "probe", lambda target: self.layer_kv[kind_of(target)])
+            patch.setattr(target_module, "probe_states", self._probe_states)
             # Whether a head's embedding is a copy of the target's is found by numbers too.
             patch.setattr(head, "is_copy", lambda table, targets: True)
             # So is what a model's modules compute: here each is what it may be.

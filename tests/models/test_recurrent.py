@@ -24,7 +24,12 @@ from specpool.engine.draft import DraftTree, NgramDrafter, ScriptedDrafter
 from specpool.engine.models import TargetModel, state_probe
 from specpool.engine.models.gate import RECURRENT
 from specpool.engine.models.lane_states import LaneStates, StateFolds
-from specpool.engine.models.recurrent import RecurrentState, StateSpec, cache_argument
+from specpool.engine.models.recurrent import (
+    RecurrentState,
+    StateSpec,
+    cache_argument,
+    check_transformers,
+)
 from specpool.engine.models.state_outline import outline_states
 from specpool.kernels.launch import host_backend
 
@@ -58,6 +63,10 @@ def reference(family: str, references) -> Reference:
         config = make_config(family)
         if config is None:
             pytest.skip(f"no {FAMILIES[family][0]} in this transformers")
+        try:
+            check_transformers(config)
+        except ConfigError as error:
+            pytest.skip(str(error))
         references[family] = Reference(make_model(config).to(DEVICE))
     return references[family]
 
