@@ -305,4 +305,4 @@ def test_what_a_round_does_otherwise_is_refused_with_the_operation(
 def test_a_reserve_below_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocation_sizing, "get_alloc_reserve_per_decode", lambda: 3)
     (line,) = drift.differences("reserve")
-    assert "slots_ahead" in line and line.endswith("gives False, ours True")
+    assert "has_room" in line and line.endswith("gives False, ours True")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -102,7 +103,7 @@ def longer_difference(times: int = 10) -> str | None:
 
 
 def _cases() -> list[proof.Case]:
-    return [LengthsCase(), WritesCase()]
+    return [LengthsCase(), WritesCase(), ReserveCase()]
 
 
 def _unknown_parameters(function: Callable[..., Any], ours: Callable[..., Any]) -> str | None:
@@ -376,13 +377,6 @@ class OwnWrites:
         eagle_utils.eagle_prepare_for_verify(tree, batch.req_to_token_pool, batch, worker)
         return batch.out_cache_loc.reshape(len(rows), num_draft_tokens).tolist()
 
-    def slots_ahead(self, offset: int) -> bool:
-        """Return whether the reserve of a level is at most SGLang's own, at an offset in a page."""
-        size = self.page_size
-        own = int(allocation_sizing.get_alloc_reserve_per_decode())
-        table = reserve.slots_ahead(*self.shape, size)
-        return max(part[offset] for part in table) <= -(-(offset + own) // size) * size - offset
-
     def state(self) -> dict[str, Any]:
         return {}
 
@@ -416,9 +410,6 @@ class CoreWrites(OwnWrites):
             for row, root in zip(rows, roots, strict=True)
         ]
 
-    def slots_ahead(self, offset: int) -> bool:
-        return True
-
 
 class WritesCase:
     """Rounds of rows whose roots lie anywhere."""
@@ -429,13 +420,7 @@ class WritesCase:
         self.page_size, self.shape = rng.choice(PAGE_SIZES), rng.choice(SHAPES)
         size = self.page_size
         steps, topk, num_draft_tokens = self.shape
-        vars(SETTINGS).update(
-            page_size=size,
-            speculative_num_steps=steps,
-            speculative_eagle_topk=topk,
-            speculative_num_draft_tokens=num_draft_tokens,
-            max_speculative_num_draft_tokens=num_draft_tokens,
-        )
+        publish(self.shape, size)
         pages_per_row = 2 + (3 * size + num_draft_tokens + topk * (steps + 2 * size)) // size
         pages = torch.tensor(rng.sample(range(1, 5 * pages_per_row), 4 * pages_per_row))
         slots = pages[:, None] * size + torch.arange(size)
@@ -449,7 +434,55 @@ class WritesCase:
             roots = [rng.randint(1, 3 * self.page_size) for _ in rows]
             yield Operation("draft", (rows, roots, rng.random() < 0.5, rng.random() < 0.5))
             yield Operation("verify", (rows, roots, rng.random() < 0.3))
-            yield Operation("slots_ahead", (rng.randrange(self.page_size),))
+
+
+class OwnReserve:
+    """SGLang's own reserve at a shape and a page size."""
+
+    def has_room(self, shape: tuple[int, int, int], page_size: int) -> bool:
+        """Return whether what a round reserves here is at most SGLang's own, at each offset."""
+        publish(shape, page_size)
+        own = int(allocation_sizing.get_alloc_reserve_per_decode())
+        return all(
+            slots <= -(-(offset + own) // page_size) * page_size - offset
+            for table in reserve.slots_ahead(*shape, page_size)
+            for offset, slots in enumerate(table)
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+class EnoughReserve(OwnReserve):
+    """What is needed of it: SGLang's rows have room for its own reserve, no more."""
+
+    def has_room(self, shape: tuple[int, int, int], page_size: int) -> bool:
+        return True
+
+
+class ReserveCase:
+    """Every shape at every page size."""
+
+    name = "a round's reserve"
+
+    def sides(self, rng: random.Random) -> tuple[OwnReserve, EnoughReserve]:
+        return OwnReserve(), EnoughReserve()
+
+    def operations(self, rng: random.Random) -> Operations:
+        for shape, page_size in itertools.product(SHAPES, PAGE_SIZES):
+            yield Operation("has_room", (shape, page_size))
+
+
+def publish(shape: tuple[int, int, int], page_size: int) -> None:
+    """Put a shape and a page size into `SETTINGS`."""
+    num_steps, topk, num_draft_tokens = shape
+    vars(SETTINGS).update(
+        page_size=page_size,
+        speculative_num_steps=num_steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=num_draft_tokens,
+        max_speculative_num_draft_tokens=num_draft_tokens,
+    )
 
 
 #: All that SGLang's functions read of its settings.
