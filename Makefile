@@ -43,7 +43,7 @@ VISION := import torch; print("torchvision==0.%d.*" % (int(torch.__version__.spl
 	rm -rf $@ $@.new
 	$(UV) pip install --quiet --python $(BIN)/python --target $@.new -r tests/embed/sglang.txt
 	$(UV) pip install --quiet --python $(BIN)/python $(UV_TORCH) --target $@.new --no-deps \
-	sglang==0.5.23 gguf compressed-tensors "$$($(BIN)/python -c '$(VISION)')"
+	sglang==0.5.23 gguf compressed-tensors xgrammar "$$($(BIN)/python -c '$(VISION)')"
 	mv $@.new $@
 
 # vLLM's wheel has 336 MB, its source 47 MB: pip fetches the source, and only the Python in it is kept, with its tests.

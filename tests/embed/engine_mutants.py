@@ -30,7 +30,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
-#: For each engine the classes that the plug-in takes the place of, or keeps as they are.
+#: For each engine the classes and functions that the plug-in takes the place of, or works around.
 CLASSES = {
     "vllm": (
         "vllm.v1.core.block_pool:BlockPool",
@@ -43,10 +43,22 @@ CLASSES = {
         "sglang.srt.mem_cache.allocator.token:TokenToKVPoolAllocator",
         "sglang.srt.mem_cache.allocator.base:BaseTokenToKVPoolAllocator",
     ),
+    "sglang-reserve": (
+        "sglang.srt.mem_cache.allocation_sizing:page_aligned_decode_alloc_lens",
+        "sglang.srt.mem_cache.allocation_sizing:get_alloc_reserve_per_decode",
+        "sglang.srt.mem_cache.allocation_sizing:get_alloc_len_per_decode",
+        "sglang.srt.managers.schedule_batch:ScheduleBatch._new_tokens_required_next_decode_spec_v2",
+        "sglang.srt.mem_cache.allocation:alloc_for_spec_decode",
+        "sglang.srt.speculative.eagle_utils:eagle_prepare_for_decode",
+        "sglang.srt.speculative.eagle_utils:eagle_prepare_for_verify",
+        "sglang.srt.speculative.eagle_worker_common:prepare_for_draft",
+        "sglang.srt.speculative.eagle_worker_common:duplicate_prefix_tail_to_draft_branches",
+    ),
 }
 PROOFS = {
     "vllm": "specpool.plugins.vllm.pool_proof",
     "sglang": "specpool.plugins.sglang.pages_proof",
+    "sglang-reserve": "specpool.plugins.sglang.reserve_proof",
 }
 #: Ours, and what the plug-in leaves in its place: a method that they share is kept.
 OURS = {
@@ -59,6 +71,7 @@ OURS = {
         "specpool.plugins.sglang.allocator:SpecpoolPagedAllocator",
         "specpool.plugins.sglang.allocator:SpecpoolTokenAllocator",
     ),
+    "sglang-reserve": (),
 }
 SECONDS = 120
 COMPARE: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -92,10 +105,12 @@ class Mutant(NamedTuple):
 
 
 def methods(engine: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield the methods and properties that an engine's classes define themselves."""
+    """Yield an engine's functions, and the methods that its classes define themselves."""
     for target in CLASSES[engine]:
-        module, _, name = target.partition(":")
-        cls = getattr(importlib.import_module(module), name)
+        cls, name = pkgutil.resolve_name(target), target.partition(":")[2]
+        if inspect.isfunction(cls):
+            yield target, cls
+            continue
         for attribute, value in vars(cls).items():
             function = getattr(value, "fget", None) or getattr(value, "__func__", value)
             if inspect.isfunction(function) and function.__qualname__ == f"{name}.{attribute}":

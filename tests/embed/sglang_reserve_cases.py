@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,8 @@ from sglang.srt.runtime_context import RuntimeContext, get_spec, publish
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative import eagle_utils, eagle_worker_common
 
-from specpool.plugins.sglang import drift, reserve
+from specpool.plugins import proof
+from specpool.plugins.sglang import drift, reserve, reserve_proof
 
 # Not names of this module: the plug-in loader rebinds those in every module.
 OWN = {
@@ -246,15 +249,60 @@ def test_sglangs_own_prepare_runs_on_it(settings: SimpleNamespace, monkeypatch: 
         assert all(slot % page_size == at % page_size for at, slot in enumerate(slots))
 
 
-def test_this_sglang_is_known_at_this_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged, "PagedTokenToKVPoolAllocator", OWN["paged"])
-    monkeypatch.setattr(token, "TokenToKVPoolAllocator", OWN["token"])
-    monkeypatch.setattr(allocation_sizing, "page_aligned_decode_alloc_lens", OWN["lens"])
-    name = "_new_tokens_required_next_decode_spec_v2"
-    monkeypatch.setattr(ScheduleBatch, name, OWN["estimate"])
+def test_this_sglang_is_accepted_within_three_seconds_of_cpu() -> None:
+    start = time.thread_time()
+    assert reserve_proof.difference() is None
+    assert time.thread_time() - start < proof.SECONDS
     assert drift.differences("reserve") == []
-    # The place of the drafts is part of what is known.
-    monkeypatch.setattr(eagle_worker_common, "prepare_for_draft", OWN["lens"])
+
+
+def drafts_a_slot_later(own: Any) -> Any:
+    def prepare_for_draft(draft: Any, pool: Any, batch: Any, *rest: Any, **named: Any) -> Any:
+        batch.seq_lens = batch.seq_lens + 1
+        return own(draft, pool, batch, *rest, **named)
+
+    return prepare_for_draft
+
+
+def verifies_a_slot_more(own: Any) -> Any:
+    def eagle_prepare_for_verify(tree: Any, *rest: Any) -> Any:
+        tree.draft_token_num += 1
+        return own(tree, *rest)
+
+    return eagle_prepare_for_verify
+
+
+def gives_another_a_page(own: Any) -> Any:
+    def eagle_prepare_for_decode(batch: Any) -> None:
+        own(batch)
+        batch.reqs[0].kv.kv_allocated_len += batch.token_to_kv_pool_allocator.page_size
+
+    return eagle_prepare_for_decode
+
+
+@pytest.mark.parametrize(
+    ("plant", "module", "name", "expected"),
+    [
+        (drafts_a_slot_later, eagle_worker_common, "prepare_for_draft", "writes, .* draft"),
+        (verifies_a_slot_more, eagle_utils, "eagle_prepare_for_verify", "writes, .* verify"),
+        (
+            gives_another_a_page,
+            eagle_utils,
+            "eagle_prepare_for_decode",
+            "lengths, .*: a slot is of",
+        ),
+    ],
+)
+def test_what_a_round_does_otherwise_is_refused_with_the_operation(
+    plant: Any, module: Any, name: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, name, plant(getattr(module, name)))
     (line,) = drift.differences("reserve")
-    assert "prepare_for_draft has the text" in line
+    assert re.match(rf"a round's {expected}", line), line
     assert drift.differences("pages") == []
+
+
+def test_a_reserve_below_ours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation_sizing, "get_alloc_reserve_per_decode", lambda: 3)
+    (line,) = drift.differences("reserve")
+    assert "has_room" in line and line.endswith("gives False, ours True")

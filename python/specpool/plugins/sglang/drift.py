@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from specpool.plugins import drift
 
-# Parameters, by name, of what puts the plug-in's parts in place, and what further levels need.
+# Parameters, by name, of what puts the plug-in's parts in place, and what level rows needs.
 SIGNATURES = {
     "sglang.srt.plugins.hook_registry:HookRegistry.register": "target, hook, hook_type, source",
-}
-_SIZING = "sglang.srt.mem_cache.allocation_sizing:"
-_BATCH = "sglang.srt.managers.schedule_batch:ScheduleBatch."
-RESERVE_SIGNATURES = {
-    _SIZING + "page_aligned_decode_alloc_lens": "reqs, reserve, page_size",
-    _BATCH + "_new_tokens_required_next_decode_spec_v2": "self, requests, page_size",
-}
-# Digests of the texts, per known release, which `drift.text_digest` computes: who allocates for a
-# round, and where its drafts lie.
-RESERVE_BODIES = {
-    _SIZING + "page_aligned_decode_alloc_lens": {"0.5.23": "c2b8ba46e4006265"},
-    _BATCH + "_new_tokens_required_next_decode_spec_v2": {"0.5.23": "6cc92601e982be3e"},
-    "sglang.srt.speculative.eagle_utils:eagle_prepare_for_decode": {"0.5.23": "aebf5718b5266255"},
-    "sglang.srt.speculative.eagle_worker_common:prepare_for_draft": {"0.5.23": "371ccbda9e72da4a"},
 }
 _MEMORY = "sglang.srt.mem_cache."
 _ALLOCATOR = _MEMORY + "allocator."
 _ROWS = _MEMORY + "memory_pool:ReqToTokenPool"
 _TREE = _MEMORY + "unified_radix_cache:UnifiedRadixCache."
+_BATCH = "sglang.srt.managers.schedule_batch:ScheduleBatch."
 _SESSION = "sglang.srt.session.streaming_session:StreamingSession"
 _RESULTS = (
     "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor."
@@ -74,21 +61,22 @@ ROWS_BODIES = {
 def differences(level: str = "pages", *, bodies: bool = True) -> list[str]:
     """Return in what SGLang differs from what is needed, a line each; an empty list if in nothing.
 
-    Level pages is proved by what SGLang's allocators do (`pages_proof`), up to 3 s of CPU.
+    Levels pages and reserve are proved by what SGLang does (`pages_proof`, `reserve_proof`), each
+    in at most 3 s of CPU.
 
     Args:
         level: the level of the plug-in.
         bodies: whether texts count, too.
     """
-    signatures, texts = SIGNATURES, {}
-    if level == "reserve":
-        signatures, texts = signatures | RESERVE_SIGNATURES, RESERVE_BODIES
     if level == "rows":
-        signatures, texts = signatures | ROWS_SIGNATURES, ROWS_BODIES
-    lines = drift.differences(signatures, texts if bodies else {})
-    if lines or level == "rows":
+        return drift.differences(SIGNATURES | ROWS_SIGNATURES, ROWS_BODIES if bodies else {})
+    if lines := drift.differences(SIGNATURES, {}):
         return lines
     from specpool.plugins.sglang import pages_proof
 
     line = pages_proof.difference()
+    if line is None and level == "reserve":
+        from specpool.plugins.sglang import reserve_proof
+
+        line = reserve_proof.difference()
     return [] if line is None else [line]

@@ -68,7 +68,7 @@ def difference() -> str | None:
             if replacement not in (None, function):
                 for unknown in proof.unknown_parameters(function, replacement):
                     return f"{cls.__name__}.{name}: {unknown}"
-    with _loops_for_kernels(), proof.Reach(functions, REPLACED) as reach:
+    with loops_for_kernels(), proof.Reach(functions, REPLACED) as reach:
         line = proof.first_difference(
             [AllocatorCase("paged"), AllocatorCase("token")], episodes=EPISODES
         )
@@ -81,7 +81,7 @@ def difference() -> str | None:
 def longer_difference(times: int = 10) -> str | None:
     """Return the same of other seeds, that many times as long; for tests of the proof itself."""
     cases = [AllocatorCase("paged"), AllocatorCase("token")]
-    with _loops_for_kernels():
+    with loops_for_kernels():
         return proof.first_difference(cases, episodes=times * EPISODES, seed=EPISODES, seconds=1e9)
 
 
@@ -391,7 +391,7 @@ def _decode(ends: Any, last: Any, free: Any, out: Any, lanes: int, page_size: in
 
 
 @contextmanager
-def _loops_for_kernels() -> Iterator[None]:
+def loops_for_kernels() -> Iterator[None]:
     """Within it SGLang's own allocator runs on the host."""
     loops = {"alloc_extend_kernel": _Loops(_extend), "alloc_decode_kernel": _Loops(_decode)}
     before = {name: getattr(paged, name) for name in loops}

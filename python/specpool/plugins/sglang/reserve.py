@@ -11,12 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
-from sglang.srt.runtime_context import get_disagg, get_spec
+import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
+from sglang.srt.mem_cache import allocation_sizing
 
 from specpool._core import Shape, sizing_need_exact
+
+try:
+    from sglang.srt.runtime_context import get_disagg, get_spec
+except ImportError:  # before SGLang 0.5.17 one object holds all settings
+    from sglang.srt.runtime_context import get_server_args as get_disagg
+    from sglang.srt.runtime_context import get_server_args as get_spec
 
 #: Algorithms whose rounds write slots as SGLang's `prepare_for_draft` does, and no others.
 ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
@@ -24,15 +32,29 @@ ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
 Table = tuple[list[int], list[int]]
 
 
+#: Whether SGLang computes the lengths in a function of their own, as it does since 0.5.19.
+HAS_LENS = hasattr(allocation_sizing, "page_aligned_decode_alloc_lens")
+#: A request's committed length, which lay in the request itself before SGLang 0.5.19.
+committed_len: Callable[[Any], int] = attrgetter(
+    "kv.kv_committed_len" if hasattr(ReqKvInfo, "kv_committed_len") else "kv_committed_len"
+)
+
+
 def install() -> None:
     """Wrap SGLang's two functions: the lengths that a round allocates, and their estimate."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    sizing = "sglang.srt.mem_cache.allocation_sizing.page_aligned_decode_alloc_lens"
+    memory = "sglang.srt.mem_cache."
     estimate = (
         "sglang.srt.managers.schedule_batch.ScheduleBatch._new_tokens_required_next_decode_spec_v2"
     )
-    HookRegistry.register(sizing, decode_alloc_lens, HookType.AROUND)
+    if HAS_LENS:
+        lens = memory + "allocation_sizing.page_aligned_decode_alloc_lens"
+        HookRegistry.register(lens, decode_alloc_lens, HookType.AROUND)
+    else:
+        HookRegistry.register(
+            memory + "allocation.alloc_for_spec_decode", alloc_round, HookType.AROUND
+        )
     HookRegistry.register(estimate, tokens_required, HookType.AROUND)
 
 
@@ -43,12 +65,37 @@ def decode_alloc_lens(
     table = _table(page_size)
     if table is None:
         return original(reqs, reserve=reserve, page_size=page_size)
+    return _lens(reqs, table, page_size, 0)
+
+
+def alloc_round(
+    original: Callable[..., None], tree_cache: Any, req_to_token_pool: Any, **named: Any
+) -> None:
+    """Allocate for a round with these lengths, where SGLang computes its own beforehand."""
+    page_size = tree_cache.token_to_kv_pool_allocator.page_size
+    table = _table(page_size)
+    if table is not None:
+        # The round is counted already.
+        now, needed, total = _lens(named["reqs"], table, page_size, 1)
+        assert now == named["cur_kv_lens_cpu"].tolist()
+        lens = torch.tensor(needed, dtype=torch.int32)
+        device_lens = lens.to(device=named["nxt_kv_lens"].device, non_blocking=True)
+        named |= {
+            "nxt_kv_lens": device_lens,
+            "nxt_kv_lens_cpu": lens,
+            "num_needed_tokens": total,
+        }
+    original(tree_cache, req_to_token_pool, **named)
+
+
+def _lens(
+    reqs: Sequence[Any], table: Table, page_size: int, first_round: int
+) -> tuple[list[int], list[int], int]:
     now, needed, total = [], [], 0
     for req in reqs:
-        kv = req.kv
-        committed, allocated = kv.kv_committed_len, kv.kv_allocated_len
+        committed, allocated = committed_len(req), req.kv.kv_allocated_len
         # Once a round was prepared, one may be in flight: it is not asked whether it is resolved.
-        need = committed + table[req.decode_batch_idx > 0][committed % page_size]
+        need = committed + table[req.decode_batch_idx > first_round][committed % page_size]
         now.append(allocated)
         if need > allocated:
             needed.append(need)
@@ -67,8 +114,7 @@ def tokens_required(
         return original(batch, requests, page_size)
     total = 0
     for req in requests:
-        kv = req.kv
-        committed, allocated = kv.kv_committed_len, kv.kv_allocated_len
+        committed, allocated = committed_len(req), req.kv.kv_allocated_len
         need = committed + table[req.decode_batch_idx > 0][committed % page_size]
         if need > allocated:
             total += need + -allocated // page_size * page_size
