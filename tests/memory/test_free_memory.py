@@ -148,4 +148,3 @@ def test_a_device_that_another_process_fills(
         f"meta has no room for {missing}: another process uses the device too; lower {options}, or "
         "end that process"
     )
-
