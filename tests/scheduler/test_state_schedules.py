@@ -50,7 +50,7 @@ def models() -> Models:
 
 
 def fewest_bytes(engine: Engine, options: dict[str, Any]) -> int:
-    """The least `kv_bytes` of an engine without draft KV: one row's KV, a slot for each that runs."""
+    """The least `kv_bytes` without draft KV: one row's KV, and a slot for each row that runs."""
     target, config = engine.target, EngineConfig(**options)
     tokens = bytes_by_window(target.layer_kv, target.dtype.itemsize)
 
@@ -143,13 +143,13 @@ class Schedule:
         return Engine.from_pretrained(copy.deepcopy(self.model), draft=drafter, **options)
 
     def limits(self) -> dict[str, int]:
-        """Memory for all rows, for little more than one row's KV, or with the fewest state slots."""
+        """Memory for all rows, for little more than one row's KV, or for the fewest slots."""
         kind = "roomy" if self.is_wide else self.rng.choice(["roomy", "pages", "pages", "slots"])
         self.happened[kind] += 1
         if kind == "roomy":
             return {}
         with self.engine() as engine:
-            ledger, target = engine.ledger, engine.target
+            ledger = engine.ledger
             widest = max(ledger.pages_per_row(group) for group in range(len(ledger.groups)))
             if kind == "pages":
                 return {"num_pages": widest + self.rng.choice([0, 1, 2, widest])}

@@ -56,3 +56,18 @@ fn the_hash_sees_the_states() {
     });
     assert_ne!(hashes[0], hashes[1]);
 }
+
+/// A launched step of its parent, which holds the slot no longer, still reads it.
+#[test]
+fn a_slot_that_waits_for_a_fence_counts_as_fenced() {
+    let mut ledger = Ledger::new(config(2, 1)).unwrap();
+    let parent = prefilled(&mut ledger);
+    let child = ledger.fork(parent, None).unwrap();
+    let step = ledger.prepare_extend(&[parent.0], &[8], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    let extend = |ledger: &mut Ledger| ledger.prepare_extend(&[child.0], &[7], true);
+    let shortage = extend(&mut ledger).unwrap_err();
+    assert!(matches!(shortage, Error::OutOfPages { need: 1, free: 0, cached: 0, fenced: 1, .. }), "{shortage}");
+    ledger.complete(step).unwrap();
+    extend(&mut ledger).unwrap();
+}
