@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,15 @@ from specpool import ConfigError  # noqa: E402
 from specpool._core import Group, Ledger, Shape  # noqa: E402
 from specpool.engine.memory import pools as memory  # noqa: E402
 from specpool.engine.memory.kv_cache import KVCache, LayerKV  # noqa: E402
+from specpool.engine.models.recurrent import (  # noqa: E402
+    MixerSpec,
+    RecurrentState,
+    StateSpec,
+)
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
+_STATE_OPTIONS = "kv_bytes, max_batch, max_sessions or cached_states"
 
 
 def limits(folder: Path, names: tuple[str, str, str], values: tuple[str, int, int]) -> None:
@@ -98,25 +105,46 @@ def test_buffers_are_zero_and_take_memory_when_they_are_written(dtype: torch.dty
         assert not buffer[::999].any()
 
 
+def _kv_buffers(device: torch.device) -> object:
+    group = Group("kv", page_size=16, num_pages=63)
+    ledger = Ledger([group], [], num_rows=1, max_context_len=64)
+    return KVCache(ledger, [LayerKV(2, 64, 64)], [0], dtype=torch.float16, device=device)
+
+
+def _state_buffers(device: torch.device) -> object:
+    specs = tuple(StateSpec(0, kind, 0, (32, 16), torch.float16) for kind in ("conv", "recurrent"))
+    mixers = [MixerSpec(specs, width=64, dtype=torch.float16)]
+    return RecurrentState(mixers, num_slots=63, num_rows=15, ring_len=32, device=device)
+
+
+@pytest.mark.parametrize(
+    ("buffers", "num_found", "missing", "options"),
+    [
+        (_kv_buffers, 1, "256 KiB of a layer's KV", "kv_bytes or num_pages"),
+        (_state_buffers, 1, "64 KiB of a layer's states", _STATE_OPTIONS),
+        (_state_buffers, 2, "64 KiB of a layer's records", _STATE_OPTIONS),
+    ],
+)
 def test_a_device_that_another_process_fills(
     monkeypatch: pytest.MonkeyPatch,
+    buffers: Callable[[torch.device], object],
+    num_found: int,
+    missing: str,
+    options: str,
 ) -> None:
-    """The second layer finds no room; the error says of what, and what to do."""
+    """A later buffer finds no room; the error says of what, and what to do."""
     asked: list[tuple[int, ...]] = []
 
     def zeros(shape: tuple[int, ...], **options: object) -> torch.Tensor:
         asked.append(shape)
-        if len(asked) == 2:
+        if len(asked) > num_found:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...\nmore lines")
         return torch.empty(shape, dtype=torch.float16, device="meta")
 
     monkeypatch.setattr(torch, "zeros", zeros)
-    # A device that is no CPU stands for a GPU.
     with pytest.raises(ConfigError) as caught:
-        group = Group("kv", page_size=16, num_pages=63)
-        ledger = Ledger([group], [], num_rows=1, max_context_len=64)
-        KVCache(ledger, [LayerKV(2, 64, 64)], [0], dtype=torch.float16, device=torch.device("meta"))
+        buffers(torch.device("meta"))  # a device that is no CPU stands for a GPU
     assert str(caught.value) == (
-        "meta has no room for 256 KiB of a layer's KV: another process uses the device too; lower "
-        "kv_bytes or num_pages, or end that process"
+        f"meta has no room for {missing}: another process uses the device too; lower {options}, or "
+        "end that process"
     )

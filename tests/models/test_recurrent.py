@@ -12,12 +12,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, DynamicCache
 
-import families
 from conftest import DEVICE
 from cuda_host import unavailable
 from kernel_kit import backend
 from lossless import Comparison, Reference
-from recurrent_families import FAMILIES, VOCAB, make_config, make_model
+from recurrent_families import FAMILIES, VOCAB, make_config, make_model, make_wide_model
 from specpool import ConfigError, Engine, Grammar, RequestOutput, SamplingParams, Shape
 from specpool.engine.assets import resolve
 from specpool.engine.draft import DraftTree, NgramDrafter, ScriptedDrafter
@@ -387,15 +386,6 @@ def test_an_aborted_turn_leaves_the_turn_before(reference):
             assert output.token_ids == reference.text([*said, *more], 5)
 
 
-def wide_model(family: str):
-    """A model of the width of the shipped heads."""
-    name, arguments = FAMILIES[family]
-    arguments = {**arguments, "hidden_size": 128, "num_hidden_layers": 4}
-    if "layer_types" in arguments:
-        arguments["layer_types"] = [*arguments["layer_types"], arguments["layer_types"][0]]
-    return make_model(families.make_config(family, {family: (name, arguments)}))
-
-
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
@@ -403,7 +393,7 @@ def wide_model(family: str):
 @pytest.mark.parametrize("family", ["mamba", "falcon_h1", "qwen3_next", "lfm2"])
 def test_every_drafter_drafts_for_it(family, draft, shape, depth):
     """The heads were trained for another model, so most of their drafts are refused."""
-    model = wide_model(family)
+    model = make_wide_model(family)
     reference = Reference(model)
     source = draft if draft == "suffix" else f"specpool/tiny-{draft}"
     options = with_options(draft, {"shape": shape, "overlap_depth": depth, "dtype": "float32"})

@@ -901,4 +901,11 @@ GUARDS = [
         "self.pool.share(slot, verb)?;",
         "",
     ),
+    guard(
+        87,
+        "only the oldest round in flight starts at r",
+        "ledger/share.rs::writes_from",
+        "stands && self.rows.oldest_round(row) == plan.step",
+        "stands && record.plan.kind == crate::state::step::StepKind::Decode && !record.resolved",
+    ),
 ]

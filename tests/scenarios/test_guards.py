@@ -15,7 +15,7 @@ from paths import ROOT, TESTS
 
 SCENARIOS = TESTS / "scenarios"
 STAGE_2 = {*range(1, 12), *range(23, 27), 28, 30, 31, 33, 40, 41, 48, *range(51, 86)}
-OF_THE_INDEX = {20, 39, 42}
+OF_THE_INDEX = {20, 39, 42, 87}
 OF_A_CONNECTOR = {49}
 STAGE_4 = {*range(23, 29), 30, 31, 51, 52, 59, 61, *range(63, 67), 69}  # and 50, of `plan`
 STAGE_5 = {29, *range(32, 38), 43, 44, 45, 47, *range(54, 57)}

@@ -77,3 +77,24 @@ def test_scenario_42_a_page_is_in_one_entry():
     ledger.finish(row), ledger.finish(twin)
     ledger.forget()
     assert_all_back(ledger)
+
+
+def test_scenario_87_what_a_round_behind_a_failed_one_may_write_is_not_given_away():
+    """Found by random operations with failures.
+
+    Law: With three rounds in flight the last may start at its lo, if the second fails; by then the
+    first can have moved r beyond that lo.
+    """
+    ledger = make(page_size=1, overlap_depth=2)
+    row, text = prefill(ledger, 4), list(range(8))
+    first, second = start(ledger, row), start(ledger, row)
+    last = ledger.prepare_decode([row], [1])
+    ledger.launch(last.step)
+    end(ledger, first, 3)
+    assert (ledger.resolved_len[row], last.lo[0]) == (7, 6)
+    refuses(ledger, NotReady, ledger.index, row, text[:7], match="is not complete")
+    refuses(ledger, NotReady, ledger.pin_prefix, row, 7, match="is not complete")
+    refuses(ledger, NotReady, ledger.lend, row, 0, 7, match="is not complete")
+    assert ledger.index(row, text[:6]) == 6
+    end(ledger, second, 1)  # now the last one starts at r
+    assert ledger.index(row, text[:8]) == 8

@@ -677,7 +677,7 @@ impl World {
     }
 
     /// Checks that every page of the index holds the KV of its text, and every slot the state of its text, unless the
-    /// step that writes it has not run or has failed.
+    /// step that writes it has not run or has failed, or runs behind one of its row that has failed.
     fn check_index(&self) -> Result<(), Fault> {
         if self.device.text(0, 0).is_none() {
             return Ok(());
@@ -689,10 +689,15 @@ impl World {
                 return Err(format!("page {page} of the index has KV of {found}, not of {text:?}"));
             }
         }
+        let is_spoiled = |step: u64, row: i32| {
+            let mut failed = self.flights.iter().filter(|flight| flight.has_failed && flight.plan.step <= step);
+            failed.any(|flight| flight.plan.rows.contains(&row))
+        };
         let is_uncertain = |slot: i32| {
-            let flights = self.flights.iter().filter(|flight| flight.ran.is_none() || flight.has_failed);
-            let mut folds = flights.filter_map(|flight| flight.plan.states.as_ref());
-            folds.any(|folds| folds.dst.contains(&slot))
+            self.flights.iter().any(|Flight { plan, ran, .. }| {
+                let mut lanes = plan.states.iter().flat_map(|folds| plan.rows.iter().zip(&folds.dst));
+                lanes.any(|(&row, &dst)| dst == slot && (ran.is_none() || is_spoiled(plan.step, row)))
+            })
         };
         for (group, _) in self.ledger.state_groups().iter().enumerate() {
             for (place, slot, len) in self.ledger.index_states(group).map_err(|error| error.to_string())? {

@@ -331,13 +331,13 @@ fn states_without_memory_change_nothing() {
     assert_eq!(world.ledger.free_state_slots(0), Ok(3 * ROWS as usize - 1)); // the fork's
 }
 
-/// Each row leaves a soft mark, the index takes it, and a row begins on it.
-#[test]
-fn kept_states_without_memory_change_nothing() {
+/// The index takes a state of each row, and a row begins on one. With `keeps` each row leaves a soft mark on it.
+fn index_states_without_memory(keeps: bool) {
     let states = vec![StateGroup { name: "ssm".into(), num_slots: 3 * i64::from(ROWS), flush: 1, eager: false }];
     let mut world = World::new(Ledger::new(LedgerConfig { states, ..config() }).unwrap());
     let rows: Vec<i32> = (0..ROWS - 20).map(|_| world.admit().0).collect();
-    let (lens, keep) = (vec![30; rows.len()], (0..rows.len() as i32).collect::<Vec<i32>>());
+    let lens = vec![30; rows.len()];
+    let keep: Vec<i32> = (0..rows.len() as i32).filter(|_| keeps).collect();
     let extend = |ledger: &mut Ledger| ledger.prepare_extend_keeping(&rows, &lens, &keep, true);
     let step = world.taking("prepare_extend", extend).step;
     world.giving(|ledger| ledger.cancel(step));
@@ -358,6 +358,12 @@ fn kept_states_without_memory_change_nothing() {
     world.giving(|ledger| ledger.finish(row));
     world.ledger.check().unwrap();
     assert_eq!(world.ledger.free_state_slots(0), Ok(3 * ROWS as usize));
+}
+
+#[test]
+fn kept_states_without_memory_change_nothing() {
+    index_states_without_memory(true);
+    index_states_without_memory(false);
 }
 
 /// Everything that grows with a text is taken before the first change, and giving up needs nothing.

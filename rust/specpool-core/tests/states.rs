@@ -1,7 +1,7 @@
 //! State groups: what is refused, and what a snapshot, the hash and the digest see. `ledger.rs` compares the rest with
 //! the model.
 
-use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Row, StateGroup};
+use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Row, Shape, StateGroup};
 
 fn config(num_slots: i64, flush: i64) -> LedgerConfig {
     let layout = Layout::Dense;
@@ -27,11 +27,33 @@ fn a_group_out_of_range_is_refused() {
     }
 }
 
+/// R = (D + 1) A + N + flush - 1, with the greatest A and N of all shapes.
+#[test]
+fn a_ring_has_the_records_that_a_row_may_need() {
+    let shape = |steps, topk, nodes| Shape::new(steps, topk, nodes).unwrap();
+    let group = |flush| StateGroup { name: "states".into(), num_slots: 2, flush, eager: false };
+    assert_eq!(group(1).ring_len(&[], 0).unwrap(), 2);
+    assert_eq!(group(1).ring_len(&[shape(3, 1, 4)], 1).unwrap(), 12);
+    assert_eq!(group(3).ring_len(&[shape(4, 1, 5), shape(2, 4, 9)], 2).unwrap(), 26);
+    assert!(matches!(group(1).ring_len(&[], -1), Err(Error::Config(_))));
+}
+
 #[test]
 fn a_verb_that_does_not_move_states_is_refused() {
     let mut ledger = Ledger::new(config(2, 1)).unwrap();
     let row = prefilled(&mut ledger);
     assert!(matches!(ledger.pin_prefix(row, 4), Err(Error::Config(_))));
+}
+
+#[test]
+fn lanes_to_keep_are_lanes_of_the_plan_each_once() {
+    let mut ledger = Ledger::new(config(2, 1)).unwrap();
+    let rows = [0; 2].map(|_| ledger.admit(None).unwrap().0);
+    for keep in [&[2][..], &[-1], &[1, 0], &[0, 0]] {
+        let refused = ledger.prepare_extend_keeping(&rows, &[3, 3], keep, true);
+        assert!(matches!(refused, Err(Error::Shape(_))), "{keep:?}");
+    }
+    ledger.prepare_extend_keeping(&rows, &[3, 3], &[0, 1], true).unwrap();
 }
 
 #[test]
@@ -46,6 +68,27 @@ fn a_restored_ledger_has_its_states_again() {
 }
 
 #[test]
+fn a_restored_ledger_keeps_the_same_states() {
+    let mut ledger = Ledger::new(config(3, 1)).unwrap();
+    let row = prefilled(&mut ledger);
+    ledger.index(row, &[7; 6], b"").unwrap();
+    let step = ledger.prepare_extend_keeping(&[row.0], &[9], &[0], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    ledger.complete(step).unwrap();
+    let kept = |ledger: &Ledger| {
+        let indexed: Vec<_> = ledger.index_states(0).unwrap().collect();
+        (indexed, ledger.soft_marks(0, row).unwrap().collect::<Vec<_>>())
+    };
+    let (saved, before) = (ledger.snapshot().unwrap(), kept(&ledger));
+    assert_eq!((before.0.len(), before.1.len()), (1, 1));
+    ledger.forget(None).unwrap();
+    ledger.trim(row, 4).unwrap();
+    assert_ne!(kept(&ledger), before);
+    ledger.restore(&saved).unwrap();
+    assert_eq!(kept(&ledger), before);
+}
+
+#[test]
 fn the_hash_sees_the_states() {
     let hashes = [1, 4].map(|flush| {
         let mut ledger = Ledger::new(config(2, flush)).unwrap();
@@ -55,4 +98,19 @@ fn the_hash_sees_the_states() {
         ledger.state_hash()
     });
     assert_ne!(hashes[0], hashes[1]);
+}
+
+/// A launched step of its parent, which holds the slot no longer, still reads it.
+#[test]
+fn a_slot_that_waits_for_a_fence_counts_as_fenced() {
+    let mut ledger = Ledger::new(config(2, 1)).unwrap();
+    let parent = prefilled(&mut ledger);
+    let child = ledger.fork(parent, None).unwrap();
+    let step = ledger.prepare_extend(&[parent.0], &[8], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    let extend = |ledger: &mut Ledger| ledger.prepare_extend(&[child.0], &[7], true);
+    let shortage = extend(&mut ledger).unwrap_err();
+    assert!(matches!(shortage, Error::OutOfPages { need: 1, free: 0, cached: 0, fenced: 1, .. }), "{shortage}");
+    ledger.complete(step).unwrap();
+    extend(&mut ledger).unwrap();
 }

@@ -6,7 +6,6 @@ The slots of page 0 are the sink: padding writes there, and every query that rea
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,11 +18,10 @@ from specpool import kernels
 from specpool._core import Ledger
 from specpool.arrays import Int32
 from specpool.capacity.layer_kv import LayerKV as LayerKV
+from specpool.engine.memory.buffers import zeroed_buffer
 from specpool.engine.memory.scratch import Scratch
-from specpool.errors import ConfigError
 from specpool.kernels.launch import prepare, runs_kernels
 from specpool.kernels.transfer import upload
-from specpool.num_bytes import show_bytes
 
 
 def first_cells(least: Int32, window: int, page_size: int, num_sinks: int = 0) -> Int32:
@@ -109,7 +107,10 @@ class KVCache:
         slots = [(group.num_pages + 1) * group.page_size for group in ledger.groups]
 
         def buffer(group: int, num_heads: int, head_dim: int) -> Tensor:
-            return _zeros((slots[group], num_heads, head_dim), dtype, device)
+            shape = (slots[group], num_heads, head_dim)
+            return zeroed_buffer(
+                shape, dtype, device, content="a layer's KV", options="kv_bytes or num_pages"
+            )
 
         # Each [num_slots, num_kv_heads, head_dim]. Zeroed, because attention reads masked slots
         # and 0 * NaN is NaN.
@@ -320,18 +321,3 @@ class KVCache:
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
         return sum(b.numel() * b.element_size() for b in (*self.keys, *self.values))
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros. On a CPU the system takes each page of memory when it is first written."""
-    num_bytes = dtype.itemsize * math.prod(shape)
-    if device.type != "cpu":
-        try:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        except torch.OutOfMemoryError as error:
-            # The pools were sized by what was free. Another process may have taken it since.
-            raise ConfigError(
-                f"{device} has no room for {show_bytes(num_bytes)} of a layer's KV: another "
-                "process uses the device too; lower kv_bytes or num_pages, or end that process"
-            ) from error
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from specpool.capacity.state_sizes import StateBytes
+from specpool.engine.memory.buffers import zeroed_buffer
 from specpool.engine.models.gate import refusal, text_config
 
 if TYPE_CHECKING:
@@ -120,17 +121,26 @@ class RecurrentState:
         ring_len: int,
         device: torch.device,
     ) -> None:
-        """Allocate zeros; the arguments are without slot 0 and row 0."""
+        """Allocate zeros; the arguments are without slot 0 and row 0.
+
+        Raises:
+            ConfigError: the device has no room for them.
+        """
         self.ring_len = ring_len
+
+        def buffer(content: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            options = "kv_bytes, max_batch, max_sessions or cached_states"
+            return zeroed_buffer(shape, dtype, device, content=content, options=options)
+
         self.slots = [
             [
-                torch.zeros(num_slots + 1, *spec.shape, dtype=spec.dtype, device=device)
+                buffer("a layer's states", (num_slots + 1, *spec.shape), spec.dtype)
                 for spec in mixer.states
             ]
             for mixer in mixers
         ]
         self.rings = [
-            torch.zeros((num_rows + 1) * ring_len, mixer.width, dtype=mixer.dtype, device=device)
+            buffer("a layer's records", ((num_rows + 1) * ring_len, mixer.width), mixer.dtype)
             for mixer in mixers
         ]
 

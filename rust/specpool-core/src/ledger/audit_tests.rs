@@ -125,6 +125,29 @@ fn every_planted_fault_of_the_states_is_reported_and_changes_the_hash() {
     }
 }
 
+#[test]
+fn a_slot_that_is_gone_refuses_what_would_drop_it() {
+    type Drop = fn(&mut Ledger, u64, Row) -> crate::error::Result<()>;
+    let drops: [(usize, Drop); 4] = [
+        (2, |ledger, step, _| ledger.cancel(step)),
+        (1, |ledger, step, _| ledger.launch(step)),
+        (2, |ledger, _, row| ledger.finish(row)),
+        (1, |ledger, _, row| ledger.finish(row)),
+    ];
+    for (at, (slot, drop)) in drops.into_iter().enumerate() {
+        let (mut ledger, row) = with_states();
+        ledger.complete(1).unwrap();
+        let plan = ledger.prepare_extend(&[row.0], &[12], true).unwrap();
+        let folds = plan.states.as_ref().unwrap();
+        assert_eq!((folds.src[0], folds.dst[0]), (1, 2));
+        while states(&mut ledger).pool.release(Page(slot as i32), row, 0, 0, Verb::Trim).is_ok() {}
+        let before = ledger.state_hash();
+        let error = drop(&mut ledger, plan.step, row).unwrap_err();
+        assert!(matches!(error, Error::PageState { page, .. } if page == slot), "{at}: {error:?}");
+        assert_eq!(ledger.state_hash(), before, "{at}");
+    }
+}
+
 /// The index has states of 4 and 9 tokens of a row, and another row has a soft mark on slot 3.
 fn with_kept_states() -> Ledger {
     let (plain, _) = busy();
