@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -40,20 +41,37 @@ def tell(release: str, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             from lab.engines.vllm_home import write_home
 
             write_home(Path(folder), version)
-        with subprocess.Popen(
-            [sys.executable, "-m", "lab.engines.server", release, json.dumps(job)],
+        server = [sys.executable, "-m", "lab.engines.server", release, json.dumps(job)]
+        yield from told(server, Path(folder), release, settings)
+
+
+def told(
+    command: list[str], folder: Path, name: str, settings: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[dict[str, Any]]:
+    """Run a command; yield the JSON objects that it prints.
+
+    Its errors go to a file: a pipe that nobody reads would fill, and stop it.
+
+    Raises:
+        ConfigError: it fails; the end of its errors is in the message.
+    """
+    errors = folder / "errors"
+    with (
+        errors.open("w", encoding="utf-8") as written,
+        subprocess.Popen(
+            command,
             env=os.environ | settings,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=written,
             text=True,
-        ) as process:
-            assert process.stdout is not None and process.stderr is not None
-            for line in process.stdout:
-                if line.startswith("{"):
-                    yield json.loads(line)
-            errors = process.stderr.read()
-        if process.returncode:
-            raise ConfigError(f"{release} does not run:\n{errors[-2000:]}")
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+    if process.returncode:
+        raise ConfigError(f"{name} does not run:\n{errors.read_text('utf-8')[-2000:]}")
 
 
 def hunt(

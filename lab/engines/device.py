@@ -76,6 +76,8 @@ class LateDevice:
         self.memories: dict[str, SlotMemory] = {}
         self.queue: deque[LaunchedStep] = deque()
         self.findings: list[Finding] = []
+        #: What a loop knows of a block, which the texts of findings say.
+        self.notes: dict[int, str] = {}
 
     def add(self, memory: SlotMemory) -> SlotMemory:
         """Add the memory of a model."""
@@ -85,6 +87,11 @@ class LateDevice:
     def fault(self, law: str, where: str, text: str) -> None:
         """Note a broken law."""
         self.findings.append(Finding(law, where, text))
+
+    def note(self, blocks: Iterable[int]) -> str:
+        """Return what is noted of every one of these blocks, or nothing."""
+        notes = {self.notes.get(block, "") for block in blocks}
+        return notes.pop() if len(notes) == 1 else ""
 
     def launch(self, step: LaunchedStep) -> LaunchedStep:
         """Launch a step behind the others; nothing of it happens yet."""
@@ -141,6 +148,7 @@ class LateDevice:
         if len(wrong):
             first = int(wrong[0])
             why = "nobody wrote" if held[first] == UNWRITTEN else "holds other content"
+            why += self.note(blocks[wrong].tolist())
             self.fault(
                 "content",
                 f"{memory.name} read",

@@ -11,7 +11,12 @@ from collections.abc import Callable
 
 from lab.engines.case import Case
 from lab.engines.device import Finding
+from lab.engines.laws import ALL_FREE
 
+#: What a loop notes of a block that got its hash in a step from which its request was taken again.
+VICTIM = ", and whose request was taken out of the step that was to write it"
+#: Of a block that a failed load should have filled, or that was computed from such blocks.
+FAILED_LOAD = ", and which holds what came of a failed load"
 #: What silently wrong KV breaks, whoever looks first.
 WRONG_KV = ("cache truth", "content", "text")
 
@@ -28,13 +33,14 @@ class KnownFault:
     needs: Callable[[Case], bool]
     thread: str
     where: str = ""  # what the place of the alarm says
+    says: str = ""  # and its text
 
     def explains(self, release: str, case: Case, finding: Finding) -> bool:
         """Return whether an alarm of a release may be this fault."""
         engine, _, version = release.partition("-")
         if engine != self.engine or finding.law not in self.laws or self.where not in finding.where:
             return False
-        if not self.needs(case):
+        if self.says not in finding.text or not self.needs(case):
             return False
         return _parts(self.first) <= _parts(version) <= _parts(self.last)
 
@@ -66,8 +72,18 @@ def _plays(case: Case, name: str, times: int = 1) -> bool:
     return sum(verb.name == name for verb in case.verbs) >= times
 
 
+def _overlaps(case: Case) -> bool:
+    return bool(case.settings.get("overlaps")) and _plays(case, "turn", 2)
+
+
 def _loads_late(case: Case) -> bool:
     return bool(case.settings["connector"] and case.settings["connector"]["is_async"])
+
+
+def _fails(case: Case, policy: str, is_async: bool) -> bool:
+    connector = case.settings["connector"] or {}
+    wanted = (policy, is_async)
+    return bool(connector.get("fails")) and (connector["policy"], connector["is_async"]) == wanted
 
 
 KNOWN = (
@@ -133,9 +149,10 @@ KNOWN = (
         "vllm",
         "0.10.0",
         "0.33.0",
-        WRONG_KV,
+        ("cache truth", "content"),
         lambda case: case.settings["policy"] == "priority" and case.settings["caching"],
         "vLLM #43569, #57580 (open)",
+        says=VICTIM,
     ),
     KnownFault(
         "a reset of running requests drops results by their tokens and not by their steps",
@@ -157,5 +174,64 @@ KNOWN = (
             and any(group["kind"] == "window" for group in case.settings["groups"])
         ),
         "read: `remove_skipped_blocks` counts tokens in flight since 0.26.0",
+    ),
+    KnownFault(
+        "a turn that is refused, or comes with the first one, takes the mark of the one that runs",
+        "sglang",
+        "0.5.22",
+        "0.5.23",
+        ("content", "rows", "exception", "conservation", "progress", "text"),
+        _overlaps,
+        "SGLang #36503, #40250, #36475, #40252 (open)",
+    ),
+    KnownFault(
+        "an aborted turn publishes the KV of a rejected draft that its session holds",
+        "sglang",
+        "0.5.22",
+        "0.5.23",
+        ("content",),
+        lambda case: (
+            bool(case.settings["shape"]) and _plays(case, "turn", 2) and _plays(case, "abort")
+        ),
+        "lab/reports/sglang-0.5.23-content-draft-kv-read-of-a-plain-request",
+        "KV read of a plain request",
+    ),
+    KnownFault(
+        "a failed load leaves hashes of blocks that a sharing request computed from it",
+        "vllm",
+        "0.26.0",
+        "0.33.0",
+        ("cache truth",),
+        lambda case: _fails(case, "fail", is_async=False),
+        "lab/reports/vllm-0.33.0-failed-load-shared",
+        says=FAILED_LOAD,
+    ),
+    KnownFault(
+        "a request that is to compute lost blocks again leaves their hashes when it leaves",
+        "vllm",
+        "0.26.0",
+        "0.33.0",
+        ("cache truth", "text"),
+        lambda case: _fails(case, "recompute", is_async=False),
+        "lab/reports/vllm-0.33.0-failed-load-preempted",
+    ),
+    KnownFault(
+        "a failed load reserves blocks against its own retry",
+        "vllm",
+        "0.26.0",
+        "0.33.0",
+        ("progress",),
+        lambda case: _fails(case, "recompute", is_async=True),
+        "lab/reports/vllm-0.33.0-failed-load-retry",
+    ),
+    KnownFault(
+        "a load that fits alone is not admitted, for blocks of drafts that it may not need",
+        "vllm",
+        "0.33.0",
+        "0.33.0",
+        ("progress",),
+        lambda case: _loads_late(case) and case.settings["drafts"] > 0,
+        "lab/reports/vllm-0.33.0-load-with-drafts",
+        says=ALL_FREE,
     ),
 )

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from lab.engines.accounts import Accounts
 from lab.engines.content import Keys, Text
 
+#: What the law of progress says where no block is held.
+ALL_FREE = "every block is free"
 #: Turns in a row in which nothing runs although something waits, after which nothing will.
 IDLE_TURNS = 60
 
@@ -36,6 +38,7 @@ class CachedEntry:
     block: int
     held: Keys
     promised: Keys
+    note: str = ""  # what is known of the block
 
 
 @dataclasses.dataclass
@@ -156,7 +159,10 @@ class CacheTruth(Law):
         """Audit every entry, if no write is yet to come."""
         for entry in view.entries or ():
             if not (entry.held == entry.promised).all():
-                yield f"the entry of {entry.name} names block {entry.block}, which holds other KV"
+                yield (
+                    f"the entry of {entry.name} names block {entry.block}, which holds other KV"
+                    f"{entry.note}"
+                )
 
 
 class Said(Law):
@@ -184,9 +190,12 @@ class Progress(Law):
     def at_turn(self, view: EngineView) -> Iterator[str]:
         """Count idle turns."""
         if view.idle_turns >= IDLE_TURNS:
+            free = f"{len(view.free)} blocks are free"
+            if len(view.free) == len(view.accounts.blocks):
+                free = ALL_FREE
             yield (
-                f"{view.num_waiting} requests wait, {len(view.free)} blocks are free, and nothing "
-                f"ran for {view.idle_turns} turns"
+                f"{view.num_waiting} requests wait, {free}, and nothing ran for "
+                f"{view.idle_turns} turns"
             )
 
 

@@ -42,7 +42,7 @@ class HangError(Exception):
 
 def load(engine: str) -> Engine:
     """Import an engine, and return what runs its cases."""
-    logging.disable(logging.WARNING)
+    logging.disable(logging.CRITICAL)
     shim.install()
     if engine == "vllm":
         from lab.engines.vllm_cases import PLAIN, vllm_case

@@ -18,6 +18,7 @@ PLAIN = {
     "chunk": None,
     "mixed": False,
     "conservativeness": 1.0,
+    "overlaps": False,
 }
 
 
@@ -35,6 +36,7 @@ def sglang_case(seed: int, family: str) -> Case:
         "mixed": False,
         "conservativeness": rng.choice((0.3, 1.0)),
         "sessions": rng.randint(1, 2) if family == "sessions" else 0,
+        "overlaps": family == "sessions" and rng.random() < 0.3,  # a turn comes beside another
     }
     return Case("sglang", family, seed, settings, tuple(_verbs(rng, settings)))
 

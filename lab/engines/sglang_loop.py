@@ -14,6 +14,7 @@ import time
 import traceback
 from array import array
 from collections import deque
+from collections.abc import Container
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,7 +99,7 @@ def _run(case: Case) -> list[Finding]:
     return [*read, *player.findings, *leaks, *findings]
 
 
-def _content(text: str, turns: set[str]) -> Finding:
+def _content(text: str, turns: Container[str]) -> Finding:
     """Sort a fault of the device: by the model whose slots were read, and by who read them."""
     reader = "a session's turn" if text.partition(" ")[0] in turns else "a plain request"
     kind = re.search(r"(draft|target) slots wrongly", text)
@@ -146,7 +147,7 @@ class Player:
         self.most: dict[str, int] = {}
         self.running: dict[str, Any] = {}
         self.ended: dict[str, list[int]] = {}  # prompt and answer
-        self.turns: set[str] = set()  # requests that are turns of sessions
+        self.turns: dict[str, int] = {}  # requests that are turns, and their sessions
         self.open = set(range(settings["sessions"]))
 
     # What the loop calls.
@@ -204,9 +205,11 @@ class Player:
         self._request(number, before + tokens_of(self.case.seed, 1000 + number, length), most)
 
     def play_turn(self, number: int, length: int, most: int, session: int) -> None:
-        """A turn of a session, whether or not another one still runs."""
+        """A turn of a session; beside another one only if the settings say so."""
         name, at = str(FIRST + number), self.loop.session_controller.get(f"s{session}")
-        if session not in self.open:
+        overlaps = self.case.settings.get("overlaps", True)
+        is_busy = any(self.turns.get(running) == session for running in self.running)
+        if session not in self.open or (is_busy and not overlaps):
             return
         if at is None:
             opened = OpenSessionReqInput(
@@ -229,7 +232,7 @@ class Player:
             stream=False,
             session_params=SessionParams(id=f"s{session}"),
         )
-        self.turns.add(name)
+        self.turns[name] = session
         self._queue(name, at.create_req(asked, None, VOCABULARY, eos_token_ids={STOP}))
 
     def play_abort(self, number: int) -> None:

@@ -2,7 +2,7 @@
 
 The generator is told a family of models and deployments, never a fault: `plain` has one group of
 full attention, `window` a second one with a sliding window, `connector` loads prefixes from
-outside.
+outside, and loads of `failing` fail.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from lab.engines.case import Case, Verb
 
-FAMILIES = ("plain", "window", "connector")
+FAMILIES = ("plain", "window", "connector", "failing")
 #: What a shrunk case has, where its fault does not need something else.
 PLAIN = {
     "spare": 120,
@@ -65,14 +65,21 @@ def _settings(rng: random.Random, family: str) -> dict[str, Any]:
         settings["drafter"] = "eagle"
     if settings["drafter"] is None:
         settings["drafts"] = 0
-    if family == "connector":
+    if family in ("connector", "failing"):
         if settings["drafter"] == "eagle":  # what is loaded has no draft KV
             settings |= {"drafter": None, "drafts": 0}
         settings["connector"] = {
-            "is_async": rng.random() < 0.8,
+            "is_async": rng.random() < (0.5 if family == "failing" else 0.8),
             "latest": rng.choice((1, 4, 12)),  # turns until a transfer has landed
             "hits": rng.choice((50, 100)),  # percent of the requests
         }
+        if family == "failing":
+            # Not with a step in flight: vLLM #45138, it loses track of what that says.
+            policies = ("fail",) if settings["asynchronous"] else ("fail", "recompute")
+            settings["connector"] |= {
+                "fails": rng.choice((30, 60)),  # percent of the loads
+                "policy": rng.choice(policies),
+            }
     return settings
 
 

@@ -1,7 +1,8 @@
 """`LateConnector`: a connector of vLLM that has prefixes of some prompts, and is in no hurry.
 
 An asynchronous load starts when its step is launched and waits for no step; its KV arrives turns
-later, and then vLLM is told. A synchronous load is a part of its step.
+later, and then vLLM is told. A synchronous load is a part of its step. Of a load that fails, the KV
+of its blocks from some one on never comes, and vLLM is told which.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ class LateConnector(KVConnectorBase_V1):  # type: ignore[misc] # no stubs
         self.found: dict[str, int] = {}  # computed tokens in front of what is here, by request
         self.asked: list[tuple[str, list[int], int, int]] = []  # loads of this step
         self.under_way: list[tuple[int, LateWrite]] = []  # the turn of each landing
+        self.lost: dict[str, set[int]] = {}  # blocks whose KV never comes, by request, untold
 
     def serve(self, worker: Worker, device: LateDevice, seed: int, settings: Any) -> None:
         """Take what the engine does not give a connector."""
         self.worker, self.device, self.seed = worker, device, seed
         self.wanted, self.block = settings["connector"], settings["groups"][0]["block"]
+        self.is_async: bool = self.wanted["is_async"]
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -42,7 +45,7 @@ class LateConnector(KVConnectorBase_V1):  # type: ignore[misc] # no stubs
         end = (request.num_prompt_tokens - 1) // self.block * self.block if has else 0
         self.found[name] = num_computed_tokens
         count = max(0, end - num_computed_tokens)
-        return count, bool(count) and self.wanted["is_async"]
+        return count, bool(count) and self.is_async
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks of a load."""
@@ -69,8 +72,12 @@ class LateConnector(KVConnectorBase_V1):  # type: ignore[misc] # no stubs
                 for position in range(begin, end)
             ]
             keys = group_keys(self.worker.text(name).keys(begin, end), 0)
+            if digest(self.seed, int(name), turn, 19) % 100 < self.wanted.get("fails", 0):
+                kept = digest(self.seed, int(name), turn, 23) % ((end - begin) // self.block)
+                self.lost[name] = {block for block, _ in slots[kept * self.block :]}
+                slots, keys = slots[: kept * self.block], keys[: kept * self.block]
             write = LateWrite(name, self.worker.target, slots, keys)
-            if self.wanted["is_async"]:
+            if self.is_async:
                 self.device.start_late(write)
                 delay = digest(self.seed, int(name), turn) % self.wanted["latest"]
                 self.under_way.append((turn + 1 + delay, write))
@@ -86,6 +93,10 @@ class LateConnector(KVConnectorBase_V1):  # type: ignore[misc] # no stubs
         for write in due:
             self.device.land(write, owned.get(write.writer, set()))
         return {write.writer for write in due}
+
+    def take_lost(self, names: set[str]) -> set[int]:
+        """Return the blocks of these requests whose KV never came, once."""
+        return set().union(*(self.lost.pop(name, set()) for name in names))
 
     # The side of a worker, which is not called here.
 

@@ -127,7 +127,12 @@ def _config(settings: Mapping[str, Any]) -> Any:
         )
     transfer = None
     if settings["connector"]:
-        transfer = KVTransferConfig(kv_connector="LateConnector", kv_role="kv_both")
+        policy = settings["connector"].get("policy", "fail")
+        transfer = KVTransferConfig(
+            kv_connector="LateConnector",
+            kv_role="kv_both",
+            **known_fields(KVTransferConfig, kv_load_failure_policy=policy),
+        )
     config = VllmConfig(
         scheduler_config=scheduling,
         model_config=model,

@@ -21,6 +21,7 @@ from lab.engines.accounts import Accounts
 from lab.engines.case import Case, Verb
 from lab.engines.content import Text, tokens_of
 from lab.engines.device import Finding, LateDevice, LaunchedStep
+from lab.engines.known import FAILED_LOAD, VICTIM
 from lab.engines.laws import LAWS, CachedEntry, EngineView, Lengths, RequestView
 from lab.engines.vllm_connector import LateConnector
 from lab.engines.vllm_engine import PauseState, make_output, make_request, make_scheduler
@@ -62,6 +63,7 @@ class VllmLoop:
         self.pool = self.manager.block_pool
         self.accounts = Accounts(self.device, self.pool.num_gpu_blocks)
         self._wrap_pool()
+        self._wrap_preemption()
         self.worker = Worker(
             self.device,
             self.settings,
@@ -89,6 +91,8 @@ class VllmLoop:
         def get_new_blocks(*args: Any, **given: Any) -> Any:
             blocks = take(*args, **given)
             accounts.take(block.block_id for block in blocks)
+            for block in blocks:
+                self.device.notes.pop(block.block_id, None)
             return blocks
 
         def touch(blocks: Any, *args: Any, **given: Any) -> Any:
@@ -103,6 +107,20 @@ class VllmLoop:
             return give_back(listed, *args, **given)
 
         pool.get_new_blocks, pool.touch, pool.free_blocks = get_new_blocks, touch, free_blocks
+
+    def _wrap_preemption(self) -> None:
+        """Note the blocks that nobody will write: hashed in this step, whose request leaves it."""
+        preempt = self.scheduler._preempt_request
+        self.hashed: dict[int, Any] = {}  # by block, before this step
+
+        def preempt_request(request: Any, *args: Any, **given: Any) -> None:
+            for block in chain(*self.manager.get_blocks(request.request_id).blocks):
+                key = block.block_hash
+                if key is not None and self.hashed.get(block.block_id) != key:
+                    self.device.notes[block.block_id] = VICTIM
+            preempt(request, *args, **given)
+
+        self.scheduler._preempt_request = preempt_request
 
     # The run.
 
@@ -121,7 +139,7 @@ class VllmLoop:
                 self.device.fault("progress", "endless", f"{MOST_TURNS} turns, and work is left")
                 return
         self._rest()
-        if not self.device.findings and self.settings["caching"]:
+        if not self.device.findings and self.settings["caching"] and not self.worker.may_spoil:
             self._hit_twice()
 
     def _has_work(self) -> bool:
@@ -178,6 +196,7 @@ class VllmLoop:
         return ran
 
     def _launch(self) -> tuple[Any, LaunchedStep, list[Lane]]:
+        self.hashed = {block.block_id: block.block_hash for block in self.pool.blocks}
         output = self.scheduler.schedule()
         self._note_hashes()
         loads = self.connector.start(self.tick) if self.connector is not None else []
@@ -191,25 +210,31 @@ class VllmLoop:
         self.device.run_through(step)
         self.worker.has_results(lanes)
         names = [lane.row.name for lane in lanes]
+        loaded = set() if self.connector is None or self.connector.is_async else set(names)
         result = make_output(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
             sampled_token_ids=[list(lane.said) for lane in lanes],
-            kv_connector_output=self._told(),
+            kv_connector_output=self._told(loaded),
         )
         for outputs in self.scheduler.update_from_output(output, result).values():
             for said in outputs.outputs:
                 request = self.requests[said.request_id]
                 request.said += said.new_token_ids
                 request.is_finished |= said.finish_reason is not None
+                request.is_aborted |= str(said.finish_reason) == "error"  # its load has failed
         self._note_hashes()
 
-    def _told(self) -> Any:
-        """What the workers' connectors tell with a result."""
-        if self.connector is None or not self.arrived:
+    def _told(self, loaded: set[str]) -> Any:
+        """What the workers' connectors tell with a result, which had loads of `loaded` in it."""
+        if self.connector is None:
             return None
         arrived, self.arrived = self.arrived, set()
-        return KVConnectorOutput(finished_recving=arrived)
+        lost = self.connector.take_lost(arrived | loaded)
+        self.device.notes |= dict.fromkeys(lost, FAILED_LOAD)
+        if not arrived and not lost:
+            return None
+        return KVConnectorOutput(finished_recving=arrived, invalid_block_ids=lost)
 
     def _note_hashes(self) -> None:
         size = getattr(self.pool, "hash_block_size", self.scheduler.block_size)
@@ -246,6 +271,7 @@ class VllmLoop:
 
     def reset(self, running: bool) -> None:
         """The prefix cache is emptied; `running` requests start again."""
+        self.hashed = {block.block_id: block.block_hash for block in self.pool.blocks}
         self.scheduler.reset_prefix_cache(reset_running_requests=running)
 
     def pause(self, mode: str, clears: bool) -> None:
@@ -335,19 +361,24 @@ class VllmLoop:
             found = self.hashes.get(key) or self.hashes.get(key[-32:])
             if found is None:
                 continue
+            if self.worker.recomputes and self.accounts.holders[block.block_id]:
+                continue  # its holder may have to compute it again
             (text, end), size = found, self.settings["groups"][group]["block"]
-            held = self.worker.target.keys[block.block_id, :size]
+            begin = (end - 1) // size * size  # the tail of a prompt may end inside a block
+            held = self.worker.target.keys[block.block_id, : end - begin]
+            note = self.device.note([block.block_id])
             yield CachedEntry(
                 f"{end} tokens in group {group}",
                 block.block_id,
                 held,
-                group_keys(text.keys(end - size, end), group),
+                group_keys(text.keys(begin, end), group),
+                note,
             )
             if group == 0 and self.settings["drafter"] == "eagle":
                 # The draft KV of the last position depends on the token behind the block.
-                held = self.worker.draft.keys[block.block_id, : size - 1]
-                keys = text.draft_keys(end - size, end - 1)
-                yield CachedEntry(f"{end} tokens of drafts", block.block_id, held, keys)
+                held = self.worker.draft.keys[block.block_id, : end - 1 - begin]
+                keys = text.draft_keys(begin, end - 1)
+                yield CachedEntry(f"{end} tokens of drafts", block.block_id, held, keys, note)
 
     def _rest(self) -> None:
         self._look("rest")

@@ -16,6 +16,7 @@ import numpy as np
 
 from lab.engines.content import VOCABULARY, Keys, Text, digest
 from lab.engines.device import LateDevice, LateWrite, LaunchedStep, SlotMemory
+from lab.engines.known import FAILED_LOAD
 
 
 def group_keys(keys: Keys, group: int) -> Keys:
@@ -52,6 +53,7 @@ class Lane:
     declared: int
     seen: int  # of the row's earlier steps, how many results the scheduler had
     said: list[int] = dataclasses.field(default_factory=list)
+    is_spoilt: bool = False  # it read what a failed load should have brought
 
 
 class Worker:
@@ -78,6 +80,11 @@ class Worker:
         self.draft = device.add(SlotMemory("draft KV", num_blocks, widest))
         self.rows: dict[str, WorkerRow] = {}
         self.hits: dict[str, int] = {}  # tokens that each request had when it first ran
+        connector = settings["connector"] or {}
+        #: Loads may fail. What a step makes of a lost block is wrong, and is no fault of the engine
+        #: until somebody is told a token of it.
+        self.may_spoil = bool(connector.get("fails"))
+        self.recomputes = self.may_spoil and connector["policy"] == "recompute"
 
     def launch(
         self, output: Any, loads: Sequence[LateWrite] = ()
@@ -113,6 +120,9 @@ class Worker:
                 for mine, more in zip(row.blocks, blocks, strict=True):
                     mine.extend(more)
             row.declared = cached.num_computed_tokens[at]
+            if self.recomputes and row.declared < row.computed:  # behind a failed load
+                row.computed = row.declared
+                row.known = row.text.num_prompt + cached.num_output_tokens[at]
         lanes = []
         for name, count in output.num_scheduled_tokens.items():
             row = self.rows[name]
@@ -143,8 +153,11 @@ class Worker:
 
     def _run(self, lanes: list[Lane]) -> None:
         ranges = [self._write(lane) for lane in lanes]
+        if self.may_spoil:
+            self._spoil(lanes, ranges)
         for lane, (begin, end) in zip(lanes, ranges, strict=True):
-            self._read(lane, begin, end)
+            if not lane.is_spoilt:
+                self._read(lane, begin, end)
         for lane, (begin, end) in zip(lanes, ranges, strict=True):
             self._say(lane, begin, end)
 
@@ -197,6 +210,24 @@ class Worker:
                 )
         return begin, right
 
+    def _spoil(self, lanes: list[Lane], ranges: list[tuple[int, int]]) -> None:
+        """Write wrong keys for lanes that read wrong ones, until no lane more does."""
+        spread = True
+        while spread:
+            spread = False
+            for lane, (begin, end) in zip(lanes, ranges, strict=True):
+                blocks, size = lane.blocks[0], self.groups[0]["block"]
+                if lane.is_spoilt or end > len(blocks) * size:
+                    continue
+                held = self.target.at(blocks, size)[:end]
+                if (held != group_keys(lane.row.text.keys(0, end), 0)).any():
+                    lane.is_spoilt = spread = True
+                    wrong = [digest(self.seed, position, 29) for position in range(begin, end)]
+                    keys = np.array(wrong, np.int64)
+                    self.device.write(self.target, blocks, size, begin, keys)
+                    written = blocks[begin // size : -(-end // size)]
+                    self.device.notes |= dict.fromkeys(written, FAILED_LOAD)
+
     def _read(self, lane: Lane, begin: int, end: int) -> None:
         row = lane.row
         for at, (group, blocks) in enumerate(zip(self.groups, lane.blocks, strict=True)):
@@ -224,6 +255,8 @@ class Worker:
             return
         accepted = end - base
         lane.said = [row.text.token(base + at) for at in range(accepted + 1)]
+        if lane.is_spoilt:
+            lane.said = [3 + (token + 1) % (VOCABULARY - 3) for token in lane.said]
         row.rejected.append(len(lane.drafts) - accepted)
         row.computed, row.known = end, end + 1
         row.drafts = self._propose(row)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from lab.engines.case import Case, Verb
-from lab.engines.command import tell
+from lab.engines.command import tell, told
 from lab.engines.device import Finding
-from lab.engines.known import KNOWN, known_fault
+from lab.engines.known import KNOWN, VICTIM, KnownFault, known_fault
 from lab.engines.releases import RELEASES, ROOT, fetch, release_path
 from lab.engines.report import write_report
 from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
 from lab.engines.sglang_cases import sglang_case
 from lab.engines.shrink import shrunk
 from lab.engines.vllm_cases import PLAIN, vllm_case
+from specpool.errors import ConfigError
 
 REPORTS = ROOT / "lab" / "reports"
 #: For the reports on published faults: the first release without it.
@@ -30,7 +32,7 @@ FIRST_GOOD = {
 }
 
 
-@pytest.mark.parametrize("family", ["plain", "window", "connector"])
+@pytest.mark.parametrize("family", ["plain", "window", "connector", "failing"])
 def test_a_seed_gives_one_case_that_a_file_keeps(family: str, tmp_path: Path) -> None:
     cases = [vllm_case(seed, family) for seed in range(40)]
     assert cases == [vllm_case(seed, family) for seed in range(40)]
@@ -38,7 +40,7 @@ def test_a_seed_gives_one_case_that_a_file_keeps(family: str, tmp_path: Path) ->
     assert all(PLAIN.keys() <= case.settings.keys() for case in cases)
     verbs = {verb.name for case in cases for verb in case.verbs}
     assert verbs == {"send", "abort", "pause", "resume"} | (
-        set() if family == "connector" else {"reset"}
+        set() if family in ("connector", "failing") else {"reset"}
     )
     cases[0].write(tmp_path / "case.json")
     assert Case.read(tmp_path / "case.json") == cases[0]
@@ -52,6 +54,7 @@ def test_sessions_overlap_and_are_aborted_paused_and_closed() -> None:
     }
     turns = [[verb.turn for verb in case.verbs if verb.name == "turn"] for case in cases]
     assert any(len(set(at)) < len(at) for at in turns)
+    assert {case.settings["overlaps"] for case in cases} == {True, False}
     assert SGLANG_PLAIN.keys() - cases[0].settings.keys() == set()
 
 
@@ -83,14 +86,18 @@ def test_a_known_fault_explains_its_law_in_its_releases_with_its_settings() -> N
         case, settings=case.settings | {"policy": "priority", "caching": True}, verbs=()
     )
     fcfs = dataclasses.replace(case, settings=case.settings | {"policy": "fcfs"})
-    truth = Finding("cache truth", "turn", "")
+    truth = Finding("cache truth", "turn", f"block 5 holds other KV{VICTIM}")
     fault = known_fault("vllm-0.33.0", case, truth)
     assert fault is not None and "#57580" in fault.thread
     assert known_fault("vllm-0.33.1", case, truth) is None
     assert known_fault("vllm-0.33.0", fcfs, truth) is None
+    other = Finding("cache truth", "turn", "block 5 holds other KV")
+    assert known_fault("vllm-0.33.0", case, other) is None  # no victim of the same step
     assert known_fault("vllm-0.33.0", case, Finding("one owner", "take", "")) is None
     assert known_fault("sglang-0.33.0", case, truth) is None
     assert all(fault.thread and fault.laws for fault in KNOWN)
+    own = [fault.thread for fault in KNOWN if fault.thread.startswith("lab/")]
+    assert own and all((ROOT / thread / "report.md").is_file() for thread in own)
 
 
 def test_a_report_has_the_law_the_events_and_a_script_that_stands_alone(tmp_path: Path) -> None:
@@ -121,6 +128,27 @@ def test_a_release_that_is_not_there_or_has_another_name_is_named(tmp_path: Path
         SystemExit, match=r"named like vllm-0\.21\.0 or sglang-0\.5\.23, got 'vllm'"
     ):
         fetch(["vllm"])
+
+
+def test_errors_of_a_release_do_not_stop_a_hunt(tmp_path: Path) -> None:
+    """A pipe that nobody reads would be full after 64 KiB."""
+    shout = "import sys; sys.stderr.write('x' * (1 << 20)); print('{}'); raise SystemExit({})"
+    assert list(told([sys.executable, "-c", shout.format('{"a": 1}', 0)], tmp_path, "it")) == [
+        {"a": 1}
+    ]
+    with pytest.raises(ConfigError, match=r"it does not run:\nx{2000}$"):
+        list(told([sys.executable, "-c", shout.format("{}", 1)], tmp_path, "it"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", [fault for fault in KNOWN if fault.thread.startswith("lab/")])
+def test_a_fault_that_was_found_here_is_in_its_last_release_and_is_known(fault: KnownFault) -> None:
+    release = f"{fault.engine}-{fault.last}"
+    if not (RELEASES / release).exists():
+        pytest.skip(f"{release} is not unpacked: make lab-engines")
+    case = ROOT / fault.thread / "case.json"
+    found = Finding(**next(tell(release, {"replay": str(case)}))["alarm"])
+    assert known_fault(release, Case.read(case), found) is fault
 
 
 @pytest.mark.full

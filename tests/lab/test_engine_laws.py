@@ -159,6 +159,15 @@ def test_steps_run_in_the_order_of_their_launch() -> None:
     assert order == [1, 2] and first.has_run
 
 
+def test_what_is_known_of_every_wrong_block_is_said() -> None:
+    late, other = Late(), Text(tokens_of(0, 2, 4))
+    late.device.notes[1] = ", and is noted"
+    late.device.run_through(late.device.launch(late.reader([1, 2], other)))
+    late.device.notes[2] = ", and is noted"
+    late.device.run_through(late.device.launch(late.reader([1, 2], other)))
+    assert ["noted" in finding.text for finding in late.device.findings] == [False, True]
+
+
 def test_slots_of_another_text_and_unwritten_ones_are_wrong() -> None:
     late = Late()
     other = Text([*late.text.tokens[:3], 9])
