@@ -387,7 +387,7 @@ def wide_model(family: str):
     return make_model(families.make_config(family, {family: (name, arguments)}))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("draft", ["eagle", "eagle3", "block", "draft", "suffix"])
@@ -433,7 +433,7 @@ def read_late(monkeypatch):
     monkeypatch.setattr(StateFolds, "of_plans", careless)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plant", [skip_compaction, fold_one_more, read_late])
 @pytest.mark.parametrize("family", FEW)
 def test_a_state_of_another_length_gives_another_text(reference, monkeypatch, plant):
