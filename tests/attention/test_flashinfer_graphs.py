@@ -213,7 +213,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.skipif(bool(cuda_host.unavailable()), reason=cuda_host.unavailable())
 @pytest.mark.parametrize("case", CASES)
 def test_a_replay_says_what_torch_says(case, monkeypatch):

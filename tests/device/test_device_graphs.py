@@ -144,6 +144,7 @@ def test_a_replay_never_waits(case, card, monkeypatch):
         assert steps[0] > 4
 
 
+@pytest.mark.sample(1)
 @on_cards
 @pytest.mark.parametrize("half", [0, 1])
 def test_memory_that_runs_out_within_a_capture(half, card, monkeypatch, caplog):

@@ -212,6 +212,7 @@ def test_parts_draft_side_by_side_on_a_device(draft, layout, where, build, monke
     assert [output.token_ids for output in outputs] == expected and max(parts) > 1
 
 
+@pytest.mark.sample(1)
 @on_devices
 @pytest.mark.parametrize("kind", PARAMS)
 def test_each_lane_has_its_own_drafter(kind, where, build):

@@ -125,6 +125,7 @@ def some(cases: dict[str, Any], how: list[str]) -> Any:
     )
 
 
+@pytest.mark.sample(2)
 @some(CASES, [*HOW])
 def test_an_engine_runs_on_a_card(case, dtype, how, card, caplog):
     """Law: nothing of a step is on the wrong device, waits for it, or cannot be captured."""
@@ -140,6 +141,7 @@ def test_an_engine_runs_on_a_card(case, dtype, how, card, caplog):
         assert stats.graphs.replay_ct > 0 == stats.graphs.eager_ct
 
 
+@pytest.mark.sample(1)
 @some(EAGER, ["eager", "overlapped"])
 def test_rounds_that_no_graph_serves_run_on_a_card(case, dtype, how, card):
     shape, options, params = EAGER[case]

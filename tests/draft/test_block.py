@@ -106,6 +106,7 @@ def test_the_text_is_that_of_plain_decoding(shape, options, temperature):
     assert max(max(o.accept_lens) for o in outputs) > 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
 def test_sessions_the_prefix_cache_and_retraction_keep_the_drafts(model, shape):
     plain = PlainBlock(Path(resolve(DRAFT)), model)

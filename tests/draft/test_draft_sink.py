@@ -28,7 +28,7 @@ def run(draft, params=GREEDY, prompts=PROMPTS, **options):
         return [output.token_ids for output in outputs], engine.peak_pages[1]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("draft", ["specpool/tiny-draft", "specpool/tiny-eagle"])
 @pytest.mark.parametrize(("shape", "layout"), [(CHAIN, "dense"), (TREE, "dense"), (TREE, "holey")])
 @pytest.mark.parametrize("depth", [0, 1])

@@ -125,7 +125,7 @@ def test_proposals_are_those_of_transformers_mtp_layer(folder, family, shape, op
     check(plain.logits, texts, [*whole[:2], whole[-1]])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("pair", "options", "temperature"), list(itertools.product(PAIRS, LAYOUTS, (0.0, 1.0)))
 )
@@ -141,6 +141,7 @@ def test_the_text_is_that_of_plain_decoding(folder, pair, options, temperature):
             assert one.stats().draft_ct > 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
 def test_sessions_the_prefix_cache_and_retraction_keep_the_text(folder, shape):
     path = folder("Llama", "deepseek")

@@ -387,6 +387,7 @@ class Sometimes:
         return self._asked % 3 > 0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kind", ["ngram", "specpool/tiny-eagle", "specpool/tiny-eagle3"])
 def test_rows_pass_rounds_beside_rows_that_draft(kind, depth):

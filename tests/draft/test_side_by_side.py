@@ -16,6 +16,7 @@ NAMES = ["none", "chain:1", "chain:3", "tree:3x4x16", "tree:2x2x5"]
 CONFIG = AdaptiveConfig.from_dict({"policy": "budget", "1": {"candidates": NAMES}})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("draft", "layout"),
     [

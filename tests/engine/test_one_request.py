@@ -177,7 +177,7 @@ PLANTS = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_piece_that_fails_for_one_request_ends_it_alone(
     target, undisturbed, monkeypatch, name, options, fault
@@ -219,7 +219,7 @@ VERBS = (
 )  # fmt: skip
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_form_that_fails_ends_its_request_alone(
     target, undisturbed, monkeypatch, verb, options, fault
@@ -267,7 +267,7 @@ def with_cell(name: str, value: int, *place: int) -> Callable[[DraftTree, int], 
     return spoil
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
@@ -352,7 +352,7 @@ def by_session(engine: Engine, params: list[SamplingParams]) -> list[RequestOutp
     return [first, ended, last]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("way", [by_generate, by_stream, by_turns, by_session])
 @pytest.mark.parametrize("stop", [(), ("zzz",)], ids=["no stop", "a stop string"])
 def test_a_text_that_cannot_be_decoded_ends_its_request_alone(
@@ -372,7 +372,7 @@ def test_a_text_that_cannot_be_decoded_ends_its_request_alone(
     assert_no_page_leaked(engine)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -451,7 +451,7 @@ EXTREME = {
 }
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", EXTREME)
 def test_extreme_parameters_change_no_neighbour(target, undisturbed, name):
     engine = make(target, overlap_depth=1)

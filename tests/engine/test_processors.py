@@ -139,6 +139,7 @@ def banning_params(rng: random.Random, drawn: bool) -> SamplingParams:
     return SamplingParams(**fields)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -67,7 +67,7 @@ def test_the_same_seed_is_the_same_fleet(seed, make):
     assert run(seed + 1, make=make) != first
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_each_planted_bug_is_found(monkeypatch, plant):
     plant(monkeypatch)

@@ -79,7 +79,7 @@ def test_everything_happens():
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(3, 5), pytest.param([*range(3), *range(5, 12)], marks=pytest.mark.full)]
+    "seeds", [[3], pytest.param([*range(3), *range(4, 12)], marks=pytest.mark.full)]
 )
 def test_the_check_level_changes_nothing_that_happens(seeds):
     for seed in seeds:

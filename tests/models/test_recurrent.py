@@ -386,7 +386,7 @@ def test_an_aborted_turn_leaves_the_turn_before(reference):
             assert output.token_ids == reference.text([*said, *more], 5)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("draft", ["eagle", "eagle3", "block", "draft", "suffix"])
@@ -432,7 +432,7 @@ def read_late(monkeypatch):
     monkeypatch.setattr(StateFolds, "of_plans", careless)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("plant", [skip_compaction, fold_one_more, read_late])
 @pytest.mark.parametrize("family", FEW)
 def test_a_state_of_another_length_gives_another_text(reference, monkeypatch, plant):

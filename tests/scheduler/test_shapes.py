@@ -25,7 +25,7 @@ def make(draft: str, shapes: tuple[Shape, ...], **options) -> Engine:
     )
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("placement", ["split", "shared"])
 @pytest.mark.parametrize("draft", ["specpool/tiny-eagle", "specpool/tiny-eagle3", "ngram"])
@@ -50,7 +50,7 @@ def test_rows_that_draft_0_3_and_7_tokens_side_by_side(draft, placement, depth, 
         assert most[2] > 4
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["dense", "holey"])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_chains_and_trees_side_by_side(layout, depth):

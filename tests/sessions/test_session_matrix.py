@@ -137,7 +137,7 @@ def talk(engine: Engine, rng: random.Random, *, aborts: bool) -> tuple[list[Requ
     return outputs, num_aborted
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("is_tight", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("draft", "shape", "options"), CASES)

@@ -401,6 +401,7 @@ def test_a_limit_of_steps_binds_each_row() -> None:
         round_shapes.learn(choice, shapes[1:].copy(), lens, requests)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_text_is_that_of_plain_decoding(depth: int) -> None:
     """Law: whatever each row drafts, greedy and drawn texts are those of plain decoding."""

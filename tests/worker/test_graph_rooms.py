@@ -90,7 +90,7 @@ FULL = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", FULL)
 def test_a_row_that_fills_the_pool_stands_beside_unused_lanes(case):
     """Law: unused lanes read at the sink, and there is room for that beside the whole pool.
@@ -109,6 +109,7 @@ def test_a_row_that_fills_the_pool_stands_beside_unused_lanes(case):
     assert stats.graphs.eager_ct == 0 < stats.graphs.replay_ct
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [NONE, CHAIN], ids=["none", "chain"])
 def test_rows_that_share_more_than_there_is_run_eagerly(shape):
     """A page that four rows share is read four times, and there is no room for that."""
