@@ -21,7 +21,7 @@ import recurrent_families
 from cuda_host.errors import ArgumentError
 from fake_cuda import DEVICE, Card
 from graph_kit import CHAIN, NONE, PROMPTS, TREE, make
-from specpool import Engine, SamplingParams, Shape
+from specpool import Engine, Grammar, SamplingParams, Shape
 from specpool.capacity.layer_kv import LayerKV
 from specpool.engine.assets import resolve
 from specpool.engine.attention.lanes import Lanes
@@ -42,6 +42,8 @@ PENALTIES = [
     dataclasses.replace(DRAWN, logprobs=3),
     GREEDY,
 ]
+FORM = Grammar.regex(r"(.|\n)*")
+FORMS = [dataclasses.replace(p, structured=FORM, ignore_eos=False) for p in PARAMS]
 SAMPLES = [dataclasses.replace(DRAWN, n=2)] * 4
 SEVERAL = ["specpool/tiny-draft", "ngram", "specpool/tiny-eagle", "suffix"]
 
@@ -73,6 +75,7 @@ EAGER = {
     "ngram": (CHAIN, {"draft": "ngram"}, PARAMS),
     "suffix": (CHAIN, {"draft": "suffix"}, PARAMS),
     "several": (CHAIN, {"draft": SEVERAL}, PARAMS),
+    "forms": (TREE, {}, FORMS),
 }
 SLICE = {  # the rest is for `make test-full`
     ("holey", "float32", "captured and overlapped"),
