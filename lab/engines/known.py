@@ -17,6 +17,8 @@ from lab.engines.laws import ALL_FREE
 VICTIM = ", and whose request was taken out of the step that was to write it"
 #: Of a block that a failed load should have filled, or that was computed from such blocks.
 FAILED_LOAD = ", and which holds what came of a failed load"
+#: What a loop notes where a closed session waits for a turn that is gone.
+UNCLOSED = ", and a closed session waits for a turn that is gone"
 #: What silently wrong KV breaks, whoever looks first.
 WRONG_KV = ("cache truth", "content", "text")
 
@@ -74,6 +76,13 @@ def _plays(case: Case, name: str, times: int = 1) -> bool:
 
 def _overlaps(case: Case) -> bool:
     return bool(case.settings.get("overlaps")) and _plays(case, "turn", 2)
+
+
+def _switches(case: Case) -> bool:
+    """Whether the turns of a session have several adapters."""
+    named = [verb.given for verb in case.verbs if verb.name == "turn"]
+    adapters = {(turn["session"], turn.get("adapter", 0)) for turn in named}
+    return len(adapters) > len({session for session, _ in adapters})
 
 
 def _loads_late(case: Case) -> bool:
@@ -195,6 +204,25 @@ KNOWN = (
         ),
         "lab/reports/sglang-0.5.23-content-draft-kv-read-of-a-plain-request",
         "KV read of a plain request",
+    ),
+    KnownFault(
+        "a turn with another adapter runs on the KV of its session, and publishes it when aborted",
+        "sglang",
+        "0.5.22",
+        "0.5.23",
+        ("content", "rows", "conservation", "exception", "progress", "text"),
+        _switches,
+        "lab/reports/sglang-0.5.23-session-adapter",
+    ),
+    KnownFault(
+        "a turn that is retracted and then aborted keeps its session's KV for ever",
+        "sglang",
+        "0.5.23",
+        "0.5.23",
+        ("conservation", "progress"),
+        lambda case: _plays(case, "turn"),
+        "lab/reports/sglang-0.5.23-session-retracted",
+        says=UNCLOSED,
     ),
     KnownFault(
         "a failed load leaves hashes of blocks that a sharing request computed from it",

@@ -19,6 +19,8 @@ PLAIN = {
     "mixed": False,
     "conservativeness": 1.0,
     "overlaps": False,
+    "adapters": False,
+    "switches": False,
 }
 
 
@@ -37,6 +39,8 @@ def sglang_case(seed: int, family: str) -> Case:
         "conservativeness": rng.choice((0.3, 1.0)),
         "sessions": rng.randint(1, 2) if family == "sessions" else 0,
         "overlaps": family == "sessions" and rng.random() < 0.3,  # a turn comes beside another
+        "adapters": rng.random() < 0.3,
+        "switches": rng.random() < 0.3,  # a session's turns have several adapters
     }
     return Case("sglang", family, seed, settings, tuple(_verbs(rng, settings)))
 
@@ -59,6 +63,9 @@ def _verbs(rng: random.Random, settings: dict[str, Any]) -> list[Verb]:
                 given["of"] = rng.randint(0, max(0, number - 1))
             else:
                 given["session"] = rng.randrange(settings["sessions"])
+            if settings["adapters"]:
+                is_same = name == "turn" and not settings["switches"]
+                given["adapter"] = given["session"] if is_same else rng.choice((0, 1, 1, 2))
             number += 1
         elif name == "abort":
             given = {"number": max(0, number - 1 - rng.choice((0, 0, 0, 1, 2)))}

@@ -7,6 +7,7 @@ there is no own accounting of its pools yet.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -36,9 +37,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from lab.engines.case import Case
 from lab.engines.content import STOP, VOCABULARY, Text, tokens_of
 from lab.engines.device import Finding
+from lab.engines.known import UNCLOSED
 
 #: Turns after which a case that still runs is endless.
 MOST_TURNS = 3000
+#: Turns in which requests wait and nothing runs, after which clients close their sessions.
+MOST_WAITING = 100
 PACKAGE = "/sglang/srt/"
 #: The first request's id: aborts name requests by the beginning of an id, so all are as long.
 FIRST = 1000
@@ -90,13 +94,18 @@ def _run(case: Case) -> list[Finding]:
             findings.append(Finding("exception", where, f"{type(error).__name__}: {error}\n{text}"))
     if player is None:
         return findings
-    outcome = player.loop.outcome
+    outcome, note = player.loop.outcome, UNCLOSED if player.waits_to_close() else ""
+    findings = [dataclasses.replace(found, text=found.text + note) for found in findings]
     seen = dict.fromkeys(player.loop.simulated.faults)
     read = [_content(text, player.turns) for text in seen]
     # What reaches a request outside of the session is the worse fault.
     read.sort(key=lambda found: "turn" in found.where)
-    leaks = [Finding("conservation", "idle", text) for text in outcome.leaks]
+    leaks = [Finding("conservation", "idle", text + note) for text in outcome.leaks]
     return [*read, *player.findings, *leaks, *findings]
+
+
+def _adapter_name(adapter: int) -> str | None:
+    return f"adapter {adapter}" if adapter else None
 
 
 def _content(text: str, turns: Container[str]) -> Finding:
@@ -147,6 +156,7 @@ class Player:
         self.most: dict[str, int] = {}
         self.running: dict[str, Any] = {}
         self.ended: dict[str, list[int]] = {}  # prompt and answer
+        self.adapters: dict[str, int] = {}  # by request; 0 is none
         self.turns: dict[str, int] = {}  # requests that are turns, and their sessions
         self.open = set(range(settings["sessions"]))
 
@@ -158,9 +168,13 @@ class Player:
         for name, req in list(self.running.items()):
             if req.finished():
                 self._end(name, req)
+        self.loop.session_controller.maybe_reap(time.monotonic(), 0)
         if self.resumes and self.tick >= self.resumes:
             self.resumes = 0
             self.loop.continue_generation(ContinueGenerationReqInput())
+        if self.loop.waiting_queue and self.tick - self.loop.last_forward[1] > MOST_WAITING:
+            for session in sorted(self.open):  # their KV is theirs until they are closed
+                self.play_close(session)
         if self.tick > MOST_TURNS:
             raise RuntimeError(f"{sglang_loop.STUCK}: {MOST_TURNS} turns, and work is left")
         while self.verbs and self.verbs[0].turn <= self.tick:
@@ -175,10 +189,16 @@ class Player:
         return not self.verbs and not self.running and self.quiet >= 3
 
     def close(self) -> None:
-        """Close all sessions, also those that waited for a turn, as SGLang does each second."""
+        """Close all sessions, also those that waited for a turn."""
         for session in sorted(self.open):
             self.play_close(session)
-        self.loop.session_controller.maybe_reap(time.monotonic() + 10)
+        self.loop.session_controller.maybe_reap(time.monotonic(), 0)
+
+    def waits_to_close(self) -> bool:
+        """Whether a session that is closed waits for a turn although none of its turns is left."""
+        busy = {f"s{self.turns[name]}" for name in self.running if name in self.turns}
+        sessions = self.loop.session_controller.sessions.items()
+        return any(found.close_on_finish and name not in busy for name, found in sessions)
 
     def _end(self, name: str, req: Any) -> None:
         del self.running[name]
@@ -194,17 +214,23 @@ class Player:
 
     # What a server calls.
 
-    def play_send(self, number: int, length: int, most: int, stem: int, shared: int) -> None:
+    def play_send(
+        self, number: int, length: int, most: int, stem: int, shared: int, adapter: int = 0
+    ) -> None:
         """A request: `shared` tokens of a stem, and own ones up to its length."""
         own = tokens_of(self.case.seed, 1000 + number, length)
-        self._request(number, tokens_of(self.case.seed, stem, shared) + own[shared:], most)
+        tokens = tokens_of(self.case.seed, stem, shared) + own[shared:]
+        self._request(number, tokens, most, adapter)
 
-    def play_follow(self, number: int, length: int, most: int, of: int) -> None:
+    def play_follow(self, number: int, length: int, most: int, of: int, adapter: int = 0) -> None:
         """A request whose prompt is all that another one read and said, and `length` tokens."""
         before = self.ended.get(str(FIRST + of), [])
-        self._request(number, before + tokens_of(self.case.seed, 1000 + number, length), most)
+        own = tokens_of(self.case.seed, 1000 + number, length)
+        self._request(number, before + own, most, adapter)
 
-    def play_turn(self, number: int, length: int, most: int, session: int) -> None:
+    def play_turn(
+        self, number: int, length: int, most: int, session: int, adapter: int = 0
+    ) -> None:
         """A turn of a session; beside another one only if the settings say so."""
         name, at = str(FIRST + number), self.loop.session_controller.get(f"s{session}")
         overlaps = self.case.settings.get("overlaps", True)
@@ -231,9 +257,10 @@ class Player:
             token_ids_logprob=None,
             stream=False,
             session_params=SessionParams(id=f"s{session}"),
+            lora_id=_adapter_name(adapter),
         )
         self.turns[name] = session
-        self._queue(name, at.create_req(asked, None, VOCABULARY, eos_token_ids={STOP}))
+        self._queue(name, at.create_req(asked, None, VOCABULARY, eos_token_ids={STOP}), adapter)
 
     def play_abort(self, number: int) -> None:
         """The client of a request leaves."""
@@ -258,24 +285,27 @@ class Player:
 
     def _probe(self, at: int) -> None:
         """When all is done, ask once more for the longest texts: what is cached must be true."""
-        texts = sorted(self.ended.values(), key=len, reverse=True)
-        if len(texts) >= at:
-            length = self.case.settings["num_tokens"] - 40
-            self._request(900 + at, [*texts[at - 1][:length], 5, 7], 2)
+        longest = sorted(self.ended, key=lambda name: len(self.ended[name]), reverse=True)
+        if len(longest) >= at:
+            name, length = longest[at - 1], self.case.settings["num_tokens"] - 40
+            tokens = [*self.ended[name][:length], 5, 7]
+            self._request(900 + at, tokens, 2, self.adapters[name])
 
     def _sampling(self, most: int) -> Any:
         sampling = SamplingParams(max_new_tokens=most, temperature=0, stop_token_ids=[STOP])
         sampling.normalize(None)
         return sampling
 
-    def _request(self, number: int, tokens: list[int], most: int) -> None:
+    def _request(self, number: int, tokens: list[int], most: int, adapter: int) -> None:
         name = str(FIRST + number)
         given: dict[str, Any] = {"eos_token_ids": {STOP}, "vocab_size": VOCABULARY}
-        self._queue(name, Req(name, "", array("q", tokens), self._sampling(most), **given))
+        given["lora_id"] = _adapter_name(adapter)
+        self._queue(name, Req(name, "", array("q", tokens), self._sampling(most), **given), adapter)
 
-    def _queue(self, name: str, req: Any) -> None:
+    def _queue(self, name: str, req: Any, adapter: int) -> None:
         self.loop.init_req_max_new_tokens(req)
-        self.loop.model_worker.texts[name] = Text(list(req.origin_input_ids))
+        self.adapters[name] = adapter  # KV of another adapter is other KV, as with a salt
+        self.loop.model_worker.texts[name] = Text(list(req.origin_input_ids), adapter)
         self.most[name] = req.sampling_params.max_new_tokens
         self.running[name] = req
         self.loop._add_request_to_queue(req)

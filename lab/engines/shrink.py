@@ -11,7 +11,7 @@ from lab.engines.case import Case, Verb
 from lab.engines.device import Finding
 
 #: Numbers of a verb that are made smaller.
-SHORTENED = ("length", "shared", "most", "salt", "priority", "stem")
+SHORTENED = ("length", "shared", "most", "salt", "adapter", "priority", "stem")
 
 
 def shrunk(

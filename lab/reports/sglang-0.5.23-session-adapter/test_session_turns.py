@@ -1,0 +1,152 @@
+"""For SGLang's test/registered/unit/session: turns that are retracted, or come with another key."""
+
+import unittest
+from array import array
+
+import torch
+
+from sglang.srt.managers.io_struct import (
+    CloseSessionReqInput,
+    OpenSessionReqInput,
+    SessionParams,
+    TokenizedGenerateReqInput,
+)
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
+from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_parallel, publish
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.session.session_controller import SessionController
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=6, suite="base-a-test-cpu")
+
+SLOTS = 64
+ROWS = 4
+
+
+class TestSessionTurns(unittest.TestCase):
+    def setUp(self):
+        publish(
+            ServerArgs(
+                model_path="dummy",
+                device="cpu",
+                attention_backend="torch_native",
+                page_size=1,
+                enable_streaming_session=True,
+            ),
+            role="scheduler",
+        )
+        override = get_parallel().override(tp_rank=0)
+        override.__enter__()
+        self.addCleanup(override.__exit__, None, None, None)
+        kv = MHATokenToKVPool(
+            size=SLOTS, page_size=1, dtype=torch.float16, head_num=1, head_dim=2,
+            layer_num=1, device="cpu", enable_memory_saver=False,
+        )  # fmt: skip
+        self.allocator = TokenToKVPoolAllocator(
+            SLOTS, dtype=torch.float16, device="cpu", kvcache=kv, need_sort=False
+        )
+        self.rows = ReqToTokenPool(ROWS, 128, "cpu", False)
+        self.cache = UnifiedRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=self.rows,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=1,
+                tree_components=(ComponentType.FULL,),
+            )
+        )
+        self.sessions = SessionController(self.cache)
+        self.sessions.open(OpenSessionReqInput(capacity_of_str_len=1 << 20, session_id="s", streaming=True))
+
+    def run_turn(self, rid, tokens, **keys):
+        """Prefill a turn as the scheduler does; return the request and its cached length."""
+        sampling = SamplingParams(max_new_tokens=8)
+        sampling.normalize(None)
+        asked = TokenizedGenerateReqInput(
+            rid=rid, input_text="", input_embeds=None, token_type_ids=None,
+            input_ids=array("q", tokens), mm_inputs=None, sampling_params=sampling,
+            return_logprob=False, logprob_start_len=-1, top_logprobs_num=0,
+            token_ids_logprob=None, stream=False, session_params=SessionParams(id="s"), **keys,
+        )  # fmt: skip
+        req = self.sessions.get("s").create_req(asked, None, 1000, eos_token_ids={2})
+        req.init_next_round_input(self.cache)
+        req.lock = self.cache.lock(req.last_node)
+        cached, length = req.prefix_len, len(req.origin_input_ids)
+        is_fresh = not req.kv.holds_kv
+        hit = self.cache.prefix_device_indices(req) if is_fresh else None
+        [row] = self.rows.alloc([req])
+        if is_fresh:
+            self.rows.req_to_token[row, :cached] = hit
+        new = self.allocator.alloc(length - cached)
+        self.rows.req_to_token[row, cached:length] = new
+        req.kv.kv_allocated_len = req.kv.kv_committed_len = length
+        self.cache.maybe_hand_to_session(req)
+        self.cache.checkpoint(req, up_to=length)
+        req.output_ids.append(9)  # said by the prefill; it has no KV yet
+        return req, cached
+
+    def end(self, req, reason):
+        req.finished_reason = reason
+        release_kv_cache(req, self.cache, checkpoint=True)
+
+    def close(self):
+        self.sessions.close(CloseSessionReqInput(session_id="s"))
+        self.cache.evict(EvictParams(num_tokens=SLOTS))
+        return self.allocator.available_size(), self.rows.available_size()
+
+    def test_a_retracted_turn_is_not_history_and_its_session_can_be_closed(self):
+        first, _ = self.run_turn("1", range(3, 13))
+        release_kv_cache(first, self.cache, checkpoint=False)  # as retract_all
+        first.reset_for_retract()
+        session = self.sessions.get("s")
+        self.assertTrue(session._inflight)  # it waits, to run again
+        self.assertEqual(session.req_nodes, {})
+        session.abort_req()  # the waiting request is aborted, as in abort_request
+        self.assertEqual(self.close(), (SLOTS, ROWS))
+        self.assertNotIn("s", self.sessions)
+
+    def test_a_turn_with_another_adapter_or_salt_does_not_run_on_its_sessions_kv(self):
+        for keys in ({"lora_id": "b"}, {"extra_key": "b"}, {"cache_salt": "b"}):
+            with self.subTest(**keys):
+                self.setUp()
+                first, _ = self.run_turn("1", range(3, 13), **dict.fromkeys(keys, "a"))
+                self.end(first, FINISH_LENGTH(1))
+                second, cached = self.run_turn("2", range(20, 25), **keys)
+                self.assertEqual(cached, 0)
+                self.end(second, FINISH_LENGTH(1))
+                self.assertEqual(self.close(), (SLOTS, ROWS))
+
+    def test_an_aborted_turn_with_another_adapter_publishes_no_slot_twice(self):
+        first, _ = self.run_turn("1", range(3, 13), lora_id="a")
+        self.end(first, FINISH_LENGTH(1))
+        second, _ = self.run_turn("2", range(20, 25), lora_id="b")
+        self.end(second, FINISH_ABORT())
+        held = []
+        for adapter in ("a", "b"):
+            key = RadixKey(array("q", range(3, 13)), adapter)
+            found = self.cache.match_prefix(MatchPrefixParams(key=key))
+            path = self.cache.path_device_indices(found.last_device_node)
+            held.append(set(path.tolist()))
+        self.assertFalse(held[0] & held[1])
+        self.assertEqual(self.close(), (SLOTS, ROWS))
+
+    def test_a_turn_with_the_same_adapter_runs_on_its_sessions_kv(self):
+        first, _ = self.run_turn("1", range(3, 13), lora_id="a")
+        self.end(first, FINISH_LENGTH(1))
+        second, cached = self.run_turn("2", range(20, 25), lora_id="a")
+        self.assertEqual(cached, 10)
+        self.end(second, FINISH_LENGTH(1))
+        self.assertEqual(self.close(), (SLOTS, ROWS))
+
+
+if __name__ == "__main__":
+    unittest.main()
