@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+import mtp_checkpoints
 from recurrent_families import make_config, make_model
 from specpool import Engine
 from specpool.cli import main
+from specpool.cli.plan.model import model_of_files
+from specpool.cli.plan.question import Question
 
 OPTIONS = {"page_size": 4, "max_context_len": 128, "max_batch": 5, "max_sessions": 3}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("hybrid")
-    make_config("qwen3_next").save_pretrained(path)
-    return path
+    return mtp_checkpoints.write_hybrid(tmp_path_factory.mktemp("hybrid"), "qwen3_next")
 
 
 def ask(monkeypatch, capsys, folder: Path, *args: str) -> tuple[int, str, str]:
@@ -39,16 +42,19 @@ def answer(monkeypatch, capsys, folder: Path, *args: str) -> dict:
     return json.loads(out)
 
 
-@pytest.mark.parametrize("memory", ["600kB", "100MB"])
-def test_an_engine_has_the_states_that_were_planned(monkeypatch, capsys, folder, memory):
+@pytest.mark.parametrize(
+    ("memory", "draft"), [("600kB", "ngram"), ("600kB", "mtp"), ("100MB", "mtp")]
+)
+def test_an_engine_has_the_states_that_were_planned(monkeypatch, capsys, folder, memory, draft):
     """Law: the plan has the config alone; the engine has the model, and allocates."""
     args = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    how = ("--draft", "ngram", "--memory", memory, "--cached-states", "2")
+    how = ("--draft", draft, "--memory", memory, "--cached-states", "2")
     plan = answer(monkeypatch, capsys, folder, *how, *args)
     kv_bytes = plan["kv_bytes"]
     with Engine.from_pretrained(
-        make_model(make_config("qwen3_next")),
-        draft="ngram",
+        str(folder),
+        dtype="float32",
+        draft=draft,
         kv_bytes=kv_bytes,
         cached_states=2,
         **OPTIONS,
@@ -97,7 +103,6 @@ def test_the_tables_have_each_part(monkeypatch, capsys, folder):
     ("args", "message"),
     [
         (["--tp", "2"], "error: --tp: a target with recurrent layers runs on one device, not 2"),
-        (["--draft", "mtp"], "error: --draft mtp: MTP layers of a target with recurrent layers"),
         (["--memory", "40kB", "--max-batch", "4"], "4 rows 109.2 KiB of recurrent states, 35.02"),
     ],
 )
@@ -105,6 +110,21 @@ def test_what_an_engine_would_refuse_is_one_line(monkeypatch, capsys, folder, ar
     memory = [] if "--memory" in args else ["--memory", "1MB"]
     code, out, err = ask(monkeypatch, capsys, folder, "--max-context-len", "64", *memory, *args)
     assert (code, out) == (2, "") and message in err
+
+
+def test_a_file_of_the_targets_own_layers_is_no_mtp_layer(monkeypatch, capsys, folder, tmp_path):
+    """Law: layers without KV count, so a copy of a layer beside the weights adds no bytes."""
+    path = Path(shutil.copytree(folder, tmp_path / "target"))
+    state = load_file(path / "model.safetensors")
+    save_file({n: t for n, t in state.items() if "layers.2." in n}, path / "old.safetensors")
+    question = Question(memory="1GB", target=str(path), draft="mtp")
+    assert model_of_files(question).weight_bytes == (path / "model.safetensors").stat().st_size
+
+
+def test_a_target_without_attention_has_no_mtp_layer_that_drafts(monkeypatch, capsys, tmp_path):
+    make_config("mamba2").save_pretrained(tmp_path)
+    code, _, err = ask(monkeypatch, capsys, tmp_path, "--memory", "1MB", "--draft", "mtp")
+    assert code == 2 and "--draft mtp: no layer of the target has attention" in err
 
 
 def test_a_recurrent_model_does_not_draft(monkeypatch, capsys, folder, tmp_path):

@@ -337,18 +337,6 @@ def test_a_target_in_memory_has_no_checkpoint_to_look_into(folder):
         Engine.from_pretrained(model, draft="mtp")
 
 
-def test_a_recurrent_target_is_refused(tmp_path):
-    from transformers import FalconMambaConfig, FalconMambaForCausalLM
-
-    config = FalconMambaConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4, intermediate_size=64
-    )
-    FalconMambaForCausalLM(config).save_pretrained(tmp_path)
-    refused(
-        tmp_path, ConfigError, "'falcon_mamba' has recurrent layers: no MTP layer drafts for it"
-    )
-
-
 def test_a_layer_serves_one_engine(folder):
     path = folder("Llama", "deepseek")
     with TargetModel.from_pretrained(path, dtype="float32") as target:

@@ -10,6 +10,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+import recurrent_families
+
 #: The names of an MTP layer's own tensors by layout: start, projection, norms of embedding and
 #: hidden state, final norm, start of the decoder layer's names. `{L}` is the number of layers.
 LAYOUTS = {
@@ -91,17 +93,38 @@ def write(folder: Path, family: str, layout: str, *, seed: int = 0, **changes: A
     return folder
 
 
-def add_layer(folder: Path, layout: str, num_layers: int) -> None:
-    """Add an MTP layer's tensors to a folder's single weight file."""
+def write_hybrid(folder: Path, family: str, *, copied: int = 1) -> Path:
+    """Write a random target of `recurrent_families`, and its layer `copied` as an MTP layer too.
+
+    Layer 1 has attention, layers 0 and 2 are recurrent. The embedding is large, so that one layer
+    says much of what three say, and some drafts are right; and the MTP layer's attention is strong,
+    so that a wrong KV cell gives other drafts.
+    """
+    config = recurrent_families.make_config(family)
+    recurrent_families.make_model(config).save_pretrained(folder, safe_serialization=True)
+    add_layer(folder, "qwen", config.num_hidden_layers, copied=copied)
+    path = folder / "model.safetensors"
+    state, h = load_file(path), config.hidden_size
+    state["model.embed_tokens.weight"] *= 32
+    state["mtp.layers.0.input_layernorm.weight"] = torch.rand(h)
+    if "mtp.layers.0.self_attn.o_proj.weight" in state:
+        state["mtp.layers.0.self_attn.o_proj.weight"] *= 8
+    state["mtp.fc.weight"] = torch.cat([8 * torch.eye(h), 2 * torch.randn(h, h) / h**0.5], 1)
+    save_file(state, path, metadata={"format": "pt"})
+    return folder
+
+
+def add_layer(folder: Path, layout: str, num_layers: int, *, copied: int | None = None) -> None:
+    """Add an MTP layer to a folder's single weight file: a copy of a layer, by default the last."""
     path = folder / "model.safetensors"
     state = load_file(path)
     start, names, block = LAYOUTS[layout]
     start, block = start.format(L=num_layers), block.format(L=num_layers)
-    last = f"model.layers.{num_layers - 1}."
+    source = f"model.layers.{num_layers - 1 if copied is None else copied}."
     extra = {
-        block + name.removeprefix(last): tensor.clone()
+        block + name.removeprefix(source): tensor.clone()
         for name, tensor in state.items()
-        if name.startswith(last)
+        if name.startswith(source)
     }
     h = state["model.norm.weight"].shape[0]
     eye = torch.eye(h)

@@ -238,8 +238,6 @@ def _check_recurrent(question: Question) -> None:
         raise ConfigError(
             f"tp: a target with recurrent layers runs on one device, not {question.tp}"
         )
-    if question.draft == MTP:
-        raise ConfigError("--draft mtp: MTP layers of a target with recurrent layers do not run")
 
 
 def _planned_layers(question: Question, target: Outline) -> tuple[LayerKV, ...]:
@@ -258,8 +256,16 @@ def _planned_layers(question: Question, target: Outline) -> tuple[LayerKV, ...]:
 
 
 def _draft_layers(draft: str | None, target: Outline, head: Outline | None) -> tuple[LayerKV, ...]:
-    """Return the KV of the draft's layers. An MTP layer keeps that of a layer of its target."""
+    """Return the KV of the draft's layers. An MTP layer keeps that of a layer of its target.
+
+    Raises:
+        ConfigError: no layer of the target keeps KV, so no MTP layer of its kind drafts.
+    """
     if draft == MTP:
+        if not target.layers:
+            raise ConfigError(
+                "--draft mtp: no layer of the target has attention, as an MTP layer must"
+            )
         return (replace(target.layers[-1], window=None),)
     return () if head is None else head.layers
 

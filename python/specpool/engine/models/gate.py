@@ -105,12 +105,15 @@ def has_recurrent_layers(config: Any) -> bool:
 
 
 def _recurrent_reasons(config: Any, text: Any) -> Iterator[str]:
+    layer_types = getattr(text, "layer_types", None) or ()
+    if layer_types and _KNOWN_LAYER_TYPES.issuperset(layer_types):
+        return  # a hybrid's config without any of its recurrent layers, as of its MTP layer
     if config.model_type in _RECURRENT_TYPES:
         yield "its layers are recurrent"
     for key in _RECURRENT_KEYS:
         if getattr(text, key, None) is not None:
             yield f"it has recurrent layers ({key} is set)"
-    for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
+    for index, kind in enumerate(layer_types):
         if kind in _RECURRENT_LAYERS:
             yield f"its layer {index} is recurrent ({kind})"
 

@@ -30,6 +30,7 @@ class Mixers:
     """The wrapped mixers of a decoder.
 
     Attributes:
+        modules: the mixers, in the order of their forwards.
         specs: what is kept of each.
         cache: the transformers cache for forwards of the decoder; it keeps nothing between them.
         continues: whether a mixer of several tokens may start from a state; if not, such tokens
@@ -40,9 +41,9 @@ class Mixers:
         """Wrap the mixers, until `close`."""
         self.specs = [spec for _, spec in mixers]
         self.cache, self.continues = paged_cache(config), True
-        self._modules = [module for module, _ in mixers]
+        self.modules = [module for module, _ in mixers]
         self._lanes: LaneStates | None = None
-        for number, module in enumerate(self._modules):
+        for number, module in enumerate(self.modules):
             module.forward = partial(self._forward, number, module.forward)
 
     @property
@@ -61,7 +62,7 @@ class Mixers:
 
     def close(self) -> None:
         """Give the mixers their own forwards back. A second call does nothing."""
-        for module in self._modules:
+        for module in self.modules:
             module.__dict__.pop("forward", None)
 
     @contextlib.contextmanager

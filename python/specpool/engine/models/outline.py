@@ -49,6 +49,7 @@ class Outline:
     vocab_size: int | None
     context_reason: str = ""  # why the context is not the config's; empty if it is
     states: StateBytes | None = None  # of recurrent layers, whose KV is not in `layers`
+    num_layers: int = 0  # decoder layers, with those that keep no KV
 
     def loaded_bytes(self, dtype: str) -> int | None:
         """Return the bytes of the weights in `dtype`, by the files or else by the config."""
@@ -102,6 +103,7 @@ def target_outline(
         vocab_size=plain.vocab_size or None,
         context_reason=plain.context_reason,
         states=plain.states,
+        num_layers=plain.num_layers or len(plain.layers),
     )
 
 
@@ -118,7 +120,7 @@ def mtp_bytes_beside(source: str, target: Outline, dtype: str) -> int:
     """
     folder = find_model(source)
     try:
-        files = [] if folder is None else files_beside(folder, len(target.layers))
+        files = [] if folder is None else files_beside(folder, target.num_layers)
     except CheckpointError:
         if target.weight_bytes is None:  # a config alone
             return 0
@@ -183,6 +185,7 @@ def _by_transformers(source: str, folder: Path, trust_remote_code: bool, dtype: 
             reason,
             is_part,
             outline.states,
+            _integer(text_config(config), "num_hidden_layers"),
         )
     layers, num_parameters = stated_layers(config), 0
     if is_part:  # the files hold more than is loaded

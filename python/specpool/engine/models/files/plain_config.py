@@ -90,6 +90,7 @@ class PlainConfig:
         context_reason: why `max_context_len` is below the config's; empty if it is not.
         is_part: the files hold other parts beside the decoder, which are not counted.
         states: what recurrent layers keep; None if there are none.
+        num_layers: decoder layers, if some keep no KV; else 0.
     """
 
     layers: tuple[LayerKV, ...]
@@ -99,6 +100,7 @@ class PlainConfig:
     context_reason: str = ""
     is_part: bool = False
     states: StateBytes | None = None
+    num_layers: int = 0
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> PlainConfig | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,13 +164,9 @@ def _check_target(target: TargetModel) -> None:
     """Refuse targets whose MTP layer cannot run.
 
     Raises:
-        ConfigError: the target has recurrent layers, is multimodal or quantized.
+        ConfigError: the target is multimodal or quantized.
     """
     kind = target.config.model_type
-    if target.keeps_state:
-        raise ConfigError(
-            f"a target of type {kind!r} has recurrent layers: no MTP layer drafts for it"
-        )
     if text_config(target.config) is not target.config:
         raise ConfigError(f"the target of type {kind!r} is multimodal: its MTP layer cannot run")
     if getattr(target.config, "quantization_config", None):
@@ -202,8 +199,10 @@ def _one_layer(target: TargetModel, weights: Weights, layout: MtpLayout) -> PreT
 
     Raises:
         CheckpointError: the tensors are not those of such a layer; the message names them.
+        ConfigError: the MTP layer is recurrent.
     """
     start = _layers_name(target)
+    _check_attention(target, weights, layout, start)
     rows = min(target.vocab_size, _PROBE_VOCAB)
     state: dict[str, Any] = {
         f"{start}.0.{name.removeprefix(layout.block)}": _part(target, weights, name)
@@ -225,6 +224,9 @@ def _one_layer(target: TargetModel, weights: Weights, layout: MtpLayout) -> PreT
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
+    loaded["missing_keys"] = {
+        layout.block + name.removeprefix(f"{start}.0.") for name in loaded["missing_keys"]
+    }
     check_loaded("the MTP layer", model, loaded)
     if unexpected := sorted(loaded["unexpected_keys"]):
         tensors = [layout.block + name.removeprefix(f"{start}.0.") for name in unexpected]
@@ -233,6 +235,34 @@ def _one_layer(target: TargetModel, weights: Weights, layout: MtpLayout) -> PreT
         )
     layer_model: PreTrainedModel = model.to(device=target.device, dtype=target.dtype)
     return layer_model
+
+
+def _check_attention(
+    target: TargetModel, weights: Weights, layout: MtpLayout, layers_name: str
+) -> None:
+    """Refuse an MTP layer with a recurrent mixer: its state would have to follow every draft.
+
+    Raises:
+        ConfigError: a tensor is of a mixer such as the target's; the message names it.
+    """
+    if target.mixers is None:
+        return
+    mixers = {id(module) for module in target.mixers.modules}
+    model: Any = target.model
+    layers = re.compile(re.escape(layers_name) + r"\.\d+\.")
+    starts = tuple(
+        {
+            layout.block + layers.sub("", name) + "."
+            for name, module in model.named_modules()
+            if id(module) in mixers
+        }
+    )
+    for name in layout.block_names(weights):
+        if name.startswith(starts):
+            raise ConfigError(
+                f"the MTP layer is recurrent, as {weights.file_name(name)} says: only one with "
+                "attention alone drafts"
+            )
 
 
 def _one_layer_config(config: Any, vocab_size: int) -> Any:

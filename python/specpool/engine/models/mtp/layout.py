@@ -3,7 +3,7 @@
 deepseek  layers.L.{enorm, hnorm, eh_proj, shared_head.norm}, the decoder layer beside them
           (DeepSeek-V3, GLM-4.5 and others; L is the number of the target's layers)
 qwen      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.0.*
-          (Qwen3-Next, K-EXAONE, Mellum)
+          (Qwen3-Next, Qwen3.5, K-EXAONE, Mellum)
 mimo      mtp_layers.0.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}, the
           decoder layer beside them; its projection reads the hidden state first
 """
