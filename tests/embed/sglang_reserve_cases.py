@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import re
@@ -14,6 +15,7 @@ import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache import allocation, allocation_sizing
 from sglang.srt.mem_cache.allocator import paged, token
+from sglang.srt.model_executor import forward_batch_info
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import RuntimeContext, get_spec, publish
 from sglang.srt.server_args import ServerArgs
@@ -280,9 +282,37 @@ def gives_another_a_page(own: Any) -> Any:
     return eagle_prepare_for_decode
 
 
+def counts_no_round(own: Any) -> Any:
+    def eagle_prepare_for_decode(batch: Any) -> None:
+        own(batch)
+        for req in batch.reqs:
+            req.decode_batch_idx = 0
+
+    return eagle_prepare_for_decode
+
+
+def writes_a_column_later(own: Any) -> Any:
+    @functools.wraps(own)  # the proof looks at the parameters
+    def prepare_for_draft(*args: Any, **named: Any) -> Any:
+        init_new = forward_batch_info.ForwardBatch.init_new
+
+        def shifted(*args: Any, write_cols: Any = None, **named: Any) -> Any:
+            if write_cols is not None:
+                write_cols = slice(write_cols.start + 1, write_cols.stop + 1)
+            return init_new(*args, write_cols=write_cols, **named)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(forward_batch_info.ForwardBatch, "init_new", shifted)
+            return own(*args, **named)
+
+    return prepare_for_draft
+
+
 @pytest.mark.parametrize(
     ("plant", "module", "name", "expected"),
     [
+        (counts_no_round, eagle_utils, "eagle_prepare_for_decode", "lengths, .* counts as "),
+        (writes_a_column_later, eagle_worker_common, "prepare_for_draft", "writes, .* draft"),
         (drafts_a_slot_later, eagle_worker_common, "prepare_for_draft", "writes, .* draft"),
         (verifies_a_slot_more, eagle_utils, "eagle_prepare_for_verify", "writes, .* verify"),
         (

@@ -53,8 +53,10 @@ class Pair:
             "enable_kv_cache_events": True,
             "num_hash_lookahead_tokens": self.hashed,
         }
-        num_blocks = rng.randint(6, 40)
-        self.managers = [manager(cls, num_blocks, SIZE, **settings) for cls in (OWN_POOL, ours())]
+        self.num_blocks = rng.randint(6, 40)
+        self.managers = [
+            manager(cls, self.num_blocks, SIZE, **settings) for cls in (OWN_POOL, ours())
+        ]
         self.rows: list[list[Any]] = []
         self.hits = self.evictions = self.ct = 0
 
@@ -94,9 +96,9 @@ class Pair:
                 managed.free(r)
 
     def forget(self) -> None:
-        """Blocks of running requests are found no more; free ones are a test of their own."""
-        if self.rows and self.rng.random() < 0.3:
-            blocks = {b for b in self.managers[0].get_block_ids(self.rows[0][0].request_id)[0] if b}
+        """Some blocks are found no more, whoever holds them."""
+        if self.rng.random() < 0.3:
+            blocks = set(self.rng.sample(range(self.num_blocks), 2))
             for managed in self.managers:
                 managed.evict_blocks(blocks)
 
@@ -118,8 +120,8 @@ class Pair:
         ]
         self.same(order)
         mine.core.check()
-        kept = mine.core.index_size[0]
-        assert kept == sum(b.block_hash is not None for b in mine.blocks)
+        kept = mine.core.index_size[0] - mine.core.num_cached
+        assert kept == sum(b.block_hash is not None and b.ref_cnt > 0 for b in mine.blocks)
 
 
 def test_random_requests_get_the_blocks_hits_and_evictions_of_vllms_own_pool() -> None:
@@ -132,26 +134,59 @@ def test_random_requests_get_the_blocks_hits_and_evictions_of_vllms_own_pool() -
         while pair.rows:
             pair.go()
         pair.same([managed.reset_prefix_cache() for managed in pair.managers])
-        assert pair.managers[1].block_pool.core.index_size[0] == 0
+        assert len(pair.managers[1].block_pool.cached_block_hash_to_block) == 0
         assert_no_page_leaked(pair.managers[1].block_pool.core)
         hits, evictions = hits + pair.hits, evictions + pair.evictions
     assert hits > 500
     assert evictions > 500
 
 
-def test_a_free_block_that_is_forgotten_is_given_before_those_that_are_known() -> None:
-    lost = []
+def forgets_a_block(managed: Any) -> None:
+    managed.evict_blocks({4})  # of the request that was freed last
+
+
+def forgets_all(managed: Any) -> None:
+    assert managed.reset_prefix_cache()
+
+
+def forgets_what_is_read(managed: Any) -> None:
+    new = managed.block_pool.get_new_blocks(2)
+    managed.block_pool.cache_full_blocks(request("c", range(70, 79), SIZE), new, 0, 2, SIZE, 0)
+    managed.block_pool.unpin_blocks(new, lambda block: None)
+    managed.evict_blocks({new[0].block_id})
+
+
+@pytest.mark.parametrize("forgets", [forgets_a_block, forgets_all, forgets_what_is_read])
+def test_a_free_block_that_is_forgotten_keeps_its_place(forgets: Callable[[Any], None]) -> None:
+    given = []
     for cls in (OWN_POOL, ours()):
-        managed = manager(cls, 8, SIZE)
+        managed = manager(cls, 12, SIZE)
         for name, first in (("a", 0), ("b", 50)):
             wanted = request(name, range(first, first + 2 * SIZE + 1), SIZE)
             admit(managed, wanted)
             managed.free(wanted)
-        managed.evict_blocks({4})  # known, and of the request that was freed last
-        managed.block_pool.get_new_blocks(4)
-        hits = [admit(managed, request(f"{n}2", range(n, n + 6), SIZE)) for n in (0, 50)]
-        lost.append(sum(2 * SIZE - (hit[0] if hit else 0) for hit in hits))
-    assert lost[1] <= lost[0]
+        forgets(managed)
+        pool = managed.block_pool
+        pool.free_blocks(pool.get_new_blocks(6))
+        given.append([block.block_id for _ in range(11) for block in pool.get_new_blocks(1)])
+    assert given[0] == given[1]
+
+
+def test_a_free_block_that_is_forgotten_cannot_be_held() -> None:
+    pool, blocks = held()
+    pool.free_blocks(blocks[::-1])
+    pool.touch(blocks[:2])
+    pool.free_blocks(blocks[1::-1])
+    pool.evict_blocks({blocks[0].block_id})
+    before = pool.core.digest, pool.core.state_hash()
+    for call in (
+        lambda: pool.touch(blocks[:1]),
+        lambda: pool.touch(blocks[1::-1]),
+        lambda: setattr(blocks[0], "ref_cnt", 1),
+    ):
+        with pytest.raises(PageStateError, match="hold of block 1: nobody holds it, and "):
+            call()
+    assert (pool.core.digest, pool.core.state_hash()) == before
 
 
 def test_blocks_that_are_still_read_go_last() -> None:

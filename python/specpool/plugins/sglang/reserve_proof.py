@@ -211,8 +211,11 @@ class LengthsSide:
             maybe_evict_swa=count,
             cumulate_penalty_output_tokens=count,
         )
+        rounds = [req.decode_batch_idx for req in reqs]
         with self._hooked(rows):
             eagle_utils.eagle_prepare_for_decode(batch)
+        counted = [req.decode_batch_idx - count for req, count in zip(reqs, rounds, strict=True)]
+        assert set(counted) == {1}, f"a round counts as {counted} in the rows"
         return int(free - self.allocator.available_size())
 
     @contextmanager
@@ -331,7 +334,15 @@ class OwnWrites:
         ):
             translator = SimpleNamespace(plan=lambda **_: object()) if plan else None
             named = {"target_translator": translator, "num_draft_tokens": num_draft_tokens}
-        with mock.patch.object(eagle_worker_common, "_is_cpu", is_cpu, create=True):
+        columns: list[slice | None] = []
+
+        def new_forward(*_: Any, write_cols: slice | None = None, **__: Any) -> None:
+            columns.append(write_cols)
+
+        with (
+            mock.patch.object(eagle_worker_common, "_is_cpu", is_cpu, create=True),
+            mock.patch.object(forward_batch_info.ForwardBatch, "init_new", new_forward),
+        ):
             eagle_worker_common.prepare_for_draft(
                 SimpleNamespace(),
                 batch.req_to_token_pool,
@@ -343,10 +354,11 @@ class OwnWrites:
                 **named,
             )
         slots = batch.out_cache_loc.reshape(len(rows), -1)
-        if slots.shape[1] == num_draft_tokens > steps * topk:  # with the rest of verify's window
+        (written,) = columns
+        if written is not None:  # of a plan, which has the rest of verify's window too
             window = self.verify(rows, roots, False)
             assert slots.tolist() == window, "a plan's window is another than verify's"
-            slots = slots[:, :steps]
+            slots = slots[:, written]
         sources = [slot for part, _ in moves for slot in part]
         targets = [slot for _, part in moves for slot in part]
         return slots.tolist(), sorted(zip(sources, targets, strict=True))

@@ -56,9 +56,27 @@ class SpecpoolBlock(KVCacheBlock):  # type: ignore[misc] # no stubs
     def ref_cnt(self, count: int) -> None:
         more = count - self.ref_cnt
         if more > 0:
-            self.pool.core.hold([self.block_id] * more)
+            self.pool.core.hold(_ids_to_hold(self.pool.core, [self]) * more)
         elif more < 0:
             self.pool.free_blocks([self] * -more)
+
+
+def _ids_to_hold(core: BlockPool, blocks: Iterable[SpecpoolBlock]) -> list[int]:
+    """Return the ids of blocks, the null block left out.
+
+    Raises:
+        PageStateError: a block is free, and what it held is forgotten.
+    """
+    ids = []
+    for block in blocks:
+        if block._block_hash is None and not block.is_null:
+            state, _, tag = core.record_of(block.block_id)[:3]
+            if state == "cached":  # it keeps its place
+                refusal = f"hold of block {block.block_id}: nobody holds it, and what it held is"
+                raise PageStateError(f"{refusal} forgotten; last tag {tag or 'none'}")
+        if not block.is_null:
+            ids.append(block.block_id)
+    return ids
 
 
 class FreeOrder:
@@ -171,12 +189,13 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         Raises:
             PageStateError: a block is free, and nobody knows what it holds.
         """
-        if len(blocks) == 1:  # a comprehension would take half of the call's time
-            block = blocks[0]
-            if not block.is_null:
-                self.core.hold(block.block_id)
+        if len(blocks) == 1 and blocks[0]._block_hash is not None:
+            self.core.hold(blocks[0].block_id)  # a comprehension would take half of the call's time
         else:
-            self.core.hold([block.block_id for block in blocks if not block.is_null])
+            ids = [block.block_id for block in blocks if block._block_hash is not None]
+            if len(ids) < len(blocks):
+                ids = _ids_to_hold(self.core, blocks)
+            self.core.hold(ids)
         if self.metrics_collector:
             for block in blocks:
                 if not block.is_null:
@@ -349,7 +368,8 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         """Note what is known before a request gets blocks; see `speculative`."""
 
     def _remove_cached_block_hashes(self, block: SpecpoolBlock) -> list[Any]:
-        if not block.is_null:
+        # A free one keeps its place, as in vLLM's queue: the core has it cached until it is given.
+        if block.ref_cnt:
             self.core.unkeep([block.block_id])
         return self._forget(block)
 
@@ -360,7 +380,7 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
         return removed
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what all blocks hold, if none is held; return whether.
+        """Forget what all blocks hold, if none is held; return whether. They keep their places.
 
         Blocks in quarantine come out then, because no request is left that could touch them.
         """
@@ -369,7 +389,6 @@ class SpecpoolBlockPool(OwnBlockPool):  # type: ignore[misc] # no stubs
             quarantine.release()
         if not super().reset_prefix_cache():
             return False
-        self.core.forget()
         if self.next_tokens is not None:
             self.next_tokens.clear()
         return True
