@@ -42,10 +42,10 @@ def tell(release: str, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
             write_home(Path(folder), version)
         server = [sys.executable, "-m", "lab.engines.server", release, json.dumps(job)]
-        yield from told(server, Path(folder), release, settings)
+        yield from printed_objects(server, Path(folder), release, settings)
 
 
-def told(
+def printed_objects(
     command: list[str], folder: Path, name: str, settings: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[dict[str, Any]]:
     """Run a command; yield the JSON objects that it prints.

@@ -95,7 +95,7 @@ def _run(case: Case) -> list[Finding]:
     if player is None:
         return findings
     outcome, note = player.loop.outcome, UNCLOSED if player.waits_to_close() else ""
-    findings = [dataclasses.replace(found, text=found.text + note) for found in findings]
+    findings = [dataclasses.replace(alarm, text=alarm.text + note) for alarm in findings]
     seen = dict.fromkeys(player.loop.simulated.faults)
     read = [_content(text, player.turns) for text in seen]
     # What reaches a request outside of the session is the worse fault.
@@ -198,7 +198,7 @@ class Player:
         """Whether a session that is closed waits for a turn although none of its turns is left."""
         busy = {f"s{self.turns[name]}" for name in self.running if name in self.turns}
         sessions = self.loop.session_controller.sessions.items()
-        return any(found.close_on_finish and name not in busy for name, found in sessions)
+        return any(closed.close_on_finish and name not in busy for name, closed in sessions)
 
     def _end(self, name: str, req: Any) -> None:
         del self.running[name]
@@ -225,8 +225,8 @@ class Player:
     def play_follow(self, number: int, length: int, most: int, of: int, adapter: int = 0) -> None:
         """A request whose prompt is all that another one read and said, and `length` tokens."""
         before = self.ended.get(str(FIRST + of), [])
-        own = tokens_of(self.case.seed, 1000 + number, length)
-        self._request(number, before + own, most, adapter)
+        tokens = before + tokens_of(self.case.seed, 1000 + number, length)
+        self._request(number, tokens, most, adapter)
 
     def play_turn(
         self, number: int, length: int, most: int, session: int, adapter: int = 0

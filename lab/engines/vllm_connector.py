@@ -73,9 +73,10 @@ class LateConnector(KVConnectorBase_V1):  # type: ignore[misc] # no stubs
             ]
             keys = group_keys(self.worker.text(name).keys(begin, end), 0)
             if digest(self.seed, int(name), turn, 19) % 100 < self.wanted.get("fails", 0):
-                kept = digest(self.seed, int(name), turn, 23) % ((end - begin) // self.block)
-                self.lost[name] = {block for block, _ in slots[kept * self.block :]}
-                slots, keys = slots[: kept * self.block], keys[: kept * self.block]
+                num_blocks = digest(self.seed, int(name), turn, 23) % ((end - begin) // self.block)
+                arriving = num_blocks * self.block
+                self.lost[name] = {block for block, _ in slots[arriving:]}
+                slots, keys = slots[:arriving], keys[:arriving]
             write = LateWrite(name, self.worker.target, slots, keys)
             if self.is_async:
                 self.device.start_late(write)

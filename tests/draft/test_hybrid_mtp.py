@@ -85,10 +85,10 @@ class PlainHybrid:
             (self.norm, "norm"),
         ):
             norm.weight.data = state[f"mtp.{name}.weight"]
-        own = {name.removeprefix("mtp.layers.0."): tensor for name, tensor in state.items()}
         for name, parameter in self.layer.named_parameters():
-            if name in own:  # experts, which the file splits, stay those of the target's layer
-                parameter.data = own[name]
+            tensor = state.get(f"mtp.layers.0.{name}")
+            if tensor is not None:  # experts, which the file splits, stay those of the target's
+                parameter.data = tensor
 
     @torch.inference_mode()
     def logits(self, text: list[int], path: tuple[int, ...]) -> torch.Tensor:

@@ -108,11 +108,11 @@ class Mutant(NamedTuple):
 def methods(engine: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield an engine's functions, and the methods that its classes define themselves."""
     for target in CLASSES[engine]:
-        cls, name = pkgutil.resolve_name(target), target.partition(":")[2]
-        if inspect.isfunction(cls):
-            yield target, cls
+        member, name = pkgutil.resolve_name(target), target.partition(":")[2]
+        if inspect.isfunction(member):
+            yield target, member
             continue
-        for attribute, value in vars(cls).items():
+        for attribute, value in vars(member).items():
             function = getattr(value, "fget", None) or getattr(value, "__func__", value)
             if inspect.isfunction(function) and function.__qualname__ == f"{name}.{attribute}":
                 with contextlib.suppress(OSError):
@@ -261,6 +261,19 @@ def verdict(engine: str, mutant: Mutant) -> dict[str, Any]:
     return {**mutant._asdict(), "kept": kept, "proof": line, "ten times as long": longer}
 
 
+def record(engine: str, num_mutants: int, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the counts, and the mutants that the proof at load accepts."""
+    accepted = [result for result in results if result["proof"] is None]
+    late = sum(result["ten times as long"] not in (None, NO_END) for result in accepted)
+    return {
+        "engine": engine,
+        "mutants": num_mutants,
+        "tried": len(results),
+        "told apart": late,
+        "accepted": accepted,
+    }
+
+
 def main() -> None:
     """Try the mutants, and print those that are accepted."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -285,12 +298,13 @@ def main() -> None:
             place = "a method that is kept" if result["kept"] else "a method that ours replaces"
             print(f"accepted, {place}: {mutant.target}, {mutant.text}; then: {longer}", flush=True)
         if asked.write:
-            asked.write.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
-    accepted = [result for result in results if result["proof"] is None]
-    late = sum(result["ten times as long"] not in (None, NO_END) for result in accepted)
+            text = json.dumps(record(asked.engine, len(mutants), results), indent=1)
+            asked.write.write_text(text + "\n", "utf-8")
+    counts = record(asked.engine, len(mutants), results)
     print(
-        f"{len(results)} of {len(mutants)} mutants of {asked.engine}: {len(accepted)} accepted, "
-        f"{late} of them told apart by a proof ten times as long"
+        f"{counts['tried']} of {counts['mutants']} mutants of {asked.engine}: "
+        f"{len(counts['accepted'])} accepted, {counts['told apart']} of them told apart by a proof "
+        "ten times as long"
     )
 
 

@@ -159,7 +159,7 @@ class Card:
         kernels: the kernels' back end.
         cuda: the double of torch's captures, through which `CudaCapture` itself runs.
         layer_kv: what the layers of models keep, by `kind_of`. It is found by numbers, so on a CPU.
-        continues: so is whether recurrent mixers of several tokens start from a state.
+        continues: by the same, whether recurrent mixers start several tokens from a state.
     """
 
     def __init__(self) -> None:

@@ -51,7 +51,7 @@ class Reference:
         self._texts: dict[tuple[tuple[int, ...], int, Draw | None], list[int]] = {}
 
     def text(self, prompt: Sequence[int], num_tokens: int, draw: Draw | None = None) -> list[int]:
-        """The `num_tokens` tokens that greedy decoding gives, end-of-sequence ignored."""
+        """The `num_tokens` tokens of greedy decoding, or as `draw` draws, past ends of sequence."""
         key = (tuple(prompt), num_tokens, draw)
         if key not in self._texts:
             ids = torch.tensor([list(prompt)], device=self.model.device)

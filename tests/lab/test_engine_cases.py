@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lab.engines.case import Case, Verb
-from lab.engines.command import tell, told
+from lab.engines.command import printed_objects, tell
 from lab.engines.device import Finding
 from lab.engines.known import KNOWN, VICTIM, KnownFault, known_fault
 from lab.engines.releases import RELEASES, ROOT, fetch, release_path
@@ -105,13 +105,13 @@ def test_a_known_fault_explains_its_law_in_its_releases_with_its_settings() -> N
     assert fault is not None and "#57580" in fault.thread
     assert known_fault("vllm-0.33.1", case, truth) is None
     assert known_fault("vllm-0.33.0", fcfs, truth) is None
-    other = Finding("cache truth", "turn", "block 5 holds other KV")
-    assert known_fault("vllm-0.33.0", case, other) is None  # no victim of the same step
+    unnoted = Finding("cache truth", "turn", "block 5 holds other KV")
+    assert known_fault("vllm-0.33.0", case, unnoted) is None  # no victim of the same step
     assert known_fault("vllm-0.33.0", case, Finding("one owner", "take", "")) is None
     assert known_fault("sglang-0.33.0", case, truth) is None
     assert all(fault.thread and fault.laws for fault in KNOWN)
-    own = [fault.thread for fault in KNOWN if fault.thread.startswith("lab/")]
-    assert own and all((ROOT / thread / "report.md").is_file() for thread in own)
+    reported = [fault.thread for fault in KNOWN if fault.thread.startswith("lab/")]
+    assert reported and all((ROOT / thread / "report.md").is_file() for thread in reported)
 
 
 def test_a_report_has_the_law_the_events_and_a_script_that_stands_alone(tmp_path: Path) -> None:
@@ -147,11 +147,11 @@ def test_a_release_that_is_not_there_or_has_another_name_is_named(tmp_path: Path
 def test_errors_of_a_release_do_not_stop_a_hunt(tmp_path: Path) -> None:
     """A pipe that nobody reads would be full after 64 KiB."""
     shout = "import sys; sys.stderr.write('x' * (1 << 20)); print('{}'); raise SystemExit({})"
-    assert list(told([sys.executable, "-c", shout.format('{"a": 1}', 0)], tmp_path, "it")) == [
-        {"a": 1}
-    ]
+    assert list(
+        printed_objects([sys.executable, "-c", shout.format('{"a": 1}', 0)], tmp_path, "it")
+    ) == [{"a": 1}]
     with pytest.raises(ConfigError, match=r"it does not run:\nx{2000}$"):
-        list(told([sys.executable, "-c", shout.format("{}", 1)], tmp_path, "it"))
+        list(printed_objects([sys.executable, "-c", shout.format("{}", 1)], tmp_path, "it"))
 
 
 @pytest.mark.full
@@ -161,8 +161,8 @@ def test_a_fault_that_was_found_here_is_in_its_last_release_and_is_known(fault: 
     if not (RELEASES / release).exists():
         pytest.skip(f"{release} is not unpacked: make lab-engines")
     case = ROOT / fault.thread / "case.json"
-    found = Finding(**next(tell(release, {"replay": str(case)}))["alarm"])
-    assert known_fault(release, Case.read(case), found) is fault
+    alarm = Finding(**next(tell(release, {"replay": str(case)}))["alarm"])
+    assert known_fault(release, Case.read(case), alarm) is fault
 
 
 @pytest.mark.full

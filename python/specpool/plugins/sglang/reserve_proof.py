@@ -108,16 +108,15 @@ def _cases() -> list[proof.Case]:
 
 def _unknown_parameters(function: Callable[..., Any], ours: Callable[..., Any]) -> str | None:
     """Return how the parameters differ from those of ours behind the original and its object."""
-    own, known = (list(inspect.signature(part).parameters.values()) for part in (function, ours))
-    named = any(part.kind is part.VAR_KEYWORD for part in known)
-    pairs = list(zip(own, known[1:], strict=False))
-    if (named or len(own) == len(known) - 1) and all(
-        one.name in ("self", other.name) and one.kind is other.kind
-        for one, other in pairs
-        if other.kind is not other.VAR_KEYWORD
+    given, (_, *known) = (inspect.signature(part).parameters.values() for part in (function, ours))
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known)
+    if (takes_any or len(given) == len(known)) and all(
+        parameter.name in ("self", expected.name) and parameter.kind is expected.kind
+        for parameter, expected in zip(given, known, strict=False)
+        if expected.kind is not expected.VAR_KEYWORD
     ):
         return None
-    names = [", ".join(part.name for part in parts) for parts in (own, known[1:])]
+    names = [", ".join(parameter.name for parameter in part) for part in (given, known)]
     return f"{function.__qualname__} has the parameters ({names[0]}), ours ({names[1]})"
 
 
@@ -170,10 +169,10 @@ class LengthsSide:
         with self._hooked(rows):
             batch = object.__new__(schedule_batch.ScheduleBatch)
             reqs = [self.reqs[row] for row in rows]
-            own = _OWN["estimate"]
+            estimate = _OWN["estimate"]
             if self.hook:
-                return reserve.tokens_required(own, batch, reqs, self.page_size)
-            return int(own(batch, reqs, self.page_size))
+                estimate = partial(reserve.tokens_required, estimate)
+            return int(estimate(batch, reqs, self.page_size))
 
     def prepare(self, rows: Sequence[int], has_lens: bool) -> int:
         """Prepare a round of these rows; return the slots that it took.
@@ -222,8 +221,9 @@ class LengthsSide:
     def _hooked(self, rows: Sequence[int]) -> Iterator[None]:
         """Within it SGLang reserves as this side is told to, by its own code or by ours."""
         (is_in_flight,) = {self.reqs[row].decode_batch_idx > 0 for row in rows}
-        own, size = _OWN_LENS["own"], self.page_size
-        hook = partial(_OUR_LENS, own) if self.hook else own
+        size, lens = self.page_size, _OWN_LENS["own"]
+        if self.hook:
+            lens = partial(_OUR_LENS, lens)
         table = tuple(
             [-(-(offset + slots) // size) * size - offset for offset in range(size)]
             for slots in self.reserves
@@ -231,7 +231,7 @@ class LengthsSide:
         with ExitStack() as stack:
             stack.enter_context(mock.patch.object(reserve, "_table", lambda _: table))
             for module in (allocation_sizing, allocation, eagle_utils, schedule_batch):
-                _patch_if_there(stack, module, _LENS, hook)
+                _patch_if_there(stack, module, _LENS, lens)
                 if not self.hook:
                     own_reserve = partial(int, self.reserves[is_in_flight])
                     _patch_if_there(stack, module, "get_alloc_reserve_per_decode", own_reserve)
@@ -265,10 +265,8 @@ class LengthsCase:
         window = max(shape[0] * shape[1], shape[2]) + rng.randint(0, self.page_size)
         reserves = window, window + self.most
         hisparse = self.page_size > 1 and rng.random() < 0.2
-        own, ours = (
-            LengthsSide(self.page_size, reserves, hook, hisparse) for hook in (False, True)
-        )
-        return own, ours
+        sides = [LengthsSide(self.page_size, reserves, hook, hisparse) for hook in (False, True)]
+        return sides[0], sides[1]
 
     def operations(self, rng: random.Random) -> Operations:
         rounds: dict[int, int] = {}
@@ -454,9 +452,9 @@ class OwnReserve:
     def has_room(self, shape: tuple[int, int, int], page_size: int) -> bool:
         """Return whether what a round reserves here is at most SGLang's own, at each offset."""
         publish(shape, page_size)
-        own = int(allocation_sizing.get_alloc_reserve_per_decode())
+        room = int(allocation_sizing.get_alloc_reserve_per_decode())
         return all(
-            slots <= -(-(offset + own) // page_size) * page_size - offset
+            slots <= -(-(offset + room) // page_size) * page_size - offset
             for table in reserve.slots_ahead(*shape, page_size)
             for offset, slots in enumerate(table)
         )

@@ -69,13 +69,14 @@ def _ids_to_hold(core: BlockPool, blocks: Iterable[SpecpoolBlock]) -> list[int]:
     """
     ids = []
     for block in blocks:
-        if block._block_hash is None and not block.is_null:
+        if block.is_null:
+            continue
+        if block._block_hash is None:
             state, _, tag = core.record_of(block.block_id)[:3]
             if state == "cached":  # it keeps its place
                 refusal = f"hold of block {block.block_id}: nobody holds it, and what it held is"
                 raise PageStateError(f"{refusal} forgotten; last tag {tag or 'none'}")
-        if not block.is_null:
-            ids.append(block.block_id)
+        ids.append(block.block_id)
     return ids
 
 
