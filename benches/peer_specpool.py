@@ -1,4 +1,4 @@
-"""`python -m benches.peer_specpool MODEL THREADS DRAFTS`: our process of `benches peers`."""
+"""`python -m benches.peer_specpool MODEL THREADS DRAFTS [POLICY]`: our side in `benches peers`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ import sys
 from benches.peer_turns import answer, take_stdout
 
 
-def main(model: str, threads: str, drafts: str) -> None:
+def main(model: str, threads: str, drafts: str, adaptive: str | None = None) -> None:
     """Load the model, and answer traces."""
     answers = take_stdout()
     import torch
 
     from specpool import Engine, SamplingParams, Shape
+    from specpool.engine.shapes import AdaptiveConfig
 
     torch.set_num_threads(int(threads))
     num_drafts = int(drafts)
+    chains = [f"chain:{depth}" for depth in range(1, num_drafts + 1)]
+    choice = adaptive and AdaptiveConfig.from_dict(
+        {"policy": adaptive, "1": {"candidates": ["none", *chains]}}
+    )
     with Engine.from_pretrained(
         model,
         draft="ngram" if num_drafts else None,
-        shape=Shape.eagle(num_drafts, 1, num_drafts + 1) if num_drafts else None,
+        adaptive=choice,
+        shape=Shape.eagle(num_drafts, 1, num_drafts + 1) if num_drafts and not choice else None,
         page_size=32,
         max_batch=32,
         kv_bytes=1 << 30,

@@ -1,6 +1,6 @@
-"""`python -m benches peers`: this engine beside vLLM's, or llama.cpp, on the same CPU.
+"""`python -m benches peers`: this engine beside another one on the same CPU.
 
-Each engine runs in a process of its own, since vLLM needs a torch of its own. The two take turns at
+Each engine runs in a process of its own, since vLLM needs a torch of its own. They take turns at
 the same prompts, greedily, in float32, and must write the same texts. A pair of turns counts only
 if the machine was quiet before and after it (`quietness`).
 """
@@ -35,6 +35,7 @@ from specpool.errors import ConfigError
 PEERS = {
     "vllm": ("vLLM", "benches.peer_vllm"),
     "llama-cpp": ("llama.cpp", "benches.peer_llama_cpp"),
+    "plain": ("our plain rounds", "benches.peer_specpool"),
 }
 #: Wall seconds over CPU seconds of the calibration loop, up to which the machine is quiet.
 MAX_QUIETNESS = 1.03
@@ -109,7 +110,14 @@ class Peer:
     """An engine in a process of its own, which answers a line of JSON with a line of JSON."""
 
     def __init__(
-        self, python: Path, module: str, model: Path, *, threads: int, drafts: int
+        self,
+        python: Path,
+        module: str,
+        model: Path,
+        *,
+        threads: int,
+        drafts: int,
+        adaptive: str | None = None,
     ) -> None:
         """Start the process.
 
@@ -119,13 +127,15 @@ class Peer:
             model: folder of a model.
             threads: CPU threads.
             drafts: tokens that prompt lookup proposes in a round; 0 is plain decoding.
+            adaptive: the policy that chooses among so many drafts and fewer (ours alone).
 
         Raises:
             ConfigError: the engine does not start; its own words are on standard error.
         """
         self._name = module
+        policy = [adaptive] if adaptive else []
         self._process = subprocess.Popen(
-            [str(python), "-m", module, str(model), str(threads), str(drafts)],
+            [str(python), "-m", module, str(model), str(threads), str(drafts), *policy],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.PIPE,
@@ -231,6 +241,7 @@ def peers(
     traces: Sequence[str],
     drafts: Sequence[int],
     threads: Sequence[int],
+    adaptive: str | None,
     repeats: int,
     json: bool,
     plot: Path | None,
@@ -256,23 +267,30 @@ def peers(
         check_plot(plot)
     if peer == "llama-cpp" and any(drafts):
         raise ConfigError(f"llama.cpp runs here without drafts: drafts must be 0, got {drafts}")
-    python = python or ENGINES / f"{peer}-cpu" / "bin" / "python"
+    if adaptive is not None:
+        check_choice("adaptive", adaptive, ("cost", "budget"))
+        if 0 in drafts:
+            raise ConfigError(f"a policy chooses among drafts: drafts must be >= 1, got {drafts}")
+    interpreter = Path(sys.executable)
+    python = python or (
+        interpreter if peer == "plain" else ENGINES / f"{peer}-cpu" / "bin" / "python"
+    )
     if not python.is_file():
         raise ConfigError(f"--python: {python} is not there: `make {peer}-cpu`")
     results: list[Result] = []
     for size, num_drafts, number in itertools.product(sizes, drafts, threads):
         with ExitStack() as stack:
             model = model_folder(size, stack)
-            options = {"threads": number, "drafts": num_drafts}
+            ours = partial(Peer, interpreter, PEERS["plain"][1], model, threads=number)
+            theirs = partial(Peer, python, PEERS[peer][1], model, threads=number)
             sides = (
-                stack.enter_context(
-                    Peer(Path(sys.executable), "benches.peer_specpool", model, **options)
-                ),
-                stack.enter_context(Peer(python, PEERS[peer][1], model, **options)),
+                stack.enter_context(ours(drafts=num_drafts, adaptive=adaptive)),
+                stack.enter_context(theirs(drafts=0 if peer == "plain" else num_drafts)),
             )
             for kind in traces:
                 trace = Trace.of(kind, *model_sizes(model))
                 name = f"{size}: {kind}, drafts {num_drafts}, threads {number}"
+                name += f", {adaptive}" if adaptive else ""
                 take = partial(_pair, sides, trace, number)
                 check_texts(name, take(True))  # and warm
                 try:

@@ -100,32 +100,35 @@ def test_a_trace_is_the_same_each_time_and_fits_the_model(kind, max_prompt) -> N
     assert (first[24:48] == first[:24]) == (kind in ("one", "repeating"))
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
-def test_each_cell_stands_beside_the_peer(monkeypatch, capsys, drafts) -> None:
-    # The peer's process needs vLLM: another one of this engine, without drafts, stands in for it.
-    peer_of = peers.Peer
-
-    def start(python, module, model, *, threads, drafts):
-        if module == "benches.peer_vllm":
-            module, drafts = "benches.peer_specpool", 0
-        return peer_of(python, module, model, threads=threads, drafts=drafts)
-
+@pytest.mark.parametrize(
+    ("options", "ending"), [("--drafts 0", ""), ("--drafts 3 --adaptive cost", ", cost")]
+)
+def test_each_cell_stands_beside_the_peer(monkeypatch, capsys, options, ending) -> None:
     def trace_of(kind, vocab_size, max_prompt):
         return replace(trace, prompts=trace.prompts[:2], num_new=8)
 
     trace = Trace.of("repeating", 259, 256)
+    started: list[tuple[int, str | None]] = []
+
+    def start(*args, adaptive=None, **options):
+        started.append((options["drafts"], adaptive))
+        return Peer(*args, adaptive=adaptive, **options)
+
     monkeypatch.setattr(peers, "Peer", start)
     warm = SimpleNamespace(Popen=warm_kit.Popen, PIPE=subprocess.PIPE)
     monkeypatch.setattr(peers, "subprocess", warm)
     monkeypatch.setattr(peers, "quietness", lambda threads: 1.0)
     monkeypatch.setattr(peers.Trace, "of", staticmethod(trace_of))
-    options = f"--python {sys.executable} --size tiny --trace repeating --drafts {drafts}"
-    code, out, _ = bench(monkeypatch, capsys, f"{options} --threads 1 --repeats 1 --json")
+    options += " --peer plain --size tiny --trace repeating --threads 1 --repeats 1 --json"
+    code, out, _ = bench(monkeypatch, capsys, options)
     assert code == 0
+    drafts = int(options.split()[1])
+    assert started == [(drafts, "cost" if ending else None), (0, None)]
     results = json.loads(out)["results"]
     assert [row["unit"] for row in results] == ["tokens/CPU s", "tokens/s"]
-    assert {row["name"] for row in results} == {f"tiny: repeating, drafts {drafts}, threads 1"}
-    assert {row["reference"] for row in results} == {"vLLM"}
+    name = f"tiny: repeating, drafts {drafts}, threads 1{ending}"
+    assert {row["name"] for row in results} == {name}
+    assert {row["reference"] for row in results} == {"our plain rounds"}
     assert all(row["value"] > 0 and row["reference_value"] > 0 for row in results)
 
 
@@ -153,6 +156,8 @@ def test_llama_cpp_writes_the_texts_of_this_engine(tmp_path) -> None:
         ("--drafts -1", "drafts must be"),
         ("--drafts 16", "drafts must be"),
         ("--peer llama-cpp --drafts 0 --drafts 3", "llama.cpp runs here without drafts"),
+        ("--drafts 3 --adaptive ema", "adaptive must be"),
+        ("--drafts 0 --adaptive cost", "drafts must be >= 1"),
         ("--threads 0", "threads must be"),
         ("--repeats 0", "repeats must be"),
         ("--python /nowhere/python", "make vllm-cpu"),

@@ -13,7 +13,6 @@ their marks. `test_figure_tables.py` compares. So new figures are two commands:
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
@@ -28,7 +27,6 @@ RESULTS = ROOT / "benches" / "results"
 SHAPES = ("5/8/64", "5/4/8", "3/1/4")
 COLUMNS = ("1 row", "32 rows", "256 rows", "1,024 rows")
 ROWS = (1, 32, 256, 1024)
-SIZES = ("tiny", "25m", "125m")
 
 
 class Record:
@@ -38,13 +36,9 @@ class Record:
         self.path = sorted(results.glob(f"????-??-??-{name}.json"))[-1]
         content = json.loads(self.path.read_text(encoding="utf-8"))
         self.machine: dict[str, Any] = content["machine"]
+        self.results: list[dict[str, Any]] = content["results"]
         # Of several references to one name, the first counts.
-        self._results = {result["name"]: result for result in reversed(content["results"])}
-        self._ratios = {
-            (result["name"], result["unit"]): result["value"] / result["reference_value"]
-            for result in content["results"]
-            if result.keys() >= {"unit", "reference_value"}
-        }
+        self._results = {result["name"]: result for result in reversed(self.results)}
 
     def __contains__(self, name: str) -> bool:
         return name in self._results
@@ -62,10 +56,6 @@ class Record:
     def ratio(self, *names: str) -> float:
         """Our time by the other's, of these calls together."""
         return sum(map(self.value, names)) / sum(map(self.reference, names))
-
-    def ratio_in(self, name: str, unit: str) -> float | None:
-        """Our value by the other's, in this unit; None if it was not measured."""
-        return self._ratios.get((name, unit))
 
     def differences(self, engine: str) -> dict[str, dict[str, list[str]]]:
         """For each release and level of an engine: in what it differs from what is needed."""
@@ -324,26 +314,46 @@ def peers(record: Record) -> Iterator[str]:
     traces = {"one": "one request of 256 tokens", "ragged-8": "8 of 32 to 512",
               "ragged-24": "24 of 32 to 512", "shared": "24 that share 600",
               "repeating": "24 that repeat themselves", "long": "8 of 2,000"}  # fmt: skip
-    ways = {"plain": 0, "3 drafts": 3}
-    columns, rows = [], {title: list[str]() for title in traces.values()}
-    for size, (way, drafts), threads in itertools.product(SIZES, ways.items(), (1, 2)):
-        unit = "tokens/CPU s" if threads == 1 else "tokens/s"
-        cells = [
-            record.ratio_in(f"{size}: {kind}, drafts {drafts}, threads {threads}", unit)
-            for kind in traces
-        ]
-        if any(cells):
-            columns.append(f"{size}, {way}, {threads} thread{'s' * (threads - 1)}")
-            for row, cell in zip(rows.values(), cells, strict=True):
-                row.append("-" if cell is None else f"{cell:.2f}")
-    yield from table("our speed, vLLM's = 1", columns, rows)
+    cells: dict[str, dict[str, str]] = {}
+    for result in record.results:
+        size, kind, drafts, threads, policy = re.fullmatch(
+            r"(\w+): ([\w-]+), drafts (\d+), threads (\d)(?:, (\w+))?", result["name"]
+        ).groups()  # type: ignore[union-attr]
+        if result["unit"] == ("tokens/CPU s" if threads == "1" else "tokens/s"):
+            way = f"{drafts} drafts" if int(drafts) else "plain"
+            way = f"policy `{policy}`, at most {way}" if policy else way
+            column = f"{size}, {way}, {threads} thread{'s' * (threads != '1')}"
+            ratio = result["value"] / result["reference_value"]
+            cells.setdefault(column, {})[kind] = f"{ratio:.2f}"
+    rows = {
+        title: [column.get(kind, "-") for column in cells.values()]
+        for kind, title in traces.items()
+        if any(kind in column for column in cells.values())
+    }
+    yield from table(f"our speed, {record.results[0]['reference']} = 1", list(cells), rows)
+    yield f"\n{record.said()}"
+
+
+def profile(record: Record) -> Iterator[str]:
+    shares: dict[str, dict[str, str]] = {}
+    for result in record.results:
+        size, kind, part = result["name"].split(": ")
+        share = result["value"] / result["reference_value"]
+        shares.setdefault(f"{size}, {kind}", {})[part] = f"{100 * share:.0f} %"
+    rows = {
+        part: [column[part] for column in shares.values()] for part in next(iter(shares.values()))
+    }
+    yield from table("share of the time", list(shares), rows)
     yield f"\n{record.said()}"
 
 
 #: For each page: its tables by their marks, each with the record that it is of.
 PAGES: dict[str, dict[str, tuple[str, Callable[[Record], Iterator[str]]]]] = {
     "embed": {"verbs": ("cpu-embed", verbs), "managers": ("cpu-embed", managers)},
-    "engine": {"states": ("cpu-states", states), "peers": ("cpu-peers", peers)},
+    "engine": {
+        "states": ("cpu-states", states),
+        "peers": ("cpu-peers", peers),
+    },
     "gpu": {
         "rounds": ("nvidia-h200-rounds", device_rounds),
         "kernels": ("nvidia-h200-kernels", device_kernels),

@@ -498,9 +498,9 @@ class Scheduler:
 
     def _decode(self, shape_of: Int32, order: npt.NDArray[np.int64]) -> Step | None:
         """Prepare one round of every row that is ready; see `RoundShapes.choose`."""
-        state, most = self.state, self.state.ledger.max_batch
+        state, max_rows = self.state, self.state.ledger.max_batch
         while True:
-            rows = state.running.ready(shape_of, order)[:most]
+            rows = state.running.ready(shape_of, order)[:max_rows]
             self._is_starved = False
             if not len(rows):
                 return None
@@ -512,8 +512,8 @@ class Scheduler:
                 if narrowed := self.round_shapes.narrow(state.running.limits):
                     shape_of, order = narrowed  # width gives way before any row
                 elif not self._reclaim.drop_idle(shortage):
-                    most = self._most_with_states(shortage, len(rows))
-                    if not most:
+                    max_rows = self._most_with_states(shortage, len(rows))
+                    if not max_rows:
                         self._is_starved = True
                         return None
             except OutOfMemory as shortage:
