@@ -34,6 +34,7 @@ def broken(path: Path, name: str, code: str) -> str:
     return str(path)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", BREAKS)
 @pytest.mark.parametrize("name", PLUGINS)
 def test_an_engine_that_cannot_be_imported_keeps_its_own_code(tmp_path, name, kind):

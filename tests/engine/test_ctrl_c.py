@@ -213,7 +213,7 @@ def test_ctrl_c_at_every_line_of_a_verb(engines, verb, where):
     text = engine.generate([TEXT], PARAMS)[0].token_ids
     total = run(engine, verb, None, KeyboardInterrupt).count
     assert total > 3, "no line was walked"
-    step = 1 if total <= 150 else total // 15  # every line, or some that are spread over all
+    step = 1 if total <= 50 else total // 10  # every line, or some that are spread over all
     for at in range(1, total + 1, step):
         run(engine, verb, at, KeyboardInterrupt)
     assert engine.generate([TEXT], PARAMS)[0].token_ids == text
