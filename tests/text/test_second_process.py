@@ -51,6 +51,25 @@ def test_it_can_be_closed_while_it_is_asked(process):
     assert str(error) == "the process for it ended" and not error.is_late
 
 
+def test_a_close_before_the_request_is_sent_ends_it_too(process, monkeypatch):
+    closer, start = threading.Thread(target=process.close, daemon=True), process._start
+
+    def start_late(first) -> None:
+        closer.start()
+        while process._process.poll() is None:  # until the other thread has killed it
+            time.sleep(0.001)
+        start(first)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_start", start_late)
+        with pytest.raises(ProcessError, match="the process for it ended"):
+            process.ask(2, 60)
+    closer.join(60)
+    assert not closer.is_alive() and process._process is None
+    assert process.ask(3, 60) == 3  # a request after it starts another
+    process.close()
+
+
 def test_it_is_killed_when_it_is_late_and_starts_again(process):
     with pytest.raises(ProcessError, match=r"not ended after 0\.2 s") as caught:
         process.ask(2, 0.2)

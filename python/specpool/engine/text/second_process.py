@@ -21,6 +21,8 @@ sys.path[:] = json.loads(sys.stdin.readline())
 importlib.import_module(sys.argv[1]).serve()
 """
 
+_ENDED = "the process for it ended"
+
 
 class ProcessError(Exception):
     """There was no answer.
@@ -51,6 +53,7 @@ class SecondProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._owner = 0  # the process that started it; a forked child starts its own
+        self._is_closing = False
         atexit.register(self.close)
 
     def ask(self, request: Any, seconds: float, first: Any = None) -> Any:
@@ -88,7 +91,7 @@ class SecondProcess:
             return json.loads(process.stdout.readline())
         except (OSError, ValueError) as error:  # the process is gone, perhaps within a line
             self._end()
-            reason = "the process for it ended"
+            reason = _ENDED
             if late.is_set():
                 reason = f"it has not ended after {seconds:g} s, and was stopped"
             raise ProcessError(reason, is_late=late.is_set()) from error
@@ -100,11 +103,13 @@ class SecondProcess:
 
     def close(self) -> None:
         """End the process; a caller that waits for its answer gets a `ProcessError`."""
+        self._is_closing = True  # first: who has the lock may be about to start another process
         process = self._process
         if process is not None and self._owner == os.getpid():
             process.kill()  # so that the thread that has the lock releases it
         with self._lock:
             self._end()
+            self._is_closing = False
 
     def _start(self, first: Any) -> None:
         if self._owner != os.getpid():
@@ -125,6 +130,9 @@ class SecondProcess:
                 )
             except OSError as error:
                 raise ProcessError(f"no process for it: {error}") from error
+            if self._is_closing:
+                self._end()
+                raise ProcessError(_ENDED)
             self._say(json.dumps([path for path in sys.path if path]), self._start_seconds)
             if first is not None:
                 self._say(json.dumps(first), self._start_seconds)
