@@ -51,7 +51,9 @@ class Book:
         self.rounds: deque[tuple[int, int]] = deque()
         #: The batch whose prefill is being allocated.
         self.batch: Any = None
-        #: Pages that the tree dropped as duplicates; None outside a checkpoint.
+        #: The row whose tokens the tree is inserting, if any.
+        self.inserted_row: int | None = None
+        #: Pages that the tree dropped as duplicates; None outside an insert.
         self.duplicates: list[int] | None = None
         Book.latest = self
 
