@@ -54,11 +54,26 @@ CLASSES = {
         "sglang.srt.speculative.eagle_worker_common:prepare_for_draft",
         "sglang.srt.speculative.eagle_worker_common:duplicate_prefix_tail_to_draft_branches",
     ),
+    "sglang-rows": (
+        "sglang.srt.mem_cache.memory_pool:ReqToTokenPool",
+        "sglang.srt.mem_cache.allocation:alloc_for_extend",
+        "sglang.srt.mem_cache.allocation:alloc_token_slots",
+        "sglang.srt.mem_cache.common:release_kv_cache",
+        "sglang.srt.mem_cache.common:_release_overallocated_kv_indices",
+        "sglang.srt.mem_cache.base_prefix_cache:BasePrefixCache.free_kv_row",
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.checkpoint_into_tree",
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.prefix_device_indices",
+        "sglang.srt.speculative.eagle_utils:eagle_prepare_for_decode",
+        "sglang.srt.managers.scheduler_components.batch_result_processor:"
+        "SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+        "sglang.srt.session.streaming_session:StreamingSession",
+    ),
 }
 PROOFS = {
     "vllm": "specpool.plugins.vllm.pool_proof",
     "sglang": "specpool.plugins.sglang.pages_proof",
     "sglang-reserve": "specpool.plugins.sglang.reserve_proof",
+    "sglang-rows": "specpool.plugins.sglang.rows_proof",
 }
 #: Ours, and what the plug-in leaves in its place: a method that they share is kept.
 OURS = {
@@ -72,6 +87,7 @@ OURS = {
         "specpool.plugins.sglang.allocator:SpecpoolTokenAllocator",
     ),
     "sglang-reserve": (),
+    "sglang-rows": (),
 }
 SECONDS = 120
 NO_END = f"no end within {SECONDS} s"

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import logging
 import multiprocessing
 import os
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -42,10 +43,12 @@ from sglang_device import STOP, Device
 from sglang_traffic import Traffic
 from sglang_worker import EagleWorker, Worker
 
-import specpool.plugins.drift
-from specpool.plugins.sglang import drift, pages_proof
+from specpool.plugins.sglang import drift
 
 Shape = tuple[int, int, int]
+
+#: Whether the tree also serves with its cache disabled. Before SGLang 0.5.22 another one does.
+IS_DISABLED_BY_TREE = importlib.util.find_spec("sglang.srt.mem_cache.chunk_cache") is None
 
 #: Turns of the loop without a forward, while requests wait, after which nothing will run.
 IDLE_TURNS = 500
@@ -183,6 +186,14 @@ def arguments(setup: Setup) -> ServerArgs:
     )
 
 
+def without_cache(parameters: CacheInitParams) -> Any:
+    """The tree of a run without a cache, before SGLang 0.5.22."""
+    from sglang.srt.mem_cache.chunk_cache import ChunkCache
+    from sglang.srt.session.streaming_session import StreamingSession
+
+    return StreamingSession(ChunkCache(parameters))
+
+
 class Loop(Scheduler):
     """SGLang's scheduler over a fake model, fed with seeded traffic."""
 
@@ -208,17 +219,21 @@ class Loop(Scheduler):
         else:
             allocator = paged.PagedTokenToKVPoolAllocator(size, setup.page_size, *settings)
         self.req_to_token_pool, self.token_to_kv_pool_allocator = pool, allocator
-        self.tree_cache = UnifiedRadixCache(
-            CacheInitParams(
-                disable=not setup.cache,
-                req_to_token_pool=pool,
-                token_to_kv_pool_allocator=allocator,
-                page_size=setup.page_size,
-                is_eagle=setup.shape is not None,
-                chunked_prefill_size=setup.chunk_size,
-                tree_components=(ComponentType.FULL,),
-                tree_core_backend="python",
-            )
+        parameters = CacheInitParams(
+            disable=not setup.cache,
+            req_to_token_pool=pool,
+            token_to_kv_pool_allocator=allocator,
+            page_size=setup.page_size,
+            is_eagle=setup.shape is not None,
+            chunked_prefill_size=setup.chunk_size,
+            tree_components=(ComponentType.FULL,),
+        )
+        if hasattr(parameters, "tree_core_backend"):
+            parameters.tree_core_backend = "python"
+        self.tree_cache = (
+            UnifiedRadixCache(parameters)
+            if setup.cache or IS_DISABLED_BY_TREE
+            else without_cache(parameters)
         )
         self.max_total_num_tokens = size
 
@@ -242,9 +257,15 @@ class Loop(Scheduler):
             hf_eos_token_id={STOP},
             context_len=self.max_req_len,
             think_end_id=None,
+            think_end_ids=None,  # before SGLang 0.5.20
             self_opened_think_start_ids=None,
         )
         self.pp_group = SimpleNamespace(is_last_rank=True)
+        # Before SGLang 0.5.20, 0.5.21 and 0.5.22.
+        self.request_receiver = SimpleNamespace(recv_requests=self.ingest_requests)
+        self.ps = SimpleNamespace(pp_size=1, tp_size=1, dp_size=1)
+        self.enable_dp_attention = self.enable_dynamic_chunking = False
+        self.result_queue: deque[Any] = deque()
         self.max_running_requests = setup.num_rows
         self.max_prefill_tokens = 1 << 14
         for name in ("metrics_reporter", "profiler_manager", "load_publisher", "grammar_manager",
@@ -378,7 +399,8 @@ class Loop(Scheduler):
             if batch.decoding_reqs:
                 outcome.seen.add("mixed")
             for req in batch.reqs:
-                if req.prefix_len and req.extend_batch_idx <= 1:
+                matched = req.prefix_len if hasattr(req, "prefix_len") else len(req.prefix_indices)
+                if matched and req.extend_batch_idx <= 1:
                     outcome.seen.add("hit")
             if batch.chunked_req is not None:
                 outcome.seen.add("chunk")
@@ -446,7 +468,7 @@ def run(
         prepare: called in the child with the loop, before it runs; for hooks and broken guards.
         seconds: the most that it may take.
     """
-    _digests()  # here, so that the children inherit it
+    proved(setup.level)  # here, so that the children inherit it
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(setup, prepare, there))
@@ -462,14 +484,9 @@ def run(
 
 
 @functools.cache
-def _digests() -> dict[str, str]:
-    """The digests of SGLang's texts: `inspect` parses whole modules, longer than a run takes."""
-    texts = drift.ROWS_BODIES
-    return {target: specpool.plugins.drift.text_digest(target) for target in texts}
-
-
-#: What the proof finds at a load: the same in each child.
-_difference = functools.cache(pages_proof.difference)
+def proved(level: str) -> list[str]:
+    """What the proof finds at the load of a level: the same in each child."""
+    return [] if level == "off" else drift.differences(level)
 
 
 #: The same for the same arguments: files of tests share runs that change nothing.
@@ -493,8 +510,7 @@ def _child(setup: Setup, prepare: Callable[[Loop], None] | None, out: Any) -> No
     try:
         os.environ["SPECPOOL_SGLANG"] = setup.level
         os.environ["SPECPOOL_SGLANG_DRIFT"] = "exit"
-        specpool.plugins.drift.text_digest = _digests().__getitem__
-        pages_proof.difference = _difference
+        drift.differences = proved
         load_plugins()
         sglang_torch.install()
         with accelerated(setup) as accelerator:

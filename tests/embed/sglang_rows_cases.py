@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.managers import schedule_batch
-from sglang.srt.mem_cache import memory_pool
+from sglang.srt.mem_cache import common, memory_pool, radix_cache
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.session import streaming_session
 from sglang_accelerator import on_host
 from sglang_grid import grid, own_end, parts
-from sglang_loop import Loop, Outcome, Setup, run, run_once
+from sglang_loop import Loop, Outcome, Setup, proved, run, run_once
 
-from specpool import Ledger
 from specpool.plugins.sglang import drift, limits
 from specpool.plugins.sglang.allocator import AllocatorError
 
@@ -202,7 +202,7 @@ def release_nothing(pages: Any, ids: Any) -> None:
 
 
 def lend_nothing(loop: Loop) -> None:
-    unhooked(type(loop.tree_cache), "checkpoint_into_tree")(loop)
+    unhooked(type(loop.tree_cache), "insert")(loop)
 
 
 BROKEN = {
@@ -352,14 +352,14 @@ def test_a_call_in_mid_flight_that_does_not_fit_changes_nothing() -> None:
 
 def test_a_checkpoint_of_which_the_tree_dropped_another_page_is_refused() -> None:
     def prepare(loop: Loop) -> None:
-        book, insert = loop.req_to_token_pool.book, loop.tree_cache.insert
+        book, core = loop.req_to_token_pool.book, loop.tree_cache.tree_core
+        begin = core.begin_insert
 
         def dropping(parameters: Any) -> Any:
-            result = insert(parameters)
             book.duplicates.append(1)
-            return result
+            return begin(parameters)
 
-        loop.tree_cache.insert = dropping
+        core.begin_insert = dropping
 
     outcome = run(BUSY, prepare=prepare)
     assert re.search(
@@ -399,15 +399,46 @@ def test_a_grammar_that_keeps_nothing_leaves_the_round_counted() -> None:
     assert sum(outcome.texts[rid] != outcome.expected[rid] for rid in outcome.texts) == 3
 
 
-def test_this_sglang_is_known_at_this_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert drift.differences("rows") == []
-    monkeypatch.setattr(memory_pool.ReqToTokenPool, "free_rows", Ledger.finish)
-    (line,) = drift.differences("rows")
-    assert "free_rows has the parameters" in line
-    monkeypatch.undo()
-    name = "try_cache_finished_req"
-    monkeypatch.setattr(
-        "specpool.plugins.drift.text_digest", lambda target: name if "Streaming" in target else "?"
-    )
-    assert any(name in line for line in drift.differences("rows"))
-    assert drift.differences("rows", bodies=False) == []
+def test_tokens_of_no_row_are_not_inserted() -> None:
+    def prepare(loop: Loop) -> None:
+        key = radix_cache.RadixKey([3, 4, 5], None)
+        parameters = InsertParams(key=key, value=torch.tensor([16, 17, 18]))
+        with pytest.raises(AllocatorError, match="inserts 3 tokens of no row"):
+            loop.tree_cache.insert(parameters)
+
+    outcome = run(replace(BUSY, num_requests=1), prepare=prepare)
+    assert not outcome.error, outcome.error
+
+
+def test_this_sglang_is_known_at_this_level() -> None:
+    assert proved("rows") == []
+
+
+def steal(self: Any) -> Any:
+    return self.free_slots.pop()
+
+
+def free_nothing(self: Any, indices: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "function", "line"),
+    [
+        (
+            memory_pool.ReqToTokenPool,
+            "steal",
+            steal,
+            "ReqToTokenPool.steal: ours inherits it, and has no free_slots",
+        ),
+        (memory_pool.ReqToTokenPool, "free_rows", free_nothing, "the free rows: "),
+        (streaming_session.StreamingSession, "_trim_overshoot", lambda *_: None, "rows, seed "),
+        (common, "_release_overallocated_kv_indices", lambda *_: None, "rows, seed "),
+    ],
+)
+def test_an_sglang_that_does_otherwise_is_refused(
+    owner: Any, name: str, function: Any, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, function, raising=False)
+    (difference,) = drift.differences("rows")
+    assert line in difference

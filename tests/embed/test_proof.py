@@ -139,6 +139,9 @@ def test_statements_that_name_a_part_and_did_not_run_are_named() -> None:
     with proof.Reach([Stack.push], {"others"}) as reach:
         pass
     assert reach.unreached() == {}
+    with proof.Reach([Stack.push], {"names"}, unserved={"name"}) as reach:  # its `if` asks a name
+        assert proof.first_difference([Case(Stack)], episodes=1) is None
+    assert reach.unreached() == {}
 
 
 def test_parameters_that_ours_does_not_take_are_named() -> None:

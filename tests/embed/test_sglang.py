@@ -31,6 +31,16 @@ def test_the_rest_on_sglang(cases: str) -> None:
     run_cases("sglang", [cases], chosen="full")
 
 
+@pytest.mark.full
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("release", ["0.5.20", "0.5.21", "0.5.22"])
+def test_level_rows_on_an_older_sglang(release: str) -> None:
+    """The laws; the rest of that file names what one release does with one seed."""
+    laws = ["sglangs_loop_runs_on_the_ledger", "the_laws_fail_without_one_guard"]
+    cases = [f"sglang_rows_cases.py::test_{law}" for law in laws]
+    run_cases("sglang", cases, imports=["sglang_loop"], release=release)
+
+
 def test_sglang_finds_the_entry_point() -> None:
     (entry,) = importlib.metadata.entry_points(group="sglang.srt.plugins", name="specpool")
     assert entry.load() is specpool.plugins.sglang.register
@@ -54,7 +64,7 @@ def test_without_the_setting_nothing_heavy_is_imported() -> None:
         ),
         (
             {"SPECPOOL_SGLANG": "pages", "SPECPOOL_SGLANG_DRIFT": "x"},
-            "SPECPOOL_SGLANG_DRIFT='x' is not one of own, exit, trust",
+            "SPECPOOL_SGLANG_DRIFT='x' is not one of own, exit",
         ),
         ({"SPECPOOL_SGLANG": "pages", "SPECPOOL_SGLANG_DRIFT": "exit"}, "SGLang is not as known: "),
     ],

@@ -50,7 +50,11 @@ sys.exit(any(codes))
 
 
 def run_cases(
-    engine: str, *groups: Sequence[str], imports: Sequence[str] = (), chosen: str = "not full"
+    engine: str,
+    *groups: Sequence[str],
+    imports: Sequence[str] = (),
+    chosen: str = "not full",
+    release: str = "",
 ) -> None:
     """Run files of tests with an engine in the path; skip if it is not installed.
 
@@ -59,13 +63,17 @@ def run_cases(
         groups: names in `tests/embed`; the files of a group run in a process of their own.
         imports: modules that are imported once, before these processes part.
         chosen: which of the tests, by their marks.
+        release: a release of the engine that `make engine-releases` unpacked.
     """
     if not (ENGINES / engine).exists():
         pytest.skip(f"{engine} is not installed: `make engines`")
+    releases = [ENGINES / "releases" / f"{engine}-{release}"] if release else []
+    if releases and not releases[0].exists():
+        pytest.skip(f"{engine} {release} is not installed: `make engine-releases`")
     options = ["-c", os.devnull, "--rootdir", str(HERE), "--noconftest", "-q", "-m", chosen]
     options += ["-p", "no:cacheprovider", "-o", "markers=full: run by `make test-full` only"]
     runs = [[*options, *(str(HERE / file) for file in files)] for files in groups]
-    path = os.pathsep.join(map(str, [ENGINES / engine, HERE, ROOT]))
+    path = os.pathsep.join(map(str, [*releases, ENGINES / engine, HERE, ROOT]))
     done = run("-c", _FORKED, json.dumps([imports, runs]), PYTHONPATH=path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert done.stdout.count(" passed") == len(groups)

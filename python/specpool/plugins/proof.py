@@ -187,14 +187,21 @@ class Reach:
         functions: the engine's.
         names: what ours replaces. A statement that names nothing of it does the same on both
             sides, if both sides run it.
+        unserved: what a level does not serve. The body of an `if` whose test names some of it is
+            left out.
     """
 
-    def __init__(self, functions: Iterable[Callable[..., Any]], names: Container[str]) -> None:
+    def __init__(
+        self,
+        functions: Iterable[Callable[..., Any]],
+        names: Container[str],
+        unserved: Container[str] = (),
+    ) -> None:
         self._statements: dict[CodeType, tuple[str, list[range]]] = {}
         self._left: dict[CodeType, set[int]] = {}
         for function in functions:
             code = function.__code__
-            statements = list(_statements(function, names))
+            statements = list(_statements(function, names, unserved))
             self._statements[code] = function.__qualname__, statements
             self._left[code] = {line for lines in statements for line in lines}
 
@@ -228,12 +235,28 @@ class Reach:
         return lines
 
 
-def _statements(function: Callable[..., Any], names: Container[str]) -> Iterator[range]:
+def names_of(node: ast.AST | Callable[..., Any]) -> set[str]:
+    """Return the names and attributes that a part of a program, or a function, refers to."""
+    if not isinstance(node, ast.AST):
+        node = ast.parse(textwrap.dedent(inspect.getsource(node)))
+    return {_name(part) for part in ast.walk(node)}
+
+
+def _statements(
+    function: Callable[..., Any], names: Container[str], unserved: Container[str]
+) -> Iterator[range]:
     """Yield the lines of each statement with one of the names; of a compound one, of its head."""
     source, first = inspect.getsourcelines(function)
     (tree,) = ast.parse(textwrap.dedent("".join(source))).body
+    left_out = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and any(name in unserved for name in names_of(node.test))
+        for child in node.body
+        for part in ast.walk(child)
+    }
     for node in ast.walk(tree):
-        if node is tree or not isinstance(node, ast.stmt):
+        if node is tree or id(node) in left_out or not isinstance(node, ast.stmt):
             continue
         if isinstance(node, ast.Raise | ast.Assert):
             continue
@@ -249,6 +272,24 @@ def _name(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
+
+
+def unlike_method(own: type, ours: type) -> str | None:
+    """Return the first method of an engine's class that ours lacks, or takes otherwise; or None.
+
+    A private one that ours lacks is left out: only the engine's own class calls it.
+    """
+    for name in dir(own):
+        function = inspect.getattr_static(own, name)
+        if not inspect.isfunction(function):
+            continue
+        replacement = inspect.getattr_static(ours, name, None)
+        if replacement is None and not name.startswith("_"):
+            return f"{own.__name__}.{name}: ours has no such method"
+        if replacement not in (None, function):
+            for unknown in unknown_parameters(function, replacement):
+                return f"{own.__name__}.{name}: {unknown}"
+    return None
 
 
 def unknown_parameters(own: Callable[..., Any], ours: Callable[..., Any]) -> list[str]:

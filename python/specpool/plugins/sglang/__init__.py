@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 
-from specpool.plugins.drift import ON_DRIFT
 from specpool.plugins.settings import ON_FAULT, setting
 from specpool.plugins.status import status_of
 from specpool.plugins.switch import refusals, switch_on
@@ -16,6 +15,9 @@ from specpool.plugins.switch import refusals, switch_on
 _log = logging.getLogger("specpool.plugins.sglang")
 
 LEVELS = ("off", "pages", "reserve", "rows")
+#: What to do if SGLang does otherwise than a level needs: let its own code serve, or end the
+#: process.
+ON_DRIFT = ("own", "exit")
 
 
 def register() -> None:
@@ -40,7 +42,7 @@ def register() -> None:
         "SGLang",
         "SGLang's own allocator",
         [f"{__name__}.{part}" for part in parts[level]],
-        lambda: drift.differences(level, bodies=on_drift != "trust"),
+        lambda: drift.differences(level),
         on_drift,
         _log,
     ):

@@ -38,7 +38,9 @@ class Book:
     def __init__(self, pool: Any) -> None:
         self.pool = pool
         self.allocator: Any = None
-        table: torch.Tensor = pool.req_to_token
+        #: SGLang's table, also while the tree reads the one on the host.
+        self.table: torch.Tensor = pool.req_to_token
+        table = self.table
         #: What SGLang's table on an accelerator holds, on the host; None where it is there itself.
         self.mirror = None if table.is_cpu else torch.zeros(table.shape, dtype=table.dtype)
         #: The slots of each row, int32 [rows, slots of a row], on the host. SGLang makes its table
@@ -51,7 +53,9 @@ class Book:
         self.rounds: deque[tuple[int, int]] = deque()
         #: The batch whose prefill is being allocated.
         self.batch: Any = None
-        #: Pages that the tree dropped as duplicates; None outside a checkpoint.
+        #: The row whose tokens the tree is inserting, if any.
+        self.inserted_row: int | None = None
+        #: Pages that the tree dropped as duplicates; None outside an insert.
         self.duplicates: list[int] | None = None
         Book.latest = self
 
@@ -141,7 +145,7 @@ class Book:
         cells = np.repeat(first - (np.cumsum(lens) - lens), lens) + np.arange(lens.sum())
         slots = self.cells.reshape(-1)[cells]
         down = upload(np.stack((cells, slots)), self.pool.device)
-        self.pool.req_to_token.view(-1)[down[0]] = down[1].to(torch.int32)
+        self.table.view(-1)[down[0]] = down[1].to(torch.int32)
 
     # What a step does.
 

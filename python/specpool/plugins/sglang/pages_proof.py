@@ -57,17 +57,14 @@ def difference() -> str | None:
     """
     functions = set()
     for kind, cls in _OWN.items():
-        for name in dir(cls):
-            function = inspect.getattr_static(cls, name)
-            if not inspect.isfunction(function) or "debug" in name:  # run in its debug mode only
-                continue
-            functions.add(function)
-            replacement = inspect.getattr_static(_OURS[kind], name, None)
-            if replacement is None and not name.startswith("_"):
-                return f"{cls.__name__}.{name}: ours has no such method"
-            if replacement not in (None, function):
-                for unknown in proof.unknown_parameters(function, replacement):
-                    return f"{cls.__name__}.{name}: {unknown}"
+        if (line := proof.unlike_method(cls, _OURS[kind])) is not None:
+            return line
+        functions |= {
+            function
+            for name in dir(cls)
+            if inspect.isfunction(function := inspect.getattr_static(cls, name))
+            and "debug" not in name  # run in its debug mode only
+        }
     with loops_for_kernels(), proof.Reach(functions, REPLACED) as reach:
         line = proof.first_difference(
             [AllocatorCase("paged"), AllocatorCase("token")], episodes=EPISODES

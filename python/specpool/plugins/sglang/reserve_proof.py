@@ -13,6 +13,7 @@ import importlib
 import inspect
 import itertools
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,12 +23,12 @@ from unittest import mock
 
 import numpy as np
 import torch
-from sglang.srt import runtime_context
+from sglang.srt import server_args
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache import allocation, allocation_sizing
 from sglang.srt.mem_cache.allocator import paged, token
 from sglang.srt.model_executor import forward_batch_info
-from sglang.srt.speculative import eagle_utils, eagle_worker_common, spec_utils
+from sglang.srt.speculative import eagle_utils, eagle_worker_common
 
 from specpool._core import draft_write_slots
 from specpool.plugins import proof
@@ -56,7 +57,10 @@ _LENS, _OWN_LENS, _OUR_LENS = (
     )
 )
 #: Calls that read SGLang's settings, each in the modules that name it; all of them read one object.
-_SETTINGS = ("spec", "server_args", "schedule", "parallel", "exec", "disagg", "kernel")
+_SETTINGS = (
+    *("spec", "server_args", "schedule", "parallel", "exec", "disagg", "kernel"),
+    *("memory", "serving", "model", "observability"),
+)
 #: What the lengths, the slots and the accounts of a round are called.
 REPLACED = frozenset(
     """kv_allocated_len kv_committed_len decode_batch_idx nxt_kv_lens nxt_kv_len num_needed_tokens
@@ -75,7 +79,7 @@ def difference() -> str | None:
     """
     functions: list[Callable[..., Any]] = [_OWN["estimate"], _OWN_LENS["own"]]
     for function, ours in zip(functions, [reserve.tokens_required, _OUR_LENS], strict=True):
-        line = _unknown_parameters(function, ours)
+        line = unknown_parameters(function, ours)
         if line is not None:
             return line
     functions += [
@@ -86,7 +90,7 @@ def difference() -> str | None:
         eagle_worker_common.duplicate_prefix_tail_to_draft_branches,
     ]
     own_code = map(inspect.unwrap, functions)  # `history` may be around it already
-    with _on_the_host(), proof.Reach(own_code, REPLACED) as reach:
+    with on_the_host(), proof.Reach(own_code, REPLACED) as reach:
         line = proof.first_difference(_cases(), episodes=EPISODES)
     if line is None:
         for name, lines in reach.unreached().items():
@@ -96,7 +100,7 @@ def difference() -> str | None:
 
 def longer_difference(times: int = 10) -> str | None:
     """Return the same of other seeds, that many times as long; for tests of the proof itself."""
-    with _on_the_host():
+    with on_the_host():
         return proof.first_difference(
             _cases(), episodes=times * EPISODES, seed=EPISODES, seconds=1e9
         )
@@ -106,7 +110,7 @@ def _cases() -> list[proof.Case]:
     return [LengthsCase(), WritesCase(), ReserveCase()]
 
 
-def _unknown_parameters(function: Callable[..., Any], ours: Callable[..., Any]) -> str | None:
+def unknown_parameters(function: Callable[..., Any], ours: Callable[..., Any]) -> str | None:
     """Return how the parameters differ from those of ours behind the original and its object."""
     given, (_, *known) = (inspect.signature(part).parameters.values() for part in (function, ours))
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known)
@@ -495,8 +499,20 @@ def publish(shape: tuple[int, int, int], page_size: int) -> None:
     )
 
 
+class _Settings(SimpleNamespace):
+    """SGLang's settings, all in one object and in those that it names; others by their default."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("kernel", "features", "mamba", "moe"):
+            return self
+        if name not in _DEFAULTS:
+            raise AttributeError(f"SGLang has no setting {name}")
+        return _DEFAULTS[name].default
+
+
+_DEFAULTS = inspect.signature(server_args.ServerArgs).parameters
 #: All that SGLang's functions read of its settings.
-SETTINGS = SimpleNamespace(
+SETTINGS = _Settings(
     speculative_algorithm="EAGLE",
     speculative_adaptive=False,
     enable_multi_layer_eagle=False,
@@ -511,21 +527,11 @@ SETTINGS = SimpleNamespace(
     max_speculative_num_draft_tokens=2,
     page_size=1,
 )
-SETTINGS.kernel = SETTINGS
 
 
 @contextmanager
-def _on_the_host() -> Iterator[None]:
+def on_the_host() -> Iterator[None]:
     """Within it SGLang reads `SETTINGS`, and loops take its kernels' places."""
-    modules = [
-        runtime_context,
-        allocation,
-        allocation_sizing,
-        schedule_batch,
-        eagle_utils,
-        eagle_worker_common,
-        spec_utils,
-    ]
     names: dict[str, Any] = {f"get_{name}": lambda: SETTINGS for name in _SETTINGS}
     names |= {
         "max_speculative_num_draft_tokens": lambda: SETTINGS.max_speculative_num_draft_tokens,
@@ -539,10 +545,10 @@ def _on_the_host() -> Iterator[None]:
     }
     with ExitStack() as stack:
         stack.enter_context(pages_proof.loops_for_kernels())
-        for module in modules:
-            for name, stand_in in names.items():
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, stand_in))
+        for module in [*sys.modules.values()]:
+            if getattr(module, "__name__", "").startswith(("sglang.", "specpool.plugins.sglang")):
+                for name in names.keys() & vars(module).keys():
+                    stack.enter_context(mock.patch.object(module, name, names[name]))
         # SGLang imports it on a CPU only.
         name = "assign_draft_cache_locs_contiguous_cpu"
         stack.enter_context(mock.patch.object(eagle_worker_common, name, _read_drafts, create=True))

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from specpool import SpecpoolError
 from specpool.plugins.sglang.allocator import AllocatorError
 from specpool.plugins.sglang.book import Book
+from specpool.plugins.sglang.row_tree import matched_slots
 
 
 class SpecpoolRows(ReqToTokenPool):  # type: ignore[misc] # no stubs
@@ -52,19 +53,19 @@ class SpecpoolRows(ReqToTokenPool):  # type: ignore[misc] # no stubs
     def _admit(self, req: Any) -> int:
         book = self.book
         try:
-            if not req.prefix_len:
+            slots = matched_slots(book.batch.tree_cache, req).numpy()
+            if not len(slots):
                 row = book.ledger.admit(req.rid)
             else:
                 page_size = book.allocator.page_size
-                path = book.batch.tree_cache.path_device_indices(req.last_node)
-                slots = path[: req.prefix_len].numpy()
                 pages = (slots[::page_size] // page_size).astype(np.int32)
-                row = book.ledger.admit_lent(pages, req.prefix_len, req.rid)
+                row = book.ledger.admit_lent(pages, len(slots), req.rid)
         except SpecpoolError as error:
             raise AllocatorError(str(error)) from error
         self.req_generation[row] += 1
-        if self._on_alloc_rows is not None:
-            self._on_alloc_rows([row])
+        # Since SGLang 0.5.20.
+        if (hook := getattr(self, "_on_alloc_rows", None)) is not None:
+            hook([row])
         return row
 
     def alloc_rows(self, need_size: int) -> list[int] | None:

@@ -7,14 +7,14 @@ new_tokens_required_next_decode                  tokens_required
 eagle_prepare_for_decode                         prepare_decode, launch
 the result of a round                            resolve
 BasePrefixCache.free_kv_row                      nothing: the row's finish gives it all back
-checkpoint_into_tree: new pages, duplicates      lend, rebind
+UnifiedRadixCache.insert: new pages, duplicates  lend, rebind
 eviction of a tree's node                        release_lent
 StreamingSession: what lies past a turn          trim
 """
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,37 +26,19 @@ def install() -> None:
     """Put the classes and functions of this level in the place of SGLang's."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    memory = "sglang.srt.mem_cache."
-    # It derives from SGLang's allocator, whose lists it changes: before the exchange.
-    importlib.import_module(memory + "allocator.page_interleave")
-    for target, cls in {
-        "memory_pool.ReqToTokenPool": row_pool.SpecpoolRows,
-        "allocator.paged.PagedTokenToKVPoolAllocator": row_allocator.SpecpoolRowAllocator,
-        "allocator.token.TokenToKVPoolAllocator": row_allocator.SpecpoolRowTokenAllocator,
-    }.items():
-        HookRegistry.register(memory + target, cls, HookType.REPLACE)
-    batch = "sglang.srt.managers.schedule_batch.ScheduleBatch."
-    results = "sglang.srt.managers.scheduler_components.batch_result_processor."
-    tree = memory + "unified_radix_cache.UnifiedRadixCache."
-    session = "sglang.srt.session.streaming_session.StreamingSession."
-    hooks: dict[str, Callable[..., Any]] = {
-        memory + "allocation.alloc_for_extend": alloc_for_extend,
-        memory + "base_prefix_cache.BasePrefixCache.free_kv_row": row_tree.free_kv_row,
-        tree + "checkpoint_into_tree": row_tree.checkpoint,
-        tree + "prefix_device_indices": row_tree.prefix_slots,
-        batch + "new_tokens_required_next_decode": tokens_required,
-        "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode": prepare_round,
-        results + "SchedulerBatchResultProcessor._resolve_spec_v2_tokens": resolve_round,
-        session + "_free_kv_aligned": row_sessions.free_kv_aligned,
-        session + "try_cache_finished_req": row_sessions.end_turn,
-    }
-    for target, hook in hooks.items():
+    # It derives from SGLang's allocator, whose lists it changes: before the exchange. Since 0.5.20.
+    if importlib.util.find_spec(_MEMORY + "allocator.page_interleave"):
+        importlib.import_module(_MEMORY + "allocator.page_interleave")
+    for target, cls in CLASSES.items():
+        HookRegistry.register(target, cls, HookType.REPLACE)
+    for target, hook in HOOKS.items():
         HookRegistry.register(target, hook, HookType.AROUND)
 
 
 def alloc_for_extend(original: Callable[..., Any], batch: Any) -> Any:
     """Allocate for a prefill: SGLang's function, which asks for the slots of this batch."""
     book = batch.req_to_token_pool.book
+    row_tree.upload_prefixes(book, batch.reqs)
     book.batch = batch
     try:
         return original(batch)
@@ -114,3 +96,31 @@ def resolve_round(original: Callable[..., Any], processor: Any, result: Any, bat
     """Count the result in the ledger before SGLang looks at any lane."""
     batch.req_to_token_pool.book.resolve(result.accept_lens)
     return original(processor, result, batch)
+
+
+_MEMORY = "sglang.srt.mem_cache."
+_TREE = _MEMORY + "unified_radix_cache.UnifiedRadixCache."
+_SESSION = "sglang.srt.session.streaming_session.StreamingSession."
+#: What takes the place of each of SGLang's classes.
+CLASSES: dict[str, type] = {
+    _MEMORY + "memory_pool.ReqToTokenPool": row_pool.SpecpoolRows,
+    _MEMORY + "allocator.paged.PagedTokenToKVPoolAllocator": row_allocator.SpecpoolRowAllocator,
+    _MEMORY + "allocator.token.TokenToKVPoolAllocator": row_allocator.SpecpoolRowTokenAllocator,
+}
+#: What goes around each of SGLang's functions.
+HOOKS: dict[str, Callable[..., Any]] = {
+    _MEMORY + "allocation.alloc_for_extend": alloc_for_extend,
+    _MEMORY + "base_prefix_cache.BasePrefixCache.free_kv_row": row_tree.free_kv_row,
+    **{_TREE + name: row_tree.insert_request for name in row_tree.INSERTS},
+    _TREE + "insert": row_tree.insert,
+    "sglang.srt.managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode": (
+        tokens_required
+    ),
+    "sglang.srt.speculative.eagle_utils.eagle_prepare_for_decode": prepare_round,
+    "sglang.srt.managers.scheduler_components.batch_result_processor."
+    "SchedulerBatchResultProcessor._resolve_spec_v2_tokens": resolve_round,
+    _SESSION + "_free_kv_aligned": row_sessions.free_kv_aligned,
+    _SESSION + "try_cache_finished_req": row_sessions.end_turn,
+}
+if row_tree.HAS_PREFIX_SLOTS:
+    HOOKS[_TREE + "prefix_device_indices"] = row_tree.prefix_slots
