@@ -14,9 +14,16 @@ from transformers import AutoTokenizer, DynamicCache
 
 from conftest import DEVICE
 from cuda_host import unavailable
-from kernel_kit import backend
+from device_kit import kernels_run
 from lossless import Comparison, Reference
-from recurrent_families import FAMILIES, VOCAB, make_config, make_model, make_wide_model
+from recurrent_families import (
+    FAMILIES,
+    VOCAB,
+    WITHOUT_KERNELS,
+    make_config,
+    make_model,
+    make_wide_model,
+)
 from specpool import ConfigError, Engine, Grammar, RequestOutput, SamplingParams, Shape
 from specpool.engine.assets import resolve
 from specpool.engine.draft import DraftTree, NgramDrafter, ScriptedDrafter
@@ -30,7 +37,6 @@ from specpool.engine.models.recurrent import (
     check_transformers,
 )
 from specpool.engine.models.state_outline import outline_states
-from specpool.kernels.launch import host_backend
 
 CHAIN = Shape.eagle(3, 1, 4)
 TREE = Shape.eagle(3, 2, 7)
@@ -442,16 +448,33 @@ def test_a_state_of_another_length_gives_another_text(reference, monkeypatch, pl
             compare(reference, engine.generate(PROMPTS, GREEDY))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("family", ["bamba", "mamba"])
-@pytest.mark.parametrize("draft", [None, "scripted"])
-def test_it_runs_with_the_kernels_of_a_device(reference, draft):
-    """Compiled for the host."""
+def device_cases():
+    """Mixers of each kind: delta rule, Mamba-2, convolution alone; and some without kernels."""
+    ways = [(None, 1), (CHAIN, 1), (TREE, 1), (CHAIN, 0)]
+    first = ["qwen3_next", "bamba", "lfm2", "mamba"]
+    for i, family in enumerate([*first, *(name for name in FAMILIES if name not in first)]):
+        for j, way in enumerate(ways):
+            marks = () if (i, j) in ((0, 2), (1, 1), (2, 0), (3, 1)) else pytest.mark.full
+            yield pytest.param(family, *way, marks=marks)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("family", "shape", "depth"), [*device_cases()])
+def test_it_runs_with_the_kernels_of_a_device(reference, family, shape, depth):
+    """Compiled for the host. Only mixers without kernels make the host wait for lengths."""
     if unavailable():
         pytest.skip(unavailable())
-    with host_backend(backend("fast", "forward")):
-        with build(reference, drafter_of(draft, reference), busy_check=0) as engine:
-            compare(reference, engine.generate(PROMPTS, GREEDY))
+    draft = None if shape is None else scripted(reference)
+    options = {"overlap_depth": depth, "mixed_chunks": True, "prefill_tokens": 20}
+    has_kernels = family not in WITHOUT_KERNELS
+    with kernels_run() as launches, build(reference, draft, shape=shape, **options) as engine:
+        assert engine.target.mixers.has_kernels == has_kernels
+        lengths = engine.core.worker._context.rows
+        assert lengths._needs_host_lengths == (not has_kernels)
+        compare(reference, engine.generate(PROMPTS, GREEDY))
+    assert ("convolve_lanes" in launches) == has_kernels
+    is_scanned = has_kernels and not family.startswith("lfm")
+    assert ("scan_lanes" in launches) == is_scanned
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba"])

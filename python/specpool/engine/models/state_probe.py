@@ -14,6 +14,8 @@ from torch import Tensor
 
 from specpool.capacity.layer_kv import LayerKV
 from specpool.engine.attention import AttentionBatch
+from specpool.engine.attention.seq_lens import SeqLens
+from specpool.engine.models.device_lanes import DeviceLanes
 from specpool.engine.models.gate import refusal
 from specpool.engine.models.lane_states import LaneStates, StateFolds
 from specpool.engine.models.mixers import Mixer, Mixers, tracing_mixers
@@ -73,6 +75,10 @@ def probe_states(target: ProbedMixers) -> tuple[tuple[int, ...], tuple[LayerKV, 
         ]
         if not max(differences) > limit:  # NaN passes: broken weights are not a fault of states
             mixers.continues = _continues(target, mixers, lanes, states)
+            if mixers.has_kernels:
+                scanned, _ = _in_parts(target, mixers, lanes, [_CUT, 1, 1], by_kernels=True)
+                error = float((scanned - plain).norm() / plain.norm())
+                mixers.has_kernels = not error > limit
             return kv_layers, layer_kv
         worst.append(max(differences))
     raise refusal(
@@ -117,11 +123,16 @@ def first_forward(
     layer_kv = layers_seen(target, batch, kv_layers)
     if not mixers:
         raise refusal(target.config.model_type, "its recurrent layers leave no state behind")
-    return tuple(kv_layers), layer_kv, Mixers(target.config, mixers)
+    return tuple(kv_layers), layer_kv, Mixers(target.config, mixers, target.device)
 
 
 def _in_parts(
-    target: ProbedMixers, mixers: Mixers, lanes: Tensor, widths: list[int]
+    target: ProbedMixers,
+    mixers: Mixers,
+    lanes: Tensor,
+    widths: list[int],
+    *,
+    by_kernels: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """Run prompts of two rows in chunks of `widths` tokens.
 
@@ -138,9 +149,13 @@ def _in_parts(
         end = starts + width - 1
         dst = np.where(end > held, slots, 0)
         folds = StateFolds(rows, slots if start > 1 else 0 * slots, dst, held, end)
-        reads = LaneStates.build(
-            state, folds, starts, np.full(2, width, np.int32), {}, target.device
-        )
+        counts = np.full(2, width, np.int32)
+        reads: LaneStates | DeviceLanes
+        if by_kernels:
+            on_device = torch.full((2,), start, dtype=torch.int32, device=target.device)
+            reads = DeviceLanes.build(state, folds, SeqLens(on_device, starts, starts), counts)
+        else:
+            reads = LaneStates.build(state, folds, starts, counts, {}, target.device)
         batch, positions = probe_batch(target.device, [width] * 2, [start] * 2, earlier)
         tokens = lanes[:, start : start + width].reshape(-1)
         output = target.forward(tokens, positions, batch, states=reads)
