@@ -394,6 +394,10 @@ def test_lanes_that_do_not_fit_are_refused():
         states.convolve_lanes(
             torch.zeros(3, 2), torch.zeros(2, 4), None, torch.zeros(2, 2, 4), lanes
         )
+    with pytest.raises(ShapeError, match=r"greatest slot of a lane must be in \[0, 0\], got 1"):
+        states.convolve_lanes(
+            torch.zeros(4, 2), torch.zeros(2, 4), None, torch.zeros(1, 2, 4), lanes
+        )
     with pytest.raises(ShapeError, match=r"width of weight must be in \[1, 8\], got 9"):
         states.convolve_lanes(
             torch.zeros(4, 2), torch.zeros(2, 9), None, torch.zeros(2, 2, 4), lanes

@@ -27,8 +27,9 @@ from recurrent_families import (
 from specpool import ConfigError, Engine, Grammar, RequestOutput, SamplingParams, Shape
 from specpool.engine.assets import resolve
 from specpool.engine.draft import DraftTree, NgramDrafter, ScriptedDrafter
-from specpool.engine.models import TargetModel, state_probe
+from specpool.engine.models import TargetModel, mixers, state_probe
 from specpool.engine.models.gate import RECURRENT
+from specpool.engine.models.lane_forward import LaneForward
 from specpool.engine.models.lane_states import LaneStates, StateFolds
 from specpool.engine.models.recurrent import (
     RecurrentState,
@@ -37,6 +38,7 @@ from specpool.engine.models.recurrent import (
     check_transformers,
 )
 from specpool.engine.models.state_outline import outline_states
+from specpool.kernels.states import StateLanes
 
 CHAIN = Shape.eagle(3, 1, 4)
 TREE = Shape.eagle(3, 2, 7)
@@ -475,6 +477,30 @@ def test_it_runs_with_the_kernels_of_a_device(reference, family, shape, depth):
     assert ("convolve_lanes" in launches) == has_kernels
     is_scanned = has_kernels and not family.startswith("lfm")
     assert ("scan_lanes" in launches) == is_scanned
+
+
+@pytest.mark.parametrize("fault", ["wide keys", "another decay", "another state"])
+def test_mixers_that_kernels_cannot_run_are_found_out(fault, monkeypatch):
+    """Law: a kernel runs a mixer only if it gives the model's own logits."""
+    monkeypatch.setattr(mixers, "runs_kernels", lambda device: True)
+    config = make_config("qwen3_next")
+    if fault == "wide keys":
+        config.linear_key_head_dim = 257
+    elif fault == "another decay":
+        rule = LaneForward._delta_rule
+
+        def other(self, *args, g, **options):
+            return rule(self, *args, g=g * 0, **options)
+
+        monkeypatch.setattr(LaneForward, "_delta_rule", other)
+    else:
+        build_lanes = StateLanes.build
+        zeros = np.zeros(2, np.int32)
+        monkeypatch.setattr(
+            StateLanes, "build", lambda **lanes: build_lanes(**{**lanes, "src": zeros})
+        )
+    with TargetModel.from_pretrained(make_model(config)) as target:
+        assert not target.mixers.has_kernels
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba"])

@@ -41,6 +41,7 @@ class StateLanes:
         num_records: records of all lanes.
         num_tokens: own tokens of all lanes.
         max_nodes: nodes of the largest tree; 0 if there are none.
+        max_slot: the greatest slot that a lane reads or writes.
     """
 
     spans: Tensor
@@ -49,6 +50,7 @@ class StateLanes:
     num_records: int
     num_tokens: int
     max_nodes: int
+    max_slot: int
 
     @classmethod
     def build(
@@ -124,8 +126,15 @@ class StateLanes:
             1,
         )
         (uploaded,) = upload(device, spans.astype(np.int32))
-        total_records, total_tokens = int(num_records.sum()), int(num_tokens.sum())
-        return cls(uploaded, roots, seen, total_records, total_tokens, max_nodes)
+        return cls(
+            spans=uploaded,
+            roots=roots,
+            seen=seen,
+            num_records=int(num_records.sum()),
+            num_tokens=int(num_tokens.sum()),
+            max_nodes=max_nodes,
+            max_slot=int(max(src.max(), dst.max())) if size else 0,
+        )
 
     @property
     def length(self) -> int:
@@ -176,7 +185,7 @@ def convolve_lanes(
         expect("bias", bias, inputs.dtype, (channels,), device)
     expect("state", state, tuple(_TYPES), (None, channels, None), device)
     state_width = number("the width of state", state.shape[2], 1, _MAX_WIDTH)
-    _check_lanes(lanes, device)
+    _check_lanes(lanes, len(state), device)
     if out is None:
         out = torch.zeros(lanes.length, channels, dtype=inputs.dtype, device=device)
     convolved = output("out", out, inputs.dtype, (lanes.length, channels), device)
@@ -255,7 +264,7 @@ def scan_lanes(
     memory = state.transpose(2, 3) if is_transposed and state.ndim == 4 else state
     sizes = (columns, rows) if is_transposed else (rows, columns)
     expect("state", memory, tuple(_TYPES), (None, heads, *sizes), device)
-    _check_lanes(lanes, device)
+    _check_lanes(lanes, len(state), device)
     number("the number of heads", heads, 0, _MAX_LANES)
     if out is None:
         out = torch.zeros(length, heads, columns, dtype=torch.float32, device=device)
@@ -295,8 +304,9 @@ def scan_lanes(
     return scanned
 
 
-def _check_lanes(lanes: StateLanes, device: torch.device) -> None:
+def _check_lanes(lanes: StateLanes, num_slots: int, device: torch.device) -> None:
     number("the number of lanes", len(lanes.roots), 0, _MAX_LANES)
+    number("the greatest slot of a lane", lanes.max_slot, 0, num_slots - 1)
     expect("spans", lanes.spans, torch.int32, (len(lanes.roots), 9), device)
 
 

@@ -7,6 +7,7 @@ names runs all lanes at once. The class and its module are untouched.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -58,7 +59,11 @@ class LaneForward:
         forward: Any = inspect.unwrap(type(module).forward)
         if not isinstance(forward, FunctionType):
             return None
-        called = {name for name in forward.__code__.co_names if name in forward.__globals__}
+        called = {
+            instruction.argval
+            for instruction in dis.get_instructions(forward)
+            if instruction.opname == "LOAD_GLOBAL"
+        }
         kinds = sorted(state.kind for state in spec.states)
         for scans in (_DELTA_RULES, _MAMBA2, ()):
             wanted = ["conv", "recurrent"] if scans else ["conv"]

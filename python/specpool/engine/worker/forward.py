@@ -23,7 +23,7 @@ from specpool.engine.models.recurrent import RecurrentState
 from specpool.engine.models.target import TargetModel
 from specpool.engine.models.target_output import TargetOutput
 
-# Lanes with more tokens go through the mixers' own forward, which takes them in chunks and not one
+# Chains with more tokens go through the mixers' own forward, which takes them in chunks and not one
 # after the other, if the host knows all lengths.
 _MAX_SCANNED = 64
 
@@ -146,7 +146,8 @@ class Forward:
         )
         folds, mixers = StateFolds.of_plans(plans), self._target.mixers
         assert mixers is not None
-        if mixers.has_kernels and not (lens.is_exact and widths.max() > _MAX_SCANNED):
+        is_long = lens.is_exact and not trees and widths.max() > _MAX_SCANNED
+        if mixers.has_kernels and not is_long:
             masks = [(lane, tree.mask) for lane, tree in trees]
             return DeviceLanes.build(state, folds, lens, widths, masks)
         assert lens.is_exact
