@@ -307,14 +307,13 @@ struct StateScan {
             add(matrix, key, value);
             if (node < 0) continue;
             if (lane.seen) {
-                __syncwarp(0xffffffffu);
                 if (thread < COLUMNS) {
 #pragma unroll
                     for (int c = 0; c < COLUMNS; c++) {
                         if (c == thread) added[node * COLUMNS + c] = value[c];
                     }
                 }
-                __syncwarp(0xffffffffu);
+                __syncwarp(0xffffffffu);  // later nodes read it; shuffles do not order memory
             }
             load_key(q, place * q_stride + (long long)key_head * rows, scale, key);
 #pragma unroll

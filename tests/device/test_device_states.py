@@ -10,6 +10,7 @@ from torch.nn.functional import conv1d
 from kernel_kit import Kit, i32
 from specpool.errors import ShapeError
 from specpool.kernels import launch, states, twin_states
+from specpool.kernels.state_lanes import MAX_NODES, StateLanes
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NUM_SLOTS = 9
@@ -61,7 +62,7 @@ class Case:
                     seen[node] |= seen[parent]
                 masks.append(seen.view(-1))
                 first += seen.numel()
-        return states.StateLanes.build(
+        return StateLanes.build(
             src=self.src,
             dst=self.dst,
             begin=self.begin,
@@ -311,18 +312,24 @@ def test_a_node_computes_what_a_chain_of_its_path_would(kit):
 def test_device_numbers_that_are_wrong_stay_inside_the_arrays(kit):
     """Law: a wrong root or span reads and writes nothing outside of the arrays."""
     case = Case(np.random.default_rng(3), 4)
-    channels, sizes = 6, (1, 2, 8, 4)
+    channels, sizes = 6, (1, 2, 8, 16)
     whole, decay, beta = scan_inputs(case, sizes, torch.float32, 1)
     lanes = case.lanes(lambda tensor: tensor)
     assert lanes.max_nodes < 6  # shared memory has no room for more
+
+    def one_lane(*span):
+        """Lanes of which only the first has records and tokens: two that write the same race."""
+        return torch.tensor([span, *[[0] * 8 + [-1]] * 3], dtype=torch.int32)
+
     spans = lanes.spans
     for roots, wrong_spans in (
         (2**31 - 1, spans),
         (-(2**31), spans),
         (40, torch.full_like(spans, 2**31 - 1)),
         (40, torch.full_like(spans, -(2**31))),
-        (40, torch.tensor([[1, 2, 0, 2**31 - 1, 0, 999, 0, 999, 0]] * 4, dtype=torch.int32)),
-        (40, torch.tensor([[1, 2, 0, 9, 0, 9, 0, 3, 395]] * 4, dtype=torch.int32)),
+        (40, one_lane(1, 2, 0, 2**31 - 1, 0, 999, 0, 999, 0)),
+        (40, one_lane(1, 2, 0, 9, 0, 9, 0, 3, 395)),
+        (2**31 - 1, one_lane(1, NUM_SLOTS, 0, 9, 0, 2, 0, 3, -1)),
     ):
         wrong = dataclasses.replace(
             lanes,
@@ -334,7 +341,7 @@ def test_device_numbers_that_are_wrong_stay_inside_the_arrays(kit):
         weight = kit.put(numbers(2, channels, 4))
         conv_state = kit.var(state_of(3, channels, 4, dtype=torch.float32))
         states.convolve_lanes(inputs, weight, None, conv_state, wrong)
-        state = kit.var(state_of(4, 2, 8, 4, dtype=torch.float32))
+        state = kit.var(state_of(4, 2, 8, 16, dtype=torch.float32))
         parts = heads_of(kit.put(whole), sizes)
         states.scan_lanes(
             *parts, kit.put(decay), kit.put(beta), state, wrong, is_delta=True, is_normed=True
@@ -357,7 +364,7 @@ def test_device_numbers_that_are_wrong_stay_inside_the_arrays(kit):
     ],
 )
 def test_scans_that_do_not_fit_are_refused(change, text):
-    lanes = states.StateLanes.build(
+    lanes = StateLanes.build(
         src=i32([1]),
         dst=i32([0]),
         begin=i32([0]),
@@ -383,13 +390,13 @@ def test_lanes_that_do_not_fit_are_refused():
     numbers_of = dict.fromkeys(("src", "dst", "begin", "end", "num_records"), ones)
     how = {**numbers_of, "num_tokens": i32([2, 900]), "roots": torch.zeros(2, dtype=torch.int32)}
     with pytest.raises(ShapeError, match=r"masks end at 4, and seen has 3"):
-        states.StateLanes.build(**how, seen=torch.ones(3) > 0, first_seen=i32([0, -1]))
-    with pytest.raises(ShapeError, match=rf"at most {states.MAX_NODES} nodes, got 900"):
-        states.StateLanes.build(**how, seen=torch.ones(810000) > 0, first_seen=i32([-1, 0]))
+        StateLanes.build(**how, seen=torch.ones(3) > 0, first_seen=i32([0, -1]))
+    with pytest.raises(ShapeError, match=rf"at most {MAX_NODES} nodes, got 900"):
+        StateLanes.build(**how, seen=torch.ones(810000) > 0, first_seen=i32([-1, 0]))
     with pytest.raises(ShapeError, match=r"begin must be int32 \[2\] and at least 0"):
-        states.StateLanes.build(**{**how, "begin": i32([0, -1])})
-    lanes = states.StateLanes.build(**{**how, "num_tokens": ones})
-    assert launch.SHARED_BYTES >= 64 * states.MAX_NODES
+        StateLanes.build(**{**how, "begin": i32([0, -1])})
+    lanes = StateLanes.build(**{**how, "num_tokens": ones})
+    assert launch.SHARED_BYTES >= 64 * MAX_NODES
     with pytest.raises(ShapeError, match=r"inputs must be .* \[4, channels\], got .* \[3, 2\]"):
         states.convolve_lanes(
             torch.zeros(3, 2), torch.zeros(2, 4), None, torch.zeros(2, 2, 4), lanes

@@ -38,7 +38,7 @@ from specpool.engine.models.recurrent import (
     check_transformers,
 )
 from specpool.engine.models.state_outline import outline_states
-from specpool.kernels.states import StateLanes
+from specpool.kernels.state_lanes import StateLanes
 
 CHAIN = Shape.eagle(3, 1, 4)
 TREE = Shape.eagle(3, 2, 7)

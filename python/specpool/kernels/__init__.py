@@ -40,7 +40,8 @@ if TYPE_CHECKING:
         read_capacity,
     )
     from specpool.kernels.sample import likeliest, sample_tokens, uniform
-    from specpool.kernels.states import StateLanes, convolve_lanes, scan_lanes
+    from specpool.kernels.state_lanes import StateLanes
+    from specpool.kernels.states import convolve_lanes, scan_lanes
     from specpool.kernels.tables import (
         apply_table_delta,
         apply_table_deltas,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Fields": "specpool.kernels.fields",
     "PagedCells": "specpool.kernels.paged_cells",
-    "StateLanes": "specpool.kernels.states",
+    "StateLanes": "specpool.kernels.state_lanes",
     "advance_ancestors": "specpool.kernels.reads",
     "apply_table_delta": "specpool.kernels.tables",
     "apply_table_deltas": "specpool.kernels.tables",

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from specpool.kernels.states import StateLanes
+from specpool.kernels.state_lanes import StateLanes
 
 _WARP = 32
 

@@ -18,7 +18,7 @@ from specpool.arrays import Int32
 from specpool.engine.attention.seq_lens import SeqLens
 from specpool.engine.models.lane_states import StateFolds
 from specpool.engine.models.recurrent import RecurrentState
-from specpool.kernels.states import StateLanes
+from specpool.kernels.state_lanes import StateLanes
 from specpool.kernels.transfer import upload
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import softplus
 
 from specpool import kernels
 from specpool.engine.models.recurrent import MixerSpec
-from specpool.kernels.states import StateLanes
+from specpool.kernels.state_lanes import StateLanes
 
 _CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 _DELTA_RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
