@@ -479,9 +479,12 @@ def test_it_runs_with_the_kernels_of_a_device(reference, family, shape, depth):
     assert ("scan_lanes" in launches) == is_scanned
 
 
-@pytest.mark.parametrize("fault", ["wide keys", "another decay", "another state"])
-def test_mixers_that_kernels_cannot_run_are_found_out(fault, monkeypatch):
-    """Law: a kernel runs a mixer only if it gives the model's own logits."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "fault", ["none", "wide keys", "another decay", "another state", "a short fold"]
+)
+def test_mixers_that_kernels_cannot_run_are_found_out(fault, dtype, monkeypatch):
+    """Law: a kernel runs a mixer only if it gives the model's own logits and states."""
     monkeypatch.setattr(mixers, "runs_kernels", lambda device: True)
     config = make_config("qwen3_next")
     if fault == "wide keys":
@@ -490,17 +493,21 @@ def test_mixers_that_kernels_cannot_run_are_found_out(fault, monkeypatch):
         rule = LaneForward._delta_rule
 
         def other(self, *args, g, **options):
-            return rule(self, *args, g=g * 0, **options)
+            return rule(self, *args, g=g - 1, **options)
 
         monkeypatch.setattr(LaneForward, "_delta_rule", other)
-    else:
+    elif fault != "none":
         build_lanes = StateLanes.build
-        zeros = np.zeros(2, np.int32)
-        monkeypatch.setattr(
-            StateLanes, "build", lambda **lanes: build_lanes(**{**lanes, "src": zeros})
-        )
-    with TargetModel.from_pretrained(make_model(config)) as target:
-        assert not target.mixers.has_kernels
+
+        def other_lanes(**lanes):
+            wrong = {"src": 0 * lanes["src"]} if fault == "another state" else {}
+            # The logits of this text do not show what its last fold leaves.
+            wrong |= {"end": np.minimum(lanes["end"], 4)} if fault == "a short fold" else {}
+            return build_lanes(**{**lanes, **wrong})
+
+        monkeypatch.setattr(StateLanes, "build", other_lanes)
+    with TargetModel.from_pretrained(make_model(config).to(dtype)) as target:
+        assert target.mixers.has_kernels == (fault == "none")
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba"])

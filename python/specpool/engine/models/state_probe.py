@@ -6,6 +6,7 @@ them. If the states are not complete, the logits differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -76,7 +77,9 @@ def probe_states(target: ProbedMixers) -> tuple[tuple[int, ...], tuple[LayerKV, 
         ]
         if not max(differences) > limit:  # NaN passes: broken weights are not a fault of states
             mixers.continues = _continues(target, mixers, lanes, states)
-            mixers.has_kernels = mixers.has_kernels and _agree(target, mixers, lanes, plain)
+            mixers.has_kernels = mixers.has_kernels and _agree(
+                target, mixers, lanes, [plain, *states]
+            )
             return kv_layers, layer_kv
         worst.append(max(differences))
     raise refusal(
@@ -108,13 +111,17 @@ def _continues(target: ProbedMixers, mixers: Mixers, lanes: Tensor, expected: li
     )
 
 
-def _agree(target: ProbedMixers, mixers: Mixers, lanes: Tensor, plain: Tensor) -> bool:
-    """Return whether kernels give the logits `plain` of the second lane, up to rounding."""
+def _agree(target: ProbedMixers, mixers: Mixers, lanes: Tensor, expected: Sequence[Tensor]) -> bool:
+    """Return whether kernels give the second lane's logits, then its states, up to rounding."""
     try:
-        logits, _ = _in_parts(target, mixers, lanes, [_CUT, 1, 1], by_kernels=True)
+        logits, states = _in_parts(target, mixers, lanes, [_CUT, 1, 1], by_kernels=True)
     except (ShapeError, AttributeError):  # a size that no kernel takes; a call that no cache has
         return False
-    return not float((logits - plain).norm() / plain.norm()) > probe_tolerance(target.dtype)
+    limit = probe_tolerance(target.dtype)
+    return not any(
+        bool((result - right).norm() > limit * right.norm())
+        for result, right in zip([logits, *states], expected, strict=True)
+    )
 
 
 def first_forward(
