@@ -97,7 +97,17 @@ _LONG = "vocabulary or more_moves or compaction or tails or parents"
 _KERNELS = [
     *(
         f"{_DEVICE}{name}.py"
-        for name in ("attend", "layers", "sample", "moves", "tree", "tables", "reads", "scenarios")
+        for name in (
+            "attend",
+            "layers",
+            "sample",
+            "moves",
+            "tree",
+            "tables",
+            "reads",
+            "states",
+            "scenarios",
+        )
     ),
     "tests/models/test_fused_layers.py",
     "tests/draft/test_check_tree.py",

@@ -162,29 +162,36 @@ def test_a_session_runs_on_a_card(how, card):
         assert session.append(PROMPTS[2], DRAWN).output().error is None
 
 
-@pytest.mark.parametrize(
-    ("family", "draft", "how"),
-    [
-        pytest.param(family, draft, how, marks=() if family == "bamba" else pytest.mark.full)
-        for family in recurrent_families.FAMILIES
-        for draft, how in (("ngram", "eager"), (None, "overlapped"))
-    ],
-)
-def test_states_stay_on_a_card(family, draft, how):
+def state_cases():
+    """Mixers with kernels and without; trees of those without make the host wait."""
+    for family in recurrent_families.FAMILIES:
+        has_kernels = family not in recurrent_families.WITHOUT_KERNELS
+        cases = [(CHAIN, "eager"), (TREE if has_kernels else None, "overlapped")]
+        for shape, how in cases:
+            is_quick = family == "bamba" or (family, how) == ("qwen3_next", "overlapped")
+            yield pytest.param(family, shape, how, marks=() if is_quick else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("family", "shape", "how"), [*state_cases()])
+def test_states_stay_on_a_card(family, shape, how):
     """Law: no step of recurrent layers is on the wrong device, or waits for it."""
     config = recurrent_families.make_config(family)
     if config is None:
         pytest.skip("not in this transformers")
     card = Card().probe(recurrent_families.make_model(config))
-    options = {"draft": draft, "shape": CHAIN if draft else None, "page_size": 4, "max_batch": 3}
+    has_kernels = family not in recurrent_families.WITHOUT_KERNELS
+    options = {"draft": shape and "ngram", "shape": shape, "page_size": 4, "max_batch": 3}
     with card.running():
         with torch.device(DEVICE):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         with Engine.from_pretrained(model.eval(), busy_check=0, **options, **HOW[how]) as engine:
             outputs = engine.generate([[5, 6, 7, 8] * 4, [9] * 5, [3, 4] * 10, [3, 4] * 11], GREEDY)
             num_cached = engine.ledger.cached_state_slots(0)
+            # What is copied to the host in each step, beside its results.
+            assert (engine.core.worker._context.rows._copy is None) == has_kernels
     assert [output.error for output in outputs] == [None] * len(outputs)
     assert num_cached > 0
+    assert (card.kernels.launches["convolve_lanes"] > 0) == has_kernels
 
 
 def test_what_no_option_says_follows_from_the_card(card, caplog):

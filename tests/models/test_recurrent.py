@@ -14,14 +14,22 @@ from transformers import AutoTokenizer, DynamicCache
 
 from conftest import DEVICE
 from cuda_host import unavailable
-from kernel_kit import backend
+from device_kit import kernels_run
 from lossless import Comparison, Reference
-from recurrent_families import FAMILIES, VOCAB, make_config, make_model, make_wide_model
+from recurrent_families import (
+    FAMILIES,
+    VOCAB,
+    WITHOUT_KERNELS,
+    make_config,
+    make_model,
+    make_wide_model,
+)
 from specpool import ConfigError, Engine, Grammar, RequestOutput, SamplingParams, Shape
 from specpool.engine.assets import resolve
 from specpool.engine.draft import DraftTree, NgramDrafter, ScriptedDrafter
-from specpool.engine.models import TargetModel, state_probe
+from specpool.engine.models import TargetModel, mixers, state_probe
 from specpool.engine.models.gate import RECURRENT
+from specpool.engine.models.lane_forward import LaneForward
 from specpool.engine.models.lane_states import LaneStates, StateFolds
 from specpool.engine.models.recurrent import (
     RecurrentState,
@@ -30,7 +38,7 @@ from specpool.engine.models.recurrent import (
     check_transformers,
 )
 from specpool.engine.models.state_outline import outline_states
-from specpool.kernels.launch import host_backend
+from specpool.kernels.state_lanes import StateLanes
 
 CHAIN = Shape.eagle(3, 1, 4)
 TREE = Shape.eagle(3, 2, 7)
@@ -442,16 +450,64 @@ def test_a_state_of_another_length_gives_another_text(reference, monkeypatch, pl
             compare(reference, engine.generate(PROMPTS, GREEDY))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("family", ["bamba", "mamba"])
-@pytest.mark.parametrize("draft", [None, "scripted"])
-def test_it_runs_with_the_kernels_of_a_device(reference, draft):
-    """Compiled for the host."""
+def device_cases():
+    """Mixers of each kind: delta rule, Mamba-2, convolution alone; and some without kernels."""
+    ways = [(None, 1), (CHAIN, 1), (TREE, 1), (CHAIN, 0)]
+    first = ["qwen3_next", "bamba", "lfm2", "mamba"]
+    for i, family in enumerate([*first, *(name for name in FAMILIES if name not in first)]):
+        for j, way in enumerate(ways):
+            marks = () if (i, j) in ((0, 2), (1, 1), (2, 0), (3, 1)) else pytest.mark.full
+            yield pytest.param(family, *way, marks=marks)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize(("family", "shape", "depth"), [*device_cases()])
+def test_it_runs_with_the_kernels_of_a_device(reference, family, shape, depth):
+    """Compiled for the host. Only mixers without kernels make the host wait for lengths."""
     if unavailable():
         pytest.skip(unavailable())
-    with host_backend(backend("fast", "forward")):
-        with build(reference, drafter_of(draft, reference), busy_check=0) as engine:
-            compare(reference, engine.generate(PROMPTS, GREEDY))
+    draft = None if shape is None else scripted(reference)
+    options = {"overlap_depth": depth, "mixed_chunks": True, "prefill_tokens": 20}
+    has_kernels = family not in WITHOUT_KERNELS
+    with kernels_run() as launches, build(reference, draft, shape=shape, **options) as engine:
+        assert engine.target.mixers.has_kernels == has_kernels
+        lengths = engine.core.worker._context.rows
+        assert lengths._needs_host_lengths == (not has_kernels)
+        compare(reference, engine.generate(PROMPTS, GREEDY))
+    assert ("convolve_lanes" in launches) == has_kernels
+    is_scanned = has_kernels and not family.startswith("lfm")
+    assert ("scan_lanes" in launches) == is_scanned
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "fault", ["none", "wide keys", "another decay", "another state", "a short fold"]
+)
+def test_mixers_that_kernels_cannot_run_are_found_out(fault, dtype, monkeypatch):
+    """Law: a kernel runs a mixer only if it gives the model's own logits and states."""
+    monkeypatch.setattr(mixers, "runs_kernels", lambda device: True)
+    config = make_config("qwen3_next")
+    if fault == "wide keys":
+        config.linear_key_head_dim = 257
+    elif fault == "another decay":
+        rule = LaneForward._delta_rule
+
+        def other(self, *args, g, **options):
+            return rule(self, *args, g=g - 1, **options)
+
+        monkeypatch.setattr(LaneForward, "_delta_rule", other)
+    elif fault != "none":
+        build_lanes = StateLanes.build
+
+        def other_lanes(**lanes):
+            wrong = {"src": 0 * lanes["src"]} if fault == "another state" else {}
+            # The logits of this text do not show what its last fold leaves.
+            wrong |= {"end": np.minimum(lanes["end"], 4)} if fault == "a short fold" else {}
+            return build_lanes(**{**lanes, **wrong})
+
+        monkeypatch.setattr(StateLanes, "build", other_lanes)
+    with TargetModel.from_pretrained(make_model(config).to(dtype)) as target:
+        assert target.mixers.has_kernels == (fault == "none")
 
 
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba"])

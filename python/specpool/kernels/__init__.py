@@ -40,6 +40,8 @@ if TYPE_CHECKING:
         read_capacity,
     )
     from specpool.kernels.sample import likeliest, sample_tokens, uniform
+    from specpool.kernels.state_lanes import StateLanes
+    from specpool.kernels.states import convolve_lanes, scan_lanes
     from specpool.kernels.tables import (
         apply_table_delta,
         apply_table_deltas,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Fields": "specpool.kernels.fields",
     "PagedCells": "specpool.kernels.paged_cells",
+    "StateLanes": "specpool.kernels.state_lanes",
     "advance_ancestors": "specpool.kernels.reads",
     "apply_table_delta": "specpool.kernels.tables",
     "apply_table_deltas": "specpool.kernels.tables",
@@ -63,6 +66,7 @@ _LAZY = {
     "build_tree": "specpool.kernels.tree",
     "check_tree": "specpool.kernels.tree",
     "compact_accepted": "specpool.kernels.moves",
+    "convolve_lanes": "specpool.kernels.states",
     "copy_pages": "specpool.kernels.moves",
     "copy_parent_drafts": "specpool.kernels.moves",
     "draft_read_indices": "specpool.kernels.reads",
@@ -78,6 +82,7 @@ _LAZY = {
     "read_capacity": "specpool.kernels.reads",
     "rotate_heads": "specpool.kernels.layers",
     "sample_tokens": "specpool.kernels.sample",
+    "scan_lanes": "specpool.kernels.states",
     "scatter_kv": "specpool.kernels.moves",
     "select_topk": "specpool.kernels.tree",
     "slot_ranges": "specpool.kernels.tables",
@@ -90,6 +95,7 @@ _LAZY = {
 __all__ = [
     "Fields",
     "PagedCells",
+    "StateLanes",
     "advance_ancestors",
     "apply_table_delta",
     "apply_table_deltas",
@@ -99,6 +105,7 @@ __all__ = [
     "build_tree",
     "check_tree",
     "compact_accepted",
+    "convolve_lanes",
     "copy_pages",
     "copy_parent_drafts",
     "draft_read_indices",
@@ -114,6 +121,7 @@ __all__ = [
     "read_capacity",
     "rotate_heads",
     "sample_tokens",
+    "scan_lanes",
     "scatter_kv",
     "select_topk",
     "slot_ranges",

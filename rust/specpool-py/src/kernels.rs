@@ -7,7 +7,7 @@ macro_rules! texts {
     ($($name:literal),*) => { [$(($name, include_str!(concat!("../../../cuda/", $name)))),*] };
 }
 
-const FILES: [(&str, &str); 10] = texts![
+const FILES: [(&str, &str); 11] = texts![
     "common.cuh",
     "logits.cuh",
     "tensor.cuh",
@@ -16,6 +16,7 @@ const FILES: [(&str, &str); 10] = texts![
     "moves.cu",
     "reads.cu",
     "sample.cu",
+    "states.cu",
     "tables.cu",
     "tree.cu"
 ];

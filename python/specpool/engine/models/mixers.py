@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from specpool.capacity.state_sizes import StateBytes
+from specpool.engine.models.device_lanes import DeviceLanes
 from specpool.engine.models.gate import refusal
+from specpool.engine.models.lane_forward import LaneForward
 from specpool.engine.models.lane_states import LaneStates
 from specpool.engine.models.recurrent import MixerSpec, bytes_of_mixers, paged_cache, states_in
+from specpool.kernels.launch import runs_kernels
 
 # Recorded inputs that a round reads again before they are folded, at most one less.
 _FLUSH = 16
@@ -35,14 +38,18 @@ class Mixers:
         cache: the transformers cache for forwards of the decoder; it keeps nothing between them.
         continues: whether a mixer of several tokens may start from a state; if not, such tokens
             run one by one.
+        has_kernels: whether every mixer can run `DeviceLanes`, by kernels.
     """
 
-    def __init__(self, config: Any, mixers: Sequence[Mixer]) -> None:
-        """Wrap the mixers, until `close`."""
+    def __init__(self, config: Any, mixers: Sequence[Mixer], device: torch.device) -> None:
+        """Wrap the mixers, which are on `device`, until `close`."""
         self.specs = [spec for _, spec in mixers]
         self.cache, self.continues = paged_cache(config), True
         self.modules = [module for module, _ in mixers]
-        self._lanes: LaneStates | None = None
+        forwards = [LaneForward.of(*mixer) for mixer in mixers] if runs_kernels(device) else [None]
+        self._lane_forwards = [forward for forward in forwards if forward is not None]
+        self.has_kernels = len(self._lane_forwards) == len(mixers)
+        self._lanes: LaneStates | DeviceLanes | None = None
         for number, module in enumerate(self.modules):
             module.forward = partial(self._forward, number, module.forward)
 
@@ -66,7 +73,7 @@ class Mixers:
             module.__dict__.pop("forward", None)
 
     @contextlib.contextmanager
-    def reading(self, lanes: LaneStates) -> Iterator[None]:
+    def reading(self, lanes: LaneStates | DeviceLanes) -> Iterator[None]:
         """Let the mixers run from the states of these lanes within the block."""
         self._lanes = lanes
         try:
@@ -81,6 +88,8 @@ class Mixers:
         lanes = self._lanes
         if lanes is None:
             return forward(hidden_states, *args, **kw)
+        if isinstance(lanes, DeviceLanes):
+            return self._run_kernels(number, lanes, hidden_states[0], args, kw)
         ring, slots = lanes.state.rings[number], lanes.state.slots[number]
         states, tokens = self.specs[number].states, hidden_states[0]
         width = tokens.shape[1]
@@ -121,6 +130,26 @@ class Mixers:
             for parts in zip(*outputs, strict=True)
         ]
         return joined[0] if is_tensor else tuple(joined)
+
+    def _run_kernels(
+        self,
+        number: int,
+        lanes: DeviceLanes,
+        tokens: Tensor,
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+    ) -> Any:
+        """Run a mixer on [T, width] in one call, records before tokens."""
+        ring, slots = lanes.state.rings[number], lanes.state.slots[number]
+        inputs = torch.cat([ring.index_select(0, lanes.records), tokens]).unsqueeze(0)
+        output = self._lane_forwards[number].run(
+            inputs, lanes.lanes, slots, self.cache, args, keywords
+        )
+        ring.index_copy_(0, lanes.places, tokens.index_select(0, lanes.recorded))
+        first = len(lanes.records)
+        if isinstance(output, Tensor):
+            return output[:, first:]
+        return tuple(part[:, first:] for part in output)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from specpool.engine.memory.kv_cache import LayerKV
 from specpool.engine.models.gate import refusal, text_config
 
 if TYPE_CHECKING:
+    from specpool.engine.models.device_lanes import DeviceLanes
     from specpool.engine.models.lane_states import LaneStates
     from specpool.engine.models.target_output import TargetOutput
 
@@ -83,7 +84,7 @@ class Probed(Protocol):
         positions: Tensor,
         batch: AttentionBatch,
         *,
-        states: LaneStates | None = None,
+        states: LaneStates | DeviceLanes | None = None,
     ) -> TargetOutput:
         """Run one forward over pages; see `TargetModel.forward`."""
 

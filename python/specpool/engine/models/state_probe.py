@@ -6,6 +6,7 @@ them. If the states are not complete, the logits differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from specpool.capacity.layer_kv import LayerKV
 from specpool.engine.attention import AttentionBatch
+from specpool.engine.attention.seq_lens import SeqLens
+from specpool.engine.models.device_lanes import DeviceLanes
 from specpool.engine.models.gate import refusal
 from specpool.engine.models.lane_states import LaneStates, StateFolds
 from specpool.engine.models.mixers import Mixer, Mixers, tracing_mixers
@@ -26,6 +29,7 @@ from specpool.engine.models.probe import (
     probe_tolerance,
 )
 from specpool.engine.models.recurrent import RecurrentState, attention_layers, paged_cache
+from specpool.errors import ShapeError
 
 _NUM_TOKENS = 6
 _CUT = 4  # tokens of the first forward, if the text runs in parts
@@ -73,6 +77,9 @@ def probe_states(target: ProbedMixers) -> tuple[tuple[int, ...], tuple[LayerKV, 
         ]
         if not max(differences) > limit:  # NaN passes: broken weights are not a fault of states
             mixers.continues = _continues(target, mixers, lanes, states)
+            mixers.has_kernels = mixers.has_kernels and _agree(
+                target, mixers, lanes, [plain, *states]
+            )
             return kv_layers, layer_kv
         worst.append(max(differences))
     raise refusal(
@@ -104,6 +111,19 @@ def _continues(target: ProbedMixers, mixers: Mixers, lanes: Tensor, expected: li
     )
 
 
+def _agree(target: ProbedMixers, mixers: Mixers, lanes: Tensor, expected: Sequence[Tensor]) -> bool:
+    """Return whether kernels give the second lane's logits, then its states, up to rounding."""
+    try:
+        logits, states = _in_parts(target, mixers, lanes, [_CUT, 1, 1], by_kernels=True)
+    except (ShapeError, AttributeError):  # a size that no kernel takes; a call that no cache has
+        return False
+    limit = probe_tolerance(target.dtype)
+    return not any(
+        bool((result - right).norm() > limit * right.norm())
+        for result, right in zip([logits, *states], expected, strict=True)
+    )
+
+
 def first_forward(
     target: ProbedMixers,
 ) -> tuple[tuple[int, ...], tuple[LayerKV, ...], Mixers]:
@@ -117,11 +137,16 @@ def first_forward(
     layer_kv = layers_seen(target, batch, kv_layers)
     if not mixers:
         raise refusal(target.config.model_type, "its recurrent layers leave no state behind")
-    return tuple(kv_layers), layer_kv, Mixers(target.config, mixers)
+    return tuple(kv_layers), layer_kv, Mixers(target.config, mixers, target.device)
 
 
 def _in_parts(
-    target: ProbedMixers, mixers: Mixers, lanes: Tensor, widths: list[int]
+    target: ProbedMixers,
+    mixers: Mixers,
+    lanes: Tensor,
+    widths: list[int],
+    *,
+    by_kernels: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """Run prompts of two rows in chunks of `widths` tokens.
 
@@ -138,9 +163,13 @@ def _in_parts(
         end = starts + width - 1
         dst = np.where(end > held, slots, 0)
         folds = StateFolds(rows, slots if start > 1 else 0 * slots, dst, held, end)
-        reads = LaneStates.build(
-            state, folds, starts, np.full(2, width, np.int32), {}, target.device
-        )
+        counts = np.full(2, width, np.int32)
+        reads: LaneStates | DeviceLanes
+        if by_kernels:
+            on_device = torch.full((2,), start, dtype=torch.int32, device=target.device)
+            reads = DeviceLanes.build(state, folds, SeqLens(on_device, starts, starts), counts)
+        else:
+            reads = LaneStates.build(state, folds, starts, counts, {}, target.device)
         batch, positions = probe_batch(target.device, [width] * 2, [start] * 2, earlier)
         tokens = lanes[:, start : start + width].reshape(-1)
         output = target.forward(tokens, positions, batch, states=reads)

@@ -23,6 +23,7 @@ from specpool.capacity.state_sizes import StateBytes
 from specpool.engine.attention import AttentionBatch
 from specpool.engine.attention.cudnn import without_cudnn
 from specpool.engine.models.decoder import _find_decoder, _isolate_configs, _no_model, _Standing
+from specpool.engine.models.device_lanes import DeviceLanes
 from specpool.engine.models.fused_layers import FusedLayers
 from specpool.engine.models.gate import (
     check_class,
@@ -295,7 +296,7 @@ class TargetModel:
         batch: AttentionBatch,
         logits_index: Tensor | None = None,
         *,
-        states: LaneStates | None = None,
+        states: LaneStates | DeviceLanes | None = None,
         wants_hidden: bool = True,
     ) -> TargetOutput:
         """Run one forward of a flattened, ragged batch.

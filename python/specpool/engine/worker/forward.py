@@ -14,12 +14,18 @@ from specpool._core import Plan
 from specpool.arrays import Int64
 from specpool.engine.attention import AttentionBatch, AttentionView, JoinedView, View
 from specpool.engine.attention.lanes import Lanes
+from specpool.engine.attention.seq_lens import SeqLens
 from specpool.engine.draft.base import DraftTree
 from specpool.engine.memory.kv_cache import KVCache
+from specpool.engine.models.device_lanes import DeviceLanes
 from specpool.engine.models.lane_states import LaneStates, StateFolds
 from specpool.engine.models.recurrent import RecurrentState
 from specpool.engine.models.target import TargetModel
 from specpool.engine.models.target_output import TargetOutput
+
+# Chains with more tokens go through the mixers' own forward, which takes them in chunks and not one
+# after the other, if the host knows all lengths.
+_MAX_SCANNED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,31 +126,35 @@ class Forward:
 
     def _states(
         self, state: RecurrentState, passes: Sequence[Pass], plans: Sequence[Plan]
-    ) -> LaneStates:
+    ) -> LaneStates | DeviceLanes:
         """Return what the lanes of all passes read of their states."""
-        paths: dict[int, Int64] = {}
+        trees: list[tuple[int, DraftTree]] = []  # the first lane of each
         first = 0
         for part in passes:
             lane = first
             for tree in part.trees:
                 if not tree.is_chain:
-                    paths |= enumerate(tree.paths(), lane)
+                    trees.append((lane, tree))
                 lane += len(tree.tokens)
             first += len(part.lanes.seq_lens)
-        lens = [part.lanes.seq_lens for part in passes]
-        assert all(part_lens.is_exact for part_lens in lens)
-        widths = [
-            np.broadcast_to(np.asarray(part.lanes.widths), len(part_lens))
-            for part, part_lens in zip(passes, lens, strict=True)
-        ]
-        return LaneStates.build(
-            state,
-            StateFolds.of_plans(plans),
-            np.concatenate([part_lens.hi for part_lens in lens]),
-            np.concatenate(widths),
-            paths,
-            self._cache.device,
+        lens = SeqLens.merge([part.lanes.seq_lens for part in passes])
+        widths = np.concatenate(
+            [
+                np.broadcast_to(np.asarray(part.lanes.widths, np.int32), len(part.lanes.seq_lens))
+                for part in passes
+            ]
         )
+        folds, mixers = StateFolds.of_plans(plans), self._target.mixers
+        assert mixers is not None
+        is_long = lens.is_exact and not trees and widths.max() > _MAX_SCANNED
+        if mixers.has_kernels and not is_long:
+            masks = [(lane, tree.mask) for lane, tree in trees]
+            return DeviceLanes.build(state, folds, lens, widths, masks)
+        assert lens.is_exact
+        paths: dict[int, Int64] = {}
+        for lane, tree in trees:
+            paths |= enumerate(tree.paths(), lane)
+        return LaneStates.build(state, folds, lens.hi, widths, paths, self._cache.device)
 
     def _batch(self, views: Mapping[int, View]) -> AttentionBatch:
         """Return the pages that each layer with attention reads and writes, by its group's view."""

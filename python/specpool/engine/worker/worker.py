@@ -82,10 +82,10 @@ class Worker:
                 max(shape.num_draft_tokens for shape in shapes),
                 device,
                 # On a CPU reading the lengths costs no wait, and exact lengths save masked reads.
-                # Mixers read lanes that the host groups by length.
+                # Mixers without kernels read lanes that the host groups by length.
                 needs_host_lengths=attention.needs_host_lengths
                 or not runs_kernels(device)
-                or state is not None,
+                or (target.mixers is not None and not target.mixers.has_kernels),
             ),
             forward=Forward(
                 target,
