@@ -69,7 +69,9 @@ def flags(case: Case) -> list[str]:
     if settings["drafter"]:
         drafting = {"method": settings["drafter"], "num_speculative_tokens": settings["drafts"]}
         shown.append(f"--speculative-config '{json.dumps(drafting)}'")
-    if settings["connector"]:
+    if "host_blocks" in (settings["connector"] or {}):
+        shown.append("--kv-transfer-config with OffloadingConnector")
+    elif settings["connector"]:
         shown.append("--kv-transfer-config with a connector that loads prefixes")
     return shown
 

@@ -13,12 +13,13 @@ import pytest
 from lab.engines.case import Case, Verb
 from lab.engines.command import printed_objects, tell
 from lab.engines.device import Finding
-from lab.engines.known import KNOWN, VICTIM, KnownFault, known_fault
+from lab.engines.known import ENDED, KNOWN, VICTIM, KnownFault, known_fault, ordered
 from lab.engines.releases import RELEASES, ROOT, fetch, release_path
 from lab.engines.report import write_report
 from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
 from lab.engines.sglang_cases import sglang_case
 from lab.engines.shrink import shrunk
+from lab.engines.vllm_cases import FAMILIES as VLLM_FAMILIES
 from lab.engines.vllm_cases import PLAIN, vllm_case
 from specpool.errors import ConfigError
 
@@ -32,7 +33,7 @@ FIRST_GOOD = {
 }
 
 
-@pytest.mark.parametrize("family", ["plain", "window", "connector", "failing"])
+@pytest.mark.parametrize("family", VLLM_FAMILIES)
 def test_a_seed_gives_one_case_that_a_file_keeps(family: str, tmp_path: Path) -> None:
     cases = [vllm_case(seed, family) for seed in range(40)]
     assert cases == [vllm_case(seed, family) for seed in range(40)]
@@ -40,7 +41,7 @@ def test_a_seed_gives_one_case_that_a_file_keeps(family: str, tmp_path: Path) ->
     assert all(PLAIN.keys() <= case.settings.keys() for case in cases)
     verbs = {verb.name for case in cases for verb in case.verbs}
     assert verbs == {"send", "abort", "pause", "resume"} | (
-        set() if family in ("connector", "failing") else {"reset"}
+        set() if family in ("connector", "failing", "host") else {"reset"}
     )
     cases[0].write(tmp_path / "case.json")
     assert Case.read(tmp_path / "case.json") == cases[0]
@@ -112,6 +113,27 @@ def test_a_known_fault_explains_its_law_in_its_releases_with_its_settings() -> N
     assert all(fault.thread and fault.laws for fault in KNOWN)
     reported = [fault.thread for fault in KNOWN if fault.thread.startswith("lab/")]
     assert reported and all((ROOT / thread / "report.md").is_file() for thread in reported)
+
+
+def test_an_alarm_that_stays_where_it_is_hides_no_other_one() -> None:
+    turn = {"length": 4, "most": 4, "session": 0}
+    verbs = tuple(Verb(at, "turn", {"number": at, **turn}) for at in (1, 9))
+    case = dataclasses.replace(sglang_case(1, "sessions"), verbs=verbs)
+    case = dataclasses.replace(
+        case, settings=case.settings | {"shape": [3, 1, 4], "overlaps": False}
+    )
+    place = "target KV read of a session's turn"
+    hole = Finding("content", place, f"1001 reads 1 of 9 slots wrongly{ENDED}")
+    other = Finding("content", place, "1001 reads 2 of 9 slots wrongly")
+    assert known_fault("sglang-0.5.23", case, hole) is not None
+    assert known_fault("sglang-0.5.23", case, other) is None  # no turn ended there
+    assert ordered("sglang-0.5.23", case, [hole, other]) == [other, hole]
+    assert ordered("sglang-0.5.24", case, [hole, other]) == [hole, other]
+    victim = Finding("cache truth", "turn", f"block 5 holds other KV{VICTIM}")
+    case = dataclasses.replace(
+        vllm_case(0, "plain"), settings=vllm_case(0, "plain").settings | {"policy": "priority"}
+    )
+    assert ordered("vllm-0.33.0", case, [victim, other]) == [victim, other]
 
 
 def test_a_report_has_the_law_the_events_and_a_script_that_stands_alone(tmp_path: Path) -> None:
