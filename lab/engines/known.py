@@ -27,6 +27,7 @@ ENDED = ", where a turn of a session ended"
 RETRACTED = ", where a turn of a session was retracted"
 #: Of a loop that is stuck.
 NEAR_POOL = ", and the first that waits leaves less than a page of the pool"
+BEHIND = ", and a turn waits behind it whose session holds slots and is closed when the turn ends"
 #: What silently wrong KV breaks, whoever looks first.
 WRONG_KV = ("cache truth", "content", "text")
 
@@ -102,6 +103,10 @@ def _switches(case: Case) -> bool:
     named = [verb.given for verb in case.verbs if verb.name == "turn"]
     adapters = {(turn["session"], turn.get("adapter", 0)) for turn in named}
     return len(adapters) > len({session for session, _ in adapters})
+
+
+def _has(case: Case, kind: str) -> bool:
+    return any(group["kind"] == kind for group in case.settings["groups"])
 
 
 def _loads_late(case: Case) -> bool:
@@ -210,11 +215,26 @@ KNOWN = (
         "0.14.0",
         "0.25.1",
         WRONG_KV,
-        lambda case: (
-            _drafts_late(case)
-            and any(group["kind"] == "window" for group in case.settings["groups"])
-        ),
+        lambda case: _drafts_late(case) and _has(case, "window"),
         "read: `remove_skipped_blocks` counts tokens in flight since 0.26.0",
+    ),
+    KnownFault(
+        "a group of states lengthens a hit by the block that a lookup with drafts drops",
+        "vllm",
+        "0.25.1",
+        "0.25.1",
+        ("content", "text"),
+        lambda case: _has(case, "states") and case.settings["drafter"] == "eagle",
+        "vLLM #43559, #46281",
+    ),
+    KnownFault(
+        "a chunk of prefill that ends inside a block leaves its state under the hash of the block",
+        "vllm",
+        "0.25.1",
+        "0.26.0",
+        ("cache truth", "states"),
+        lambda case: _has(case, "states") and case.settings["drafter"] == "eagle",
+        "vLLM #45477, #51113",
     ),
     KnownFault(
         "a turn that is refused, or comes with the first one, takes the mark of the one that runs",
@@ -266,6 +286,16 @@ KNOWN = (
         lambda case: case.settings["page"] > 1,
         "lab/reports/sglang-0.5.23-near-pool",
         says=NEAR_POOL,
+    ),
+    KnownFault(
+        "a request waits for slots of a session whose turn waits behind it",
+        "sglang",
+        "0.5.22",
+        "0.5.23",
+        ("progress",),
+        lambda case: _plays(case, "turn"),
+        "docs/sglang.md",
+        says=BEHIND,
     ),
     KnownFault(
         "a failed load leaves hashes of blocks that a sharing request computed from it",

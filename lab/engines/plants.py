@@ -19,7 +19,7 @@ FIRST = 4
 Plant = Callable[[Any], bool]
 
 
-def planted(kind: type, plant: Plant) -> None:
+def planted(kind: Any, plant: Plant) -> None:
     """Let every run of a class of loops try a plant each turn, until it is done."""
     turn = kind.turn
 
@@ -31,7 +31,7 @@ def planted(kind: type, plant: Plant) -> None:
     kind.turn = spoilt
 
 
-def _sglang() -> tuple[Case, type, dict[str, Plant]]:
+def _sglang() -> tuple[Case, Any, dict[str, Plant]]:
     import torch
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
@@ -126,7 +126,7 @@ def _sglang() -> tuple[Case, type, dict[str, Plant]]:
         Player,
         {
             "conservation": lose_page,
-            "conservation, rows": lose_row,
+            "conservation of rows": lose_row,
             "one owner": free_twice,
             "content": spoil_slot,
             "cache truth": spoil_cache,
@@ -141,9 +141,14 @@ def _sglang() -> tuple[Case, type, dict[str, Plant]]:
     )
 
 
-def _vllm() -> tuple[Case, type, dict[str, Plant]]:
+def _vllm() -> tuple[Case, Any, dict[str, Plant]]:
     from lab.engines.vllm_cases import PLAIN
     from lab.engines.vllm_loop import VllmLoop
+
+    def spoil_state(loop: Any) -> bool:
+        if running(loop) is not None:
+            loop.worker.states.memory.keys[:] = 5
+        return running(loop) is not None
 
     def running(loop: Any) -> Any:
         return loop.scheduler.running[0] if loop.scheduler.running else None
@@ -151,12 +156,15 @@ def _vllm() -> tuple[Case, type, dict[str, Plant]]:
     def own_blocks(loop: Any) -> list[int]:
         return list(loop._rows()[running(loop).request_id][0])
 
+    def free_blocks(loop: Any) -> list[Any]:
+        return list(loop.pool.free_block_queue.get_all_free_blocks())
+
     def lose_block(loop: Any) -> bool:
         loop.pool.free_block_queue.popleft()
         return True
 
     def free_twice(loop: Any) -> bool:
-        loop.pool.free_blocks([loop.pool.free_block_queue.get_all_free_blocks()[-1]])
+        loop.pool.free_blocks([free_blocks(loop)[-1]])
         return True
 
     def spoil_slot(loop: Any) -> bool:
@@ -165,14 +173,14 @@ def _vllm() -> tuple[Case, type, dict[str, Plant]]:
         return running(loop) is not None
 
     def spoil_cache(loop: Any) -> bool:
-        free = loop.pool.free_block_queue.get_all_free_blocks()
-        cached = [block.block_id for block in free if block.block_hash is not None]
-        loop.worker.target.keys[cached[:1]] = 5
+        cached = [block.block_id for block in free_blocks(loop) if block.block_hash is not None]
+        for memory in (loop.worker.target, loop.worker.states.memory):
+            memory.keys[cached] = 5
         return bool(cached)
 
     def forget_block(loop: Any) -> bool:
         if running(loop) is not None:
-            (manager,) = loop.manager.coordinator.single_type_managers
+            manager = loop.manager.coordinator.single_type_managers[0]
             manager.req_to_blocks[running(loop).request_id].pop()
         return running(loop) is not None
 
@@ -209,7 +217,8 @@ def _vllm() -> tuple[Case, type, dict[str, Plant]]:
         loop.scheduler.schedule = schedule
         return True
 
-    settings = PLAIN | {"groups": [{"kind": "full", "block": 4}], "connector": None}
+    groups = [{"kind": kind, "block": 4} for kind in ("full", "states")]
+    settings = PLAIN | {"groups": groups, "connector": None}
     verbs = [
         Verb(at, "send", {"number": at, "stem": 0, "shared": 20, "length": 30, "most": 20})
         for at in (1, 2, 8, 40)
@@ -222,6 +231,7 @@ def _vllm() -> tuple[Case, type, dict[str, Plant]]:
             "one owner": free_twice,
             "content": spoil_slot,
             "cache truth": spoil_cache,
+            "states": spoil_state,
             "rows": forget_block,
             "lengths": take_placeholder,
             "text": say_less,

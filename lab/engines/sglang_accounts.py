@@ -84,9 +84,9 @@ class SglangAccounts:
 
     def _pages_of(self, slots: torch.Tensor) -> list[int]:
         """The pages of slots, each once; with pages of one slot, as often as they are named."""
-        if self.page_size == 1:
-            return slots.tolist()
-        return torch.unique(slots // self.page_size).tolist()
+        named = slots if self.page_size == 1 else torch.unique(slots // self.page_size)
+        pages: list[int] = named.tolist()
+        return pages
 
     def _taken(self, slots: Any, need_size: int) -> None:
         self._admitted(slots, need_size)
@@ -115,13 +115,13 @@ class SglangAccounts:
 
     def _grown(self, slots: torch.Tensor, counts: list[int], last: list[int]) -> None:
         """Rows grow behind their last slots, in whose pages there may be room."""
-        for count, before, part in zip(counts, last, slots.split(counts), strict=True):
-            pages = self._pages_of(part) if count else []
+        begin = 0
+        for count, before in zip(counts, last, strict=True):
+            pages = self._pages_of(slots[begin : begin + count])
+            begin += count
             has_room = (before + 1) % self.page_size
-            self.pages.take(page for page in pages if not (has_room and page == self._page(before)))
-
-    def _page(self, slot: int) -> int:
-        return slot // self.page_size
+            open_page = before // self.page_size if has_room else -1
+            self.pages.take(page for page in pages if page != open_page)
 
     def _freed(self, slots: torch.Tensor) -> None:
         self.pages.give_back(self._pages_of(slots))

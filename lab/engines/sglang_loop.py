@@ -38,7 +38,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from lab.engines.case import Case
 from lab.engines.content import STOP, VOCABULARY, Text, tokens_of
 from lab.engines.device import Finding
-from lab.engines.known import ENDED, NEAR_POOL, RETRACTED, UNCLOSED
+from lab.engines.known import BEHIND, ENDED, NEAR_POOL, RETRACTED, UNCLOSED
 from lab.engines.laws import LAWS
 from lab.engines.sglang_accounts import SglangAccounts
 
@@ -92,7 +92,7 @@ def _run(case: Case) -> list[Finding]:
         if PACKAGE not in last.filename:
             where = "the loop"
         if str(error).startswith(sglang_loop.STUCK):
-            note = NEAR_POOL if player is not None and player.is_near_pool() else ""
+            note = player.stuck_note() if player is not None else ""
             findings.append(Finding("progress", "turn", str(error) + note))
         else:
             text = "".join(traceback.format_tb(error.__traceback__)[-2:])
@@ -269,11 +269,22 @@ class Player:
         sessions = self.loop.session_controller.sessions.items()
         return any(closed.close_on_finish and name not in busy for name, closed in sessions)
 
-    def is_near_pool(self) -> bool:
-        """Whether the first that waits leaves no page of the pool, in a session no two."""
+    def stuck_note(self) -> str:
+        """What is known of the first that waits.
+
+        It may leave no page of the pool, in a session no two, or wait for slots of a session that
+        cannot be closed.
+        """
         req, page = self.loop.waiting_queue[0], self.case.settings["page"]
         left = self.case.settings["num_tokens"] - len(req.origin_input_ids) - len(req.output_ids)
-        return bool(left < 2 * page if req.rid in self.turns else left <= page)
+        if left < 2 * page if req.rid in self.turns else left <= page:
+            return NEAR_POOL
+        held = self.loop.tree_cache.session.slots
+        sessions = self.loop.session_controller.sessions
+        waiting = [turn.rid for turn in self.loop.waiting_queue[1:]]
+        behind = [f"s{self.turns[name]}" for name in waiting if name in self.turns]
+        is_held = any(name in held and sessions[name].close_on_finish for name in behind)
+        return BEHIND if is_held else ""
 
     def _end(self, name: str, req: Any) -> None:
         del self.running[name]

@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -77,15 +78,19 @@ def make_scheduler(settings: Mapping[str, Any]) -> Any:
     config = _config(settings)
     sizes = [group["block"] for group in settings["groups"]]
     block_size = math.lcm(*sizes)
-    if len(sizes) == 1:
-        config.cache_config.block_size = block_size  # as vLLM has it, and its connectors read it
+    kinds = [group["kind"] for group in settings["groups"]]
+    if len(kinds) == 1 or "states" in kinds:
+        config.cache_config.block_size = block_size  # as vLLM has it, and others read it
+    if "states" in kinds:
+        config.cache_config.mamba_cache_mode = "align"
+        config.cache_config.mamba_block_size = block_size
     num_blocks = least_blocks(settings) + settings["spare"]
     config.cache_config.num_gpu_blocks = num_blocks
     cache = KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=_tensors(settings, num_blocks),
         kv_cache_groups=[
-            KVCacheGroupSpec([f"layer{at}"], _spec(group))
+            KVCacheGroupSpec([f"layer{at}"], _spec(group, settings["drafts"]))
             for at, group in enumerate(settings["groups"])
         ],
     )
@@ -171,7 +176,7 @@ def _tensors(settings: Mapping[str, Any], num_blocks: int) -> list[Any]:
     return [KVCacheTensor(**known_fields(KVCacheTensor, **sizes, **strides))]
 
 
-def _spec(group: Mapping[str, Any]) -> Any:
+def _spec(group: Mapping[str, Any], drafts: int) -> Any:
     sizes: dict[str, Any] = {
         "block_size": group["block"],
         "num_kv_heads": 1,
@@ -180,6 +185,12 @@ def _spec(group: Mapping[str, Any]) -> Any:
     }
     if group["kind"] == "window":
         return SlidingWindowSpec(**sizes, sliding_window=group["window"])
+    if group["kind"] == "states":
+        recurrent = {"shapes": ((1,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+        return MambaSpec(
+            block_size=group["block"],
+            **known_fields(MambaSpec, num_speculative_blocks=drafts, **recurrent),
+        )
     return FullAttentionSpec(**sizes)
 
 

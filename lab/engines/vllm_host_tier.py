@@ -1,9 +1,9 @@
 """`HostTier`: what the workers of vLLM's own `OffloadingConnector` do, over a `LateDevice`.
 
 vLLM's connector decides what is stored and loaded, and its own manager where in the host's memory.
-A store starts a step after it is asked for, waits for the steps that were launched before, and reads
-its blocks when it ends, turns later; a step that is told to flush it waits for it. A load waits for
-launched steps too, and arrives turns later.
+A store starts a step after it is asked for, waits for the steps that were launched before, and
+reads its blocks when it ends, turns later; a step that is told to flush it waits for it. A load
+waits for launched steps too, and arrives turns later.
 """
 
 from __future__ import annotations
@@ -120,5 +120,4 @@ def _transfer(job: int, entry: Any, is_store: bool) -> Transfer:
     pair = getattr(entry, "transfer_spec", None)
     source, target = pair if pair is not None else (entry.src_spec, entry.dst_spec)
     host, device = (target, source) if is_store else (source, target)
-    sides = [[int(block) for block in side.block_ids] for side in (host, device)]
-    return Transfer(job, entry.req_id, is_store, *sides)
+    return Transfer(job, entry.req_id, is_store, host.block_ids.tolist(), device.block_ids.tolist())

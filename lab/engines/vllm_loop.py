@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -25,7 +26,8 @@ from lab.engines.known import FAILED_LOAD, VICTIM
 from lab.engines.laws import LAWS, CachedEntry, EngineView, Lengths, RequestView
 from lab.engines.vllm_connector import LateConnector
 from lab.engines.vllm_engine import PauseState, make_output, make_request, make_scheduler
-from lab.engines.vllm_worker import Lane, Worker, group_keys
+from lab.engines.vllm_rows import Lane
+from lab.engines.vllm_worker import Worker, group_keys
 
 if TYPE_CHECKING:
     from lab.engines.vllm_host_tier import HostTier
@@ -378,6 +380,9 @@ class VllmLoop:
             if self.worker.recomputes and self.accounts.holders[block.block_id]:
                 continue  # its holder may have to compute it again
             (text, end), size = found, self.settings["groups"][group]["block"]
+            if self.settings["groups"][group]["kind"] == "states":
+                yield self._state_entry(block.block_id, text, end)
+                continue
             begin = (end - 1) // size * size  # the tail of a prompt may end inside a block
             held = self.worker.target.keys[block.block_id, : end - begin]
             note = self.device.note([block.block_id])
@@ -394,6 +399,13 @@ class VllmLoop:
                 keys = text.draft_keys(begin, end - 1)
                 yield CachedEntry(f"{end} tokens of drafts", block.block_id, held, keys, note)
 
+    def _state_entry(self, block: int, text: Text, end: int) -> CachedEntry:
+        """The entry of a state, which is of all tokens up to its end."""
+        assert self.worker.states is not None
+        held, note = self.worker.states.memory.keys[block], self.device.note([block])
+        promised = np.array([text.state_key(end)], np.int64)
+        return CachedEntry(f"the state of {end} tokens", block, held, promised, note)
+
     def _rest(self) -> None:
         self._look("rest")
         for name, request in self.requests.items():
@@ -402,7 +414,8 @@ class VllmLoop:
 
     def _hit_twice(self) -> None:
         """The law of usefulness: the same prompt twice, alone in the engine, must hit."""
-        length = self.settings["most_len"] - 4
+        # Not of whole blocks: of those vLLM keeps no recurrent state that a prompt of them can use.
+        length = self.settings["most_len"] - 5
         blocks = [-(-length // group["block"]) + 1 for group in self.settings["groups"]]
         longest = max(group["block"] for group in self.settings["groups"])
         # In a smaller pool the first prompt's own blocks are reused before it ends.

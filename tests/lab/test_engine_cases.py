@@ -15,7 +15,7 @@ from lab.engines.command import printed_objects, tell
 from lab.engines.device import Finding
 from lab.engines.known import ENDED, KNOWN, VICTIM, KnownFault, known_fault, ordered
 from lab.engines.releases import RELEASES, ROOT, fetch, release_path
-from lab.engines.report import write_report
+from lab.engines.report import LAW_TEXTS, write_report
 from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
 from lab.engines.sglang_cases import sglang_case
 from lab.engines.shrink import shrunk
@@ -30,6 +30,8 @@ FIRST_GOOD = {
     "vllm-0.21.0-lengths-turn": "vllm-0.22.0",
     "vllm-0.22.1-usefulness-same-prompt-twice": "vllm-0.23.0",
     "vllm-0.23.0-order-late-write": "vllm-0.24.0",
+    "vllm-0.25.1-content-target-kv-read": "vllm-0.26.0",
+    "vllm-0.26.0-cache-truth-turn": "vllm-0.27.0",
 }
 
 
@@ -176,6 +178,47 @@ def test_errors_of_a_release_do_not_stop_a_hunt(tmp_path: Path) -> None:
         list(printed_objects([sys.executable, "-c", shout.format("{}", 1)], tmp_path, "it"))
 
 
+#: The newest releases that are unpacked by `make lab-engines`.
+NEWEST = {"vllm": "vllm-0.33.0", "sglang": "sglang-0.5.23"}
+#: Laws of which a fault of an engine is planted elsewhere.
+PLANTED_ELSEWHERE = {"order"}  # test_engine_laws, and the replays of two published faults
+
+
+def law_table() -> dict[str, dict[str, str]]:
+    """The table of laws in docs/lab.md: for each engine, the cell of each law."""
+    text = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
+    lines = text.partition("<!-- laws -->")[2].partition("<!-- end -->")[0].strip().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return {
+        "vllm": {law: cell for law, _, cell, _ in rows},
+        "sglang": {law: cell for law, _, _, cell in rows},
+    }
+
+
+def test_the_table_of_laws_names_every_law_and_the_file_that_checks_it() -> None:
+    for cells in law_table().values():
+        assert cells.keys() == LAW_TEXTS.keys()
+        for law, cell in cells.items():
+            if cell.startswith("no: "):
+                continue
+            text = (ROOT / "lab" / "engines" / cell.strip("`")).read_text(encoding="utf-8")
+            assert f'"{law}"' in text, f"{law} is not in {cell}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", NEWEST)
+def test_each_law_of_the_table_finds_the_fault_planted_into_a_running_engine(engine: str) -> None:
+    release = NEWEST[engine]
+    if not (RELEASES / release).exists():
+        pytest.skip(f"{release} is not unpacked: make lab-engines")
+    found = {told["plant"]: told["laws"] for told in tell(release, {}, "lab.engines.plants")}
+    assert found.pop("") == []
+    checked = {law for law, cell in law_table()[engine].items() if not cell.startswith("no: ")}
+    planted = {name.partition(" of ")[0]: laws for name, laws in found.items()}
+    assert planted.keys() == checked - PLANTED_ELSEWHERE
+    assert not {name: laws for name, laws in planted.items() if name not in laws}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("fault", [fault for fault in KNOWN if fault.thread.startswith("lab/")])
 def test_a_fault_that_was_found_here_is_in_its_last_release_and_is_known(fault: KnownFault) -> None:
@@ -199,5 +242,5 @@ def test_a_published_fault_is_in_its_last_bad_release_and_not_in_its_first_good_
             pytest.skip(f"{release} is not unpacked: make lab-engines")
     found = list(tell(bad, {"replay": str(case)}))
     law = found[0]["alarm"]
-    assert name == f"{bad}-{law['law']}-{law['where']}".replace(" ", "-")
+    assert name == f"{bad}-{law['law']}-{law['where']}".replace(" ", "-").lower()
     assert list(tell(FIRST_GOOD[name], {"replay": str(case)})) == []
