@@ -202,20 +202,23 @@ class Player:
 
         def add(req: Any, is_retracted: bool = False) -> None:
             if is_retracted and req.rid in self.turns:
-                text = self.loop.model_worker.texts[req.rid]
-                self._leave_hole(text, len(req.origin_input_ids) + len(req.output_ids), RETRACTED)
+                self._note_retraction(req)
             queue(req, is_retracted)
 
         self.loop._add_request_to_queue = add
+
+    def _note_retraction(self, req: Any) -> None:
+        text = self.loop.model_worker.texts[req.rid]
+        self._leave_hole(text, len(req.origin_input_ids) + len(req.output_ids), RETRACTED)
 
     def _leave_hole(self, text: Text, length: int, note: str) -> None:
         self.holes[int(text.keys(length - 1, length)[0])] = note
 
     def hole_note(self, text: Text, positions: list[int]) -> str:
-        """What is known of these positions of a text, if it is the same of each; else nothing."""
+        """What is known of these positions of a text, if something is of each; else nothing."""
         keys = [int(text.keys(position, position + 1)[0]) for position in positions]
         notes = {self.holes.get(key, "") for key in keys}
-        return notes.pop() if len(notes) == 1 else ""
+        return "" if "" in notes else max(notes)  # a retraction is the rarer one
 
     # What the loop calls.
 
@@ -364,6 +367,9 @@ class Player:
         if not self.resumes:
             self.loop.pause_generation(PauseGenerationReqInput(mode=mode))
             self.resumes = self.tick + 1 + turns
+            if mode == "retract":  # past the queue's own entry
+                for name in self.running.keys() & self.turns.keys():
+                    self._note_retraction(self.running[name])
 
     def play_flush(self) -> None:
         """The caches are emptied, if the engine thinks that it is idle."""
