@@ -69,7 +69,7 @@ engine-releases: engines ## fetch the releases of SGLang and vLLM (1 GB), and wr
 	$(BIN)/python tests/kits/figure_tables.py --write
 
 # The releases in which published faults were last bad and first good, and today's.
-RELEASES ?= vllm-0.14.1 vllm-0.16.0 vllm-0.21.0 vllm-0.22.0 vllm-0.22.1 vllm-0.23.0 vllm-0.24.0 vllm-0.25.1 vllm-0.26.0 \
+RELEASES ?= vllm-0.14.1 vllm-0.16.0 vllm-0.21.0 vllm-0.22.0 vllm-0.22.1 vllm-0.23.0 vllm-0.24.0 vllm-0.25.1 vllm-0.26.0 vllm-0.27.0 \
 	vllm-0.33.0 sglang-0.5.23
 lab-engines: engines ## unpack releases of engines side by side, for `python -m lab engines` (RELEASES="vllm-0.33.0 ...")
 	$(BIN)/python -m lab.engines.releases $(RELEASES)

@@ -25,8 +25,16 @@ from specpool.errors import ConfigError
 PACKAGES = ROOT / ".engines"
 
 
-def tell(release: str, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run a job in a process that has the release on its path; yield what it tells."""
+def tell(
+    release: str, job: dict[str, Any], module: str = "lab.engines.server"
+) -> Iterator[dict[str, Any]]:
+    """Run a job in a process that has the release on its path; yield what it tells.
+
+    Args:
+        release: such as vllm-0.33.0.
+        job: what `module` is to do.
+        module: what runs, with the release and the job as its arguments.
+    """
     engine, _, version = release.partition("-")
     with tempfile.TemporaryDirectory() as folder:
         path = [release_path(release), Path(folder), PACKAGES / engine, ROOT]
@@ -41,7 +49,7 @@ def tell(release: str, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             from lab.engines.vllm_home import write_home
 
             write_home(Path(folder), version)
-        server = [sys.executable, "-m", "lab.engines.server", release, json.dumps(job)]
+        server = [sys.executable, "-m", module, release, json.dumps(job)]
         yield from printed_objects(server, Path(folder), release, settings)
 
 

@@ -1,7 +1,9 @@
 """Faults of engines that are published or open, by release, so that they are told from new ones.
 
 An alarm is known if its law is the fault's and the case has what the fault needs. It is counted,
-and no more. Each has a thread of the engine, or what was read in the release that mends it.
+and no more. Each has a thread of the engine, or what was read in the release that mends it. A case
+counts as known by its first alarm, behind which others may follow from it; the alarms of a fault
+that `stays` where it is are looked past.
 """
 
 from __future__ import annotations
@@ -19,6 +21,13 @@ VICTIM = ", and whose request was taken out of the step that was to write it"
 FAILED_LOAD = ", and which holds what came of a failed load"
 #: What a loop notes where a closed session waits for a turn that is gone.
 UNCLOSED = ", and a closed session waits for a turn that is gone"
+#: Of slots of which each is that of the last token of a session's turn, which ended or was
+#: retracted: the session counts it as written.
+ENDED = ", where a turn of a session ended"
+RETRACTED = ", where a turn of a session was retracted"
+#: Of a loop that is stuck.
+NEAR_POOL = ", and the first that waits leaves less than a page of the pool"
+BEHIND = ", and a turn waits behind it whose session holds slots and is closed when the turn ends"
 #: What silently wrong KV breaks, whoever looks first.
 WRONG_KV = ("cache truth", "content", "text")
 
@@ -36,6 +45,7 @@ class KnownFault:
     thread: str
     where: str = ""  # what the place of the alarm says
     says: str = ""  # and its text
+    stays: bool = False  # nothing else breaks by it
 
     def explains(self, release: str, case: Case, finding: Finding) -> bool:
         """Return whether an alarm of a release may be this fault."""
@@ -50,6 +60,16 @@ class KnownFault:
 def known_fault(release: str, case: Case, finding: Finding) -> KnownFault | None:
     """Return the known fault that explains an alarm."""
     return next((fault for fault in KNOWN if fault.explains(release, case, finding)), None)
+
+
+def ordered(release: str, case: Case, findings: list[Finding]) -> list[Finding]:
+    """Return findings with those of faults that stay where they are behind the others."""
+
+    def stays(finding: Finding) -> bool:
+        fault = known_fault(release, case, finding)
+        return fault is not None and fault.stays
+
+    return sorted(findings, key=stays)
 
 
 def _parts(version: str) -> tuple[int, ...]:
@@ -83,6 +103,10 @@ def _switches(case: Case) -> bool:
     named = [verb.given for verb in case.verbs if verb.name == "turn"]
     adapters = {(turn["session"], turn.get("adapter", 0)) for turn in named}
     return len(adapters) > len({session for session, _ in adapters})
+
+
+def _has(case: Case, kind: str) -> bool:
+    return any(group["kind"] == kind for group in case.settings["groups"])
 
 
 def _loads_late(case: Case) -> bool:
@@ -151,6 +175,19 @@ KNOWN = (
         lambda case: bool(case.settings["shape"]) and _plays(case, "turn", 2),
         "docs/sglang.md",
         "of a session's turn",
+        ENDED,
+        stays=True,
+    ),
+    KnownFault(
+        "a turn that is retracted keeps the KV of a rejected draft, as if it had ended",
+        "sglang",
+        "0.5.22",
+        "0.5.23",
+        ("content", "cache truth"),
+        lambda case: bool(case.settings["shape"]) and _plays(case, "turn"),
+        "SGLang #40252 (open)",
+        says=RETRACTED,
+        stays=True,
     ),
     KnownFault(
         "a victim of the priority policy that was scheduled in the same step leaves hashes of "
@@ -178,11 +215,26 @@ KNOWN = (
         "0.14.0",
         "0.25.1",
         WRONG_KV,
-        lambda case: (
-            _drafts_late(case)
-            and any(group["kind"] == "window" for group in case.settings["groups"])
-        ),
+        lambda case: _drafts_late(case) and _has(case, "window"),
         "read: `remove_skipped_blocks` counts tokens in flight since 0.26.0",
+    ),
+    KnownFault(
+        "a group of states lengthens a hit by the block that a lookup with drafts drops",
+        "vllm",
+        "0.25.1",
+        "0.25.1",
+        ("content", "text"),
+        lambda case: _has(case, "states") and case.settings["drafter"] == "eagle",
+        "vLLM #43559, #46281",
+    ),
+    KnownFault(
+        "a chunk of prefill that ends inside a block leaves its state under the hash of the block",
+        "vllm",
+        "0.25.1",
+        "0.26.0",
+        ("cache truth", "states"),
+        lambda case: _has(case, "states") and case.settings["drafter"] == "eagle",
+        "vLLM #45477, #51113",
     ),
     KnownFault(
         "a turn that is refused, or comes with the first one, takes the mark of the one that runs",
@@ -198,12 +250,13 @@ KNOWN = (
         "sglang",
         "0.5.22",
         "0.5.23",
-        ("content",),
+        ("content", "cache truth"),
         lambda case: (
             bool(case.settings["shape"]) and _plays(case, "turn", 2) and _plays(case, "abort")
         ),
         "lab/reports/sglang-0.5.23-content-draft-kv-read-of-a-plain-request",
-        "KV read of a plain request",
+        says=ENDED,
+        stays=True,
     ),
     KnownFault(
         "a turn with another adapter runs on the KV of its session, and publishes it when aborted",
@@ -223,6 +276,26 @@ KNOWN = (
         lambda case: _plays(case, "turn"),
         "lab/reports/sglang-0.5.23-session-retracted",
         says=UNCLOSED,
+    ),
+    KnownFault(
+        "a prompt that the entry accepts leaves less than a page of the pool, and waits for ever",
+        "sglang",
+        "0.5.22",
+        "0.5.23",
+        ("progress",),
+        lambda case: case.settings["page"] > 1,
+        "lab/reports/sglang-0.5.23-near-pool",
+        says=NEAR_POOL,
+    ),
+    KnownFault(
+        "a request waits for slots of a session whose turn waits behind it",
+        "sglang",
+        "0.5.22",
+        "0.5.23",
+        ("progress",),
+        lambda case: _plays(case, "turn"),
+        "docs/sglang.md",
+        says=BEHIND,
     ),
     KnownFault(
         "a failed load leaves hashes of blocks that a sharing request computed from it",

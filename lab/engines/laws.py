@@ -31,6 +31,16 @@ class Lengths:
 
 
 @dataclasses.dataclass(frozen=True)
+class Extent:
+    """Tokens of a row by the engine's own numbers, each an end counted from the row's begin."""
+
+    shared: int  # slots that the cache owns
+    committed: int
+    allocated: int
+    width: int
+
+
+@dataclasses.dataclass(frozen=True)
 class CachedEntry:
     """An entry of a cache: the block that it names, what that holds, and what the key promises."""
 
@@ -70,7 +80,9 @@ class EngineView:
     mirrored: Mapping[str, Sequence[Sequence[int]]] = dataclasses.field(default_factory=dict)
     others: Counter[int] = dataclasses.field(default_factory=Counter)
     entries: Sequence[CachedEntry] | None = None
-    locked: int = 0  # locks of a tree
+    extents: Mapping[str, Extent] = dataclasses.field(default_factory=dict)
+    #: For each node of a tree, the locks that it counts, and those of holders that live.
+    locks: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     num_waiting: int = 0
     idle_turns: int = 0
 
@@ -134,7 +146,7 @@ class Rows(Law):
 
 
 class LengthsLaw(Law):
-    """L6: what is computed is known or in flight; placeholders are not negative."""
+    """L6: what is computed is known or in flight, and lies in its row; nothing is negative."""
 
     name = "lengths"
 
@@ -148,6 +160,10 @@ class LengthsLaw(Law):
                     f"{name} has {lengths.computed} tokens computed of {lengths.known} known "
                     "ones, and nothing is in flight"
                 )
+        for name, extent in view.extents.items():
+            ends = (0, extent.shared, extent.committed, extent.allocated, extent.width)
+            if list(ends) != sorted(ends):
+                yield f"{name} has {extent}: an end is behind the next one"
 
 
 class CacheTruth(Law):
@@ -200,14 +216,21 @@ class Progress(Law):
 
 
 class Locks(Law):
-    """L8: nothing is locked when no request is left."""
+    """L8: a node of a tree has the locks of those who live; none when nobody is left."""
 
     name = "locks"
 
+    def at_turn(self, view: EngineView) -> Iterator[str]:
+        """Compare the locks with those who hold them."""
+        for name, (counted, living) in view.locks.items():
+            if counted != living:
+                yield f"{name} counts {counted} locks, and {living} are held"
+
     def at_rest(self, view: EngineView) -> Iterator[str]:
         """Count the locks."""
-        if view.locked:
-            yield f"no request is left, and {view.locked} locks are held"
+        locked = {name: counted for name, (counted, _) in view.locks.items() if counted}
+        if locked:
+            yield f"no request is left, and these have locks: {locked}"
 
 
 LAWS: tuple[Law, ...] = (

@@ -20,13 +20,16 @@ from lab.engines.vllm_home import least_blocks
 _SCRIPT = Path(__file__).with_name("vllm_script.py")
 #: Verbs that the script plays.
 _SCRIPTED = {"send", "abort", "reset"}
-_LAWS = {
+#: What each law says.
+LAW_TEXTS = {
     "conservation": "every block is free or held, and all come back",
     "one owner": "a block that is handed out is held by nobody, and only holders free it",
     "content": "a position of a text reads the KV of that text up to there",
     "cache truth": "a cached entry holds the content that its key names",
     "rows": "a block has as many holders as rows name it",
     "lengths": "what is computed is known or in flight, and lies in the request's row",
+    "states": "a step goes on from the recurrent state of exactly the tokens before it",
+    "admission": "what is admitted can be allocated",
     "text": "every request says what it would say alone",
     "progress": "if something waits and fits, something runs",
     "locks": "nothing is locked when no request is left",
@@ -44,6 +47,7 @@ def write_report(out: Path, release: str, case: Case, finding: Finding) -> Path:
     case.write(folder / "case.json")
     has_script = case.engine == "vllm" and not case.settings["connector"]
     has_script &= {verb.name for verb in case.verbs} <= _SCRIPTED
+    has_script &= all(group["kind"] != "states" for group in case.settings.get("groups", ()))
     if has_script:
         (folder / "replay.py").write_text(_script(case, finding), encoding="utf-8")
     (folder / "report.md").write_text(_page(release, case, finding, has_script), encoding="utf-8")
@@ -69,7 +73,9 @@ def flags(case: Case) -> list[str]:
     if settings["drafter"]:
         drafting = {"method": settings["drafter"], "num_speculative_tokens": settings["drafts"]}
         shown.append(f"--speculative-config '{json.dumps(drafting)}'")
-    if settings["connector"]:
+    if "host_blocks" in (settings["connector"] or {}):
+        shown.append("--kv-transfer-config with OffloadingConnector")
+    elif settings["connector"]:
         shown.append("--kv-transfer-config with a connector that loads prefixes")
     return shown
 
@@ -108,11 +114,11 @@ def _page(release: str, case: Case, finding: Finding, has_script: bool) -> str:
     script = (
         "`replay.py` plays the same events on the engine's own scheduler with a fake worker."
         if has_script
-        else "There is no script: it plays neither every verb nor SGLang."
+        else "There is no script: it plays neither every verb nor states nor SGLang."
     )
     return f"""# {engine} {version}: {finding.law}, at {finding.where}
 
-**Law:** {_LAWS[finding.law]}.
+**Law:** {LAW_TEXTS[finding.law]}.
 
 **Seen:** {finding.text.replace(f"{ROOT}/", "")}
 
@@ -136,6 +142,6 @@ stand-ins. Whether a newer release has it, and which threads are about it, is fo
 def _script(case: Case, finding: Finding) -> str:
     data = dataclasses.asdict(case)
     data["num_blocks"] = least_blocks(case.settings) + case.settings["spare"]
-    data["twice"] = case.settings["most_len"] - 4 if finding.law == "usefulness" else 0
+    data["twice"] = case.settings["most_len"] - 5 if finding.law == "usefulness" else 0
     text = _SCRIPT.read_text(encoding="utf-8")
     return text.replace('json.loads("""{}""")', f'json.loads("""{json.dumps(data)}""")')

@@ -20,7 +20,7 @@ from typing import Any
 from lab.engines import shim
 from lab.engines.case import Case
 from lab.engines.device import Finding
-from lab.engines.known import KnownFault, known_fault
+from lab.engines.known import KnownFault, known_fault, ordered
 from lab.engines.shrink import shrunk
 
 #: Seconds after which a case hangs.
@@ -58,8 +58,8 @@ def load(engine: str) -> Engine:
     raise ValueError(f"engine must be vllm or sglang, got {engine!r}")
 
 
-def guarded(run: Callable[[Case], list[Finding]]) -> Callable[[Case], list[Finding]]:
-    """Return `run` with a finding where a case hangs."""
+def guarded(release: str, run: Callable[[Case], list[Finding]]) -> Callable[[Case], list[Finding]]:
+    """Return `run` with a finding where a case hangs, and the finding that counts in front."""
 
     def stop(*_: Any) -> None:
         raise HangError
@@ -68,7 +68,7 @@ def guarded(run: Callable[[Case], list[Finding]]) -> Callable[[Case], list[Findi
         signal.signal(signal.SIGALRM, stop)
         signal.alarm(CASE_SECONDS)
         try:
-            return run(case)
+            return ordered(release, case, run(case))
         except HangError:
             return [Finding("progress", "hang", f"the case runs for {CASE_SECONDS} s")]
         finally:
@@ -79,7 +79,7 @@ def guarded(run: Callable[[Case], list[Finding]]) -> Callable[[Case], list[Findi
 
 def hunt(release: str, job: dict[str, Any], engine: Engine) -> Iterator[dict[str, Any]]:
     """Run seeds for some seconds; yield an object for each alarm, then one with the counts."""
-    run, jobs = guarded(engine.run), job["jobs"]
+    run, jobs = guarded(release, engine.run), job["jobs"]
     pipes = []
     for worker in range(jobs):
         here, there = os.pipe()
@@ -140,7 +140,7 @@ def main() -> None:
     engine = load(release.partition("-")[0])
     if "replay" in job:
         case = Case.read(Path(job["replay"]))
-        for finding in guarded(engine.run)(case):
+        for finding in guarded(release, engine.run)(case):
             print(json.dumps({"alarm": dataclasses.asdict(finding), "seed": case.seed}))
         return
     first: dict[tuple[str, str], int] = {}
@@ -149,7 +149,7 @@ def main() -> None:
             first.setdefault((told["alarm"]["law"], told["alarm"]["where"]), told["seed"])
         print(json.dumps(told), flush=True)
     for (law, where), seed in sorted(first.items()):
-        case, run = engine.generate(seed, job["family"]), guarded(engine.run)
+        case, run = engine.generate(seed, job["family"]), guarded(release, engine.run)
         findings = run(case)
         if not findings or (findings[0].law, findings[0].where) != (law, where):
             print(json.dumps({"unsteady": [law, where], "seed": seed}), flush=True)

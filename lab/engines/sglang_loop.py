@@ -1,8 +1,8 @@
 """`run_sglang`: SGLang's scheduler over the device of `tests/embed`, driven by a case.
 
 The loop, the device and the fake models are those that the tests of the plug-in run; here they play
-verbs. Content is checked at every read. Sums are SGLang's own, when it is idle and at the end:
-there is no own accounting of its pools yet.
+verbs. Content is checked at every read; pages, rows and the tree between turns by `SglangAccounts`;
+SGLang's own sums when it is idle and at the end.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.utils import validate_input_length
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from lab.engines.case import Case
 from lab.engines.content import STOP, VOCABULARY, Text, tokens_of
 from lab.engines.device import Finding
-from lab.engines.known import UNCLOSED
+from lab.engines.known import BEHIND, ENDED, NEAR_POOL, RETRACTED, UNCLOSED
+from lab.engines.laws import LAWS
+from lab.engines.sglang_accounts import SglangAccounts
 
 #: Turns after which a case that still runs is endless.
 MOST_TURNS = 3000
@@ -81,6 +84,7 @@ def _run(case: Case) -> list[Finding]:
         loop = player.loop
         (loop.event_loop_overlap if case.settings["overlap"] else loop.event_loop_normal)()
         loop.finish()
+        player.look("rest")
     except Exception as error:  # an engine that dies has broken a law
         frames = traceback.extract_tb(error.__traceback__)
         last = frames[-1]
@@ -88,7 +92,8 @@ def _run(case: Case) -> list[Finding]:
         if PACKAGE not in last.filename:
             where = "the loop"
         if str(error).startswith(sglang_loop.STUCK):
-            findings.append(Finding("progress", "turn", str(error)))
+            note = player.stuck_note() if player is not None else ""
+            findings.append(Finding("progress", "turn", str(error) + note))
         else:
             text = "".join(traceback.format_tb(error.__traceback__)[-2:])
             findings.append(Finding("exception", where, f"{type(error).__name__}: {error}\n{text}"))
@@ -101,11 +106,19 @@ def _run(case: Case) -> list[Finding]:
     # What reaches a request outside of the session is the worse fault.
     read.sort(key=lambda found: "turn" in found.where)
     leaks = [Finding("conservation", "idle", text + note) for text in outcome.leaks]
-    return [*read, *player.findings, *leaks, *findings]
+    own = [
+        dataclasses.replace(alarm, text=alarm.text + note)
+        for alarm in player.accounts.device.findings
+    ]
+    return [*read, *own, *player.findings, *leaks, *findings]
 
 
 def _adapter_name(adapter: int) -> str | None:
     return f"adapter {adapter}" if adapter else None
+
+
+def _adapter_of(name: str) -> int:
+    return int(name.removeprefix("adapter ") or 0)
 
 
 def _content(text: str, turns: Container[str]) -> Finding:
@@ -141,6 +154,9 @@ class Player:
         self.rank.__enter__()
         self.loop._pause_intervals = deque()
         self.loop.traffic = self
+        # As `TpModelWorker.get_worker_info` has both.
+        self.loop.max_req_len = settings["num_tokens"] - 1
+        self.loop.max_req_input_len = self.loop.max_req_len - 5
         self.loop.mm_receiver = None
         self.loop.grammar_manager = SimpleNamespace(
             has_waiting_grammars=lambda: False,
@@ -159,12 +175,57 @@ class Player:
         self.adapters: dict[str, int] = {}  # by request; 0 is none
         self.turns: dict[str, int] = {}  # requests that are turns, and their sessions
         self.open = set(range(settings["sessions"]))
+        self.accounts = SglangAccounts(self.loop, _adapter_of, self.hole_note)
+        self.requests: list[Any] = []  # all that ever came
+        #: Positions for which nobody may have written KV, by the key that they should hold.
+        self.holes: dict[int, str] = {}
+        self._note_reads()
+        self._note_retractions()
+
+    def _note_reads(self) -> None:
+        """Say of a wrong read whether all of it are holes that turns of sessions left."""
+        device = self.loop.simulated
+        read = device.read
+
+        def noted(kv: Any, slots: Any, keys: Any, what: str) -> None:
+            known = len(device.faults)
+            read(kv, slots, keys, what)
+            if len(device.faults) > known:
+                wrong = (kv.held[slots] != keys).nonzero()[0].tolist()
+                text = self.loop.model_worker.texts[what.partition(" ")[0]]
+                device.faults[-1] += self.hole_note(text, wrong)
+
+        device.read = noted
+
+    def _note_retractions(self) -> None:
+        queue = self.loop._add_request_to_queue
+
+        def add(req: Any, is_retracted: bool = False) -> None:
+            if is_retracted and req.rid in self.turns:
+                self._note_retraction(req)
+            queue(req, is_retracted)
+
+        self.loop._add_request_to_queue = add
+
+    def _note_retraction(self, req: Any) -> None:
+        text = self.loop.model_worker.texts[req.rid]
+        self._leave_hole(text, len(req.origin_input_ids) + len(req.output_ids), RETRACTED)
+
+    def _leave_hole(self, text: Text, length: int, note: str) -> None:
+        self.holes[int(text.keys(length - 1, length)[0])] = note
+
+    def hole_note(self, text: Text, positions: list[int]) -> str:
+        """What is known of these positions of a text, if something is of each; else nothing."""
+        keys = [int(text.keys(position, position + 1)[0]) for position in positions]
+        notes = {self.holes.get(key, "") for key in keys}
+        return "" if "" in notes else max(notes)  # a retraction is the rarer one
 
     # What the loop calls.
 
     def turn(self) -> None:
-        """Take what ended, and play what is due."""
+        """Look at the pools, take what ended, and play what is due."""
         self.tick += 1
+        self.look("turn")
         for name, req in list(self.running.items()):
             if req.finished():
                 self._end(name, req)
@@ -184,6 +245,17 @@ class Player:
             self.quiet += 1
             self._probe(self.quiet)
 
+    def look(self, when: str) -> None:
+        """Let the laws look at the pools, until one of them is broken."""
+        device = self.accounts.device
+        if device.findings:
+            return
+        for pool, view in self.accounts.views(self.requests).items():
+            for law in LAWS:
+                check = law.at_turn if when == "turn" else law.at_rest
+                for text in check(view):
+                    device.fault(law.name, f"{pool}, {when}", f"turn {self.tick}: {text}")
+
     def is_over(self) -> bool:
         """Whether all has been sent and has ended."""
         return not self.verbs and not self.running and self.quiet >= 3
@@ -200,14 +272,37 @@ class Player:
         sessions = self.loop.session_controller.sessions.items()
         return any(closed.close_on_finish and name not in busy for name, closed in sessions)
 
+    def stuck_note(self) -> str:
+        """What is known of the first that waits.
+
+        It may leave no page of the pool, in a session no two, or wait for slots of a session that
+        cannot be closed.
+        """
+        req, page = self.loop.waiting_queue[0], self.case.settings["page"]
+        left = self.case.settings["num_tokens"] - len(req.origin_input_ids) - len(req.output_ids)
+        if left < 2 * page if req.rid in self.turns else left <= page:
+            return NEAR_POOL
+        held = self.loop.tree_cache.session.slots
+        sessions = self.loop.session_controller.sessions
+        waiting = [turn.rid for turn in self.loop.waiting_queue[1:]]
+        behind = [f"s{self.turns[name]}" for name in waiting if name in self.turns]
+        is_held = any(name in held and sessions[name].close_on_finish for name in behind)
+        return BEHIND if is_held else ""
+
     def _end(self, name: str, req: Any) -> None:
         del self.running[name]
         said = list(req.output_ids)
         if req.finished_len is not None:
             said = said[: req.finished_len]
         self.ended[name] = list(req.origin_input_ids) + said
-        wanted = self.loop.model_worker.texts[name].answer(self.most[name])
-        if not isinstance(req.finished_reason, FINISH_ABORT) and said != wanted:
+        text = self.loop.model_worker.texts[name]
+        wanted, is_aborted = (
+            text.answer(self.most[name]),
+            isinstance(req.finished_reason, FINISH_ABORT),
+        )
+        if name in self.turns and not is_aborted:
+            self._leave_hole(text, len(self.ended[name]), ENDED)
+        if not is_aborted and said != wanted:
             self.findings.append(
                 Finding("text", "end", f"{name} says {said}; alone it says {wanted}")
             )
@@ -272,6 +367,9 @@ class Player:
         if not self.resumes:
             self.loop.pause_generation(PauseGenerationReqInput(mode=mode))
             self.resumes = self.tick + 1 + turns
+            if mode == "retract":  # past the queue's own entry
+                for name in self.running.keys() & self.turns.keys():
+                    self._note_retraction(self.running[name])
 
     def play_flush(self) -> None:
         """The caches are emptied, if the engine thinks that it is idle."""
@@ -304,8 +402,12 @@ class Player:
 
     def _queue(self, name: str, req: Any, adapter: int) -> None:
         self.loop.init_req_max_new_tokens(req)
+        refused = validate_input_length(req, self.loop.max_req_input_len, False)
+        if refused:
+            req.set_finish_with_abort(refused)
         self.adapters[name] = adapter  # KV of another adapter is other KV, as with a salt
         self.loop.model_worker.texts[name] = Text(list(req.origin_input_ids), adapter)
         self.most[name] = req.sampling_params.max_new_tokens
         self.running[name] = req
+        self.requests.append(req)
         self.loop._add_request_to_queue(req)

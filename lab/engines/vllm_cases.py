@@ -1,8 +1,9 @@
 """`vllm_case`: hostile random traffic and settings for vLLM's scheduler, from a seed.
 
 The generator is told a family of models and deployments, never a fault: `plain` has one group of
-full attention, `window` a second one with a sliding window, `connector` loads prefixes from
-outside, and loads of `failing` fail.
+full attention, `window` a second one with a sliding window, `states` a second one with recurrent
+layers, `connector` loads prefixes from outside, loads of `failing` fail, and `host` stores prompts
+in the host's memory and loads them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from lab.engines.case import Case, Verb
 
-FAMILIES = ("plain", "window", "connector", "failing")
+FAMILIES = ("plain", "window", "connector", "failing", "host", "states")
 #: What a shrunk case has, where its fault does not need something else.
 PLAIN = {
     "spare": 120,
@@ -65,7 +66,13 @@ def _settings(rng: random.Random, family: str) -> dict[str, Any]:
         settings["drafter"] = "eagle"
     if settings["drafter"] is None:
         settings["drafts"] = 0
-    if family in ("connector", "failing"):
+    if family == "states":
+        # A step of drafts ends one block at most; a chunk of prefill has whole ones.
+        block = rng.choice([size for size in (2, 4, 8) if size > settings["drafts"]])
+        groups[:] = [{"kind": kind, "block": block} for kind in ("full", "states")]
+        settings |= {"caching": True, "long_prefill": 0}
+        settings["asynchronous"] &= not settings["drafts"]
+    if family in ("connector", "failing", "host"):
         if settings["drafter"] == "eagle":  # what is loaded has no draft KV
             settings |= {"drafter": None, "drafts": 0}
         settings["connector"] = {
@@ -73,6 +80,13 @@ def _settings(rng: random.Random, family: str) -> dict[str, Any]:
             "latest": rng.choice((1, 4, 12)),  # turns until a transfer has landed
             "hits": rng.choice((50, 100)),  # percent of the requests
         }
+        if family == "host":
+            settings["connector"] = {
+                "host_blocks": rng.choice((4, 16, 64)),
+                "prompt_only": rng.random() < 0.5,
+                "latest": rng.choice((1, 4, 12)),
+                "is_async": True,
+            }
         if family == "failing":
             # Not with a step in flight: vLLM #45138, it loses track of what that says.
             policies = ("fail",) if settings["asynchronous"] else ("fail", "recompute")

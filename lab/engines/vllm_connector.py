@@ -63,7 +63,7 @@ class LateConnector(KVConnectorBase_V1):  # type: ignore[misc] # no stubs
         """Nothing is sent, so the blocks are free."""
         return False, None
 
-    def start(self, turn: int) -> list[LateWrite]:
+    def begin(self, _: Any, turn: int, __: dict[str, set[int]]) -> list[LateWrite]:
         """Start the loads of a step that is to be launched; return those that are its part."""
         mine = []
         for name, row, begin, end in self.asked:
@@ -94,6 +94,9 @@ class LateConnector(KVConnectorBase_V1):  # type: ignore[misc] # no stubs
         for write in due:
             self.device.land(write, owned.get(write.writer, set()))
         return {write.writer for write in due}
+
+    def told(self) -> None:
+        """The workers tell nothing of their own."""
 
     def take_lost(self, names: set[str]) -> set[int]:
         """Return the blocks of these requests whose KV never came, once."""

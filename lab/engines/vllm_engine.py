@@ -31,6 +31,8 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput
@@ -40,6 +42,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 from lab.engines.content import STOP
 from lab.engines.vllm_home import MODEL, least_blocks
 
+#: Bytes of a block on the host: its pages have as many.
+HOST_BLOCK = 4096
 #: Since 0.15; None before.
 PauseState: Any = getattr(interface, "PauseState", None)
 
@@ -74,13 +78,19 @@ def make_scheduler(settings: Mapping[str, Any]) -> Any:
     config = _config(settings)
     sizes = [group["block"] for group in settings["groups"]]
     block_size = math.lcm(*sizes)
+    kinds = [group["kind"] for group in settings["groups"]]
+    if len(kinds) == 1 or "states" in kinds:
+        config.cache_config.block_size = block_size  # as vLLM has it, and others read it
+    if "states" in kinds:
+        config.cache_config.mamba_cache_mode = "align"
+        config.cache_config.mamba_block_size = block_size
     num_blocks = least_blocks(settings) + settings["spare"]
     config.cache_config.num_gpu_blocks = num_blocks
     cache = KVCacheConfig(
         num_blocks=num_blocks,
-        kv_cache_tensors=[],
+        kv_cache_tensors=_tensors(settings, num_blocks),
         kv_cache_groups=[
-            KVCacheGroupSpec([f"layer{at}"], _spec(group))
+            KVCacheGroupSpec([f"layer{at}"], _spec(group, settings["drafts"]))
             for at, group in enumerate(settings["groups"])
         ],
     )
@@ -127,11 +137,8 @@ def _config(settings: Mapping[str, Any]) -> Any:
         )
     transfer = None
     if settings["connector"]:
-        policy = settings["connector"].get("policy", "fail")
         transfer = KVTransferConfig(
-            kv_connector="LateConnector",
-            kv_role="kv_both",
-            **known_fields(KVTransferConfig, kv_load_failure_policy=policy),
+            kv_role="kv_both", **known_fields(KVTransferConfig, **_transfer(settings["connector"]))
         )
     config = VllmConfig(
         scheduler_config=scheduling,
@@ -148,7 +155,28 @@ def _config(settings: Mapping[str, Any]) -> Any:
     return config
 
 
-def _spec(group: Mapping[str, Any]) -> Any:
+def _transfer(connector: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a connector: vLLM's own with a host's memory, or the lab's."""
+    if "host_blocks" in connector:
+        extra = {
+            "cpu_bytes_to_use": connector["host_blocks"] * HOST_BLOCK,
+            "offload_prompt_only": connector["prompt_only"],
+        }
+        return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    policy = connector.get("policy", "fail")
+    return {"kv_connector": "LateConnector", "kv_load_failure_policy": policy}
+
+
+def _tensors(settings: Mapping[str, Any], num_blocks: int) -> list[Any]:
+    """What says to the connector with a host's memory how many bytes a block has."""
+    if "host_blocks" not in (settings["connector"] or {}):
+        return []
+    sizes = {"size": num_blocks * HOST_BLOCK, "shared_by": ["layer0"], "layers": ["layer0"]}
+    strides = {"layer_stride": num_blocks * HOST_BLOCK, "block_stride": HOST_BLOCK}
+    return [KVCacheTensor(**known_fields(KVCacheTensor, **sizes, **strides))]
+
+
+def _spec(group: Mapping[str, Any], drafts: int) -> Any:
     sizes: dict[str, Any] = {
         "block_size": group["block"],
         "num_kv_heads": 1,
@@ -157,6 +185,12 @@ def _spec(group: Mapping[str, Any]) -> Any:
     }
     if group["kind"] == "window":
         return SlidingWindowSpec(**sizes, sliding_window=group["window"])
+    if group["kind"] == "states":
+        recurrent = {"shapes": ((1,),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+        return MambaSpec(
+            block_size=group["block"],
+            **known_fields(MambaSpec, num_speculative_blocks=drafts, **recurrent),
+        )
     return FullAttentionSpec(**sizes)
 
 

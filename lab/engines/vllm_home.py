@@ -46,6 +46,8 @@ def least_blocks(settings: Mapping[str, Any]) -> int:
         if group["kind"] == "window":
             near = min(group["window"] - 1 + in_flight, length)
             count += -(-(near + settings["drafts"]) // group["block"]) + 1
+        elif group["kind"] == "states":  # the last one, the running one, one for each draft
+            count += 3 + settings["drafts"]
         else:
             count += -(-length // group["block"])
     return count

@@ -11,8 +11,9 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput
 from vllm.v1.request import RequestStatus
@@ -25,7 +26,11 @@ from lab.engines.known import FAILED_LOAD, VICTIM
 from lab.engines.laws import LAWS, CachedEntry, EngineView, Lengths, RequestView
 from lab.engines.vllm_connector import LateConnector
 from lab.engines.vllm_engine import PauseState, make_output, make_request, make_scheduler
-from lab.engines.vllm_worker import Lane, Worker, group_keys
+from lab.engines.vllm_rows import Lane
+from lab.engines.vllm_worker import Worker, group_keys
+
+if TYPE_CHECKING:
+    from lab.engines.vllm_host_tier import HostTier
 
 #: Turns after which a case that still runs is endless.
 MOST_TURNS = 3000
@@ -72,9 +77,13 @@ class VllmLoop:
             lambda name: self.requests[name].text,
             getattr(self.scheduler, "num_hash_lookahead_tokens", 0) > 0,
         )
-        self.connector: LateConnector | None = self.scheduler.connector
-        if self.connector is not None:
+        self.connector: LateConnector | HostTier | None = self.scheduler.connector
+        if isinstance(self.connector, LateConnector):
             self.connector.serve(self.worker, self.device, case.seed, self.settings)
+        elif self.connector is not None:
+            from lab.engines.vllm_host_tier import HostTier  # old releases have no such connector
+
+            self.connector = HostTier(self.worker, self.device, case.seed, self.settings)
         self.arrived: set[str] = set()  # whose loads have landed, untold
         self.requests: dict[str, RequestView] = {}
         self.batches: deque[tuple[Any, LaunchedStep, list[Lane]]] = deque()
@@ -152,8 +161,7 @@ class VllmLoop:
         """One round of the engine core."""
         self.tick += 1
         if self.connector is not None:
-            owned = {name: {*chain(*row)} for name, row in self._rows().items()}
-            self.arrived |= self.connector.land(self.tick, owned)
+            self.arrived |= self.connector.land(self.tick, self._owned())
         before = len(self.batches)
         if self.settings["asynchronous"]:
             ran = self._step_with_batch_queue()
@@ -199,7 +207,10 @@ class VllmLoop:
         self.hashed = {block.block_id: block.block_hash for block in self.pool.blocks}
         output = self.scheduler.schedule()
         self._note_hashes()
-        loads = self.connector.start(self.tick) if self.connector is not None else []
+        loads = []
+        if self.connector is not None:
+            metadata = output.kv_connector_metadata
+            loads = self.connector.begin(metadata, self.tick, self._owned())
         step, lanes = self.worker.launch(output, loads)
         if not self.settings["is_late"]:
             self.device.run_through(step)
@@ -232,9 +243,11 @@ class VllmLoop:
         arrived, self.arrived = self.arrived, set()
         lost = self.connector.take_lost(arrived | loaded)
         self.device.notes |= dict.fromkeys(lost, FAILED_LOAD)
-        if not arrived and not lost:
+        told = self.connector.told()
+        if not arrived and not lost and told is None:
             return None
-        return KVConnectorOutput(finished_recving=arrived, invalid_block_ids=lost)
+        more = {} if told is None else {"kv_connector_worker_meta": told}
+        return KVConnectorOutput(finished_recving=arrived, invalid_block_ids=lost, **more)
 
     def _note_hashes(self) -> None:
         size = getattr(self.pool, "hash_block_size", self.scheduler.block_size)
@@ -352,6 +365,9 @@ class VllmLoop:
                 parts[at] = [block.block_id for block in blocks if not block.is_null]
         return rows
 
+    def _owned(self) -> dict[str, set[int]]:
+        return {name: {*chain(*row)} for name, row in self._rows().items()}
+
     def _entries(self) -> Iterator[CachedEntry]:
         """Yield each entry of the hash index, with what its block holds."""
         for block in self.pool.blocks:
@@ -364,6 +380,9 @@ class VllmLoop:
             if self.worker.recomputes and self.accounts.holders[block.block_id]:
                 continue  # its holder may have to compute it again
             (text, end), size = found, self.settings["groups"][group]["block"]
+            if self.settings["groups"][group]["kind"] == "states":
+                yield self._state_entry(block.block_id, text, end)
+                continue
             begin = (end - 1) // size * size  # the tail of a prompt may end inside a block
             held = self.worker.target.keys[block.block_id, : end - begin]
             note = self.device.note([block.block_id])
@@ -380,6 +399,13 @@ class VllmLoop:
                 keys = text.draft_keys(begin, end - 1)
                 yield CachedEntry(f"{end} tokens of drafts", block.block_id, held, keys, note)
 
+    def _state_entry(self, block: int, text: Text, end: int) -> CachedEntry:
+        """The entry of a state, which is of all tokens up to its end."""
+        assert self.worker.states is not None
+        held, note = self.worker.states.memory.keys[block], self.device.note([block])
+        promised = np.array([text.state_key(end)], np.int64)
+        return CachedEntry(f"the state of {end} tokens", block, held, promised, note)
+
     def _rest(self) -> None:
         self._look("rest")
         for name, request in self.requests.items():
@@ -388,7 +414,8 @@ class VllmLoop:
 
     def _hit_twice(self) -> None:
         """The law of usefulness: the same prompt twice, alone in the engine, must hit."""
-        length = self.settings["most_len"] - 4
+        # Not of whole blocks: of those vLLM keeps no recurrent state that a prompt of them can use.
+        length = self.settings["most_len"] - 5
         blocks = [-(-length // group["block"]) + 1 for group in self.settings["groups"]]
         longest = max(group["block"] for group in self.settings["groups"])
         # In a smaller pool the first prompt's own blocks are reused before it ends.

@@ -8,7 +8,6 @@ text and the position alone.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,43 +16,13 @@ import numpy as np
 from lab.engines.content import VOCABULARY, Keys, Text, digest
 from lab.engines.device import LateDevice, LateWrite, LaunchedStep, SlotMemory
 from lab.engines.known import FAILED_LOAD
+from lab.engines.vllm_rows import Lane, WorkerRow
+from lab.engines.vllm_states import States
 
 
 def group_keys(keys: Keys, group: int) -> Keys:
     """Return the keys of one group's layers: groups share the memory of the blocks."""
     return keys ^ np.int64(group)
-
-
-@dataclasses.dataclass
-class WorkerRow:
-    """A request on the worker."""
-
-    name: str
-    text: Text
-    blocks: list[list[int]]  # of each group
-    declared: int  # computed tokens by the last scheduler's output
-    computed: int  # by what has run
-    known: int  # tokens that the worker knows
-    drafts: list[int] = dataclasses.field(default_factory=list)
-    #: Drafts rejected by each of its steps, in order.
-    rejected: list[int] = dataclasses.field(default_factory=list)
-    seen: int = 0  # steps whose results the scheduler has
-
-
-@dataclasses.dataclass
-class Lane:
-    """A row's part of a launched step."""
-
-    row: WorkerRow
-    blocks: list[list[int]]  # as launched
-    count: int  # tokens
-    drafts: list[int]  # as scheduled; -1 stands for the worker's own
-    #: Where the row starts if this is its first step; else None.
-    start: int | None
-    declared: int
-    seen: int  # of the row's earlier steps, how many results the scheduler had
-    said: list[int] = dataclasses.field(default_factory=list)
-    is_spoilt: bool = False  # it read what a failed load should have brought
 
 
 class Worker:
@@ -78,6 +47,10 @@ class Worker:
         # Groups share the blocks' memory: a block holds what its last writer wrote.
         self.target = device.add(SlotMemory("target KV", num_blocks, widest))
         self.draft = device.add(SlotMemory("draft KV", num_blocks, widest))
+        self.states: States | None = None
+        for at, group in enumerate(self.groups):
+            if group["kind"] == "states":
+                self.states = States(device, seed, at, group["block"], num_blocks)
         self.rows: dict[str, WorkerRow] = {}
         self.hits: dict[str, int] = {}  # tokens that each request had when it first ran
         connector = settings["connector"] or {}
@@ -152,7 +125,18 @@ class Worker:
             lane.row.seen += 1
 
     def _run(self, lanes: list[Lane]) -> None:
+        begins = [lane.row.computed for lane in lanes]
+        if self.states is not None:
+            for lane, begin in zip(lanes, begins, strict=True):
+                lane.state = lane.row.state
+                self.states.move(lane, begin)
+            for lane, begin in zip(lanes, begins, strict=True):
+                self.states.read(lane, begin)
         ranges = [self._write(lane) for lane in lanes]
+        if self.states is not None:
+            for lane, (begin, right) in zip(lanes, ranges, strict=True):
+                self.states.write(lane, begin, right)
+                lane.row.state = lane.state
         if self.may_spoil:
             self._spoil(lanes, ranges)
         for lane, (begin, end) in zip(lanes, ranges, strict=True):
@@ -192,6 +176,8 @@ class Worker:
                 accepted += 1
         right, end = last + accepted, begin + lane.count
         for at, (group, blocks) in enumerate(zip(self.groups, lane.blocks, strict=True)):
+            if group["kind"] == "states":
+                continue
             size = group["block"]
             if end > len(blocks) * size or 0 in blocks[begin // size : -(-end // size)]:
                 self.device.fault(
@@ -231,6 +217,8 @@ class Worker:
     def _read(self, lane: Lane, begin: int, end: int) -> None:
         row = lane.row
         for at, (group, blocks) in enumerate(zip(self.groups, lane.blocks, strict=True)):
+            if group["kind"] == "states":
+                continue
             size, low = group["block"], 0
             if group["kind"] == "window":
                 low = max(0, begin - group["window"] + 1)

@@ -13,12 +13,13 @@ import pytest
 from lab.engines.case import Case, Verb
 from lab.engines.command import printed_objects, tell
 from lab.engines.device import Finding
-from lab.engines.known import KNOWN, VICTIM, KnownFault, known_fault
+from lab.engines.known import ENDED, KNOWN, VICTIM, KnownFault, known_fault, ordered
 from lab.engines.releases import RELEASES, ROOT, fetch, release_path
-from lab.engines.report import write_report
+from lab.engines.report import LAW_TEXTS, write_report
 from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
 from lab.engines.sglang_cases import sglang_case
 from lab.engines.shrink import shrunk
+from lab.engines.vllm_cases import FAMILIES as VLLM_FAMILIES
 from lab.engines.vllm_cases import PLAIN, vllm_case
 from specpool.errors import ConfigError
 
@@ -29,10 +30,12 @@ FIRST_GOOD = {
     "vllm-0.21.0-lengths-turn": "vllm-0.22.0",
     "vllm-0.22.1-usefulness-same-prompt-twice": "vllm-0.23.0",
     "vllm-0.23.0-order-late-write": "vllm-0.24.0",
+    "vllm-0.25.1-content-target-kv-read": "vllm-0.26.0",
+    "vllm-0.26.0-cache-truth-turn": "vllm-0.27.0",
 }
 
 
-@pytest.mark.parametrize("family", ["plain", "window", "connector", "failing"])
+@pytest.mark.parametrize("family", VLLM_FAMILIES)
 def test_a_seed_gives_one_case_that_a_file_keeps(family: str, tmp_path: Path) -> None:
     cases = [vllm_case(seed, family) for seed in range(40)]
     assert cases == [vllm_case(seed, family) for seed in range(40)]
@@ -40,7 +43,7 @@ def test_a_seed_gives_one_case_that_a_file_keeps(family: str, tmp_path: Path) ->
     assert all(PLAIN.keys() <= case.settings.keys() for case in cases)
     verbs = {verb.name for case in cases for verb in case.verbs}
     assert verbs == {"send", "abort", "pause", "resume"} | (
-        set() if family in ("connector", "failing") else {"reset"}
+        set() if family in ("connector", "failing", "host") else {"reset"}
     )
     cases[0].write(tmp_path / "case.json")
     assert Case.read(tmp_path / "case.json") == cases[0]
@@ -114,6 +117,27 @@ def test_a_known_fault_explains_its_law_in_its_releases_with_its_settings() -> N
     assert reported and all((ROOT / thread / "report.md").is_file() for thread in reported)
 
 
+def test_an_alarm_that_stays_where_it_is_hides_no_other_one() -> None:
+    turn = {"length": 4, "most": 4, "session": 0}
+    verbs = tuple(Verb(at, "turn", {"number": at, **turn}) for at in (1, 9))
+    case = dataclasses.replace(sglang_case(1, "sessions"), verbs=verbs)
+    case = dataclasses.replace(
+        case, settings=case.settings | {"shape": [3, 1, 4], "overlaps": False}
+    )
+    place = "target KV read of a session's turn"
+    hole = Finding("content", place, f"1001 reads 1 of 9 slots wrongly{ENDED}")
+    other = Finding("content", place, "1001 reads 2 of 9 slots wrongly")
+    assert known_fault("sglang-0.5.23", case, hole) is not None
+    assert known_fault("sglang-0.5.23", case, other) is None  # no turn ended there
+    assert ordered("sglang-0.5.23", case, [hole, other]) == [other, hole]
+    assert ordered("sglang-0.5.24", case, [hole, other]) == [hole, other]
+    victim = Finding("cache truth", "turn", f"block 5 holds other KV{VICTIM}")
+    case = dataclasses.replace(
+        vllm_case(0, "plain"), settings=vllm_case(0, "plain").settings | {"policy": "priority"}
+    )
+    assert ordered("vllm-0.33.0", case, [victim, other]) == [victim, other]
+
+
 def test_a_report_has_the_law_the_events_and_a_script_that_stands_alone(tmp_path: Path) -> None:
     verbs = (Verb(4, "send", {"number": 8, "length": 1}), Verb(5, "reset", {"running": True}))
     case = dataclasses.replace(vllm_case(1, "window"), verbs=verbs)
@@ -154,6 +178,47 @@ def test_errors_of_a_release_do_not_stop_a_hunt(tmp_path: Path) -> None:
         list(printed_objects([sys.executable, "-c", shout.format("{}", 1)], tmp_path, "it"))
 
 
+#: The newest releases that are unpacked by `make lab-engines`.
+NEWEST = {"vllm": "vllm-0.33.0", "sglang": "sglang-0.5.23"}
+#: Laws of which a fault of an engine is planted elsewhere.
+PLANTED_ELSEWHERE = {"order"}  # test_engine_laws, and the replays of two published faults
+
+
+def law_table() -> dict[str, dict[str, str]]:
+    """The table of laws in docs/lab.md: for each engine, the cell of each law."""
+    text = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
+    lines = text.partition("<!-- laws -->")[2].partition("<!-- end -->")[0].strip().splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return {
+        "vllm": {law: cell for law, _, cell, _ in rows},
+        "sglang": {law: cell for law, _, _, cell in rows},
+    }
+
+
+def test_the_table_of_laws_names_every_law_and_the_file_that_checks_it() -> None:
+    for cells in law_table().values():
+        assert cells.keys() == LAW_TEXTS.keys()
+        for law, cell in cells.items():
+            if cell.startswith("no: "):
+                continue
+            text = (ROOT / "lab" / "engines" / cell.strip("`")).read_text(encoding="utf-8")
+            assert f'"{law}"' in text, f"{law} is not in {cell}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", NEWEST)
+def test_each_law_of_the_table_finds_the_fault_planted_into_a_running_engine(engine: str) -> None:
+    release = NEWEST[engine]
+    if not (RELEASES / release).exists():
+        pytest.skip(f"{release} is not unpacked: make lab-engines")
+    found = {told["plant"]: told["laws"] for told in tell(release, {}, "lab.engines.plants")}
+    assert found.pop("") == []
+    checked = {law for law, cell in law_table()[engine].items() if not cell.startswith("no: ")}
+    planted = {name.partition(" of ")[0]: laws for name, laws in found.items()}
+    assert planted.keys() == checked - PLANTED_ELSEWHERE
+    assert not {name: laws for name, laws in planted.items() if name not in laws}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("fault", [fault for fault in KNOWN if fault.thread.startswith("lab/")])
 def test_a_fault_that_was_found_here_is_in_its_last_release_and_is_known(fault: KnownFault) -> None:
@@ -177,5 +242,5 @@ def test_a_published_fault_is_in_its_last_bad_release_and_not_in_its_first_good_
             pytest.skip(f"{release} is not unpacked: make lab-engines")
     found = list(tell(bad, {"replay": str(case)}))
     law = found[0]["alarm"]
-    assert name == f"{bad}-{law['law']}-{law['where']}".replace(" ", "-")
+    assert name == f"{bad}-{law['law']}-{law['where']}".replace(" ", "-").lower()
     assert list(tell(FIRST_GOOD[name], {"replay": str(case)})) == []

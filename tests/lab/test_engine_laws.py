@@ -11,7 +11,15 @@ import pytest
 from lab.engines.accounts import Accounts
 from lab.engines.content import Text, tokens_of
 from lab.engines.device import LateDevice, LateWrite, LaunchedStep, SlotMemory
-from lab.engines.laws import IDLE_TURNS, LAWS, CachedEntry, EngineView, Lengths, RequestView
+from lab.engines.laws import (
+    IDLE_TURNS,
+    LAWS,
+    CachedEntry,
+    EngineView,
+    Extent,
+    Lengths,
+    RequestView,
+)
 
 BLOCKS, SIZE = 8, 2
 
@@ -33,6 +41,8 @@ def clean_view() -> EngineView:
         mirrored={"a": [[1, 2]]},
         others=Counter([7]),
         entries=[entry],
+        extents={"a": Extent(shared=2, committed=3, allocated=4, width=8)},
+        locks={"node": (2, 2)},
     )
 
 
@@ -59,6 +69,11 @@ PLANTED = {
     "the worker's row is not the engine's": ("rows", {"mirrored": {"a": [[1, 3]]}}),
     "more is computed than known": ("lengths", {"lengths": {"a": Lengths(4, 4, 0, 0)}}),
     "a placeholder is taken twice": ("lengths", {"lengths": {"a": Lengths(4, 3, 1, -1)}}),
+    "more is committed than allocated": ("lengths", {"extents": {"a": Extent(2, 5, 4, 8)}}),
+    "the cache owns what is not written": ("lengths", {"extents": {"a": Extent(4, 3, 4, 8)}}),
+    "a row is too long": ("lengths", {"extents": {"a": Extent(2, 3, 9, 8)}}),
+    "a lock outlives its holder": ("locks", {"locks": {"node": (2, 1)}}),
+    "a holder has no lock": ("locks", {"locks": {"node": (0, 1)}}),
     "nothing runs": ("progress", {"idle_turns": IDLE_TURNS, "num_waiting": 1}),
 }
 
@@ -91,7 +106,7 @@ def test_a_lost_token_a_token_said_twice_and_an_early_end_break_a_text(fault: st
 
 
 def test_at_rest_nothing_is_held_or_locked() -> None:
-    view = dataclasses.replace(clean_view(), locked=1)
+    view = dataclasses.replace(clean_view(), locks={"node": (1, 1)})
     assert [law.name for law in LAWS if list(law.at_rest(view))] == ["conservation", "locks"]
 
 
