@@ -288,6 +288,9 @@ fn states() -> Vec<Case> {
             cases.push(new("rows", config(2, false), 4, rows, limit));
             let forks = Alphabet { forks: true, trims: false, ..plain.clone() };
             cases.push(new("forks", config(2, false), 4, forks.clone(), limit));
+            let moves = Alphabet { max_exports: 1, trims: false, cancels: false, ..plain.clone() };
+            cases.push(new("moves alone", config(1, false), 0, moves.clone(), None));
+            cases.push(new("moves", config(2, false), 4, moves, Some(FEW)));
             let all = Alphabet { trims: true, turns: true, failures: true, batches: true, ..forks };
             let verbs = new("all verbs", config(2, true), 4, all, Some(FEW));
             cases.push(Case { is_quick: false, ..verbs });
@@ -297,7 +300,7 @@ fn states() -> Vec<Case> {
 }
 
 /// The verbs beside prefills, rounds, hits and `index` that a case of [`states_kept`] has.
-const KEPT_VERBS: [&str; 6] = ["plain", "trims", "cancels", "failures", "turns", "forks"];
+const KEPT_VERBS: [&str; 7] = ["plain", "trims", "cancels", "failures", "turns", "forks", "moves"];
 
 /// States that outlive the next fold of their rows: soft marks, and those of a prefix index.
 ///
@@ -337,6 +340,7 @@ fn states_kept() -> Vec<Case> {
                 failures: verbs == "failures",
                 turns: verbs == "turns",
                 forks: verbs == "forks",
+                max_exports: usize::from(verbs == "moves"),
                 ..Alphabet::plain(&[1, 2], 2)
             };
             let shapes = if drafts { "1/1/2" } else { "0/1/1" };

@@ -389,7 +389,14 @@ impl World {
             let run = self.ledger.prefix_pages(prefix, group).map_err(text)?;
             self.device.check_kept(group, run, &pinned.sequence, drafted)?;
         }
-        Ok(())
+        let slot = self.ledger.prefix_state_slot(prefix).map_err(text)?;
+        if slot.0 == 0 { Ok(()) } else { self.device.check_slot(slot.at(), &pinned.sequence) }
+    }
+
+    /// The slots that exports hold.
+    fn exported_slots(&self) -> impl Iterator<Item = usize> {
+        let slots = self.ledger.prefixes().filter_map(|prefix| self.ledger.prefix_state_slot(prefix).ok());
+        slots.map(specpool_core::Page::at).filter(|&slot| slot != 0)
     }
 
     /// The loan's pages of the tokens `[start, end)`, group after group.
@@ -545,6 +552,7 @@ impl World {
     /// Forgets the states and records that nobody may use again: a row may go back to its state without its unlaunched
     /// steps, and a launched step reads what it was prepared with.
     fn forget_free_states(&mut self) {
+        let exported: Vec<usize> = self.exported_slots().collect();
         let Self { device, ledger, flights, .. } = self;
         let Some(mut states) = device.states.take() else { return };
         let device = &*device;
@@ -560,6 +568,7 @@ impl World {
         let is_held = |slot: usize| {
             let has = |row: usize| slots[row] as usize == slot || kept(row).is_some_and(|(kept, _)| kept.at() == slot);
             kept_slots.contains(&slot)
+                || exported.contains(&slot)
                 || (1..slots.len()).any(has)
                 || coming.iter().any(|(_, fold)| fold.src == slot || fold.dst == slot)
         };
@@ -599,8 +608,8 @@ impl World {
         })
     }
 
-    /// Checks, at the launch of a step, that no checkpoint, no soft mark but its own, not the index and nothing of another
-    /// row has a slot that it writes, and that no launched step of another row writes a slot that it reads.
+    /// Checks, at the launch of a step, that no checkpoint, no soft mark but its own, not the index, no export and nothing
+    /// of another row has a slot that it writes, and that no launched step of another row writes a slot that it reads.
     fn check_written_slots(&self, step: u64) -> Result<(), Fault> {
         let text = |error: specpool_core::Error| error.to_string();
         let Some(flight) = self.flights.iter().find(|flight| flight.plan.step == step) else { return Ok(()) };
@@ -629,6 +638,9 @@ impl World {
             }
             if dst != 0 && self.ledger.index_states(0).map_err(text)?.any(|(_, slot, _)| slot.at() == dst) {
                 return fault(format!("writes slot {dst}, which the index keeps"));
+            }
+            if self.exported_slots().any(|slot| slot == dst) {
+                return fault(format!("writes slot {dst}, which an export holds"));
             }
         }
         Ok(())

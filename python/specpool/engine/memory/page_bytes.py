@@ -1,4 +1,4 @@
-"""`PageBytes`: reads and writes whole pages of a cache as plain bytes, for rows that move."""
+"""`PageBytes`: reads and writes pages and state slots as plain bytes, for rows that move."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from specpool._core import Ledger, checksum, gather_pages, scatter_pages
 from specpool.arrays import Int32
 from specpool.engine.memory.host.copies import group_buffers
 from specpool.engine.memory.kv_cache import KVCache
+from specpool.engine.models.recurrent import RecurrentState
 from specpool.kernels.transfer import upload
 
 Bytes = npt.NDArray[np.uint8]
@@ -19,6 +20,8 @@ Bytes = npt.NDArray[np.uint8]
 class PageBytes:
     """The pages of a cache as bytes: a page has the slots of all layers of its group.
 
+    State slots are the pages of one more group. A slot has the states of all recurrent layers.
+
     Copies run on torch's current stream, which must be the stream of the forwards. They are done
     when a call returns.
 
@@ -26,8 +29,8 @@ class PageBytes:
         page_bytes: bytes of a page of each group.
     """
 
-    def __init__(self, ledger: Ledger, cache: KVCache) -> None:
-        """Read and write the pages of `cache`; nothing is allocated."""
+    def __init__(self, ledger: Ledger, cache: KVCache, state: RecurrentState | None = None) -> None:
+        """Read and write the pages of `cache` and the slots of `state`; nothing is allocated."""
         self._device = cache.device
         # Per group: the keys and values of each layer, [num_pages + 1, bytes of a page in it].
         self._buffers = [
@@ -38,6 +41,9 @@ class PageBytes:
                 strict=True,
             )
         ]
+        if state is not None:
+            slots = [tensor for tensors in state.slots for tensor in tensors]
+            self._buffers.append([s.view(len(s), -1).view(torch.uint8) for s in slots])
         self.page_bytes = [sum(b.shape[1] for b in buffers) for buffers in self._buffers]
         on_host = cache.device.type == "cpu"
         self._host = [[b.numpy() for b in buffers] for buffers in self._buffers] if on_host else []
