@@ -322,6 +322,7 @@ fn states_kept() -> Vec<Case> {
             // With more pages, drafts, overlap or another row, cuts lead to too many states.
             "trims" | "turns" => has_cuts,
             "forks" => num_rows > 1,
+            "moves" => num_rows == 1 && pages == 0,
             _ => true,
         };
         for verbs in KEPT_VERBS.into_iter().filter(is_used) {
@@ -349,7 +350,9 @@ fn states_kept() -> Vec<Case> {
             );
             let is_quick =
                 num_rows == 1 && more + pages == 0 && !eager && ["plain", "cancels", "failures"].contains(&verbs);
-            cases.push(Case { is_quick, ..case(name, config, pages, alphabet, None) });
+            // Rows that come have any length, with and without draft KV.
+            let limit = (verbs == "moves").then_some(CUT);
+            cases.push(Case { is_quick, ..case(name, config, pages, alphabet, limit) });
         }
     }
     cases

@@ -60,6 +60,8 @@ impl Flight {
 #[derive(Debug, Clone)]
 struct Prefix {
     sequence: Vec<Tag>,
+    /// Its tokens, if they are known.
+    text: Vec<i32>,
     /// Per group.
     pages: Vec<Vec<i32>>,
     /// Whether a forward of its row failed: its contents then mean nothing.
@@ -242,8 +244,9 @@ impl World {
             (Call::Admit {}, Given::Row(row)) => self.seat(row.0, Vec::new()),
             (Call::AdmitOn { prefix, .. }, Given::Row(row)) => {
                 let len = self.ledger.resolved_len()[row.at()] as usize;
-                let sequence = self.prefixes[prefix].sequence[..len].to_vec();
-                self.seat(row.0, sequence);
+                let Prefix { sequence, text, .. } = self.prefixes[prefix].clone();
+                self.seat(row.0, sequence[..len].to_vec());
+                self.device.set_text(row.0, &text[..len.min(text.len())]);
             }
             (Call::AdmitCached { tokens, .. }, Given::Row(row)) => {
                 let len = self.ledger.resolved_len()[row.at()] as usize;
@@ -375,7 +378,8 @@ impl World {
             return Err(format!("a prefix of {len} tokens of row {row}, which has {} written", sequence.len()));
         }
         let is_lost = self.device.rows[row as usize].is_lost;
-        self.prefixes.insert(prefix, Prefix { sequence, pages, is_lost });
+        let text = self.text(row, len).unwrap_or_default();
+        self.prefixes.insert(prefix, Prefix { sequence, text, pages, is_lost });
         self.collect_pinned();
         Ok(())
     }
@@ -818,6 +822,7 @@ impl World {
         for prefix in self.prefixes.values() {
             word(u64::from(prefix.is_lost));
             sequence(&prefix.sequence, word);
+            prefix.text.iter().for_each(|&token| word(token as u64));
         }
         for loan in &self.loans {
             sequence(&loan.sequence, word);

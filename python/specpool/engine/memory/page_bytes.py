@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -11,7 +13,6 @@ from specpool._core import Ledger, checksum, gather_pages, scatter_pages
 from specpool.arrays import Int32
 from specpool.engine.memory.host.copies import group_buffers
 from specpool.engine.memory.kv_cache import KVCache
-from specpool.engine.models.recurrent import RecurrentState
 from specpool.kernels.transfer import upload
 
 Bytes = npt.NDArray[np.uint8]
@@ -29,8 +30,14 @@ class PageBytes:
         page_bytes: bytes of a page of each group.
     """
 
-    def __init__(self, ledger: Ledger, cache: KVCache, state: RecurrentState | None = None) -> None:
-        """Read and write the pages of `cache` and the slots of `state`; nothing is allocated."""
+    def __init__(self, ledger: Ledger, cache: KVCache, slots: Sequence[torch.Tensor] = ()) -> None:
+        """Read and write pages; nothing is allocated.
+
+        Args:
+            ledger: has the groups.
+            cache: has their pages.
+            slots: the states of recurrent layers, each [num_slots + 1, ...].
+        """
         self._device = cache.device
         # Per group: the keys and values of each layer, [num_pages + 1, bytes of a page in it].
         self._buffers = [
@@ -41,8 +48,7 @@ class PageBytes:
                 strict=True,
             )
         ]
-        if state is not None:
-            slots = [tensor for tensors in state.slots for tensor in tensors]
+        if slots:
             self._buffers.append([s.view(len(s), -1).view(torch.uint8) for s in slots])
         self.page_bytes = [sum(b.shape[1] for b in buffers) for buffers in self._buffers]
         on_host = cache.device.type == "cpu"

@@ -134,7 +134,8 @@ class Movable:
     def _moves(self) -> Moves:
         if self.core.journal is not None:
             raise ConfigError("rows of ranks cannot move: each rank holds a part of their KV")
-        pages = PageBytes(self.ledger, self.cache, self.state)
+        slots = [] if self.state is None else self.state.slot_buffers
+        pages = PageBytes(self.ledger, self.cache, slots)
         key = model_key(self.target, [*self.drafters.values()])
         layout = Layout.from_ledger(self.ledger, pages.page_bytes, key)
         return Moves(self.core, self.ledger, pages, layout)

@@ -175,6 +175,8 @@ class Admission:
                     row = state.ledger.admit(
                         str(request.request_id), prefix=pin.prefix, length=length
                     )
+                elif row := state.handles.bring_back(request):
+                    length = state.conversations.start(request, row)
                 else:
                     row, length = state.prefix_cache.admit(request)
             except NotReady:  # the window before that length is not held
@@ -187,6 +189,7 @@ class Admission:
                 if state.running or state.in_flight or state.pins or request.skips_cache:
                     return None  # others give pages back, or a pin gives way
                 request.skips_cache = True  # the pages that it would share are all there are
+                state.handles.drop(request)
                 pins, cached_len = [], 0
             except OutOfMemory as shortage:
                 if not state.running:  # no request will give memory back

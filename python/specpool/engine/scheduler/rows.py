@@ -69,6 +69,20 @@ class HostHandles:
             drafted_len = handle.drafted_len if self._keeps_draft_kv else handle.length
             request.handle = self._host.trim(handle, request.useful_len(handle.length, drafted_len))
 
+    def bring_back(self, request: Request) -> int:
+        """Give a request the row of its handle, if that has a recurrent state; return it, or 0.
+
+        Raises:
+            OutOfRows: no row is free.
+            OutOfPages: there are too few pages, or no state slot.
+        """
+        handle = request.handle
+        if self._host is None or handle is None or not self._host.ledger.states:
+            return 0
+        row = self._host.bring_back(handle, str(request.request_id))
+        request.handle = None
+        return row or 0
+
     def save_text(self, request: Request) -> None:
         """Keep the KV of a request's text on the host, as far as it is indexed, if that pays."""
         if self._host is not None and request.indexed_len:
