@@ -408,6 +408,33 @@ def test_a_conversation_waits_on_the_host_with_its_state(reference, draft, page_
 
 
 @pytest.mark.sample(2)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("family", FEW)
+def test_a_pinned_text_has_its_state(reference, depth, page_size):
+    """It serves as a whole, also an identical prompt, and gives way when its slot is needed."""
+    options = {"overlap_depth": depth, "page_size": page_size, "prefix_cache": False}
+    text = PROMPTS[1]
+    prompts = [[*text, *PROMPTS[0]], text, text[:20], PROMPTS[0]]
+    with build(reference, NgramDrafter(min_match=0), **options) as engine:
+        pin = engine.pin(text)
+        assert pin.tokens == text[:-1]
+        outputs = engine.generate(prompts, GREEDY)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.token_ids == reference.text(prompt, NUM_TOKENS)
+        assert [output.num_reused for output in outputs] == [len(text) - 1] * 2 + [0, 0]
+        with pytest.raises(ConfigError, match=r"cannot be pinned: .* 0 of 1 tokens"):
+            engine.pin(text[:1])
+        engine.unpin(pin)
+        assert_no_page_leaked(engine.ledger)
+        for at in range(engine.ledger.states[0].num_slots + 1):
+            engine.pin([at + 3, *PROMPTS[0]])
+        assert 0 < len(engine.core.scheduler.pins) <= engine.ledger.states[0].num_slots
+        (output,) = engine.generate([text], GREEDY)
+        assert output.token_ids == reference.text(text, NUM_TOKENS)
+
+
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("family", FEW)
 def test_a_retracted_row_comes_back_from_the_host(reference, depth):
@@ -611,12 +638,6 @@ def test_a_closed_model_has_its_own_mixers(tiny):
     with TargetModel.from_pretrained(tiny):
         assert any("forward" in module.__dict__ for module in tiny.modules())
     assert not any("forward" in module.__dict__ for module in tiny.modules())
-
-
-def test_a_text_cannot_be_pinned(tiny):
-    with Engine.from_pretrained(tiny, max_context_len=96) as engine:
-        with pytest.raises(ConfigError, match=r"recurrent layers: .* cannot be pinned"):
-            engine.pin(PROMPTS[1])
 
 
 def test_other_types_are_refused_with_the_list_of_those_that_run():

@@ -168,7 +168,8 @@ class Admission:
         pins = state.pins.shared_with(request.tokens) if request.handle is None else []
         cached_len = state.prefix_cache.match(request).length if pins else 0
         while True:
-            pins = [(pin, length) for pin, length in pins if length > cached_len]
+            pays = state.prefix_cache.cuts.pays
+            pins = [(pin, n) for pin, n in pins if n > cached_len and pays(request, n)]
             try:
                 if pins:
                     pin, length = pins[0]

@@ -76,12 +76,16 @@ class HostHandles:
             OutOfRows: no row is free.
             OutOfPages: there are too few pages, or no state slot.
         """
-        handle = request.handle
-        if self._host is None or handle is None or not self._host.ledger.states:
+        handle, host = request.handle, self._host
+        if host is None or handle is None or not host.ledger.states:
             return 0
-        row = self._host.bring_back(handle, str(request.request_id))
+        tag = str(request.request_id)
+        row = host.ledger.import_row(handle.length, handle.drafted_len, tag)
+        is_filled = host.fill(handle, row)
         request.handle = None
-        return row or 0
+        if not is_filled:
+            host.ledger.abort(row)
+        return row if is_filled else 0
 
     def save_text(self, request: Request) -> None:
         """Keep the KV of a request's text on the host, as far as it is indexed, if that pays."""
@@ -215,7 +219,7 @@ class Rows:
         return handle
 
     def export(self, row: int) -> int:
-        """Give back a row whose KV leaves for another engine; return the prefix that holds it.
+        """Give back a row whose KV leaves, or is pinned with its state; return its prefix.
 
         Raises:
             NotReady: a page copy into the row waits for a step.

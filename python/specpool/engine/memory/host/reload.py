@@ -30,7 +30,11 @@ def reload(tier: HostTier, cache: KVCache, handle: Handle, tag: str | None = Non
         raise NotReady(f"reload of {handle.tag}: step {steps[0][0]} is not over")
     tag = handle.tag if tag is None else tag
     if ledger.states:
-        return tier.bring_back(handle, tag)
+        row = ledger.import_row(handle.length, handle.drafted_len, tag)
+        if tier.fill(handle, row):
+            return row
+        ledger.abort(row)
+        return None
     tier.check_room(handle)
     row, start = ledger.admit(tag), 0
     while start < handle.length:

@@ -2,7 +2,7 @@
 
 A request's KV is either in a row of the ledger or held by a `Handle`; it is in both only while the
 steps of a reload run. A handle holds target and draft KV, with pages in every group, and the slot
-of a recurrent state: such a handle comes back in one call, as a row that arrives from elsewhere.
+of a recurrent state: such a handle comes back at once, to a row that `Ledger.import_row` gives.
 Texts are kept in blocks (`texts.py`), from which a handle is lent. `Copies` copies the pages.
 `copies.py` copies real memory; the simulator has a stand-in whose copies fail at random.
 """
@@ -157,34 +157,34 @@ class HostTier:
             self._lent_ct += 1
         return handle
 
-    def bring_back(self, handle: Handle, tag: str | None = None) -> int | None:
-        """Give a handle with a recurrent state a row, and copy its KV and state back.
+    def fill(self, handle: Handle, row: int) -> bool:
+        """Copy a handle's KV and its recurrent state to a row, and free its host pages.
 
         Launched steps may be in flight: their forwards are before the copies, on one stream.
 
+        Args:
+            handle: of a row with a state.
+            row: what `Ledger.import_row` gave for the handle's lengths.
+
         Returns:
-            The row, of `handle.length` tokens; its next step is an extend. Or None if the copy
-            failed: the handle is then dropped, and the caller prefills the request.
+            Whether the copy was made. If not, the handle is dropped; abort the row, and prefill the
+            request.
 
         Raises:
             OrderError: the handle is not held any more.
-            OutOfRows: no row is free; the handle stays valid.
-            OutOfPages: a group has too few free pages, or there is no state slot; likewise.
         """
         self._check(handle)
-        row = self.ledger.import_row(handle.length, handle.drafted_len, tag)
         try:
             self._copies.load(self._moves(handle, row, 0, handle.length))
         except BaseException as error:
             self._failed_ct += 1
             self._give_back(handle)
-            self.ledger.abort(row)
             if not isinstance(error, Exception):
                 raise
-            return None
+            return False
         self._give_back(handle)
         self._reload_ct += 1
-        return row
+        return True
 
     def next_extend(self, handle: Handle, start: int) -> tuple[int, bool]:
         """Return the next extend of a reload whose row has come to `start` tokens.
@@ -394,8 +394,8 @@ class HostTier:
     def _held_columns(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return, for each group, the first column to keep behind a gap, and the number of pages.
 
-        The columns of a sink lie before the gap. A row that comes back by `bring_back` has the
-        columns of its windows alone. A state group has one page, and no columns.
+        The columns of a sink lie before the gap. With states a row has, when it comes
+        back, the columns of its windows alone. A state group has one page, and no columns.
         """
         length, sizes = self._kept_len(row), self._sizes
         if self.ledger.states:
