@@ -286,8 +286,8 @@ class StateGroup:
     later tokens are in a ring on the device. A step folds the tokens `[state_from, state_to)` of
     its plan into the state; see docs/contract.md, Recurrent state.
 
-    A ledger with a state group refuses, with ConfigError: `index`, `match_prefix`, `admit_cached`,
-    `pin_prefix`, `export`, `import_row`, `lend`, `rebind`, `admit_lent` and `watch_kv`.
+    A ledger with a state group refuses, with ConfigError: `pin_prefix`, `lend`, `rebind`,
+    `admit_lent` and `watch_kv`.
 
     Args:
         name: the name in error messages; unique in a ledger.
@@ -1344,20 +1344,22 @@ class Ledger:
         The prefix has exactly the row's `resolved_len` tokens, and every page that a row needs to
         go on from there, also a partly filled one. The pages are read-only until `release_prefix`;
         `prefix_pages` names them. `admit(prefix=...)` makes a row of them again, if they do not
-        arrive.
+        arrive. With a state group the prefix has the c tokens of the row's state, and holds its
+        slot too, which `prefix_state_slot` names.
 
         Cost: O(pages).
 
         Raises:
-            ConfigError: the ledger has a state group.
             ShapeError: the row is not admitted, or has no tokens.
-            NotReady: a step of the row is not complete, or a page copy into it is not finished.
+            NotReady: a step of the row is not complete, a page copy into it is not finished, its
+                state has no tokens, or a window below them is not held.
         """
     def import_row(self, length: int, drafted_len: int, tag: str | None = None) -> int:
         """Take a free row of `length` tokens whose KV comes from elsewhere; return it.
 
-        The row has pages of its own in every group, and none below the windows. The caller writes
-        them before the next launch, and behind every launched forward. If the KV does not arrive,
+        The row has pages of its own in every group, and none below the windows. With a state group
+        it has a slot too, for the state of all its tokens. The caller writes them before the next
+        launch, and behind every launched forward. If the KV does not arrive,
         `abort` takes the row back. The row has no root until an extend of it has launched.
 
         Cost: O(pages).
@@ -1368,10 +1370,9 @@ class Ledger:
             tag: the embedder's name for the request.
 
         Raises:
-            ConfigError: the ledger has a state group.
             ShapeError: `length` is not in 1..=max_context_len, or `drafted_len` not in 0..=length.
             OutOfRows: no row is free.
-            OutOfPages: a group has too few pages.
+            OutOfPages: a group has too few pages, or the state group has no slot.
         """
     def prefix_pages(self, prefix: int, group: int) -> tuple[int, NDArray[np.int32]]:
         """Return the column of a prefix's first page in the group, and its pages, int32 [n].
@@ -1383,6 +1384,14 @@ class Ledger:
 
         Raises:
             ShapeError: there is no such prefix or group.
+        """
+    def prefix_state_slot(self, prefix: int) -> int:
+        """Return the state slot that has an export's tokens; 0 without a state group.
+
+        Cost: O(log prefixes).
+
+        Raises:
+            ShapeError: there is no such prefix.
         """
     def prefix_drafted_len(self, prefix: int) -> int:
         """Return the length below which a prefix has draft KV.

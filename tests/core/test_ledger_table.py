@@ -67,6 +67,7 @@ def test_every_verb_has_a_column():
         "index_bytes",
         "index_entries",
         "lent_pages",
+        "prefix_state_slot",
         "prefix_pages",
         "prefix_drafted_len",
         "state_slot",

@@ -45,7 +45,7 @@ from state_plants import (
 # The draws depend on which modules the process has loaded; rarer cases have scenarios below.
 VERBS = (
     "admit fork prepare_extend prepare_decode launch resolve complete cancel abandon trim end_turn "
-    "retract finish abort index admit_cached forget"
+    "retract finish abort index admit_cached forget export import_row release_prefix"
 ).split()
 REFUSALS = {
     ("fork", "NotReady"),
@@ -56,6 +56,8 @@ REFUSALS = {
     ("abandon", "OrderError"),
     ("index", "NotReady"),
     ("admit_cached", "OutOfRows"),
+    ("export", "NotReady"),
+    ("import_row", "OutOfPages"),
 }
 CASES = {
     "cut to a soft mark",
@@ -74,6 +76,9 @@ CASES = {
     "round behind an eager one",
     "state written beside a shared one",
     "state written in place",
+    "export of a state",
+    "admission on an export",
+    "import without a slot",
 }
 
 
@@ -162,7 +167,8 @@ class StatesAgainstOracle(RuleBasedStateMachine):
     def operate(self, codes: list[bytes], runs: int) -> None:
         for code in codes:
             ledger = self.both.ledger
-            self.both.apply(keeping(instead_of_a_pin(ledger, decode_op(ledger, code))))
+            operation = decode_op(ledger, code, has_moves=True)
+            self.both.apply(keeping(instead_of_a_pin(ledger, operation)))
             for _ in range(runs):
                 self.both.device.run_some()
 
@@ -935,8 +941,6 @@ def test_a_log_has_the_kept_lanes_and_a_replay_finds_the_same_states(tmp_path):
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "pin_prefix": (1, 4),
-    "export": (1,),
-    "import_row": (4, 0),
     "lend": (1, 0, 4),
     "rebind": (1, 0, 4, [1]),
     "admit_lent": ([1], 4),

@@ -197,6 +197,8 @@ class Lockstep:
                 for position in range(prefix.evicted[at], prefix.length):
                     slot = table[position // size].number * size + position % size
                     assert self.device._target[at][slot] == tokens[position], (number, position)
+            if isinstance(self.device, StateDevice):
+                self.device.check_exported(self.ledger.prefix_state_slot(number), tuple(tokens))
 
     def _read_loans(self) -> None:
         """Check that lent pages still hold the tokens from when they were lent."""
@@ -294,7 +296,12 @@ class Lockstep:
                 device._target[at][slot] = first + position
                 if position < drafted_len:
                     device._draft[at][slot] = first + position
-        return list(range(first, first + length))
+        tokens = list(range(first, first + length))
+        if isinstance(self.oracle, SlotOracle) and isinstance(device, StateDevice):
+            slot = int(self.ledger.state_slot(0)[row])
+            self.oracle.row_states[self.oracle.rows[row]].slot.number = slot
+            device.slots[slot] = tuple(tokens)
+        return tokens
 
     def _equate(self, row: int, start: int, end: int, pages: list[int]) -> None:
         """The caller says that the row and the pages hold the same tokens there."""
@@ -408,6 +415,8 @@ class Lockstep:
         assert ledger.prefixes == list(oracle.prefixes)
         for number, prefix in oracle.prefixes.items():
             assert ledger.prefix_len(number) == prefix.length
+            slot = oracle.exported_states[number] if isinstance(oracle, SlotOracle) else None
+            assert ledger.prefix_state_slot(number) == (slot.number if slot else 0)
         assert ledger.steps() == oracle.unfinished()
         for group in range(len(ledger.groups)):
             self._compare_group(group)

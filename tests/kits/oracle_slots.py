@@ -69,6 +69,10 @@ class Fold:
     mark: Mark | None = None  # The soft mark that it left.
 
 
+#: Stands among the holders of a slot for every export.
+EXPORT = Row(0, [])
+
+
 class SlotOracle(IndexOracle):
     """The ledger with a state group, as the contract says it."""
 
@@ -81,14 +85,15 @@ class SlotOracle(IndexOracle):
         self.folds: dict[int, list[Fold]] = {}  # By step; one for each lane.
         self.planned: list[Fold] | None = None  # Of the step that is being prepared.
         self.indexed_states: dict[tuple[bytes, Text], Slot] = {}  # By salt and text.
+        self.exported_states: dict[int, Slot] = {}  # By prefix.
         self.operation = 0  # How many have succeeded.
         self.met: Counter[str] = Counter()  # What a run must have met, or it proves little.
 
     # --- What is seen from outside ---
 
     def slot_holders(self, slot: Slot) -> list[Row]:
-        """Rows that hold the slot, one entry for each reason."""
-        holders = []
+        """Rows that hold the slot, one entry for each reason, and exports."""
+        holders = [EXPORT for exported in self.exported_states.values() if exported is slot]
         for row in self.rows.values():
             state = self.row_states[row]
             holders += [row] * (state.slot is slot)
@@ -324,6 +329,49 @@ class SlotOracle(IndexOracle):
         self.row_states[new] = State(source.slot, source.length)
         return new
 
+    def export(self, row: int) -> int:
+        record = self.rows.get(row)
+        slot = self.row_states[record].slot if record else None
+        prefix = super().export(row)
+        assert slot is not None
+        self.exported_states[prefix] = slot
+        self.met["export of a state"] += 1
+        return prefix
+
+    def release_prefix(self, prefix: int) -> None:
+        super().release_prefix(prefix)
+        del self.exported_states[prefix]
+
+    def admit(self, prefix: int | None = None, length: int | None = None) -> Row:
+        export = self.prefixes.get(prefix)
+        if export is not None and length not in (None, 0, export.length):
+            raise Refused("ShapeError")
+        row = super().admit(prefix, length)
+        if row.resolved:
+            self.row_states[row] = State(self.exported_states[prefix], row.resolved)
+            self.met["admission on an export"] += 1
+        return row
+
+    def _check_free_slot(self) -> None:
+        if self.free_state_slots() + len(self.cached_slots()) < 1:
+            self.met["import without a slot"] += 1
+            raise Refused(
+                "OutOfPages",
+                group=self.group.name,
+                need=1,
+                free=0,
+                cached=0,
+                fenced=len(self.fenced_slots()),
+                reclaimable=self.reclaimable_state_slots(),
+            )
+
+    def import_row(self, length: int, drafted_len: int) -> Row:
+        row = super().import_row(length, drafted_len)
+        slot = Slot()
+        self.slots.append(slot)
+        self.row_states[row] = State(slot, length)
+        return row
+
     def give_back(self, row: int) -> None:
         record = self._row(row)
         self._undo_unlaunched(record)
@@ -450,4 +498,4 @@ class SlotOracle(IndexOracle):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise Refused("ConfigError")
 
-    pin_prefix = lend = rebind = admit_lent = export = import_row = _refuse
+    pin_prefix = lend = rebind = admit_lent = _refuse

@@ -130,6 +130,11 @@ class StateDevice(FakeDevice):
                 if self.slots.get(slot) != tuple(sequence.tokens[:length]):
                     raise DeviceFault(f"row {row}: slot {slot} is not its state of {length} tokens")
 
+    def check_exported(self, slot: int, text: tuple[int, ...]) -> None:
+        """Check the state of an export."""
+        if self.slots.get(slot) != text:
+            raise DeviceFault(f"slot {slot} of an export is not its state of {len(text)} tokens")
+
     def check_indexed(self, slot: int, text: tuple[int, ...]) -> None:
         """Check a state of the prefix index that may serve."""
         if self.slots.get(slot) != text:

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
 
 from host_kit import World, groups
-from specpool import ConfigError, Engine, EngineConfig, SamplingParams, Shape
+from specpool import (
+    ConfigError,
+    Engine,
+    EngineConfig,
+    Group,
+    Ledger,
+    NotReady,
+    OutOfPages,
+    OutOfRows,
+    SamplingParams,
+    Shape,
+    StateGroup,
+)
+from specpool.capacity.layer_kv import LayerKV
 from specpool.engine.assets import corpus
 from specpool.engine.memory.host.copies import HostMemory
 from specpool.engine.memory.host.copy_cost import CopyCost
+from specpool.engine.memory.host.handle import Handle
+from specpool.engine.memory.host.reload import reload
 from specpool.engine.memory.host.tier import HostTier
+from specpool.engine.memory.kv_cache import KVCache
 
 # --- kernels -------------------------------------------------------------------------------------
 
@@ -179,3 +198,105 @@ def test_a_text_that_was_on_the_host_is_the_same(monkeypatch, draft, shape, para
         assert len(kept) >= 6 and min(kept) > 40
         assert tier.stats().reload_ct == len(kept) and not tier.handles
         tier.check()
+
+
+STATEFUL = [
+    Group("full", page_size=4, num_pages=40, hosts_drafts=True),
+    Group("window", page_size=2, num_pages=60, window=7, sink=3),
+]
+
+
+class StatefulSide:
+    """A ledger with a state group, and host memory for its pages and slots."""
+
+    def __init__(self, host_rows: float = 3.0) -> None:
+        states = [StateGroup("ssm", num_slots=4, flush=3)]
+        self.ledger = Ledger(
+            STATEFUL, [Shape.eagle(1, 1, 2)], num_rows=4, max_context_len=40, states=states
+        )
+        device, layers = torch.device("cpu"), [LayerKV(2, 3, 5), LayerKV(1, 4, 4)]
+        self.cache = KVCache(self.ledger, layers, [0, 1], dtype=torch.float32, device=device)
+        self.slots = [torch.zeros(5, 3, 2), torch.zeros(5, 7, dtype=torch.bfloat16)]
+        sizes = [24 * (2 * 3 + 2 * 5), 24 * 8, 3 * 2 * 4 + 7 * 2]
+        host_bytes = int(host_rows * 2 * sum(sizes) * 4)
+        self.memory = HostMemory(self.ledger, self.cache, host_bytes, self.slots)
+        self.tier = HostTier(self.ledger, self.memory, policy="always")
+        for buffer in [*self.cache.keys, *self.cache.values, *self.slots]:
+            buffer[:] = torch.randn(buffer.shape)
+
+    def step(self, plan) -> None:
+        self.ledger.launch(plan.step)
+        if plan.kind == "decode":
+            self.ledger.resolve(plan.step, [1] * len(plan))
+        self.ledger.complete(plan.step)
+
+    def content(self, row: int, length: int) -> list[torch.Tensor]:
+        """The KV that a row of so many tokens needs, and its state."""
+        found = []
+        for group, spec in enumerate(STATEFUL):
+            start = 0 if spec.window is None else max(length - spec.window + 1, 0)
+            positions = [p for p in range(length) if p >= start or p < spec.sink]
+            table, size = self.ledger.page_table(group)[row], spec.page_size
+            slots = [int(table[p // size]) * size + p % size for p in positions]
+            assert all(slot >= size for slot in slots)
+            found += [
+                self.cache.keys[group][slots].clone(),
+                self.cache.values[group][slots].clone(),
+            ]
+        slot = int(self.ledger.state_slot(0)[row])
+        return [*found, *(tensor[slot].clone() for tensor in self.slots)]
+
+
+def test_rows_come_back_with_their_states_whatever_was_where():
+    """Random rows, rounds, cuts, ways to the host and back: pages, windows, sinks and slots."""
+    random, side = np.random.default_rng(0), StatefulSide()
+    ledger, tier = side.ledger, side.tier
+    away: list[tuple[Handle, list[torch.Tensor]]] = []
+    counts = Counter[str]()
+    for _ in range(600):
+        live = ledger.live_rows().tolist()
+        row = int(random.choice(live)) if live else 0
+        length = int(ledger.resolved_len[row])
+        match random.integers(6):
+            case 0 if len(live) < 4:
+                new = ledger.admit()
+                with contextlib.suppress(OutOfPages):
+                    side.step(ledger.prepare_extend([new], [int(random.integers(1, 20))]))
+            case 1 if row and 0 < length < 36:
+                with contextlib.suppress(OutOfPages, NotReady):
+                    side.step(ledger.prepare_decode([row], [0]))
+            case 2 if row and random.random() < 0.3:
+                ledger.trim(row, int(random.integers(length + 1)))
+            case 3 if row:
+                handle = tier.save(row)
+                if handle is not None:
+                    assert handle.length == ledger.state_len(0)[row]
+                    away.append((handle, side.content(row, handle.length)))
+                counts["saved" if handle else "not saved"] += 1
+                ledger.retract(row)
+            case 4 if away:
+                handle, content = away[random.integers(len(away))]
+                before = ledger.state_hash()
+                try:
+                    back = reload(tier, side.cache, handle)
+                except (OutOfPages, OutOfRows) as error:
+                    counts[type(error).__name__] += 1
+                    assert ledger.state_hash() == before and tier.holds(handle)
+                    continue
+                away = [pair for pair in away if pair[0] is not handle]
+                assert ledger.resolved_len[back] == ledger.state_len(0)[back] == handle.length
+                for now, then in zip(side.content(back, handle.length), content, strict=True):
+                    assert torch.equal(now, then)
+                counts["back"] += 1
+            case 5 if away and random.random() < 0.3:
+                handle, _ = away.pop()
+                cut = int(random.integers(handle.length + 1))
+                assert (tier.trim(handle, cut) is handle) == (cut == handle.length)
+                if tier.holds(handle):
+                    tier.drop(handle)
+        tier.check()
+        ledger.check()
+    assert min(counts[name] for name in ("saved", "not saved", "back")) > 20, counts
+    assert counts["OutOfPages"] + counts["OutOfRows"] > 5, counts
+    tier.close()
+    assert all(group.free_pages == group.num_pages for group in tier.stats().groups)

@@ -27,6 +27,7 @@ from recurrent_families import (
 from specpool import ConfigError, Engine, Grammar, RequestOutput, SamplingParams, Shape
 from specpool.engine.assets import resolve
 from specpool.engine.draft import DraftTree, NgramDrafter, ScriptedDrafter
+from specpool.engine.memory.host.copies import HostMemory
 from specpool.engine.models import TargetModel, mixers, state_probe
 from specpool.engine.models.gate import RECURRENT
 from specpool.engine.models.lane_forward import LaneForward
@@ -39,6 +40,7 @@ from specpool.engine.models.recurrent import (
 )
 from specpool.engine.models.state_outline import outline_states
 from specpool.kernels.state_lanes import StateLanes
+from specpool.testing import assert_no_page_leaked
 
 CHAIN = Shape.eagle(3, 1, 4)
 TREE = Shape.eagle(3, 2, 7)
@@ -179,6 +181,8 @@ class Workload:
             "headroom": rng.choice([0, 16]),
             "mixed_chunks": rng.random() < 0.4,
             "max_context_len": longest + rng.randint(0, 9),
+            "host_bytes": rng.choice([0, 1 << 24]),
+            "offload": "always",
         }
 
     def engine(self, reference: Reference, num_pages: int | None) -> Engine:
@@ -376,6 +380,102 @@ def test_a_conversation_goes_on_from_its_state(reference, depth):
                         assert not output.error, output.error
                         assert output.token_ids == reference.text([*said[:length], *more], 5)
                 session.rewind(length)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("draft", [None, "ngram", "scripted"])
+@pytest.mark.parametrize("family", FEW)
+def test_a_conversation_waits_on_the_host_with_its_state(reference, draft, page_size):
+    """One session keeps its row, the others wait on the host; a turn is cut below its state."""
+    options = {"max_sessions": 1, "page_size": page_size, "max_context_len": 160}
+    options |= {"host_bytes": 1 << 24, "offload": "always", "prefix_cache": False}
+    params = SamplingParams(max_new_tokens=7, ignore_eos=True)
+    with build(reference, drafter_of(draft, reference), **options) as engine:
+        sessions = [engine.open_session() for _ in range(3)]
+        said: list[list[int]] = [[] for _ in sessions]
+        for turn in range(3):
+            for at, session in enumerate(sessions):
+                text = PROMPTS[(at + turn) % 2]
+                said[at] += text
+                output = session.append(text, params).output()
+                assert output.token_ids == reference.text(said[at], 7), (turn, at)
+                assert not turn or output.num_reused >= len(said[at]) - len(text) - 40
+                said[at] += output.token_ids
+        host = engine.stats().host
+        assert (host.offload_ct, host.reload_ct, host.failed_ct) == (8, 6, 0)
+        assert host.num_handles == 2
+        sessions[0].rewind(5)
+        output = sessions[0].append(PROMPTS[1], params).output()
+        assert output.token_ids == reference.text([*said[0][:5], *PROMPTS[1]], 7)
+        for session in sessions:
+            session.close()
+        assert_no_page_leaked(engine.ledger)
+        host = engine.stats().host
+        assert all(group.free_pages == group.num_pages for group in host.groups)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("family", FEW)
+def test_a_pinned_text_has_its_state(reference, depth, page_size):
+    """It serves as a whole, also an identical prompt, and gives way when its slot is needed."""
+    options = {"overlap_depth": depth, "page_size": page_size, "prefix_cache": False}
+    text = PROMPTS[1]
+    prompts = [[*text, *PROMPTS[0]], text, text[:20], PROMPTS[0]]
+    with build(reference, NgramDrafter(min_match=0), **options) as engine:
+        pin = engine.pin(text)
+        assert pin.tokens == text[:-1]
+        outputs = engine.generate(prompts, GREEDY)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.token_ids == reference.text(prompt, NUM_TOKENS)
+        assert [output.num_reused for output in outputs] == [len(text) - 1] * 2 + [0, 0]
+        with pytest.raises(ConfigError, match=r"cannot be pinned: .* 0 of 1 tokens"):
+            engine.pin(text[:1])
+        engine.unpin(pin)
+        assert_no_page_leaked(engine.ledger)
+        for at in range(engine.ledger.states[0].num_slots + 1):
+            engine.pin([at + 3, *PROMPTS[0]])
+        assert 0 < len(engine.core.scheduler.pins) <= engine.ledger.states[0].num_slots
+        (output,) = engine.generate([text], GREEDY)
+        assert output.token_ids == reference.text(text, NUM_TOKENS)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("family", FEW)
+def test_a_retracted_row_comes_back_from_the_host(reference, depth):
+    options = {"host_bytes": 1 << 24, "offload": "always", "prefix_cache": False}
+    options |= {"num_pages": 24, "headroom": 0, "overlap_depth": depth}
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[1][3:]]  # long enough for a state
+    with build(reference, scripted(reference), **options) as engine:
+        for prompt, output in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
+            assert output.token_ids == reference.text(prompt, NUM_TOKENS)
+        host = engine.stats().host
+        assert 0 < host.reload_ct == host.offload_ct
+
+
+def test_a_copy_that_fails_costs_speed_alone(tiny, monkeypatch):
+    options = {"max_sessions": 0, "host_bytes": 1 << 24, "offload": "always", "page_size": 4}
+    params = SamplingParams(max_new_tokens=7, ignore_eos=True)
+
+    def failing(*_) -> None:
+        raise RuntimeError("no copy today")
+
+    with Engine.from_pretrained(tiny, max_context_len=96, prefix_cache=False, **options) as engine:
+        session, texts = engine.open_session(), []
+        for way in ("save", None, "load", None):
+            with monkeypatch.context() as patch:
+                if way is not None:
+                    patch.setattr(HostMemory, way, failing)
+                texts.append(session.append(PROMPTS[0], params).output().token_ids)
+        assert engine.stats().host.failed_ct == 2
+        with engine.open_session() as other:
+            again = [other.append(PROMPTS[0], params).output().token_ids for _ in texts]
+        assert texts == again
+        session.close()
+        assert_no_page_leaked(engine.ledger)
 
 
 @pytest.mark.sample(2)
@@ -590,21 +690,10 @@ def test_it_runs_on_v2_and_says_nothing(tiny, caplog):
         assert group.eager and group.flush == 16
 
 
-def test_a_state_does_not_wait_on_the_host(tiny):
-    with pytest.raises(ConfigError, match=r"'bamba' has recurrent layers.* be 0, got 1048576"):
-        Engine.from_pretrained(tiny, max_context_len=96, host_bytes=1 << 20)
-
-
 def test_a_closed_model_has_its_own_mixers(tiny):
     with TargetModel.from_pretrained(tiny):
         assert any("forward" in module.__dict__ for module in tiny.modules())
     assert not any("forward" in module.__dict__ for module in tiny.modules())
-
-
-def test_a_text_cannot_be_pinned(tiny):
-    with Engine.from_pretrained(tiny, max_context_len=96) as engine:
-        with pytest.raises(ConfigError, match=r"recurrent layers: .* cannot be pinned"):
-            engine.pin(PROMPTS[1])
 
 
 def test_other_types_are_refused_with_the_list_of_those_that_run():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ledger_kit import CHAIN, assert_all_back, end, extend, make, prefill, refuses, start
-from specpool import Ledger, OutOfPages, Plan, StateGroup
+from specpool import Ledger, NotReady, OutOfPages, Plan, ShapeError, StateGroup
 
 
 def stateful(num_slots: int = 3, *, flush: int = 1, eager: bool = False, **options: Any) -> Ledger:
@@ -187,6 +187,62 @@ def test_scenario_80_a_failed_step_takes_the_states_of_its_rows():
 # --- What is published: states of the prefix index ----------------------------------------------
 
 TEXT = list(range(12))
+
+
+def test_scenario_79_what_leaves_keeps_its_state_until_it_has_arrived():
+    """A sender still reads the row's slot while others take what is free.
+
+    Law: An export has the tokens of its row's state, holds the slot, and comes back with all of it.
+    """
+    ledger = stateful(2, num_rows=3)
+    row = prefill(ledger, 10)
+    export = ledger.export(row)
+    assert (ledger.prefix_len(export), ledger.prefix_state_slot(export)) == (9, 1)
+    assert ledger.free_state_slots(0) == 1
+    refuses(ledger, ShapeError, ledger.admit, prefix=export, length=8, match="must be 0 or 9")
+    back = ledger.admit(prefix=export)
+    assert state_of(ledger, back) == (1, 9)
+    assert folds(launched(ledger, back, 12)) == (1, 2, 9, 11)
+    ledger.release_prefix(export)
+    ledger.finish(back)
+    ledger.complete(1 + ledger.completed)
+    assert_slots_back(ledger)
+
+
+def test_scenario_79_a_row_whose_state_is_empty_does_not_leave():
+    """Law: An export needs a state; a round of the row makes one."""
+    ledger = stateful()
+    row = prefill(ledger, 1)
+    refuses(ledger, NotReady, ledger.export, row, match="its state has 0 of 1 tokens")
+    end(ledger, start(ledger, row), 2)
+    end(ledger, start(ledger, row), 1)
+    assert ledger.prefix_len(ledger.export(row)) == 3
+
+
+def test_scenario_79_what_comes_has_a_slot_of_its_own():
+    """Law: An import takes a slot for the state of all of its tokens, or nothing."""
+    ledger = stateful(1)
+    row = ledger.import_row(10, 10)
+    assert state_of(ledger, row) == (1, 10)
+    refuses(ledger, OutOfPages, ledger.import_row, 4, 4, match="group states: need 1")
+    ledger.abort(row)
+    assert_slots_back(ledger)
+
+
+def test_scenario_79_what_comes_is_of_no_step():
+    """A launched step wrote the slot for a request that is gone. On one stream it is free at once.
+
+    Law: The state that arrives serves hits, and a failure of that step leaves it there.
+    """
+    ledger = stateful(1, page_fencing=False)
+    step = launched(ledger, gone := ledger.admit(), 6).step
+    ledger.finish(gone)
+    row = ledger.import_row(9, 9)
+    assert state_of(ledger, row) == (1, 9)
+    ledger.index(row, TEXT[:9])
+    assert ledger.match_prefix(TEXT[:10])[0] == 9
+    ledger.abandon(step)
+    assert published(ledger) == [(1, 9)]
 
 
 def prompt(ledger: Ledger, tokens: list[int]) -> int:

@@ -78,6 +78,7 @@ class Engine(Movable, KeepsPrefixes):
         parts.calibrate()
         self.shape, self.max_context_len = parts.shape, parts.max_context_len
         self.ledger, self.cache, self.kv_bytes = parts.ledger, parts.cache, parts.cache.num_bytes
+        self.state = parts.state
         self.state_bytes = 0 if parts.state is None else parts.state.num_bytes
         self.core = EngineCore(parts, tokenizer)
         self._ranks = RankedEngine(self.core, ranks, target)

@@ -22,23 +22,20 @@ class KeepsPrefixes:
     def pin(self, prompt: Prompt) -> Pin:
         """Keep the KV of a text, such as a system prompt, for prompts that begin with it.
 
-        Every later prompt that begins with the text uses its KV. Only whole pages are kept. If
-        memory runs out, the oldest pinned text is dropped before a running request is retracted.
-        The call computes the text's KV and returns when it is there.
+        Every later prompt that begins with the text uses its KV. Only whole pages are kept; of a
+        target with recurrent layers, all but the last token, with their state. If memory runs out,
+        the oldest pinned text is dropped before a running request is retracted. The call computes
+        the text's KV and returns when it is there.
 
         Raises:
-            ConfigError: the prompt is not valid, or fills no page; or the target has recurrent
-                layers.
+            ConfigError: the prompt is not valid, or fills no page; or, with recurrent layers, has
+                one token.
         """
-        if self.target.keeps_state:
-            raise ConfigError(
-                f"{self.target.config.model_type!r} has recurrent layers: a text's pages are not "
-                "all that a row needs to go on from it, so it cannot be pinned"
-            )
         params = SamplingParams(max_new_tokens=1)
         (request,) = self.core.prompts.requests([prompt], params, None, 0)
         # Tokens behind the last whole page would move the windows off the pinned pages.
-        whole = len(request.tokens) // self.config.page_size * self.config.page_size
+        page_size = 1 if self.target.keeps_state else self.config.page_size
+        whole = len(request.tokens) // page_size * page_size
         if not whole:
             raise ConfigError(
                 f"the prompt cannot be pinned: {len(request.tokens)} tokens fill no page of "

@@ -289,6 +289,8 @@ typedef struct {
   // Its first pages that are of the group's sink: their columns are 0, 1, and so on. 0 without a sink, and if the window
   // reaches back to the sink.
   size_t num_sinks;
+  // The state slot that contains the tokens of an export; 0 without a state group.
+  int32_t state_slot;
 } specpool_prefix_info;
 
 // Copies the first `tokens` slots of page `src` to page `dst`, in every layer of the group.
@@ -667,13 +669,17 @@ specpool_status specpool_ledger_lent_pages(specpool_ledger ledger,
 
 // Gives the row back, and keeps the pages of all its tokens as a prefix, also a partly filled last one. They are
 // read-only until specpool_ledger_release_prefix: read them and send them. specpool_ledger_admit_on makes a row of them
-// again. Nothing of the row may be in flight. O(pages).
+// again. Nothing of the row may be in flight. With a state group the prefix has the tokens that the row's state contains,
+// and its slot. O(pages).
 // `prefix` points to a number.
-specpool_status specpool_ledger_export(specpool_ledger ledger, int32_t row, uint64_t *prefix);
+specpool_status specpool_ledger_export(specpool_ledger ledger,
+                                       int32_t row,
+                                       uint64_t *prefix);
 
 // Takes a free row of `len` tokens on pages of its own, for KV that comes from elsewhere; draft KV is valid below
 // `drafted_len`. Write the pages, which specpool_ledger_row_pages names, before the next launch and behind every
-// launched forward. If the KV does not arrive, specpool_ledger_abort takes the row back. O(pages).
+// launched forward. With a state group, write the row's slot too, which specpool_ledger_row_state names. If the KV does
+// not arrive, specpool_ledger_abort takes the row back. O(pages).
 // `tag` is a text or NULL, `row` points to a number.
 specpool_status specpool_ledger_import_row(specpool_ledger ledger,
                                            int32_t len,

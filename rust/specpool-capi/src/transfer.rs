@@ -24,11 +24,14 @@ pub struct PrefixInfo {
     /// Its first pages that are of the group's sink: their columns are 0, 1, and so on. 0 without a sink, and if the window
     /// reaches back to the sink.
     pub num_sinks: usize,
+    /// The state slot that contains the tokens of an export; 0 without a state group.
+    pub state_slot: i32,
 }
 
 /// Gives the row back, and keeps the pages of all its tokens as a prefix, also a partly filled last one. They are
 /// read-only until specpool_ledger_release_prefix: read them and send them. specpool_ledger_admit_on makes a row of them
-/// again. Nothing of the row may be in flight. O(pages).
+/// again. Nothing of the row may be in flight. With a state group the prefix has the tokens that the row's state contains,
+/// and its slot. O(pages).
 ///
 /// # Safety
 /// `prefix` points to a number.
@@ -42,7 +45,8 @@ pub unsafe extern "C" fn specpool_ledger_export(ledger: Ledger, row: i32, prefix
 
 /// Takes a free row of `len` tokens on pages of its own, for KV that comes from elsewhere; draft KV is valid below
 /// `drafted_len`. Write the pages, which specpool_ledger_row_pages names, before the next launch and behind every
-/// launched forward. If the KV does not arrive, specpool_ledger_abort takes the row back. O(pages).
+/// launched forward. With a state group, write the row's slot too, which specpool_ledger_row_state names. If the KV does
+/// not arrive, specpool_ledger_abort takes the row back. O(pages).
 ///
 /// # Safety
 /// `tag` is a text or NULL, `row` points to a number.
@@ -81,13 +85,14 @@ pub unsafe extern "C" fn specpool_ledger_prefix_pages(
             let run = ledger.prefix_pages(prefix, group)?;
             let (len, drafted_len) = (ledger.prefix_len(prefix)?, ledger.prefix_drafted_len(prefix)?);
             let (first_column, num_pages, num_sinks) = (run.first_column, run.pages.len(), run.num_sinks);
+            let state_slot = ledger.prefix_state_slot(prefix)?.0;
             if capacity > 0 || !pages.is_null() {
                 has_room("pages", pages, capacity, num_pages)?;
                 for (at, page) in run.pages.iter().enumerate() {
                     write("pages", &[page.0], pages.add(at), 1)?;
                 }
             }
-            put("info", PrefixInfo { len, drafted_len, first_column, num_pages, num_sinks }, info)
+            put("info", PrefixInfo { len, drafted_len, first_column, num_pages, num_sinks, state_slot }, info)
         })
     })
 }

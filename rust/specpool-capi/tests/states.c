@@ -98,6 +98,34 @@ static int32_t serve(const int32_t *tokens, bool keeps) {
   return PROMPT - hit;
 }
 
+// A row leaves as an export and comes again on a slot and pages of its own: it goes on from its state.
+static void move(const int32_t *tokens) {
+  int32_t row, moved, new_len = PROMPT;
+  uint64_t prefix;
+  specpool_plan plan;
+  specpool_prefix_info info;
+  specpool_row_state_info state;
+  must(specpool_ledger_admit(ledger, NULL, &row));
+  must(specpool_ledger_prepare_extend(ledger, &row, &new_len, 1, true, &plan));
+  must(specpool_ledger_launch(ledger, plan.step));
+  run(&plan, 0, tokens, 0, PROMPT);
+  must(specpool_ledger_complete(ledger, plan.step));
+  must(specpool_ledger_export(ledger, row, &prefix));
+  must(specpool_ledger_prefix_pages(ledger, prefix, 0, NULL, 0, &info));
+  expect(info.len == PROMPT - 1 && info.state_slot != 0, "an export has the tokens of its state");
+  must(specpool_ledger_import_row(ledger, info.len, info.drafted_len, "moved", &moved));
+  must(specpool_ledger_row_state(ledger, 0, moved, &state));
+  expect(state.len == info.len && state.slot != info.state_slot, "a row that comes has a slot of its own");
+  states[state.slot] = states[info.state_slot];
+  must(specpool_ledger_release_prefix(ledger, prefix));
+  memcpy(texts[moved], tokens, (size_t)info.len * sizeof *tokens);
+  must(specpool_ledger_prepare_extend(ledger, &moved, &new_len, 1, true, &plan));
+  must(specpool_ledger_launch(ledger, plan.step));
+  run(&plan, 0, tokens, info.len, PROMPT - info.len);
+  must(specpool_ledger_complete(ledger, plan.step));
+  must(specpool_ledger_finish(ledger, moved));
+}
+
 int main(void) {
   specpool_group_config group = {.name = "kv", .page_size = PAGE, .num_pages = 40, .hosts_drafts = true};
   specpool_state_group_config of_states = {.name = "states", .num_slots = NUM_SLOTS, .flush = 2};
@@ -123,6 +151,9 @@ int main(void) {
   must(specpool_ledger_forget_all(ledger));
   must(specpool_ledger_state_group(ledger, 0, &info));
   expect(info.num_free == NUM_SLOTS && info.num_reclaimable == 0 && info.num_fenced == 0, "a slot leaked");
+  move(tokens);
+  must(specpool_ledger_state_group(ledger, 0, &info));
+  expect(info.num_free == NUM_SLOTS, "a move leaked a slot");
   // What a ledger with states refuses.
   int32_t row, keep[2] = {0, 0};
   uint64_t prefix;

@@ -288,6 +288,9 @@ fn states() -> Vec<Case> {
             cases.push(new("rows", config(2, false), 4, rows, limit));
             let forks = Alphabet { forks: true, trims: false, ..plain.clone() };
             cases.push(new("forks", config(2, false), 4, forks.clone(), limit));
+            let moves = Alphabet { max_exports: 1, trims: false, cancels: false, ..plain.clone() };
+            cases.push(new("moves alone", config(1, false), 0, moves.clone(), None));
+            cases.push(new("moves", config(2, false), 4, moves, Some(FEW)));
             let all = Alphabet { trims: true, turns: true, failures: true, batches: true, ..forks };
             let verbs = new("all verbs", config(2, true), 4, all, Some(FEW));
             cases.push(Case { is_quick: false, ..verbs });
@@ -297,7 +300,7 @@ fn states() -> Vec<Case> {
 }
 
 /// The verbs beside prefills, rounds, hits and `index` that a case of [`states_kept`] has.
-const KEPT_VERBS: [&str; 6] = ["plain", "trims", "cancels", "failures", "turns", "forks"];
+const KEPT_VERBS: [&str; 7] = ["plain", "trims", "cancels", "failures", "turns", "forks", "moves"];
 
 /// States that outlive the next fold of their rows: soft marks, and those of a prefix index.
 ///
@@ -319,6 +322,7 @@ fn states_kept() -> Vec<Case> {
             // With more pages, drafts, overlap or another row, cuts lead to too many states.
             "trims" | "turns" => has_cuts,
             "forks" => num_rows > 1,
+            "moves" => num_rows == 1 && pages == 0,
             _ => true,
         };
         for verbs in KEPT_VERBS.into_iter().filter(is_used) {
@@ -337,6 +341,7 @@ fn states_kept() -> Vec<Case> {
                 failures: verbs == "failures",
                 turns: verbs == "turns",
                 forks: verbs == "forks",
+                max_exports: usize::from(verbs == "moves"),
                 ..Alphabet::plain(&[1, 2], 2)
             };
             let shapes = if drafts { "1/1/2" } else { "0/1/1" };
@@ -345,7 +350,9 @@ fn states_kept() -> Vec<Case> {
             );
             let is_quick =
                 num_rows == 1 && more + pages == 0 && !eager && ["plain", "cancels", "failures"].contains(&verbs);
-            cases.push(Case { is_quick, ..case(name, config, pages, alphabet, None) });
+            // Rows that come have any length, with and without draft KV.
+            let limit = (verbs == "moves").then_some(CUT);
+            cases.push(Case { is_quick, ..case(name, config, pages, alphabet, limit) });
         }
     }
     cases

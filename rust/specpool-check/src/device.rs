@@ -108,6 +108,7 @@ pub enum Plant {
     ResolveMore,
     SkipAbandon,
     HalfImport,
+    LateState,
     FoldOneMore,
     FoldToRoot,
     FoldBack,
@@ -131,7 +132,7 @@ pub enum Plant {
 
 impl Plant {
     /// Every plant: its name and what it does.
-    pub const ALL: [(Self, &'static str, &'static str); 34] = [
+    pub const ALL: [(Self, &'static str, &'static str); 35] = [
         (Self::CompleteEarly, "complete-early", "the driver completes launched steps before they ran: no fence holds"),
         (Self::SkipCopies, "skip-copies", "the device ignores page copies"),
         (Self::LateCopies, "late-copies", "the device copies pages after the forward they ride on"),
@@ -147,6 +148,7 @@ impl Plant {
         (Self::ResolveMore, "resolve-more", "the driver reports one accepted token more than the device kept"),
         (Self::SkipAbandon, "skip-abandon", "the driver resolves a failed forward as if it had run"),
         (Self::HalfImport, "half-import", "the driver goes on with a row whose last page has not arrived"),
+        (Self::LateState, "late-state", "the driver goes on with a row whose recurrent state has not arrived"),
         (Self::FoldOneMore, "fold-one-more", "a fold goes on for one token more than the plan says"),
         (Self::FoldToRoot, "fold-to-root", "the fold of a round goes on to the device's root"),
         (
@@ -247,14 +249,14 @@ impl Device {
         self.next_tag - 1
     }
 
-    /// Writes the pages of an imported row, as a sender would have filled them: new tags for its `len` tokens, draft KV
-    /// below `drafted`. Returns its sequence.
+    /// Writes the pages and the state slot of an imported row, as a sender would have filled them: new tags for its `len`
+    /// tokens, or those of zeros if texts are known; draft KV below `drafted`. Returns its sequence.
     ///
     /// # Errors
     /// The ledger's.
     pub(crate) fn import(&mut self, ledger: &Ledger, row: Row, len: i32, drafted: i32) -> Result<Vec<Tag>, Fault> {
-        let sequence: Vec<Tag> = (self.next_tag..).take(len as usize).collect();
-        self.next_tag += len as Tag;
+        self.set_text(row.0, &[]);
+        let sequence: Vec<Tag> = (0..len as usize).map(|position| self.tag(row.at(), position)).collect();
         for group in 0..self.facts.groups.len() {
             let page_size = self.page_size(group) as usize;
             let table = ledger.page_table(group).map_err(|error| error.to_string())?;
@@ -269,6 +271,11 @@ impl Device {
                     self.draft[group][page * page_size + offset] = if position < drafted as usize { tag } else { 0 };
                 }
             }
+        }
+        let is_late = self.has(Plant::LateState);
+        if let Some(states) = self.states.as_mut().filter(|_| !is_late) {
+            let slot = ledger.state_slot(0).map_err(|error| error.to_string())?[row.at()];
+            states.slots[slot as usize] = Some(sequence[..].into());
         }
         Ok(sequence)
     }

@@ -217,7 +217,7 @@ const AUDITED_OPS: u64 = 1024;
 impl Run {
     fn new(config: &LedgerConfig, episode: &Episode, is_thorough: bool) -> Result<Self, Fault> {
         let mut world = episode.has_device.then(|| World::new(config, episode.plant)).transpose()?;
-        // Neither a connector nor the verbs that share pages know of states.
+        // Neither a connector nor a cache outside knows of states.
         let has_states = !config.states.is_empty();
         world.as_mut().filter(|_| !has_states).map_or(Ok(()), World::connect)?;
         let ledger = match &world {
@@ -228,7 +228,7 @@ impl Run {
         let has_texts = has_states && has_small_pages(config);
         world.as_mut().filter(|_| has_texts).into_iter().for_each(World::tell_texts);
         // Without fences, an import has to wait for launched forwards, which the decoder does not know.
-        let has_moves = !has_states && (world.is_none() || config.page_fencing);
+        let has_moves = world.is_none() || config.page_fencing;
         let (has_index, keeps_states) = (ledger.is_some() || has_texts, has_states);
         let scene = Scene { has_index, keeps_states, has_loans: !has_states, has_moves, ..Scene::default() };
         Ok(Self { world, ledger, scene, tally: Tally::default(), is_thorough })

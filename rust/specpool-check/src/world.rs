@@ -60,6 +60,8 @@ impl Flight {
 #[derive(Debug, Clone)]
 struct Prefix {
     sequence: Vec<Tag>,
+    /// Its tokens, if they are known.
+    text: Vec<i32>,
     /// Per group.
     pages: Vec<Vec<i32>>,
     /// Whether a forward of its row failed: its contents then mean nothing.
@@ -242,8 +244,9 @@ impl World {
             (Call::Admit {}, Given::Row(row)) => self.seat(row.0, Vec::new()),
             (Call::AdmitOn { prefix, .. }, Given::Row(row)) => {
                 let len = self.ledger.resolved_len()[row.at()] as usize;
-                let sequence = self.prefixes[prefix].sequence[..len].to_vec();
-                self.seat(row.0, sequence);
+                let Prefix { sequence, text, .. } = self.prefixes[prefix].clone();
+                self.seat(row.0, sequence[..len].to_vec());
+                self.device.set_text(row.0, &text[..len.min(text.len())]);
             }
             (Call::AdmitCached { tokens, .. }, Given::Row(row)) => {
                 let len = self.ledger.resolved_len()[row.at()] as usize;
@@ -375,7 +378,8 @@ impl World {
             return Err(format!("a prefix of {len} tokens of row {row}, which has {} written", sequence.len()));
         }
         let is_lost = self.device.rows[row as usize].is_lost;
-        self.prefixes.insert(prefix, Prefix { sequence, pages, is_lost });
+        let text = self.text(row, len).unwrap_or_default();
+        self.prefixes.insert(prefix, Prefix { sequence, text, pages, is_lost });
         self.collect_pinned();
         Ok(())
     }
@@ -389,7 +393,14 @@ impl World {
             let run = self.ledger.prefix_pages(prefix, group).map_err(text)?;
             self.device.check_kept(group, run, &pinned.sequence, drafted)?;
         }
-        Ok(())
+        let slot = self.ledger.prefix_state_slot(prefix).map_err(text)?;
+        if slot.0 == 0 { Ok(()) } else { self.device.check_slot(slot.at(), &pinned.sequence) }
+    }
+
+    /// The slots that exports hold.
+    fn exported_slots(&self) -> impl Iterator<Item = usize> {
+        let slots = self.ledger.prefixes().filter_map(|prefix| self.ledger.prefix_state_slot(prefix).ok());
+        slots.map(specpool_core::Page::at).filter(|&slot| slot != 0)
     }
 
     /// The loan's pages of the tokens `[start, end)`, group after group.
@@ -545,6 +556,7 @@ impl World {
     /// Forgets the states and records that nobody may use again: a row may go back to its state without its unlaunched
     /// steps, and a launched step reads what it was prepared with.
     fn forget_free_states(&mut self) {
+        let exported: Vec<usize> = self.exported_slots().collect();
         let Self { device, ledger, flights, .. } = self;
         let Some(mut states) = device.states.take() else { return };
         let device = &*device;
@@ -560,6 +572,7 @@ impl World {
         let is_held = |slot: usize| {
             let has = |row: usize| slots[row] as usize == slot || kept(row).is_some_and(|(kept, _)| kept.at() == slot);
             kept_slots.contains(&slot)
+                || exported.contains(&slot)
                 || (1..slots.len()).any(has)
                 || coming.iter().any(|(_, fold)| fold.src == slot || fold.dst == slot)
         };
@@ -599,8 +612,8 @@ impl World {
         })
     }
 
-    /// Checks, at the launch of a step, that no checkpoint, no soft mark but its own, not the index and nothing of another
-    /// row has a slot that it writes, and that no launched step of another row writes a slot that it reads.
+    /// Checks, at the launch of a step, that no checkpoint, no soft mark but its own, not the index, no export and nothing
+    /// of another row has a slot that it writes, and that no launched step of another row writes a slot that it reads.
     fn check_written_slots(&self, step: u64) -> Result<(), Fault> {
         let text = |error: specpool_core::Error| error.to_string();
         let Some(flight) = self.flights.iter().find(|flight| flight.plan.step == step) else { return Ok(()) };
@@ -629,6 +642,9 @@ impl World {
             }
             if dst != 0 && self.ledger.index_states(0).map_err(text)?.any(|(_, slot, _)| slot.at() == dst) {
                 return fault(format!("writes slot {dst}, which the index keeps"));
+            }
+            if self.exported_slots().any(|slot| slot == dst) {
+                return fault(format!("writes slot {dst}, which an export holds"));
             }
         }
         Ok(())
@@ -806,6 +822,7 @@ impl World {
         for prefix in self.prefixes.values() {
             word(u64::from(prefix.is_lost));
             sequence(&prefix.sequence, word);
+            prefix.text.iter().for_each(|&token| word(token as u64));
         }
         for loan in &self.loans {
             sequence(&loan.sequence, word);

@@ -17,6 +17,7 @@ fn finder(plant: Plant) -> Case {
         Plant::NoClamp => "failures behind a prefix P=2",
         Plant::OneMoreDraft => "rounds P=3 2/2/3+1/1/2 D=0 Holey shared L=7",
         Plant::HalfImport => "moving P=[1] L=2 w=None trims=false failures=false fencing=true",
+        Plant::LateState => "states moves alone 0/1/1 D=0 +0 flush=1 eager=false",
         Plant::FoldOneMore | Plant::ReadRecycled | Plant::RingShort | Plant::SkipCompaction | Plant::FreeAtOnce => {
             "states rounds 1/1/2 D=0 +0 flush=1 eager=false"
         }
@@ -58,11 +59,12 @@ fn a_case_without_a_plant_is_clean() {
 }
 
 #[test]
-fn neither_a_checkpoint_nor_a_soft_mark_nor_another_row_loses_its_state_to_a_write() {
+fn neither_a_checkpoint_nor_a_soft_mark_nor_an_export_nor_another_row_loses_its_state_to_a_write() {
     for (name, why) in [
         ("states turns 0/1/1 D=0 +0 flush=1 eager=false", "which row 1 or its checkpoint has"),
         ("states forks 0/1/1 D=0 +1 flush=1 eager=false", "which row 2 or its checkpoint has"),
         ("states kept plain 0/1/1 D=0 rows=1 +1 flush=1 eager=false pages=+0", "which a soft mark of row 1 keeps"),
+        ("states moves alone 0/1/1 D=0 +1 flush=1 eager=false", "which an export holds"),
     ] {
         let case = cases::all().into_iter().find(|case| case.name == name).unwrap();
         let broken = explore(&case, Some(Plant::WriteShared), 20_000).unwrap_err();

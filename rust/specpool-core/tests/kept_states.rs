@@ -62,6 +62,8 @@ struct Met {
     hits: usize,
     evictions: u64,
     indexed: usize,
+    exports: usize,
+    imports: usize,
 }
 
 fn run(seed: u64, met: &mut Met) {
@@ -72,7 +74,7 @@ fn run(seed: u64, met: &mut Met) {
     let (mut ledger, mut model) = (Ledger::new(config.clone()).unwrap(), Model::new(&config));
     let mut pages = vec![BTreeMap::new(); 2];
     let has_index = config.groups[0].page_size == 1;
-    let mut scene = Scene { has_index, keeps_states: true, ..Scene::default() };
+    let mut scene = Scene { has_index, keeps_states: true, has_moves: true, ..Scene::default() };
     for at in 0..250 {
         scene.read(&ledger);
         let bytes: [u8; OP_BYTES] = rng.random();
@@ -101,6 +103,8 @@ fn run(seed: u64, met: &mut Met) {
         if let (Call::AdmitCached { .. }, Given::Row(row)) = (&op, &given) {
             met.hits += usize::from(ledger.resolved_len()[row.at()] > 0);
         }
+        met.exports += usize::from(matches!(op, Call::Export { .. }));
+        met.imports += usize::from(matches!(op, Call::ImportRow { .. }));
         met.indexed = met.indexed.max(ledger.index_states(0).unwrap().count());
     }
     met.evictions += ledger.index_size().2;
@@ -112,4 +116,5 @@ fn kept_states_agree_with_the_model() {
     let mut met = Met::default();
     (0..runs).for_each(|seed| run(seed, &mut met));
     assert!(met.marks > 1 && met.hits > 2 && met.evictions > 20 && met.indexed > 2, "{met:?}");
+    assert!(met.exports > 20 && met.imports > 20, "{met:?}");
 }

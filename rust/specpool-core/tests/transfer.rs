@@ -4,7 +4,7 @@
 mod kit;
 
 use kit::{extend, group};
-use specpool_core::{Error, Group, KvEvent, Ledger, LedgerConfig, Page, PageState, Row, Shape};
+use specpool_core::{Error, Group, KvEvent, Ledger, LedgerConfig, Page, PageState, Row, Shape, StateGroup};
 
 fn ledger(groups: Vec<Group>) -> Ledger {
     let chain = Shape::eagle(1, 1, 2).unwrap();
@@ -194,5 +194,100 @@ fn a_session_between_turns_can_leave() {
     assert_eq!(ledger.reclaimable_pages(0), Ok(3));
     ledger.export(row).unwrap();
     assert_eq!((ledger.reclaimable_pages(0), ledger.pinned_pages(0)), (Ok(0), Ok(3)));
+    ledger.check().unwrap();
+}
+
+/// One row of a model with recurrent layers, on pages of four tokens.
+fn recurrent(num_slots: i64, flush: i64, window: Option<i64>) -> Ledger {
+    let config = LedgerConfig::new(vec![group("kv", 4, window)], vec![], 3, 24);
+    let states = vec![StateGroup { name: "ssm".into(), num_slots, flush, eager: false }];
+    Ledger::new(LedgerConfig { digest: true, states, ..config }).unwrap()
+}
+
+fn round(ledger: &mut Ledger, row: Row) {
+    let step = ledger.prepare_decode(&[row.0], &[0], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    ledger.resolve(step, &[1]).unwrap();
+    ledger.complete(step).unwrap();
+}
+
+#[test]
+fn an_export_has_the_tokens_of_its_state_and_holds_the_slot() {
+    let mut ledger = recurrent(2, 1, None);
+    let row = filled(&mut ledger, 10);
+    round(&mut ledger, row);
+    let (slot, columns) =
+        (ledger.state_slot(0).unwrap()[row.at()], ledger.page_table(0).unwrap().row(row)[..3].to_vec());
+    let export = ledger.export(row).unwrap();
+    assert_eq!((ledger.prefix_len(export), ledger.prefix_state_slot(export)), (Ok(10), Ok(Page(slot))));
+    assert_eq!(ledger.prefix_pages(export, 0).unwrap().pages.iter().map(|page| page.0).collect::<Vec<_>>(), columns);
+    assert_eq!((ledger.free_state_slots(0), ledger.reclaimable_state_slots(0)), (Ok(1), Ok(0)));
+    ledger.check().unwrap();
+    let lengths = "length must be 0 or 10, the tokens that its state contains, got 8";
+    refused(&mut ledger, |ledger| ledger.admit_on(export, Some(8), None), lengths);
+    let none = ledger.admit_on(export, Some(0), None).unwrap();
+    assert_eq!(ledger.state_slot(0).unwrap()[none.at()], 0);
+    ledger.finish(none).unwrap();
+
+    // It did not arrive. The row that goes on shares the slot, and writes another one.
+    let back = ledger.admit_on(export, None, None).unwrap();
+    assert_eq!((ledger.state_slot(0).unwrap()[back.at()], ledger.state_len(0).unwrap()[back.at()]), (slot, 10));
+    let plan = ledger.prepare_extend(&[back.0], &[12], true).unwrap();
+    let folds = plan.states.as_ref().unwrap();
+    assert_eq!((folds.src[0], folds.from[0], folds.to[0]), (slot, 10, 11));
+    assert_ne!(folds.dst[0], slot);
+    ledger.check().unwrap();
+    ledger.release_prefix(export).unwrap();
+    ledger.retract(back).unwrap();
+    ledger.cancel(plan.step).unwrap();
+    assert_eq!((ledger.free_state_slots(0), ledger.free_pages(0)), (Ok(2), Ok(24)));
+    ledger.check().unwrap();
+}
+
+#[test]
+fn an_export_needs_a_state_and_the_windows_below_it() {
+    let mut ledger = recurrent(2, 1, None);
+    let row = filled(&mut ledger, 1);
+    refused(&mut ledger, |ledger| ledger.export(row), "its state has 0 of 1 tokens: run a round of it first");
+    round(&mut ledger, row);
+    let export = ledger.export(row).unwrap();
+    assert_eq!(ledger.prefix_len(export), Ok(1));
+
+    let mut ledger = recurrent(2, 8, Some(2));
+    let row = filled(&mut ledger, 6);
+    (0..5).for_each(|_| round(&mut ledger, row));
+    let text = "its state has 5 of 11 tokens, and the window below needs the slots from 4 on, held are those from 8 on";
+    refused(&mut ledger, |ledger| ledger.export(row), text);
+}
+
+#[test]
+fn an_import_takes_a_slot_for_the_state_of_all_its_tokens() {
+    let mut ledger = recurrent(1, 1, None);
+    let row = ledger.import_row(9, 9, None).unwrap();
+    assert_eq!((ledger.state_slot(0).unwrap()[row.at()], ledger.state_len(0).unwrap()[row.at()]), (1, 9));
+    ledger.check().unwrap();
+    refused(&mut ledger, |ledger| ledger.import_row(1, 1, None), "group ssm: need 1");
+    let folds = ledger.prepare_extend(&[row.0], &[11], true).unwrap().states.clone().unwrap();
+    assert_eq!((folds.src[0], folds.dst[0], folds.from[0], folds.to[0]), (1, 1, 9, 10));
+}
+
+/// Whoever wrote the slot before has nothing to do with the state that arrives: it serves hits at once, and a failure
+/// of that step does not take it away.
+#[test]
+fn a_state_that_arrives_is_of_no_step() {
+    let mut ledger = recurrent(1, 1, None);
+    ledger = Ledger::new(LedgerConfig { page_fencing: false, ..ledger.config().clone() }).unwrap();
+    let tokens: Vec<i32> = (0..9).collect();
+    let gone = ledger.admit(None).unwrap();
+    let step = ledger.prepare_extend(&[gone.0], &[6], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    ledger.finish(gone).unwrap();
+    let row = ledger.import_row(8, 8, None).unwrap();
+    assert_eq!(ledger.state_slot(0).unwrap()[row.at()], 1);
+    assert_eq!(ledger.index(row, &tokens[..8], b""), Ok(8));
+    let hit = ledger.admit_cached(&tokens, b"", None, false, None).unwrap();
+    assert_eq!(ledger.resolved_len()[hit.at()], 8);
+    ledger.abandon(step).unwrap();
+    assert_eq!(ledger.index_states(0).unwrap().count(), 1);
     ledger.check().unwrap();
 }

@@ -528,6 +528,11 @@ impl Ledger {
         Ok((run.first_column, PyArray1::from_iter(py, run.pages.iter().map(|page| page.0))))
     }
 
+    #[doc = doc!("Ledger.prefix_state_slot")]
+    fn prefix_state_slot(&self, prefix: &Bound<'_, PyAny>) -> PyResult<i32> {
+        Ok(self.0.prefix_state_slot(self::prefix(prefix)?).map_err(to_py)?.0)
+    }
+
     #[doc = doc!("Ledger.prefix_drafted_len")]
     fn prefix_drafted_len(&self, prefix: &Bound<'_, PyAny>) -> PyResult<i32> {
         self.0.prefix_drafted_len(self::prefix(prefix)?).map_err(to_py)

@@ -205,7 +205,7 @@ def assemble(
         cache=cache,
         kind="v2" if config.worker == "auto" else config.worker,
         worker=worker,
-        host=_host_tier(config, ledger, cache),
+        host=_host_tier(config, ledger, cache, state),
         controller=controller,
         state=state,
         ranks=ranks,
@@ -271,11 +271,6 @@ def _check(
 ) -> None:
     """Raise `ConfigError` if these shapes cannot be drafted or verified with the options."""
     check_trees(attention, config.page_size, shapes)
-    if target.keeps_state and config.host_bytes:
-        raise ConfigError(
-            f"{target.config.model_type!r} has recurrent layers, and their states do not wait on "
-            f"the host: host_bytes must be 0, got {config.host_bytes}"
-        )
     if config.draft_window is not None and not any(drafter.layers for drafter in drafters):
         raise ConfigError(
             f"draft_window {config.draft_window} is of draft KV, and no draft keeps any: leave it "
@@ -394,9 +389,13 @@ def _state(ledger: Ledger, target: TargetModel) -> RecurrentState | None:
     )
 
 
-def _host_tier(config: EngineConfig, ledger: Ledger, cache: KVCache) -> HostTier | None:
+def _host_tier(
+    config: EngineConfig, ledger: Ledger, cache: KVCache, state: RecurrentState | None
+) -> HostTier | None:
     """Build the host tier; None if the configuration gives it no memory."""
     if not config.host_bytes:
         return None
-    memory = HostMemory(ledger, cache, config.host_bytes)
+    memory = HostMemory(
+        ledger, cache, config.host_bytes, [] if state is None else state.slot_buffers
+    )
     return HostTier(ledger, memory, policy=config.offload)

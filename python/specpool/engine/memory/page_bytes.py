@@ -1,6 +1,8 @@
-"""`PageBytes`: reads and writes whole pages of a cache as plain bytes, for rows that move."""
+"""`PageBytes`: reads and writes pages and state slots as plain bytes, for rows that move."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,8 @@ Bytes = npt.NDArray[np.uint8]
 class PageBytes:
     """The pages of a cache as bytes: a page has the slots of all layers of its group.
 
+    State slots are the pages of one more group. A slot has the states of all recurrent layers.
+
     Copies run on torch's current stream, which must be the stream of the forwards. They are done
     when a call returns.
 
@@ -26,8 +30,14 @@ class PageBytes:
         page_bytes: bytes of a page of each group.
     """
 
-    def __init__(self, ledger: Ledger, cache: KVCache) -> None:
-        """Read and write the pages of `cache`; nothing is allocated."""
+    def __init__(self, ledger: Ledger, cache: KVCache, slots: Sequence[torch.Tensor] = ()) -> None:
+        """Read and write pages; nothing is allocated.
+
+        Args:
+            ledger: has the groups.
+            cache: has their pages.
+            slots: the states of recurrent layers, each [num_slots + 1, ...].
+        """
         self._device = cache.device
         # Per group: the keys and values of each layer, [num_pages + 1, bytes of a page in it].
         self._buffers = [
@@ -38,6 +48,8 @@ class PageBytes:
                 strict=True,
             )
         ]
+        if slots:
+            self._buffers.append([s.view(len(s), -1).view(torch.uint8) for s in slots])
         self.page_bytes = [sum(b.shape[1] for b in buffers) for buffers in self._buffers]
         on_host = cache.device.type == "cpu"
         self._host = [[b.numpy() for b in buffers] for buffers in self._buffers] if on_host else []

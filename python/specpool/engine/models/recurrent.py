@@ -147,8 +147,12 @@ class RecurrentState:
     @property
     def num_bytes(self) -> int:
         """Bytes of all slots and rings."""
-        buffers = [*self.rings, *(state for states in self.slots for state in states)]
-        return sum(buffer.nbytes for buffer in buffers)
+        return sum(buffer.nbytes for buffer in (*self.rings, *self.slot_buffers))
+
+    @property
+    def slot_buffers(self) -> list[Tensor]:
+        """The states of all mixers, each [num_slots + 1, ...]: all that a slot has."""
+        return [state for states in self.slots for state in states]
 
     def compact(
         self, rows: Tensor, roots: Tensor, accept_index: Tensor, *, num_draft_tokens: int

@@ -90,6 +90,8 @@ class Arrival:
         conversations.hold(self.conversation, self._row, header.length)
         tables = [self._ledger.page_table(g)[self._row] for g in range(len(self._ledger.groups))]
         self._pages_taken = [table[table > 0].astype(np.int32) for table in tables]
+        slots = [self._ledger.state_slot(g)[[self._row]] for g in range(len(self._ledger.states))]
+        self._pages_taken += slots
 
     def _holds_row(self) -> bool:
         is_ours = self._row > 0 and self.conversation.row == self._row

@@ -13,6 +13,7 @@ from specpool.engine.draft import Drafter
 from specpool.engine.memory.kv_cache import KVCache
 from specpool.engine.memory.page_bytes import PageBytes
 from specpool.engine.models import TargetModel
+from specpool.engine.models.recurrent import RecurrentState
 from specpool.engine.moving.identity import model_key
 from specpool.engine.moving.moves import Export, Moves
 from specpool.engine.output import Chunk, RequestOutput
@@ -31,6 +32,7 @@ class Movable:
     drafters: Mapping[str, Drafter]
     ledger: Ledger
     cache: KVCache
+    state: RecurrentState | None
 
     def export(self, what: Session | int) -> Export:
         """Take a session, or a submitted request by its number, out of this engine.
@@ -39,7 +41,8 @@ class Movable:
 
         Other requests go on, also further samples of the same prompt, which move one by one. End
         the export by `Export.arrived` or `Export.give_back`. If the target has recurrent layers,
-        the text goes without KV, which the receiver computes again.
+        the KV of the tokens in the row's state goes along with that state, and the receiver
+        computes those behind.
 
         Raises:
             ConfigError: the session is closed, or on its way already; or the request has ended, or
@@ -131,9 +134,8 @@ class Movable:
     def _moves(self) -> Moves:
         if self.core.journal is not None:
             raise ConfigError("rows of ranks cannot move: each rank holds a part of their KV")
-        pages = PageBytes(self.ledger, self.cache)
+        slots = [] if self.state is None else self.state.slot_buffers
+        pages = PageBytes(self.ledger, self.cache, slots)
         key = model_key(self.target, [*self.drafters.values()])
         layout = Layout.from_ledger(self.ledger, pages.page_bytes, key)
-        # The state of recurrent layers is not in pages, and pages without it are of no use.
-        takes_kv = not self.target.keeps_state
-        return Moves(self.core, self.ledger, pages, layout, takes_kv=takes_kv)
+        return Moves(self.core, self.ledger, pages, layout)

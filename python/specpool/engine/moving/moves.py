@@ -1,9 +1,9 @@
 """`Moves`: sessions and requests that leave for another engine, or come from one.
 
-What leaves is an image: the text, its state, and the pages of target and draft KV. A transfer is
-a copy of these bytes by any means (docs/transfer.md). If it fails on the way, the sender takes the
-row back. If a peer is lost, the text is prefilled. A partial transfer leaves both engines
-unchanged.
+What leaves is an image: the text, its state, the pages of target and draft KV, and the slot of its
+recurrent state. A transfer is a copy of these bytes by any means (docs/transfer.md). If it fails on
+the way, the sender takes the row back. If a peer is lost, the text is prefilled. A partial transfer
+leaves both engines unchanged.
 """
 
 from __future__ import annotations
@@ -134,9 +134,7 @@ class Export:
 class Moves:
     """The exports and imports of an engine."""
 
-    def __init__(
-        self, core: EngineCore, ledger: Ledger, pages: PageBytes, layout: Layout, *, takes_kv: bool
-    ) -> None:
+    def __init__(self, core: EngineCore, ledger: Ledger, pages: PageBytes, layout: Layout) -> None:
         """Move rows of `ledger`, whose pages `pages` reads and writes.
 
         Args:
@@ -144,10 +142,8 @@ class Moves:
             ledger: has their rows.
             pages: reads and writes the pages.
             layout: of the rows.
-            takes_kv: whether KV goes along; else the text goes alone.
         """
         self._core, self._ledger, self._pages, self.layout = core, ledger, pages, layout
-        self._takes_kv = takes_kv
 
     def export_session(self, session: Session) -> Export:
         """Take a session out, with its turn if one waits or runs; see `Engine.export`."""
@@ -159,7 +155,7 @@ class Moves:
         state = session_state(conversation, session.max_tokens)
         with core.loop.recovering():
             try:
-                row = core.scheduler.exports.of_conversation(conversation, takes_kv=self._takes_kv)
+                row = core.scheduler.exports.of_conversation(conversation)
                 return self._export(row, conversation.tokens, state, conversation)
             except BaseException:
                 conversation.leaves = False
@@ -173,7 +169,7 @@ class Moves:
         with core.loop.recovering():
             conversation.leaves = True
             try:
-                row = core.scheduler.exports.of_request(turn, takes_kv=self._takes_kv)
+                row = core.scheduler.exports.of_request(turn)
                 return self._export(row, turn.tokens, state, turn)
             except BaseException:
                 conversation.leaves = False
@@ -192,7 +188,7 @@ class Moves:
         with core.loop.recovering():
             # Samples that wait for their prompt's pages run by themselves, or move one by one.
             core.scheduler.exports.part(core.first_sample(request))
-            row = core.scheduler.exports.of_request(request, takes_kv=self._takes_kv)
+            row = core.scheduler.exports.of_request(request)
             return self._export(row, request.tokens, request_state(request), request)
 
     def _export(

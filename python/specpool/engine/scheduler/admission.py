@@ -168,13 +168,16 @@ class Admission:
         pins = state.pins.shared_with(request.tokens) if request.handle is None else []
         cached_len = state.prefix_cache.match(request).length if pins else 0
         while True:
-            pins = [(pin, length) for pin, length in pins if length > cached_len]
+            pays = state.prefix_cache.cuts.pays
+            pins = [(pin, n) for pin, n in pins if n > cached_len and pays(request, n)]
             try:
                 if pins:
                     pin, length = pins[0]
                     row = state.ledger.admit(
                         str(request.request_id), prefix=pin.prefix, length=length
                     )
+                elif row := state.handles.bring_back(request):
+                    length = state.conversations.start(request, row)
                 else:
                     row, length = state.prefix_cache.admit(request)
             except NotReady:  # the window before that length is not held
@@ -187,6 +190,7 @@ class Admission:
                 if state.running or state.in_flight or state.pins or request.skips_cache:
                     return None  # others give pages back, or a pin gives way
                 request.skips_cache = True  # the pages that it would share are all there are
+                state.handles.drop(request)
                 pins, cached_len = [], 0
             except OutOfMemory as shortage:
                 if not state.running:  # no request will give memory back

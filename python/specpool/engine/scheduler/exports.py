@@ -26,7 +26,8 @@ class RowExport:
         prefix: its number in the ledger; 0 = the text goes without KV.
         length: tokens with KV.
         drafted_len: tokens with draft KV.
-        pages: of each group, int32 [n], in the order of the columns.
+        pages: of each group, int32 [n], in the order of the columns; then the state slot, [1], if
+            there are states.
     """
 
     prefix: int
@@ -48,16 +49,16 @@ class Exports:
         """The ledger's prefixes that rows on their way out hold."""
         return frozenset(self._prefixes)
 
-    def of_conversation(self, conversation: Conversation, *, takes_kv: bool = True) -> RowExport:
+    def of_conversation(self, conversation: Conversation) -> RowExport:
         """Take the idle row of a conversation, which keeps its tokens and is busy until the end.
 
         No step of the row is in flight. A row with a page copy that waits for a step, such as that
-        of a new fork, or with no token, stays here until the end, and the text goes without KV. So
-        does every row without `takes_kv`.
+        of a new fork, or with no token, or whose state has none, stays here until the end, and the
+        text goes without KV.
         """
         conversation.leaves = True
         row = conversation.row
-        if not (takes_kv and row and self._state.ledger.resolved_len[row]):
+        if not (row and self._state.ledger.resolved_len[row]):
             return self._without_kv()
         try:
             export = self._of_row(row)
@@ -66,18 +67,18 @@ class Exports:
         self._state.conversations.forget(row)
         return export
 
-    def of_request(self, request: Request, *, takes_kv: bool = True) -> RowExport:
+    def of_request(self, request: Request) -> RowExport:
         """Take a request that runs or waits from its queue, and its row if it has one.
 
-        No step of the row is in flight. Without `takes_kv`, or with a page copy into the row that
-        waits for a step, the row is given back at once.
+        No step of the row is in flight. With a page copy into the row that waits for a step, or a
+        state without tokens, the row is given back at once.
         """
         state = self._state
         if request in state.waiting:
             state.waiting.remove(request)
             return self._without_kv()
         self._reclaim.before_release(request)  # the prefix cache keeps what it has computed
-        has_kv = takes_kv and state.ledger.resolved_len[request.row] > 0
+        has_kv = state.ledger.resolved_len[request.row] > 0
         try:
             export = self._of_row(request.row) if has_kv else self._without_kv()
         except NotReady:
@@ -126,11 +127,12 @@ class Exports:
         ledger = self._state.ledger
         prefix = self._state.rows.export(row)
         self._prefixes.add(prefix)
-        pages = tuple(ledger.prefix_pages(prefix, g)[1] for g in range(len(ledger.groups)))
+        pages = [ledger.prefix_pages(prefix, g)[1] for g in range(len(ledger.groups))]
+        if ledger.states:
+            pages.append(np.array([ledger.prefix_state_slot(prefix)], np.int32))
         return RowExport(
-            prefix, ledger.prefix_len(prefix), ledger.prefix_drafted_len(prefix), pages
+            prefix, ledger.prefix_len(prefix), ledger.prefix_drafted_len(prefix), tuple(pages)
         )
 
     def _without_kv(self) -> RowExport:
-        none = np.zeros(0, np.int32)
-        return RowExport(0, 0, 0, (none,) * len(self._state.ledger.groups))
+        return RowExport(0, 0, 0, ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from specpool._core import Ledger
@@ -14,14 +14,15 @@ class Pin:
     """A pinned text. It belongs to one engine."""
 
     prefix: int  # its number in the ledger
-    tokens: list[int]  # of whole pages
+    tokens: list[int]  # of whole pages; of a row with a recurrent state, those in the state
 
 
 class Pins:
     """The pinned texts, the oldest first."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, export: Callable[[int], int]) -> None:
+        """Start without pins; `export` is as in `Rows`."""
+        self._ledger, self._export = ledger, export
         self._pins: list[Pin] = []
 
     def __iter__(self) -> Iterator[Pin]:
@@ -33,14 +34,18 @@ class Pins:
     def take(self, row: int, tokens: list[int]) -> Pin:
         """Hold the whole pages of the row's first tokens in the ledger; `keep` comes next.
 
+        A row with a recurrent state is given back, and its pages and its state are held.
+
         There are two calls, so that the request has its pin before the pins know it. Ctrl-C may
         come at any line, and `recover` releases every prefix that the pins do not know.
 
         Raises:
             ShapeError: the tokens fill no page.
-            NotReady: the window below the text's end is not held any more.
+            NotReady: the window below the text's end is not held any more, or there is no state.
         """
-        prefix = self._ledger.pin_prefix(row, len(tokens))
+        ledger = self._ledger
+        has_states = bool(ledger.states)
+        prefix = self._export(row) if has_states else ledger.pin_prefix(row, len(tokens))
         return Pin(prefix, tokens[: self._ledger.prefix_len(prefix)])
 
     def keep(self, pin: Pin) -> None:
@@ -70,12 +75,14 @@ class Pins:
     def shared_with(self, tokens: list[int]) -> list[tuple[Pin, int]]:
         """Return the pins that `tokens` begin with and their shared lengths, longest first.
 
-        The last token is never shared, because its forward gives the first output token.
+        The last token is never shared, because its forward gives the first output token. A text
+        with a recurrent state is shared as a whole, or not at all.
         """
         pins = []
         for pin in self._pins:
             shared = min(len(pin.tokens), len(tokens) - 1)
-            if shared > 0 and pin.tokens[:shared] == tokens[:shared]:
+            is_cut = bool(self._ledger.states) and shared < len(pin.tokens)
+            if shared > 0 and not is_cut and pin.tokens[:shared] == tokens[:shared]:
                 pins.append((pin, shared))
         return sorted(pins, key=lambda pair: -pair[1])
 

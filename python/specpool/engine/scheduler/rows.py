@@ -69,6 +69,24 @@ class HostHandles:
             drafted_len = handle.drafted_len if self._keeps_draft_kv else handle.length
             request.handle = self._host.trim(handle, request.useful_len(handle.length, drafted_len))
 
+    def bring_back(self, request: Request) -> int:
+        """Give a request the row of its handle, if that has a recurrent state; return it, or 0.
+
+        Raises:
+            OutOfRows: no row is free.
+            OutOfPages: there are too few pages, or no state slot.
+        """
+        handle, host = request.handle, self._host
+        if host is None or handle is None or not host.ledger.states:
+            return 0
+        tag = str(request.request_id)
+        row = host.ledger.import_row(handle.length, handle.drafted_len, tag)
+        is_filled = host.fill(handle, row)
+        request.handle = None
+        if not is_filled:
+            host.ledger.abort(row)
+        return row if is_filled else 0
+
     def save_text(self, request: Request) -> None:
         """Keep the KV of a request's text on the host, as far as it is indexed, if that pays."""
         if self._host is not None and request.indexed_len:
@@ -201,7 +219,7 @@ class Rows:
         return handle
 
     def export(self, row: int) -> int:
-        """Give back a row whose KV leaves for another engine; return the prefix that holds it.
+        """Give back a row whose KV leaves, or is pinned with its state; return its prefix.
 
         Raises:
             NotReady: a page copy into the row waits for a step.

@@ -6,7 +6,8 @@
       state: JSON of the session or request | tokens: int32 [n]
       checksums: u64 of state, tokens, and each run | padding to 64
       pages: group after group, a run is at most 1 MiB of whole pages of one group:
-             the pages in the keys of the first layer, in its values, and so on
+             the pages in the keys of the first layer, in its values, and so on;
+             then the state slot, if there are recurrent layers
 ```
 
 All numbers are little-endian. A reader knows from the length and its own layout how many bytes
@@ -55,7 +56,7 @@ class Run:
     """A run of whole pages of one group.
 
     Attributes:
-        group: index into the layout's groups.
+        group: index into the layout's groups; the state slot is the page of one more.
         start: its first page, counted among the row's pages of the group.
         num_pages: pages.
         offset: of its first byte in the image.
@@ -105,17 +106,16 @@ class Places:
         self.state = FIXED_BYTES + header_bytes
         self.tokens = self.state + header.state_bytes
         self.checksums = self.tokens + 4 * header.num_tokens
-        counts = layout.num_pages(header.length) if header.length else [0] * len(layout.groups)
+        counts, page_bytes = layout.num_pages(header.length), layout.page_bytes
         # A model without attention has pages of no bytes.
-        pages_per_run = [max(RUN_BYTES // max(group.page_bytes, 1), 1) for group in layout.groups]
+        pages_per_run = [max(RUN_BYTES // max(size, 1), 1) for size in page_bytes]
         self.num_runs = sum(
             -(-n // max_pages) for n, max_pages in zip(counts, pages_per_run, strict=True)
         )
         end = self.checksums + 8 * (2 + self.num_runs)
         self.pages = -(-end // _ALIGNMENT) * _ALIGNMENT
-        self._counts, self._pages_per_run, self._layout = counts, pages_per_run, layout
-        sizes = (n * g.page_bytes for n, g in zip(counts, layout.groups, strict=True))
-        self.total = self.pages + sum(sizes)
+        self._counts, self._pages_per_run, self._page_bytes = counts, pages_per_run, page_bytes
+        self.total = self.pages + sum(n * size for n, size in zip(counts, page_bytes, strict=True))
 
     def sum_of(self, run: int) -> int:
         """Return the offset of a run's checksum; that of the state and the tokens come first."""
@@ -127,7 +127,7 @@ class Places:
         for g, (count, max_pages) in enumerate(zip(self._counts, self._pages_per_run, strict=True)):
             for start in range(0, count, max_pages):
                 n = min(max_pages, count - start)
-                num_bytes = n * self._layout.groups[g].page_bytes
+                num_bytes = n * self._page_bytes[g]
                 yield Run(g, start, n, offset, num_bytes)
                 offset += num_bytes
 
@@ -212,7 +212,7 @@ def most_bytes(layout: Layout) -> int:
     """Return a number of bytes that no image of this layout exceeds."""
     length = layout.max_context_len
     header = Header(layout.key, length, length, length, MAX_STATE)
-    return Places(header, MAX_HEADER, layout).total + sum(g.page_bytes for g in layout.groups)
+    return Places(header, MAX_HEADER, layout).total + sum(layout.page_bytes)
 
 
 def header_bytes(fixed: bytes) -> int:

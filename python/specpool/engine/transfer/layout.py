@@ -43,21 +43,29 @@ class Layout:
         model: identifies the models, their weights and dtype: see `Engine.layout`.
         max_context_len: the most tokens of a row.
         groups: in the ledger's order.
+        state_bytes: bytes of a state slot; 0 without recurrent layers.
     """
 
     model: str
     max_context_len: int
     groups: tuple[GroupLayout, ...]
+    state_bytes: int = 0
 
     @classmethod
     def from_ledger(cls, ledger: Ledger, page_bytes: Sequence[int], model: str) -> Layout:
-        """Describe a ledger's rows; `page_bytes` has the bytes of a page of each group."""
-        groups = zip(ledger.groups, page_bytes, strict=True)
-        return cls(
-            model,
-            ledger.max_context_len,
-            tuple(GroupLayout(g.name, g.page_size, n, g.window, g.sink) for g, n in groups),
-        )
+        """Describe a ledger's rows.
+
+        Args:
+            ledger: has the rows.
+            page_bytes: bytes of a page of each group, then those of a slot of each state group.
+            model: identifies the models.
+        """
+        sizes = iter(page_bytes)
+        groups = [
+            GroupLayout(g.name, g.page_size, next(sizes), g.window, g.sink) for g in ledger.groups
+        ]
+        state_bytes = [next(sizes) for _ in ledger.states]
+        return cls(model, ledger.max_context_len, tuple(groups), sum(state_bytes))
 
     @property
     def key(self) -> str:
@@ -66,8 +74,17 @@ class Layout:
         for g in self.groups:
             sink = [g.sink] if g.sink else []
             parts.append([g.name, g.page_size, g.page_bytes, g.window, *sink])
+        if self.state_bytes:
+            parts.append(self.state_bytes)
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
+    @property
+    def page_bytes(self) -> list[int]:
+        """Bytes of a page of each group; the state slot counts as the page of one more group."""
+        slot = [self.state_bytes] if self.state_bytes else []
+        return [*(group.page_bytes for group in self.groups), *slot]
+
     def num_pages(self, length: int) -> list[int]:
-        """Return the pages of each group that a row of `length` tokens takes along."""
-        return [len(group.columns(length)) for group in self.groups]
+        """Return the pages that a row of `length` tokens takes along, as many as `page_bytes`."""
+        slot = [int(length > 0)] if self.state_bytes else []
+        return [*(len(group.columns(length)) for group in self.groups), *slot]

@@ -1,5 +1,6 @@
 //! Where rows and prefixes come from: `admit`, `fork`, `pin_prefix`, `release_prefix`.
 
+use super::states::State;
 use super::{Copy, Holding, Model, ModelPrefix, ModelRow, Outcome, Refusal};
 
 impl Model {
@@ -89,7 +90,8 @@ impl Model {
     pub(crate) fn admit_on(&mut self, prefix: u64, len: Option<i32>) -> Outcome {
         let source = self.prefixes.get(&prefix).ok_or(Refusal::Shape)?.clone();
         let len = len.unwrap_or(source.len);
-        if len < 0 || len > source.len {
+        let is_cut = len != 0 && len != source.len;
+        if len < 0 || len > source.len || (source.slot != 0 && is_cut) {
             return Err(Refusal::Shape);
         }
         if (0..self.groups.len()).any(|group| !self.holds_window(group, &source.groups[group], len)) {
@@ -97,7 +99,11 @@ impl Model {
         }
         self.check_free_row()?;
         self.check_pages(&self.tails(len), &vec![0; self.groups.len()])?;
-        Ok(self.take_row_on(&source.groups, len, source.drafted) as i64)
+        let row = self.take_row_on(&source.groups, len, source.drafted);
+        if source.slot != 0 && len > 0 {
+            self.rows[row].state = State { slot: source.slot, len };
+        }
+        Ok(row as i64)
     }
 
     /// Whether a copy into a page of the row waits, or rides on a step that is not complete.
@@ -194,7 +200,7 @@ impl Model {
             groups.push(common);
         }
         let drafted = self.rows[row].drafted.min(length as i32);
-        self.prefixes.insert(self.next_prefix, ModelPrefix { len: length as i32, drafted, groups });
+        self.prefixes.insert(self.next_prefix, ModelPrefix { len: length as i32, drafted, slot: 0, groups });
         self.next_prefix += 1;
         Ok(self.next_prefix as i64 - 1)
     }

@@ -223,6 +223,8 @@ pub(crate) struct ModelPrefix {
     pub(crate) len: i32,
     /// Draft KV is valid below this.
     pub(crate) drafted: i32,
+    /// The slot of its state; 0 if there are no states.
+    pub(crate) slot: SlotId,
     /// Per group.
     pub(crate) groups: Vec<Holding>,
 }

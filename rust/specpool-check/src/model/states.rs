@@ -73,12 +73,16 @@ pub(crate) enum SlotHolder {
     Checkpoint(usize),
     /// An unlaunched step of a row, which reads it and writes another.
     Step(u64, usize),
+    /// An export.
+    Prefix(u64),
 }
 
 impl SlotHolder {
-    fn row(self) -> usize {
+    /// The row, unless it is an export.
+    fn row(self) -> Option<usize> {
         match self {
-            Self::Row(row) | Self::Checkpoint(row) | Self::Step(_, row) => row,
+            Self::Row(row) | Self::Checkpoint(row) | Self::Step(_, row) => Some(row),
+            Self::Prefix(_) => None,
         }
     }
 }
@@ -142,7 +146,9 @@ impl Model {
     }
 
     fn slots_held(&self) -> impl Iterator<Item = (SlotId, SlotHolder)> {
-        (0..self.rows.len()).flat_map(|row| self.slots_held_for(row))
+        let exports = self.prefixes.iter().map(|(&id, prefix)| (prefix.slot, SlotHolder::Prefix(id)));
+        let exports = exports.filter(|&(slot, _)| slot != 0);
+        (0..self.rows.len()).flat_map(|row| self.slots_held_for(row)).chain(exports)
     }
 
     /// Everyone who holds the slot.
@@ -173,7 +179,8 @@ impl Model {
 
     /// Slots whose every holder is an idle row.
     pub(crate) fn reclaimable_slots(&self) -> usize {
-        let is_idle = |slot: &SlotId| self.slot_holders(*slot).iter().all(|holder| self.rows[holder.row()].idle);
+        let is_idle_row = |holder: &SlotHolder| holder.row().is_some_and(|row| self.rows[row].idle);
+        let is_idle = |slot: &SlotId| self.slot_holders(*slot).iter().all(is_idle_row);
         self.held_slots().iter().filter(|slot| is_idle(slot)).count()
     }
 
@@ -234,6 +241,24 @@ impl Model {
             folds[lane].after.slot = folds[lane].before.slot;
         }
         Ok(folds)
+    }
+
+    /// Refuses a row that arrives if no slot is free or cached.
+    pub(super) fn check_free_slot(&self) -> Result<(), Refusal> {
+        let Some(states) = &self.states else { return Ok(()) };
+        if self.free_slots() + self.cached_slots() > 0 {
+            return Ok(());
+        }
+        let (group, fenced, reclaimable) = (states.name.clone(), self.fenced_slots(), self.reclaimable_slots());
+        Err(Refusal::OutOfPages { group, need: 1, free: 0, cached: 0, fenced, reclaimable })
+    }
+
+    /// A row that arrives takes a slot that nobody has had.
+    pub(super) fn take_state(&mut self, row: usize, len: i32) {
+        if self.states.is_some() {
+            self.next_slot += 1;
+            self.rows[row].state = State { slot: self.next_slot, len };
+        }
     }
 
     /// Takes the slots of the folds, and moves each row's state.
@@ -334,7 +359,8 @@ impl Model {
         self.drop_marks(row, 0);
     }
 
-    /// Refuses a fork of a row whose state has tokens below which a window is gone. Returns the tokens of the fork.
+    /// Refuses a fork or an export of a row whose state has tokens below which a window is gone. Returns the tokens of the
+    /// fork.
     pub(super) fn check_fork(&self, row: usize) -> Result<i32, Refusal> {
         let state = &self.rows[row];
         if self.states.is_none() {

@@ -295,7 +295,7 @@ impl Ledger {
         Ok(())
     }
 
-    /// Every slot that is held must match the rows, checkpoints and unlaunched folds that hold it.
+    /// Every slot that is held must match the rows, checkpoints, unlaunched folds and exports that hold it.
     fn audit_states(&self, report: &mut Vec<Finding>) -> Result<()> {
         let Some(states) = &self.states else { return Ok(()) };
         let (name, pool) = (&states.spec.name, &states.pool);
@@ -335,6 +335,11 @@ impl Ledger {
                     counts.holders += 1;
                     counts.idle_holders += u32::from(self.rows.idle[at]);
                 }
+            }
+        }
+        for slot in self.prefixes.iter().map(|(_, prefix)| prefix.slot).filter(|&slot| slot != Page::SINK) {
+            if let Some(counts) = counts.get_mut(slot.at()) {
+                counts.holders += 1;
             }
         }
         self.audit_kept(states, &mut counts, report)?;

@@ -2,7 +2,7 @@
 
 use super::Ledger;
 use crate::error::{Error, Result};
-use crate::ids::Row;
+use crate::ids::{Page, Row};
 use crate::memory::{copied, room, with_room};
 use crate::state::group::Fence;
 use crate::state::kept_states::{Marked, Writer};
@@ -93,10 +93,9 @@ impl Ledger {
     /// memory for what the step remembers of the marks.
     #[inline(never)]
     pub(super) fn make_room_for_folds(&mut self, plan: &Plan, keep: &[i32]) -> Result<Vec<Marked>> {
-        let (Some(states), Some(folds)) = (&mut self.states, &plan.states) else { return Ok(Vec::new()) };
+        let Some(folds) = &plan.states else { return Ok(Vec::new()) };
         let fresh = folds.dst.iter().filter(|&&dst| dst == FRESH).count();
-        states.pool.make_room(fresh)?;
-        states.kept.make_room(states.pool.num_mapped() + fresh, keep.len())?;
+        self.make_room_for_slots(fresh, keep.len())?;
         with_room(if keep.is_empty() { 0 } else { plan.num_lanes() }, "a plan")
     }
 
@@ -111,25 +110,16 @@ impl Ledger {
         verb: Verb,
     ) -> Result<()> {
         let completed = self.steps.completed();
-        let (Some(states), Some(folds)) = (&mut self.states, &mut plan.states) else { return Ok(()) };
+        let Self { states: Some(states), num_evictions, .. } = self else { return Ok(()) };
+        let Some(folds) = &mut plan.states else { return Ok(()) };
         for (lane, row) in plan.rows.iter().map(|&row| Row(row)).enumerate() {
             let slot = states.slot_of(row);
             if folds.dst[lane] == slot.0 && states.is_kept(slot) {
                 states.unkeep(slot, completed, verb);
-                self.num_evictions += 1;
+                *num_evictions += 1;
             }
             if folds.dst[lane] == FRESH {
-                if states.pool.num_free() == 0
-                    && let Some(oldest) = states.pool.oldest_cached()
-                {
-                    states.unkeep(oldest, completed, verb);
-                    self.num_evictions += 1;
-                }
-                let slot = states.take(row, plan.step, verb).ok_or_else(|| {
-                    let name = &states.spec.name;
-                    Error::Corrupt(format!("state group {name}: the pool ran dry inside a claim that it had granted"))
-                })?;
-                folds.dst[lane] = slot.0;
+                folds.dst[lane] = take_slot(states, row, plan.step, completed, num_evictions, verb)?.0;
             }
             states.len[row.at()] = folds.to[lane];
         }
@@ -137,6 +127,33 @@ impl Ledger {
             marked.resize(plan.num_lanes(), Marked::No);
             marked[lane as usize] = states.leave_soft_mark(Row(plan.rows[lane as usize]), verb);
         }
+        Ok(())
+    }
+
+    /// Checks that a row that arrives can take a slot.
+    pub(super) fn check_free_slot(&self) -> Result<()> {
+        let Some(StateSlots { spec, pool, .. }) = &self.states else { return Ok(()) };
+        if pool.num_free() + pool.num_cached() > 0 {
+            return Ok(());
+        }
+        let (fenced, reclaimable) = (pool.num_fenced(), pool.num_reclaimable());
+        Err(Error::OutOfPages { group: spec.name.clone(), need: 1, free: 0, cached: 0, fenced, reclaimable })
+    }
+
+    /// Takes the memory for `num_slots` slots to be taken, and for `num_marks` more soft marks.
+    pub(super) fn make_room_for_slots(&mut self, num_slots: usize, num_marks: usize) -> Result<()> {
+        let Some(states) = &mut self.states else { return Ok(()) };
+        states.pool.make_room(num_slots)?;
+        states.kept.make_room(states.pool.num_mapped() + num_slots, num_marks)
+    }
+
+    /// Takes a slot for a row that arrives, whose state contains `len` tokens. No step has written it.
+    pub(super) fn import_state(&mut self, row: Row, len: i32, step: u64) -> Result<()> {
+        let completed = self.steps.completed();
+        let Self { states: Some(states), num_evictions, .. } = self else { return Ok(()) };
+        let slot = take_slot(states, row, step, completed, num_evictions, Verb::ImportRow)?;
+        states.kept.set_written(slot, Writer::default());
+        states.len[row.at()] = len;
         Ok(())
     }
 
@@ -232,7 +249,29 @@ impl Ledger {
         self.steps.unlaunched_folds(row, self.rows.epoch[row.at()])
     }
 
-    fn slot_error(&self, record: PageRecord) -> Error {
+    pub(super) fn slot_error(&self, record: PageRecord) -> Error {
         self.record_error(self.states.as_ref().map_or("", |states| &states.spec.name), record)
     }
+}
+
+/// Takes a slot for the row: a free one, or the cached one that was used least recently. The caller has checked that there
+/// is one.
+fn take_slot(
+    states: &mut StateSlots,
+    row: Row,
+    step: u64,
+    completed: u64,
+    num_evictions: &mut u64,
+    verb: Verb,
+) -> Result<Page> {
+    if states.pool.num_free() == 0
+        && let Some(oldest) = states.pool.oldest_cached()
+    {
+        states.unkeep(oldest, completed, verb);
+        *num_evictions += 1;
+    }
+    states.take(row, step, verb).ok_or_else(|| {
+        let name = &states.spec.name;
+        Error::Corrupt(format!("state group {name}: the pool ran dry inside a claim that it had granted"))
+    })
 }

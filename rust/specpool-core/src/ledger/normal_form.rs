@@ -134,6 +134,7 @@ impl Ledger {
                 pages.held.iter().for_each(|page| word(names.name(at, page.0)));
                 word(u64::MAX);
             }
+            word(names.name(groups.len(), prefix.slot.0));
         }
         self.write_index(names, word);
     }

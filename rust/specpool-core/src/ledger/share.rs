@@ -21,6 +21,8 @@ pub(crate) struct Prefix {
     pub(crate) len: i32,
     /// Draft KV is valid below this.
     pub(crate) drafted: i32,
+    /// The state slot that contains its tokens; page 0 without a state group.
+    pub(crate) slot: Page,
     /// Per group.
     pub(crate) pages: Vec<PrefixPages>,
 }
@@ -40,6 +42,10 @@ impl Prefix {
         for pages in &self.pages {
             digest.word(pages.evicted as u64);
             digest.numbers(pages.held.iter().map(|page| page.0));
+        }
+        // With a state group, every prefix has one.
+        if self.slot != Page::SINK {
+            digest.ints(&[self.slot.0]);
         }
     }
 
@@ -149,7 +155,10 @@ impl Ledger {
         }
         let prefix = self.next_prefix;
         self.next_prefix += 1;
-        self.prefixes.push((prefix, Prefix { len: length, drafted: self.rows.drafted[at].min(length), pages }));
+        self.prefixes.push((
+            prefix,
+            Prefix { len: length, drafted: self.rows.drafted[at].min(length), slot: Page::SINK, pages },
+        ));
         self.note(&Call::PinPrefix { row: row.0, length: len }, &Given::Prefix(prefix), None);
         Ok(prefix)
     }
@@ -167,7 +176,11 @@ impl Ledger {
             let checked = group.held.iter().try_for_each(|&page| pool.check_shared(page));
             checked.map_err(|record| self.page_error(at, record))?;
         }
-        let (_, Prefix { pages, .. }) = self.prefixes.remove(index);
+        self.check_prefix_slot(self.prefixes[index].1.slot)?;
+        let (_, Prefix { pages, slot, .. }) = self.prefixes.remove(index);
+        if slot != Page::SINK {
+            self.with_states(|states| states.pool.release_shared(slot, completed, Verb::ReleasePrefix))?;
+        }
         for (at, group) in pages.iter().enumerate() {
             for &page in group.held.iter().rev() {
                 let released = self.groups[at].pool.release_shared(page, completed, Verb::ReleasePrefix);
@@ -180,11 +193,12 @@ impl Ledger {
 
     /// Takes a free row on the first `len` tokens of a pinned prefix (all of them by default). The row shares the
     /// whole pages, and gets a new page for a partly filled tail. The next step that is prepared carries the copy of
-    /// the tail. The row has no root until an extend of it has launched.
+    /// the tail. The row has no root until an extend of it has launched. With a state group it has all tokens of the
+    /// export and shares its state, or none.
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Shape`] (no such prefix, `len` not in `0..=` its length),
-    /// [`Error::NotReady`] (a window below `len` is not held), [`Error::OutOfRows`], [`Error::OutOfPages`],
+    /// In this order, changing nothing: [`Error::Shape`] (no such prefix, `len` not in `0..=` its length; with a state
+    /// group, `len` is neither 0 nor all of it), [`Error::NotReady`] (a window below `len` is not held), [`Error::OutOfRows`], [`Error::OutOfPages`],
     /// [`Error::OutOfMemory`].
     ///
     /// # Examples
@@ -203,10 +217,15 @@ impl Ledger {
     pub fn admit_on(&mut self, prefix: u64, len: Option<i32>, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
         let pinned = self.prefix(prefix)?;
-        let (max_len, drafted) = (pinned.len, pinned.drafted);
+        let (max_len, drafted, slot) = (pinned.len, pinned.drafted, pinned.slot);
         let len = len.unwrap_or(max_len);
         if len < 0 || len > max_len {
             return Err(Error::Shape(format!("admit on prefix {prefix}: length must be in [0, {max_len}], got {len}")));
+        }
+        if slot != Page::SINK && len != 0 && len != max_len {
+            return Err(Error::Shape(format!(
+                "admit on prefix {prefix}: length must be 0 or {max_len}, the tokens that its state contains, got {len}"
+            )));
         }
         let mut starts = with_room(self.groups.len(), "a row")?;
         for (group, pages) in self.groups.iter().zip(&pinned.pages) {
@@ -225,7 +244,9 @@ impl Ledger {
             let page = |column: usize| pages.held[if column < sinks { column } else { column - first + sinks }];
             starts.push(Self::start(group, evicted, len, page)?);
         }
-        let lens = StartLens { len, drafted: drafted.min(len), slot: Page::SINK };
+        self.check_prefix_slot(slot)?;
+        let slot = if len == 0 { Page::SINK } else { slot };
+        let lens = StartLens { len, drafted: drafted.min(len), slot };
         let row = self.new_row(starts, &lens, tag, 0, Verb::AdmitOn)?;
         self.note(&Call::AdmitOn { prefix, length: Some(len) }, &Given::Row(row), tag);
         Ok(row)
@@ -255,19 +276,8 @@ impl Ledger {
         let parent = self.rows.check_live(parent.0)?;
         self.check_still(parent, Verb::Fork.name())?;
         self.check_no_copy_into(parent, Verb::Fork.name())?;
-        let at = parent.at();
-        let (resolved, drafted) = (self.rows.resolved[at], self.rows.drafted[at]);
-        let len = self.states.as_ref().map_or(resolved, |states| states.len[at]);
-        if let Some(group) = self.groups.iter().find(|group| group.lacks_window(group.evicted[at].into(), len)) {
-            return Err(Error::NotReady(format!(
-                "fork of {} in group {}: its state has {len} of {resolved} tokens, and the window below needs the slots \
-                 from {} on, held are those from {} on: run a round of it first",
-                self.rows.describe(parent),
-                group.spec.name,
-                group.evict_to(len),
-                group.evicted[at]
-            )));
-        }
+        let (at, len) = (parent.at(), self.len_to_share(parent, Verb::Fork)?);
+        let drafted = self.rows.drafted[at];
         self.check_slots(parent)?;
         let mut starts = with_room(self.groups.len(), "a row")?;
         for (group_at, group) in self.groups.iter().enumerate() {
@@ -285,6 +295,31 @@ impl Ledger {
         }
         self.note(&Call::Fork { row: parent.0 }, &Given::Row(row), tag);
         Ok(row)
+    }
+
+    /// The tokens of a row that another may go on from: all of them; with a state group, those that its state contains.
+    pub(super) fn len_to_share(&self, row: Row, verb: Verb) -> Result<i32> {
+        let (at, resolved) = (row.at(), self.rows.resolved[row.at()]);
+        let len = self.states.as_ref().map_or(resolved, |states| states.len[at]);
+        match self.groups.iter().find(|group| group.lacks_window(group.evicted[at].into(), len)) {
+            None => Ok(len),
+            Some(group) => Err(Error::NotReady(format!(
+                "{verb} of {} in group {}: its state has {len} of {resolved} tokens, and the window below needs the \
+                 slots from {} on, held are those from {} on: run a round of it first",
+                self.rows.describe(row),
+                group.spec.name,
+                group.evict_to(len),
+                group.evicted[at]
+            ))),
+        }
+    }
+
+    /// Checks that a prefix holds its state slot.
+    fn check_prefix_slot(&self, slot: Page) -> Result<()> {
+        match self.states.as_ref().filter(|_| slot != Page::SINK) {
+            None => Ok(()),
+            Some(states) => states.pool.check_shared(slot).map_err(|record| self.slot_error(record)),
+        }
     }
 
     /// What a row of `len` tokens starts with; `page` returns the page of a column.
@@ -443,19 +478,21 @@ mod tests {
 
     #[test]
     fn the_hash_sees_every_number_of_a_prefix() {
-        let prefix = |len, drafted, evicted, pages: &[i32]| {
+        let prefix = |len, drafted, slot, evicted, pages: &[i32]| {
             let held = pages.iter().map(|&page| Page(page)).collect();
             let mut digest = Digest::new();
-            Prefix { len, drafted, pages: vec![PrefixPages { evicted, held }] }.hash(&mut digest);
+            Prefix { len, drafted, slot: Page(slot), pages: vec![PrefixPages { evicted, held }] }.hash(&mut digest);
             digest.value()
         };
         let mut hashes = [
-            prefix(4, 4, 0, &[1, 2]),
-            prefix(8, 4, 0, &[1, 2]),
-            prefix(4, 8, 0, &[1, 2]),
-            prefix(4, 4, 2, &[1, 2]),
-            prefix(4, 4, 0, &[1, 3]),
-            prefix(4, 4, 0, &[1]),
+            prefix(4, 4, 0, 0, &[1, 2]),
+            prefix(8, 4, 0, 0, &[1, 2]),
+            prefix(4, 8, 0, 0, &[1, 2]),
+            prefix(4, 4, 1, 0, &[1, 2]),
+            prefix(4, 4, 2, 0, &[1, 2]),
+            prefix(4, 4, 0, 2, &[1, 2]),
+            prefix(4, 4, 0, 0, &[1, 3]),
+            prefix(4, 4, 0, 0, &[1]),
         ];
         hashes.sort_unstable();
         assert!(hashes.windows(2).all(|pair| pair[0] != pair[1]));

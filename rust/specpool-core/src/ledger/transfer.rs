@@ -1,7 +1,7 @@
 //! Rows that move to another ledger: `export` and `import_row`.
 //!
 //! An export is a prefix that takes its row's place: it holds every page that the row's tokens need, also a partly
-//! filled last one. So a reader of these pages may take its time, and a transfer that fails gives the row back with
+//! filled last one, and the row's state slot. So a reader of these pages may take its time, and a transfer that fails gives the row back with
 //! [`Ledger::admit_on`]. An import is a row on pages of its own, whose contents the caller brings.
 
 use super::Ledger;
@@ -27,12 +27,13 @@ pub struct PrefixRun<'a> {
 impl Ledger {
     /// Gives the row back, and keeps the pages of its tokens as a prefix of exactly `resolved_len` tokens, whose id it
     /// returns. They are read-only until [`Ledger::release_prefix`]; [`Ledger::prefix_pages`] names them.
-    /// [`Ledger::admit_on`] makes a row of them again. O(pages).
+    /// [`Ledger::admit_on`] makes a row of them again. With a state group the prefix has the c tokens that the row's
+    /// state contains, and holds its slot too, which [`Ledger::prefix_state_slot`] names. O(pages).
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Config`] (a state group), [`Error::Shape`] (unknown row; it has no
-    /// tokens), [`Error::NotReady`] (a round or an extend of it is in flight; its last launched step is not complete; a
-    /// page copy into it is not finished), [`Error::OutOfMemory`].
+    /// In this order, changing nothing: [`Error::Shape`] (unknown row; it has no tokens), [`Error::NotReady`] (a round
+    /// or an extend of it is in flight; its last launched step is not complete; a page copy into it is not finished;
+    /// its state contains no tokens, or a window below them is not held), [`Error::OutOfMemory`].
     ///
     /// # Examples
     /// ```
@@ -53,14 +54,20 @@ impl Ledger {
     /// ```
     pub fn export(&mut self, row: Row) -> Result<u64> {
         self.gate()?;
-        self.check_stateless(Verb::Export.name())?;
         let row = self.rows.check_live(row.0)?;
-        let (at, len) = (row.at(), self.rows.resolved[row.at()]);
-        if len == 0 {
+        let (at, resolved) = (row.at(), self.rows.resolved[row.at()]);
+        if resolved == 0 {
             return Err(Error::Shape(format!("export of {}: it has no tokens", self.rows.describe(row))));
         }
         self.check_still(row, Verb::Export.name())?;
         self.check_no_copy_into(row, Verb::Export.name())?;
+        let len = self.len_to_share(row, Verb::Export)?;
+        if len == 0 {
+            return Err(Error::NotReady(format!(
+                "export of {}: its state has 0 of {resolved} tokens: run a round of it first",
+                self.rows.describe(row)
+            )));
+        }
         self.check_give_back(row)?;
         let mut pages = with_room(self.groups.len(), "an export")?;
         for (group_at, group) in self.groups.iter().enumerate() {
@@ -74,27 +81,29 @@ impl Ledger {
         for (group, prefix) in pages.iter().enumerate() {
             self.share(group, &prefix.held, Verb::Export)?;
         }
+        let slot = self.states.as_ref().map_or(Page::SINK, |states| states.slot_of(row));
+        self.with_states(|states| states.pool.share(slot, Verb::Export))?;
         let prefix = self.next_prefix;
         self.next_prefix += 1;
-        self.prefixes.push((prefix, Prefix { len, drafted: self.rows.drafted[at].min(len), pages }));
+        self.prefixes.push((prefix, Prefix { len, drafted: self.rows.drafted[at].min(len), slot, pages }));
         self.drop_row(row, Verb::Export)?;
         self.note(&Call::Export { row: row.0 }, &Given::Prefix(prefix), None);
         Ok(prefix)
     }
 
     /// Takes a free row of `len` tokens on pages of its own, with none below the windows, for KV that comes from
-    /// elsewhere. Draft KV is valid below `drafted`. The row has no root until an extend of it has launched. O(pages).
+    /// elsewhere. Draft KV is valid below `drafted`. The row has no root until an extend of it has launched. With a state
+    /// group it takes a state slot too, whose state contains all its tokens. O(pages).
     ///
-    /// The caller writes the pages before anything reads them: before the next launch, and behind every launched
+    /// The caller writes the pages and the slot before anything reads them: before the next launch, and behind every launched
     /// forward. If the KV does not arrive, [`Ledger::abort`] takes the row back.
     ///
     /// # Errors
-    /// In this order, changing nothing: [`Error::Config`] (a state group), [`Error::Shape`] (`len` not in
-    /// `1..=max_context_len`; `drafted` not in `0..=len`), [`Error::OutOfRows`], [`Error::OutOfPages`],
+    /// In this order, changing nothing: [`Error::Shape`] (`len` not in `1..=max_context_len`; `drafted` not in
+    /// `0..=len`), [`Error::OutOfRows`], [`Error::OutOfPages`] (of the groups, then of the state group),
     /// [`Error::OutOfMemory`].
     pub fn import_row(&mut self, len: i32, drafted: i32, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
-        self.check_stateless(Verb::ImportRow.name())?;
         let max_len = self.max_context_len;
         if len < 1 || len > max_len {
             return Err(Error::Shape(format!("import_row: length must be in [1, {max_len}], got {len}")));
@@ -109,12 +118,14 @@ impl Ledger {
                 return Err(self.out_of_pages(at, need, pool.num_free()));
             }
         }
+        self.check_free_slot()?;
         self.recorder.make_room(0, tag)?;
         let kept_tag = self.rows.make_room(tag)?;
         for group in &mut self.groups {
             let need = group.needed_columns(len).count();
             group.make_room(need, need)?;
         }
+        self.make_room_for_slots(1, 0)?;
         let step = self.steps.next();
         self.rows.admit(kept_tag, step);
         for at in 0..self.groups.len() {
@@ -127,6 +138,7 @@ impl Ledger {
             let end = ceil_align(len.into(), group.page_size);
             group.grow(row, end, step, Verb::ImportRow)?;
         }
+        self.import_state(row, len, step)?;
         self.rows.set_resolved(row, len);
         self.rows.drafted[row.at()] = drafted;
         self.note(&Call::ImportRow { length: len, drafted_len: drafted }, &Given::Row(row), tag);
@@ -143,6 +155,14 @@ impl Ledger {
         let first_column = (i64::from(*evicted) / state.page_size) as usize;
         let num_sinks = state.columns_in(first_column, 0..first_column).count();
         Ok(PrefixRun { num_sinks, first_column, pages: held })
+    }
+
+    /// The state slot that contains the tokens of an export; page 0 without a state group. O(1).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] when there is no such prefix.
+    pub fn prefix_state_slot(&self, prefix: u64) -> Result<Page> {
+        Ok(self.prefix(prefix)?.slot)
     }
 
     /// Below this, a prefix or an export has draft KV. O(1).

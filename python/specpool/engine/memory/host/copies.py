@@ -47,18 +47,27 @@ def whole_row_pages(ledger: Ledger) -> list[int]:
 class HostMemory:
     """Memory for the host pages of every group, pinned if the device is a GPU.
 
+    The slots of a state group are the pages of one more group.
+
     Attributes:
         num_pages: host pages of each group.
         page_bytes: bytes of a page of each group, in all of its layers.
     """
 
-    def __init__(self, ledger: Ledger, cache: KVCache, host_bytes: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        cache: KVCache,
+        host_bytes: int,
+        slots: Sequence[torch.Tensor] = (),
+    ) -> None:
         """Allocate the memory and time a few copies.
 
         Args:
             ledger: a new ledger, because timing copies pages of the cache to the host and back.
             cache: holds the KV of all layers.
             host_bytes: bytes for the pages of all groups.
+            slots: the states of recurrent layers, each [num_slots + 1, ...].
 
         Raises:
             ConfigError: `host_bytes` does not hold one row of the whole context, or is more than
@@ -69,8 +78,13 @@ class HostMemory:
             [b.view(len(b) // group.page_size, -1) for b in group_buffers(cache, g)]
             for g, group in enumerate(ledger.groups)
         ]
-        self.page_bytes = [sum(b[0].numel() * b.itemsize for b in buffers) for buffers in pages]
         needs = whole_row_pages(ledger)
+        on_device = [group.num_pages for group in ledger.groups]
+        if slots:
+            pages.append([s.view(len(s), -1).view(torch.uint8) for s in slots])
+            needs.append(1)
+            on_device.append(ledger.states[0].num_slots)
+        self.page_bytes = [sum(b[0].numel() * b.itemsize for b in buffers) for buffers in pages]
         row_bytes = self._num_bytes(needs)
         if host_bytes < row_bytes:
             raise ConfigError(
@@ -83,7 +97,7 @@ class HostMemory:
         self._groups = [
             _Group(buffers, n) for buffers, n in zip(pages, self.num_pages, strict=True)
         ]
-        self.out, self.back = self._timed([group.num_pages for group in ledger.groups])
+        self.out, self.back = self._timed(on_device)
 
     def save(self, moves: Moves) -> None:
         """Copy pages of the device to host pages."""
@@ -116,7 +130,7 @@ class HostMemory:
     def _timed(self, on_device: Sequence[int]) -> tuple[CopyCost, CopyCost]:
         """Measure the cost of copies to the host and back, with one page and with several."""
         several = [
-            min(num_host, num_device, max(_TIMED_BYTES // size, 1))
+            min(num_host, num_device, max(_TIMED_BYTES // max(size, 1), 1))
             for num_host, num_device, size in zip(
                 self.num_pages, on_device, self.page_bytes, strict=True
             )
@@ -152,7 +166,13 @@ class _Group:
     """One group's host pages. Each is one run of bytes, with the slots of all layers."""
 
     def __init__(self, layers: Sequence[torch.Tensor], num_pages: int) -> None:
-        """Allocate `num_pages`; `layers` are keys and values, each [num_device_pages, ...]."""
+        """Allocate `num_pages`; `layers` are keys and values, each [num_device_pages, ...].
+
+        Without layers, as in a model without attention, there is nothing to copy.
+        """
+        self._has_layers = bool(layers)
+        if not layers:
+            return
         device = layers[0].device
         self._fields = kernels.Fields.of(layers, 1)
         widths = self._fields.widths
@@ -177,13 +197,15 @@ class _Group:
             kernels.scatter_kv(self._fields, slots, self._staging)
 
     def _parts(self, pages: Pages) -> list[tuple[slice, list[tuple[slice, int, int]]]]:
-        """Split pages into parts that fit the staging space.
+        """Split pages into parts that fit the staging space; none if there is nothing to copy.
 
         Returns:
             For each part, its slice of `pages` and its runs of consecutive host pages. A run is
             (slice of the staging space, first host page, end of the host pages).
         """
-        parts = []
+        parts: list[tuple[slice, list[tuple[slice, int, int]]]] = []
+        if not self._has_layers:
+            return parts
         for start in range(0, len(pages), len(self._staged)):
             part = slice(start, min(start + len(self._staged), len(pages)))
             edges = (np.flatnonzero(np.diff(pages[part]) != 1) + 1).tolist()

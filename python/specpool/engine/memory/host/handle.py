@@ -18,6 +18,8 @@ Moves = Sequence[tuple[npt.NDArray[np.int32], Pages]]
 class Copies(Protocol):
     """The part that copies pages to the host and back, in the order of the forwards.
 
+    A state group counts as one more group, whose pages are its slots.
+
     Attributes:
         num_pages: host pages of each group.
         page_bytes: bytes of a page of each group.
@@ -64,13 +66,15 @@ class Handle:
     Attributes:
         number: the handle's number, from 1.
         tag: the tag of the row that it came from.
-        length: tokens; the `resolved_len` of the row after a reload.
+        length: tokens; the `resolved_len` of the row after a reload. Of a row with a recurrent
+            state, the tokens that its state has.
         drafted_len: positions below it have valid draft KV.
         last_start: the earliest start of a reload's last extend. An extend from there evicts all
             pages that are not on the host.
         columns: for each group, the first column of the page table that is held, besides those of
             a sink.
-        pages: for each group, the host pages from that column on.
+        pages: for each group, the host pages from that column on; then that of the state slot, if
+            there are states.
         blocks: of a lent handle, the blocks that the pages belong to; empty if they are its own.
     """
 

@@ -28,8 +28,15 @@ def reload(tier: HostTier, cache: KVCache, handle: Handle, tag: str | None = Non
     ledger = tier.ledger
     if steps := ledger.steps():
         raise NotReady(f"reload of {handle.tag}: step {steps[0][0]} is not over")
+    tag = handle.tag if tag is None else tag
+    if ledger.states:
+        row = ledger.import_row(handle.length, handle.drafted_len, tag)
+        if tier.fill(handle, row):
+            return row
+        ledger.abort(row)
+        return None
     tier.check_room(handle)
-    row, start = ledger.admit(handle.tag if tag is None else tag), 0
+    row, start = ledger.admit(tag), 0
     while start < handle.length:
         start, writes_draft = tier.next_extend(handle, start)
         plan = ledger.prepare_extend([row], [start], writes_draft=writes_draft)

@@ -28,7 +28,8 @@ class HostTexts:
 
     Attributes:
         is_on: whether texts are kept. They are not for a model with windows: a row that has left
-            pages of a window behind could not be brought back as a whole.
+            pages of a window behind could not be brought back as a whole. Nor are they for one with
+            recurrent states, which are here for whole rows alone.
         block_len: tokens of a block.
         eviction_ct: blocks that gave way to others.
         failed_ct: copies to the host that failed.
@@ -54,7 +55,7 @@ class HostTexts:
         self._ledger, self._copies, self._pages = ledger, copies, pages
         self._numbers, self._is_worth_copying = numbers, is_worth
         self._sizes = [group.page_size for group in ledger.groups]
-        self.is_on = all(group.window is None for group in ledger.groups)
+        self.is_on = all(group.window is None for group in ledger.groups) and not ledger.states
         self.block_len = lcm(*self._sizes)
         self.eviction_ct = self.failed_ct = 0
         self._blocks: dict[bytes, Block] = {}
@@ -161,6 +162,8 @@ class HostTexts:
             Whether each group has `num_pages` free pages; if not, nothing was dropped.
         """
         lacking = [max(n - g.num_free, 0) for n, g in zip(num_pages, self._pages, strict=True)]
+        if not self.is_on:
+            return not any(lacking)
         need = max(-(-n // size) for n, size in zip(lacking, self.pages_per_block, strict=True))
         if not need:
             return True

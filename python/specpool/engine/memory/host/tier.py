@@ -1,10 +1,10 @@
 """`HostTier`: keeps KV of retracted requests, idle sessions and texts on the host (docs/host.md).
 
 A request's KV is either in a row of the ledger or held by a `Handle`; it is in both only while the
-steps of a reload run. A handle holds target and draft KV, with pages in every group. Texts are
-kept in blocks (`texts.py`), from which a handle is lent. `Copies`
-copies the pages. `copies.py` copies real memory; the simulator has a stand-in whose copies fail at
-random.
+steps of a reload run. A handle holds target and draft KV, with pages in every group, and the slot
+of a recurrent state: such a handle comes back at once, to a row that `Ledger.import_row` gives.
+Texts are kept in blocks (`texts.py`), from which a handle is lent. `Copies` copies the pages.
+`copies.py` copies real memory; the simulator has a stand-in whose copies fail at random.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class HostTier:
         self._sizes = [group.page_size for group in ledger.groups]
         self._windows = [group.window for group in ledger.groups]
         self._sinks = [-(-group.sink // group.page_size) for group in ledger.groups]
+        self._names = [*(group.name for group in ledger.groups), *(s.name for s in ledger.states)]
         self._handles: dict[int, Handle] = {}
         self._offload_ct = self._reload_ct = self._drop_ct = 0
         self._full_ct = self._unfit_ct = self._failed_ct = self._lent_ct = 0
@@ -93,17 +94,17 @@ class HostTier:
 
         Returns:
             The handle. Or None, with nothing changed, if a group has too few free host pages, the
-            copy fails, the row has no tokens, or a trim has left less of a window than a reload
-            needs. The request of the row is then prefilled again.
+            copy fails, the row or its state has no tokens, or a trim, or the way from its state to
+            its end, has left less of a window than a reload needs. The request of the row is then
+            prefilled again.
 
         Raises:
             NotReady: a step of the row is in flight (`Ledger.check_quiet`).
             ShapeError: the row is not admitted.
         """
         self.ledger.check_quiet(row)
+        length, last_start = self._kept_len(row), self._last_start(row)
         columns, num_pages = self._held_columns(row)
-        last_start = self._last_start(row)
-        length = int(self.ledger.resolved_len[row])
         if last_start >= length:
             self._unfit_ct += length > 0
             return None
@@ -155,6 +156,35 @@ class HostTier:
             self._handles[handle.number] = handle
             self._lent_ct += 1
         return handle
+
+    def fill(self, handle: Handle, row: int) -> bool:
+        """Copy a handle's KV and its recurrent state to a row, and free its host pages.
+
+        Launched steps may be in flight: their forwards are before the copies, on one stream.
+
+        Args:
+            handle: of a row with a state.
+            row: what `Ledger.import_row` gave for the handle's lengths.
+
+        Returns:
+            Whether the copy was made. If not, the handle is dropped; abort the row, and prefill the
+            request.
+
+        Raises:
+            OrderError: the handle is not held any more.
+        """
+        self._check(handle)
+        try:
+            self._copies.load(self._moves(handle, row, 0, handle.length))
+        except BaseException as error:
+            self._failed_ct += 1
+            self._give_back(handle)
+            if not isinstance(error, Exception):
+                raise
+            return False
+        self._give_back(handle)
+        self._reload_ct += 1
+        return True
 
     def next_extend(self, handle: Handle, start: int) -> tuple[int, bool]:
         """Return the next extend of a reload whose row has come to `start` tokens.
@@ -239,7 +269,7 @@ class HostTier:
 
         Returns:
             The handle to use from now on. None if it was dropped, because no token is left, or less
-            of a window than a reload needs.
+            of a window than a reload needs, or because its recurrent state has more tokens.
 
         Raises:
             OrderError: the handle is not held any more.
@@ -251,7 +281,7 @@ class HostTier:
             raise ShapeError(f"length must be in [0, {handle.length}]{lent}, got {length}")
         if length == handle.length:
             return handle
-        if handle.last_start >= length:
+        if handle.last_start >= length or self.ledger.states:
             self.drop(handle)
             return None
         pages_kept, spare = [], []
@@ -288,8 +318,8 @@ class HostTier:
             row: the row that will be retracted.
             token_seconds: seconds of prefill per token.
         """
-        num_tokens = int(self.ledger.resolved_len[row])
-        return self._is_worth_copying(self._held_columns(row)[1], num_tokens, token_seconds)
+        num_pages = self._held_columns(row)[1]
+        return self._is_worth_copying(num_pages, self._kept_len(row), token_seconds)
 
     def holds(self, handle: Handle) -> bool:
         """Return whether the handle is valid: not dropped, trimmed or reloaded."""
@@ -304,9 +334,9 @@ class HostTier:
         """Return what the tier holds now, and its counters."""
         return HostStats(
             tuple(
-                HostPoolStats(spec.name, size, pages.num_pages, pages.num_free)
-                for spec, size, pages in zip(
-                    self.ledger.groups, self._copies.page_bytes, self._pages, strict=True
+                HostPoolStats(name, size, pages.num_pages, pages.num_free)
+                for name, size, pages in zip(
+                    self._names, self._copies.page_bytes, self._pages, strict=True
                 )
             ),
             len(self._handles),
@@ -328,9 +358,9 @@ class HostTier:
             CorruptState: the message has one line for each broken invariant.
         """
         findings = []
-        for g, (spec, pages) in enumerate(zip(self.ledger.groups, self._pages, strict=True)):
+        for g, (name, pages) in enumerate(zip(self._names, self._pages, strict=True)):
             pages_held = self._held_pages(g)
-            findings += [f"group {spec.name}: {finding}" for finding in pages.findings(pages_held)]
+            findings += [f"group {name}: {finding}" for finding in pages.findings(pages_held)]
         if findings:
             raise CorruptState("\n".join(findings))
 
@@ -356,21 +386,35 @@ class HostTier:
         handle_pages = {handle.number: handle.pages[group] for handle in handles}
         return handle_pages | self.texts.held(group)
 
-    def _held_columns(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return, for each group, the row's first column behind a gap and its number of pages.
+    def _kept_len(self, row: int) -> int:
+        """Return the tokens of the row that a handle keeps: all, or those in its state."""
+        lengths = self.ledger.state_len(0) if self.ledger.states else self.ledger.resolved_len
+        return int(lengths[row])
 
-        The columns of a sink lie before the gap.
+    def _held_columns(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return, for each group, the first column to keep behind a gap, and the number of pages.
+
+        The columns of a sink lie before the gap. With states a row has, when it comes
+        back, the columns of its windows alone. A state group has one page, and no columns.
         """
-        length, sizes = int(self.ledger.resolved_len[row]), self._sizes
-        firsts = [int(self.ledger.evicted_len(g)[row]) // size for g, size in enumerate(sizes)]
+        length, sizes = self._kept_len(row), self._sizes
+        if self.ledger.states:
+            firsts = [
+                0 if window is None else max(length - window + 1, 0) // size
+                for size, window in zip(sizes, self._windows, strict=True)
+            ]
+        else:
+            firsts = [int(self.ledger.evicted_len(g)[row]) // size for g, size in enumerate(sizes)]
         ends = [-(-length // size) for size in sizes]
         columns = zip(firsts, ends, self._sinks, strict=True)
-        return tuple(firsts), tuple(b - a + min(sinks, a) for a, b, sinks in columns)
+        num_pages = [b - a + min(sinks, a) for a, b, sinks in columns]
+        return tuple(firsts), (*num_pages, *(1 for _ in self.ledger.states))
 
     def _last_start(self, row: int) -> int:
         """Return the earliest start for the last extend of a reload.
 
-        An extend from there evicts at least every page that the row had evicted already.
+        An extend from there evicts at least every page that the row had evicted already. So the
+        windows below any later length are held.
         """
         starts = [0]
         for g, window in enumerate(self._windows):
@@ -388,7 +432,10 @@ class HostTier:
         return self._copies.seconds(num_pages) < num_tokens * token_seconds
 
     def _moves(self, handle: Handle, row: int, start: int, end: int) -> Moves:
-        """Return, per group, the row's pages of slots `[start, end)` and their host pages."""
+        """Return, per group, the row's pages of slots `[start, end)` and their host pages.
+
+        The state slot comes last, if there are states.
+        """
         moves = []
         for g, (size, first) in enumerate(zip(self._sizes, handle.columns, strict=True)):
             end_column = -(-end // size)
@@ -397,6 +444,8 @@ class HostTier:
             columns = columns[(columns < sinks) | (columns >= first)]
             pages = handle.pages[g][np.where(columns < sinks, columns, columns - first + sinks)]
             moves.append((self.ledger.page_table(g)[row, columns], pages))
+        if self.ledger.states:
+            moves.append((self.ledger.state_slot(0)[[row]], handle.pages[-1]))
         return moves
 
     def _check(self, handle: Handle) -> None:
