@@ -387,14 +387,24 @@ def test_scans_that_do_not_fit_are_refused(change, text):
 
 def test_lanes_that_do_not_fit_are_refused():
     ones = i32([1, 1])
-    numbers_of = dict.fromkeys(("src", "dst", "begin", "end", "num_records"), ones)
-    how = {**numbers_of, "num_tokens": i32([2, 900]), "roots": torch.zeros(2, dtype=torch.int32)}
+    numbers_of = dict.fromkeys(("src", "begin", "end", "num_records"), ones)
+    how = {
+        **numbers_of,
+        "dst": i32([0, 0]),
+        "num_tokens": i32([2, 900]),
+        "roots": torch.zeros(2, dtype=torch.int32),
+    }
     with pytest.raises(ShapeError, match=r"masks end at 4, and seen has 3"):
         StateLanes.build(**how, seen=torch.ones(3) > 0, first_seen=i32([0, -1]))
     with pytest.raises(ShapeError, match=rf"at most {MAX_NODES} nodes, got 900"):
         StateLanes.build(**how, seen=torch.ones(810000) > 0, first_seen=i32([-1, 0]))
     with pytest.raises(ShapeError, match=r"begin must be int32 \[2\] and at least 0"):
         StateLanes.build(**{**how, "begin": i32([0, -1])})
+    for src, dst in (([1, 1], [2, 3]), ([1, 2], [1, 0])):
+        StateLanes.build(**{**how, "src": i32(src), "dst": i32(dst), "num_tokens": ones})
+    for src, dst in (([1, 2], [3, 3]), ([1, 1], [1, 2]), ([1, 2], [2, 3]), ([1, 2], [2, 0])):
+        with pytest.raises(ShapeError, match=r"must be of that lane alone, others use \[[123]\]"):
+            StateLanes.build(**{**how, "src": i32(src), "dst": i32(dst), "num_tokens": ones})
     lanes = StateLanes.build(**{**how, "num_tokens": ones})
     assert launch.SHARED_BYTES >= 64 * MAX_NODES
     with pytest.raises(ShapeError, match=r"inputs must be .* \[4, channels\], got .* \[3, 2\]"):

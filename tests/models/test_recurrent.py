@@ -39,6 +39,7 @@ from specpool.engine.models.recurrent import (
     check_transformers,
 )
 from specpool.engine.models.state_outline import outline_states
+from specpool.errors import OutOfMemory
 from specpool.kernels.state_lanes import StateLanes
 from specpool.testing import assert_no_page_leaked
 
@@ -475,6 +476,24 @@ def test_a_copy_that_fails_costs_speed_alone(tiny, monkeypatch):
             again = [other.append(PROMPTS[0], params).output().token_ids for _ in texts]
         assert texts == again
         session.close()
+        assert_no_page_leaked(engine.ledger)
+
+
+def test_a_row_from_the_host_that_cannot_start_is_given_back(tiny, monkeypatch):
+    options = {"host_bytes": 1 << 24, "offload": "always", "max_context_len": 96}
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+
+    def failing(*_) -> None:
+        raise OutOfMemory("no memory today")
+
+    with (
+        Engine.from_pretrained(tiny, prefix_cache=False, max_sessions=0, **options) as engine,
+        engine.open_session() as session,
+    ):
+        session.append(PROMPTS[0], params).output()
+        monkeypatch.setattr(engine.core.scheduler.conversations, "start", failing)
+        assert session.append(PROMPTS[0], params).output().finish_reason == "error"
+        assert engine.stats().host.reload_ct == 1
         assert_no_page_leaked(engine.ledger)
 
 

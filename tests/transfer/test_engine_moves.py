@@ -655,6 +655,29 @@ def test_a_state_that_does_not_arrive_gives_another_text(monkeypatch):
         moved.close()
 
 
+def test_rows_that_leave_hold_all_state_slots_but_one():
+    """Law: others run while rows leave; a row that would hold the last slot leaves its KV."""
+    options = {"max_batch": 2, "max_sessions": 0, "prefix_cache": False}
+    prompts, told = [*map(hybrid_prompt, range(3))], []
+    with hybrid("mamba2", "plain", 16, **options) as engine:
+        wanted = [output.token_ids for output in engine.generate(prompts, GREEDY)]
+        numbers = [
+            engine.submit(prompt, GREEDY, on_item=lambda _, item: told.append(item))
+            for prompt in prompts[:2]
+        ]
+        while len(told) < 4:
+            engine.turn()
+        exports = [engine.export(number) for number in numbers]
+        assert [export.length > 0 for export in exports] == [True, False]
+        (output,) = engine.generate(prompts[2:], GREEDY)
+        assert output.token_ids == wanted[2]
+        for export in exports:
+            export.give_back()
+        run(engine)
+        assert sorted(output.token_ids for output in outputs(told)) == sorted(wanted[:2])
+        assert_no_page_leaked(engine.ledger)
+
+
 def test_engines_whose_states_differ_refuse_each_others_rows():
     with hybrid("mamba2", "plain", 16) as one:
         with one.open_session() as session:

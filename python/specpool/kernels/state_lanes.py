@@ -74,7 +74,8 @@ class StateLanes:
             first_seen: where each lane's mask begins; -1 if its tokens are a chain.
 
         Raises:
-            ShapeError: sizes differ, a number is negative, or a mask ends beyond `seen`.
+            ShapeError: sizes differ, a number is negative, a mask ends beyond `seen`, or a lane
+                writes a slot that another one reads or writes: lanes run side by side.
         """
         device, size = device_of("roots", roots), len(src)
         first_seen = np.full(size, -1, np.int32) if first_seen is None else first_seen
@@ -95,6 +96,7 @@ class StateLanes:
                     f" {column.tolist()[:8]}"
                 )
         expect("roots", roots, torch.int32, (size,), device)
+        _check_apart(src, dst)
         trees = first_seen >= 0
         max_nodes = int(num_tokens[trees].max()) if trees.any() else 0
         ends = first_seen.astype(np.int64) + num_tokens.astype(np.int64) ** 2
@@ -132,6 +134,18 @@ class StateLanes:
     def length(self) -> int:
         """The length of an array of tokens."""
         return self.num_records + self.num_tokens
+
+
+def _check_apart(src: Int32, dst: Int32) -> None:
+    """Check that no lane writes a slot of another; a lane may write the slot that it reads."""
+    written = dst[dst > 0]
+    slots, counts = np.unique(np.concatenate([src[src != dst], written]), return_counts=True)
+    shared = slots[(counts > 1) & np.isin(slots, written)]
+    if len(shared):
+        raise ShapeError(
+            "a slot that a lane writes must be of that lane alone, others use"
+            f" {shared.tolist()[:8]}"
+        )
 
 
 def _firsts(counts: Int32) -> Int32:

@@ -177,7 +177,7 @@ class Admission:
                         str(request.request_id), prefix=pin.prefix, length=length
                     )
                 elif row := state.handles.bring_back(request):
-                    length = state.conversations.start(request, row)
+                    length = self._cut(request, row)
                 else:
                     row, length = state.prefix_cache.admit(request)
             except NotReady:  # the window before that length is not held
@@ -198,6 +198,14 @@ class Admission:
                 return None
             else:
                 return row, length
+
+    def _cut(self, request: Request, row: int) -> int:
+        """Cut a row that came back to the tokens of use; give the row back if that fails."""
+        try:
+            return self._state.conversations.start(request, row)
+        except BaseException:
+            self._state.conversations.give_up(row)
+            raise
 
     def fork(self, request: Request) -> None:
         """Fork the request's row for its siblings, once all but the prompt's last token has KV.

@@ -54,11 +54,11 @@ class Exports:
 
         No step of the row is in flight. A row with a page copy that waits for a step, such as that
         of a new fork, or with no token, or whose state has none, stays here until the end, and the
-        text goes without KV.
+        text goes without KV. So does one whose state slot is the last that no export holds.
         """
         conversation.leaves = True
         row = conversation.row
-        if not (row and self._state.ledger.resolved_len[row]):
+        if not (row and self._can_take(row)):
             return self._without_kv()
         try:
             export = self._of_row(row)
@@ -71,16 +71,17 @@ class Exports:
         """Take a request that runs or waits from its queue, and its row if it has one.
 
         No step of the row is in flight. With a page copy into the row that waits for a step, or a
-        state without tokens, the row is given back at once.
+        state without tokens, or in the last slot that no export holds, the row is given back at
+        once.
         """
         state = self._state
         if request in state.waiting:
             state.waiting.remove(request)
             return self._without_kv()
         self._reclaim.before_release(request)  # the prefix cache keeps what it has computed
-        has_kv = state.ledger.resolved_len[request.row] > 0
         try:
-            export = self._of_row(request.row) if has_kv else self._without_kv()
+            can_take = self._can_take(request.row)
+            export = self._of_row(request.row) if can_take else self._without_kv()
         except NotReady:
             export = self._without_kv()
         if not export.prefix:
@@ -122,6 +123,15 @@ class Exports:
         if request.finish_reason is None:
             request.num_retractions += 1
             self._state.waiting.add(request)
+
+    def _can_take(self, row: int) -> bool:
+        """Return whether the row has tokens, and a state slot is left for the rows that stay.
+
+        Without a slot they would end with an error, because no export gives way to them.
+        """
+        ledger, num_held = self._state.ledger, len(self._prefixes)
+        has_slot = all(num_held + 1 < states.num_slots for states in ledger.states)
+        return has_slot and bool(ledger.resolved_len[row] > 0)
 
     def _of_row(self, row: int) -> RowExport:
         ledger = self._state.ledger
