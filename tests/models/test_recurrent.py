@@ -600,7 +600,8 @@ def test_it_runs_with_the_kernels_of_a_device(reference, family, shape, depth):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "fault", ["none", "wide keys", "another decay", "another state", "a short fold"]
+    "fault",
+    ["none", "wide keys", "another decay", "another name", "another state", "a short fold"],
 )
 def test_mixers_that_kernels_cannot_run_are_found_out(fault, dtype, monkeypatch):
     """Law: a kernel runs a mixer only if it gives the model's own logits and states."""
@@ -615,6 +616,8 @@ def test_mixers_that_kernels_cannot_run_are_found_out(fault, dtype, monkeypatch)
             return rule(self, *args, g=g - 1, **options)
 
         monkeypatch.setattr(LaneForward, "_delta_rule", other)
+    elif fault == "another name":
+        monkeypatch.setattr(LaneForward, "_delta_rule", lambda self, *args, decay: None)
     elif fault != "none":
         build_lanes = StateLanes.build
 
