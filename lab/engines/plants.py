@@ -96,6 +96,10 @@ def _sglang() -> tuple[Case, Any, dict[str, Plant]]:
         player.loop._get_new_batch_prefill_raw = lambda running_batch, **_: (None, running_batch)
         return True
 
+    def lose_requests(player: Any) -> bool:
+        player.loop._add_request_to_queue = lambda *_, **__: None
+        return True
+
     def lock_twice(player: Any) -> bool:
         data = leaf(player)
         if data is not None:
@@ -134,6 +138,7 @@ def _sglang() -> tuple[Case, Any, dict[str, Plant]]:
             "lengths": commit_more,
             "text": say_more,
             "progress": run_nothing,
+            "progress of a lost request": lose_requests,
             "locks": lock_twice,
             "admission": admit_all,
             "exception": stop,

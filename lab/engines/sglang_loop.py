@@ -273,11 +273,13 @@ class Player:
         return any(closed.close_on_finish and name not in busy for name, closed in sessions)
 
     def stuck_note(self) -> str:
-        """What is known of the first that waits.
+        """What is known of the first that waits, if any does.
 
         It may leave no page of the pool, in a session no two, or wait for slots of a session that
         cannot be closed.
         """
+        if not self.loop.waiting_queue:
+            return ""
         req, page = self.loop.waiting_queue[0], self.case.settings["page"]
         left = self.case.settings["num_tokens"] - len(req.origin_input_ids) - len(req.output_ids)
         if left < 2 * page if req.rid in self.turns else left <= page:

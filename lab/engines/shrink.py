@@ -1,4 +1,7 @@
-"""`shrunk`: makes a case smaller while it breaks the same law at the same place."""
+"""`shrunk`: makes a case smaller while it breaks the same law at the same place.
+
+A fault that is not known stays so: other faults may break the same law at the same place.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ def shrunk(
     case: Case,
     finding: Finding,
     run: Callable[[Case], list[Finding]],
+    fault_of: Callable[[Case, Finding], object],
     plain: Mapping[str, Any],
     seconds: float = 60.0,
 ) -> tuple[Case, Finding]:
@@ -27,6 +31,7 @@ def shrunk(
         case: a case whose first finding is `finding`.
         finding: what must stay broken.
         run: runs a case.
+        fault_of: returns the known fault that explains a finding, if any, which must stay the same.
         plain: for settings, the values that a reader expects; tried one by one.
         seconds: the most that it may take.
     """
@@ -38,7 +43,11 @@ def shrunk(
             if time.monotonic() > deadline:
                 break
             found = run(simpler)
-            if found and found[0].is_like(finding):
+            if (
+                found
+                and found[0].is_like(finding)
+                and fault_of(simpler, found[0]) == fault_of(case, finding)
+            ):
                 case, finding, smaller = simpler, found[0], True
                 break
     return case, finding

@@ -34,11 +34,11 @@ RELEASES = ENGINES / "releases"
 #: The first release of each engine that is tried, and the levels.
 FIRST = {"sglang": (0, 5, 15), "vllm": (0, 26)}
 LEVELS = {"sglang": ("pages", "reserve", "rows"), "vllm": ("blocks", "speculative")}
-#: Modules that hold `differences`.
 #: What each release imports, whatever it is: imported once.
 SHARED = ("torch", "torch._dynamo", "transformers", "fastapi", "openai", "aiohttp", "zmq", "psutil")
 #: Seconds of CPU that a release may take.
 SECONDS = 600
+#: Modules that hold `differences`.
 CHECKS = {"sglang": "specpool.plugins.sglang.drift", "vllm": "specpool.plugins.vllm.releases"}
 
 

@@ -21,6 +21,8 @@ import torch
 from sglang.srt.managers import schedule_batch
 from sglang.srt.mem_cache import common, memory_pool, radix_cache
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.session import streaming_session
 from sglang_accelerator import on_host
 from sglang_grid import grid, own_end, parts
@@ -273,6 +275,9 @@ SERVED = {
         ({"disaggregation_mode": "decode"}, "PD disaggregation"),
         ({"enable_hierarchical_cache": True}, "HiCache"),
         ({"enable_lmcache": True}, "LMCache"),
+        ({"enable_flexkv": True}, "FlexKV"),
+        ({"enable_unified_cache_external_linker": True}, "an external linker"),
+        ({"radix_cache_backend": "flexkv"}, "another radix cache"),
         ({"enable_hisparse": True}, "HiSparse"),
         ({"dllm_algorithm": "x"}, "a dLLM"),
         ({"dcp_size": 2}, "context parallel"),
@@ -283,6 +288,7 @@ def test_what_it_cannot_serve_has_one_reason(change: dict[str, Any], reason: str
     arguments = {"decoupled_spec_role": "null", "disaggregation_mode": "null", "dcp_size": 1}
     settings = SimpleNamespace(**(SERVED | arguments))
     assert limits.reasons(settings, settings) == []
+    assert all(hasattr(ServerArgs, name) for name in change), "SGLang has no such setting"
     vars(settings).update(change)
     (line,) = limits.reasons(settings, settings)
     assert line.startswith(reason)
@@ -422,6 +428,14 @@ def free_nothing(self: Any, indices: Any) -> None:
     pass
 
 
+def release_but_keep_the_lock(
+    req: Any, *args: Any, release: Callable[..., None] = common.release_kv_cache, **options: Any
+) -> None:
+    lock = req.lock
+    release(req, *args, **options)
+    req.lock = lock
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "function", "line"),
     [
@@ -434,6 +448,9 @@ def free_nothing(self: Any, indices: Any) -> None:
         (memory_pool.ReqToTokenPool, "free_rows", free_nothing, "the free rows: "),
         (streaming_session.StreamingSession, "_trim_overshoot", lambda *_: None, "rows, seed "),
         (common, "_release_overallocated_kv_indices", lambda *_: None, "rows, seed "),
+        (UnifiedRadixCache, "unlock", lambda *_: None, "slots are free when nobody is left"),
+        (schedule_batch.ReqKvInfo, "mark_kv_released", lambda _: None, "request has KV"),
+        (common, "release_kv_cache", release_but_keep_the_lock, "request has its lock"),
     ],
 )
 def test_an_sglang_that_does_otherwise_is_refused(

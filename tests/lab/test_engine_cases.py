@@ -84,17 +84,36 @@ def toy_run(case: Case) -> list[Finding]:
     return [Finding("text" if case.settings["is_late"] else "rows", "turn", "broken")]
 
 
+def no_fault(case: Case, finding: Finding) -> None:
+    """Nothing is known."""
+
+
 def test_a_case_shrinks_while_the_same_law_breaks_at_the_same_place() -> None:
     case = next(
         case
         for case in (vllm_case(seed, "plain") for seed in range(400))
         if (found := toy_run(case)) and found[0].law == "text" and len(case.verbs) > 8
     )
-    small, finding = shrunk(case, toy_run(case)[0], toy_run, PLAIN | {"is_late": False})
+    plain = PLAIN | {"is_late": False}
+    small, finding = shrunk(case, toy_run(case)[0], toy_run, no_fault, plain)
     assert finding.law == "text" and small.settings["is_late"]
     assert [verb.name for verb in small.verbs] == ["send", "reset"]
     assert small.verbs[0].given["length"] == 5 and small.verbs[0].given["most"] == 1
     assert all(small.settings[name] == value for name, value in PLAIN.items() if name != "is_late")
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_small_case_shows_the_same_known_fault_as_the_large_one_or_none(is_known: bool) -> None:
+    def run(case: Case) -> list[Finding]:
+        return [Finding("text", "turn", "broken")] if case.verbs else []
+
+    def fault_of(case: Case, finding: Finding) -> str | None:
+        """Return that below four verbs another fault breaks the same law at the same place."""
+        return "a fault" if is_known == (len(case.verbs) >= 4) else None
+
+    verbs = tuple(Verb(1 + at, "reset", {"running": True}) for at in range(9))
+    case = Case("vllm", "plain", 1, PLAIN, verbs)
+    assert len(shrunk(case, run(case)[0], run, fault_of, PLAIN)[0].verbs) == 4
 
 
 def test_a_known_fault_explains_its_law_in_its_releases_with_its_settings() -> None:

@@ -50,6 +50,11 @@ def reasons(arguments: Any, spec: Any) -> list[str]:
         "PD disaggregation moves rows between engines": is_set("disaggregation_mode", "null"),
         "HiCache holds pages that the ledger does not see": is_set("enable_hierarchical_cache"),
         "LMCache holds pages that the ledger does not see": is_set("enable_lmcache"),
+        "FlexKV holds pages that the ledger does not see": is_set("enable_flexkv"),
+        "an external linker of the tree holds pages that the ledger does not see": is_set(
+            "enable_unified_cache_external_linker"
+        ),
+        "another radix cache takes pages in a way of its own": is_set("radix_cache_backend"),
         "HiSparse gives rows slots of its own": is_set("enable_hisparse"),
         "a dLLM writes its blocks again": is_set("dllm_algorithm"),
         "context parallel decoding widens pages": is_set("dcp_size", 1),

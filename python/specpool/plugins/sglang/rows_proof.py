@@ -390,12 +390,14 @@ class RowsSide:
     def close(self, session_id: str) -> None:
         self.sessions.close(io_struct.CloseSessionReqInput(session_id=session_id))
 
-    def end(self) -> int:
-        """Evict all of the tree; return how many slots are free then."""
+    def end(self) -> None:
+        """Evict all of the tree: every slot and row is free then, so no lock was kept."""
         self.evict(self.tree.evictable_size())
         if self.kind == "ours":
             self.pool.book.ledger.check()
-        return int(self.allocator.available_size())
+        slots, num_rows = int(self.allocator.available_size()), int(self.pool.available_size())
+        assert slots == self.size, f"{slots} of {self.size} slots are free when nobody is left"
+        assert num_rows == NUM_ROWS, f"{num_rows} of {NUM_ROWS} rows are free when nobody is left"
 
     def _lock(self, req: Any) -> None:
         if hasattr(schedule_policy.PrefillAdder, "_req_inc_lock_ref"):
@@ -427,7 +429,8 @@ class RowsSide:
     def _release(self, req: Any, is_kept: bool) -> None:
         common.release_kv_cache(req, self.tree, **{_KEEP: is_kept})
         del self.lens[req.rid]
-        assert req.kv.req_pool_idx is None
+        assert req.kv.req_pool_idx is None and req.kv.is_kv_released, "a released request has KV"
+        assert getattr(req, "lock", None) is None, "a released request has its lock"  # since 0.5.22
 
     # What its device holds.
 
