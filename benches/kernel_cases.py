@@ -301,6 +301,46 @@ def layer_cases(sizes: Sizes, batch: int, device: torch.device) -> Iterator[Case
     yield Case("write_kv", run, 4 * k.nbytes + slots.nbytes)
 
 
+def state_cases(sizes: Sizes, batch: int, device: torch.device) -> Iterator[Case]:
+    """Kernels over a recurrent layer, a gated delta rule of Qwen3-Next's sizes if `sizes` are 8B's.
+
+    Each lane folds two records into its state, and then runs over a root and three drafts.
+    """
+    generator = torch.Generator(device).manual_seed(batch)
+    records, tokens = 2, 4
+    length = batch * (records + tokens)
+    key_heads, heads, dim = 2 * sizes.heads, 4 * sizes.heads, sizes.head_dim
+    channels = (2 * key_heads + heads) * dim
+
+    def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
+
+    slots, zeros = np.arange(1, batch + 1, dtype=np.int32), np.zeros(batch, np.int32)
+    lanes = kernels.StateLanes.build(
+        src=slots,
+        dst=slots,
+        begin=zeros,
+        end=zeros + records,
+        num_records=zeros + records,
+        num_tokens=zeros + tokens,
+        roots=torch.full((batch,), records, dtype=torch.int32, device=device),
+    )
+    mixed, weight = drawn(length, channels), drawn(channels, 4)
+    state, out = drawn(batch + 1, channels, 3), torch.empty_like(mixed)
+    run = partial(kernels.convolve_lanes, mixed, weight, None, state, lanes, out=out)
+    yield Case("convolve_lanes", run, _bytes(mixed, weight, out) + 2 * state[1:].nbytes)
+
+    q, k = (drawn(length, key_heads, dim) for _ in range(2))
+    v = drawn(length, heads, dim)
+    decay, beta = (drawn(length, heads, dtype=torch.float32).sigmoid_() for _ in range(2))
+    matrices = drawn(batch + 1, heads, dim, dim, dtype=torch.float32)
+    scanned = torch.empty(length, heads, dim, device=device)
+    scan = partial(kernels.scan_lanes, q, k, v, decay, beta, matrices, lanes, out=scanned)
+    run = partial(scan, is_delta=True, is_normed=True, scale=dim**-0.5)
+    num_bytes = _bytes(q, k, v, decay, beta, scanned) + 2 * matrices[1:].nbytes
+    yield Case("scan_lanes", run, num_bytes)
+
+
 def sample_cases(sizes: Sizes, batch: int, device: torch.device) -> Iterator[Case]:
     """Kernel 11: argmax, and draws after temperature, top-k and top-p."""
     generator = torch.Generator(device).manual_seed(batch)

@@ -35,6 +35,7 @@ from benches.kernel_cases import (
     layer_cases,
     move_cases,
     sample_cases,
+    state_cases,
     table_cases,
     tree_cases,
 )
@@ -192,6 +193,7 @@ def device_results(
                 name = f"{result.name}, N={first.nodes}"
                 yield Result(name, result.us, "us", "target, at most", TREE_US)
         yield from bench.launches(where, layer_cases(first, batch, device), batch)
+        yield from bench.launches(where, state_cases(first, batch, device), batch)
         yield from bench.launches(where, sample_cases(first, batch, device), batch)
 
 
