@@ -1,8 +1,8 @@
 """`python -m benches profile`: which operators take a CPU's time while the engine runs.
 
-torch's profiler counts each operator's own time on one thread. What no operator takes is Python's:
-the scheduler, the ledger, transformers' modules, and the profiler, which slows calls and not
-products.
+torch's profiler counts each operator's own time on one thread, and that of the core's attention.
+What none of them takes is Python's: the scheduler, the ledger, transformers' modules, and the
+profiler, which slows calls and not products.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import specpool._core as core
 from benches.peers import TRACES, Trace, model_folder, model_sizes
 from benches.plain_rows import SIZES
 from specpool.checks import check_choice
 from specpool.cli.results import Result, check_plot, machine, report
 
+ATTEND = "specpool::attend_pages"  #: attention of few queries, which is no operator of torch
 #: Parts of a forward, and the names of their operators; the first that fits counts.
 PARTS = {
     "linear layers": r"linear|mm$|matmul|reorder",
-    "attention": r"scaled_dot_product",
+    "attention": rf"scaled_dot_product|^{ATTEND}$",
     "reads and writes of KV": r"index|gather|scatter|take",
-    "small operators": r"^aten::|^specpool",
+    "small operators": r"^aten::",
 }
 PYTHON = "Python and the rest"
 
@@ -67,7 +71,14 @@ def _profiles(size: str, traces: Sequence[str]) -> Iterator[Result]:
     from specpool import Engine, SamplingParams
 
     torch.set_num_threads(1)
+    attend = core.attend_pages
+
+    def attend_pages(*args: Any, **options: Any) -> None:
+        with torch.profiler.record_function(ATTEND):
+            attend(*args, **options)
+
     with ExitStack() as stack:
+        stack.enter_context(patch.object(core, "attend_pages", attend_pages))
         model = model_folder(size, stack)
         engine = stack.enter_context(
             Engine.from_pretrained(

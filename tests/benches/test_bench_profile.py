@@ -20,16 +20,17 @@ def test_each_operator_counts_once_and_the_rest_is_python() -> None:
         "aten::mm": 1.0,
         "mkldnn::_linear_pointwise": 2.0,
         "aten::_scaled_dot_product_flash_attention_for_cpu": 0.5,
+        cpu_profile.ATTEND: 0.0625,
         "aten::index_copy_": 0.25,
         "aten::mul": 0.125,
         "ProfilerStep#0": 64.0,  # no operator
     }
     assert parts_of(seconds, 5.0) == {
         "linear layers": 3.0,
-        "attention": 0.5,
+        "attention": 0.5625,
         "reads and writes of KV": 0.25,
         "small operators": 0.125,
-        PYTHON: 1.125,
+        PYTHON: 1.0625,
     }
 
 

@@ -353,6 +353,9 @@ PAGES: dict[str, dict[str, tuple[str, Callable[[Record], Iterator[str]]]]] = {
     "engine": {
         "states": ("cpu-states", states),
         "peers": ("cpu-peers", peers),
+        "peers-llama-cpp": ("cpu-peers-llama-cpp", peers),
+        "peers-plain": ("cpu-peers-plain", peers),
+        "profile": ("cpu-profile", profile),
     },
     "gpu": {
         "rounds": ("nvidia-h200-rounds", device_rounds),
