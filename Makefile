@@ -176,7 +176,7 @@ check: $(VENV)/.dev ## what one runs while working: formats, imports, types, the
 	cargo test --quiet -p specpool-core --lib
 	$(PYTEST) -m "not full" -k "not nvrtc and not agrees_with_the_oracle and not few_bytes and not run_of_the_engine" -q $(CHECKED)
 
-test: test-rust test-python ## install if needed, and run the tests (about 12 minutes on two quiet cores)
+test: test-rust test-python ## install if needed, and run the tests (about 14 minutes on two quiet cores)
 
 test-rust: # the proofs are optimised, and their tests with them; the core is not, which is quicker to build
 	cargo test --quiet -p specpool-core -p specpool-capi
