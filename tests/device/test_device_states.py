@@ -196,16 +196,18 @@ def test_a_delta_rule_is_transformers_along_every_path(dtype, seed):
     case = Case(np.random.default_rng(seed + 20), 6)
     whole, decay, beta = scan_inputs(case, sizes, dtype, seed)
     q, k, v = heads_of(whole, sizes)
-    _, heads, rows, columns = sizes
+    key_heads, heads, rows, columns = sizes
     before = state_of(seed, heads, rows, columns, dtype=torch.float32)
     state = before.clone()
+    # Older releases of transformers want a key for each head.
+    keys_of_heads = [part.repeat_interleave(heads // key_heads, 1) for part in (q, k)]
     options = {"is_delta": True, "is_normed": True, "scale": rows**-0.5}
     lanes = case.lanes(lambda tensor: tensor)
     got = states.scan_lanes(q, k, v, decay, beta, state, lanes, **options)
 
     def plain(lane, places):
         at = torch.tensor(places, dtype=torch.long)
-        parts = [part[at].unsqueeze(0) for part in (q, k, v, decay.log(), beta)]
+        parts = [part[at].unsqueeze(0) for part in (*keys_of_heads, v, decay.log(), beta)]
         return modeling.torch_recurrent_gated_delta_rule(
             *parts,
             initial_state=before[case.src[lane]].unsqueeze(0),
@@ -353,7 +355,7 @@ def test_device_numbers_that_are_wrong_stay_inside_the_arrays(kit):
     ("change", "text"),
     [
         ({"k": torch.zeros(5, 1, 7)}, r"k must be as q, \[5, 1, 8\], got \[5, 1, 7\]"),
-        ({"v": torch.zeros(4, 2, 4)}, r"v must be float32 \[5, heads, width\]"),
+        ({"v": torch.zeros(4, 2, 4)}, r"v must be float32 \[5, heads, D\]"),
         (
             {"v": torch.zeros(5, 3, 4), "k": torch.zeros(5, 2, 8), "q": torch.zeros(5, 2, 8)},
             "got 3",

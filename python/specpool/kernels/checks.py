@@ -19,6 +19,34 @@ THREADS = 256
 i32 = np.int32
 i64 = np.int64
 
+#: The numbers by which a launch says a type to the kernels that take several.
+TYPE_NUMBERS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def heads_of(
+    name: str,
+    value: Tensor,
+    dtypes: Sequence[torch.dtype],
+    sizes: tuple[int | None, int | None],
+    device: torch.device,
+) -> tuple[int, int, int]:
+    """Check heads of tokens [n, H, D]; return n, H and D. `sizes` are n and D, None allows any."""
+    is_right = (
+        device_of(name, value) == device
+        and value.dtype in dtypes
+        and _has_shape(value.shape, (sizes[0], None, sizes[1]))
+    )
+    if not is_right:
+        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        n, dim = sizes
+        wanted = f"[{'n' if n is None else n}, heads, {'D' if dim is None else dim}]"
+        raise ShapeError(
+            f"{name} must be {kinds} {wanted} on {device}, got {value.dtype} {list(value.shape)} on"
+            f" {value.device}"
+        )
+    n, heads, dim = value.shape
+    return n, heads, dim
+
 
 def expect(
     name: str,

@@ -15,8 +15,10 @@ from torch.nn.functional import silu
 from specpool.errors import ShapeError
 from specpool.kernels import with_twin as twins
 from specpool.kernels.checks import (
+    TYPE_NUMBERS,
     device_of,
     expect,
+    heads_of,
     i32,
     i64,
     number,
@@ -26,8 +28,6 @@ from specpool.kernels.checks import (
 )
 from specpool.kernels.launch import launch, runs_kernels
 
-# The kernels' numbers of the types.
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _MAX_THREADS, _MAX_TILES = 256, 65535
 
 
@@ -61,8 +61,8 @@ def rotate_heads(
         `out`: the rotated queries and keys.
     """
     device = device_of("q", q)
-    n, q_heads, dim = _heads("q", q, tuple(_TYPES), None, device)
-    _, k_heads, _ = _heads("k", k, (q.dtype,), (n, dim), device)
+    n, q_heads, dim = heads_of("q", q, tuple(TYPE_NUMBERS), (None, None), device)
+    _, k_heads, _ = heads_of("k", k, (q.dtype,), (n, dim), device)
     rotary_dim = number("rotary_dim", rotary_dim, 2, dim)
     width = cos.shape[-1]
     if rotary_dim % 2 or width not in (rotary_dim, rotary_dim // 2):
@@ -86,7 +86,7 @@ def rotate_heads(
     pieces = (rotary_dim // 2 + dim - rotary_dim) // (many if is_wide else 1)
     threads = min(-(-(q_heads + k_heads) * pieces // 32) * 32, _MAX_THREADS)
     numbers = (q_heads, k_heads, dim, rotary_dim, width, is_rounded and cos.dtype == q.dtype)
-    types = (_TYPES[q.dtype], _TYPES[cos.dtype], is_wide)
+    types = (TYPE_NUMBERS[q.dtype], TYPE_NUMBERS[cos.dtype], is_wide)
     strides = (i64(q_stride), i64(k_stride))
     launch(
         "rotate_heads",
@@ -108,7 +108,7 @@ def gated_silu(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor
     """
     device = device_of("gate", gate)
     if (
-        gate.dtype not in _TYPES
+        gate.dtype not in TYPE_NUMBERS
         or gate.ndim != 2
         or up.shape != gate.shape
         or up.dtype != gate.dtype
@@ -130,7 +130,7 @@ def gated_silu(gate: Tensor, up: Tensor, *, out: Tensor | None = None) -> Tensor
     columns = width // many if is_wide else width
     threads = min(-(-columns // 32) * 32, _MAX_THREADS)
     grid = (n if width else 0, min(-(-columns // _MAX_THREADS), _MAX_TILES))
-    numbers = (i32(width), i32(_TYPES[gate.dtype]), i32(is_wide))
+    numbers = (i32(width), i32(TYPE_NUMBERS[gate.dtype]), i32(is_wide))
     launch("gated_silu", grid, (threads,), (*tensors, i64(gate_stride), i64(up_stride), *numbers))
     return product
 
@@ -140,28 +140,3 @@ def _is_wide(many: int, sizes: Sequence[int], tensors: Sequence[Tensor]) -> bool
     return not any(size % many for size in sizes) and not any(
         tensor.data_ptr() % 16 for tensor in tensors
     )
-
-
-def _heads(
-    name: str,
-    value: Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    sizes: tuple[int, int] | None,
-    device: torch.device,
-) -> tuple[int, int, int]:
-    """Check heads of tokens, whose `sizes` are n and D if they are known; return n, H and D."""
-    is_right = (
-        device_of(name, value) == device
-        and value.dtype in dtypes
-        and value.ndim == 3
-        and (sizes is None or sizes == (value.shape[0], value.shape[2]))
-    )
-    if not is_right:
-        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        wanted = "[n, heads, D]" if sizes is None else f"[{sizes[0]}, heads, {sizes[1]}]"
-        raise ShapeError(
-            f"{name} must be {kinds} {wanted} on {device}, got {value.dtype} {list(value.shape)} on"
-            f" {value.device}"
-        )
-    n, heads, dim = value.shape
-    return n, heads, dim

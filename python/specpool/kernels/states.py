@@ -13,12 +13,20 @@ from torch import Tensor
 
 from specpool.errors import ShapeError
 from specpool.kernels import twin_states as twins
-from specpool.kernels.checks import device_of, expect, i32, i64, number, output, packed_rows
+from specpool.kernels.checks import (
+    TYPE_NUMBERS,
+    device_of,
+    expect,
+    heads_of,
+    i32,
+    i64,
+    number,
+    output,
+    packed_rows,
+)
 from specpool.kernels.launch import launch, runs_kernels
 from specpool.kernels.state_lanes import BLOCK_COLUMNS, StateLanes
 
-# The kernels' numbers of the types.
-_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _MAX_WIDTH, _MAX_ROWS, _MAX_LANES = 8, 256, 65535
 _THREADS = 128  # of a block
 
@@ -49,7 +57,7 @@ def convolve_lanes(
         `out`; rows of records that do not count are not written.
     """
     device = device_of("inputs", inputs)
-    if inputs.dtype not in _TYPES or inputs.ndim != 2 or len(inputs) != lanes.length:
+    if inputs.dtype not in TYPE_NUMBERS or inputs.ndim != 2 or len(inputs) != lanes.length:
         raise ShapeError(
             f"inputs must be float32, float16 or bfloat16 [{lanes.length}, channels], got"
             f" {inputs.dtype} {list(inputs.shape)}"
@@ -59,7 +67,7 @@ def convolve_lanes(
     width = number("the width of weight", weight.shape[1], 1, _MAX_WIDTH)
     if bias is not None:
         expect("bias", bias, inputs.dtype, (channels,), device)
-    expect("state", state, tuple(_TYPES), (None, channels, None), device)
+    expect("state", state, tuple(TYPE_NUMBERS), (None, channels, None), device)
     state_width = number("the width of state", state.shape[2], 1, _MAX_WIDTH)
     _check_lanes(lanes, len(state), device)
     if out is None:
@@ -75,8 +83,8 @@ def convolve_lanes(
         channels,
         width,
         state_width,
-        _TYPES[inputs.dtype],
-        _TYPES[state.dtype],
+        TYPE_NUMBERS[inputs.dtype],
+        TYPE_NUMBERS[state.dtype],
     )
     launch(
         "convolve_lanes",
@@ -127,10 +135,11 @@ def scan_lanes(
         `out`; rows of records are not written.
     """
     device = device_of("q", q)
-    length, key_heads, rows = _tokens("q", q, lanes.length, device, tuple(_TYPES))
-    if _tokens("k", k, length, device, (q.dtype,)) != (length, key_heads, rows):
+    sizes = (lanes.length, None)
+    length, key_heads, rows = heads_of("q", q, tuple(TYPE_NUMBERS), sizes, device)
+    if heads_of("k", k, (q.dtype,), sizes, device) != (length, key_heads, rows):
         raise ShapeError(f"k must be as q, {list(q.shape)}, got {list(k.shape)}")
-    _, heads, columns = _tokens("v", v, length, device, (q.dtype,))
+    _, heads, columns = heads_of("v", v, (q.dtype,), sizes, device)
     number("the width of q", rows, 1, _MAX_ROWS)
     if not key_heads or heads % key_heads:
         raise ShapeError(f"v must have a multiple of q's {key_heads} heads, got {heads}")
@@ -138,8 +147,8 @@ def scan_lanes(
     expect("beta", beta, torch.float32, (length, heads), device)
     is_transposed = not state.is_contiguous()
     memory = state.transpose(2, 3) if is_transposed and state.ndim == 4 else state
-    sizes = (columns, rows) if is_transposed else (rows, columns)
-    expect("state", memory, tuple(_TYPES), (None, heads, *sizes), device)
+    head_sizes = (columns, rows) if is_transposed else (rows, columns)
+    expect("state", memory, tuple(TYPE_NUMBERS), (None, heads, *head_sizes), device)
     _check_lanes(lanes, len(state), device)
     number("the number of heads", heads, 0, _MAX_LANES)
     if out is None:
@@ -173,7 +182,7 @@ def scan_lanes(
             *map(i64, (q_stride, k_stride, v_stride)),
             *map(i32, numbers),
             np.float32(scale),
-            *map(i32, (_TYPES[q.dtype], _TYPES[state.dtype], lanes.max_nodes)),
+            *map(i32, (TYPE_NUMBERS[q.dtype], TYPE_NUMBERS[state.dtype], lanes.max_nodes)),
         ),
         shared_mem=4 * BLOCK_COLUMNS * lanes.max_nodes,
     )
@@ -189,26 +198,3 @@ def _check_lanes(lanes: StateLanes, num_slots: int, device: torch.device) -> Non
 def _lane_args(lanes: StateLanes) -> tuple[Tensor | np.generic | None, ...]:
     num_seen = 0 if lanes.seen is None else len(lanes.seen)
     return lanes.spans, lanes.roots, lanes.seen, i64(num_seen)
-
-
-def _tokens(
-    name: str,
-    value: Tensor,
-    length: int,
-    device: torch.device,
-    dtypes: tuple[torch.dtype, ...],
-) -> tuple[int, int, int]:
-    """Check the heads of `length` tokens; return their sizes."""
-    if (
-        device_of(name, value) != device
-        or value.dtype not in dtypes
-        or value.ndim != 3
-        or len(value) != length
-    ):
-        kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ShapeError(
-            f"{name} must be {kinds} [{length}, heads, width] on {device}, got {value.dtype}"
-            f" {list(value.shape)} on {value.device}"
-        )
-    _, heads, width = value.shape
-    return length, heads, width

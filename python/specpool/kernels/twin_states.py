@@ -56,8 +56,8 @@ def _lane_sequences(lanes: StateLanes) -> Iterator[_LaneSequence]:
         if lanes.seen is not None and first_seen >= 0:
             mask = lanes.seen[first_seen : first_seen + tokens * tokens]
             seen = mask.view(tokens, tokens).tolist()
-        own = lanes.num_records + token
-        places = [*range(record, record + past), *range(own, own + tokens)]
+        first_token = lanes.num_records + token
+        places = [*range(record, record + past), *range(first_token, first_token + tokens)]
         yield _LaneSequence(src, dst, folded, past, places, seen)
 
 

@@ -91,6 +91,33 @@ def first_difference(
         return _first_difference(cases, range(seed, seed + episodes), seconds)
 
 
+def difference(
+    cases: Sequence[Case],
+    functions: Iterable[Callable[..., Any]],
+    names: Container[str],
+    unserved: Container[str] = (),
+    *,
+    episodes: int,
+    seconds: float = SECONDS,
+) -> str | None:
+    """Return the first operation that differs, or a statement that none ran; None if there is none.
+
+    Args:
+        cases: as in `first_difference`.
+        functions: as in `Reach`.
+        names: likewise.
+        unserved: likewise.
+        episodes: as in `first_difference`.
+        seconds: likewise.
+    """
+    with Reach(functions, names, unserved) as reach:
+        line = first_difference(cases, episodes=episodes, seconds=seconds)
+    if line is None:
+        for name, lines in reach.unreached().items():
+            return f"{name}: no operation of the proof runs its line {lines[0]}"
+    return line
+
+
 def _first_difference(cases: Sequence[Case], seeds: range, seconds: float) -> str | None:
     end = time.thread_time() + seconds
     for number in seeds:

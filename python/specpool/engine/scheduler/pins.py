@@ -43,9 +43,10 @@ class Pins:
             ShapeError: the tokens fill no page.
             NotReady: the window below the text's end is not held any more, or there is no state.
         """
-        ledger = self._ledger
-        has_states = bool(ledger.states)
-        prefix = self._export(row) if has_states else ledger.pin_prefix(row, len(tokens))
+        if self._ledger.states:
+            prefix = self._export(row)
+        else:
+            prefix = self._ledger.pin_prefix(row, len(tokens))
         return Pin(prefix, tokens[: self._ledger.prefix_len(prefix)])
 
     def keep(self, pin: Pin) -> None:

@@ -65,21 +65,20 @@ def difference() -> str | None:
             if inspect.isfunction(function := inspect.getattr_static(cls, name))
             and "debug" not in name  # run in its debug mode only
         }
-    with loops_for_kernels(), proof.Reach(functions, REPLACED) as reach:
-        line = proof.first_difference(
-            [AllocatorCase("paged"), AllocatorCase("token")], episodes=EPISODES
-        )
-    if line is None:
-        for name, lines in reach.unreached().items():
-            return f"{name}: no operation of the proof runs its line {lines[0]}"
-    return line
+    with loops_for_kernels():
+        return proof.difference(_cases(), functions, REPLACED, episodes=EPISODES)
 
 
 def longer_difference(times: int = 10) -> str | None:
     """Return the same of other seeds, that many times as long; for tests of the proof itself."""
-    cases = [AllocatorCase("paged"), AllocatorCase("token")]
     with loops_for_kernels():
-        return proof.first_difference(cases, episodes=times * EPISODES, seed=EPISODES, seconds=1e9)
+        return proof.first_difference(
+            _cases(), episodes=times * EPISODES, seed=EPISODES, seconds=1e9
+        )
+
+
+def _cases() -> list[proof.Case]:
+    return [AllocatorCase("paged"), AllocatorCase("token")]
 
 
 class AllocatorSide:

@@ -90,12 +90,8 @@ def difference() -> str | None:
         eagle_worker_common.duplicate_prefix_tail_to_draft_branches,
     ]
     own_code = map(inspect.unwrap, functions)  # `history` may be around it already
-    with on_the_host(), proof.Reach(own_code, REPLACED) as reach:
-        line = proof.first_difference(_cases(), episodes=EPISODES)
-    if line is None:
-        for name, lines in reach.unreached().items():
-            return f"{name}: no operation of the proof runs its line {lines[0]}"
-    return line
+    with on_the_host():
+        return proof.difference(_cases(), own_code, REPLACED, episodes=EPISODES)
 
 
 def longer_difference(times: int = 10) -> str | None:

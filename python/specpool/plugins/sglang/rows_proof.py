@@ -106,12 +106,8 @@ def difference() -> str | None:
             line = reserve_proof.unknown_parameters(function, rows.HOOKS[target])
             if line is not None:
                 return line
-    with _on_the_host(), proof.Reach(_functions(), REPLACED, UNSERVED) as reach:
-        line = proof.first_difference(_cases(), episodes=EPISODES)
-    if line is None:
-        for name, lines in reach.unreached().items():
-            return f"{name}: no operation of the proof runs its line {lines[0]}"
-    return line
+    with _on_the_host():
+        return proof.difference(_cases(), _functions(), REPLACED, UNSERVED, episodes=EPISODES)
 
 
 def longer_difference(times: int = 10) -> str | None:
@@ -605,8 +601,8 @@ class RowsCase:
         rng = self.rng
         if self.running and len(self.rounds) < 2:
             names = rng.sample(self.running, rng.randint(1, len(self.running)))
-            most = min(self.shape[0] + 1, self.shape[2])
-            accept_lens = [rng.choice([most, rng.randint(1, most)]) for _ in names]
+            max_accepted = min(self.shape[0] + 1, self.shape[2])
+            accept_lens = [rng.choice([max_accepted, rng.randint(1, max_accepted)]) for _ in names]
             yield Operation("launch", (names, accept_lens))
             self.rounds.append(names)
         if self.rounds and (len(self.rounds) == 2 or rng.random() < 0.6):

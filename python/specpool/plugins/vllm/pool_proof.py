@@ -66,12 +66,7 @@ def difference(seconds: float = proof.SECONDS) -> str | None:
             for unknown in proof.unknown_parameters(function, vars(ours)[name]):
                 return f"BlockPool.{name}: {unknown}"
     functions = [part for part in vars(own).values() if inspect.isfunction(part)]
-    with proof.Reach(functions, REPLACED) as reach:
-        line = proof.first_difference(_cases(), episodes=EPISODES, seconds=seconds)
-    if line is None:
-        for name, lines in reach.unreached().items():
-            return f"{name}: no operation of the proof runs its line {lines[0]}"
-    return line
+    return proof.difference(_cases(), functions, REPLACED, episodes=EPISODES, seconds=seconds)
 
 
 def _cases() -> list[proof.Case]:

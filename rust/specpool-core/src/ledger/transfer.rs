@@ -1,8 +1,9 @@
 //! Rows that move to another ledger: `export` and `import_row`.
 //!
 //! An export is a prefix that takes its row's place: it holds every page that the row's tokens need, also a partly
-//! filled last one, and the row's state slot. So a reader of these pages may take its time, and a transfer that fails gives the row back with
-//! [`Ledger::admit_on`]. An import is a row on pages of its own, whose contents the caller brings.
+//! filled last one, and the row's state slot. So a reader of these pages may take its time, and a transfer that fails
+//! gives the row back with [`Ledger::admit_on`]. An import is a row on pages of its own, whose contents the caller
+//! brings.
 
 use super::Ledger;
 use super::share::{Prefix, PrefixPages, pages_of};
@@ -92,11 +93,11 @@ impl Ledger {
     }
 
     /// Takes a free row of `len` tokens on pages of its own, with none below the windows, for KV that comes from
-    /// elsewhere. Draft KV is valid below `drafted`. The row has no root until an extend of it has launched. With a state
-    /// group it takes a state slot too, whose state contains all its tokens. O(pages).
+    /// elsewhere. Draft KV is valid below `drafted`. The row has no root until an extend of it has launched. With a
+    /// state group it takes a state slot too, whose state contains all its tokens. O(pages).
     ///
-    /// The caller writes the pages and the slot before anything reads them: before the next launch, and behind every launched
-    /// forward. If the KV does not arrive, [`Ledger::abort`] takes the row back.
+    /// The caller writes the pages and the slot before anything reads them: before the next launch, and behind every
+    /// launched forward. If the KV does not arrive, [`Ledger::abort`] takes the row back.
     ///
     /// # Errors
     /// In this order, changing nothing: [`Error::Shape`] (`len` not in `1..=max_context_len`; `drafted` not in
