@@ -267,7 +267,7 @@ bench: $(VENV)/.dev ## measure speed on this machine, beside a reference in the 
 	$(BIN)/python -m benches scheduler
 	$(BIN)/python -m benches windows
 	$(BIN)/pytest --benchmark-only --quiet benches/test_ledger.py
-	cargo bench --quiet -p specpool-core
+	cargo bench --quiet -p specpool-bench
 	$(BIN)/python -m benches.kernels
 	$(BIN)/python -m benches plain
 	$(BIN)/specpool bench generate

@@ -53,8 +53,8 @@ def folders() -> set[str]:
     package = ROOT / "python" / "specpool"
     python = [*package.iterdir(), *(package / "engine").iterdir()]
     names = {folder.relative_to(ROOT).as_posix() for folder in python if any(folder.glob("*.py"))}
-    crates = {"specpool-core/src", "specpool-py", "specpool-capi", "specpool-ops", "specpool-check"}
-    names |= {f"rust/{crate}" for crate in crates}
+    crates = ("core/src", "py", "capi", "ops", "check", "bench")
+    names |= {f"rust/specpool-{crate}" for crate in crates}
     return names | {"cuda", "tests", "benches", "lab", "fuzz", "examples", "docs"}
 
 

@@ -71,8 +71,8 @@ def test_the_sdist_has_all_that_a_build_needs(sdist):
         str(path.relative_to(ROOT))
         for pattern in ("rust/*/Cargo.toml", "rust/*/build.rs", "rust/*/src/**/*.rs")
         for path in ROOT.glob(pattern)
-        # The proof and the C interface are no part of what is shipped.
-        if not {"specpool-check", "specpool-capi"} & set(path.parts)
+        # The proof, the C interface and the benchmark are no part of what is shipped.
+        if not {"specpool-check", "specpool-capi", "specpool-bench"} & set(path.parts)
     }
     files = {"Cargo.toml", "Cargo.lock", "pyproject.toml", "README.md", "LICENSE", "PKG-INFO"}
     missing = (files | kernels | crates | {f"python/{name}" for name in package_files()}) - names
@@ -81,7 +81,7 @@ def test_the_sdist_has_all_that_a_build_needs(sdist):
         name
         for name in names
         if re.search(
-            r"\.so$|__pycache__|^target/|\.env|^\.|^lab/|specpool-check/|specpool-capi/", name
+            r"\.so$|__pycache__|^target/|\.env|^\.|^lab/|specpool-(check|capi|bench)/", name
         )
     }
     assert not strangers
