@@ -233,11 +233,11 @@ guards: $(VENV)/.dev ## remove the guard of each scenario: its test must fail (5
 
 prove: ## enumerate every interleaving of small ledgers (CASE=text for some of them)
 	cargo run --release --quiet -p specpool-check --bin prove -- $(if $(CASE),--case "$(CASE)",)
-	$(if $(CASE),,SPECPOOL_STATES=1000000 cargo test --release --quiet -p specpool-core --test prefix_cache every_state -- --nocapture)
+	$(if $(CASE),,SPECPOOL_STATES=1000000 cargo test --release --quiet -p specpool-core --test suite prefix_cache::every_state -- --nocapture)
 
 soak: $(VENV)/.dev ## 1e8 random operations on the ledger and on its prefix index, 1e6 simulated rounds of the scheduler, 1e5 turns of sessions (45 minutes; SEED=n)
 	cargo run --release --quiet -p specpool-check --bin soak -- --ops 1e8 $(if $(SEED),--seed $(SEED),)
-	SPECPOOL_RUNS=18600 cargo test --release --quiet -p specpool-core --test prefix_cache a_hit -- --nocapture
+	SPECPOOL_RUNS=18600 cargo test --release --quiet -p specpool-core --test suite prefix_cache::a_hit -- --nocapture
 	$(BIN)/python -m lab sim --rounds 1e6 --check 2 $(if $(SEED),--seed $(SEED),)
 	$(BIN)/python -m lab sim --turns 1e5 --check 2 $(if $(SEED),--seed $(SEED),)
 

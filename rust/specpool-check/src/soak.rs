@@ -224,7 +224,7 @@ impl Run {
             Some(_) => None,
             None => Some(Ledger::new(config.clone()).map_err(|error| error.to_string())?),
         };
-        // The model's index has pages of one token; `tests/prefix_cache.rs` of the core has a device beside the others.
+        // The model's index has pages of one token; `tests/suite/prefix_cache.rs` of the core has a device beside the others.
         let has_texts = has_states && has_small_pages(config);
         world.as_mut().filter(|_| has_texts).into_iter().for_each(World::tell_texts);
         // Without fences, an import has to wait for launched forwards, which the decoder does not know.

@@ -9,7 +9,7 @@
 //!
 //! A new verb of the ledger needs an arm in `weight`, in `call` and in `anything`, or a place in `never_drawn`.
 //!
-//! `rust/specpool-core/tests/ledger.rs` compiles this file into itself by `#[path]`: it is a second user, which no
+//! `rust/specpool-core/tests/suite/main.rs` compiles this file into itself by `#[path]`: it is a second user, which no
 //! `Cargo.toml` shows.
 
 use std::sync::LazyLock;

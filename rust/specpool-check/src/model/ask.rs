@@ -1,6 +1,6 @@
 //! Makes one call on the model, and translates the ledger's answer into the model's words.
 //!
-//! `rust/specpool-core/tests/ledger.rs` compiles the model into itself by `#[path]`: it is a second user, which no
+//! `rust/specpool-core/tests/suite/main.rs` compiles the model into itself by `#[path]`: it is a second user, which no
 //! `Cargo.toml` shows.
 
 use specpool_core::{Call, Error, Given};

@@ -1,31 +1,19 @@
 //! Compares the ledger with a plain model over random operations. Both must refuse the same calls with the same
 //! numbers, and have the same lengths and the same shared and fenced pages. The audit must be clean after each
 //! operation, and a refused call must change nothing.
-#![allow(unreachable_pub, reason = "the decoder is public where it lives")]
-
-// The model and the decoder live with the proof and the soak run, which use them too. They are compiled in here, not
-// linked as a dependency, so that testing a mutant of this crate needs only one small build.
-#[path = "../../specpool-ops/src/decode.rs"]
-mod decode;
-#[path = "../../specpool-check/src/model/mod.rs"]
-mod model;
-#[path = "../../specpool-ops/src/pools.rs"]
-mod pools;
-#[path = "../../specpool-ops/src/scene.rs"]
-mod scene;
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use decode::{OP_BYTES, decode};
-use model::ask::{ask, outcome};
-use model::same::{PageMap, same};
-use model::states::same_folds;
-use model::{Model, Outcome};
-use pools::least_pages;
+use crate::decode::{OP_BYTES, decode};
+use crate::model::ask::{ask, outcome};
+use crate::model::same::{PageMap, same};
+use crate::model::states::same_folds;
+use crate::model::{self, Model, Outcome};
+use crate::pools::least_pages;
+use crate::scene::{Scene, SceneRow, SceneStep};
 use proptest::prelude::*;
 use proptest_state_machine::{ReferenceStateMachine, StateMachineTest};
-use scene::{Scene, SceneRow, SceneStep};
 use specpool_core::{
     Call, Error, Given, Group, Layout, Ledger, LedgerConfig, Plan, Policy, Row, Shape, Snapshots, StateGroup, StepState,
 };

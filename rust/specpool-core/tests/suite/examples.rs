@@ -1,6 +1,6 @@
 //! Runs the examples and checks that their books balance.
 
-#[path = "../examples/scheduler.rs"]
+#[path = "../../examples/scheduler.rs"]
 #[allow(dead_code, reason = "its `main` is not called")]
 mod scheduler;
 

@@ -4,13 +4,11 @@
 //! a window, recurrent states and a prefix index; `block_pool.log` calls every verb of a pool. No program writes these
 //! files again.
 
-mod kit;
-
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use kit::place;
+use crate::kit::place;
 use specpool_core::{BlockPool, Call, Ledger, LogEnd, LogReader, Replay};
 
 fn golden(name: &str) -> PathBuf {

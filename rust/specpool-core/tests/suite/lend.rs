@@ -1,9 +1,7 @@
 //! Laws of the verbs for a prefix cache outside the ledger, with the numbers of their refusals. `specpool-check` runs
 //! them over every interleaving of small ledgers.
 
-mod kit;
-
-use kit::{extend, group};
+use crate::kit::{extend, group};
 use specpool_core::{Error, Group, Ledger, LedgerConfig, Page, PageState, Row, Shape};
 
 fn ledger(groups: Vec<Group>) -> Ledger {

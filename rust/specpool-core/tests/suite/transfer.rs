@@ -1,9 +1,7 @@
 //! Laws of rows that move: what an export keeps, what an import takes, and the numbers of their refusals.
 //! `specpool-check` runs both over every interleaving of small ledgers.
 
-mod kit;
-
-use kit::{extend, group};
+use crate::kit::{extend, group};
 use specpool_core::{Error, Group, KvEvent, Ledger, LedgerConfig, Page, PageState, Row, Shape, StateGroup};
 
 fn ledger(groups: Vec<Group>) -> Ledger {

@@ -1,5 +1,4 @@
 //! What several files of tests begin with.
-#![allow(dead_code, reason = "no file of tests uses all of it")]
 
 use std::path::PathBuf;
 

@@ -1,30 +1,19 @@
 //! Soft marks and the states of the prefix index, over random operations beside the plain model. The model is told what
 //! the ledger gives up, and checks that it was cached and no more than was lacking. It knows an index with pages of one
 //! token; with other page sizes, soft marks come alone.
-#![allow(unreachable_pub, reason = "the decoder is public where it lives")]
-
-#[path = "../../specpool-ops/src/decode.rs"]
-mod decode;
-#[path = "../../specpool-check/src/model/mod.rs"]
-mod model;
-#[path = "../../specpool-ops/src/pools.rs"]
-mod pools;
-#[path = "../../specpool-ops/src/scene.rs"]
-#[allow(dead_code, reason = "another user of it makes scenes")]
-mod scene;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use decode::{OP_BYTES, decode};
-use model::Model;
-use model::ask::{ask, outcome};
-use model::same::same;
-use model::states::same_folds;
-use pools::least_pages;
+use crate::decode::{OP_BYTES, decode};
+use crate::model::Model;
+use crate::model::ask::{ask, outcome};
+use crate::model::same::same;
+use crate::model::states::same_folds;
+use crate::pools::least_pages;
+use crate::scene::Scene;
 use proptest::prelude::Rng;
 use proptest::test_runner::{RngAlgorithm, TestRng};
-use scene::Scene;
 use specpool_core::{Call, Given, Group, Layout, Ledger, LedgerConfig, Shape, Snapshots, StateGroup};
 
 fn config(rng: &mut TestRng) -> LedgerConfig {

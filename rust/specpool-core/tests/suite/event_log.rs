@@ -1,10 +1,8 @@
 //! Laws of the event log's bytes: reading returns what was written, and no bytes crash the reader.
 
-mod kit;
-
 use std::collections::BTreeSet;
 
-use kit::place;
+use crate::kit::place;
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;

@@ -1,8 +1,6 @@
 //! Snapshots: what a restore brings back, and the counters that never go back.
 
-mod kit;
-
-use kit::extend;
+use crate::kit::extend;
 use specpool_core::{Error, Group, KvEvent, Layout, Ledger, LedgerConfig, Row, Shape};
 
 fn ledger() -> Ledger {

@@ -1,8 +1,6 @@
 //! The prefix cache by example: what is kept, what goes first, and what is refused.
 
-mod kit;
-
-use kit::extend;
+use crate::kit::extend;
 use specpool_core::{Error, Group, Layout, Ledger, LedgerConfig, Page, PageNames, PageState, Replay, Row, Shape};
 
 fn group(page_size: i64, num_pages: i64, window: Option<i64>) -> Group {

@@ -1,10 +1,8 @@
 //! Laws of recording and replay: running a log again gives the same ledger, event by event.
 
-mod kit;
-
 use std::path::PathBuf;
 
-use kit::place;
+use crate::kit::place;
 use proptest::prelude::*;
 use specpool_core::{
     Call, Digest, EventLog, Group, Layout, Ledger, LedgerConfig, LogEnd, Replay, Result, Row, Shape, Snapshot,
