@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import warm_kit
+from cargo_kit import build
 from paths import ROOT, VECTORS
 
 
@@ -48,8 +49,8 @@ def test_the_scheduler_on_blocks_serves_everybody_and_leaks_nothing():
 
 @pytest.mark.skipif(shutil.which("cargo") is None, reason="needs cargo")
 def test_the_schedulers_in_rust_and_python_are_twins():
-    command = ["cargo", "run", "--quiet", "--package", "specpool-core", "--example", "scheduler"]
-    rust = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = [build("--examples") / "examples" / "scheduler"]
+    rust = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert run("scheduler.py") == rust
 
 

@@ -1,12 +1,13 @@
 """The C interface: its examples and its bad input, compiled and run (under valgrind if there)."""
 
-import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from cargo_kit import build
 
 ROOT = Path(__file__).parents[2]
 CAPI = ROOT / "rust/specpool-capi"
@@ -44,14 +45,7 @@ def library():
     """The static library of the tree, from cargo's development build."""
     if shutil.which("cargo") is None or not (ROOT / "Cargo.toml").exists():
         pytest.skip("no cargo: the C interface is built from the sources")
-    built = subprocess.run(
-        ["cargo", "build", "--quiet", "--locked", "--package", "specpool-capi"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert built.returncode == 0, built.stderr
-    return Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / "debug/libspecpool.a"
+    return build("--lib", "--tests") / "libspecpool.a"
 
 
 @pytest.fixture(
