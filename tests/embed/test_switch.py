@@ -28,9 +28,10 @@ CALL = "import specpool.plugins.{name} as s; s.register(); s.register(); print('
 
 
 def broken(path: Path, name: str, code: str) -> str:
-    """A path with an engine whose import does this."""
-    (path / name).mkdir()
-    (path / name / "__init__.py").write_text(code)
+    """A path with an engine whose import does this, and a torch that is imported at once."""
+    for package, text in ((name, code), ("torch", "")):
+        (path / package).mkdir()
+        (path / package / "__init__.py").write_text(text)
     return str(path)
 
 
@@ -45,6 +46,7 @@ def test_an_engine_that_cannot_be_imported_keeps_its_own_code(tmp_path, name, ki
     assert (done.returncode, done.stdout.strip()) == (0, "served"), done.stderr
     lines = done.stderr.strip().splitlines()
     assert set(lines) == {lines[0]} and lines[0].startswith(f"specpool: {message}"), done.stderr
+    assert "torch" not in done.stderr  # it is the engine that breaks
     ends = run(
         "-c",
         CALL.format(name=name),
