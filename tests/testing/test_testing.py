@@ -44,6 +44,9 @@ QUICK = settings(
     report_multiple_bugs=False,
     phases=(Phase.generate, Phase.shrink),
 )
+#: For what a machine must find: nobody reads the smallest case.
+FOUND = settings(QUICK, phases=(Phase.generate,))
+FEW = settings(QUICK, max_examples=30)
 
 
 # --- The documented example ---
@@ -86,7 +89,7 @@ def test_the_documented_machine_passes_the_documented_scheduler(example):
             return is_busy
 
     assert example["TestLoop"].settings == example["QUICK"]  # what pytest would run it with
-    run_state_machine_as_test(machine_of(example, Observed), settings=QUICK)
+    run_state_machine_as_test(machine_of(example, Observed), settings=FEW)
     assert seen == {"a hit", "a retraction", "a round in flight"}
 
 
@@ -97,7 +100,7 @@ def test_the_documented_scheduler_passes_thousands_of_runs(example):
 
 
 def test_the_documented_machine_finds_the_planted_leak(example):
-    quick = settings(example["QUICK"], derandomize=True, database=None)
+    quick = settings(example["QUICK"], derandomize=True, database=None, phases=FOUND.phases)
     with pytest.raises(AssertionError, match=r"owned, row \d \(request \d\)"):
         run_state_machine_as_test(example["LeakMachine"], settings=quick)
 
@@ -186,7 +189,7 @@ PLANTED = (
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_the_documented_machine_finds_each_mistake_that_the_page_lists(example, mistake):
     scheduler, device, report = _planted(example)[mistake]
-    generate = settings(QUICK, max_examples=500, phases=(Phase.generate,))
+    generate = settings(FOUND, max_examples=500)
     with pytest.raises((AssertionError, SpecpoolError), match=report):
         run_state_machine_as_test(machine_of(example, scheduler, device), settings=generate)
 
@@ -228,7 +231,7 @@ def test_a_scheduler_that_never_comes_to_rest_is_found(example):
         max_turns = 50
 
     with pytest.raises(AssertionError, match="not at rest after 50 turns"):
-        run_state_machine_as_test(Machine, settings=QUICK)
+        run_state_machine_as_test(Machine, settings=FOUND)
 
 
 def test_prompts_with_tokens_begin_alike_and_run_on_a_device_of_ones_own(example):
@@ -249,7 +252,7 @@ def test_prompts_with_tokens_begin_alike_and_run_on_a_device_of_ones_own(example
             prompts.append([])
             return Scheduler(ledger, device)
 
-    run_state_machine_as_test(Machine, settings=QUICK)
+    run_state_machine_as_test(Machine, settings=FEW)
     assert any(hasattr(device, "launched") for device in devices)
     pairs = [pair for texts in prompts for pair in itertools.combinations(texts, 2)]
     assert any(
@@ -274,7 +277,7 @@ def test_the_machine_asks_a_device_of_ones_own_whether_all_has_run(example):
             raise AssertionError("step 7 has not run on my device")
 
     with pytest.raises(AssertionError, match="step 7 has not run on my device"):
-        run_state_machine_as_test(machine_of(example, example["Scheduler"], Lazy), settings=QUICK)
+        run_state_machine_as_test(machine_of(example, example["Scheduler"], Lazy), settings=FOUND)
 
 
 def test_a_scheduler_that_never_uses_the_device_is_found(example):
@@ -300,7 +303,7 @@ def test_a_scheduler_that_never_uses_the_device_is_found(example):
     message = r"step 1 was launched on the ledger, not on the device: call device\.launch\(plan\)"
     with pytest.raises(AssertionError, match=message):
         machine = machine_of(example, example["Scheduler"], NoDevice)
-        run_state_machine_as_test(machine, settings=QUICK)
+        run_state_machine_as_test(machine, settings=FOUND)
 
 
 def test_steps_that_were_cancelled_need_no_device(example):
@@ -312,7 +315,7 @@ def test_steps_that_were_cancelled_need_no_device(example):
                 return False
             return super().launch(prepare, batch, values)
 
-    run_state_machine_as_test(machine_of(example, Canceller), settings=QUICK)
+    run_state_machine_as_test(machine_of(example, Canceller), settings=FEW)
 
 
 def test_a_machine_without_a_scheduler_says_so():
@@ -421,7 +424,7 @@ def test_a_machine_knows_what_its_scheduler_keeps(example):
         def kept_prefixes(self):
             return [] if self.scheduler.prefix is None else [self.scheduler.prefix]
 
-    few = settings(QUICK, max_examples=20, phases=(Phase.generate,))
+    few = settings(FOUND, max_examples=20)
     with pytest.raises(AssertionError, match="is not released"):
         run_state_machine_as_test(Forgetful, settings=few)
     run_state_machine_as_test(Machine, settings=few)
@@ -732,7 +735,7 @@ def test_pools_are_tight_enough_to_run_out():
     assert tight > 30
 
 
-@settings(QUICK, max_examples=300)
+@settings(QUICK, max_examples=100)
 @given(st.data())
 def test_without_spare_pages_a_pool_is_the_smallest_there_is(data: st.DataObject):
     config = data.draw(ledger_configs(max_groups=1, spare_pages=0))
