@@ -15,7 +15,7 @@ SMALL = ["--hidden-size", "64", "--layers", "2", "--target-minutes", "0.005", "-
 
 def test_each_kind_of_target_gets_a_head_that_is_measured(capsys, monkeypatch, tmp_path):
     """Law: a kept target is trained once."""
-    monkeypatch.setattr(train, "corpus", lambda seed, num_bytes: corpus(seed, num_bytes // 10))
+    monkeypatch.setattr(train, "corpus", lambda seed, num_bytes: corpus(seed, num_bytes // 40))
     options = [*SMALL, "--keep", str(tmp_path), "--json"]
     code, out, err = call(capsys, "benches", "train", *options)
     assert code == 0, err

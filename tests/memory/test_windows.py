@@ -126,7 +126,7 @@ def test_the_cases_are_of_every_kind(targets):
     raise AssertionError(found)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("shape", "layout"), [((3, 1, 4), "dense"), ((3, 2, 6), "holey")])
@@ -229,7 +229,7 @@ def test_samples_share_a_window(targets):
         assert len({str(each) for each in texts[1]}) == 4
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -264,30 +264,31 @@ def test_conversations_keep_their_windows(targets, family, page_size, depth):
         session.close()
 
 
-def test_abort_gives_windows_back(targets):
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_abort_gives_windows_back(targets, family, depth):
     params = SamplingParams(max_new_tokens=60, ignore_eos=True)
-    for family in FAMILIES:
-        for depth in (0, 1):
-            config = EngineConfig(page_size=4, overlap_depth=depth, prefill_tokens=6, busy_check=2)
-            engine = Engine(targets[family], config=config)
-            rng = random.Random(depth)
-            for turns in range(1 + 3 * depth, 30, 6):
-                number = engine.submit(prompt(rng, 33), params)
-                other = engine.submit(prompt(rng, 5), SamplingParams(max_new_tokens=9))
-                for _ in range(turns):
-                    engine.turn()
-                engine.abort(number)
-                while engine.turn():
-                    pass
-                assert other
-            engine.ledger.check()
-            assert all(s.free_pages + s.cached_pages == s.num_pages for s in engine.pool_stats())
+    config = EngineConfig(page_size=4, overlap_depth=depth, prefill_tokens=6, busy_check=2)
+    engine = Engine(targets[family], config=config)
+    rng = random.Random(depth)
+    for turns in range(1 + 3 * depth, 30, 6):
+        number = engine.submit(prompt(rng, 33), params)
+        other = engine.submit(prompt(rng, 5), SamplingParams(max_new_tokens=9))
+        for _ in range(turns):
+            engine.turn()
+        engine.abort(number)
+        while engine.turn():
+            pass
+        assert other
+    engine.ledger.check()
+    assert all(s.free_pages + s.cached_pages == s.num_pages for s in engine.pool_stats())
 
 
 # --- Pinned texts -------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -371,7 +372,12 @@ def test_no_nan_is_left_behind_a_window(family, depth, prefill_tokens):
 # --- What it costs ------------------------------------------------------------------------------
 
 
-def test_reading_a_window_does_not_grow_with_the_context(targets, monkeypatch):
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("shape", "page_size"), [((0, 1, 1), 1), ((3, 1, 4), 4), ((3, 4, 12), 16)])
+def test_reading_a_window_does_not_grow_with_the_context(
+    targets, monkeypatch, family, shape, page_size
+):
     """Columns gathered in a window group, at lengths from 10 to 400 side by side."""
     seen: dict[int | None, list[int]] = {}
     pages_of = KVCache.pages_of
@@ -384,24 +390,20 @@ def test_reading_a_window_does_not_grow_with_the_context(targets, monkeypatch):
     monkeypatch.setattr(KVCache, "pages_of", watched)
     rng = random.Random(1)
     texts = [prompt(rng, n) for n in (10, 200, 350)]
-    for family in FAMILIES:
-        reference = reference_of(family)
-        for shape, page_size in (((0, 1, 1), 1), ((3, 1, 4), 4), ((3, 4, 12), 16)):
-            drafter = None
-            if shape[0]:
-                known = [[*text, *reference.text(text, 50)] for text in texts]
-                drafter = ScriptedDrafter(known, vocab_size=VOCAB)
-            config = EngineConfig(
-                shape=Shape(*shape), page_size=page_size, prefill_tokens=32, overlap_depth=1
-            )
-            engine = Engine(targets[family], drafter, config=config)
-            seen.clear()
-            outputs = engine.generate(texts, SamplingParams(max_new_tokens=50, ignore_eos=True))
-            assert_speaks(reference, texts, outputs)
-            # What a query sees behind it, a chunk of 32 or a round whose root lies in [lo, hi].
-            assert max(seen[8]) <= 7 + 32 + 2 * page_size
-            if family not in ONLY_WINDOWS:
-                assert max(seen[None]) >= 390
+    reference, drafter = reference_of(family), None
+    if shape[0]:
+        known = [[*text, *reference.text(text, 50)] for text in texts]
+        drafter = ScriptedDrafter(known, vocab_size=VOCAB)
+    config = EngineConfig(
+        shape=Shape(*shape), page_size=page_size, prefill_tokens=32, overlap_depth=1
+    )
+    engine = Engine(targets[family], drafter, config=config)
+    outputs = engine.generate(texts, SamplingParams(max_new_tokens=50, ignore_eos=True))
+    assert_speaks(reference, texts, outputs)
+    # What a query sees behind it, a chunk of 32 or a round whose root lies in [lo, hi].
+    assert max(seen[8]) <= 7 + 32 + 2 * page_size
+    if family not in ONLY_WINDOWS:
+        assert max(seen[None]) >= 390
 
 
 def test_a_view_begins_no_page_too_early(targets, monkeypatch):
@@ -429,7 +431,7 @@ LONG = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("family", "num_tokens"), LONG)
 def test_a_row_holds_its_window_however_long_it_grows(family, num_tokens, depth):

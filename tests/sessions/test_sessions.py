@@ -210,7 +210,7 @@ def test_a_retracted_request_comes_back_from_the_host(build, draft, shape, depth
 
 def test_a_copy_that_fails_ends_in_a_prefill(build, monkeypatch):
     options = {"headroom": 0, "max_context_len": 160, "max_batch": 5, "num_pages": 50}
-    params = SamplingParams(max_new_tokens=90, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=50, ignore_eos=True)
     wanted = build(**options).generate(PROMPTS[:5], params)
 
     def failing(self, moves):
