@@ -119,6 +119,7 @@ def test_the_copy_is_sent_before_draft_extend():
         assert vague.lanes(rows, i32(0, 0), i32(9, 9)).seq_lens.seq_lens_cpu.tolist() == [9, 9]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("needs", [False, True])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_round_waits_once_where_the_back_end_needs_lengths(monkeypatch, needs, depth):

@@ -521,6 +521,7 @@ main()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on memory is Linux's")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["terminal", "html"])
 def test_a_few_bytes_of_a_log_cannot_ask_for_any_memory(tmp_path, form):
     """2^31 pages in 46 bytes, 2^24 rows in 45, 2^20 tokens in 85: what was touched is drawn."""

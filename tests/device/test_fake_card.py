@@ -128,7 +128,7 @@ def some(cases: dict[str, Any], how: list[str]) -> Any:
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @some(CASES, [*HOW])
 def test_an_engine_runs_on_a_card(case, dtype, how, card, caplog):
     """Law: nothing of a step is on the wrong device, waits for it, or cannot be captured."""
@@ -172,6 +172,7 @@ def state_cases():
             yield pytest.param(family, shape, how, marks=() if is_quick else pytest.mark.full)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "shape", "how"), [*state_cases()])
 def test_states_stay_on_a_card(family, shape, how):
     """Law: no step of recurrent layers is on the wrong device, or waits for it."""
@@ -219,7 +220,7 @@ def test_a_tensor_made_on_the_host_is_found(how, card, monkeypatch):
     assert "cuda:0, cpu" in error_of(lambda: build(CHAIN, dtype="bfloat16", **HOW[how]))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("read", ["int", "a copy", "a mask"])
 @pytest.mark.parametrize("how", ["eager", "captured"])
 def test_a_hidden_read_is_found(how, read, card, monkeypatch):

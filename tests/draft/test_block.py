@@ -70,7 +70,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("shape", "options", "variant"),
     list(itertools.product((CHAIN, TREE, WHOLE), LAYOUTS, VARIANTS)),
@@ -91,7 +91,7 @@ def test_proposals_equal_the_plain_models(model, tmp_path, shape, options, varia
     check(logits, texts, [*whole[:2], whole[-1]])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "options", "temperature"),
     list(itertools.product((CHAIN, TREE, WHOLE), LAYOUTS, (0.0, 1.0))),

@@ -107,7 +107,7 @@ def paths(tree: DraftTree, lane: int) -> set[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("draft", HEADS)
 @pytest.mark.parametrize(
     ("shape", "options"),
@@ -207,7 +207,7 @@ def test_a_proposal_after_plain_rounds_is_that_of_a_head_that_ran_in_all_of_them
     assert min(ran["write"], ran["catch_up"]) >= 4
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("draft", HEADS)
 @pytest.mark.parametrize("ancestry", ["exact", "branch"])
 @pytest.mark.parametrize(("page_size", "topk"), list(itertools.product((3, 4, 16, 64), (2, 4, 8))))

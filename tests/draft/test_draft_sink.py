@@ -28,7 +28,7 @@ def run(draft, params=GREEDY, prompts=PROMPTS, **options):
         return [output.token_ids for output in outputs], engine.peak_pages[1]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("draft", ["specpool/tiny-draft", "specpool/tiny-eagle"])
 @pytest.mark.parametrize(("shape", "layout"), [(CHAIN, "dense"), (TREE, "dense"), (TREE, "holey")])
 @pytest.mark.parametrize("depth", [0, 1])
@@ -44,6 +44,7 @@ def test_a_drawn_text_stays():
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("host_bytes", [0, 1 << 22])
 def test_the_text_stays_when_rows_are_retracted_and_come_back(host_bytes):
     """With host memory they come back by copies, else by a prefill; both bring the sink back."""

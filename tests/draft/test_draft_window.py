@@ -17,7 +17,7 @@ PARAMS = SamplingParams(max_new_tokens=32, ignore_eos=True)
 SHAPES = [Shape.eagle(3, 1, 4), Shape.eagle(4, 4, 12)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "draft", ["specpool/tiny-draft", "specpool/tiny-eagle", "specpool/tiny-block"]
 )

@@ -109,7 +109,7 @@ class PlainHybrid:
         return self.target.lm_head(hidden[0, -1])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])

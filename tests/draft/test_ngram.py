@@ -311,6 +311,7 @@ def test_a_folder_may_have_a_name_that_is_nearly_a_drafters(tmp_path, monkeypatc
 REPETITIVE = "[size]\nmin = 3\nmax = 7\nowner = erin\nplace = rome\n\n" * 4
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(3, 1, 4), (7, 1, 8), (4, 4, 16)])
 def test_repetitive_text_is_accepted(shape):
     shape = Shape.eagle(*shape)
@@ -322,7 +323,7 @@ def test_repetitive_text_is_accepted(shape):
     assert output.accept_len > 2
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "page_size", "options"),
     [
@@ -387,7 +388,7 @@ class Sometimes:
         return self._asked % 3 > 0
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kind", ["ngram", "specpool/tiny-eagle", "specpool/tiny-eagle3"])
 def test_rows_pass_rounds_beside_rows_that_draft(kind, depth):

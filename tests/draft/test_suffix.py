@@ -75,7 +75,7 @@ def test_a_changed_text_is_indexed_anew_and_an_unused_one_is_dropped():
     assert list(drafter._texts._entries) == [id(other)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("draft", ["suffix", "suffix:shared"])
 @pytest.mark.parametrize("shape", [CHAIN, TREE])
 @pytest.mark.parametrize("depth", [0, 1])

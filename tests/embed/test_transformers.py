@@ -66,6 +66,7 @@ def test_greedy_text_is_that_of_the_model(model, batch, draft):
     assert model.generate(**batch, max_new_tokens=40, do_sample=False).tolist() == wanted.tolist()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -466,6 +466,7 @@ def failing(engine: Engine, phase: str, when: str) -> None:
     engine.core.worker.run = run
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("when", ["launch", "result"])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

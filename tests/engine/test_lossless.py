@@ -114,7 +114,7 @@ def _grid() -> list[object]:
     return part + [pytest.param(*case, NUM_TOKENS, marks=pytest.mark.full) for case in grid]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("page_size", "topk", "placement", "layout", "batch", "head", "num_tokens"), _grid()
 )
@@ -135,7 +135,7 @@ def test_shipped_pair_speaks_as_transformers_does(
     assert accept_len > 2  # drafts are really accepted, so compaction is really at work
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("page_size", "topk", "layout"), [(16, 1, "dense"), (64, 8, "holey"), (3, 4, "dense")]
 )
@@ -173,7 +173,7 @@ def test_generation_up_to_the_model_positions(target, heads, reference, topk):
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["exact", "double_buffer"])
 @pytest.mark.parametrize("ancestry", ["exact", "branch"])
 def test_policy_and_ancestry_change_no_text(target, heads, reference, policy, ancestry):
@@ -205,7 +205,7 @@ def _family_cases() -> list[object]:
     return cases
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("draft", "shape"), [(None, None), *zip(HEADS, ((3, 1, 4), (4, 4, 16), (7, 1, 8)), strict=True)]
 )

@@ -177,7 +177,7 @@ PLANTS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_piece_that_fails_for_one_request_ends_it_alone(
     target, undisturbed, monkeypatch, name, options, fault
@@ -267,7 +267,7 @@ def with_cell(name: str, value: int, *place: int) -> Callable[[DraftTree, int], 
     return spoil
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [

@@ -65,6 +65,7 @@ def test_a_rounds_news_costs_what_is_new():
     assert told == output.token_ids == [2] * 6000
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("stop", [(), ("\n",), ("2", "0, ")])
 @pytest.mark.parametrize("overlap_depth", [0, 1])
 def test_flags_of_the_chunks_are_those_of_the_output(stop, overlap_depth):

@@ -139,7 +139,7 @@ def banning_params(rng: random.Random, drawn: bool) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -183,6 +183,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("case", "drawn", "make_params"), RUNS)
 def test_the_text_is_that_of_plain_decoding(target, heads, case, drawn, make_params):
     """Requests with and without processors, in one batch, of all drafters and workers."""

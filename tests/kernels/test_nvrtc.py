@@ -95,6 +95,7 @@ def assert_moves_by_16_bytes(program, kernel):
     assert not any(name in ("LD", "ST") for name, _ in accesses), "the address space is not known"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kernel", [entry.name for entry in MOVES])
 def test_moves_go_by_16_bytes(shipped, disassembler, kernel):
     """With several loads under way: one at a time waits for the memory, which took a page read

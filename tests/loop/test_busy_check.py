@@ -202,7 +202,7 @@ def test_a_stray_write_costs_its_request_and_no_other(target, heads, texts, name
     assert [output.token_ids for output in again] == texts[:3]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_stray_write_is_found_where_pages_are_shared_with_the_prefix_cache(
@@ -221,7 +221,7 @@ def test_a_stray_write_is_found_where_pages_are_shared_with_the_prefix_cache(
     assert [output.token_ids for output in again] == texts[:3]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_stray_write_raises_where_that_is_asked_for(target, heads, texts, name, depth):
@@ -354,7 +354,7 @@ def test_the_level_comes_from_the_environment(monkeypatch):
 # --- never a false alarm -------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(100, 124))
 def test_random_workloads_raise_no_alarm(seed, target, heads):
     """Runs all drafters, tight pools, aborts, samples and pins: a false alarm would raise here."""
@@ -375,7 +375,7 @@ def test_random_workloads_raise_no_alarm(seed, target, heads):
     assert not engine.findings and engine.stats().round_ct
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_failures_and_interrupts_raise_no_alarm(seed, target, heads, monkeypatch):
     rng = random.Random(seed)

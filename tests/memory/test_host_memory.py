@@ -139,7 +139,7 @@ def bring_back(engine: Engine, tier: HostTier, handle, row: int) -> None:
         start = new_len
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     ("draft", "shape"),

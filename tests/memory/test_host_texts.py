@@ -104,7 +104,7 @@ class Texts:
             buffer[slots] = self.world.kv[row][at][start:end]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("page_sizes", [(1,), (4,), (4, 4), (2, 3), (16, 4)])
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3))]

@@ -39,7 +39,7 @@ PROMPTS = [[11 + (7 * i) % 40 for i in range(n)] for n in (17, 6)]
 OPTIONS = {"num_pages": 200, "page_size": 4, "max_context_len": 64}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_text_part_of_a_folder_speaks_as_the_whole_model(
     model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -131,7 +131,7 @@ def family_cases():
                         yield pytest.param(family, draft, page_size, way, marks=pytest.mark.full)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "draft", "page_size", "way"), [*family_cases()])
 def test_every_family_speaks_as_transformers_does(reference, draft, page_size, way):
     """Several prompts on three rows, in chunks; a round keeps one token, some or all."""
@@ -197,7 +197,7 @@ class Workload:
         return build(reference, drafter, num_pages=num_pages, **self.options)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "seed", [*range(12), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(12, 120))]
 )
@@ -234,7 +234,7 @@ def test_random_workloads_speak_as_alone(seed, references):
     compare(reference, [*outputs.values()], [work.news[index] for index in outputs])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FEW)
 def test_a_retracted_row_comes_back(reference):
     """A pool of little more than one row: what is kept of its pages and states gives way."""
@@ -243,7 +243,7 @@ def test_a_retracted_row_comes_back(reference):
         assert engine.core.scheduler.num_retracted > 1
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FEW)
 def test_rows_of_several_kinds_run_side_by_side(reference):
     """Plain ones, drafting ones, prompts in chunks, in one turn; some are given up."""
@@ -314,7 +314,7 @@ def test_forms_and_penalties_hold_with_a_state(reference, drawn):
     assert plain[1].text in ("yes, of course", "yes, but", "no")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FEW)
 def test_a_failed_forward_takes_its_rows_and_no_other(reference, monkeypatch):
     with build(reference, scripted(reference), max_batch=5) as engine:
@@ -632,6 +632,7 @@ def test_mixers_that_kernels_cannot_run_are_found_out(fault, dtype, monkeypatch)
         assert target.mixers.has_kernels == (fault == "none")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba"])
 def test_what_cannot_go_on_many_tokens_at_once_is_found_out(reference):
     """Their scan restarts; treated as one that continues, it would give a wrong text."""
@@ -739,6 +740,7 @@ def test_a_tree_has_a_path_to_each_leaf():
     assert paths.tolist() == [[0, 1, 2], [0, 3, 3]]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_says_what_the_model_keeps(family):
     """Law: without weights a plan knows the KV, states and records of the loaded model."""

@@ -54,7 +54,7 @@ def final_norm(decoder: Any) -> Any:
     )
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_over_pages_equals_plain(family: str, page_size: int) -> None:
@@ -115,6 +115,7 @@ def test_every_family_over_pages_equals_plain(family: str, page_size: int) -> No
     extend((1, 1, 1))
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_without_a_mask_equals_plain(family: str, shuffle: bool) -> None:
@@ -241,6 +242,7 @@ def test_a_folder_is_loaded_in_the_dtype_asked_for(tmp_path: Any) -> None:
         assert torch.equal(target.lm_head_weight, model.lm_head.weight.float())
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rounding_to_16_bits_does_not_refuse_a_model(family: str, dtype: Any) -> None:

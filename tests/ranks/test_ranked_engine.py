@@ -58,6 +58,7 @@ def _both(setup: str, is_quick: bool) -> tuple[Any, Any]:
     return alone, _shared(is_quick)[0][setup]
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("setup", "scene", "is_quick"),
     [

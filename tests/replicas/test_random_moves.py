@@ -20,7 +20,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_fleet_breaks_a_law(kind):
     """Laws: one answers for a session, with its client's text; nothing leaks; losses have reasons.

@@ -97,7 +97,7 @@ def long_generations(
     return engine, engine.generate(texts, SamplingParams(max_new_tokens=80, ignore_eos=True))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "v2"])
 def test_scenario_44_the_window_pool_is_the_limit(targets, monkeypatch, drafts, depth):

@@ -54,7 +54,7 @@ def staggered(engine: Engine, params: SamplingParams):
     return [outputs[number] for number in numbers]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_mixed_forwards_speak_as_plain_decoding(case, depth, reference, monkeypatch):
@@ -80,7 +80,7 @@ def test_mixed_forwards_speak_as_plain_decoding(case, depth, reference, monkeypa
     comparison.finish()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ["plain", "chain", "tree"])
 def test_sampled_text_is_the_same_mixed_or_not(case):
     with make(case) as engine:
@@ -91,7 +91,7 @@ def test_sampled_text_is_the_same_mixed_or_not(case):
     assert [o.accept_lens for o in mixed] == [o.accept_lens for o in apart]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.skipif(bool(unavailable()), reason=str(unavailable()))
 @pytest.mark.parametrize("case", ["plain", "chain", "tree", "holey"])
 def test_mixed_forwards_on_the_device(case):

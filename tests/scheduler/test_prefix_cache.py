@@ -52,7 +52,7 @@ def trace(rng: random.Random, num: int) -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 256])
 @pytest.mark.parametrize("draft", [*HEADS, "ngram", None])
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_nothing_is_computed_twice(
     assert sum(output.num_reused for output in outputs) > 100
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(200))
 def test_texts_do_not_change(build: Build, reference: Reference, seed: int) -> None:
     """Law: with common beginnings, retractions, sessions and tiny pools, greedy texts are those of
@@ -138,6 +138,7 @@ def test_texts_do_not_change(build: Build, reference: Reference, seed: int) -> N
     assert engine.stats().finding_ct == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("draft", [*HEADS, None])
 def test_sampled_texts_do_not_change(build: Build, draft: str | None) -> None:
     shape = TREE if draft else None
@@ -312,7 +313,7 @@ def test_the_option_is_a_bool() -> None:
         EngineConfig(prefix_cache=1)  # type: ignore[arg-type]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("draft", [*HEADS, "ngram"])
 def test_scenario_39_tokens_past_a_stop_are_not_kept(build: Build, draft: str) -> None:
     """Law: what a round accepts beyond the token that ends a request is no text."""

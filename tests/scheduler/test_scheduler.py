@@ -20,7 +20,7 @@ from specpool.engine.text.tokenizer import load_tokenizer
 from workload import HEADS, SEEDS, Workload, run_mixed
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_workloads_speak_as_alone(seed, target, heads, reference):
     work = Workload(seed)
@@ -38,7 +38,7 @@ def test_random_workloads_speak_as_alone(seed, target, heads, reference):
     comparison.finish()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [*range(8), *SEEDS[40:80]])
 def test_sampled_workloads_speak_as_alone(seed, target, heads):
     """At D = 0 and 1, with retractions, chunks, and other requests beside it."""
@@ -61,7 +61,7 @@ def test_sampled_workloads_speak_as_alone(seed, target, heads):
     assert texts == [o.token_ids for o in alone]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("draft", [*HEADS, "ngram", None])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_everyone_is_retracted_and_speaks_as_alone(target, heads, reference, draft, depth):
@@ -183,7 +183,7 @@ def test_asynchronous_streams_share_batches(target, heads, depth):
     assert texts == [output.token_ids for output in expected]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("stops", [("e",), ("the", "an"), ("zzzz",), (" t", "he ")])
 def test_text_ends_before_a_stop_string(target, heads, depth, stops):

@@ -25,7 +25,7 @@ def make(draft: str, shapes: tuple[Shape, ...], **options) -> Engine:
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("placement", ["split", "shared"])
 @pytest.mark.parametrize("draft", ["specpool/tiny-eagle", "specpool/tiny-eagle3", "ngram"])

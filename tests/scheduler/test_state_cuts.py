@@ -67,7 +67,7 @@ def running(references: dict[str, Reference], family: str, **options: Any) -> It
         yield Runner(engine, references[family])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("draft", [None, "ngram"])
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next", "lfm2"])
@@ -93,6 +93,7 @@ def test_a_hit_computes_what_it_must(
         assert stats.miss_ct == 90 + 1 + num_computed + 70 + 20 + 9
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("depth", "prefill_tokens"), [(0, 1024), (1, 32)])
 def test_prompts_that_come_together_compute_their_beginning_once(
     references: dict[str, Reference], depth: int, prefill_tokens: int

@@ -274,6 +274,7 @@ class Schedule:
 CHEAP = (5, 6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "seed",

@@ -39,7 +39,7 @@ def run(engine: Engine, prompts: list[list[int]]) -> list[RequestOutput]:
     return [engine.generate([prompt], PARAMS)[0] for prompt in prompts]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("draft", [*HEADS, "ngram", None])
 @pytest.mark.parametrize(
     ("placement", "layout", "shape"), [("split", "dense", CHAIN), ("shared", "holey", TREE)]
@@ -68,7 +68,7 @@ def test_a_text_comes_back(
         assert after >= 0.99 * before
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(40))
 def test_texts_do_not_change(build: Build, reference: Reference, seed: int) -> None:
     """Law: with texts that come and go, failed copies and retractions, greedy texts are those of

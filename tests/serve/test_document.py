@@ -41,6 +41,7 @@ def operations():
     return [pytest.param(operation, id=operation.label) for operation in all_operations]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("operation", operations())
 def test_random_calls_are_answered_as_the_document_says(server, operation):
     """Texts are cut to some tokens, so that no call takes long."""

@@ -105,7 +105,7 @@ VALUES = {
 }
 
 
-@pytest.mark.sample(64)
+@pytest.mark.sample(32)
 @pytest.mark.parametrize("case", VALUES)
 @pytest.mark.parametrize("name", ALL)
 def test_calls_are_read_in_every_split(name, case):

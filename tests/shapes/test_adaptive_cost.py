@@ -142,7 +142,7 @@ def shares(
     return best, [reached[i, size] / found[PLAIN] for i, found in enumerate(rates)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("size", [1, 8, 32])
 @pytest.mark.parametrize("name", COSTS)

@@ -61,7 +61,7 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("worker", ["v1", "v2", "D = 1"])
 @pytest.mark.parametrize("is_tight", [False, True])
 @pytest.mark.parametrize(("draft", "script", "options"), SCRIPTS)
@@ -214,7 +214,7 @@ def test_scenario_11_plain_rounds_leave_no_draft_lag(build, reference, monkeypat
         engine.generate(PROMPTS[:2], PARAMS)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("policy", ["ema", "cost"])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_engines_own_policies_change_no_text(build, reference, policy, depth):
@@ -261,7 +261,7 @@ def test_a_round_that_failed_took_no_time(build, monkeypatch):
     assert (SEVEN, 4) in script.given and {shape for shape, _ in script.timed} == {NONE}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("num_rows", [1.3, 2.2, 6])
 def test_the_start_measures_the_batch_sizes_that_it_tells(build, monkeypatch, num_rows):
     """In a tight pool rows are retracted on the way: rounds of fewer lanes are another size's."""

@@ -35,6 +35,7 @@ def log_of(tokenizer, hidden=()) -> TokenLog:
     return TokenLog(tokenizer, TextStream(tokenizer, hidden=hidden).shows)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())

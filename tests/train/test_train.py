@@ -64,6 +64,7 @@ class Recorder:
         return DraftTree.chain(root_tokens.unsqueeze(1).repeat(1, shape.num_draft_tokens))
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_features_are_those_that_a_drafter_reads(family: str) -> None:
     """Law: also of prompts that are prefilled in chunks, and beside other rows."""
@@ -132,6 +133,7 @@ def test_training_drafts_what_serving_drafts(family: str, tmp_path: Path) -> Non
         assert len(set(drafts)) > 1, "drafts that are all the same show nothing"
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
