@@ -39,6 +39,7 @@ from specpool.engine.models.recurrent import (
     check_transformers,
 )
 from specpool.engine.models.state_outline import outline_states
+from specpool.engine.worker import forward
 from specpool.errors import OutOfMemory
 from specpool.kernels.state_lanes import StateLanes
 from specpool.testing import assert_no_page_leaked
@@ -596,6 +597,26 @@ def test_it_runs_with_the_kernels_of_a_device(reference, family, shape, depth):
     assert ("convolve_lanes" in launches) == has_kernels
     is_scanned = has_kernels and not family.startswith("lfm")
     assert ("scan_lanes" in launches) == is_scanned
+
+
+def test_a_long_chunk_is_scanned_by_no_kernel(monkeypatch):
+    """Law: also beside a round whose lengths the host does not know, or one of trees."""
+    if unavailable():
+        pytest.skip(unavailable())
+    monkeypatch.setattr(forward, "_MAX_SCANNED", 12)
+    scanned, build_lanes = [], StateLanes.build
+
+    def noted(**lanes):
+        scanned.append(int(lanes["num_tokens"].max()))
+        return build_lanes(**lanes)
+
+    monkeypatch.setattr(StateLanes, "build", noted)
+    reference = Reference(make_model(make_config("qwen3_next")))
+    options = {"shape": TREE, "overlap_depth": 1, "mixed_chunks": True, "prefill_tokens": 40}
+    with kernels_run(), build(reference, scripted(reference), max_batch=2, **options) as engine:
+        scanned.clear()
+        compare(reference, engine.generate([PROMPTS[2], *PROMPTS[:2]], GREEDY))
+    assert TREE.num_draft_tokens <= max(scanned) <= 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
