@@ -175,7 +175,9 @@ def test_a_recurrent_model_is_refused_before_its_weights_are_read(tmp_path):
     config.save_pretrained(tmp_path)
     save_file({"model.embed_tokens.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     for draft in (str(tmp_path), make_model(config)):
-        with pytest.raises(ConfigError, match=r"'lfm2' has recurrent layers, .* follow every draft"):
+        with pytest.raises(
+            ConfigError, match=r"'lfm2' has recurrent layers, .* follow every draft"
+        ):
             Engine.from_pretrained("specpool/tiny", draft=draft)
 
 

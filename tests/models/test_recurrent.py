@@ -458,6 +458,35 @@ def test_a_retracted_row_comes_back_from_the_host(reference, depth):
         assert 0 < host.reload_ct == host.offload_ct
 
 
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("draft", [None, "scripted"])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("family", FEW)
+def test_a_text_comes_back_from_the_host_with_its_state(reference, draft, depth, page_size):
+    """Law: a prompt that the device has no slot for computes its last token alone."""
+    options = {"host_bytes": 1 << 24, "offload": "always", "page_size": page_size, "max_batch": 1}
+    options |= {"cached_states": 0, "max_sessions": 0, "overlap_depth": depth}
+    prompts = [[3 + at, *PROMPTS[1]] for at in range(4)]
+    with build(reference, drafter_of(draft, reference), **options) as engine:
+        for number in range(2):
+            for prompt in prompts:
+                (output,) = engine.generate([prompt], GREEDY)
+                assert output.token_ids == reference.text(prompt, NUM_TOKENS)
+                assert output.num_reused == (len(prompt) - 1 if number else 0)
+        host, prefix = engine.stats().host, engine.stats().prefix
+        assert host.lent_ct == host.reload_ct == 4 and host.failed_ct == 0
+        assert prefix.host_ct == 4 * (len(prompt) - 1) and not prefix.hit_ct
+        branch, longer = prompts[0][:20] + [5] * 12, [*prompts[0], *output.token_ids[:9], 7]
+        for prompt in (branch, longer, branch):
+            (output,) = engine.generate([prompt], GREEDY)
+            assert output.token_ids == reference.text(prompt, NUM_TOKENS)
+        engine.forget_prefixes()
+        host = engine.stats().host
+        assert all(group.free_pages == group.num_pages for group in host.groups)
+        assert engine.generate([prompts[0]], GREEDY)[0].num_reused == 0
+
+
 def test_a_copy_that_fails_costs_speed_alone(tiny, monkeypatch):
     options = {"max_sessions": 0, "host_bytes": 1 << 24, "offload": "always", "page_size": 4}
     params = SamplingParams(max_new_tokens=7, ignore_eos=True)
