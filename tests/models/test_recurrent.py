@@ -487,6 +487,16 @@ def test_a_text_comes_back_from_the_host_with_its_state(reference, draft, depth,
         assert engine.generate([prompts[0]], GREEDY)[0].num_reused == 0
 
 
+@pytest.mark.parametrize("family", ["bamba"])
+def test_a_pinned_text_whose_row_is_gone_is_not_copied_to_the_host(reference):
+    options = {"host_bytes": 1 << 24, "offload": "always", "max_batch": 1}
+    with build(reference, **options) as engine:
+        engine.unpin(engine.pin(PROMPTS[1]))
+        engine.ledger.forget()  # on the device alone
+        (output,) = engine.generate([[*PROMPTS[1], 5]], GREEDY)
+        assert output.token_ids == reference.text([*PROMPTS[1], 5], NUM_TOKENS)
+
+
 def test_a_copy_that_fails_costs_speed_alone(tiny, monkeypatch):
     options = {"max_sessions": 0, "host_bytes": 1 << 24, "offload": "always", "page_size": 4}
     params = SamplingParams(max_new_tokens=7, ignore_eos=True)

@@ -179,7 +179,9 @@ class PrefixCache:
         """Keep the text of a request that is about to lose its row; also on the host if it ends."""
         self.index(request)
         has_ended = request.finish_reason is not None
-        if self.is_on and request.row and has_ended and not request.tainted:
+        # The row of a pinned text is gone already, if it had a state.
+        has_row = bool(request.row) and self._ledger.is_live(request.row)
+        if self.is_on and has_row and has_ended and not request.tainted:
             self._handles.save_text(request)
 
     def forget(self, salt: bytes | None = None) -> None:
