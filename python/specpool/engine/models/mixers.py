@@ -90,11 +90,15 @@ class Mixers:
         """Run a mixer on [1, T, width]. Outside of `reading` it runs as it is."""
         if not self._lanes:
             return forward(hidden_states, *args, **kw)
+
+        def run(tokens: Tensor) -> Any:
+            return forward(tokens, *args, **kw)
+
         sizes = [lanes.num_tokens for lanes in self._lanes]
         results = [
             self._run_kernels(number, lanes, tokens, args, kw)
             if isinstance(lanes, DeviceLanes)
-            else self._run_groups(number, lanes, tokens, partial(forward, *args, **kw))
+            else self._run_groups(number, lanes, tokens, run)
             for lanes, tokens in zip(self._lanes, hidden_states[0].split(sizes), strict=True)
         ]
         if isinstance(results[0], Tensor):
