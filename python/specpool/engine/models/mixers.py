@@ -99,7 +99,7 @@ class Mixers:
             self._run_kernels(number, lanes, tokens, args, kw)
             if isinstance(lanes, DeviceLanes)
             else self._run_groups(number, lanes, tokens, run)
-            for lanes, tokens in zip(self._lanes, hidden_states[0].split(sizes), strict=True)
+            for lanes, tokens in zip(self._lanes, torch.split(hidden_states[0], sizes), strict=True)
         ]
         if isinstance(results[0], Tensor):
             return torch.cat(results, 1)
