@@ -1452,6 +1452,19 @@ class Ledger:
         Raises:
             ShapeError: as `admit_cached`.
         """
+    def match_state(
+        self, tokens: _IntArray, salt: bytes = b"", *, limit: int | None = None
+    ) -> tuple[int, int]:
+        """Return the state slot that `admit_cached` would share, and the tokens that it contains.
+
+        Both are 0 if there is none. With the result less one as the next `limit`, it walks through
+        all states of a text.
+
+        Cost: O(n).
+
+        Raises:
+            ShapeError: as `admit_cached`.
+        """
     def admit_cached(
         self,
         tokens: _IntArray,

@@ -80,6 +80,7 @@ def test_every_verb_has_a_column():
         "soft_marks",
         "index_states",
         "known_prefix",
+        "match_state",
         "state_ring_len",
         # What a connector is told is no part of the state.
         "watch_kv",

@@ -594,6 +594,10 @@ def test_a_hit_ends_at_a_state_and_the_caller_learns_how_far_the_text_is_known()
     index(both, branch, 8)
     assert sorted(indexed(both)) == [(1, 11), (2, 7)]
     assert both.ledger.match_prefix([*TEXT[:7], 60, 61])[0] == 7
+    assert [both.ledger.match_state(TEXT, limit=n) for n in (12, 11, 10, 6)] == [
+        *[(1, 11)] * 2,
+        *[(2, 7), (0, 0)],
+    ]
     both.finish()
 
 
@@ -953,7 +957,7 @@ def test_a_verb_that_does_not_move_states_is_refused(verb):
     both = Lockstep(FULL)
     prefilled(both, 6)
     before = both.ledger.state_hash(), both.ledger.digest
-    with pytest.raises(ConfigError, match=f'{verb} is not supported with a state group.*"ssm"'):
+    with pytest.raises(ConfigError, match=f'{verb} is not supported with a state group.*"ssm": '):
         getattr(both.ledger, verb)(*ARGUMENTS[verb])
     assert (both.ledger.state_hash(), both.ledger.digest) == before
 

@@ -76,6 +76,8 @@ class PlainHybrid:
         state = load_file(folder / "model.safetensors")
         self.projection = state["mtp.fc.weight"]
         decoder = self.target.model
+        own = state.get("mtp.embed_tokens.weight")
+        self.embedding = decoder.embed_tokens.weight if own is None else own
         self.token_norm, self.hidden_norm, self.norm, self.layer = (
             copy.deepcopy(module) for module in (*[decoder.norm] * 3, decoder.layers[1])
         )
@@ -96,7 +98,7 @@ class PlainHybrid:
         decoder = self.target.model
         hidden = decoder(torch.tensor([text[:-1]]), use_cache=False)[0]
         for num_drafts in range(len(path) + 1):
-            embeds = decoder.embed_tokens(torch.tensor([[*text[1:], *path[:num_drafts]]]))
+            embeds = self.embedding[torch.tensor([[*text[1:], *path[:num_drafts]]])]
             n = embeds.shape[1]
             joined = torch.cat([self.token_norm(embeds), self.hidden_norm(hidden)], -1)
             x = joined @ self.projection.T
@@ -125,6 +127,18 @@ def test_it_drafts_what_its_tensors_say_and_the_text_is_transformers(
     texts = [output.prompt_ids + output.token_ids for output in outputs]
     whole = [tree for tree in trees if len(tree[0]) == len(PROMPTS)]
     proposals.check(PlainHybrid(path).logits, texts, [*whole[:2], whole[-1]])
+
+
+def test_it_reads_an_embedding_of_its_own(tmp_path, references):
+    """Law: `mtp_use_dedicated_embeddings` is what its drafts say, and the text stays."""
+    mtp_checkpoints.add_embedding(mtp_checkpoints.write_hybrid(tmp_path, "qwen3_5"))
+    with engine(tmp_path, shape=CHAIN, overlap_depth=0) as mtp:
+        trees = proposals.record(mtp)
+        outputs = mtp.generate(PROMPTS, GREEDY)
+    compare(references, tmp_path, [(output.prompt_ids, output.token_ids) for output in outputs])
+    texts = [output.prompt_ids + output.token_ids for output in outputs]
+    whole = [tree for tree in trees if len(tree[0]) == len(PROMPTS)]
+    proposals.check(PlainHybrid(tmp_path).logits, texts, whole[:2])
 
 
 @pytest.mark.sample(1)
@@ -204,3 +218,13 @@ def test_a_missing_tensor_is_named(tmp_path, name, error, match):
     mtp_checkpoints.write_hybrid(tmp_path, "qwen3_5")
     mtp_checkpoints.drop(tmp_path, name)
     refused(tmp_path, error, match)
+
+
+def test_an_embedding_that_the_config_promises_must_be_there(tmp_path):
+    mtp_checkpoints.add_embedding(mtp_checkpoints.write_hybrid(tmp_path, "qwen3_5"))
+    mtp_checkpoints.drop(tmp_path, "mtp.embed_tokens.weight")
+    refused(
+        tmp_path,
+        CheckpointError,
+        "mtp_use_dedicated_embeddings, but mtp.embed_tokens.weight is missing",
+    )

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from proposals import Logits, check, record
+from recurrent_families import make_config, make_model
 from specpool import CheckpointError, ConfigError, Engine, EngineConfig, SamplingParams, Shape
 from specpool.cli.plan.model import model_of_files
 from specpool.cli.plan.question import Question
@@ -166,6 +167,18 @@ def test_another_tokenizer_is_refused(tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=r"another tokenizer: 2 of 259 tokens differ; token"):
         Engine.from_pretrained(draft=folder)
+
+
+def test_a_recurrent_model_is_refused_before_its_weights_are_read(tmp_path):
+    """Also one that is loaded already."""
+    config = make_config("lfm2")
+    config.save_pretrained(tmp_path)
+    save_file({"model.embed_tokens.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for draft in (str(tmp_path), make_model(config)):
+        with pytest.raises(
+            ConfigError, match=r"'lfm2' has recurrent layers, .* follow every draft"
+        ):
+            Engine.from_pretrained("specpool/tiny", draft=draft)
 
 
 def test_a_shorter_context_limits_the_engine_or_is_refused(tmp_path, caplog):

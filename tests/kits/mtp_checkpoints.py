@@ -114,6 +114,20 @@ def write_hybrid(folder: Path, family: str, *, copied: int = 1) -> Path:
     return folder
 
 
+def add_embedding(folder: Path) -> None:
+    """Give the MTP layer of a hybrid an embedding of its own, and say so in the config.
+
+    It is the target's but for its sign, so no draft that reads the target's is the same.
+    """
+    path = folder / "model.safetensors"
+    state = load_file(path)
+    state["mtp.embed_tokens.weight"] = -state["model.embed_tokens.weight"]
+    save_file(state, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["mtp_use_dedicated_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def add_layer(folder: Path, layout: str, num_layers: int, *, copied: int | None = None) -> None:
     """Add an MTP layer to a folder's single weight file: a copy of a layer, by default the last."""
     path = folder / "model.safetensors"

@@ -300,3 +300,28 @@ def test_rows_come_back_with_their_states_whatever_was_where():
     assert counts["OutOfPages"] + counts["OutOfRows"] > 5, counts
     tier.close()
     assert all(group.free_pages == group.num_pages for group in tier.stats().groups)
+
+
+@pytest.mark.parametrize("context", [40, 4096, 1 << 20])
+@pytest.mark.parametrize("state_len", [3, 1 << 14])
+def test_host_slots_are_for_rows_of_usual_length(context: int, state_len: int) -> None:
+    """Law: as many rows as the bytes hold have a slot; one of the whole context always fits."""
+    states = [StateGroup("ssm", num_slots=2)]
+    group = Group("full", page_size=16, num_pages=1 << 16, hosts_drafts=True)
+    ledger = Ledger([group], [], num_rows=2, max_context_len=context, states=states)
+    cache = KVCache(
+        ledger, [LayerKV(1, 1, 1)], [0], dtype=torch.float16, device=torch.device("cpu")
+    )
+    slots = [torch.zeros(3, state_len, 2)]
+    page_bytes, slot_bytes = 16 * 2 * 2, state_len * 2 * 4
+    row_bytes = -(-context // 16) * page_bytes + slot_bytes
+    for factor in (1.0, 1.5, 20.0):
+        host_bytes = int(row_bytes * factor)
+        num_pages, num_slots = HostMemory(ledger, cache, host_bytes, slots).num_pages
+        assert num_pages * page_bytes + num_slots * slot_bytes <= host_bytes
+        assert num_pages * 16 >= context and num_slots >= 1
+        usual = min(max(2048 * 4, slot_bytes), row_bytes - slot_bytes) + slot_bytes
+        whole_rows = host_bytes // row_bytes
+        if factor == 20.0:  # one row of the whole context no longer decides
+            assert num_slots == host_bytes // usual >= whole_rows
+            assert num_pages * page_bytes >= num_slots * (usual - slot_bytes) * 0.99

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from host_kit import World, groups
-from specpool import ShapeError
+from host_kit import TREE, World, groups
+from specpool import Ledger, ShapeError, StateGroup
+from specpool.engine.memory.host.copies import HostMemory
 from specpool.engine.memory.host.handle import Handle
 from specpool.engine.memory.host.tier import HostTier
+from specpool.engine.memory.kv_cache import KVCache, LayerKV
 
 SALTS = [b"", b"tenant"]
 
@@ -290,3 +292,108 @@ def test_keys_depend_on_every_token_and_on_the_salt() -> None:
             text = salt, tuple(tokens[: 2 * at + 2])
             assert seen.setdefault(key, text) == text
     assert len(set(seen.values())) == len(seen) > 100
+
+
+class StatefulTexts:
+    """A ledger with a state group; what it holds of a text is a function of salt and tokens."""
+
+    def __init__(self, page_sizes: Sequence[int], host_rows: int) -> None:
+        specs = groups(*page_sizes, num_slots=96)
+        states = [StateGroup("ssm", num_slots=5)]
+        self.ledger = Ledger(specs, [TREE], num_rows=3, max_context_len=48, states=states)
+        layers = [LayerKV(1, 2, 2)] * len(specs)
+        self.cache = KVCache(
+            self.ledger,
+            layers,
+            [*range(len(specs))],
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        self.slots = [torch.zeros(6, 2, 2)]
+        host_bytes = host_rows * (48 * 4 * 4 * len(specs) + 16)
+        memory = HostMemory(self.ledger, self.cache, host_bytes, self.slots)
+        self.tier = HostTier(self.ledger, memory, policy="always")
+        self.sizes = page_sizes
+
+    def word(self, tokens: Sequence[int], salt: bytes) -> float:
+        return float(hash((salt, *tokens)) % 9973)
+
+    def kv(self, row: int, group: int, position: int) -> list[torch.Tensor]:
+        size = self.sizes[group]
+        slot = int(self.ledger.page_table(group)[row][position // size]) * size + position % size
+        return [self.cache.keys[group][slot], self.cache.values[group][slot]]
+
+    def compute(self, tokens: list[int], salt: bytes, rng: random.Random) -> set[int]:
+        """Go on from a hit, keep states at random places, save the text; return its states."""
+        row = self.ledger.admit_cached(np.array(tokens, np.int32), salt)
+        while (start := int(self.ledger.resolved_len[row])) < len(tokens):
+            end, draft = min(len(tokens), start + rng.choice([1, 2, 9, 20])), rng.random() < 0.9
+            plan = self.ledger.prepare_extend([row], [end], keep=[0], writes_draft=draft)
+            self.ledger.launch(plan.step)
+            self.cache.copy_pages(plan.page_copies)
+            for position in range(start, end):
+                for group in range(len(self.sizes)):
+                    for cell in self.kv(row, group, position):
+                        cell[:] = self.word(tokens[: position + 1], salt)
+            if slot := int(plan.state_dst[0, 0]):
+                self.slots[0][slot] = self.word(tokens[: int(plan.state_to[0, 0])], salt)
+            self.ledger.complete(plan.step)
+            self.ledger.index(row, tokens[:end], salt)
+        limit, lengths = len(tokens), set()
+        while (found := self.ledger.match_state(tokens, salt, limit=limit))[0]:
+            lengths.add(found[1])
+            limit = found[1] - 1
+        self.tier.texts.save(row, np.array(tokens, np.int32), salt, 1.0)
+        self.ledger.finish(row)
+        return lengths
+
+    def bring_back(self, handle: Handle, tokens: list[int], salt: bytes) -> None:
+        """Reload it and compare every byte."""
+        row = self.ledger.import_row(handle.length, handle.drafted_len)
+        assert self.tier.fill(handle, row)
+        for position in range(handle.length):
+            word = self.word(tokens[: position + 1], salt)
+            for group in range(len(self.sizes)):
+                assert all((cell == word).all() for cell in self.kv(row, group, position))
+        state = self.slots[0][int(self.ledger.state_slot(0)[row])]
+        assert (state == self.word(tokens[: handle.length], salt)).all()
+        self.ledger.abort(row)
+
+
+@pytest.mark.parametrize("host_rows", [2, 200])
+@pytest.mark.parametrize("page_sizes", [(4,), (2, 3), (1,)])
+def test_texts_have_their_states(page_sizes: tuple[int, ...], host_rows: int) -> None:
+    """Law: the longest state on the host that begins like a text comes back with its KV."""
+    rng, texts = random.Random(host_rows), StatefulTexts(page_sizes, host_rows)
+    saved: set[tuple[bytes, tuple[int, ...]]] = set()
+    known = [[rng.randrange(3) for _ in range(40)]]
+    back = none = evicted = 0
+    for _ in range(120):
+        start = rng.choice(known)
+        tokens = start[: rng.randint(0, 30)] + [rng.randrange(3) for _ in range(rng.randint(2, 12))]
+        tokens, salt = tokens[:44], rng.choice(SALTS)
+        if rng.random() < 0.3:
+            tokens = start[: rng.randint(2, len(start))] if len(start) > 1 else tokens
+        if rng.random() < 0.5:
+            known = [*known[-6:], tokens]
+            saved |= {(salt, tuple(tokens[:n])) for n in texts.compute(tokens, salt, rng)}
+        else:
+            needs_draft = rng.random() < 0.3
+            array = np.array(tokens, np.int32)
+            handle = texts.tier.lend(array, salt, 0, 1.0, needs_draft=needs_draft)
+            serving = [n for n in range(1, len(tokens)) if (salt, tuple(tokens[:n])) in saved]
+            if handle is None:
+                none += 1
+                assert host_rows == 2 or needs_draft or not serving
+            else:
+                back += 1
+                assert handle.length in serving
+                assert host_rows == 2 or needs_draft or handle.length == max(serving)
+                assert not needs_draft or handle.drafted_len == handle.length
+                texts.bring_back(handle, tokens, salt)
+        texts.tier.check()
+        texts.ledger.check()
+    evicted = texts.tier.stats().text_eviction_ct
+    assert back > 5 and none > 2 and (evicted > 10) == (host_rows == 2), (back, none, evicted)
+    texts.tier.close()
+    assert all(group.free_pages == group.num_pages for group in texts.tier.stats().groups)

@@ -39,6 +39,7 @@ from specpool.engine.models.recurrent import (
     check_transformers,
 )
 from specpool.engine.models.state_outline import outline_states
+from specpool.engine.worker import forward
 from specpool.errors import OutOfMemory
 from specpool.kernels.state_lanes import StateLanes
 from specpool.testing import assert_no_page_leaked
@@ -457,6 +458,45 @@ def test_a_retracted_row_comes_back_from_the_host(reference, depth):
         assert 0 < host.reload_ct == host.offload_ct
 
 
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("draft", [None, "scripted"])
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("family", FEW)
+def test_a_text_comes_back_from_the_host_with_its_state(reference, draft, depth, page_size):
+    """Law: a prompt that the device has no slot for computes its last token alone."""
+    options = {"host_bytes": 1 << 24, "offload": "always", "page_size": page_size, "max_batch": 1}
+    options |= {"cached_states": 0, "max_sessions": 0, "overlap_depth": depth}
+    prompts = [[3 + at, *PROMPTS[1]] for at in range(4)]
+    with build(reference, drafter_of(draft, reference), **options) as engine:
+        for number in range(2):
+            for prompt in prompts:
+                (output,) = engine.generate([prompt], GREEDY)
+                assert output.token_ids == reference.text(prompt, NUM_TOKENS)
+                assert output.num_reused == (len(prompt) - 1 if number else 0)
+        host, prefix = engine.stats().host, engine.stats().prefix
+        assert host.lent_ct == host.reload_ct == 4 and host.failed_ct == 0
+        assert prefix.host_ct == 4 * (len(prompt) - 1) and not prefix.hit_ct
+        branch, longer = prompts[0][:20] + [5] * 12, [*prompts[0], *output.token_ids[:9], 7]
+        for prompt in (branch, longer, branch):
+            (output,) = engine.generate([prompt], GREEDY)
+            assert output.token_ids == reference.text(prompt, NUM_TOKENS)
+        engine.forget_prefixes()
+        host = engine.stats().host
+        assert all(group.free_pages == group.num_pages for group in host.groups)
+        assert engine.generate([prompts[0]], GREEDY)[0].num_reused == 0
+
+
+@pytest.mark.parametrize("family", ["bamba"])
+def test_a_pinned_text_whose_row_is_gone_is_not_copied_to_the_host(reference):
+    options = {"host_bytes": 1 << 24, "offload": "always", "max_batch": 1}
+    with build(reference, **options) as engine:
+        engine.unpin(engine.pin(PROMPTS[1]))
+        engine.ledger.forget()  # on the device alone
+        (output,) = engine.generate([[*PROMPTS[1], 5]], GREEDY)
+        assert output.token_ids == reference.text([*PROMPTS[1], 5], NUM_TOKENS)
+
+
 def test_a_copy_that_fails_costs_speed_alone(tiny, monkeypatch):
     options = {"max_sessions": 0, "host_bytes": 1 << 24, "offload": "always", "page_size": 4}
     params = SamplingParams(max_new_tokens=7, ignore_eos=True)
@@ -596,6 +636,26 @@ def test_it_runs_with_the_kernels_of_a_device(reference, family, shape, depth):
     assert ("convolve_lanes" in launches) == has_kernels
     is_scanned = has_kernels and not family.startswith("lfm")
     assert ("scan_lanes" in launches) == is_scanned
+
+
+def test_a_long_chunk_is_scanned_by_no_kernel(monkeypatch):
+    """Law: also beside a round whose lengths the host does not know, or one of trees."""
+    if unavailable():
+        pytest.skip(unavailable())
+    monkeypatch.setattr(forward, "_MAX_SCANNED", 12)
+    scanned, build_lanes = [], StateLanes.build
+
+    def noted(**lanes):
+        scanned.append(int(lanes["num_tokens"].max()))
+        return build_lanes(**lanes)
+
+    monkeypatch.setattr(StateLanes, "build", noted)
+    reference = Reference(make_model(make_config("qwen3_next")))
+    options = {"shape": TREE, "overlap_depth": 1, "mixed_chunks": True, "prefill_tokens": 40}
+    with kernels_run(), build(reference, scripted(reference), max_batch=2, **options) as engine:
+        scanned.clear()
+        compare(reference, engine.generate([PROMPTS[2], *PROMPTS[:2]], GREEDY))
+    assert TREE.num_draft_tokens <= max(scanned) <= 12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

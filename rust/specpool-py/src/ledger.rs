@@ -578,6 +578,22 @@ impl Ledger {
         self.0.known_prefix(&tokens, &salt.0, limit).map_err(to_py)
     }
 
+    #[doc = doc!("Ledger.match_state")]
+    #[pyo3(signature = (tokens, salt=Salt::default(), *, limit=None),
+        text_signature = "(self, tokens, salt=b'', *, limit=None)")]
+    #[allow(clippy::needless_pass_by_value, reason = "what PyO3 makes of bytes")]
+    fn match_state(
+        &self,
+        tokens: &Bound<'_, PyAny>,
+        salt: Salt,
+        limit: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<(i32, i32)> {
+        let limit = limit.map(|limit| int32("limit", limit)).transpose()?;
+        let tokens = int_array("tokens", tokens)?;
+        let (slot, len) = self.0.match_state(&tokens, &salt.0, limit).map_err(to_py)?;
+        Ok((slot.0, len))
+    }
+
     #[doc = doc!("Ledger.admit_cached")]
     #[pyo3(signature = (tokens, salt=Salt::default(), tag=None, *, limit=None, needs_draft=false),
         text_signature = "(self, tokens, salt=b'', tag=None, *, limit=None, needs_draft=False)")]

@@ -29,7 +29,10 @@ def graph_sizes(
     elif not attention.runs_in_graphs:
         why = f"attention {attention.name!r} plans each forward on the host"
     elif keeps_state:
-        why = "the target has recurrent layers, whose lanes the host groups by length"
+        why = (
+            "the target has recurrent layers, and how many recorded inputs a round reads differs "
+            "from round to round"
+        )
     if config.graph_sizes is None:
         return () if why else default_sizes(config.max_batch or DEFAULT_BATCH)
     if why and config.graph_sizes:

@@ -33,6 +33,7 @@ from specpool.engine.memory.kv_cache import KVCache
 from specpool.engine.models import TargetModel
 from specpool.engine.models.eagle.likeliest import likeliest
 from specpool.engine.models.eagle.plain import PlainStack
+from specpool.engine.models.gate import has_recurrent_layers
 from specpool.engine.models.target_folder import find_target, load_config
 from specpool.engine.text.tokenizer import load_tokenizer
 from specpool.errors import ConfigError
@@ -66,8 +67,7 @@ class LMDrafter(ByParts):
             ConfigError: the model has recurrent layers, or layers with chunked attention.
         """
         kind = model.config.model_type
-        if model.keeps_state:
-            raise ConfigError(f"the draft model {kind!r} has recurrent layers: it cannot draft")
+        _check_attention(model.config)
         if any(layer.is_chunked for layer in model.layer_kv):
             raise ConfigError(f"the draft model {kind!r} has chunked attention: it cannot draft")
         self.model, self.max_context_len = model, model.max_context_len
@@ -98,8 +98,8 @@ class LMDrafter(ByParts):
             trust_remote_code: as in `TargetModel.from_pretrained`.
 
         Raises:
-            ConfigError: the model has another tokenizer or too short a context, or cannot run over
-                pages.
+            ConfigError: the model has recurrent layers, another tokenizer or too short a context,
+                or cannot run over pages.
             CheckpointError: its files cannot be read.
         """
         from transformers import PreTrainedModel
@@ -109,6 +109,7 @@ class LMDrafter(ByParts):
         else:
             folder = find_target(source, trust_remote_code=trust_remote_code)
             config = load_config(folder)  # refuse a wrong model before its weights are read
+            _check_attention(config)
             draft_tokenizer = load_tokenizer(folder.path, trust_remote_code=trust_remote_code)
             sizes = target.vocab_size, _vocab_size(config)
             check_same_tokenizer(tokenizer, draft_tokenizer, *sizes)
@@ -303,6 +304,15 @@ def _best(logits: Tensor) -> Tensor:
 
 def _vocab_size(config: Any) -> int:
     return int(getattr(config, "get_text_config", lambda: config)().vocab_size)
+
+
+def _check_attention(config: Any) -> None:
+    """Refuse a model with recurrent layers: the ledger keeps a target's states alone."""
+    if has_recurrent_layers(config):
+        raise ConfigError(
+            f"the draft model {config.model_type!r} has recurrent layers, so it cannot draft: its"
+            " state would have to follow every draft, and go back with those that are refused"
+        )
 
 
 def _check_context(model: TargetModel, needs: int) -> None:

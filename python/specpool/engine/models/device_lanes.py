@@ -40,6 +40,11 @@ class DeviceLanes:
     recorded: Tensor
     places: Tensor
 
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.lanes.num_tokens
+
     @classmethod
     def build(
         cls,

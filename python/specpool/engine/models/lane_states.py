@@ -103,6 +103,11 @@ class LaneStates:
     run: RunGroup | None
     outputs: Tensor
 
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.outputs)
+
     @classmethod
     def build(
         cls,

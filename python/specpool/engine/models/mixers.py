@@ -49,7 +49,7 @@ class Mixers:
         forwards = [LaneForward.of(*mixer) for mixer in mixers] if runs_kernels(device) else [None]
         self._lane_forwards = [forward for forward in forwards if forward is not None]
         self.has_kernels = len(self._lane_forwards) == len(mixers)
-        self._lanes: LaneStates | DeviceLanes | None = None
+        self._lanes: Sequence[LaneStates | DeviceLanes] = ()
         for number, module in enumerate(self.modules):
             module.forward = partial(self._forward, number, module.forward)
 
@@ -73,25 +73,44 @@ class Mixers:
             module.__dict__.pop("forward", None)
 
     @contextlib.contextmanager
-    def reading(self, lanes: LaneStates | DeviceLanes) -> Iterator[None]:
-        """Let the mixers run from the states of these lanes within the block."""
+    def reading(self, lanes: Sequence[LaneStates | DeviceLanes]) -> Iterator[None]:
+        """Let the mixers run from the states of these lanes within the block.
+
+        Each part of `lanes` has the tokens that follow those of the part before.
+        """
         self._lanes = lanes
         try:
             yield
         finally:
-            self._lanes = None
+            self._lanes = ()
 
     def _forward(
         self, number: int, forward: Callable[..., Any], hidden_states: Tensor, *args: Any, **kw: Any
     ) -> Any:
-        """Run a mixer on [1, T, width], lane after lane. Outside of `reading` it runs as it is."""
-        lanes = self._lanes
-        if lanes is None:
+        """Run a mixer on [1, T, width]. Outside of `reading` it runs as it is."""
+        if not self._lanes:
             return forward(hidden_states, *args, **kw)
-        if isinstance(lanes, DeviceLanes):
-            return self._run_kernels(number, lanes, hidden_states[0], args, kw)
+
+        def run(tokens: Tensor) -> Any:
+            return forward(tokens, *args, **kw)
+
+        sizes = [lanes.num_tokens for lanes in self._lanes]
+        results = [
+            self._run_kernels(number, lanes, tokens, args, kw)
+            if isinstance(lanes, DeviceLanes)
+            else self._run_groups(number, lanes, tokens, run)
+            for lanes, tokens in zip(self._lanes, torch.split(hidden_states[0], sizes), strict=True)
+        ]
+        if isinstance(results[0], Tensor):
+            return torch.cat(results, 1)
+        return tuple(torch.cat(parts, 1) for parts in zip(*results, strict=True))
+
+    def _run_groups(
+        self, number: int, lanes: LaneStates, tokens: Tensor, forward: Callable[[Tensor], Any]
+    ) -> Any:
+        """Run a mixer on [T, width] by its own forward, a call for each group of equal lanes."""
         ring, slots = lanes.state.rings[number], lanes.state.slots[number]
-        states, tokens = self.specs[number].states, hidden_states[0]
+        states = self.specs[number].states
         width = tokens.shape[1]
         outputs: list[list[Tensor]] = []  # [n, ...] each, in the order of `LaneStates.outputs`
         is_tensor = True
@@ -102,7 +121,7 @@ class Mixers:
             for spec, slot in zip(states, slots, strict=True):
                 spec.put(self.cache, slot.index_select(0, src))
             columns = [inputs] if at_once else torch.split(inputs, 1, 1)
-            results = [forward(column, *args, **kw) for column in columns]
+            results = [forward(column) for column in columns]
             is_tensor = isinstance(results[0], Tensor)
             parts = [(result,) if is_tensor else result for result in results]
             return [torch.cat(columns, 1) for columns in zip(*parts, strict=True)]

@@ -84,7 +84,7 @@ class Probed(Protocol):
         positions: Tensor,
         batch: AttentionBatch,
         *,
-        states: LaneStates | DeviceLanes | None = None,
+        states: Sequence[LaneStates | DeviceLanes] = (),
     ) -> TargetOutput:
         """Run one forward over pages; see `TargetModel.forward`."""
 

@@ -173,7 +173,7 @@ def _in_parts(
             reads = LaneStates.build(state, folds, starts, counts, {}, target.device)
         batch, positions = probe_batch(target.device, [width] * 2, [start] * 2, earlier)
         tokens = lanes[:, start : start + width].reshape(-1)
-        output = target.forward(tokens, positions, batch, states=reads)
+        output = target.forward(tokens, positions, batch, states=[reads])
         logits.append(output.logits.view(2, width, -1)[1].float())
         earlier, start = batch, start + width
     return torch.cat(logits), [part[1].float() for parts in state.slots for part in parts]

@@ -296,7 +296,7 @@ class TargetModel:
         batch: AttentionBatch,
         logits_index: Tensor | None = None,
         *,
-        states: LaneStates | DeviceLanes | None = None,
+        states: Sequence[LaneStates | DeviceLanes] = (),
         wants_hidden: bool = True,
     ) -> TargetOutput:
         """Run one forward of a flattened, ragged batch.
@@ -306,7 +306,8 @@ class TargetModel:
             positions: int64 [T], the position of each token (in a tree, of its node).
             batch: the pages that each layer reads and writes.
             logits_index: int64 [n], tokens whose logits are wanted (may be empty); None: all.
-            states: what the lanes read of their recurrent states; None if there are no mixers.
+            states: what the lanes read of their recurrent states, of consecutive tokens each; none
+                if there are no mixers.
             wants_hidden: whether the hidden states of tokens without logits are read; otherwise
                 they may be left out, and then hold any numbers.
 
@@ -331,7 +332,7 @@ class TargetModel:
             with some_rows:
                 hidden = self._run(*flat, batch, use_cache=False)
         else:
-            assert states is not None
+            assert states
             with self.mixers.reading(states):
                 hidden = self._run(*flat, batch, **self._on_cache(self.mixers.cache))
         wanted = hidden if logits_index is None else hidden.index_select(0, logits_index)

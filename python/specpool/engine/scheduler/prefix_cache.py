@@ -108,11 +108,18 @@ class PrefixCache:
             OutOfMemory: there is no memory.
         """
         tag = str(request.request_id)
-        if not self._can_use_index(request) or (
-            self.cuts.is_slow and not self.match(request).length
-        ):
+        if not self._can_use_index(request):
             return self._ledger.admit(tag), 0
         tokens, needs_draft = request.token_array(), self._needs_draft(request)
+        if self.cuts.is_on:
+            known = self.match(request).length
+            start = max(known, self.cuts.most_unpaid(request))
+            brought = self._handles.bring_text(request, tokens, start, needs_draft=needs_draft)
+            if brought is not None:
+                request.host_len = brought[1]
+                return brought
+            if not known:
+                return self._ledger.admit(tag), 0
         row = self._ledger.admit_cached(tokens, request.salt, tag, needs_draft=needs_draft)
         length = int(self._ledger.resolved_len[row])
         self._handles.lend(request, tokens, length, needs_draft=needs_draft)
@@ -122,12 +129,12 @@ class PrefixCache:
         """Count the tokens that an admitted request found, and those that it did not."""
         if not self.is_on:
             return
-        handle, from_host = request.handle, 0
-        if handle is not None and handle.is_lent:
-            from_host = handle.length - length
-        self._hit_ct += length
-        self._host_ct += from_host
-        self._miss_ct += len(request.tokens) - length - from_host
+        handle, brought = request.handle, request.host_len
+        lent = handle.length - length if handle is not None and handle.is_lent else 0
+        self._hit_ct += length - brought
+        self._host_ct += brought + lent
+        self._miss_ct += len(request.tokens) - length - lent
+        request.host_len = 0
 
     def is_coming(self, request: Request, length: int) -> bool:
         """Return whether a running prefill computes more of the request's first tokens.
@@ -172,7 +179,9 @@ class PrefixCache:
         """Keep the text of a request that is about to lose its row; also on the host if it ends."""
         self.index(request)
         has_ended = request.finish_reason is not None
-        if self.is_on and request.row and has_ended and not request.tainted:
+        # The row of a pinned text is gone already, if it had a state.
+        has_row = bool(request.row) and self._ledger.is_live(request.row)
+        if self.is_on and has_row and has_ended and not request.tainted:
             self._handles.save_text(request)
 
     def forget(self, salt: bytes | None = None) -> None:

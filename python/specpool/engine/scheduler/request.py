@@ -209,6 +209,7 @@ class Request:
     num_drafts: int = 0  # proposed in its rounds so far
     shared_len: int = 0  # tokens with KV from others or an earlier turn, when it got its row
     handle: Handle | None = None  # its KV on the host, until the last reload is taken over
+    host_len: int = 0  # tokens of a text on the host that its new row has, until they are counted
     times: Times = field(default_factory=Times)
     # The request adds itself, by number, when it loses its row or ends: it may have news.
     mailbox: dict[int, Request] | None = None

@@ -18,7 +18,7 @@ from specpool.arrays import Int32
 from specpool.engine.memory.host.handle import Handle
 from specpool.engine.memory.host.tier import HostTier
 from specpool.engine.scheduler.request import Conversation, Request
-from specpool.errors import NotReady, SpecpoolError
+from specpool.errors import NotReady, OutOfPages, OutOfRows, SpecpoolError
 
 _log = logging.getLogger("specpool")
 
@@ -79,13 +79,46 @@ class HostHandles:
         handle, host = request.handle, self._host
         if host is None or handle is None or not host.ledger.states:
             return 0
+        row = self._import(host, handle, request)
+        request.handle = None
+        return row
+
+    def bring_text(
+        self, request: Request, tokens: Int32, start: int, *, needs_draft: bool
+    ) -> tuple[int, int] | None:
+        """Give a request a row on a text with a recurrent state of more than `start` tokens.
+
+        `tokens` are its tokens. With siblings it gets none, as in `lend`.
+
+        Returns:
+            The row and its number of tokens. None if the host has no such text, or there is no room
+            for the row.
+        """
+        host = self._host
+        if host is None or not host.ledger.states or request.siblings:
+            return None
+        with costing_speed(), contextlib.suppress(OutOfRows, OutOfPages):
+            handle = host.lend(
+                tokens, request.salt, start, self.token_seconds, needs_draft=needs_draft
+            )
+            if handle is None:
+                return None
+            try:
+                row = self._import(host, handle, request)
+            finally:
+                self.discard(handle)
+            return (row, handle.length) if row else None
+        return None
+
+    @staticmethod
+    def _import(host: HostTier, handle: Handle, request: Request) -> int:
+        """Return a new row with a handle's KV and state; 0 if the copy failed."""
         tag = str(request.request_id)
         row = host.ledger.import_row(handle.length, handle.drafted_len, tag)
-        is_filled = host.fill(handle, row)
-        request.handle = None
-        if not is_filled:
-            host.ledger.abort(row)
-        return row if is_filled else 0
+        if host.fill(handle, row):
+            return row
+        host.ledger.abort(row)
+        return 0
 
     def save_text(self, request: Request) -> None:
         """Keep the KV of a request's text on the host, as far as it is indexed, if that pays."""
@@ -98,7 +131,7 @@ class HostHandles:
 
         `tokens` are its tokens. With siblings it gets none: they are forked behind a prefill.
         """
-        if self._host is None or request.siblings:
+        if self._host is None or self._host.ledger.states or request.siblings:
             return
         with costing_speed():
             request.handle = self._host.lend(

@@ -41,8 +41,12 @@ class StateCuts:
 
     def pays(self, request: Request, length: int) -> bool:
         """Return whether to go on from `length` tokens is quicker than to compute all."""
+        return length > self.most_unpaid(request)
+
+    def most_unpaid(self, request: Request) -> int:
+        """Return the greatest length that does not pay; -1 if all do."""
         num_tokens = len(request.tokens)
-        return not self.is_slow or (num_tokens - length) * _SLOWER <= num_tokens
+        return num_tokens - num_tokens // _SLOWER - 1 if self.is_slow else -1
 
     def start(self, request: Request) -> None:
         """Plan the cuts of a request that got a row: at its end, and where others part from it."""

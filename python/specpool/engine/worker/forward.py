@@ -23,8 +23,8 @@ from specpool.engine.models.recurrent import RecurrentState
 from specpool.engine.models.target import TargetModel
 from specpool.engine.models.target_output import TargetOutput
 
-# Chains with more tokens go through the mixers' own forward, which takes them in chunks and not one
-# after the other, if the host knows all lengths.
+# Chunks of prompts with more tokens go through the mixers' own forward, which takes them in chunks
+# and not one after the other.
 _MAX_SCANNED = 64
 
 
@@ -126,8 +126,21 @@ class Forward:
 
     def _states(
         self, state: RecurrentState, passes: Sequence[Pass], plans: Sequence[Plan]
-    ) -> LaneStates | DeviceLanes:
+    ) -> list[LaneStates | DeviceLanes]:
         """Return what the lanes of all passes read of their states."""
+        mixers = self._target.mixers
+        assert mixers is not None
+        if len(passes) > 1 and mixers.has_kernels and len({*map(_is_long, passes)}) > 1:
+            return [
+                self._states_of(state, [part], [plan])
+                for part, plan in zip(passes, plans, strict=True)
+            ]
+        return [self._states_of(state, passes, plans)]
+
+    def _states_of(
+        self, state: RecurrentState, passes: Sequence[Pass], plans: Sequence[Plan]
+    ) -> LaneStates | DeviceLanes:
+        """Return what the lanes of these passes read, all by kernels or all without."""
         trees: list[tuple[int, DraftTree]] = []  # the first lane of each
         first = 0
         for part in passes:
@@ -146,8 +159,7 @@ class Forward:
         )
         folds, mixers = StateFolds.of_plans(plans), self._target.mixers
         assert mixers is not None
-        is_long = lens.is_exact and not trees and widths.max() > _MAX_SCANNED
-        if mixers.has_kernels and not is_long:
+        if mixers.has_kernels and not all(map(_is_long, passes)):
             masks = [(lane, tree.mask) for lane, tree in trees]
             return DeviceLanes.build(state, folds, lens, widths, masks)
         assert lens.is_exact
@@ -160,3 +172,9 @@ class Forward:
         """Return the pages that each layer with attention reads and writes, by its group's view."""
         layers = {layer: (keys, values, views[g]) for layer, keys, values, g in self._layers}
         return AttentionBatch(list(views.values()), layers)
+
+
+def _is_long(part: Pass) -> bool:
+    """Return whether a pass has a long chunk of a prompt, and nothing of unknown length."""
+    is_known = part.lanes.seq_lens.is_exact and not part.trees
+    return is_known and int(np.max(part.lanes.widths)) > _MAX_SCANNED

@@ -436,6 +436,17 @@ impl Ledger {
         Ok(self.hit(tokens, salt, limit, false)?.known)
     }
 
+    /// Returns the state slot that [`admit_cached`](Ledger::admit_cached) would share, and the tokens that it contains;
+    /// page 0 and no tokens if there is none. With the length less one as the next `limit` it walks the
+    /// states of a text. O(tokens).
+    ///
+    /// # Errors
+    /// [`Error::Shape`] as `admit_cached`, [`Error::OutOfMemory`].
+    pub fn match_state(&self, tokens: &[i32], salt: &[u8], limit: Option<i32>) -> Result<(Page, i32)> {
+        let hit = self.hit(tokens, salt, limit, false)?;
+        Ok(if hit.slot == Page::SINK { (Page::SINK, 0) } else { (hit.slot, hit.len) })
+    }
+
     /// Takes a free row that begins with the KV of the longest indexed beginning of `tokens` under the salt, up to
     /// `limit` tokens (all but the last by default, because the last one gives the root). The row shares whole pages;
     /// a partly used page is copied (the next prepared step carries the copy), so a hit ends at any token. If a window

@@ -15,12 +15,12 @@ use crate::verb::Verb;
 const FRESH: i32 = -1;
 
 impl Ledger {
-    /// Refuses a call that would need states which are not kept.
-    pub(super) fn check_stateless(&self, call: &str) -> Result<()> {
+    /// Refuses a call that cannot work with states, for the reason given.
+    pub(super) fn check_stateless(&self, call: &str, why: &str) -> Result<()> {
         match &self.states {
             None => Ok(()),
             Some(states) => Err(Error::Config(format!(
-                "{call} is not supported with a state group, and this ledger has {:?}",
+                "{call} is not supported with a state group, and this ledger has {:?}: {why}",
                 states.spec.name
             ))),
         }

@@ -107,7 +107,7 @@ impl Ledger {
     /// # Errors
     /// [`Error::Config`] with a state group; [`Error::OutOfMemory`].
     pub fn watch_kv(&mut self) -> Result<()> {
-        self.check_stateless("watch_kv")?;
+        self.check_stateless("watch_kv", "events name KV, and a hit needs a state too")?;
         let (len, what) = (self.rows.num_rows() + 1, "KV events");
         let mut evicted = with_room(self.groups.len(), what)?;
         for _ in &self.groups {

@@ -12,6 +12,9 @@ use crate::memory::{collected, gathered, with_room};
 use crate::state::lent_pages::Unnamed;
 use crate::verb::Verb;
 
+/// Why nothing is lent with states.
+const NO_STATE: &str = "a cache of pages has no states, and without its state a row cannot go on from KV";
+
 impl Ledger {
     /// Makes a prefix cache outside the ledger a holder of the row's pages of the tokens `[start, end)`, in every
     /// group. They are read-only from now on, and outlive the row until [`Ledger::release_lent`]. The cache finds them
@@ -43,7 +46,7 @@ impl Ledger {
     /// ```
     pub fn lend(&mut self, row: Row, start: i32, end: i32) -> Result<()> {
         self.gate()?;
-        self.check_stateless(Verb::Lend.name())?;
+        self.check_stateless(Verb::Lend.name(), NO_STATE)?;
         let row = self.rows.check_live(row.0)?;
         self.check_lendable(Verb::Lend, row, start, end)?;
         for (at, group) in self.groups.iter().enumerate() {
@@ -85,7 +88,7 @@ impl Ledger {
     /// KV that the row has: lend the row's page instead), [`Error::NotReady`] as `lend`, [`Error::OutOfMemory`].
     pub fn rebind(&mut self, row: Row, start: i32, end: i32, pages: &[i32]) -> Result<()> {
         self.gate()?;
-        self.check_stateless(Verb::Rebind.name())?;
+        self.check_stateless(Verb::Rebind.name(), NO_STATE)?;
         let row = self.rows.check_live(row.0)?;
         self.check_range(Verb::Rebind, row, start, end)?;
         self.check_num_pages(Verb::Rebind.name(), end - start, pages.len())?;
@@ -142,7 +145,7 @@ impl Ledger {
     /// [`Error::OutOfRows`], [`Error::OutOfMemory`].
     pub fn admit_lent(&mut self, pages: &[i32], len: i32, tag: Option<&str>) -> Result<Row> {
         self.gate()?;
-        self.check_stateless("admit_lent")?;
+        self.check_stateless("admit_lent", NO_STATE)?;
         let (edge, max_len) = (self.page_edge(), self.max_context_len);
         if len < 1 || len > max_len || i64::from(len) % edge != 0 {
             return Err(Error::Shape(format!(

@@ -97,7 +97,10 @@ impl Ledger {
     /// ```
     pub fn pin_prefix(&mut self, row: Row, len: i32) -> Result<u64> {
         self.gate()?;
-        self.check_stateless(Verb::PinPrefix.name())?;
+        self.check_stateless(
+            Verb::PinPrefix.name(),
+            "a prefix ends where a state does, and seldom at a whole page: fork the row, and export the fork",
+        )?;
         let row = self.rows.check_live(row.0)?;
         let (at, resolved) = (row.at(), self.rows.resolved[row.at()]);
         if len < 1 || len > resolved {

@@ -34,6 +34,8 @@ _PORTABLE = 1
 # repetition warms up.
 _TIMED_BYTES = 4 << 20
 _NUM_TIMED = 4
+# Tokens of a usual row. The scheduler keeps states of a long prompt as far apart.
+_SLOT_TOKENS = 2048
 
 
 def whole_row_pages(ledger: Ledger) -> list[int]:
@@ -94,10 +96,30 @@ class HostMemory:
         if host_bytes > (free := free_bytes(torch.device("cpu"))):
             raise ConfigError(f"host_bytes is {host_bytes}, {free} are free on the host: lower it")
         self.num_pages = [host_bytes * need // row_bytes for need in needs]
+        if slots:
+            self.num_pages = self._with_states(host_bytes, needs, ledger.max_context_len)
         self._groups = [
             _Group(buffers, n) for buffers, n in zip(pages, self.num_pages, strict=True)
         ]
         self.out, self.back = self._timed(on_device)
+
+    def _with_states(self, host_bytes: int, needs: Sequence[int], context_len: int) -> list[int]:
+        """Return the host pages of each group, and the state slots: for rows of usual length.
+
+        A row of the whole context may have hundreds of times a state's bytes, and most rows are
+        shorter. So there is a slot for every `_SLOT_TOKENS` tokens of KV, or for as many as take a
+        state's bytes.
+        """
+        *kv_needs, _ = needs
+        kv_bytes, slot_bytes = self._num_bytes([*kv_needs, 0]), self.page_bytes[-1]
+        if not kv_bytes:
+            num_slots = host_bytes // slot_bytes
+            return [*(num_slots * need for need in kv_needs), num_slots]
+        usual_bytes = max(_SLOT_TOKENS * kv_bytes // context_len, slot_bytes)
+        num_slots = host_bytes // (slot_bytes + min(usual_bytes, kv_bytes))
+        num_slots = max(min(num_slots, (host_bytes - kv_bytes) // slot_bytes), 1)
+        kv_room = host_bytes - num_slots * slot_bytes
+        return [*(kv_room * need // kv_bytes for need in kv_needs), num_slots]
 
     def save(self, moves: Moves) -> None:
         """Copy pages of the device to host pages."""

@@ -40,15 +40,17 @@ class Copies(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """The KV of one block of a text.
+    """The KV of one block of a text; or a recurrent state, with the KV behind the last whole block.
 
     Attributes:
         number: its owner number among the host pages.
         key: what it is found by.
         salt: the salt of its text.
-        pages: for each group, the host pages.
+        pages: for each group, the host pages; then that of the state slot, if there are states.
         has_draft: whether it has valid draft KV.
         users: reloads that are copying from it; until they are over it stays.
+        before: of a state, the key of the block that its tail follows; None if it is no state.
+        tail: of a state, its tokens behind that block.
     """
 
     number: int
@@ -57,6 +59,8 @@ class Block:
     pages: tuple[Pages, ...]
     has_draft: bool
     users: int = 0
+    before: bytes | None = None
+    tail: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

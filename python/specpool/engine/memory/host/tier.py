@@ -139,7 +139,8 @@ class HostTier:
         """Return a handle for a row that has `start` tokens of a text of which the host has more.
 
         The handle brings back all that is here but the last token of `tokens`, whose forward has to
-        run. Drop it if it is not reloaded. The text stays here.
+        run; with recurrent states, a whole row, up to the longest state. Drop it if it is not
+        reloaded. The text stays here.
 
         Args:
             tokens: the row's tokens to be, [n].
@@ -158,7 +159,7 @@ class HostTier:
         return handle
 
     def fill(self, handle: Handle, row: int) -> bool:
-        """Copy a handle's KV and its recurrent state to a row, and free its host pages.
+        """Copy a handle's KV and its recurrent state to a row, and free its own host pages.
 
         Launched steps may be in flight: their forwards are before the copies, on one stream.
 
@@ -178,6 +179,7 @@ class HostTier:
             self._copies.load(self._moves(handle, row, 0, handle.length))
         except BaseException as error:
             self._failed_ct += 1
+            self.texts.discard(handle.blocks)  # else the next request would try it again
             self._give_back(handle)
             if not isinstance(error, Exception):
                 raise

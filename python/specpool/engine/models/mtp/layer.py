@@ -177,8 +177,14 @@ def _own_tables(target: TargetModel, weights: Weights, layout: MtpLayout) -> dic
     """Return the layer's own embedding and output matrix, if they are not copies of the target's.
 
     Raises:
-        CheckpointError: one has another shape, or is quantized.
+        CheckpointError: one has another shape, or is quantized; or the config says that there is an
+            embedding, and there is none.
     """
+    says_own = getattr(target.config, "mtp_use_dedicated_embeddings", False)
+    if says_own and layout.embedding not in weights:
+        raise CheckpointError(
+            f"the config says mtp_use_dedicated_embeddings, but {layout.embedding} is missing"
+        )
     tables: dict[str, Tensor] = {}
     for name, targets in (
         (layout.embedding, target.embedding_weight),

@@ -2,8 +2,8 @@
 
 deepseek  layers.L.{enorm, hnorm, eh_proj, shared_head.norm}, the decoder layer beside them
           (DeepSeek-V3, GLM-4.5 and others; L is the number of the target's layers)
-qwen      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.0.*
-          (Qwen3-Next, Qwen3.5, K-EXAONE, Mellum)
+qwen      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm}, mtp.layers.0.*; an embedding
+          of its own is mtp.embed_tokens (Qwen3-Next, Qwen3.5, K-EXAONE, Mellum)
 mimo      mtp_layers.0.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}, the
           decoder layer beside them; its projection reads the hidden state first
 """
@@ -26,6 +26,7 @@ class MtpLayout:
 
     Attributes:
         name: `deepseek`, `qwen` or `mimo`.
+        start: the start of the names of all its tensors.
         block: the start of the names of the decoder layer's tensors.
         projection: the matrix [h, 2 h] that joins embedding and hidden state.
         token_norm: the norm [h] of the embedding.
@@ -35,6 +36,7 @@ class MtpLayout:
     """
 
     name: str
+    start: str
     block: str
     projection: str
     token_norm: str
@@ -45,12 +47,12 @@ class MtpLayout:
     @property
     def embedding(self) -> str:
         """The embedding [V, h] that a file may hold, mostly a copy of the target's."""
-        return self.block + "embed_tokens.weight"
+        return self.start + "embed_tokens.weight"
 
     @property
     def head(self) -> str:
         """The output matrix [V, h] that a file may hold, mostly a copy of the target's."""
-        return self.block + "shared_head.head.weight"
+        return self.start + "shared_head.head.weight"
 
     def block_names(self, names: Collection[str]) -> list[str]:
         """Return the names of the decoder layer's tensors among `names`."""
@@ -133,7 +135,7 @@ def _holds_mtp(path: Path, num_layers: int) -> bool:
 def _layouts(num_layers: int) -> tuple[MtpLayout, ...]:
     def layout(name: str, prefix: str, parts: tuple[str, str, str, str], block: str) -> MtpLayout:
         projection, token, hidden, final = (prefix + part + ".weight" for part in parts)
-        return MtpLayout(name, block, projection, token, hidden, final, name == "mimo")
+        return MtpLayout(name, prefix, block, projection, token, hidden, final, name == "mimo")
 
     deepseek, qwen, mimo = f"layers.{num_layers}.", "mtp.", "mtp_layers.0."
     return (
