@@ -1,9 +1,8 @@
 """`python -m benches recurrent`: decoding of models with recurrent layers, drafts beside plain.
 
 Random models of 25 million parameters, greedy on a CPU. Prompt lookup drafts for texts that repeat
-(at least `GOALS["accept"]` tokens a round); such prompts are looked for, as a random model writes
-few. The two workers and plain decoding take turns, and write the same texts. Time is the process's
-CPU time, prefills of `PROMPT_LEN` tokens included.
+(at least `GOALS["accept"]` tokens a round), which are looked for. The two workers and plain
+decoding take turns, and write the same texts. Time is the process's CPU time, prefills included.
 """
 
 from __future__ import annotations
@@ -62,8 +61,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 GOALS = {"v1": 1.0, "plain": 1.3, "accept": 2.5}
 STEPS = 3
-PROMPT_LEN, NUM_TOKENS = 16, 64
-MOST_PROMPTS = 256  # that are tried
+#: A prompt is a random seed and what the model goes on with, which repeats sooner or later.
+SEED_LEN, NUM_BEGIN, NUM_TOKENS = 16, 160, 64
+MOST_PROMPTS, BEGIN_BATCH = 24, 8  # that are tried
 
 _Prompts = Sequence[list[int]]
 
@@ -126,16 +126,17 @@ def results_of(family: str, batch_sizes: Sequence[int], repeats: int) -> Iterato
 
 
 def repeating_prompts(family: str, count: int) -> _Prompts:
-    """Return random prompts on whose texts prompt lookup has the goal's accept length."""
+    """Return beginnings of texts that go on so that prompt lookup has the goal's accept length."""
     import numpy as np
 
     rng = np.random.default_rng(0)
-    tried = rng.integers(3, _COMMON["vocab_size"], (MOST_PROMPTS, PROMPT_LEN)).tolist()
-    found: list[list[int]] = []
-    with _engine(family, "auto", 1, drafts=True) as engine:
-        for prompt in tried:
-            lens = _texts(engine, [prompt]).accept_lens
-            if statistics.mean(lens) >= GOALS["accept"]:
+    seeds = rng.integers(3, _COMMON["vocab_size"], (MOST_PROMPTS, SEED_LEN)).tolist()
+    with _engine(family, "auto", BEGIN_BATCH, drafts=True) as engine:
+        begun = _texts(engine, seeds, NUM_BEGIN).tokens
+        prompts = [seed + text for seed, text in zip(seeds, begun, strict=True)]
+        found: list[list[int]] = []
+        for prompt in prompts:
+            if statistics.mean(_texts(engine, [prompt]).accept_lens) >= GOALS["accept"]:
                 found.append(prompt)
             if len(found) == count:
                 return found
@@ -150,16 +151,17 @@ def _engine(family: str, worker: str, batch: int, *, drafts: bool) -> Any:
         model_of(family),
         worker=worker,
         max_batch=batch,
-        max_context_len=PROMPT_LEN + NUM_TOKENS + STEPS + 1,
+        max_context_len=SEED_LEN + NUM_BEGIN + NUM_TOKENS + STEPS + 1,
         prefix_cache=False,
         **chain if drafts else {},
     )
 
 
-def _texts(engine: Any, prompts: _Prompts) -> Texts:
+def _texts(engine: Any, prompts: _Prompts, num_tokens: int | None = None) -> Texts:
     from specpool.engine.sampling_params import SamplingParams
 
-    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True))
+    params = SamplingParams(max_new_tokens=num_tokens or NUM_TOKENS, ignore_eos=True)
+    outputs = engine.generate(prompts, params)
     lens = [n for output in outputs for n in output.accept_lens]
     return Texts([output.token_ids for output in outputs], lens)
 

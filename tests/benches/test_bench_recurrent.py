@@ -19,7 +19,8 @@ def small(monkeypatch):
     """A family of tiny models, whose texts repeat soon."""
     monkeypatch.setattr(recurrent, "_COMMON", recurrent._COMMON | SMALL)
     monkeypatch.setitem(recurrent.FAMILIES, "lfm2", ("Lfm2Config", LAYERS))
-    monkeypatch.setattr(recurrent, "NUM_TOKENS", 24)
+    for name, number in (("NUM_TOKENS", 16), ("NUM_BEGIN", 24), ("MOST_PROMPTS", 4)):
+        monkeypatch.setattr(recurrent, name, number)
     monkeypatch.setitem(recurrent.GOALS, "accept", 1.2)
 
 
