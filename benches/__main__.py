@@ -688,6 +688,47 @@ def replicas(
     )
 
 
+@app.command("recurrent")
+def recurrent(
+    family: Annotated[
+        list[str] | None,
+        typer.Option(help="qwen3_5, bamba or lfm2; may be repeated. [default: all]"),
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Rows; may be repeated. [default: 1, 4 and 8]")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Turns of each side; the median counts.")] = 5,
+    threads: Threads = 1,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Chains on models with recurrent layers, beside plain decoding and the synchronous worker."""
+    from benches.recurrent import FAMILIES
+    from benches.recurrent import recurrent as run
+
+    run(
+        families=family or list(FAMILIES),
+        batch_sizes=batch or [1, 4, 8],
+        repeats=repeats,
+        threads=threads,
+        json=json,
+        plot=plot,
+    )
+
+
+@app.command("beside")
+def beside(
+    checkout: Annotated[Path, typer.Argument(help="Another checkout, with `make install` done.")],
+    pairs: Annotated[int, typer.Option(help="Pairs of turns of each load.")] = 31,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """A ledger's step, a scheduler's round and plain decoding, beside another checkout's."""
+    from benches.beside import beside as run
+
+    run(checkout=checkout, pairs=pairs, json=json, plot=plot)
+
+
 @app.command("draft-windows")
 def draft_windows(
     length: Annotated[int, typer.Option(help="Tokens of a text in training.")] = 2048,

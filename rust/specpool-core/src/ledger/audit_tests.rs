@@ -125,6 +125,38 @@ fn every_planted_fault_of_the_states_is_reported_and_changes_the_hash() {
     }
 }
 
+/// Its root counts as folded if it is in flight, and in no other group.
+#[test]
+fn a_state_of_more_than_the_resolved_tokens_is_reported() {
+    for (eager, has_round) in [(false, true), (true, false)] {
+        let (plain, _) = busy();
+        let states = vec![StateGroup { name: "ssm".into(), num_slots: 5, flush: 1, eager }];
+        let mut ledger = Ledger::new(LedgerConfig { states, ..plain.config() }).unwrap();
+        let row = ledger.admit(None).unwrap();
+        let step = ledger.prepare_extend(&[row.0], &[10], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        if has_round {
+            ledger.prepare_decode(&[row.0], &[0], true).unwrap();
+        }
+        ledger.check().unwrap();
+        ledger.states.as_mut().unwrap().len[row.at()] = 11;
+        assert!(report(&ledger).contains("the state has 11 tokens, at most 10"), "{eager}");
+    }
+}
+
+#[test]
+fn an_export_whose_slot_is_gone_is_neither_released_nor_gone_on_from() {
+    let (mut ledger, row) = with_states();
+    ledger.complete(1).unwrap();
+    let export = ledger.export(row).unwrap();
+    while states(&mut ledger).pool.release_shared(Page(1), 0, Verb::ReleasePrefix).is_ok() {}
+    let before = ledger.state_hash();
+    for refused in [ledger.release_prefix(export), ledger.admit_on(export, None, None).map(|_| ())] {
+        assert!(matches!(refused, Err(Error::PageState { page: 1, .. })), "{refused:?}");
+    }
+    assert_eq!(ledger.state_hash(), before);
+}
+
 #[test]
 fn a_slot_that_is_gone_refuses_what_would_drop_it() {
     type Drop = fn(&mut Ledger, u64, Row) -> crate::error::Result<()>;
@@ -187,6 +219,31 @@ fn every_planted_fault_of_kept_states_is_reported_and_changes_the_hash() {
         assert!(text.contains(expected), "{expected:?} is not in {text:?}");
         assert_ne!(ledger.state_hash(), before, "{expected}");
     }
+}
+
+#[test]
+fn the_hash_sees_marks_alone_and_states_of_the_index_alone() {
+    let faults: [[fn(&mut KeptStates); 2]; 2] = [
+        [|kept| kept.indexed.clear(), |kept| kept.marks[0].len = 4],
+        [|kept| kept.marks.clear(), |kept| kept.indexed[0].len = 3],
+    ];
+    for [alone, change] in faults {
+        let mut ledger = with_kept_states();
+        alone(&mut states(&mut ledger).kept);
+        let before = ledger.state_hash();
+        change(&mut states(&mut ledger).kept);
+        assert_ne!(ledger.state_hash(), before);
+    }
+}
+
+#[test]
+fn the_hash_sees_no_writer_that_is_complete() {
+    let mut ledger = with_kept_states();
+    let hashes = [2, 3, 4].map(|step| {
+        states(&mut ledger).kept.set_written(Page(1), Writer { step, row: 1 });
+        ledger.state_hash()
+    });
+    assert!(hashes[0] == hashes[1] && hashes[1] != hashes[2]);
 }
 
 #[test]

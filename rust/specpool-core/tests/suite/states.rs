@@ -20,6 +20,11 @@ fn prefilled(ledger: &mut Ledger) -> Row {
     row
 }
 
+/// Tokens of each state of the index, entry by entry.
+fn indexed_lens(ledger: &Ledger) -> Vec<i32> {
+    ledger.index_states(0).unwrap().map(|(_, _, len)| len).collect()
+}
+
 #[test]
 fn a_group_out_of_range_is_refused() {
     for (num_slots, flush) in [(0, 1), (1, 0)] {
@@ -36,6 +41,7 @@ fn a_ring_has_the_records_that_a_row_may_need() {
     assert_eq!(group(1).ring_len(&[shape(3, 1, 4)], 1).unwrap(), 12);
     assert_eq!(group(3).ring_len(&[shape(4, 1, 5), shape(2, 4, 9)], 2).unwrap(), 26);
     assert!(matches!(group(1).ring_len(&[], -1), Err(Error::Config(_))));
+    assert_eq!(Ledger::new(config(2, 3)).unwrap().state_ring_len(0).unwrap(), 4);
 }
 
 #[test]
@@ -100,17 +106,79 @@ fn the_hash_sees_the_states() {
     assert_ne!(hashes[0], hashes[1]);
 }
 
-/// A launched step of its parent, which holds the slot no longer, still reads it.
+/// A launched step of its parent, which holds the slot no longer, still reads it. A soft mark on it would give way.
 #[test]
 fn a_slot_that_waits_for_a_fence_counts_as_fenced() {
-    let mut ledger = Ledger::new(config(2, 1)).unwrap();
-    let parent = prefilled(&mut ledger);
-    let child = ledger.fork(parent, None).unwrap();
-    let step = ledger.prepare_extend(&[parent.0], &[8], true).unwrap().step;
+    for keep in [&[][..], &[0]] {
+        let mut ledger = Ledger::new(config(2, 1)).unwrap();
+        let parent = ledger.admit(None).unwrap();
+        let step = ledger.prepare_extend_keeping(&[parent.0], &[6], keep, true).unwrap().step;
+        ledger.launch(step).unwrap();
+        ledger.complete(step).unwrap();
+        let child = ledger.fork(parent, None).unwrap();
+        let step = ledger.prepare_extend(&[parent.0], &[8], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        let extend = |ledger: &mut Ledger| ledger.prepare_extend(&[child.0], &[7], true);
+        let shortage = extend(&mut ledger).unwrap_err();
+        assert!(matches!(shortage, Error::OutOfPages { need: 1, free: 0, cached: 0, fenced: 1, .. }), "{shortage}");
+        ledger.complete(step).unwrap();
+        extend(&mut ledger).unwrap();
+    }
+}
+
+/// Both states are in one entry of the index.
+#[test]
+fn a_hit_takes_no_state_of_tokens_beyond_those_that_agree() {
+    let mut config = config(4, 1);
+    config.max_context_len = 128;
+    let mut ledger = Ledger::new(config).unwrap();
+    let row = ledger.admit(None).unwrap();
+    for len in [70, 72] {
+        let step = ledger.prepare_extend_keeping(&[row.0], &[len], &[0], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        ledger.complete(step).unwrap();
+    }
+    ledger.index(row, &[7; 72], b"").unwrap();
+    let branch = [[7; 70], [8; 70]].concat();
+    assert_eq!(ledger.match_prefix(&branch, b"", None, false).unwrap().len, 69);
+    assert_eq!(ledger.known_prefix(&branch, b"", None).unwrap(), 70);
+}
+
+#[test]
+fn a_failed_step_takes_what_it_wrote_out_of_the_index() {
+    let mut ledger = Ledger::new(config(4, 1)).unwrap();
+    let row = ledger.admit(None).unwrap();
+    let step = ledger.prepare_extend_keeping(&[row.0], &[6], &[0], true).unwrap().step;
     ledger.launch(step).unwrap();
-    let extend = |ledger: &mut Ledger| ledger.prepare_extend(&[child.0], &[7], true);
-    let shortage = extend(&mut ledger).unwrap_err();
-    assert!(matches!(shortage, Error::OutOfPages { need: 1, free: 0, cached: 0, fenced: 1, .. }), "{shortage}");
     ledger.complete(step).unwrap();
-    extend(&mut ledger).unwrap();
+    let step = ledger.prepare_decode(&[row.0], &[0], true).unwrap().step;
+    ledger.launch(step).unwrap();
+    ledger.index(row, &[7; 6], b"").unwrap();
+    assert_eq!(indexed_lens(&ledger), [6, 5]);
+    ledger.abandon(step).unwrap();
+    assert_eq!(indexed_lens(&ledger), [5]);
+}
+
+/// A row writes over the end of its indexed text, whose beginning is also that of another.
+#[test]
+fn the_states_of_a_common_beginning_stay_with_the_text_that_stays() {
+    let mut ledger = Ledger::new(LedgerConfig { sessions: true, ..config(6, 1) }).unwrap();
+    let extend = |ledger: &mut Ledger, row: Row, len| {
+        let step = ledger.prepare_extend_keeping(&[row.0], &[len], &[0], true).unwrap().step;
+        ledger.launch(step).unwrap();
+        ledger.complete(step).unwrap();
+    };
+    let [row, other] = [0; 2].map(|_| ledger.admit(None).unwrap());
+    let [text, stays] = [8, 9].map(|last| [[7; 6].as_slice(), &[last; 4]].concat());
+    extend(&mut ledger, row, 7);
+    ledger.end_turn(row, 7).unwrap();
+    extend(&mut ledger, row, 9);
+    ledger.index(row, &text[..9], b"").unwrap();
+    extend(&mut ledger, other, 10);
+    ledger.index(other, &stays, b"").unwrap();
+    assert_eq!(indexed_lens(&ledger), [8, 6, 9]);
+    assert_eq!(ledger.trim(row, 6).unwrap(), 6);
+    assert_eq!(indexed_lens(&ledger), [6, 9]);
+    assert_eq!(ledger.match_prefix(&stays[..9], b"", None, false).unwrap().len, 6);
+    assert_eq!(ledger.check(), Ok(()));
 }
