@@ -119,6 +119,12 @@ def _fails(case: Case, policy: str, is_async: bool) -> bool:
     return bool(connector.get("fails")) and (connector["policy"], connector["is_async"]) == wanted
 
 
+def _has_one_token(case: Case) -> bool:
+    """Whether a prompt is one token, which is a whole block."""
+    lengths = [verb.given.get("length") for verb in case.verbs if verb.name == "send"]
+    return 1 in lengths and case.settings["groups"][0]["block"] == 1
+
+
 KNOWN = (
     KnownFault(
         "an abort frees blocks into which a load is under way",
@@ -169,7 +175,7 @@ KNOWN = (
     KnownFault(
         "a session's turn that ends inside a round keeps the KV of a rejected draft",
         "sglang",
-        "0.5.22",
+        "0.5.10",
         "0.5.23",
         ("content",),
         lambda case: bool(case.settings["shape"]) and _plays(case, "turn", 2),
@@ -239,7 +245,7 @@ KNOWN = (
     KnownFault(
         "a turn that is refused, or comes with the first one, takes the mark of the one that runs",
         "sglang",
-        "0.5.22",
+        "0.5.10",
         "0.5.23",
         ("content", "rows", "exception", "conservation", "progress", "text"),
         _overlaps,
@@ -290,7 +296,7 @@ KNOWN = (
     KnownFault(
         "a request waits for slots of a session whose turn waits behind it",
         "sglang",
-        "0.5.22",
+        "0.5.10",
         "0.5.23",
         ("progress",),
         lambda case: _plays(case, "turn"),
@@ -334,5 +340,80 @@ KNOWN = (
         lambda case: _loads_late(case) and case.settings["drafts"] > 0,
         "lab/reports/vllm-0.33.0-load-with-drafts",
         says=ALL_FREE,
+    ),
+    KnownFault(
+        "the only token of a prompt is loaded again and again",
+        "vllm",
+        "0.23.0",
+        "0.33.0",
+        ("progress",),
+        lambda case: _loads_late(case) and _has_one_token(case),
+        "lab/reports/vllm-0.33.0-one-token-loaded-again",
+        "endless",
+    ),
+    KnownFault(
+        "an aborted turn saves its lengths and its row in its session",
+        "sglang",
+        "0.5.10",
+        "0.5.10.post1",
+        (
+            "text",
+            "rows",
+            "content",
+            "conservation",
+            "one owner",
+            "exception",
+            "progress",
+            "lengths",
+        ),
+        lambda case: _plays(case, "turn") and _plays(case, "abort"),
+        "SGLang #22790",
+    ),
+    KnownFault(
+        "a round that goes beyond the last token of a turn leaves its surplus in the session",
+        "sglang",
+        "0.5.10",
+        "0.5.10.post1",
+        ("rows", "content", "conservation", "one owner", "exception", "progress", "lengths"),
+        lambda case: bool(case.settings["shape"]) and _plays(case, "turn", 2),
+        "SGLang #22897",
+    ),
+    KnownFault(
+        "rows that sessions hold are not counted when requests are admitted",
+        "sglang",
+        "0.5.10",
+        "0.5.11",
+        ("exception",),
+        lambda case: _plays(case, "turn"),
+        "read: `get_num_allocatable_reqs` counts free rows since 0.5.12.post1",
+        "alloc_req_slots",
+    ),
+    KnownFault(
+        "a round that passes both a stop token and the cap says what is behind the stop token",
+        "sglang",
+        "0.5.10",
+        "0.5.17",
+        ("text",),
+        lambda case: bool(case.settings["shape"]),
+        "read: `_cap_finished_len_at_max_new_tokens` since 0.5.18",
+    ),
+    KnownFault(
+        "taking a row evicts no cached state",
+        "sglang",
+        "0.5.3",
+        "0.5.3.post3",
+        ("exception",),
+        lambda case: "spare_states" in case.settings,
+        "SGLang #11214, #11616",
+        "memory_pool.py, alloc",
+    ),
+    KnownFault(
+        "a flush empties the cache though a prefill is between two chunks or in its first step",
+        "sglang",
+        "0.5.1",
+        "0.5.4",
+        ("exception", "progress", "content", "rows", "conservation", "one owner", "text"),
+        lambda case: _plays(case, "flush"),
+        "read: `is_fully_idle` in 0.5.10",
     ),
 )

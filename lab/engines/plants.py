@@ -36,7 +36,7 @@ def _sglang() -> tuple[Case, Any, dict[str, Plant]]:
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
     from lab.engines.sglang_cases import PLAIN
-    from lab.engines.sglang_loop import Player
+    from lab.engines.sglang_loop import NewestPlayer
 
     def running(player: Any) -> Any:
         reqs = [req for req in player.loop.running_batch.reqs if req.kv.holds_kv]
@@ -127,7 +127,7 @@ def _sglang() -> tuple[Case, Any, dict[str, Plant]]:
     ]
     return (
         Case("sglang", "plain", 1, settings, tuple(verbs)),
-        Player,
+        NewestPlayer,
         {
             "conservation": lose_page,
             "conservation of rows": lose_row,

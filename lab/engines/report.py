@@ -90,6 +90,8 @@ def _sglang_flags(settings: dict[str, Any]) -> list[str]:
     ]
     if not settings["overlap"]:
         shown.append("--disable-overlap-schedule")
+    if "spare_states" in settings:
+        shown.append(f"--max-mamba-cache-size {3 * settings['rows'] + settings['spare_states']}")
     if settings["sessions"]:
         shown.append("--enable-streaming-session")
     if settings["shape"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -37,8 +38,8 @@ class Engine:
     plain: dict[str, Any]  # settings that a reader expects
 
 
-class HangError(Exception):
-    """A case took longer than `CASE_SECONDS`."""
+class HangError(BaseException):
+    """A case took longer than `CASE_SECONDS`: no loop takes it for an engine's exception."""
 
 
 def load(engine: str) -> Engine:
@@ -52,7 +53,12 @@ def load(engine: str) -> Engine:
         return Engine(vllm_case, run_vllm, PLAIN)
     if engine == "sglang":
         from lab.engines.sglang_cases import PLAIN as SGLANG_PLAIN
-        from lab.engines.sglang_cases import sglang_case
+        from lab.engines.sglang_cases import past_case, sglang_case
+
+        if importlib.util.find_spec("sglang.srt.runtime_context") is None:  # until 0.5.14
+            from lab.engines.sglang_past import run_sglang as run_past
+
+            return Engine(past_case, run_past, SGLANG_PLAIN)
         from lab.engines.sglang_loop import run_sglang
 
         return Engine(sglang_case, run_sglang, SGLANG_PLAIN)

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
 from lab.engines.accounts import Accounts
 from lab.engines.content import Text
 from lab.engines.device import LateDevice
 from lab.engines.laws import CachedEntry, EngineView, Extent
+from lab.engines.sglang_pages import PageAccounts
 
 
 class SglangAccounts:
@@ -30,39 +30,11 @@ class SglangAccounts:
         self.loop, self.salt, self.note = loop, salt, note
         self.device = LateDevice()
         self.page_size = loop.page_size
-        num_pages = loop.max_total_num_tokens // self.page_size
-        self.pages = Accounts(self.device, num_pages + 1)
+        allocator = loop.token_to_kv_pool_allocator
+        self.pages = PageAccounts(self.device, allocator, self.page_size)
         self.rows = Accounts(self.device, loop.setup.num_rows + 1)
-        self.depth = 0  # calls of the allocator that are under way: it calls itself
         self.texts: dict[tuple[int, int], Text] = {}  # by node and tokens up to its end
-        self._wrap_pages(loop.token_to_kv_pool_allocator)
         self._wrap_rows(loop.req_to_token_pool)
-
-    def _wrap_pages(self, allocator: Any) -> None:
-        def wrap(name: str, note: Callable[..., None]) -> None:
-            call = getattr(allocator, name)
-
-            def counted(*args: Any, **given: Any) -> Any:
-                if self.depth:
-                    return call(*args, **given)
-                self.depth += 1
-                try:
-                    result = call(*args, **given)
-                finally:
-                    self.depth -= 1
-                note(result, *args, **given)
-                return result
-
-            setattr(allocator, name, counted)
-
-        wrap("alloc", self._taken)
-        wrap("alloc_extend", self._extended)
-        wrap("alloc_decode", self._decoded)
-        wrap("free", lambda _, slots: self._freed(slots))
-        wrap("free_segment", lambda _, slots, **__: self._freed(slots))
-        wrap("free_page_ids", lambda _, pages: self.pages.give_back(pages.tolist()))
-        wrap("free_group_end", lambda _: None)  # what it frees was counted when it was given
-        wrap("clear", lambda _: self.pages.holders.clear())
 
     def _wrap_rows(self, pool: Any) -> None:
         take, give_back, clear = pool.alloc_rows, pool.free_rows, pool.clear
@@ -82,61 +54,6 @@ class SglangAccounts:
 
         pool.alloc_rows, pool.free_rows, pool.clear = alloc_rows, free_rows, cleared
 
-    def _pages_of(self, slots: torch.Tensor) -> list[int]:
-        """The pages of slots, each once; with pages of one slot, as often as they are named."""
-        named = slots if self.page_size == 1 else torch.unique(slots // self.page_size)
-        pages: list[int] = named.tolist()
-        return pages
-
-    def _taken(self, slots: Any, need_size: int) -> None:
-        self._admitted(slots, need_size)
-        if slots is not None:
-            self.pages.take(self._pages_of(slots))
-
-    def _extended(
-        self,
-        slots: Any,
-        prefix_lens: Any,
-        prefix_lens_cpu: Any,
-        seq_lens: Any,
-        seq_lens_cpu: Any,
-        last_loc: Any,
-        extend_num_tokens: int,
-        **_: Any,
-    ) -> None:
-        self._admitted(slots, extend_num_tokens)
-        if slots is not None:
-            self._grown(slots, (seq_lens_cpu - prefix_lens_cpu).tolist(), last_loc.tolist())
-
-    def _decoded(self, slots: Any, seq_lens: Any, seq_lens_cpu: Any, last_loc: Any) -> None:
-        self._admitted(slots, len(seq_lens))
-        if slots is not None:
-            self._grown(slots, [1] * len(slots), last_loc.tolist())
-
-    def _grown(self, slots: torch.Tensor, counts: list[int], last: list[int]) -> None:
-        """Rows grow behind their last slots, in whose pages there may be room."""
-        begin = 0
-        for count, before in zip(counts, last, strict=True):
-            pages = self._pages_of(slots[begin : begin + count])
-            begin += count
-            has_room = (before + 1) % self.page_size
-            open_page = before // self.page_size if has_room else -1
-            self.pages.take(page for page in pages if page != open_page)
-
-    def _freed(self, slots: torch.Tensor) -> None:
-        self.pages.give_back(self._pages_of(slots))
-
-    def _admitted(self, slots: Any, count: int) -> None:
-        """L9: SGLang looks for room before it asks, so no call comes back with nothing."""
-        if slots is None:
-            free = len(self.pages.blocks) - len(self.pages.held())
-            self.device.fault(
-                "admission",
-                "allocator",
-                f"{count} slots are asked for what was admitted, {free} pages of "
-                f"{self.page_size} are free",
-            )
-
     # What the laws look at.
 
     def views(self, requests: Iterable[Any]) -> dict[str, EngineView]:
@@ -151,7 +68,7 @@ class SglangAccounts:
         for name, kv in records.items():
             row = pool.req_to_token[kv.req_pool_idx]
             slots = row[kv.cache_protected_len : kv.kv_allocated_len]
-            own[name] = [self._pages_of(slots)]
+            own[name] = [self.pages.pages_of(slots)]
             taken[name] = [[kv.req_pool_idx]]
             extents[name] = Extent(
                 kv.cache_protected_len, kv.kv_committed_len, kv.kv_allocated_len, len(row)
@@ -159,13 +76,12 @@ class SglangAccounts:
         entries = []
         for name, node, text, end in self._nodes():
             value = node.component_data[ComponentType.FULL].value
-            own[name] = [self._pages_of(value)]
+            own[name] = [self.pages.pages_of(value)]
             entries += list(self._entries(name, value, text, end))
-        free_pages = [*allocator.get_all_free_pages().tolist()]
         num_free = allocator.available_size() // self.page_size
         pages = EngineView(
-            self.pages,
-            free_pages,
+            self.pages.accounts,
+            self.pages.free_pages(),
             num_free,
             own,
             {},

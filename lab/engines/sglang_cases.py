@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -43,6 +44,28 @@ def sglang_case(seed: int, family: str) -> Case:
         "switches": rng.random() < 0.3,  # a session's turns have several adapters
     }
     return Case("sglang", family, seed, settings, tuple(_verbs(rng, settings)))
+
+
+def past_case(seed: int, family: str) -> Case:
+    """Return the case of a seed for a release until 0.5.14: drafts are chains, and overlap."""
+    case = sglang_case(seed, family)
+    shape = case.settings["shape"]
+    settings = {"shape": shape and [shape[0], 1, shape[0] + 1], "adapters": False}
+    settings["overlap"] = case.settings["overlap"] or bool(shape)
+    rng = random.Random(f"past {family} {seed}")
+    if family == "states":  # their tree has pages of one slot, no drafts, and nothing overlaps
+        settings |= {"page": 1, "shape": None, "overlap": False}
+        settings["spare_states"] = rng.randint(0, 6)  # beyond three for each row
+    if family == "window":
+        settings["window"] = rng.choice((4, 16, 32))
+        settings["window_tokens"] = rng.choice((128, 256))
+        settings["sessions"] = rng.randint(0, 2)
+    verbs = [dataclasses.replace(verb, given=_without_adapter(verb)) for verb in case.verbs]
+    return dataclasses.replace(case, settings=case.settings | settings, verbs=tuple(verbs))
+
+
+def _without_adapter(verb: Verb) -> dict[str, Any]:
+    return {name: value for name, value in verb.given.items() if name != "adapter"}
 
 
 def _verbs(rng: random.Random, settings: dict[str, Any]) -> list[Verb]:

@@ -1,4 +1,4 @@
-"""`run_sglang`: SGLang's scheduler over the device of `tests/embed`, driven by a case.
+"""`run_sglang`: today's SGLang over the device of `tests/embed`, driven by a case.
 
 The loop, the device and the fake models are those that the tests of the plug-in run; here they play
 verbs. Content is checked at every read; pages, rows and the tree between turns by `SglangAccounts`;
@@ -7,136 +7,49 @@ SGLang's own sums when it is idle and at the end.
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import re
-import time
-import traceback
 from array import array
 from collections import deque
-from collections.abc import Container
 from types import SimpleNamespace
 from typing import Any
 
 import sglang_loop
 import sglang_torch
 from sglang.srt.managers.io_struct import (
-    AbortReq,
-    CloseSessionReqInput,
     ContinueGenerationReqInput,
-    OpenSessionReqInput,
     PauseGenerationReqInput,
     SessionParams,
     TokenizedGenerateReqInput,
 )
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.utils import validate_input_length
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from lab.engines.case import Case
-from lab.engines.content import STOP, VOCABULARY, Text, tokens_of
+from lab.engines.content import STOP, VOCABULARY
 from lab.engines.device import Finding
-from lab.engines.known import BEHIND, ENDED, NEAR_POOL, RETRACTED, UNCLOSED
-from lab.engines.laws import LAWS
 from lab.engines.sglang_accounts import SglangAccounts
-
-#: Turns after which a case that still runs is endless.
-MOST_TURNS = 3000
-#: Turns in which requests wait and nothing runs, after which clients close their sessions.
-MOST_WAITING = 100
-PACKAGE = "/sglang/srt/"
-#: The first request's id: aborts name requests by the beginning of an id, so all are as long.
-FIRST = 1000
+from lab.engines.sglang_player import (
+    Player,
+    Tokenizer,
+    adapter_name,
+    adapter_of,
+    in_a_fork,
+    played,
+)
 
 
 def run_sglang(case: Case) -> list[Finding]:
     """Run a case in a fork, whose settings nobody else sees; return what it broke."""
-    here, there = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(here)
-        findings = _run(case)
-        with open(there, "w", encoding="utf-8") as out:
-            json.dump([[found.law, found.where, found.text] for found in findings], out)
-        os._exit(0)
-    os.close(there)
-    try:
-        with open(here, encoding="utf-8") as told:
-            text = told.read()
-    except BaseException:
-        os.kill(child, 9)
-        raise
-    finally:
-        os.waitpid(child, 0)
-    if not text:
-        return [Finding("exception", "the process", "the process ended")]
-    return [Finding(*parts) for parts in json.loads(text)]
+    return in_a_fork(lambda case: played(NewestPlayer, case), case)
 
 
-def _run(case: Case) -> list[Finding]:
-    findings: list[Finding] = []
-    player = None
-    try:
+class NewestPlayer(Player):
+    """Plays verbs on the loop of the plug-in's tests."""
+
+    def make_loop(self) -> Any:
+        """Return SGLang's scheduler over the device of `tests/embed`."""
         sglang_torch.install()
-        player = Player(case)
-        loop = player.loop
-        (loop.event_loop_overlap if case.settings["overlap"] else loop.event_loop_normal)()
-        loop.finish()
-        player.look("rest")
-    except Exception as error:  # an engine that dies has broken a law
-        frames = traceback.extract_tb(error.__traceback__)
-        last = frames[-1]
-        where = f"{last.filename.rpartition(PACKAGE)[2]}, {last.name}"
-        if PACKAGE not in last.filename:
-            where = "the loop"
-        if str(error).startswith(sglang_loop.STUCK):
-            note = player.stuck_note() if player is not None else ""
-            findings.append(Finding("progress", "turn", str(error) + note))
-        else:
-            text = "".join(traceback.format_tb(error.__traceback__)[-2:])
-            findings.append(Finding("exception", where, f"{type(error).__name__}: {error}\n{text}"))
-    if player is None:
-        return findings
-    outcome, note = player.loop.outcome, UNCLOSED if player.waits_to_close() else ""
-    findings = [dataclasses.replace(alarm, text=alarm.text + note) for alarm in findings]
-    seen = dict.fromkeys(player.loop.simulated.faults)
-    read = [_content(text, player.turns) for text in seen]
-    # What reaches a request outside of the session is the worse fault.
-    read.sort(key=lambda found: "turn" in found.where)
-    leaks = [Finding("conservation", "idle", text + note) for text in outcome.leaks]
-    own = [
-        dataclasses.replace(alarm, text=alarm.text + note)
-        for alarm in player.accounts.device.findings
-    ]
-    return [*read, *own, *player.findings, *leaks, *findings]
-
-
-def _adapter_name(adapter: int) -> str | None:
-    return f"adapter {adapter}" if adapter else None
-
-
-def _adapter_of(name: str) -> int:
-    return int(name.removeprefix("adapter ") or 0)
-
-
-def _content(text: str, turns: Container[str]) -> Finding:
-    """Sort a fault of the device: by the model whose slots were read, and by who read them."""
-    reader = "a session's turn" if text.partition(" ")[0] in turns else "a plain request"
-    kind = re.search(r"(draft|target) slots wrongly", text)
-    if kind:
-        return Finding("content", f"{kind[1]} KV read of {reader}", text)
-    if "is fed" in text:
-        return Finding("content", f"tokens fed to {reader}", text)
-    return Finding("rows", f"a step of {reader}", text)
-
-
-class Player:
-    """Stands for the traffic of the loop: plays the verbs, and looks at what is said."""
-
-    def __init__(self, case: Case) -> None:
-        self.case, settings = case, case.settings
+        settings = self.case.settings
         setup = sglang_loop.Setup(
             page_size=settings["page"],
             shape=settings["shape"] and tuple(settings["shape"]),
@@ -147,269 +60,89 @@ class Player:
             conservativeness=settings["conservativeness"],
             num_requests=0,
             num_sessions=settings["sessions"],
-            seed=case.seed,
+            seed=self.case.seed,
         )
-        self.loop: Any = sglang_loop.Loop(setup)
+        loop: Any = sglang_loop.Loop(setup)
         self.rank = get_parallel().override(tp_rank=0)  # after the settings are published
         self.rank.__enter__()
-        self.loop._pause_intervals = deque()
-        self.loop.traffic = self
+        loop._pause_intervals = deque()
         # As `TpModelWorker.get_worker_info` has both.
-        self.loop.max_req_len = settings["num_tokens"] - 1
-        self.loop.max_req_input_len = self.loop.max_req_len - 5
-        self.loop.mm_receiver = None
-        self.loop.grammar_manager = SimpleNamespace(
+        loop.max_req_len = settings["num_tokens"] - 1
+        loop.max_req_input_len = loop.max_req_len - 5
+        loop.mm_receiver = None
+        # Until 0.5.22; since then it calls `send_abort_output`.
+        loop.ipc_channels = SimpleNamespace(send_to_tokenizer=Tokenizer(self.running))
+        loop.grammar_manager = SimpleNamespace(
             has_waiting_grammars=lambda: False,
             grammar_queue=[],
             abort_requests=lambda _: None,
             clear=lambda: None,
         )
-        self.loop.model_worker.clear_cache_pool = lambda: None
-        self.findings: list[Finding] = []
-        self.verbs = deque(case.verbs)
-        self.tick = self.quiet = 0
-        self.resumes = 0  # the turn in which a pause ends
-        self.most: dict[str, int] = {}
-        self.running: dict[str, Any] = {}
-        self.ended: dict[str, list[int]] = {}  # prompt and answer
-        self.adapters: dict[str, int] = {}  # by request; 0 is none
-        self.turns: dict[str, int] = {}  # requests that are turns, and their sessions
-        self.open = set(range(settings["sessions"]))
-        self.accounts = SglangAccounts(self.loop, _adapter_of, self.hole_note)
-        self.requests: list[Any] = []  # all that ever came
-        #: Positions for which nobody may have written KV, by the key that they should hold.
-        self.holes: dict[int, str] = {}
-        self._note_reads()
-        self._note_retractions()
+        loop.model_worker.clear_cache_pool = lambda: None
+        return loop
 
-    def _note_reads(self) -> None:
-        """Say of a wrong read whether all of it are holes that turns of sessions left."""
-        device = self.loop.simulated
-        read = device.read
+    def make_accounts(self) -> SglangAccounts:
+        """Return accounts of pages and rows."""
+        return SglangAccounts(self.loop, adapter_of, self.hole_note)
 
-        def noted(kv: Any, slots: Any, keys: Any, what: str) -> None:
-            known = len(device.faults)
-            read(kv, slots, keys, what)
-            if len(device.faults) > known:
-                wrong = (kv.held[slots] != keys).nonzero()[0].tolist()
-                text = self.loop.model_worker.texts[what.partition(" ")[0]]
-                device.faults[-1] += self.hole_note(text, wrong)
+    def run(self) -> None:
+        """Run the event loop, then close and evict all."""
+        loop = self.loop
+        (loop.event_loop_overlap if self.case.settings["overlap"] else loop.event_loop_normal)()
+        loop.finish()
 
-        device.read = noted
+    def leaks(self) -> list[str]:
+        """Return what SGLang's checker said when it was idle."""
+        leaks: list[str] = self.loop.outcome.leaks
+        return leaks
 
-    def _note_retractions(self) -> None:
-        queue = self.loop._add_request_to_queue
+    def slots(self) -> dict[str, Any]:
+        """Return the records of sessions."""
+        slots: dict[str, Any] = self.loop.tree_cache.session.slots
+        return slots
 
-        def add(req: Any, is_retracted: bool = False) -> None:
-            if is_retracted and req.rid in self.turns:
-                self._note_retraction(req)
-            queue(req, is_retracted)
+    def pause(self, mode: str) -> None:
+        """Pause, as over HTTP."""
+        self.loop.pause_generation(PauseGenerationReqInput(mode=mode))
 
-        self.loop._add_request_to_queue = add
+    def resume(self) -> None:
+        """Resume, as over HTTP."""
+        self.loop.continue_generation(ContinueGenerationReqInput())
 
-    def _note_retraction(self, req: Any) -> None:
-        text = self.loop.model_worker.texts[req.rid]
-        self._leave_hole(text, len(req.origin_input_ids) + len(req.output_ids), RETRACTED)
-
-    def _leave_hole(self, text: Text, length: int, note: str) -> None:
-        self.holes[int(text.keys(length - 1, length)[0])] = note
-
-    def hole_note(self, text: Text, positions: list[int]) -> str:
-        """What is known of these positions of a text, if something is of each; else nothing."""
-        keys = [int(text.keys(position, position + 1)[0]) for position in positions]
-        notes = {self.holes.get(key, "") for key in keys}
-        return "" if "" in notes else max(notes)  # a retraction is the rarer one
-
-    # What the loop calls.
-
-    def turn(self) -> None:
-        """Look at the pools, take what ended, and play what is due."""
-        self.tick += 1
-        self.look("turn")
-        for name, req in list(self.running.items()):
-            if req.finished():
-                self._end(name, req)
-        self.loop.session_controller.maybe_reap(time.monotonic(), 0)
-        if self.resumes and self.tick >= self.resumes:
-            self.resumes = 0
-            self.loop.continue_generation(ContinueGenerationReqInput())
-        if self.loop.waiting_queue and self.tick - self.loop.last_forward[1] > MOST_WAITING:
-            for session in sorted(self.open):  # their KV is theirs until they are closed
-                self.play_close(session)
-        if self.tick > MOST_TURNS:
-            raise RuntimeError(f"{sglang_loop.STUCK}: {MOST_TURNS} turns, and work is left")
-        while self.verbs and self.verbs[0].turn <= self.tick:
-            verb = self.verbs.popleft()
-            getattr(self, f"play_{verb.name}")(**verb.given)
-        if not self.verbs and not self.running and self.quiet < 3:
-            self.quiet += 1
-            self._probe(self.quiet)
-
-    def look(self, when: str) -> None:
-        """Let the laws look at the pools, until one of them is broken."""
-        device = self.accounts.device
-        if device.findings:
-            return
-        for pool, view in self.accounts.views(self.requests).items():
-            for law in LAWS:
-                check = law.at_turn if when == "turn" else law.at_rest
-                for text in check(view):
-                    device.fault(law.name, f"{pool}, {when}", f"turn {self.tick}: {text}")
-
-    def is_over(self) -> bool:
-        """Whether all has been sent and has ended."""
-        return not self.verbs and not self.running and self.quiet >= 3
-
-    def close(self) -> None:
-        """Close all sessions, also those that waited for a turn."""
-        for session in sorted(self.open):
-            self.play_close(session)
-        self.loop.session_controller.maybe_reap(time.monotonic(), 0)
-
-    def waits_to_close(self) -> bool:
-        """Whether a session that is closed waits for a turn although none of its turns is left."""
-        busy = {f"s{self.turns[name]}" for name in self.running if name in self.turns}
-        sessions = self.loop.session_controller.sessions.items()
-        return any(closed.close_on_finish and name not in busy for name, closed in sessions)
-
-    def stuck_note(self) -> str:
-        """What is known of the first that waits, if any does.
-
-        It may leave no page of the pool, in a session no two, or wait for slots of a session that
-        cannot be closed.
-        """
-        if not self.loop.waiting_queue:
-            return ""
-        req, page = self.loop.waiting_queue[0], self.case.settings["page"]
-        left = self.case.settings["num_tokens"] - len(req.origin_input_ids) - len(req.output_ids)
-        if left < 2 * page if req.rid in self.turns else left <= page:
-            return NEAR_POOL
-        held = self.loop.tree_cache.session.slots
-        sessions = self.loop.session_controller.sessions
-        waiting = [turn.rid for turn in self.loop.waiting_queue[1:]]
-        behind = [f"s{self.turns[name]}" for name in waiting if name in self.turns]
-        is_held = any(name in held and sessions[name].close_on_finish for name in behind)
-        return BEHIND if is_held else ""
-
-    def _end(self, name: str, req: Any) -> None:
-        del self.running[name]
-        said = list(req.output_ids)
-        if req.finished_len is not None:
-            said = said[: req.finished_len]
-        self.ended[name] = list(req.origin_input_ids) + said
-        text = self.loop.model_worker.texts[name]
-        wanted, is_aborted = (
-            text.answer(self.most[name]),
-            isinstance(req.finished_reason, FINISH_ABORT),
-        )
-        if name in self.turns and not is_aborted:
-            self._leave_hole(text, len(self.ended[name]), ENDED)
-        if not is_aborted and said != wanted:
-            self.findings.append(
-                Finding("text", "end", f"{name} says {said}; alone it says {wanted}")
-            )
-
-    # What a server calls.
-
-    def play_send(
-        self, number: int, length: int, most: int, stem: int, shared: int, adapter: int = 0
-    ) -> None:
-        """A request: `shared` tokens of a stem, and own ones up to its length."""
-        own = tokens_of(self.case.seed, 1000 + number, length)
-        tokens = tokens_of(self.case.seed, stem, shared) + own[shared:]
-        self._request(number, tokens, most, adapter)
-
-    def play_follow(self, number: int, length: int, most: int, of: int, adapter: int = 0) -> None:
-        """A request whose prompt is all that another one read and said, and `length` tokens."""
-        before = self.ended.get(str(FIRST + of), [])
-        tokens = before + tokens_of(self.case.seed, 1000 + number, length)
-        self._request(number, tokens, most, adapter)
-
-    def play_turn(
-        self, number: int, length: int, most: int, session: int, adapter: int = 0
-    ) -> None:
-        """A turn of a session; beside another one only if the settings say so."""
-        name, at = str(FIRST + number), self.loop.session_controller.get(f"s{session}")
-        overlaps = self.case.settings.get("overlaps", True)
-        is_busy = any(self.turns.get(running) == session for running in self.running)
-        if session not in self.open or (is_busy and not overlaps):
-            return
-        if at is None:
-            opened = OpenSessionReqInput(
-                capacity_of_str_len=1 << 20, session_id=f"s{session}", streaming=True
-            )
-            self.loop.session_controller.open(opened)
-            at = self.loop.session_controller.get(f"s{session}")
-        asked = TokenizedGenerateReqInput(
-            rid=name,
-            input_text="",
-            input_embeds=None,
-            token_type_ids=None,
-            input_ids=array("q", tokens_of(self.case.seed, 1000 + number, length)),
-            mm_inputs=None,
-            sampling_params=self._sampling(most),
-            return_logprob=False,
-            logprob_start_len=-1,
-            top_logprobs_num=0,
-            token_ids_logprob=None,
-            stream=False,
-            session_params=SessionParams(id=f"s{session}"),
-            lora_id=_adapter_name(adapter),
-        )
-        self.turns[name] = session
-        self._queue(name, at.create_req(asked, None, VOCABULARY, eos_token_ids={STOP}), adapter)
-
-    def play_abort(self, number: int) -> None:
-        """The client of a request leaves."""
-        if str(FIRST + number) in self.running:
-            self.loop.abort_request(AbortReq(rid=str(FIRST + number)))
-
-    def play_pause(self, mode: str, turns: int) -> None:
-        """Generation is paused for some turns; `retract` gives all KV back."""
-        if not self.resumes:
-            self.loop.pause_generation(PauseGenerationReqInput(mode=mode))
-            self.resumes = self.tick + 1 + turns
-            if mode == "retract":  # past the queue's own entry
-                for name in self.running.keys() & self.turns.keys():
-                    self._note_retraction(self.running[name])
-
-    def play_flush(self) -> None:
-        """The caches are emptied, if the engine thinks that it is idle."""
+    def flush(self) -> None:
+        """Flush, as over HTTP."""
         self.loop.flush_cache(empty_cache=False)
 
-    def play_close(self, session: int) -> None:
-        """A session is closed."""
-        if self.loop.session_controller.get(f"s{session}") is not None:
-            self.loop.session_controller.close(CloseSessionReqInput(session_id=f"s{session}"))
-        self.open.discard(session)
-
-    def _probe(self, at: int) -> None:
-        """When all is done, ask once more for the longest texts: what is cached must be true."""
-        longest = sorted(self.ended, key=lambda name: len(self.ended[name]), reverse=True)
-        if len(longest) >= at:
-            name, length = longest[at - 1], self.case.settings["num_tokens"] - 40
-            tokens = [*self.ended[name][:length], 5, 7]
-            self._request(900 + at, tokens, 2, self.adapters[name])
-
-    def _sampling(self, most: int) -> Any:
-        sampling = SamplingParams(max_new_tokens=most, temperature=0, stop_token_ids=[STOP])
-        sampling.normalize(None)
-        return sampling
-
-    def _request(self, number: int, tokens: list[int], most: int, adapter: int) -> None:
-        name = str(FIRST + number)
+    def arrive(
+        self, name: str, tokens: list[int], most: int, adapter: int, session: str | None
+    ) -> None:
+        """Make a request as `handle_generate_request` does."""
         given: dict[str, Any] = {"eos_token_ids": {STOP}, "vocab_size": VOCABULARY}
-        given["lora_id"] = _adapter_name(adapter)
-        self._queue(name, Req(name, "", array("q", tokens), self._sampling(most), **given), adapter)
-
-    def _queue(self, name: str, req: Any, adapter: int) -> None:
+        if session is None:
+            given["lora_id"] = adapter_name(adapter)
+            req = Req(name, "", array("q", tokens), self.sampling(most), **given)
+        else:
+            asked = TokenizedGenerateReqInput(
+                rid=name,
+                input_text="",
+                input_embeds=None,
+                token_type_ids=None,
+                input_ids=array("q", tokens),
+                mm_inputs=None,
+                sampling_params=self.sampling(most),
+                return_logprob=False,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=False,
+                session_params=SessionParams(id=session),
+                lora_id=adapter_name(adapter),
+            )
+            at = self.loop.session_controller.get(session)
+            req = at.create_req(asked, None, VOCABULARY, eos_token_ids={STOP})
         self.loop.init_req_max_new_tokens(req)
         refused = validate_input_length(req, self.loop.max_req_input_len, False)
         if refused:
             req.set_finish_with_abort(refused)
-        self.adapters[name] = adapter  # KV of another adapter is other KV, as with a salt
-        self.loop.model_worker.texts[name] = Text(list(req.origin_input_ids), adapter)
-        self.most[name] = req.sampling_params.max_new_tokens
-        self.running[name] = req
-        self.requests.append(req)
+        self.admit(req, adapter)
         self.loop._add_request_to_queue(req)

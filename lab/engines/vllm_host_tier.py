@@ -9,6 +9,7 @@ waits for launched steps too, and arrives turns later.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -45,6 +46,7 @@ class HostTier:
         self.asked: list[Transfer] = []  # stores that start with the next step
         self.under_way: list[Transfer] = []
         self.completed: list[int] = []  # jobs, untold
+        self.by_step: deque[list[int]] = deque()  # jobs that launched steps end, untold
         self.landed: set[str] = set()  # requests whose loads ended, untold
 
     def begin(self, metadata: Any, turn: int, owned: dict[str, set[int]]) -> list[LateWrite]:
@@ -61,6 +63,7 @@ class HostTier:
         ]
         self._start([*self.asked, *(store for store in stores if store.job in flushed)], turn)
         self.asked = [store for store in stores if store.job not in flushed]
+        told, self.completed = self.completed, []
         for transfer in [started for started in self.under_way if started.job in flushed]:
             self._end(transfer, owned)
         loads = [
@@ -69,7 +72,8 @@ class HostTier:
         ]
         self._start([load for load, is_sync in loads if not is_sync], turn)
         parts = [load for load, is_sync in loads if is_sync]
-        self.completed += [load.job for load in parts]
+        self.by_step.append(self.completed + [load.job for load in parts])
+        self.completed = told
         return [self._written(load) for load in parts]
 
     def _start(self, transfers: list[Transfer], turn: int) -> None:
@@ -106,8 +110,11 @@ class HostTier:
         return LateWrite(load.name, self.worker.target, slots, keys)
 
     def told(self) -> Any:
-        """Return what the workers tell the scheduler of jobs that ended, once."""
-        completed, self.completed = self.completed, []
+        """Return what the workers tell with the next step's result of jobs that ended, once.
+
+        What a step ends is told with its own result, behind which the scheduler may be a step.
+        """
+        completed, self.completed = self.by_step.popleft() + self.completed, []
         return OffloadingWorkerMetadata(dict.fromkeys(completed, 1)) if completed else None
 
     def take_lost(self, names: set[str]) -> set[int]:
